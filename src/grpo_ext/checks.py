@@ -1,0 +1,344 @@
+"""Every rule a config must obey, each answered with the value, the reason and the cure, all at once."""
+
+import dataclasses
+import math
+import os
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from beartype.door import is_bearable
+
+from .advantages import combinations, estimators
+from .aggregation import aggregations
+from .kl import kl_estimators
+from .loss_checks import TOWER, loss_problems
+from .losses import find
+from .objective import resolve
+from .ratios import ratios
+from .registry import UnknownNameError, did_you_mean
+
+
+class ConfigError(ValueError):
+    """All that is wrong with a recipe; `problems` holds one sentence for each mistake."""
+
+    def __init__(self, problems: list[str]) -> None:
+        """Number and join the problems."""
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {p}" for p in problems)]))
+
+
+def problems(config: Any) -> list[str]:
+    """What makes `config` unusable; empty when nothing does. Reads raw fields only, before TRL derives any."""
+    found = [*_types(config), *_choices(config), *_ranges(config)]
+    sound = not found
+    for rule in (_batch_arithmetic, _unmeant, _vllm, loss_problems):
+        try:
+            found += rule(config)
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+            if sound:  # otherwise the rule has stumbled over a field that is reported already
+                raise
+    return found
+
+
+# Types, names, ranges: one line of a table for each field.
+
+_ALSO_BOOL = {"scale_rewards"}
+
+
+def _types(config: Any) -> Iterator[str]:
+    """YAML values skip argparse's conversions: 1.5 for an int and a scalar for a list would pass."""
+    hints = typing.get_type_hints(type(config))
+    for f in dataclasses.fields(config):
+        value, hint = getattr(config, f.name), hints[f.name]
+        if isinstance(value, bool) and f.name not in _ALSO_BOOL:
+            fits = bool in (hint, *typing.get_args(hint))
+        else:
+            fits = isinstance(value, bool) or is_bearable(value, hint, conf=TOWER)
+        if not fits:
+            expected = getattr(hint, "__name__", str(hint)).replace("typing.", "")
+            yield f"{f.name}={value!r}: a {type(value).__name__} where {expected} is expected. Write the value as one."
+
+
+_CHOICES: dict[str, Any] = {
+    "loss_defaults": ("paper", "trl"),
+    "importance_sampling_level": ratios,
+    "kl_estimator": kl_estimators,
+    "kl_placement": ("loss", "reward"),
+    "advantage_estimator": estimators,
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": combinations,
+    "missing_rewards": ("renormalize", "zero"),
+    "loss_aggregation": aggregations,
+    "vllm_mode": ("server", "colocate"),
+    "vllm_model_impl": ("vllm", "transformers"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+_OPEN_TO_PATHS = {"kl_estimator", "advantage_estimator", "loss_aggregation"}
+
+
+def _choices(config: Any) -> Iterator[str]:
+    for name, known in _CHOICES.items():
+        value = getattr(config, name)
+        if value is None or value in known:
+            continue
+        if name in _OPEN_TO_PATHS and isinstance(value, str):
+            try:
+                known[value]
+            except UnknownNameError as error:
+                yield f"{name}={value!r}: {error}"
+        else:
+            yield f"{name}={value!r} is not one of its values. {did_you_mean(str(value), map(str, known))}"
+    try:
+        find(config.loss_type)
+    except UnknownNameError as error:
+        yield f"loss_type={config.loss_type!r}: {error}"
+
+
+_POSITIVE = (0, math.inf, "positive")
+_NOT_NEGATIVE = (0, math.inf, "0 or more")
+_COUNT = (1, math.inf, "1 or more")
+_UNIT = (0, 1, "within [0, 1]")
+_FINITE = (-math.inf, math.inf, "a finite number")
+_PORT = (1, 65535, "a port, 1 to 65535")
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, math.inf, "positive: at 0 every completion of a group is the same and no advantage is left"),
+    "top_p": (0, 1, "within (0, 1]"),
+    "top_k": (0, math.inf, "0 (off) or more"),
+    "min_p": _UNIT,
+    "repetition_penalty": _POSITIVE,
+    "beta": _NOT_NEGATIVE,
+    "epsilon": _NOT_NEGATIVE,
+    "epsilon_high": _NOT_NEGATIVE,
+    "delta": _POSITIVE,
+    "sapo_temperature_pos": _POSITIVE,
+    "sapo_temperature_neg": _POSITIVE,
+    "vespo_k_pos": _NOT_NEGATIVE,
+    "vespo_k_neg": _NOT_NEGATIVE,
+    "vespo_lambda_pos": _NOT_NEGATIVE,
+    "vespo_lambda_neg": _NOT_NEGATIVE,
+    "off_policy_mask_threshold": _POSITIVE,
+    "top_entropy_quantile": _UNIT,
+    "entropy_coef": _FINITE,
+    "entropy_coef_min": _FINITE,
+    "entropy_coef_max": _FINITE,
+    "entropy_coef_delta": _NOT_NEGATIVE,
+    "entropy_target": _NOT_NEGATIVE,
+    "router_aux_loss_coef": _NOT_NEGATIVE,
+    "ref_model_mixup_alpha": _UNIT,
+    "ref_model_sync_steps": _COUNT,
+    "num_generations": (2, math.inf, "2 or more: a group baseline needs at least 2 completions per prompt"),
+    "num_generations_eval": _COUNT,
+    "max_completion_length": _COUNT,
+    "num_iterations": _COUNT,
+    "generation_batch_size": _COUNT,
+    "steps_per_generation": _COUNT,
+    "per_device_train_batch_size": _COUNT,
+    "per_device_eval_batch_size": _COUNT,
+    "gradient_accumulation_steps": _COUNT,
+    "max_tool_calling_iterations": _COUNT,
+    "num_completions_to_print": _COUNT,
+    "learning_rate": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "max_grad_norm": _NOT_NEGATIVE,
+    "adam_beta1": _UNIT,
+    "adam_beta2": _UNIT,
+    "adam_epsilon": _POSITIVE,
+    "num_train_epochs": _POSITIVE,
+    "warmup_steps": _NOT_NEGATIVE,
+    "vllm_gpu_memory_utilization": (0, 1, "within (0, 1]"),
+    "vllm_tensor_parallel_size": _COUNT,
+    "vllm_max_model_length": _COUNT,
+    "vllm_server_port": _PORT,
+    "vllm_group_port": _PORT,
+    "vllm_server_timeout": _POSITIVE,
+    "vllm_importance_sampling_clip_max": _POSITIVE,
+    "vllm_importance_sampling_clip_min": _NOT_NEGATIVE,
+}
+_OPEN_AT_ZERO = {"positive", "within (0, 1]"}
+
+
+def _ranges(config: Any) -> Iterator[str]:
+    for name, (low, high, meaning) in _RANGES.items():
+        value = getattr(config, name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        above = value > low if meaning.partition(":")[0] in _OPEN_AT_ZERO else value >= low
+        if not (above and value <= high and math.isfinite(value)):  # written so that NaN fails
+            yield f"{name}={value!r} must be {meaning}. Set it so."
+    for weight in config.reward_weights or []:
+        if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            yield f"reward_weights={config.reward_weights!r}: {weight!r} is no finite number. Give one per reward."
+    if config.max_completion_length is None:
+        yield (
+            "max_completion_length=None: completions would have no limit (stock TRL then generates 20 tokens or "
+            "crashes). Set it to the number of tokens a completion may have, for example 512."
+        )
+    if config.entropy_coef_min > config.entropy_coef_max:
+        yield (
+            f"entropy_coef_min={config.entropy_coef_min} is above entropy_coef_max={config.entropy_coef_max}. "
+            "Swap them."
+        )
+
+
+# Batch arithmetic.
+
+
+def world_size() -> int:
+    """Processes of this launch, as torchrun and accelerate announce them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _nearest(value: int, unit: int) -> str:
+    """The multiples of `unit` around `value`."""
+    below, above = value // unit * unit, -(-value // unit) * unit
+    return f"{above}" if below == 0 else f"{below} or {above}"
+
+
+def _batch_arithmetic(config: Any) -> Iterator[str]:
+    per_step = config.per_device_train_batch_size * world_size()
+    generation_batch, steps = config.generation_batch_size, config.steps_per_generation
+    if generation_batch is not None and steps is not None:
+        yield (
+            f"generation_batch_size={generation_batch} and steps_per_generation={steps} say the same thing twice. "
+            "Set one of them."
+        )
+        return
+    if generation_batch is not None and generation_batch % per_step:
+        yield (
+            f"generation_batch_size={generation_batch} is not a multiple of per_device_train_batch_size x processes = "
+            f"{config.per_device_train_batch_size} x {world_size()} = {per_step}. Nearest that work: "
+            f"{_nearest(generation_batch, per_step)}."
+        )
+        return
+    steps = generation_batch // per_step if generation_batch else steps or config.gradient_accumulation_steps
+    yield from _groups_fit(config, per_step, steps)
+    if config.loss_defaults == "paper" and steps % config.gradient_accumulation_steps:
+        yield (
+            f"steps_per_generation={steps} is not a multiple of gradient_accumulation_steps="
+            f"{config.gradient_accumulation_steps}: an optimizer step would mix generations and its denominators "
+            f"would not be known. Set steps_per_generation to {_nearest(steps, config.gradient_accumulation_steps)}."
+        )
+    if config.eval_strategy != "no":
+        yield from eval_batch_problems(config)
+
+
+def _groups_fit(config: Any, per_step: int, steps: int) -> Iterator[str]:
+    g, total = config.num_generations, per_step * steps
+    if total % g == 0:
+        return
+    divisors = [n for n in range(2, total + 1) if total % n == 0]
+    unit = g // math.gcd(g, world_size() * steps)
+    yield (
+        f"num_generations={g} does not divide the generation batch: per_device_train_batch_size x processes x "
+        f"steps_per_generation = {config.per_device_train_batch_size} x {world_size()} x {steps} = {total} "
+        f"completions. Nearest that work: per_device_train_batch_size {_nearest(config.per_device_train_batch_size, unit)}, or "
+        f"num_generations {' or '.join(map(str, sorted(divisors, key=lambda n: abs(n - g))[:2])) or 'none'}."
+    )
+
+
+def eval_batch_problems(config: Any) -> Iterator[str]:
+    """Whether the evaluation batch holds whole groups."""
+    g = config.num_generations_eval or config.num_generations
+    total = config.per_device_eval_batch_size * world_size()
+    if total % g:
+        unit = g // math.gcd(g, world_size())
+        yield (
+            f"per_device_eval_batch_size={config.per_device_eval_batch_size}: x {world_size()} processes = {total} is "
+            f"not a multiple of the {g} completions generated per prompt in evaluation. Nearest that work: "
+            f"{_nearest(config.per_device_eval_batch_size, unit)}, or set num_generations_eval."
+        )
+
+
+# Settings that would be accepted and ignored.
+
+_NO_MEANING = {
+    "label_smoothing_factor": (0.0, "there are no labels to smooth"),
+    "train_sampling_strategy": ("random", "the sampler keeps the completions of a prompt together"),
+    "length_column_name": ("length", "the sampler keeps the completions of a prompt together"),
+    "include_for_metrics": ([], "no compute_metrics is called"),
+    "batch_eval_metrics": (False, "no compute_metrics is called"),
+    "label_names": (None, "there are no labels"),
+}
+
+
+def _unmeant(config: Any) -> Iterator[str]:
+    for name, (default, reason) in _NO_MEANING.items():
+        if getattr(config, name) != default:
+            yield f"{name}={getattr(config, name)!r} has no meaning in GRPO: {reason}. Remove it."
+    if config.sync_ref_model and config.beta == 0.0:
+        yield "sync_ref_model=True: with beta=0.0 there is no reference model. Set beta > 0 or remove it."
+
+
+# vLLM.
+
+
+def _vllm(config: Any) -> Iterator[str]:
+    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    if low is not None and high is not None and low >= high:
+        yield (
+            f"vllm_importance_sampling_clip_min={low} is not below "
+            f"vllm_importance_sampling_clip_max={high}. Swap them."
+        )
+    mode = config.vllm_importance_sampling_mode
+    if config.vllm_importance_sampling_correction and mode.endswith("truncate") and low is None and high is None:
+        yield (
+            f"vllm_importance_sampling_mode={mode!r} truncates, but neither vllm_importance_sampling_clip_min nor "
+            "vllm_importance_sampling_clip_max is set. Set one."
+        )
+    corrected = config.use_vllm and config.vllm_importance_sampling_correction
+    if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
+        yield (
+            f"vllm_importance_sampling_mode={mode!r}: vespo takes the correction per token. "
+            "Set 'token_truncate' or 'token_mask'."
+        )
+
+
+# Settings that work but are rarely meant.
+
+_ONLY_WITH = {
+    "use_vllm": lambda c, name: name.startswith("vllm_"),
+    "use_adaptive_entropy": lambda c, name: name in ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
+    "sync_ref_model": lambda c, name: name.startswith("ref_model_"),
+    "log_completions": lambda c, name: name in ("num_completions_to_print", "log_unique_prompts"),
+}
+
+
+def warnings(config: Any) -> list[str]:
+    """What is allowed but probably not meant; the config must be free of `problems`."""
+    objective = resolve(config)
+    found = []
+    for switch, belongs in _ONLY_WITH.items():
+        idle = [f.name for f in dataclasses.fields(config) if belongs(config, f.name) and _is_set(config, f)]
+        if idle and not getattr(config, switch):
+            found.append(f"{', '.join(idle)}: without {switch}: true this has no effect.")
+    if config.loss_type == "bnpo":
+        found.append(
+            "loss_type='bnpo' is TRL's token mean over each micro-batch: its gradient depends on "
+            "per_device_train_batch_size. 'dapo' does not; the BNPO paper is 'beta_bnpo'."
+        )
+    if objective.ratio != "token" and objective.aggregation in ("token-mean", "micro-batch-token-mean"):
+        found.append(
+            f"importance_sampling_level={objective.ratio!r} with loss_aggregation={objective.aggregation!r} weighs "
+            "each completion by its length. GSPO uses seq-mean-token-mean."
+        )
+    if objective.kl_in_loss and objective.kl == "k1":
+        found.append("kl_estimator='k1' in the loss: its gradient averages to 0. Use k3+, or kl_placement: reward.")
+    if objective.kl_in_loss and objective.kl == "r_k3" and objective.ratio != "token":
+        found.append(
+            f"use_bias_correction_kl with importance_sampling_level={objective.ratio!r} is biased, as in stock TRL. "
+            "Set use_bias_correction_kl: false."
+        )
+    if objective.row.surrogate == "reinforce" and config.num_iterations > 1:
+        found.append(
+            f"num_iterations={config.num_iterations}: {config.loss_type!r} has no importance ratio, so every update "
+            "after the first is off-policy and uncorrected."
+        )
+    if config.use_bias_correction_kl and config.beta == 0.0:
+        found.append("use_bias_correction_kl=True: with beta=0.0 there is no KL term.")
+    return found
+
+
+def _is_set(config: Any, field: dataclasses.Field) -> bool:
+    return getattr(config, field.name) != field.default

@@ -1,0 +1,138 @@
+"""GRPOExtConfig: TRL's GRPOConfig plus the axes of the loss; every mistake is reported before a model is loaded."""
+
+import logging
+import os
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from . import checks
+from .checks import ConfigError as ConfigError
+from .objective import Objective, resolve
+
+logger = logging.getLogger(__name__)
+
+AS_THE_ROW_SAYS = "None (default): as the row of `loss_type` says (see `loss_defaults`)."
+
+
+@dataclass
+class GRPOExtConfig(GRPOConfig):
+    """`trl.GRPOConfig` in which `loss_type` names a row of `grpo_ext.losses` and the row fills what is left unset.
+
+    Raises:
+        ConfigError: everything that is wrong with the settings, at once, each with its value, reason and cure.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "advantage_kwargs"]  # noqa: RUF012
+
+    loss_defaults: str = field(
+        default="paper",
+        metadata={
+            "help": "Where unset axes of the loss come from: 'paper' (default), the row of `loss_type`; 'trl', stock "
+            "TRL's defaults, so that the run is stock TRL's to the last digit."
+        },
+    )
+    importance_sampling_level: str | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "Level of the importance ratio: 'token', 'sequence' (geometric mean, GSPO) or 'product' "
+            f"(DeepSeek-V3). {AS_THE_ROW_SAYS}"
+        },
+    )
+    loss_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Options of a surrogate of your own, those that have no field here."}
+    )
+    epsilon: float | None = field(  # type: ignore[assignment]
+        default=None, metadata={"help": f"Distance from 1 of the lower clip bound. {AS_THE_ROW_SAYS}"}
+    )
+    epsilon_high: float | None = field(
+        default=None,
+        metadata={
+            "help": "Distance from 1 of the upper clip bound; for 'cispo' the upper bound itself. None (default): the "
+            "value of `epsilon` where that is set, else as the row says."
+        },
+    )
+    delta: float | None = field(
+        default=None, metadata={"help": f"Cap of the ratio where the advantage is negative. {AS_THE_ROW_SAYS}"}
+    )
+    kl_estimator: str | None = field(
+        default=None,
+        metadata={"help": f"One of k1, k2, k3, k3+, r_k3, abs, sequence_k3. Needs `beta` > 0. {AS_THE_ROW_SAYS}"},
+    )
+    kl_placement: str | None = field(
+        default=None, metadata={"help": f"'loss', or 'reward' (as RLOO and REINFORCE++ do). {AS_THE_ROW_SAYS}"}
+    )
+    use_bias_correction_kl: bool | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "TRL's name for `kl_estimator`: true is 'r_k3', false is 'k3'. " + AS_THE_ROW_SAYS},
+    )
+    advantage_estimator: str | None = field(
+        default=None,
+        metadata={
+            "help": "One of group, none, batch, loo, reinforce_pp, maxrl, minimind, beta, bernoulli, pass_at_k, or "
+            f"'package.module:function'. {AS_THE_ROW_SAYS}"
+        },
+    )
+    advantage_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Options of the advantage estimator, such as {'ddof': 0}."}
+    )
+    scale_rewards: str | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": f"TRL's name for `advantage_estimator` 'group', 'batch' or 'none'. {AS_THE_ROW_SAYS}"},
+    )
+    multi_objective_aggregation: str | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "How several rewards become one advantage: 'sum_then_normalize', 'normalize_then_sum' (GDPO) or "
+            f"'average_advantages' (BNPO). {AS_THE_ROW_SAYS}"
+        },
+    )
+    missing_rewards: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a partial None does to the weighted sum of rewards: 'renormalize' (default) leaves it out "
+            "and scales up the rest, 'zero' counts it as 0 as stock TRL does."
+        },
+    )
+    loss_aggregation: str | None = field(
+        default=None,
+        metadata={
+            "help": "One of seq-mean-token-mean, token-mean, seq-mean-token-sum, seq-mean-token-sum-norm, "
+            f"micro-batch-token-mean. {AS_THE_ROW_SAYS}"
+        },
+    )
+    disable_dropout: bool | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "Whether to switch dropout off, so that rollouts, old log-probabilities and the loss see the same "
+            "network. None (default): true, or false with `loss_defaults` 'trl'."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        """Check everything, report everything, then let TRL do its own."""
+        problems = checks.problems(self)
+        if problems:
+            raise ConfigError(problems)
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ConfigError([str(error)]) from error
+        if int(os.environ.get("RANK", "0")) == 0:
+            for warning in checks.warnings(self):
+                logger.warning(warning)
+
+    @property
+    def objective(self) -> Objective:
+        """The loss with every axis settled."""
+        return resolve(self)
+
+    @property
+    def exact_denominators(self) -> bool:
+        """Whether denominators count the optimizer step's live completions and tokens (stock TRL's do not)."""
+        return self.loss_defaults == "paper"
+
+    @property
+    def dropout_disabled(self) -> bool:
+        """`disable_dropout`, settled."""
+        return self.loss_defaults == "paper" if self.disable_dropout is None else self.disable_dropout

@@ -1,0 +1,179 @@
+"""Datasets: the hub, local files and procedural tasks, prepared into `prompt` and `solution` columns for GRPO."""
+
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets import Dataset, DatasetDict
+
+from grpo_ext import data_files, tasks
+from grpo_ext.data_config import PROCEDURAL, QUICKSTART, DataConfig, options, problems
+from grpo_ext.data_prepare import AnyDataset, Split, prepare, prepare_split
+from grpo_ext.data_rows import ANSWER_COLUMNS, PROMPT_COLUMNS, DataError, check_columns
+from grpo_ext.registry import did_you_mean
+
+__all__ = ["DataConfig", "DataError", "check_columns", "load_datasets", "prepare", "problems"]
+
+logger = logging.getLogger(__name__)
+
+PROCEDURAL_EVAL_FRACTION = 0.1
+
+
+def load_datasets(
+    dataset_name: str,
+    config: DataConfig,
+    *,
+    dataset_config: str | None = None,
+    train_split: str = "train",
+    test_split: str = "test",
+    streaming: bool = False,
+    eval_needed: bool,
+    tokenizer: Any = None,
+) -> tuple[AnyDataset, AnyDataset | None]:
+    """Training and evaluation dataset, loaded and prepared; evaluation is None unless needed or `test_size` is set.
+
+    Raises:
+        DataError: a setting, a file, a split, a column or rows cannot be used; the message names each with its cure.
+    """
+    found = problems(config, dataset_name, dataset_config=dataset_config, streaming=streaming)
+    if found:
+        raise DataError("\n".join(found))
+    eval_wanted = eval_needed or config.test_size is not None
+    train: Split | None
+    if dataset_name.startswith(QUICKSTART):
+        train, test = _load_quickstart(dataset_name, config)
+    elif dataset_name.startswith(PROCEDURAL):
+        train, test = _load_procedural(dataset_name, config, eval_wanted)
+    else:
+        load = partial(_load_split, dataset_name, config, dataset_config, streaming)
+        train = load(train_split)
+        test = load(test_split, optional=True) if eval_wanted else None
+    assert train is not None
+    prepared = prepare_split(train, config, tokenizer)
+    if not eval_wanted:
+        return prepared, None
+    if test is not None:
+        if config.test_size is not None and not dataset_name.startswith(PROCEDURAL):
+            logger.warning("test_size=%s is not applied: %s exists.", config.test_size, test.source)
+        return prepared, prepare_split(test, config, tokenizer)
+    return _hold_out(prepared, config, f"{train.source} has no split {test_split!r} beside it")
+
+
+def _hold_out(dataset: AnyDataset, config: DataConfig, reason: str) -> tuple[AnyDataset, AnyDataset]:
+    if config.test_size is None:
+        raise DataError(
+            f"evaluation is asked for, but {reason}. Set test_size (for example 0.05) to hold rows out, "
+            "name the split in dataset_test_split, or set eval_strategy: 'no'."
+        )
+    rows = len(dataset)
+    size = int(config.test_size) if config.test_size >= 1 else max(1, round(config.test_size * rows))
+    if size >= rows:
+        raise DataError(f"test_size={config.test_size!r} holds out {size} of {rows} rows: none is left to train on.")
+    parts = dataset.train_test_split(test_size=size, seed=config.split_seed)
+    return parts["train"], parts["test"]
+
+
+def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split | None]:
+    from grpo_ext.quickstart.task import load
+
+    train, test = load(name.removeprefix(QUICKSTART), **options(config))
+    return Split(train, f"{name}, split train"), Split(test, f"{name}, split test")
+
+
+def _load_procedural(name: str, config: DataConfig, eval_wanted: bool) -> tuple[Split | None, Split | None]:
+    size = (PROCEDURAL_EVAL_FRACTION if config.test_size is None else config.test_size) if eval_wanted else None
+    train, test = tasks.generate(name.removeprefix(PROCEDURAL), options(config), size)
+    message = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    text = datasets.Value("string")
+    features = datasets.Features({"prompt": [message], "solution": text, "reasoning_gym_entry": text})
+    splits = [
+        Split(Dataset.from_list(rows, features=features), f"{name}, split {split}") if rows else None
+        for split, rows in (("train", train), ("test", test))
+    ]
+    return splits[0], splits[1]
+
+
+def _load_split(
+    name: str, config: DataConfig, dataset_config: str | None, streaming: bool, split: str, *, optional: bool = False
+) -> Split | None:
+    """One split of local files or of the hub; None when it is optional and not there."""
+    path = Path(name).expanduser()
+    source = f"{name}, split {split}"
+    if not data_files.is_path(name):
+        return _load_by_name(name, dataset_config, streaming, split, source, optional)
+    if path.is_dir() and data_files.is_saved_to_disk(path):
+        return _load_saved(path, streaming, split, source, optional)
+    files = data_files.split_files(path, re.split(r"\W", split)[0]) if dataset_config is None else []
+    if path.is_file() and optional:
+        return None
+    if files:
+        return _load_files(files, config, streaming, split, source)
+    return _load_by_name(str(path), dataset_config, streaming, split, source, optional)
+
+
+def _load_files(files: list[Path], config: DataConfig, streaming: bool, split: str, source: str) -> Split:
+    if not streaming:  # a stream may be larger than one wants to read twice
+        data_files.check_files(files)
+    reading: dict[str, Any] = {}
+    if files[0].suffix == ".csv":
+        texts = {config.prompt_column, config.answer_column, *PROMPT_COLUMNS, *ANSWER_COLUMNS}
+        header = data_files.csv_columns(files[0])
+        # pandas would read the answer 007 as 7 and the word None as a missing value
+        reading = {"converters": {name: str for name in header if name in texts}}
+        reading |= {"keep_default_na": False, "na_values": [""]}
+    key = re.split(r"\W", split)[0]
+    dataset = _call(
+        datasets.load_dataset,
+        data_files.BUILDERS[files[0].suffix],
+        data_files={key: [str(file) for file in files]},
+        split=split,
+        streaming=streaming,
+        source=source,
+        **reading,
+    )
+    return Split(dataset, source, tuple(files) if split == key else ())
+
+
+def _load_saved(path: Path, streaming: bool, split: str, source: str, optional: bool) -> Split | None:
+    loaded = _call(datasets.load_from_disk, str(path), source=source)
+    if isinstance(loaded, DatasetDict):
+        if split not in loaded and optional:
+            return None
+        if split not in loaded:
+            raise DataError(f"{source}: no such split. {did_you_mean(split, loaded)}")
+        loaded = loaded[split]
+    elif optional:
+        return None
+    return Split(loaded.to_iterable_dataset() if streaming else loaded, source)
+
+
+def _load_by_name(
+    name: str, dataset_config: str | None, streaming: bool, split: str, source: str, optional: bool
+) -> Split | None:
+    try:
+        dataset = datasets.load_dataset(name, name=dataset_config, split=split, streaming=streaming)
+    except Exception as error:
+        missing = isinstance(error, ValueError) and str(error).startswith(("Unknown split", "Bad split"))
+        if optional and missing:
+            return None
+        raise _load_error(source, error) from error
+    return Split(dataset, source)
+
+
+def _call(function: Callable[..., Any], *arguments: Any, source: str, **keywords: Any) -> Any:
+    try:
+        return function(*arguments, **keywords)
+    except Exception as error:
+        raise _load_error(source, error) from error
+
+
+def _load_error(source: str, error: Exception) -> DataError:
+    reason = error.__cause__ or error  # datasets wraps the news into "An error occurred"
+    return DataError(
+        f"{source}: cannot be loaded: {type(reason).__name__}: {reason}. Check dataset_name, dataset_config and the "
+        f"splits; a local path starts with ./ or /, a procedural task with {PROCEDURAL}."
+    )

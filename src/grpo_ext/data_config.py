@@ -1,0 +1,178 @@
+"""Settings of the dataset, and what is wrong with them before anything is loaded."""
+
+import inspect
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_ext import data_files, tasks
+from grpo_ext.data_rows import ANSWER_FORMATS, DataError
+from grpo_ext.registry import did_you_mean
+
+PROCEDURAL, QUICKSTART = "reasoning_gym/", "quickstart/"
+
+
+@dataclass
+class DataConfig:
+    """Dataset settings beside those of TRL's script arguments (`dataset_name`, `dataset_train_split`, ...)."""
+
+    dataset_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Options of a procedural task (dataset_name: reasoning_gym/<task> or quickstart/<task>), for "
+            'example {"min_terms": 2, "max_terms": 3, "size": 5000, "seed": 1}.'
+        },
+    )
+    system_prompt: str | None = field(
+        default=None,
+        metadata={"help": "System message put in front of every prompt that has none."},
+    )
+    prompt_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column that becomes `prompt`. Unset: `prompt`, `question` or `problem`, whichever is there first."
+        },
+    )
+    answer_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column that becomes `solution`, the reference answer that rewards see. Unset: `solution`, "
+            "`answer`, `final_answer` or `gold`, whichever is there first, or none."
+        },
+    )
+    answer_format: str | None = field(
+        default=None,
+        metadata={
+            "help": "Where the answer stands in its column: `gsm8k` is the text after ####, `boxed` the content of "
+            "the last \\boxed{}. Unset: the whole value."
+        },
+    )
+    test_size: float | None = field(
+        default=None,
+        metadata={
+            "help": "Rows held out from training for evaluation when the dataset has no test split: a fraction below "
+            "1, a number of rows from 1 up. For a reasoning_gym task the size of its evaluation split (unset: 0.1)."
+        },
+    )
+    split_seed: int = field(default=0, metadata={"help": "Seed of the split that `test_size` makes."})
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={"help": "Drop (never truncate) prompts of more tokens than this, chat template included."},
+    )
+    max_samples: int | None = field(
+        default=None,
+        metadata={
+            "help": "Use only the first so many rows of each split, counted before anything is dropped or held out."
+        },
+    )
+
+
+def problems(
+    config: DataConfig,
+    dataset_name: str | None = None,
+    *,
+    dataset_config: str | None = None,
+    streaming: bool = False,
+) -> list[str]:
+    """What is wrong with the settings as far as it shows without loading; each with value, reason and cure."""
+    found = value_problems(config)
+    if streaming and config.test_size is not None:
+        found.append(
+            f"test_size={config.test_size!r} with dataset_streaming: rows cannot be held out from a stream. "
+            "Name a test split (dataset_test_split) or set dataset_streaming: false."
+        )
+    if dataset_name is None:
+        return found + _foreign_kwargs(config, "datasets")
+    if not isinstance(dataset_name, str) or not dataset_name:
+        return [*found, f"dataset_name={dataset_name!r} must be a name or a path."]
+    if dataset_name.startswith((PROCEDURAL, QUICKSTART)):
+        return found + _procedural_problems(config, dataset_name, dataset_config, streaming)
+    found += _foreign_kwargs(config, dataset_name)
+    if not data_files.is_path(dataset_name):
+        return found
+    found += data_files.path_problems(dataset_name)
+    if dataset_config is not None and Path(dataset_name).expanduser().is_file():
+        found.append(f"dataset_config={dataset_config!r}: {dataset_name!r} is one file. Unset dataset_config.")
+    return found
+
+
+def value_problems(config: DataConfig) -> list[str]:
+    """What is wrong with the settings whatever the dataset is."""
+    found = []
+    for name in ("system_prompt", "prompt_column", "answer_column", "answer_format"):
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, str) or not value.strip()):
+            found.append(f"{name}={value!r} must be text that is not empty. Set it, or leave it unset.")
+    for name, minimum in (("split_seed", 0), ("max_prompt_length", 1), ("max_samples", 1)):
+        value = getattr(config, name)
+        unset = value is None and name != "split_seed"
+        if not unset and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
+            found.append(f"{name}={value!r} must be an integer >= {minimum}. Set it so, or leave it unset.")
+    if isinstance(config.answer_format, str) and config.answer_format.strip() not in ("", *ANSWER_FORMATS):
+        hint = did_you_mean(config.answer_format, ANSWER_FORMATS)
+        found.append(f"answer_format={config.answer_format!r} is unknown. {hint} Unset, the value is taken as it is.")
+    size = config.test_size
+    number = isinstance(size, int | float) and not isinstance(size, bool) and math.isfinite(size) and size > 0
+    if size is not None and (not number or (size > 1 and size != int(size))):
+        found.append(f"test_size={size!r} must be a fraction between 0 and 1, or a whole number of rows from 1 up.")
+    try:
+        options(config)
+    except DataError as error:
+        found.append(str(error))
+    return found
+
+
+def _foreign_kwargs(config: DataConfig, name: str) -> list[str]:
+    if not config.dataset_kwargs:
+        return []
+    reason = f"{name!r} is not a procedural task ({PROCEDURAL}<task>, {QUICKSTART}<task>), which alone has options."
+    return [f"dataset_kwargs={config.dataset_kwargs!r}: {reason} Unset dataset_kwargs."]
+
+
+def _procedural_problems(config: DataConfig, name: str, dataset_config: str | None, streaming: bool) -> list[str]:
+    columns = {key: getattr(config, key) for key in ("prompt_column", "answer_column", "answer_format")}
+    found = [
+        f"{key}={value!r}: {name!r} makes its own columns prompt and solution. Unset {key}."
+        for key, value in {**columns, "dataset_config": dataset_config}.items()
+        if value is not None
+    ]
+    if streaming:
+        found.append(f"dataset_streaming=True: {name!r} is made in memory. Set dataset_streaming: false.")
+    if name.startswith(QUICKSTART):
+        if config.test_size is not None:
+            found.append(f"test_size={config.test_size!r}: {name!r} brings its own evaluation split. Unset test_size.")
+        return found + _quickstart_problems(config)
+    try:
+        return found + tasks.option_problems(name.removeprefix(PROCEDURAL), options(config))
+    except DataError:  # already among the values' problems
+        return found
+
+
+def _quickstart_problems(config: DataConfig) -> list[str]:
+    from grpo_ext.quickstart.task import load
+
+    known = [name for name in inspect.signature(load).parameters if name != "task"]
+    try:
+        unknown = [name for name in options(config) if name not in known]
+    except DataError:  # already among the values' problems
+        return []
+    return [f"dataset_kwargs: the quickstart has no option {name!r}. {did_you_mean(name, known)}" for name in unknown]
+
+
+def options(config: DataConfig) -> dict[str, Any]:
+    """`dataset_kwargs` as a mapping; the command line gives JSON text.
+
+    Raises:
+        DataError: it is neither.
+    """
+    given = config.dataset_kwargs or {}
+    cure = "Write {min_terms: 2} in a recipe, '{\"min_terms\": 2}' on the command line."
+    try:
+        given = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise DataError(f"dataset_kwargs={given!r} is not JSON ({error}). {cure}") from None
+    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        raise DataError(f"dataset_kwargs={given!r} is not a mapping from option to value. {cure}")
+    return given

@@ -1,0 +1,195 @@
+"""From a loaded dataset to one that GRPO can train on: columns, system prompt, answers, length."""
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, Union
+
+from datasets import Dataset, IterableDataset
+
+from grpo_ext import data_files
+from grpo_ext.data_config import DataConfig, value_problems
+from grpo_ext.data_rows import (
+    ANSWER_COLUMNS,
+    MAX_REPORTED,
+    PROMPT_COLUMNS,
+    RESERVED_COLUMNS,
+    DataError,
+    Plan,
+    RowError,
+    check_columns,
+    convert,
+)
+from grpo_ext.registry import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+AnyDataset: TypeAlias = Union[Dataset, IterableDataset]  # noqa: UP007  mypy takes no other form
+
+
+@dataclass(frozen=True)
+class Split:
+    """A dataset as it was loaded, and how to name its rows in an error."""
+
+    dataset: AnyDataset
+    source: str
+    files: tuple[Path, ...] = ()
+
+    def place(self, index: int) -> str:
+        """File and line of a row, or the source and its number."""
+        return data_files.place_of(self.files, index) if self.files else f"{self.source}, row {index} (from 0)"
+
+
+def prepare(
+    dataset: AnyDataset, config: DataConfig, tokenizer: Any = None, *, source: str = "dataset", **template_kwargs: Any
+) -> AnyDataset:
+    """`dataset` with its prompts and answers as the settings want them; one that TRL takes as it is stays untouched.
+
+    Raises:
+        DataError: columns are missing or collide with TRL's, rows are malformed, or none is left.
+    """
+    found = value_problems(config)
+    if found:
+        raise DataError("\n".join(found))
+    return prepare_split(Split(dataset, source), config, tokenizer, template_kwargs)
+
+
+def prepare_split(
+    split: Split, config: DataConfig, tokenizer: Any = None, template_kwargs: dict[str, Any] | None = None
+) -> AnyDataset:
+    """Same as `prepare`, for a split that knows the places of its rows.
+
+    Raises:
+        DataError: as `prepare`.
+    """
+    dataset = split.dataset
+    names = _column_names(dataset, split.source)
+    plan = _plan(names, config, split.source)
+    renamed = [name for name in RESERVED_COLUMNS if name in (plan.prompt_column, plan.answer_column)]
+    collisions = check_columns(name for name in names if name not in renamed)
+    if collisions:
+        raise DataError("\n".join(f"{split.source}: {problem}" for problem in collisions))
+    if config.max_samples is not None:
+        dataset = dataset.take(config.max_samples)
+    dataset = _convert_all(dataset, plan, split.place, split.source, renamed)
+    return _drop_long(dataset, config, tokenizer, split.source, template_kwargs or {})
+
+
+def _column_names(dataset: AnyDataset, source: str) -> list[str]:
+    if isinstance(dataset, Dataset) and len(dataset):
+        return list(dataset.column_names)
+    first = None if isinstance(dataset, Dataset) else next(iter(dataset), None)
+    if first is None:
+        raise DataError(f"{source}: no rows. Check the file and the split.")
+    return list(dataset.column_names or first)
+
+
+def _plan(names: Collection[str], config: DataConfig, source: str) -> Plan:
+    prompt = _pick("prompt_column", config.prompt_column, PROMPT_COLUMNS, names, source)
+    answer = _pick("answer_column", config.answer_column, ANSWER_COLUMNS, names, source)
+    if prompt is None:
+        choices = f"Set prompt_column to one of its columns: {', '.join(names)}."
+        raise DataError(f"{source}: none of the columns {', '.join(PROMPT_COLUMNS)}. {choices}")
+    if answer is None and config.answer_format is not None:
+        choices = f"Set answer_column to one of its columns: {', '.join(names)}."
+        raise DataError(f"{source}: answer_format={config.answer_format!r}, but no column holds answers. {choices}")
+    return Plan(
+        prompt_column=prompt,
+        answer_column=answer,
+        answer_format=config.answer_format,
+        answer_required=config.answer_column is not None or config.answer_format is not None,
+        system_prompt=config.system_prompt,
+    )
+
+
+def _pick(setting: str, chosen: str | None, usual: tuple[str, ...], names: Collection[str], source: str) -> str | None:
+    """The column that a setting names, else the first usual one."""
+    target = usual[0]
+    if chosen is None:
+        found = next((name for name in usual if name in names), None)
+        if found not in (None, target):
+            logger.info("%s: column %r is used as %r (set %s to choose another).", source, found, target, setting)
+        return found
+    if chosen not in names:
+        raise DataError(f"{source}: {setting}={chosen!r} is no column. {did_you_mean(chosen, names)}")
+    if chosen != target and target in names:
+        logger.warning("%s: %s=%r replaces the column %r.", source, setting, chosen, target)
+    return chosen
+
+
+def _convert_all(
+    dataset: AnyDataset, plan: Plan, place: Callable[[int], str], source: str, drop: list[str]
+) -> AnyDataset:
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(partial(_convert_streamed, plan=plan, place=place), with_indices=True, remove_columns=drop)
+    _check_rows(dataset.select_columns(plan.columns), plan, place, source)
+    if not plan.changes_prompt and not plan.changes_answer:
+        return dataset
+    # The cache knows a function by its name only: after an update it would return the old version's rows.
+    return dataset.map(partial(convert, plan=plan), remove_columns=drop, load_from_cache_file=False)
+
+
+def _check_rows(dataset: Dataset, plan: Plan, place: Callable[[int], str], source: str) -> None:
+    bad: list[str] = []
+    count, first_type = 0, None
+    for index, row in enumerate(dataset):
+        try:
+            convert(row, plan)
+            prompt = row[plan.prompt_column]
+            first_type = first_type or type(prompt)
+            if type(prompt) is not first_type:
+                raise RowError(plan.prompt_column, "text and lists of messages are mixed. Use one of them.")
+        except RowError as error:
+            count += 1
+            if len(bad) < MAX_REPORTED:
+                bad.append(f"{place(index)}, {error}")
+    if bad:
+        more = f" (the first {MAX_REPORTED} of {count} bad rows)" if count > len(bad) else ""
+        raise DataError(f"{source}: malformed rows{more}:\n" + "\n".join(bad))
+
+
+def _convert_streamed(row: dict[str, Any], index: int, *, plan: Plan, place: Callable[[int], str]) -> dict[str, Any]:
+    try:
+        return convert(row, plan)
+    except RowError as error:
+        raise DataError(f"{place(index)}, {error}") from None
+
+
+def _drop_long(
+    dataset: AnyDataset, config: DataConfig, tokenizer: Any, source: str, template_kwargs: dict[str, Any]
+) -> AnyDataset:
+    if config.max_prompt_length is None:
+        return dataset
+    limit = config.max_prompt_length
+    if tokenizer is None:
+        logger.warning("%s: max_prompt_length=%d is not applied: no tokenizer was given.", source, limit)
+        return dataset
+    length = partial(_prompt_length, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(lambda row: length(row["prompt"]) <= limit)
+    lengths = [length(prompt) for prompt in dataset["prompt"]]
+    keep = [index for index, tokens in enumerate(lengths) if tokens <= limit]
+    if not keep:
+        raise DataError(
+            f"{source}: max_prompt_length={limit} drops all {len(lengths)} rows; the shortest prompt has "
+            f"{min(lengths)} tokens with the chat template. Raise max_prompt_length."
+        )
+    logger.info("%s: %d of %d prompts are longer than %d tokens: dropped.", source, *_dropped(lengths, keep), limit)
+    return dataset if len(keep) == len(lengths) else dataset.select(keep)
+
+
+def _dropped(lengths: list[int], keep: list[int]) -> tuple[int, int]:
+    return len(lengths) - len(keep), len(lengths)
+
+
+def _prompt_length(prompt: str | list[dict[str, Any]], *, tokenizer: Any, template_kwargs: dict[str, Any]) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    # Arrow fills the keys that only some messages have with None, which templates take for set.
+    messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
+    )
+    return len(encoded["input_ids"])

@@ -1,0 +1,197 @@
+"""One row of a dataset: the prompt as TRL wants it, the reference answer as a verifier wants it."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+PROMPT_COLUMNS = ("prompt", "question", "problem")
+ANSWER_COLUMNS = ("solution", "answer", "final_answer", "gold")
+# Names that TRL itself passes to every reward function beside the dataset's columns.
+RESERVED_COLUMNS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "environments",
+)
+MAX_REPORTED = 5
+
+
+class DataError(ValueError):
+    """A dataset, or a setting of one, that cannot be used; the message names the place and the cure."""
+
+
+class RowError(ValueError):
+    """What is wrong with one column of one row; whoever knows the row's place adds it."""
+
+    def __init__(self, column: str, reason: str) -> None:
+        """`reason` holds the value and the cure."""
+        super().__init__(f"column {column!r}: {reason}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which columns become `prompt` and `solution`, and how."""
+
+    prompt_column: str
+    answer_column: str | None = None
+    answer_format: str | None = None
+    answer_required: bool = False
+    system_prompt: str | None = None
+
+    @property
+    def changes_prompt(self) -> bool:
+        """Whether `prompt` is written at all."""
+        return self.prompt_column != "prompt" or self.system_prompt is not None
+
+    @property
+    def changes_answer(self) -> bool:
+        """Whether `solution` is written at all."""
+        return self.answer_column is not None and (self.answer_column != "solution" or self.answer_format is not None)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read."""
+        reads_answer = self.changes_answer or self.answer_required
+        return [self.prompt_column, *([self.answer_column] if self.answer_column and reads_answer else [])]
+
+
+def check_columns(names: Iterable[str]) -> list[str]:
+    """Problems with columns that share their name with an argument that TRL gives to reward functions."""
+    return [
+        f"column {name!r}: TRL passes its own {name!r} to reward functions, so stock TRL crashes late or overwrites "
+        f"the column. Rename it, for example to 'dataset_{name}'."
+        for name in names
+        if name in RESERVED_COLUMNS
+    ]
+
+
+def convert(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The columns of `row` that change under `plan`; every row is checked, also where nothing changes.
+
+    Raises:
+        RowError: the prompt or the answer of this row cannot be used.
+    """
+    changed: dict[str, Any] = {}
+    prompt: Any = row.get(plan.prompt_column)
+    check_prompt(prompt, plan.prompt_column)
+    if plan.changes_prompt:
+        changed["prompt"] = with_system_prompt(prompt, plan.system_prompt)
+    if plan.answer_column is not None and (plan.changes_answer or plan.answer_required):
+        answer = extract_answer(row.get(plan.answer_column), plan)
+        if plan.changes_answer:
+            changed["solution"] = answer
+    return changed
+
+
+def check_prompt(prompt: Any, column: str) -> None:
+    """Refuse a prompt that is neither text nor a list of messages.
+
+    Raises:
+        RowError: empty, null, of another type, or a message without role or content.
+    """
+    if prompt is None:
+        raise RowError(column, "null prompt. Fill it in or remove the row.")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise RowError(column, f"empty prompt {prompt!r}. Fill it in or remove the row.")
+        return
+    if not isinstance(prompt, list):
+        raise RowError(column, f"{_short(prompt)} is neither text nor a list of messages. Write it as a string.")
+    if not prompt:
+        raise RowError(column, "empty list of messages []. Fill it in or remove the row.")
+    for number, message in enumerate(prompt, 1):
+        _check_message(message, number, column)
+
+
+def _check_message(message: Any, number: int, column: str) -> None:
+    if not isinstance(message, dict):
+        reason = f"message {number} is {_short(message)}. Write {{'role': ..., 'content': ...}}."
+        raise RowError(column, reason)
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        reason = f"message {number} has no 'role': {_short(message)}. Use system, user or assistant."
+        raise RowError(column, reason)
+    if (not isinstance(content, str | list) or not content) and not message.get("tool_calls"):
+        raise RowError(column, f"message {number} ({role}) has no 'content': {_short(message)}. Fill it in.")
+
+
+def with_system_prompt(prompt: str | list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
+    """Conversational form of `prompt`, opened by `system_prompt` unless the conversation has a system message."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system_prompt is None or any(message["role"] in ("system", "developer") for message in messages):
+        return messages
+    if isinstance(messages[0].get("content"), list):  # one column has one type: content parts stay content parts
+        return [{"role": "system", "content": [{"type": "text", "text": system_prompt}]}, *messages]
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def extract_answer(value: Any, plan: Plan) -> Any:
+    """Reference answer under the plan's `answer_format`; numbers become text, null stays null where that is allowed.
+
+    Raises:
+        RowError: a required answer is missing, or the format finds nothing in it.
+    """
+    column = plan.answer_column or "solution"
+    if value is None or (isinstance(value, str) and not value.strip()):
+        if plan.answer_required:
+            raise RowError(column, f"missing answer ({value!r}). Fill it in or remove the row.")
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a gap in a column of integers turns the others into floats
+    if isinstance(value, int | float):
+        value = str(value)
+    if plan.answer_format is None:
+        return value
+    if not isinstance(value, str):
+        reason = f"{_short(value)} is not text, as answer_format={plan.answer_format!r} needs. Unset answer_format."
+        raise RowError(column, reason)
+    return ANSWER_FORMATS[plan.answer_format](value, column)
+
+
+def gsm8k_answer(text: str, column: str = "answer") -> str:
+    """Text after the last `####`, thousands separators removed from a number.
+
+    Raises:
+        RowError: there is no `####`, or nothing behind it.
+    """
+    _, mark, answer = text.rpartition("####")
+    answer = answer.strip()
+    if not mark or not answer:
+        reason = (
+            f"no text after '####' in {_short(text)}, as answer_format='gsm8k' needs. Add it or unset answer_format."
+        )
+        raise RowError(column, reason)
+    return answer.replace(",", "") if re.fullmatch(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?", answer) else answer
+
+
+def boxed_answer(text: str, column: str = "answer") -> str:
+    r"""Content of the last \boxed{...}, with balanced braces.
+
+    Raises:
+        RowError: there is no such box, or it is empty or never closed.
+    """
+    _, mark, tail = text.rpartition("\\boxed{")
+    depth = 1
+    for position, character in enumerate(tail if mark else ""):
+        escaped = position > 0 and tail[position - 1] == "\\"
+        depth += 0 if escaped else {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0 and tail[:position].strip():
+            return tail[:position].strip()
+        if depth == 0:
+            break
+    reason = (
+        f"no filled \\boxed{{...}} in {_short(text)}, as answer_format='boxed' needs. Add it or unset answer_format."
+    )
+    raise RowError(column, reason)
+
+
+ANSWER_FORMATS: dict[str, Callable[[str, str], str]] = {"gsm8k": gsm8k_answer, "boxed": boxed_answer}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:50]} ... {text[-25:]}"

@@ -1,0 +1,111 @@
+"""What stock TRL lets through when a trainer is built, checked or set right."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import disable_dropout_in_model
+
+from .config import ConfigError, GRPOExtConfig
+from .data import check_columns
+
+
+def check_data(args: GRPOExtConfig, train_dataset: Any, eval_dataset: Any) -> None:
+    """Columns that would collide with TRL's arguments to rewards; a dataset too small for one generation.
+
+    Raises:
+        ConfigError: naming them, with the numbers.
+    """
+    problems = []
+    for dataset in (train_dataset, eval_dataset):
+        if isinstance(dataset, Dataset):
+            problems += [p for p in check_columns(dataset.column_names) if p not in problems]
+    prompts = (args.generation_batch_size or 0) // (args.num_generations or 1)
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts:
+        problems.append(
+            f"train_dataset has {len(train_dataset)} rows, fewer than the {prompts} prompts of one generation "
+            f"(generation_batch_size {args.generation_batch_size} / num_generations {args.num_generations}): "
+            "stock TRL would train 0 steps. Add rows or lower the batch size."
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_reward_names(names: list[str]) -> None:
+    """Two rewards of one name, which stock TRL averages together in its logs.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigError(
+            [
+                f"reward_funcs: the name {name!r} stands for {names.count(name)} rewards, whose logs would be mixed. "
+                "Give each its own name."
+                for name in repeated
+            ]
+        )
+
+
+@contextmanager
+def reference_copied_from(model: Any, args: GRPOExtConfig, peft_config: Any) -> Iterator[None]:
+    """Make the reference a copy of a policy handed in as an instance; stock TRL reloads it by name from disk."""
+    if not isinstance(model, PreTrainedModel) or args.beta == 0.0 or peft_config is not None:
+        yield
+        return
+
+    def copy_policy(_: str, **kwargs: Any) -> PreTrainedModel:
+        return deepcopy(model).eval().requires_grad_(False)
+
+    with patch.object(grpo_trainer, "create_model_from_path", copy_policy):
+        yield
+
+
+def _attention_dropout(module: torch.nn.Module) -> float:
+    value: Any = getattr(module, "attention_dropout", None)
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def active_dropout(model: torch.nn.Module) -> list[str]:
+    """Names of the modules that drop something in training."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if (isinstance(module, torch.nn.Dropout) and module.p > 0) or _attention_dropout(module)
+    ]
+
+
+def switch_dropout_off(model: torch.nn.Module) -> None:
+    """No dropout in modules nor in attention, so that rollouts, old log-probabilities and loss see one network."""
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        if _attention_dropout(module):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (a module's attributes are typed as tensors)
+
+
+def fill_empty(completion_ids: list[list[int]], logprobs: list | None, eos_token_id: int) -> None:
+    """Make an empty completion one end-of-sequence token; stock TRL crashes looking for its last token."""
+    for i, ids in enumerate(completion_ids):
+        if not ids:
+            completion_ids[i] = [eos_token_id]
+            if logprobs is not None:
+                logprobs[i] = [None]  # unknown to the sampler: TRL then applies no correction
+
+
+def without_empty_completions(rollout_func: Callable[..., dict], eos_token_id: int) -> Callable[..., dict]:
+    """`rollout_func` with its empty completions filled."""
+
+    def rollout(*args: Any, **kwargs: Any) -> dict:
+        output = rollout_func(*args, **kwargs)
+        if "completion_ids" in output:
+            fill_empty(output["completion_ids"], output.get("logprobs"), eos_token_id)
+        return output
+
+    return rollout

@@ -1,0 +1,103 @@
+"""One small registry for every axis a recipe can name: losses, surrogates, KL, advantages, aggregation, rewards."""
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class UnknownNameError(ValueError):
+    """A name that no registry entry and no importable path answers to."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Sentence naming the closest known names, or all of them when nothing is close."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return f"Did you mean {' or '.join(map(repr, close))}?" if close else f"Known: {', '.join(known)}."
+
+
+def import_path(path: str) -> Any:
+    """Object behind `package.module:name` (or `package.module.name`), looked up from the working directory too.
+
+    Raises:
+        UnknownNameError: the module cannot be imported, or has no such attribute.
+    """
+    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_name or not attribute:
+        raise UnknownNameError(f"{path!r} is not of the form 'package.module:name'.")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises while it is imported is the news
+        raise UnknownNameError(f"cannot import {module_name!r} for {path!r}: {error!r}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise UnknownNameError(
+            f"{module_name!r} has no {attribute!r}. {did_you_mean(attribute, dir(module))}"
+        ) from None
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """Mapping from name to entry, filled by a decorator and open to `package.module:name` paths.
+
+    >>> surrogates = Registry("surrogate")
+    >>> @surrogates.register("clip")
+    ... def clip(log_ratio, advantages): ...
+    >>> surrogates["clip"] is clip
+    True
+    """
+
+    def __init__(self, kind: str) -> None:
+        """`kind` is what error messages call an entry, for example "loss_type"."""
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, *names: str) -> Callable[[T], T]:
+        """Decorator that files its target under each of `names`.
+
+        Raises:
+            ValueError: a name is taken by another entry.
+        """
+
+        def add(entry: T) -> T:
+            for name in names:
+                if _is_another(self._entries.get(name), entry):
+                    raise ValueError(f"{self.kind} {name!r} is already registered: choose another name.")
+                self._entries[name] = entry
+            return entry
+
+        return add
+
+    def __getitem__(self, name: str) -> T:
+        """Entry of that name, or the object at that import path.
+
+        Raises:
+            UnknownNameError: neither; the message names the closest entries.
+        """
+        if name in self._entries:
+            return self._entries[name]
+        if isinstance(name, str) and (":" in name or "." in name):
+            return import_path(name)
+        raise UnknownNameError(f"unknown {self.kind} {name!r}. {did_you_mean(str(name), self._entries)}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _is_another(old: Any, new: Any) -> bool:
+    """Whether two entries differ; a module imported twice (as a script and by path) registers the same code again."""
+    code = getattr(old, "__code__", None)
+    return old is not None and old is not new and (code is None or code != getattr(new, "__code__", None))

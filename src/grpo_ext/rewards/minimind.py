@@ -1,0 +1,167 @@
+"""MiniMind's composite rewards (github.com/jingyaogong/minimind): the widely read version and the current one.
+
+The reward model is a plug-in scorer: a callable from chats (lists of messages) to one float per chat, None or NaN for
+a chat that it cannot score.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from grpo_ext.registry import import_path
+from grpo_ext.rewards._registry import rewards
+from grpo_ext.rewards.functions import matches_format
+from grpo_ext.rewards.text import TAGS, Completion, Message, completion_text
+
+Chat: TypeAlias = list[Message]
+Scorer: TypeAlias = Callable[[list[Chat]], Sequence[float | None]]
+
+# MiniMind takes the first block, unlike `accuracy`.
+_FIRST_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def minimind_format(text: str) -> float:
+    r"""0.5 if the whole text is `<think>\n...\n</think>\n<answer>\n...\n</answer>`, each tag once, otherwise 0."""
+    return 0.5 * matches_format(text, "think_answer")
+
+
+def minimind_tags(text: str) -> float:
+    """0.25 for each of the four tags that occurs exactly once: 0 to 1."""
+    return 0.25 * sum(text.count(tag) == 1 for tag in TAGS)
+
+
+def clipped_score(score: float | None, clip: float = 3.0) -> float | None:
+    """Score clipped to [-clip, clip]; None if the scorer gave none or a value that is not finite."""
+    if score is None or not math.isfinite(score):
+        return None
+    return min(clip, float(score))
+
+
+def blend(full: float | None, answer: float | None, answer_weight: float = 0.6) -> float | None:
+    """(1 - w) full + w answer; None if either is None."""
+    if full is None or answer is None:
+        return None
+    return (1 - answer_weight) * full + answer_weight * answer
+
+
+def minimind_lengths(text: str) -> float:
+    """Length and `</think>` terms of the current version, in characters after stripping: -1.25 to 1.75.
+
+    0.5 if the text has 20 to 800, else -0.5; with a `</think>`: 1.0 if the thinking before the first has 20 to 300,
+    else -0.5, and 0.25 if it is the only one, else -0.25.
+    """
+    reward = 0.5 if 20 <= len(text.strip()) <= 800 else -0.5
+    if "</think>" in text:
+        thinking = text.split("</think>", 1)[0]
+        reward += 1.0 if 20 <= len(thinking.strip()) <= 300 else -0.5
+        reward += 0.25 if text.count("</think>") == 1 else -0.25
+    return reward
+
+
+def minimind_repetition(text: str, n: int = 3, cap: float = 0.5) -> float:
+    """Penalty to subtract, min(cap, 2 cap repeated / total), over n-grams of lower-cased words and punctuation."""
+    tokens = re.findall(r"\w+|[^\w\s]", text.lower())
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return min(cap, 2 * cap * (len(grams) - len(set(grams))) / len(grams)) if grams else 0.0
+
+
+@rewards.register("minimind")
+def minimind(
+    prompts: list[Completion],
+    completions: list[Completion],
+    *,
+    scorer: Callable[..., Any] | str | None = None,
+    reasoning: bool = True,
+    score_clip: float = 3.0,
+    answer_weight: float = 0.6,
+    **_: Any,
+) -> list[float | None]:
+    """format + tags + reward-model score, the widely read version: in [-3, 4.5] with the defaults.
+
+    The score is that of prompt + completion, clipped; in reasoning mode a completion with `<answer>...</answer>` gets
+    (1 - answer_weight) of it and answer_weight of the clipped score of the answer's content alone. Format and tags
+    count in reasoning mode only. Without a scorer (a callable or "package.module:function") the score part is 0.
+    A completion that the scorer cannot score, in full or in its answer, is None.
+
+    Raises:
+        ValueError: score_clip <= 0, answer_weight outside [0, 1], or the scorer does not give one value per chat.
+    """
+    if not 0 <= answer_weight <= 1:
+        raise ValueError(f"answer_weight={answer_weight}: it is a share of the score. Set it in [0, 1].")
+    score = _clipped_scores(scorer, score_clip)
+    texts = [completion_text(c) for c in completions]
+    answers = [_first_answer(text) if reasoning else None for text in texts]
+    marked = [i for i, answer in enumerate(answers) if answer is not None]
+    chats = [_chat(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    full = score(chats + [_chat(prompts[i], answers[i] or "") for i in marked])
+    parts, answer_scores = full[: len(texts)], full[len(texts) :]
+    for i, answer_score in zip(marked, answer_scores, strict=True):
+        parts[i] = blend(parts[i], answer_score, answer_weight)
+    bonuses = [minimind_format(t) + minimind_tags(t) if reasoning else 0.0 for t in texts]
+    return [None if part is None else part + bonus for part, bonus in zip(parts, bonuses, strict=True)]
+
+
+@rewards.register("minimind_current")
+def minimind_current(
+    prompts: list[Completion],
+    completions: list[Completion],
+    *,
+    scorer: Callable[..., Any] | str | None = None,
+    score_clip: float = 3.0,
+    n: int = 3,
+    repetition_cap: float = 0.5,
+    **_: Any,
+) -> list[float | None]:
+    """Lengths - repetition of the answer + reward-model score of the answer, the current version: in [-4.75, 4.75].
+
+    The answer is what follows the first `</think>`, stripped, or the whole text without one; only it is scored and
+    checked for repeated n-grams. Terms: `minimind_lengths`, `minimind_repetition`. Without a scorer the score part
+    is 0; a completion that the scorer cannot score is None.
+
+    Raises:
+        ValueError: score_clip <= 0, n < 1, repetition_cap < 0, or the scorer does not give one value per chat.
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: an n-gram has at least one word. Set n >= 1.")
+    if repetition_cap < 0:
+        raise ValueError(f"repetition_cap={repetition_cap}: it would reward repetition. Set repetition_cap >= 0.")
+    score = _clipped_scores(scorer, score_clip)
+    texts = [completion_text(c) for c in completions]
+    answers = [text.split("</think>", 1)[1].strip() if "</think>" in text else text for text in texts]
+    scores = score([_chat(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)])
+    return [
+        None if s is None else minimind_lengths(text) - minimind_repetition(answer, n, repetition_cap) + s
+        for text, answer, s in zip(texts, answers, scores, strict=True)
+    ]
+
+
+def _first_answer(text: str) -> str | None:
+    match = _FIRST_ANSWER.search(text)
+    return match.group(1).strip() if match else None
+
+
+def _chat(prompt: Completion, completion: Completion) -> Chat:
+    opening: Chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    reply: Chat = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+    return opening + reply
+
+
+def _clipped_scores(
+    scorer: Callable[..., Any] | str | None, clip: float
+) -> Callable[[list[Chat]], list[float | None]]:
+    if not clip > 0:
+        raise ValueError(f"score_clip={clip}: the score would vanish or flip. Set score_clip > 0.")
+    function = import_path(scorer) if isinstance(scorer, str) else scorer
+
+    def score(chats: list[Chat]) -> list[float | None]:
+        if function is None or not chats:
+            return [0.0] * len(chats)
+        scores = list(function(chats))
+        if len(scores) != len(chats):
+            raise ValueError(
+                f"scorer={scorer!r} gave {len(scores)} scores for {len(chats)} chats: return one per chat."
+            )
+        return [clipped_score(s, clip) for s in scores]
+
+    return score

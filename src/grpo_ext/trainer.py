@@ -1,0 +1,385 @@
+"""GRPOExtTrainer: TRL's GRPOTrainer with the loss and the advantages of `grpo_ext.losses`."""
+
+import json
+import logging
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.trainer.utils import nanstd
+
+from . import guards
+from .advantages import group_means, weighted_total, zero_variance
+from .aggregation import StepTotals, step_totals
+from .checks import eval_batch_problems
+from .config import ConfigError, GRPOExtConfig
+from .metrics import log_loss_metrics
+from .objective import Objective
+from .ratios import masked
+
+logger = logging.getLogger(__name__)
+
+OBJECTIVE_FILE = "objective.json"
+HISTORY_FILE = "advantage_history.json"
+
+
+class GRPOExtTrainer(GRPOTrainer):
+    """`trl.GRPOTrainer` whose `loss_type` names a row of `grpo_ext.losses`; takes the same arguments.
+
+    Raises:
+        ConfigError: what is wrong with the arguments, before anything is loaded.
+    """
+
+    _tag_names = ["trl", "grpo", "grpo-ext"]  # noqa: RUF012 (TRL's own declaration)
+    args: GRPOExtConfig
+    model: Any
+    _logs: dict[str, Any]
+    _buffered_inputs: Any
+    _entropy_window_stats: Any
+    num_generations: Any
+    num_generations_eval: Any
+    router_aux_loss_coef: Any
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOExtConfig | None = None,
+        train_dataset: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """As `trl.GRPOTrainer`; `args` may be left out, a plain `GRPOConfig` is refused."""
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = GRPOExtConfig(f"{name.split('/')[-1] or 'model'}-GRPO")
+        if not isinstance(args, GRPOExtConfig):
+            raise TypeError(
+                f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more."
+            )
+        self.objective: Objective = args.objective
+        guards.check_data(args, train_dataset, kwargs.get("eval_dataset"))
+        with guards.reference_copied_from(model, args, kwargs.get("peft_config")):
+            super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+        guards.check_reward_names(self.reward_func_names)
+        if self.rollout_func is not None:
+            self.rollout_func = guards.without_empty_completions(self.rollout_func, self._tokenizer.eos_token_id)
+        if args.dropout_disabled:
+            guards.switch_dropout_off(self.model)
+        elif dropout := guards.active_dropout(self.model):
+            logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
+        self._name_objective()
+        self._history: deque[Tensor] = deque(maxlen=self.objective.advantage_kwargs.get("window", 1) - 1)
+        self._rewards_per_func: Tensor | None = None
+        self._counted: list[dict[str, Any]] = []
+        self._totals: list[StepTotals] = []
+
+    def _name_objective(self) -> None:
+        """Tell the user, the model card, and those attributes that stock TRL goes on to read."""
+        objective = self.objective
+        self.scale_rewards = objective.advantage if objective.advantage in ("group", "batch", "none") else "group"
+        in_trl = ("sum_then_normalize", "normalize_then_sum")
+        self.multi_objective_aggregation = objective.combination if objective.combination in in_trl else in_trl[0]
+        self._name = f"GRPO ({objective.loss_type})"
+        title, _, arxiv = objective.row.paper.partition(", arXiv:")
+        self._paper = {"title": title, "id": arxiv.split(",")[0]} if arxiv else {}
+        self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {objective.row.paper}")
+
+    # Rollouts: stock TRL's, guarded where it would crash or reuse what is stale.
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; a second call starts from fresh rollouts."""
+        self._buffered_inputs = None
+        self._step = 0
+        return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As TRL's, after a check that evaluation batches hold whole groups.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        problems = list(eval_batch_problems(self.args))
+        if problems:
+            raise ConfigError(problems)
+        return super().evaluate(*args, **kwargs)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+        completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        guards.fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
+        return completion_ids, logprobs
+
+    # Advantages: from the rewards that TRL gathers, by the objective's estimator.
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        for column in rewards.isinf().any(dim=0).nonzero().flatten().tolist():
+            logger.warning(
+                f"reward {self.reward_func_names[column]!r} returned {int(rewards[:, column].isinf().sum())} infinite "
+                "values: those completions count as not scored by it."
+            )
+        self._rewards_per_func = rewards.masked_fill(rewards.isinf(), torch.nan)
+        return self._rewards_per_func
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        mode = "train" if self.model.training else "eval"
+        rewards, weights = self._grouped_rewards(mode), self.reward_weights.double().to(self.accelerator.device)
+        total = weighted_total(rewards, weights, missing=self.objective.missing_rewards)
+        self._log_rewards(total, mode)
+        if self.objective.stock_advantages and self.args.loss_defaults == "trl":
+            return output
+        if self.objective.kl_in_reward:
+            total = total - self.objective.beta * self._reward_kl(output, mode).view_as(total)
+            rewards, weights = total[..., None], weights.new_ones(1)
+        values = self._advantages(rewards, weights, total, mode).flatten().to(output["advantages"].dtype)
+        local = len(output["advantages"])
+        output["advantages"] = values[self.accelerator.process_index * local :][:local].clone()
+        self._replace_logged_advantages(values.tolist())
+        return output
+
+    def _grouped_rewards(self, mode: str) -> Tensor:
+        """Rewards [groups, completions, functions] of all processes."""
+        assert self._rewards_per_func is not None
+        g = self.num_generations if mode == "train" else self.num_generations_eval
+        return self._rewards_per_func.double().view(-1, g, self._rewards_per_func.shape[1])
+
+    def _log_rewards(self, total: Tensor, mode: str) -> None:
+        """The total that trains, in place of TRL's, which counts a partial None as 0; and the silent groups."""
+        metrics = self._metrics[mode]
+        if self.objective.missing_rewards != "zero":
+            metrics["reward"][-1] = total.nanmean().item()
+            metrics["reward_std"][-1] = nanstd(total).item()
+        metrics["advantages/zero_variance_groups"].append(zero_variance(total).float().mean().item())
+
+    def _advantages(self, rewards: Tensor, weights: Tensor, total: Tensor, mode: str) -> Tensor:
+        history = torch.cat(list(self._history)).to(rewards.device) if self._history else None
+
+        def log_metric(name: str, value: float) -> None:
+            self._metrics[mode][name].append(value)
+
+        values = self.objective.advantages(rewards, weights, history, log_metric)
+        if mode == "train" and self._history.maxlen:
+            columns = [*rewards.unbind(dim=-1), total]
+            self._history.append(torch.stack([group_means(column) for column in columns], dim=-1).cpu())
+        return values
+
+    def _replace_logged_advantages(self, values: list[float]) -> None:
+        """Swap the tail that TRL has just appended to the table of completions."""
+        logged = self._logs["advantages"]
+        for _ in range(min(len(values), len(logged))):
+            logged.pop()
+        logged.extend(values)
+
+    @torch.no_grad()
+    def _reward_kl(self, output: dict[str, Any], mode: str) -> Tensor:
+        """KL estimate of each completion of all processes, summed over its tokens."""
+        mask = output["completion_mask"] * output.get("tool_mask", 1)
+        old = output.get("old_per_token_logps")
+        if old is None:
+            old, _, _ = self._forward(self.model, output, batch_size=self.args.per_device_train_batch_size)
+            output["old_per_token_logps"] = old
+        per_token = self.objective.kl_penalty({"log_ref_ratio": masked(output["ref_per_token_logps"] - old, mask)})
+        penalty = self.accelerator.gather(per_token.sum(dim=-1)).double()
+        self._metrics[mode]["kl"].append(penalty.mean().item())
+        return penalty
+
+    # The loss.
+
+    def _forward(self, model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple[Tensor, Any, Any]:
+        """Log-probabilities of the completion's tokens, entropies, auxiliary loss."""
+        multimodal = (
+            "pixel_values",
+            "image_grid_thw",
+            "num_images",
+            "pixel_attention_mask",
+            "spatial_shapes",
+            "num_tiles",
+            "image_sizes",
+            "token_type_ids",
+            "mm_token_type_ids",
+            "image_position_ids",
+        )
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            **{name: inputs.get(name) for name in multimodal},
+            **kwargs,
+        )
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        objective, mode = self.objective, "train" if self.model.training else "eval"
+        logps, entropies, aux_loss = self._forward(
+            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+        )
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        tensors = self._tensors(logps, inputs, mask)
+        entropy_mask = None
+        if self.top_entropy_quantile < 1.0:
+            entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+
+        per_token_loss = objective.surrogate_loss(tensors)
+        for factor in self._loss_factors(tensors, inputs, entropy_mask):
+            per_token_loss = per_token_loss * factor
+        if objective.kl_in_loss:
+            tensors["kl"] = objective.kl_penalty(tensors)
+            per_token_loss = per_token_loss + objective.beta * tensors["kl"]
+
+        world = self.accelerator.num_processes  # processes average their gradients; the shares are to be added
+        totals = self._step_totals(inputs, mask, mode)
+        loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
+        if self._entropy_bonus_enabled:
+            logged = policy_loss.detach() * (1.0 if objective.aggregation == "token-mean" else accumulation)  # as TRL
+            self._metrics[mode]["policy_loss"].append(self.accelerator.gather(logged).nanmean().item())
+            loss = loss - self._entropy_bonus(entropies, mask, entropy_mask, totals, mode)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
+            self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
+        log_loss_metrics(self, tensors, entropies, self._metrics[mode])
+        return loss
+
+    def _tensors(self, logps: Tensor, inputs: dict[str, Any], mask: Tensor) -> dict[str, Any]:
+        """All that a surrogate, a KL estimator or a metric may ask for, with zeros under the mask."""
+        old = inputs.get("old_per_token_logps")
+        old = logps.detach() if old is None else old
+        advantages, sampler = inputs["advantages"], inputs.get("importance_sampling_ratio")
+        if sampler is not None and sampler.shape[1] > 1:
+            sampler = torch.where(mask.bool(), sampler, 1.0)
+        tensors = {
+            "per_token_logps": masked(logps, mask),
+            "old_per_token_logps": masked(old, mask),
+            "advantages": advantages.unsqueeze(1) if advantages.dim() == 1 else masked(advantages, mask),
+            "mask": mask,
+            "importance_sampling_ratio": sampler,
+        }
+        tensors["log_ratio"] = self.objective.log_ratio(logps - old, mask)
+        if self.objective.kl_in_loss:
+            tensors["log_ref_ratio"] = masked(inputs["ref_per_token_logps"] - logps, mask)
+        return tensors
+
+    def _loss_factors(
+        self, tensors: dict[str, Any], inputs: dict[str, Any], entropy_mask: Tensor | None
+    ) -> Iterator[Tensor]:
+        """What TRL multiplies the surrogate with: off-policy mask, high-entropy mask, correction of the sampler."""
+        if self.off_policy_mask_threshold is not None:
+            yield self.get_off_policy_mask(
+                advantages=tensors["advantages"],
+                per_token_logps=tensors["per_token_logps"],
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", tensors["old_per_token_logps"]),
+                mask=tensors["mask"],
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+        if entropy_mask is not None:
+            yield entropy_mask
+        corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        if corrected and not self.objective.corrects_sampler:
+            yield tensors["importance_sampling_ratio"]
+
+    # Denominators.
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.model.training and self.args.exact_denominators and self._counted is not self._buffered_inputs:
+            self._counted, self._totals = self._buffered_inputs, self._count_steps(self._buffered_inputs)
+        return inputs
+
+    def _count_steps(self, micro_batches: list[dict[str, Any]]) -> list[StepTotals]:
+        """Totals of each optimizer step that a generation batch holds, over all processes, in one reduction."""
+        masks = [batch["completion_mask"] * batch.get("tool_mask", 1) for batch in micro_batches]
+        n = self.args.gradient_accumulation_steps
+        local = torch.stack([torch.stack(step_totals(masks[i : i + n])) for i in range(0, len(masks), n)])
+        return [StepTotals(*row) for row in self.accelerator.reduce(local, reduction="sum")]
+
+    def _step_totals(self, inputs: dict[str, Any], mask: Tensor, mode: str) -> StepTotals:
+        """Denominators of the optimizer step to which this micro-batch belongs."""
+        steps = self.current_gradient_accumulation_steps if mode == "train" else 1
+        if not self.args.exact_denominators:
+            return self._stock_totals(inputs, mask, mode, steps)
+        for i, micro_batch in enumerate(self._counted):
+            if micro_batch is inputs:
+                return self._totals[i // self.args.gradient_accumulation_steps]
+        alone = self.accelerator.reduce(torch.stack(step_totals([mask])), reduction="sum")
+        return StepTotals(*(alone * steps))  # evaluation; or a loss asked for outside of a training loop
+
+    def _stock_totals(self, inputs: dict[str, Any], mask: Tensor, mode: str, steps: int) -> StepTotals:
+        """Stock TRL's: all rows, and the generation batch's tokens scaled to one accumulation window."""
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0)
+        if mode == "train":
+            tokens = tokens * steps / self.args.steps_per_generation
+        micro_batches = torch.tensor(float(steps * self.accelerator.num_processes), device=mask.device)
+        return StepTotals(tokens=tokens, sequences=micro_batches * len(mask), micro_batches=micro_batches)
+
+    # TRL's extra terms.
+
+    def _entropy_bonus(
+        self, entropies: Tensor, mask: Tensor, entropy_mask: Tensor | None, totals: StepTotals, mode: str
+    ) -> Tensor:
+        """coefficient x mean entropy of the tokens that the policy term sees; the adaptive controller's update."""
+        live = mask if entropy_mask is None else mask * entropy_mask
+        total, count = masked(entropies, live).sum(), live.sum()
+        coefficient = self.entropy_coef
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            coefficient = 0.0
+        if self.args.exact_denominators and entropy_mask is None:
+            mean = total / totals.tokens.clamp(min=1) * self.accelerator.num_processes
+        else:
+            accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
+            mean = total / count.clamp(min=1.0) / accumulation
+        if mode == "train":
+            self._update_entropy_coefficient(torch.stack([total.detach(), count.to(total.dtype)]))
+        return coefficient * mean
+
+    def _update_entropy_coefficient(self, local: Tensor) -> None:
+        """At an optimizer step, move the coefficient towards the target entropy. Skywork-OR1, arXiv:2505.22312."""
+        if self.use_adaptive_entropy:
+            window = self._entropy_window_stats
+            self._entropy_window_stats = local if window is None else window + local
+        if not self.accelerator.sync_gradients:
+            return
+        if self.use_adaptive_entropy:
+            total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum")
+            self._last_world_entropy = (total / count.clamp(min=1.0)).item()
+            rising = self._last_world_entropy <= self.args.entropy_target
+            step = self.args.entropy_coef_delta if rising else -self.args.entropy_coef_delta
+            bounds = self.args.entropy_coef_min, self.args.entropy_coef_max
+            moved = self.entropy_coef + step
+            self.entropy_coef = min(moved, bounds[1]) if rising else max(moved, bounds[0])
+            self._entropy_window_stats = None
+        self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """As TRL's, also above the 2^24 tokens at which `torch.quantile` gives up."""
+        local = entropies[mask.bool()].float()
+        padded = self.accelerator.pad_across_processes(local, dim=0, pad_index=-1.0)
+        gathered = self.accelerator.gather(padded)
+        gathered = gathered[gathered >= 0]
+        if gathered.numel() == 0:
+            return torch.zeros_like(entropies, dtype=torch.bool)
+        if gathered.numel() <= 2**24:
+            bound = torch.quantile(gathered, threshold)
+        else:
+            bound = gathered.new_tensor(np.quantile(gathered.cpu().numpy(), threshold))
+        return (entropies * mask >= bound) & mask.bool()
+
+    # Checkpoints carry what the objective was and what its estimator remembers.
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            (folder / OBJECTIVE_FILE).write_text(json.dumps(self.objective.to_dict(), indent=2))
+            if self._history.maxlen:
+                (folder / HISTORY_FILE).write_text(json.dumps([h.tolist() for h in self._history]))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        path = Path(checkpoint or "") / HISTORY_FILE
+        if checkpoint is not None and path.exists():
+            self._history.extend(torch.tensor(h, dtype=torch.float64) for h in json.loads(path.read_text()))

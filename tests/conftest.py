@@ -1,0 +1,51 @@
+"""Shared by all tests: one thread, no hub, shapes checked at call time, and a tiny real model."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+from jaxtyping import install_import_hook
+
+PURE = ["registry", "ratios", "surrogates", "kl", "advantages", "aggregation", "losses", "objective"]
+install_import_hook([f"grpo_ext.{name}" for name in PURE], "beartype.beartype")
+
+import warnings  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_configure(config):
+    # third-party noise that "warnings as errors" must not trip over
+    for message in (
+        "ignore:.*gradient_checkpointing.*deprecated:FutureWarning",
+        "ignore:.*pin_memory.*:UserWarning",
+        "ignore::DeprecationWarning",
+        "ignore:.*lr_scheduler.step.*:UserWarning",
+        "ignore::ResourceWarning",
+        "ignore::pytest.PytestUnraisableExceptionWarning",
+    ):
+        config.addinivalue_line("filterwarnings", message)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_logging():
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*")
+
+
+@pytest.fixture(scope="session")
+def gsm8k() -> Path:
+    """Folder of GSM8K, which a checkout may have beside it."""
+    for parent in ROOT.parents:
+        folder = parent / "shared" / "data" / "gsm8k"
+        if folder.exists():
+            return folder
+    pytest.skip("GSM8K is not beside this checkout")
