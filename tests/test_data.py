@@ -10,9 +10,8 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext import tasks
-from grpo_ext.data import DataConfig, DataError, check_columns, load_datasets, prepare, problems
-from grpo_ext.data_rows import boxed_answer, gsm8k_answer
+from grpo_ext.data import DataConfig, DataError, check_columns, load_datasets, prepare, problems, tasks
+from grpo_ext.data.rows import boxed_answer, gsm8k_answer
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "level": i} for i in range(10)]
 USER = [{"role": "user", "content": "Hi"}]
@@ -194,7 +193,7 @@ def test_a_number_is_no_prompt(tmp_path):
 
 def test_csv_lines_are_those_of_the_file(tmp_path):
     name = write(tmp_path / "c.csv", "prompt,answer", '"a', 'b",1', "", ",2", "d,3")
-    assert f"{name}, line 5, column 'prompt': empty prompt ''" in refusal(name)
+    assert f"{name}, line 5, column 'prompt': null prompt" in refusal(name)
     name = write(tmp_path / "d.csv", "prompt,answer", '"a', 'b",1', "x", '"c', 'd",2,3')
     assert re.findall(r"line (\d+): (\d) fields", refusal(name)) == [("4", "1"), ("5", "3")]
     name = write(tmp_path / "e.csv", "prompt,answer", "a,1", '"b,2')

@@ -117,7 +117,7 @@ def minimind(rewards: Rewards, *, clamp: float = 10.0, eps: float = 1e-4, batch_
     r"""Normalised twice: a = clamp((r - mean) / (std + eps), +-clamp), then (a - mean) / (std + batch_eps).
 
     The first mean and std are the group's, the second run over the whole generation batch, all processes; both std
-    have ddof 1. The clamp cannot bite below G = 102, since |a| <= (G - 1) / sqrt(G). MiniMind, the widely read version of its trainer.
+    have ddof 1. The clamp cannot bite below G = 102, since |a| <= (G - 1) / sqrt(G). MiniMind, the widely read version.
     """
     per_group = group(rewards, eps=eps).clamp(-clamp, clamp).masked_fill(rewards.isnan(), math.nan)
     whitened = (per_group - per_group.nanmean()) / (_std(per_group, ddof=1) + batch_eps)

@@ -5,6 +5,8 @@ import math
 import os
 import typing
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from beartype.door import is_bearable
@@ -185,9 +187,22 @@ def _ranges(config: Any) -> Iterator[str]:
 # Batch arithmetic.
 
 
+_PLANNED: ContextVar[int | None] = ContextVar("planned processes", default=None)
+
+
+@contextmanager
+def planned_processes(count: int | None) -> Iterator[None]:
+    """Check and plan for a launch of `count` processes without being one (None: for this launch)."""
+    token = _PLANNED.set(count)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
 def world_size() -> int:
-    """Processes of this launch, as torchrun and accelerate announce them."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Processes of this launch, as torchrun and accelerate announce them, or of the one being planned."""
+    return _PLANNED.get() or int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _nearest(value: int, unit: int) -> str:
@@ -228,13 +243,14 @@ def _groups_fit(config: Any, per_step: int, steps: int) -> Iterator[str]:
     g, total = config.num_generations, per_step * steps
     if total % g == 0:
         return
-    divisors = [n for n in range(2, total + 1) if total % n == 0]
+    divisors = sorted((n for n in range(2, total + 1) if total % n == 0), key=lambda n: abs(n - g))[:2]
     unit = g // math.gcd(g, world_size() * steps)
     yield (
         f"num_generations={g} does not divide the generation batch: per_device_train_batch_size x processes x "
         f"steps_per_generation = {config.per_device_train_batch_size} x {world_size()} x {steps} = {total} "
-        f"completions. Nearest that work: per_device_train_batch_size {_nearest(config.per_device_train_batch_size, unit)}, or "
-        f"num_generations {' or '.join(map(str, sorted(divisors, key=lambda n: abs(n - g))[:2])) or 'none'}."
+        f"completions. Nearest that work: per_device_train_batch_size "
+        f"{_nearest(config.per_device_train_batch_size, unit)}, or "
+        f"num_generations {' or '.join(map(str, divisors)) or 'none'}."
     )
 
 

@@ -123,6 +123,11 @@ class GRPOExtConfig(GRPOConfig):
                 logger.warning(warning)
 
     @property
+    def world_size(self) -> int:
+        """Processes of this launch, or of the one that `grpo-ext check` plans."""
+        return checks.world_size()
+
+    @property
     def objective(self) -> Objective:
         """The loss with every axis settled."""
         return resolve(self)

@@ -1,11 +1,6 @@
 """The quickstart's model: a character tokenizer, a tiny Llama, and a short supervised warm-up, cached on disk."""
 
-import hashlib
-import json
 import os
-import shutil
-import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 

@@ -35,7 +35,7 @@ def clipped_score(score: float | None, clip: float = 3.0) -> float | None:
     """Score clipped to [-clip, clip]; None if the scorer gave none or a value that is not finite."""
     if score is None or not math.isfinite(score):
         return None
-    return min(clip, float(score))
+    return max(-clip, min(clip, float(score)))
 
 
 def blend(full: float | None, answer: float | None, answer_weight: float = 0.6) -> float | None:

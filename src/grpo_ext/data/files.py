@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.data_rows import MAX_REPORTED, DataError
-from grpo_ext.registry import did_you_mean
+from ..registry import did_you_mean
+from .rows import MAX_REPORTED, DataError
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 

@@ -9,9 +9,10 @@ from typing import Any, TypeAlias, Union
 
 from datasets import Dataset, IterableDataset
 
-from grpo_ext import data_files
-from grpo_ext.data_config import DataConfig, value_problems
-from grpo_ext.data_rows import (
+from ..registry import did_you_mean
+from . import files as local_files
+from .config import DataConfig, value_problems
+from .rows import (
     ANSWER_COLUMNS,
     MAX_REPORTED,
     PROMPT_COLUMNS,
@@ -22,7 +23,6 @@ from grpo_ext.data_rows import (
     check_columns,
     convert,
 )
-from grpo_ext.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Split:
 
     def place(self, index: int) -> str:
         """File and line of a row, or the source and its number."""
-        return data_files.place_of(self.files, index) if self.files else f"{self.source}, row {index} (from 0)"
+        return local_files.place_of(self.files, index) if self.files else f"{self.source}, row {index} (from 0)"
 
 
 def prepare(

@@ -1,4 +1,4 @@
-"""Datasets: the hub, local files and procedural tasks, prepared into `prompt` and `solution` columns for GRPO."""
+"""From a name to datasets: hub, local files, folders, procedural tasks; training split and what is held out."""
 
 import logging
 import re
@@ -10,13 +10,12 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict
 
-from grpo_ext import data_files, tasks
-from grpo_ext.data_config import PROCEDURAL, QUICKSTART, DataConfig, options, problems
-from grpo_ext.data_prepare import AnyDataset, Split, prepare, prepare_split
-from grpo_ext.data_rows import ANSWER_COLUMNS, PROMPT_COLUMNS, DataError, check_columns
-from grpo_ext.registry import did_you_mean
-
-__all__ = ["DataConfig", "DataError", "check_columns", "load_datasets", "prepare", "problems"]
+from ..registry import did_you_mean
+from . import files as local_files
+from . import tasks
+from .config import PROCEDURAL, QUICKSTART, DataConfig, options, problems
+from .prepare import AnyDataset, Split, prepare_split
+from .rows import ANSWER_COLUMNS, PROMPT_COLUMNS, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ def _hold_out(dataset: AnyDataset, config: DataConfig, reason: str) -> tuple[Any
 
 
 def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split | None]:
-    from grpo_ext.quickstart.task import load
+    from ..quickstart.task import load
 
     train, test = load(name.removeprefix(QUICKSTART), **options(config))
     return Split(train, f"{name}, split train"), Split(test, f"{name}, split test")
@@ -103,11 +102,11 @@ def _load_split(
     """One split of local files or of the hub; None when it is optional and not there."""
     path = Path(name).expanduser()
     source = f"{name}, split {split}"
-    if not data_files.is_path(name):
+    if not local_files.is_path(name):
         return _load_by_name(name, dataset_config, streaming, split, source, optional)
-    if path.is_dir() and data_files.is_saved_to_disk(path):
+    if path.is_dir() and local_files.is_saved_to_disk(path):
         return _load_saved(path, streaming, split, source, optional)
-    files = data_files.split_files(path, re.split(r"\W", split)[0]) if dataset_config is None else []
+    files = local_files.split_files(path, re.split(r"\W", split)[0]) if dataset_config is None else []
     if path.is_file() and optional:
         return None
     if files:
@@ -117,18 +116,18 @@ def _load_split(
 
 def _load_files(files: list[Path], config: DataConfig, streaming: bool, split: str, source: str) -> Split:
     if not streaming:  # a stream may be larger than one wants to read twice
-        data_files.check_files(files)
+        local_files.check_files(files)
     reading: dict[str, Any] = {}
     if files[0].suffix == ".csv":
         texts = {config.prompt_column, config.answer_column, *PROMPT_COLUMNS, *ANSWER_COLUMNS}
-        header = data_files.csv_columns(files[0])
+        header = local_files.csv_columns(files[0])
         # pandas would read the answer 007 as 7 and the word None as a missing value
         reading = {"converters": {name: str for name in header if name in texts}}
         reading |= {"keep_default_na": False, "na_values": [""]}
     key = re.split(r"\W", split)[0]
     dataset = _call(
         datasets.load_dataset,
-        data_files.BUILDERS[files[0].suffix],
+        local_files.BUILDERS[files[0].suffix],
         data_files={key: [str(file) for file in files]},
         split=split,
         streaming=streaming,

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_ext import data_files, tasks
-from grpo_ext.data_rows import ANSWER_FORMATS, DataError
-from grpo_ext.registry import did_you_mean
+from ..registry import did_you_mean
+from . import files as local_files
+from . import tasks
+from .rows import ANSWER_FORMATS, DataError
 
 PROCEDURAL, QUICKSTART = "reasoning_gym/", "quickstart/"
 
@@ -90,9 +91,9 @@ def problems(
     if dataset_name.startswith((PROCEDURAL, QUICKSTART)):
         return found + _procedural_problems(config, dataset_name, dataset_config, streaming)
     found += _foreign_kwargs(config, dataset_name)
-    if not data_files.is_path(dataset_name):
+    if not local_files.is_path(dataset_name):
         return found
-    found += data_files.path_problems(dataset_name)
+    found += local_files.path_problems(dataset_name)
     if dataset_config is not None and Path(dataset_name).expanduser().is_file():
         found.append(f"dataset_config={dataset_config!r}: {dataset_name!r} is one file. Unset dataset_config.")
     return found
@@ -151,7 +152,7 @@ def _procedural_problems(config: DataConfig, name: str, dataset_config: str | No
 
 
 def _quickstart_problems(config: DataConfig) -> list[str]:
-    from grpo_ext.quickstart.task import load
+    from ..quickstart.task import load
 
     known = [name for name in inspect.signature(load).parameters if name != "task"]
     try:

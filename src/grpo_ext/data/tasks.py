@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from grpo_ext.data_rows import DataError
-from grpo_ext.registry import did_you_mean
+from ..registry import did_you_mean
+from .rows import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,117 @@
+"""grpo-ext: train, check, recipes, demo."""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the `grpo-ext` command."""
+    parser = argparse.ArgumentParser(prog="grpo-ext", description="GRPO-style training from a recipe.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, help_text in (
+        ("train", "train a recipe: --config RECIPE [--accelerate_config NAME] [--num_processes N] [--key value ...]"),
+        ("check", "validate a recipe and print its plan: --config RECIPE [--num_processes N] [--key value ...]"),
+        ("recipes", "list the packaged recipes"),
+        ("demo", "train a tiny model on this machine and report what it learned"),
+    ):
+        commands.add_parser(name, help=help_text, description=help_text, add_help=False)
+    known, rest = parser.parse_known_args(argv)
+    sys.exit({"train": _train, "check": _check, "recipes": _recipes, "demo": _demo}[known.command](rest))
+
+
+def _take(argv: list[str], option: str) -> str | None:
+    """Remove `option VALUE` from argv and return the value."""
+    if option not in argv:
+        return None
+    i = argv.index(option)
+    if i + 1 == len(argv):
+        sys.exit(f"{option}: no value.")
+    value = argv[i + 1]
+    del argv[i : i + 2]
+    return value
+
+
+def _train(argv: list[str]) -> int:
+    """In this process, or by accelerate when a launch configuration is named."""
+    config, processes = _take(argv, "--accelerate_config"), _take(argv, "--num_processes")
+    if config is None and processes is None:
+        from .train import main as train_main
+
+        train_main(argv)
+        return 0
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    if config is not None:
+        launch += ["--config_file", str(accelerate_config(config))]
+    if processes is not None:
+        launch += ["--num_processes", processes]
+    return subprocess.call([*launch, "-m", "grpo_ext.train", *argv])
+
+
+def accelerate_config(name: str) -> Path:
+    """A file, or the packaged (else TRL's) launch configuration of that name."""
+    from importlib.resources import files
+
+    from .recipe import recipes_folder
+    from .registry import did_you_mean
+
+    if Path(name).is_file():
+        return Path(name)
+    folders = [recipes_folder() / "accelerate_configs", Path(str(files("trl.accelerate_configs")))]
+    shipped = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.yaml")}
+    if name not in shipped:
+        sys.exit(
+            f"--accelerate_config {name}: neither a file nor a shipped configuration. {did_you_mean(name, shipped)}"
+        )
+    return shipped[name]
+
+
+def _check(argv: list[str]) -> int:
+    """Print the plan; 2 when the recipe has problems."""
+    from .checks import planned_processes
+    from .config import ConfigError
+
+    processes = _take(argv, "--num_processes")
+    try:
+        with planned_processes(int(processes) if processes else None):
+            from .plan import plan
+            from .recipe import load_recipe
+
+            _print_plan(plan(load_recipe(argv)))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print_plan(sections: dict[str, list[tuple[str, str]]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for title, rows in sections.items():
+        if not rows:
+            continue
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for name, value in rows:
+            table.add_row(name, value)
+        console.print(table, "", markup=False)
+
+
+def _recipes(argv: list[str]) -> int:
+    """Name and first comment line of each packaged recipe."""
+    from .recipe import packaged_recipes
+
+    for name, path in packaged_recipes().items():
+        first = path.read_text().splitlines()[0].removeprefix("#").strip()
+        print(f"{name:32} {first}")
+    return 0
+
+
+def _demo(argv: list[str]) -> int:
+    from .quickstart.demo import main as demo_main
+
+    demo_main(argv)
+    return 0

@@ -1,0 +1,8 @@
+"""Datasets: the hub, local files and procedural tasks, prepared into `prompt` and `solution` columns for GRPO."""
+
+from .config import DataConfig, problems
+from .loading import load_datasets
+from .prepare import prepare
+from .rows import DataError, check_columns
+
+__all__ = ["DataConfig", "DataError", "check_columns", "load_datasets", "prepare", "problems"]

@@ -1,0 +1,229 @@
+"""A recipe: one YAML file and the command line, parsed by TRL's parser and checked as a whole."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+from trl.scripts.grpo import GRPOScriptArguments
+
+from .config import ConfigError, GRPOExtConfig
+from .data import DataConfig
+from .data import problems as data_problems
+from .legacy_keys import REPLACED
+from .registry import did_you_mean
+from .rewards.composite import RewardSpec
+from .rewards.composite import parse as parse_rewards
+
+QUICKSTART_MODEL = "quickstart"
+"""`model_name_or_path` of the tiny model that grpo-ext builds itself."""
+
+_PARTS: tuple[Any, ...] = (GRPOScriptArguments, DataConfig, GRPOExtConfig, ModelConfig, DatasetMixtureConfig)
+
+
+@dataclass
+class Recipe:
+    """Everything a run needs, free of problems."""
+
+    script: GRPOScriptArguments
+    data: DataConfig
+    training: GRPOExtConfig
+    model: ModelConfig
+    mixture: DatasetMixtureConfig
+    rewards: list[RewardSpec] = field(default_factory=list)
+
+
+# Finding the file.
+
+
+def recipes_folder() -> Path:
+    """Where the packaged recipes lie: inside the wheel, or at the root of a checkout."""
+    inside = Path(__file__).parent / "recipes"
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "recipes"
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """Packaged recipes by name, such as `quickstart/grpo`."""
+    root = recipes_folder()
+    found = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
+    return {name: path for name, path in found.items() if not name.startswith("accelerate_configs")}
+
+
+def find_recipe(name: str) -> Path:
+    """The file of that path, or the packaged recipe of that name.
+
+    Raises:
+        ConfigError: neither exists; the message names the closest recipes.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    packaged = packaged_recipes()
+    key = name.removesuffix(".yaml")
+    if key not in packaged:
+        hint = did_you_mean(key, packaged)
+        raise ConfigError([f"--config {name}: neither a file nor a packaged recipe. {hint}"])
+    return packaged[key]
+
+
+# Reading it.
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key may stand only once."""
+
+
+def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError([f"{key}: stands {keys.count(key)} times in the recipe. Keep one."])
+    return loader.construct_mapping(node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: it is not YAML, no mapping, or says a key twice.
+    """
+    try:
+        content = yaml.load(path.read_text(), Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path} is not valid YAML: {error}"]) from error
+    if not isinstance(content, dict):
+        raise ConfigError([f"{path} holds a {type(content).__name__}, not a mapping of keys to values."])
+    return content
+
+
+# Parsing: one TRL parser for each dataclass, so that a mistake in one does not hide those in another.
+
+
+class _Parser(TrlParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError([message.removeprefix("argument ")])
+
+
+def all_keys() -> list[str]:
+    """Every key a recipe may hold."""
+    return sorted({f.name for part in _PARTS for f in dataclasses.fields(part) if f.init})
+
+
+def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of `--config` (either form) and the other arguments."""
+    rest = [piece for arg in argv for piece in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    if "--config" not in rest:
+        return None, rest
+    i = rest.index("--config")
+    if i + 1 == len(rest):
+        raise ConfigError(["--config: no value. Give a path or the name of a packaged recipe."])
+    return rest[i + 1], rest[:i] + rest[i + 2 :]
+
+
+def load_recipe(argv: Sequence[str]) -> Recipe:
+    """Parse `--config recipe.yaml [--key value ...]`; what stands on the command line wins.
+
+    Raises:
+        ConfigError: everything that is wrong, at once, before anything is loaded.
+    """
+    name, args = split_config(argv)
+    values = read_yaml(find_recipe(name)) if name else {}
+    problems: list[str] = []
+    for key, value in (_take_env(values, problems)).items():
+        os.environ[key] = str(value)
+    problems += _unknown_keys(values, args)
+    parts = {part: _parse_part(part, values, args, problems) for part in _PARTS}
+    script, data, training, model, mixture = (parts[part] for part in _PARTS)
+    rewards = _rewards(script, values if training is None else {"reward_weights": training.reward_weights}, problems)
+    problems += _cross_checks(script, data, model, mixture)
+    if problems:
+        raise ConfigError(problems)
+    if any(spec.weight != 1.0 for spec in rewards):
+        training.reward_weights = [spec.weight for spec in rewards]
+    return Recipe(script, data, training, model, mixture, rewards)
+
+
+def _take_env(values: dict[str, Any], problems: list[str]) -> Mapping[str, Any]:
+    env = values.pop("env", None) or {}
+    if isinstance(env, Mapping):
+        return env
+    problems.append(f"env={env!r} is no mapping. Write env: {{NAME: value}}.")
+    return {}
+
+
+def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[str]:
+    known = all_keys()
+    flags = [arg[2:].split("=")[0].replace("-", "_") for arg in args if re.match(r"--[A-Za-z]", arg)]
+    for key in [*values, *(flag for flag in flags if flag.removeprefix("no_") not in known)]:
+        if key in known:
+            continue
+        value = f"={values[key]!r}" if key in values else ""
+        if key in REPLACED:
+            yield f"{key}{value}: {REPLACED[key]}"
+        else:
+            yield f"{key}{value}: no such key. {_hint(str(key), known)}"
+
+
+def _hint(key: str, known: list[str]) -> str:
+    hint = did_you_mean(key, known)
+    return hint if hint.startswith("Did") else "`grpo-ext train --help` lists all keys. Remove it."
+
+
+def _parse_part(part: Any, values: Mapping[str, Any], args: Sequence[str], problems: list[str]) -> Any:
+    parser = _Parser(part, allow_abbrev=False, add_help=False)
+    parser.set_defaults_with_config(
+        **{k: v for k, v in values.items() if k in {f.name for f in dataclasses.fields(part)}}
+    )
+    try:
+        return parser.parse_args_into_dataclasses(list(args), return_remaining_strings=True, look_for_args_file=False)[
+            0
+        ]
+    except ConfigError as error:
+        problems += error.problems
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        problems.append(f"{part.__name__}: {error}")
+    return None
+
+
+def _rewards(script: Any, values: Mapping[str, Any], problems: list[str]) -> list[RewardSpec]:
+    """Specs of `reward_funcs`, with TRL's `reward_model_name_or_path` first as in TRL's own script."""
+    if script is None:
+        return []
+    entries = script.reward_funcs
+    if script.reward_model_name_or_path:
+        model = {"name": script.reward_model_name_or_path.split("/")[-1], "func": script.reward_model_name_or_path}
+        entries = [model, *(entries or [])]
+    specs, found = parse_rewards([] if entries is None else entries, values.get("reward_weights"))
+    problems += found
+    return specs
+
+
+def _cross_checks(script: Any, data: Any, model: Any, mixture: Any) -> Iterator[str]:
+    """What only shows between the parts: the model's path, one source of data."""
+    if model is not None:
+        path = model.model_name_or_path
+        if not path:
+            yield "model_name_or_path=None: no model to train. Set it to a hub id, a folder or 'quickstart'."
+        elif path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+            yield f"model_name_or_path={path!r}: no such folder. Correct the path, or give a hub id."
+    if script is None or data is None or mixture is None:
+        return
+    if bool(script.dataset_name) == bool(mixture.datasets):
+        both = "both dataset_name and datasets are" if mixture.datasets else "neither dataset_name nor datasets is"
+        yield f"dataset_name={script.dataset_name!r}: {both} set. Set one of them."
+        return
+    yield from data_problems(
+        data, script.dataset_name, dataset_config=script.dataset_config, streaming=script.dataset_streaming
+    )
+
+
+def print_help() -> None:
+    """Every key with its meaning, as TRL's parser prints it."""
+    TrlParser(_PARTS, prog="grpo-ext train --config RECIPE").print_help()

@@ -1,0 +1,177 @@
+"""`python -m grpo_ext.train --config recipe.yaml [--key value ...]`: what `accelerate launch` runs."""
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import AutoTokenizer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import get_dataset, get_peft_config, get_quantization_config
+
+from .config import ConfigError
+from .data import load_datasets, prepare
+from .objective import Objective
+from .recipe import QUICKSTART_MODEL, Recipe, load_recipe, print_help
+from .rewards.composite import build as build_rewards
+from .trainer import OBJECTIVE_FILE, GRPOExtTrainer
+
+logger = logging.getLogger(__name__)
+
+FRESH_START = "never"
+"""`--resume_from_checkpoint never` ignores the checkpoints in `output_dir`."""
+
+
+def model_path(recipe: Recipe) -> str:
+    """Hub id or folder of the policy; the quickstart model is built (once) when it is asked for."""
+    name = str(recipe.model.model_name_or_path)
+    if name != QUICKSTART_MODEL:
+        return str(Path(name).expanduser()) if name.startswith("~") else name
+    from .quickstart.model import ensure_model
+
+    with PartialState().main_process_first():
+        return str(ensure_model())
+
+
+def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
+    """Training and evaluation dataset, prepared."""
+    script, evaluates = recipe.script, recipe.training.eval_strategy != "no"
+    if recipe.mixture.datasets:
+        mixed = {
+            split: prepare(dataset, recipe.data, tokenizer=tokenizer, source=f"datasets ({split})")
+            for split, dataset in get_dataset(recipe.mixture).items()
+        }
+        if evaluates and "test" not in mixed:
+            raise ConfigError(
+                ["eval_strategy: datasets has no test split. Set test_split_size, or eval_strategy: no."]
+            )
+        return mixed["train"], mixed["test"] if evaluates else None
+    return load_datasets(
+        str(script.dataset_name),
+        recipe.data,
+        dataset_config=script.dataset_config,
+        train_split=script.dataset_train_split,
+        test_split=script.dataset_test_split,
+        streaming=script.dataset_streaming,
+        eval_needed=evaluates,
+        tokenizer=tokenizer,
+    )
+
+
+def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
+    """The trainer a recipe describes, with model, data and rewards loaded."""
+    model, training = recipe.model, recipe.training
+    path = model_path(recipe)
+    tokenizer = AutoTokenizer.from_pretrained(
+        path, revision=model.model_revision, trust_remote_code=training.trust_remote_code
+    )
+    train_dataset, eval_dataset = datasets_of(recipe, tokenizer)
+    loading = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    given = training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
+    training.model_init_kwargs = {**{k: v for k, v in loading.items() if v is not None}, **given}
+    return GRPOExtTrainer(
+        model=path,
+        reward_funcs=build_rewards(recipe.rewards),
+        args=training,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+
+
+# Resuming.
+
+
+def checkpoint_to_resume(recipe: Recipe) -> str | None:
+    """The checkpoint to go on from: the one asked for, else the last complete one in `output_dir`."""
+    asked = recipe.training.resume_from_checkpoint
+    if asked == FRESH_START:
+        return None
+    if asked and str(asked).lower() not in ("true", "last"):
+        return asked
+    complete = sorted(complete_checkpoints(Path(recipe.training.output_dir or ".")), key=_step)
+    return str(complete[-1]) if complete else None
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints that were written to the end; what a killed process left half done is passed over."""
+    found = []
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        try:
+            json.loads((path / "trainer_state.json").read_text())
+            found.append(path)
+        except (OSError, ValueError):
+            logger.warning(f"{path} is incomplete and is passed over.")
+    return found
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def check_same_objective(checkpoint: str, objective: Objective) -> None:
+    """A run must not change its objective half way unnoticed.
+
+    Raises:
+        ConfigError: the checkpoint was trained by another objective; the message names the axes that differ.
+    """
+    path = Path(checkpoint) / OBJECTIVE_FILE
+    if not path.exists():
+        return
+    old, new = json.loads(path.read_text()), json.loads(json.dumps(objective.to_dict()))
+    differing = [
+        f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in new if old.get(key) != new.get(key)
+    ]
+    if differing:
+        cure = f"Set another output_dir, or --resume_from_checkpoint {FRESH_START}."
+        raise ConfigError([f"{checkpoint} was trained by another objective ({'; '.join(differing)}). {cure}"])
+
+
+def train(recipe: Recipe) -> GRPOExtTrainer:
+    """Train a recipe to its end, resuming where an earlier run was stopped, and save the model."""
+    checkpoint = checkpoint_to_resume(recipe)
+    if checkpoint:
+        check_same_objective(checkpoint, recipe.training.objective)
+    trainer = build_trainer(recipe)
+    if checkpoint:
+        trainer.accelerator.print(f"Resuming from {checkpoint}.")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(recipe.training.output_dir)
+    trainer.accelerator.print(f"Model saved to {recipe.training.output_dir}.")
+    if recipe.training.push_to_hub:
+        trainer.push_to_hub(dataset_name=recipe.script.dataset_name)
+    return trainer
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; a recipe with mistakes ends with exit code 2 and all of them."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print_help()
+        return
+    try:
+        recipe = load_recipe(argv)
+        if PartialState().is_main_process:
+            logging.getLogger("grpo_ext").setLevel(logging.INFO)
+        train(recipe)
+    except ConfigError as error:
+        sys.exit(_complain(error))
+    finally:
+        PartialState().destroy_process_group()
+
+
+def _complain(error: Exception) -> int:
+    print(error, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()
