@@ -95,10 +95,14 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 
 
 @estimators.register("reinforce_pp")
-def reinforce_pp(rewards: Rewards, *, ddof: int = 1) -> Rewards:
-    r"""(r - group mean) / (std of those over the generation batch). REINFORCE++-baseline, arXiv:2501.03262."""
+def reinforce_pp(rewards: Rewards, *, ddof: int = 1, floor: float = 1e-4) -> Rewards:
+    r"""(r - group mean) / (std of those over the generation batch). REINFORCE++-baseline, arXiv:2501.03262.
+
+    The std counts as `floor` at least, as in the authors' code: rounding is not whitened to +-1.
+    """
     centred = _only_signal(_centred(rewards), rewards)
-    return _only_signal(centred / _std(centred.masked_fill(rewards.isnan(), math.nan), ddof), rewards)
+    std = _std(centred.masked_fill(rewards.isnan(), math.nan), ddof)
+    return _only_signal(centred / std.clamp(min=floor), rewards)
 
 
 @estimators.register("maxrl")
@@ -117,7 +121,7 @@ def minimind(rewards: Rewards, *, clamp: float = 10.0, eps: float = 1e-4, batch_
     r"""Normalised twice: a = clamp((r - mean) / (std + eps), +-clamp), then (a - mean) / (std + batch_eps).
 
     The first mean and std are the group's, the second run over the whole generation batch, all processes; both std
-    have ddof 1. The clamp cannot bite below G = 102, since |a| <= (G - 1) / sqrt(G). MiniMind, the widely read version.
+    have ddof 1. The clamp cannot bite below G = 102, since |a| <= (G - 1) / sqrt(G). MiniMind, widely read version.
     """
     per_group = group(rewards, eps=eps).clamp(-clamp, clamp).masked_fill(rewards.isnan(), math.nan)
     whitened = (per_group - per_group.nanmean()) / (_std(per_group, ddof=1) + batch_eps)
@@ -185,7 +189,7 @@ def beta(
         for name, value in fit._asdict().items():
             log_metric(f"advantages/beta_{name}", float(value))
     p = group_means(unit)[:, None]
-    log_pdf = (fit.alpha - 1) * p.log() + (fit.beta - 1) * (1 - p).log() - _log_beta(fit.alpha, fit.beta)
+    log_pdf = torch.xlogy(fit.alpha - 1, p) + torch.xlogy(fit.beta - 1, 1 - p) - _log_beta(fit.alpha, fit.beta)
     return _only_signal((unit - p) * (-log_pdf).exp().clamp(max=cap), rewards)
 
 
@@ -269,11 +273,13 @@ def weighted_total(rewards: FunctionRewards, weights: Float[Tensor, " functions"
     r"""sum_k w_k r_k; NaN where no function scored the completion.
 
     A function that returned None for a completion is left out. With `missing="renormalize"` the rest is scaled by
-    sum |w| / sum of the |w| present, so that None is not a reward of 0; with `missing="zero"` it is one (stock TRL).
+    sum |w| / sum of the |w| present, so that None is not a reward of 0, and a function of weight 0 only watches;
+    with `missing="zero"` None is a reward of 0 (stock TRL).
     """
     scored = ~rewards.isnan()
     total = (rewards * weights).nansum(dim=-1)
     if missing == "renormalize":
+        scored = scored & (weights != 0)
         total = total * weights.abs().sum() / (scored * weights.abs()).sum(dim=-1).clamp(min=1e-30)
     return torch.where(scored.any(dim=-1), total, math.nan)
 
@@ -301,17 +307,18 @@ def normalize_then_sum(
 ) -> Rewards:
     r"""Each function estimated alone, then the weighted sum, then (sum - mean) / (std + eps) over the batch.
 
-    A batch whose sums have a std below `noise` holds no group with a real spread (one such group among ten thousand
-    is enough for more) and is not scaled up again: stock TRL makes an advantage of 1.47 out of a reward of 1e-6.
+    A batch in which no function's estimates have a std above `noise` holds no group with a real spread (one among
+    thousands is enough) and is not scaled up again: stock TRL makes an advantage of 1.47 out of a reward of 1e-6.
 
     GDPO, arXiv:2601.05242.
     """
-    columns = [estimator(rewards[..., k], k) * weights[k] for k in range(rewards.shape[-1])]
+    columns = torch.stack([estimator(rewards[..., k], k) for k in range(rewards.shape[-1])])
+    spread = torch.stack([_std(column, ddof=1) > noise for column in columns])
     scorable = ~rewards.isnan().all(dim=-1)
-    total = torch.where(scorable, torch.stack(columns).sum(dim=0), math.nan)
-    std = _std(total, ddof=1)
+    total = torch.where(scorable, (columns * weights[:, None, None]).sum(dim=0), math.nan)
     centred = total - total.nanmean()
-    return _only_signal(torch.where(std > noise, centred / (std + eps), centred), total)
+    whitened = centred / (_std(total, ddof=1) + eps)
+    return _only_signal(torch.where((spread & (weights != 0)).any(), whitened, centred), total)
 
 
 @combinations.register("average_advantages")

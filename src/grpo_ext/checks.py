@@ -47,6 +47,7 @@ def problems(config: Any) -> list[str]:
 # Types, names, ranges: one line of a table for each field.
 
 _ALSO_BOOL = {"scale_rewards"}
+_ALSO_NONE = {"debug"}  # what argparse makes of its default
 
 
 def _types(config: Any) -> Iterator[str]:
@@ -54,6 +55,8 @@ def _types(config: Any) -> Iterator[str]:
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):
         value, hint = getattr(config, f.name), hints[f.name]
+        if value is None and f.name in _ALSO_NONE:
+            continue
         if isinstance(value, bool) and f.name not in _ALSO_BOOL:
             fits = bool in (hint, *typing.get_args(hint))
         else:

@@ -14,7 +14,7 @@ from .advantages import LogMetric, Rewards, combinations, estimators
 from .aggregation import StepTotals, aggregations
 from .kl import kl_estimators
 from .losses import Loss, find
-from .ratios import ratios
+from .ratios import masked, ratios
 from .surrogates import clip_regions
 
 
@@ -108,6 +108,33 @@ class Objective:
     ) -> Float[Tensor, "batch #time"]:
         """Log-ratio at this objective's level, bounded."""
         return ratios[self.ratio](log_ratio, mask)
+
+    def tensors(
+        self,
+        per_token_logps: Float[Tensor, "batch time"],
+        inputs: Mapping[str, Any],
+        mask: Shaped[Tensor, "batch time"],
+    ) -> dict[str, Any]:
+        """All that a surrogate, a KL estimator or a metric may ask for: zeros under the mask, a gradient only in l.
+
+        Without `old_per_token_logps` among the inputs the policy itself has sampled.
+        """
+        fixed = {name: value.detach() for name, value in inputs.items() if isinstance(value, Tensor)}
+        old = fixed.get("old_per_token_logps", per_token_logps.detach())
+        advantages, sampler = fixed["advantages"], fixed.get("importance_sampling_ratio")
+        if sampler is not None and sampler.shape[1] > 1:
+            sampler = torch.where(mask.bool(), sampler, 1.0)
+        tensors = {
+            "per_token_logps": masked(per_token_logps, mask),
+            "old_per_token_logps": masked(old, mask),
+            "advantages": advantages.unsqueeze(1) if advantages.dim() == 1 else masked(advantages, mask),
+            "mask": mask,
+            "importance_sampling_ratio": sampler,
+            "log_ratio": self.log_ratio(per_token_logps - old, mask),
+        }
+        if self.kl_in_loss:
+            tensors["log_ref_ratio"] = masked(fixed["ref_per_token_logps"] - per_token_logps, mask)
+        return tensors
 
     def surrogate_loss(self, tensors: Mapping[str, Any]) -> Float[Tensor, "batch #time"]:
         """Loss per token, from a mapping that holds all of `TENSORS`."""

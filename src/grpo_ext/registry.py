@@ -99,5 +99,10 @@ class Registry(Mapping[str, T], Generic[T]):
 
 def _is_another(old: Any, new: Any) -> bool:
     """Whether two entries differ; a module imported twice (as a script and by path) registers the same code again."""
-    code = getattr(old, "__code__", None)
-    return old is not None and old is not new and (code is None or code != getattr(new, "__code__", None))
+    code = _code(old)
+    return old is not None and old is not new and (code is None or code != _code(new))
+
+
+def _code(entry: Any) -> Any:
+    """Code of a function, or of the function that a row of the table of losses wraps."""
+    return getattr(getattr(entry, "surrogate", entry), "__code__", None)

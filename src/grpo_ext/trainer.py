@@ -219,7 +219,7 @@ class GRPOExtTrainer(GRPOTrainer):
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        tensors = self._tensors(logps, inputs, mask)
+        tensors = objective.tensors(logps, inputs, mask)
         entropy_mask = None
         if self.top_entropy_quantile < 1.0:
             entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
@@ -244,25 +244,6 @@ class GRPOExtTrainer(GRPOTrainer):
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
         log_loss_metrics(self, tensors, entropies, self._metrics[mode])
         return loss
-
-    def _tensors(self, logps: Tensor, inputs: dict[str, Any], mask: Tensor) -> dict[str, Any]:
-        """All that a surrogate, a KL estimator or a metric may ask for, with zeros under the mask."""
-        old = inputs.get("old_per_token_logps")
-        old = logps.detach() if old is None else old
-        advantages, sampler = inputs["advantages"], inputs.get("importance_sampling_ratio")
-        if sampler is not None and sampler.shape[1] > 1:
-            sampler = torch.where(mask.bool(), sampler, 1.0)
-        tensors = {
-            "per_token_logps": masked(logps, mask),
-            "old_per_token_logps": masked(old, mask),
-            "advantages": advantages.unsqueeze(1) if advantages.dim() == 1 else masked(advantages, mask),
-            "mask": mask,
-            "importance_sampling_ratio": sampler,
-        }
-        tensors["log_ratio"] = self.objective.log_ratio(logps - old, mask)
-        if self.objective.kl_in_loss:
-            tensors["log_ref_ratio"] = masked(inputs["ref_per_token_logps"] - logps, mask)
-        return tensors
 
     def _loss_factors(
         self, tensors: dict[str, Any], inputs: dict[str, Any], entropy_mask: Tensor | None

@@ -42,7 +42,7 @@ def greedy_accuracy(
     problems: Iterable[Mapping[str, Any]],
     batch_size: int = 128,
     *,
-    max_new_tokens: int = 48,
+    max_new_tokens: int = 64,
 ) -> Evaluation:
     """Complete each problem (a row with `prompt` and `solution`) greedily and count the right answers."""
     rows = list(problems)

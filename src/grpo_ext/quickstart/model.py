@@ -1,12 +1,15 @@
 """The quickstart's model: a character tokenizer, a tiny Llama, and a short supervised warm-up, cached on disk."""
 
+import itertools
 import os
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .task import demonstration, example, problems
+from .task import careless_demonstration, example, problems
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -26,7 +29,7 @@ ARCHITECTURE = {
     "tie_word_embeddings": False,
     "initializer_range": 0.06,
 }
-WARM_UP_STEPS = 220
+WARM_UP_STEPS = 400
 WARM_UP_BATCH_SIZE = 16
 WARM_UP_LEARNING_RATE = 2e-3
 
@@ -72,32 +75,43 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "PreTrai
 
 
 def warm_up(directory: str | os.PathLike[str], seed: int = 0, *, steps: int = WARM_UP_STEPS) -> Path:
-    """Fit a fresh model to `steps` batches of demonstrations, enough for the format but not for the sums, and save it.
+    """Train a fresh model for `steps` supervised steps on a careless teacher's demonstrations, and save it.
 
-    TRL's SFTTrainer, loss on the completion only, training problems only (no validation or held-out problem).
+    The model learns the format, the sums of two digits and the teacher's bad habit: to forget most carries. TRL's
+    SFTTrainer, loss on the completion only, problems of the train split only.
     """
-    from datasets import Dataset
+    from transformers import PrinterCallback
     from trl import SFTTrainer
 
-    directory = Path(directory)
     tokenizer = build_tokenizer()
-    rows = [
-        {"prompt": example(a, b)["prompt"], "completion": [{"role": "assistant", "content": demonstration(a, b)}]}
-        for a, b in problems("train")
-    ]
     trainer = SFTTrainer(
         model=build_model(tokenizer, seed),
         args=_warm_up_arguments(directory, seed, steps),
-        train_dataset=Dataset.from_list(rows).shuffle(seed).select(range(min(len(rows), steps * WARM_UP_BATCH_SIZE))),
+        train_dataset=_demonstrations(seed, steps * WARM_UP_BATCH_SIZE),
         processing_class=tokenizer,
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
-    trainer.model.generation_config.max_length = None
-    trainer.save_model(str(directory))
-    return directory
+    trainer.model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return Path(directory)
 
 
-def _warm_up_arguments(directory: Path, seed: int, steps: int) -> Any:
+def _demonstrations(seed: int, size: int) -> "Dataset":
+    """`size` rows of prompt and completion, over and over the train split when it is smaller than that."""
+    from datasets import Dataset
+
+    draw = random.Random(seed)
+    pairs = list(problems("train"))
+    draw.shuffle(pairs)
+    rows = [
+        example(a, b) | {"completion": [{"role": "assistant", "content": careless_demonstration(a, b, draw)}]}
+        for a, b in itertools.islice(itertools.cycle(pairs), size)
+    ]
+    return Dataset.from_list(rows).remove_columns("solution")
+
+
+def _warm_up_arguments(directory: str | os.PathLike[str], seed: int, steps: int) -> Any:
     """SFT settings; everything that prints, saves or reports is off."""
     from trl import SFTConfig
 

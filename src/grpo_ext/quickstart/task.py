@@ -1,8 +1,9 @@
-"""The quickstart's task: two-digit addition, worked out digit by digit, with a held-out set no training ever sees."""
+"""The quickstart's task: three-digit addition, digit by digit, with a held-out set no training ever sees."""
 
 import hashlib
 import random
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +14,9 @@ Split = Literal["train", "validation", "held_out"]
 
 FORMAT = re.compile(r"<think>\n.*\n</think>\n<answer>\n.*\n</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>\n(.*)\n</answer>", re.DOTALL)
-NUMBERS = range(10, 100)
+DIGITS = 3
+POOL_SIZE = 10_000
+FORGETFULNESS = 0.6
 
 
 def split_of(a: int, b: int) -> Split:
@@ -29,25 +32,36 @@ def split_of(a: int, b: int) -> Split:
 
 @cache
 def problems(split: Split) -> tuple[tuple[int, int], ...]:
-    """Every problem (a, b) of a split, in one fixed shuffled order."""
-    found = [(a, b) for a in NUMBERS for b in NUMBERS if split_of(a, b) == split]
-    random.Random(0).shuffle(found)
-    return tuple(found)
+    """The problems (a, b) of a split, out of one fixed pool of 10,000, in one fixed random order."""
+    draw = random.Random(0)
+    low, high = 10 ** (DIGITS - 1), 10**DIGITS
+    pool: dict[tuple[int, int], None] = {}
+    while len(pool) < POOL_SIZE:
+        pool[draw.randrange(low, high), draw.randrange(low, high)] = None
+    return tuple(pair for pair in pool if split_of(*pair) == split)
 
 
-def working(a: int, b: int) -> str:
-    """Column addition, least digit first: 47 + 58 gives the lines `7+8=15` and `4+5+1=10`."""
-    lines, carry = [], 0
+def demonstration(a: int, b: int, *, forgets: Callable[[], bool] = lambda: False) -> str:
+    """Completion for a + b: column addition, least digit first, in <think>, and its result in <answer>.
+
+    A carry gets a line of its own: 47 + 58 is worked out as `7+8=15`, `4+5=9`, `9+1=10`. `forgets` is asked at each
+    carry; True drops it, and the result is wrong from there on. By default nothing is forgotten.
+    """
+    lines, written, carry = [], "", 0
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
-        total = int(x) + int(y) + carry
-        lines.append(f"{x}+{y}{'+1' if carry else ''}={total}")
-        carry = total // 10
-    return "\n".join(lines)
+        total = int(x) + int(y)
+        lines.append(f"{x}+{y}={total}")
+        if carry and not forgets():
+            lines.append(f"{total}+1={total + 1}")
+            total += 1
+        written, carry = f"{total % 10}{written}", total // 10
+    answer = f"{carry or ''}{written}"
+    return "\n".join(["<think>", *lines, "</think>", "<answer>", answer, "</answer>"])
 
 
-def demonstration(a: int, b: int) -> str:
-    """The right completion for a + b: the working in <think>, the sum in <answer>."""
-    return f"<think>\n{working(a, b)}\n</think>\n<answer>\n{a + b}\n</answer>"
+def careless_demonstration(a: int, b: int, draw: random.Random) -> str:
+    """What the warm-up's teacher writes: well formed, but each carry is forgotten with probability 0.6."""
+    return demonstration(a, b, forgets=lambda: draw.random() < FORGETFULNESS)
 
 
 def example(a: int, b: int) -> dict[str, Any]:
@@ -59,7 +73,7 @@ def load(
     task: str = "addition",
     *,
     size: int | None = None,
-    eval_size: int | None = 256,
+    eval_size: int | None = 400,
     eval_split: Split = "held_out",
     seed: int = 0,
 ) -> tuple["Dataset", "Dataset"]:
@@ -67,8 +81,8 @@ def load(
 
     Args:
         task: `addition` is the only one.
-        size: number of training problems; None takes all of them (about 6,500).
-        eval_size: number of evaluation problems; None takes all of them (about 800). The choice ignores `seed`.
+        size: number of training problems; None takes all of them (about 8,000).
+        eval_size: number of evaluation problems; None takes all of them (about 1,000). The choice ignores `seed`.
         eval_split: `held_out` to report a result, `validation` to choose settings.
         seed: which training problems are taken, and in which order.
 
