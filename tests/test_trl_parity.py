@@ -3,10 +3,10 @@
 import math
 
 import pytest
-import tiny
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
+import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 
 LOSSES = {

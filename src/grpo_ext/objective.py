@@ -122,8 +122,9 @@ class Objective:
         fixed = {name: value.detach() for name, value in inputs.items() if isinstance(value, Tensor)}
         old = fixed.get("old_per_token_logps", per_token_logps.detach())
         advantages, sampler = fixed["advantages"], fixed.get("importance_sampling_ratio")
-        if sampler is not None and sampler.shape[1] > 1:
-            sampler = torch.where(mask.bool(), sampler, 1.0)
+        if sampler is not None:
+            live = mask.bool() if sampler.shape == mask.shape else mask.bool().any(dim=-1, keepdim=True)
+            sampler = torch.where(live, sampler, 1.0)
         tensors = {
             "per_token_logps": masked(per_token_logps, mask),
             "old_per_token_logps": masked(old, mask),

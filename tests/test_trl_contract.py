@@ -1,0 +1,93 @@
+"""What grpo-ext relies on in TRL, pinned: a new TRL fails here, in one place, before anything subtle goes wrong.
+
+After reading what changed: `python tests/test_trl_contract.py` prints the new table.
+"""
+
+import hashlib
+import inspect
+
+import pytest
+import trl
+from trl.trainer import grpo_trainer, utils
+
+from grpo_ext import GRPOExtTrainer
+
+CONTRACT = {
+    "GRPOTrainer.__init__": "18f01b7a46c9544b",
+    "GRPOTrainer._calculate_rewards": "736ae29b083840b5",
+    "GRPOTrainer._compute_loss": "80295546bbdbf6f7",
+    "GRPOTrainer._generate": "2a27fdf8f5e6f356",
+    "GRPOTrainer._generate_and_score_completions": "1fa48922792dcd5c",
+    "GRPOTrainer._generate_single_turn": "e0f02e4fc094cefd",
+    "GRPOTrainer._get_per_token_logps_and_entropies": "ea73c3909275851d",
+    "GRPOTrainer._load_optimizer_and_scheduler": "5c1772becdfd7fdb",
+    "GRPOTrainer._prepare_inputs": "f824e7fb07147956",
+    "GRPOTrainer._save_checkpoint": "ec91bde123649111",
+    "GRPOTrainer.get_high_entropy_mask": "ce6e86287bac23d6",
+    "GRPOTrainer.get_off_policy_mask": "8ee1e196461141a7",
+    "utils.create_model_from_path": "5a78af7066b90c38",
+    "utils.disable_dropout_in_model": "7e551ab8e455d5c5",
+    "utils.nanmax": "3a1321313d7be8b6",
+    "utils.nanmin": "1b3edb64304e73f6",
+    "utils.nanstd": "081b874388d813a0",
+    "GRPOConfig.__post_init__": "e833cd8d6b4619ad",
+    "TrlParser.set_defaults_with_config": "6ca8d6b566990510",
+}
+
+
+def targets() -> dict[str, object]:
+    methods = (
+        "__init__",
+        "_calculate_rewards",
+        "_compute_loss",
+        "_generate",
+        "_generate_and_score_completions",
+        "_generate_single_turn",
+        "_get_per_token_logps_and_entropies",
+        "_load_optimizer_and_scheduler",
+        "_prepare_inputs",
+        "_save_checkpoint",
+        "get_high_entropy_mask",
+        "get_off_policy_mask",
+    )
+    functions = ("create_model_from_path", "disable_dropout_in_model", "nanmax", "nanmin", "nanstd")
+    found = {f"GRPOTrainer.{name}": getattr(trl.GRPOTrainer, name) for name in methods}
+    found |= {f"utils.{name}": getattr(utils, name) for name in functions}
+    found["GRPOConfig.__post_init__"] = trl.GRPOConfig.__post_init__
+    found["TrlParser.set_defaults_with_config"] = trl.TrlParser.set_defaults_with_config
+    return found
+
+
+def fingerprint(function) -> str:
+    """Hash of the source, the signature included."""
+    return hashlib.sha256(inspect.getsource(inspect.unwrap(function)).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", targets())
+def test_trl_is_the_one_that_was_read(name):
+    now = fingerprint(targets()[name])
+    assert now == CONTRACT[name], f"{name} has changed: read it against grpo_ext.trainer, then print the table anew"
+
+
+OVERRIDDEN = [name.partition(".")[2] for name in targets() if name.partition(".")[2] in vars(GRPOExtTrainer)]
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_an_override_takes_what_trl_passes(name):
+    theirs = list(inspect.signature(getattr(trl.GRPOTrainer, name)).parameters)
+    ours = inspect.signature(getattr(GRPOExtTrainer, name)).parameters
+    named = [p for p, kind in ours.items() if kind.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)]
+    assert named == theirs[: len(named)]
+    assert named == theirs or any(p.kind is p.VAR_KEYWORD for p in ours.values())
+
+
+def test_the_reference_is_created_under_the_name_that_is_replaced():
+    assert grpo_trainer.create_model_from_path is utils.create_model_from_path
+    assert "self.ref_model = create_model_from_path(" in inspect.getsource(trl.GRPOTrainer.__init__)
+
+
+if __name__ == "__main__":
+    print("CONTRACT = {")
+    for key, function in targets().items():
+        print(f'    "{key}": "{fingerprint(function)}",')
+    print("}")
