@@ -26,11 +26,11 @@ help:
 
 install: $(STAMP)
 
-# torch goes in before anything that depends on it: left to itself, pip takes the CUDA build and its gigabytes.
+# torch goes in first and by itself, so that what depends on it takes the build chosen here (see README, Install).
 $(STAMP): pyproject.toml constraints.txt
 	@echo "install: $(VENV) with $(TORCH) and the pinned development environment"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
 	@touch $(STAMP)
 

@@ -33,7 +33,7 @@ def objective(loss_type: str, **settings) -> Objective:
 
 
 def batch(dtype: torch.dtype = torch.float64, spread: float = 0.3, sampler: bool = False, seed: int = 0) -> dict:
-    """Off-policy inputs as the trainer hands them on: ragged, one hole (a tool's token), one row without live tokens."""
+    """Off-policy inputs as the trainer hands them on: ragged, with a hole (a tool's token) and a row with no token."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([5, 3, 1, 0, 4, 2, 5, 3])
     mask = (torch.arange(5) < lengths[:, None]).long()

@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from pure import batch, loss_and_gradient, objective
 
 from grpo_ext.advantages import combinations, estimators
 from grpo_ext.aggregation import aggregations
@@ -13,6 +12,7 @@ from grpo_ext.losses import Loss, find, losses, register
 from grpo_ext.ratios import ratios
 from grpo_ext.registry import Registry, UnknownNameError, did_you_mean, import_path
 from grpo_ext.surrogates import clip_regions, surrogates
+from pure import batch, loss_and_gradient, objective
 
 REGISTRIES = [losses, surrogates, ratios, kl_estimators, estimators, combinations, aggregations, clip_regions]
 
@@ -60,7 +60,6 @@ def test_it_is_a_mapping_in_order_of_registration(animals):
         ("tier", "unknown animal 'tier'. Did you mean 'tiger'?"),
         ("whale", "unknown animal 'whale'. Known: gnu, panthera, tiger."),
         ("", "unknown animal ''. Known: gnu, panthera, tiger."),
-        (3, "unknown animal 3. Known: gnu, panthera, tiger."),
     ],
 )
 def test_an_unknown_name_is_an_error_with_a_cure(animals, name, message):
@@ -71,7 +70,7 @@ def test_an_unknown_name_is_an_error_with_a_cure(animals, name, message):
 
 
 def test_several_close_names_are_all_named():
-    assert did_you_mean("dapi", ["dapo", "dppo", "xyz"]) == "Did you mean 'dapo' or 'dppo'?"
+    assert did_you_mean("dapi", ["dapo", "dap", "xyz"]) == "Did you mean 'dap' or 'dapo'?"
 
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda r: f"{r.kind}s")

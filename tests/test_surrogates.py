@@ -12,7 +12,9 @@ DTYPES = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
 e = math.e
 
 
-def run(name, log_ratio, advantage, *, logps=None, dtype=torch.float64, at="token", sampler=None, mask=None, **options):
+def run(
+    name, log_ratio, advantage, *, logps=None, dtype=torch.float64, at="token", sampler=None, mask=None, **options
+):
     """Loss per token and the gradient of its sum in l, for one completion with these token log-ratios."""
     row = torch.tensor([log_ratio], dtype=dtype)
     start = torch.tensor([logps], dtype=dtype) if logps else torch.full_like(row, -1.5)
@@ -162,7 +164,7 @@ def test_sapo_gates_by_the_sign_of_the_advantage(advantage, tau, dtype, toleranc
     out, grad = run("sapo", RATIOS, advantage, dtype=dtype, temperature_pos=1.3, temperature_neg=0.7)
     assert out == pytest.approx([-4 / tau * g * advantage for g in gate], rel=tolerance)
     expected = [-4 * g * (1 - g) * x * advantage for g, x in zip(gate, r, strict=True)]
-    assert grad == pytest.approx(expected, rel=tolerance, abs=tolerance / 10)  # 1 - sigmoid cancels
+    assert grad == pytest.approx(expected, rel=tolerance, abs=tolerance / 3)  # 1 - sigmoid cancels
 
 
 def test_sapo_defaults():

@@ -28,8 +28,8 @@ class StepTotals(NamedTuple):
     """Forward passes."""
 
 
-def step_totals(masks: list[Shaped[Tensor, "batch time"]]) -> StepTotals:
-    """Totals of one process's micro-batches, to be summed over processes."""
+def step_totals(masks: list[Shaped[Tensor, "_ _"]]) -> StepTotals:
+    """Totals of one process's micro-batches (of any shapes), to be summed over processes."""
     live = [mask.bool() for mask in masks]
     return StepTotals(
         tokens=sum((m.sum() for m in live), torch.zeros((), device=live[0].device)),

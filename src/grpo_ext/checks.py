@@ -4,19 +4,24 @@ import dataclasses
 import math
 import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from typing import Any
 
 from beartype.door import is_bearable
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from .advantages import combinations, estimators
 from .aggregation import aggregations
+from .idle_checks import idle_problems
 from .kl import kl_estimators
-from .loss_checks import TOWER, loss_problems
+from .loss_checks import LOSS_RULES, TOWER
 from .losses import find
-from .objective import resolve
 from .ratios import ratios
 from .registry import UnknownNameError, did_you_mean
 
@@ -33,37 +38,64 @@ class ConfigError(ValueError):
 
 def problems(config: Any) -> list[str]:
     """What makes `config` unusable; empty when nothing does. Reads raw fields only, before TRL derives any."""
-    found = [*_types(config), *_choices(config), *_ranges(config)]
-    sound = not found
-    for rule in (_batch_arithmetic, _unmeant, _vllm, loss_problems):
+    found: dict[str, str] = {}  # by field: one mistake is told once
+    for rule in (type_problems, _choices, _ranges):
+        for problem in rule(config):
+            found.setdefault(_field(problem), problem)
+    basic = set(found)
+    return [*found.values(), *(p for p in _relations(config, sound=not found) if _field(p) not in basic)]
+
+
+def _field(problem: str) -> str:
+    """The field that a problem's sentence begins with."""
+    return problem.partition("=")[0]
+
+
+def _relations(config: Any, *, sound: bool) -> Iterator[str]:
+    """Problems between fields, each of which may be broken itself unless `sound`."""
+    for rule in (_batch_arithmetic, _hardware, _vllm, idle_problems, *LOSS_RULES):
         try:
-            found += rule(config)
+            yield from rule(config)
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
             if sound:  # otherwise the rule has stumbled over a field that is reported already
                 raise
-    return found
 
 
 # Types, names, ranges: one line of a table for each field.
 
-_ALSO_BOOL = {"scale_rewards"}
+_ALSO_BOOL = {"scale_rewards", "resume_from_checkpoint"}
 _ALSO_NONE = {"debug"}  # what argparse makes of its default
 
 
-def _types(config: Any) -> Iterator[str]:
-    """YAML values skip argparse's conversions: 1.5 for an int and a scalar for a list would pass."""
+def type_problems(config: Any, also: Mapping[str, type] = {}) -> Iterator[str]:
+    """YAML values skip argparse's conversions: 1.5 for an int and a scalar for a list would pass.
+
+    `also` names fields that may be of a further type.
+    """
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):
         value, hint = getattr(config, f.name), hints[f.name]
-        if value is None and f.name in _ALSO_NONE:
+        if (value is None and f.name in _ALSO_NONE) or isinstance(value, also.get(f.name, ())):
             continue
         if isinstance(value, bool) and f.name not in _ALSO_BOOL:
             fits = bool in (hint, *typing.get_args(hint))
         else:
             fits = isinstance(value, bool) or is_bearable(value, hint, conf=TOWER)
-        if not fits:
-            expected = getattr(hint, "__name__", str(hint)).replace("typing.", "")
-            yield f"{f.name}={value!r}: a {type(value).__name__} where {expected} is expected. Write the value as one."
+        if fits:
+            continue
+        if value is False and "no" in _CHOICES.get(f.name, ()):
+            yield f"{f.name}=False: YAML reads an unquoted no as false. Write 'no' in quotes."
+        else:
+            yield f"{f.name}={value!r}: a {type(value).__name__} where {type_name(hint)} is expected. Write one."
+
+
+def type_name(hint: Any) -> str:
+    """A type as a user would write it."""
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _values(enum: type[Enum]) -> tuple[str, ...]:
+    return tuple(str(member.value) for member in enum)
 
 
 _CHOICES: dict[str, Any] = {
@@ -79,6 +111,12 @@ _CHOICES: dict[str, Any] = {
     "vllm_mode": ("server", "colocate"),
     "vllm_model_impl": ("vllm", "transformers"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "eval_strategy": _values(IntervalStrategy),
+    "logging_strategy": _values(IntervalStrategy),
+    "save_strategy": _values(SaveStrategy),
+    "hub_strategy": _values(HubStrategy),
+    "lr_scheduler_type": _values(SchedulerType),
+    "optim": _values(OptimizerNames),
 }
 _OPEN_TO_PATHS = {"kl_estimator", "advantage_estimator", "loss_aggregation"}
 
@@ -94,11 +132,20 @@ def _choices(config: Any) -> Iterator[str]:
             except UnknownNameError as error:
                 yield f"{name}={value!r}: {error}"
         else:
-            yield f"{name}={value!r} is not one of its values. {did_you_mean(str(value), map(str, known))}"
+            yield unknown_value(name, value, known)
+    reporters = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
+    for reporter in reporters:
+        if reporter not in (*INTEGRATION_TO_CALLBACK, "all", "none"):
+            yield unknown_value("report_to", reporter, (*INTEGRATION_TO_CALLBACK, "all", "none"))
     try:
         find(config.loss_type)
     except UnknownNameError as error:
         yield f"loss_type={config.loss_type!r}: {error}"
+
+
+def unknown_value(name: str, value: Any, known: Iterable[Any]) -> str:
+    """The sentence for a value that a field does not know."""
+    return f"{name}={value!r} is not one of its values. {did_you_mean(str(value), map(str, known))}"
 
 
 _POSITIVE = (0, math.inf, "positive")
@@ -171,10 +218,10 @@ def _ranges(config: Any) -> Iterator[str]:
             continue
         above = value > low if meaning.partition(":")[0] in _OPEN_AT_ZERO else value >= low
         if not (above and value <= high and math.isfinite(value)):  # written so that NaN fails
-            yield f"{name}={value!r} must be {meaning}. Set it so."
-    for weight in config.reward_weights or []:
-        if not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            yield f"reward_weights={config.reward_weights!r}: {weight!r} is no finite number. Give one per reward."
+            default = next(f.default for f in dataclasses.fields(config) if f.name == name)
+            cure = "Correct it, or leave it unset" if default is None else f"Correct it; the default is {default}"
+            yield f"{name}={value!r} must be {meaning}. {cure}."
+    yield from _reward_weights(config.reward_weights)
     if config.max_completion_length is None:
         yield (
             "max_completion_length=None: completions would have no limit (stock TRL then generates 20 tokens or "
@@ -187,20 +234,36 @@ def _ranges(config: Any) -> Iterator[str]:
         )
 
 
+def _reward_weights(weights: Any) -> Iterator[str]:
+    if not isinstance(weights, (list, tuple)):
+        return
+    for weight in weights:
+        if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            yield f"reward_weights={weights!r}: {weight!r} is no finite number. Give one per reward."
+            return
+    if weights and not any(weights):
+        yield f"reward_weights={weights!r}: nothing would be rewarded. Give at least one reward a weight."
+
+
 # Batch arithmetic.
 
 
-_PLANNED: ContextVar[int | None] = ContextVar("planned processes", default=None)
+_PLANNED: ContextVar[int | None] = ContextVar("planned processes", default=None)  # None: this launch is no plan
 
 
 @contextmanager
 def planned_processes(count: int | None) -> Iterator[None]:
-    """Check and plan for a launch of `count` processes without being one (None: for this launch)."""
-    token = _PLANNED.set(count)
+    """Check and plan for a launch of `count` processes (None: of this one's) elsewhere, whose GPUs are not here."""
+    token = _PLANNED.set(count or world_size())
     try:
         yield
     finally:
         _PLANNED.reset(token)
+
+
+def planning() -> bool:
+    """Whether a launch is only being planned."""
+    return _PLANNED.get() is not None
 
 
 def world_size() -> int:
@@ -270,30 +333,27 @@ def eval_batch_problems(config: Any) -> Iterator[str]:
         )
 
 
-# Settings that would be accepted and ignored.
+# Hardware and vLLM.
 
-_NO_MEANING = {
-    "label_smoothing_factor": (0.0, "there are no labels to smooth"),
-    "train_sampling_strategy": ("random", "the sampler keeps the completions of a prompt together"),
-    "length_column_name": ("length", "the sampler keeps the completions of a prompt together"),
-    "include_for_metrics": ([], "no compute_metrics is called"),
-    "batch_eval_metrics": (False, "no compute_metrics is called"),
-    "label_names": (None, "there are no labels"),
-}
+OF_THE_GPU = ("bf16", "bf16_full_eval", "tf32")
+"""Settings that transformers refuses on a machine without the GPU for them."""
 
 
-def _unmeant(config: Any) -> Iterator[str]:
-    for name, (default, reason) in _NO_MEANING.items():
-        if getattr(config, name) != default:
-            yield f"{name}={getattr(config, name)!r} has no meaning in GRPO: {reason}. Remove it."
-    if config.sync_ref_model and config.beta == 0.0:
-        yield "sync_ref_model=True: with beta=0.0 there is no reference model. Set beta > 0 or remove it."
-
-
-# vLLM.
+def _hardware(config: Any) -> Iterator[str]:
+    if config.use_cpu or planning() or is_torch_bf16_gpu_available() or is_torch_xla_available():
+        return
+    bf16 = not config.fp16 if config.bf16 is None else config.bf16
+    for name, value in (("bf16", bf16), ("bf16_full_eval", config.bf16_full_eval)):
+        if value:
+            yield (
+                f"{name}={value}: this machine has no GPU that computes in bf16. Run it where there is one, or set "
+                f"use_cpu: true and {name}: false."
+            )
 
 
 def _vllm(config: Any) -> Iterator[str]:
+    if config.use_vllm and config.vllm_mode == "colocate":
+        yield from _colocated(config)
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     if low is not None and high is not None and low >= high:
         yield (
@@ -314,50 +374,17 @@ def _vllm(config: Any) -> Iterator[str]:
         )
 
 
-# Settings that work but are rarely meant.
-
-_ONLY_WITH = {
-    "use_vllm": lambda c, name: name.startswith("vllm_"),
-    "use_adaptive_entropy": lambda c, name: name in ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
-    "sync_ref_model": lambda c, name: name.startswith("ref_model_"),
-    "log_completions": lambda c, name: name in ("num_completions_to_print", "log_unique_prompts"),
-}
-
-
-def warnings(config: Any) -> list[str]:
-    """What is allowed but probably not meant; the config must be free of `problems`."""
-    objective = resolve(config)
-    found = []
-    for switch, belongs in _ONLY_WITH.items():
-        idle = [f.name for f in dataclasses.fields(config) if belongs(config, f.name) and _is_set(config, f)]
-        if idle and not getattr(config, switch):
-            found.append(f"{', '.join(idle)}: without {switch}: true this has no effect.")
-    if config.loss_type == "bnpo":
-        found.append(
-            "loss_type='bnpo' is TRL's token mean over each micro-batch: its gradient depends on "
-            "per_device_train_batch_size. 'dapo' does not; the BNPO paper is 'beta_bnpo'."
+def _colocated(config: Any) -> Iterator[str]:
+    parallel, processes = config.vllm_tensor_parallel_size, world_size()
+    if processes % parallel:
+        yield (
+            f"vllm_tensor_parallel_size={parallel} does not divide the number of processes, {processes}: colocated "
+            "engines share the training processes. Set it to a divisor, or vllm_mode: server."
         )
-    if objective.ratio != "token" and objective.aggregation in ("token-mean", "micro-batch-token-mean"):
-        found.append(
-            f"importance_sampling_level={objective.ratio!r} with loss_aggregation={objective.aggregation!r} weighs "
-            "each completion by its length. GSPO uses seq-mean-token-mean."
+    longest = config.vllm_max_model_length
+    if longest is not None and longest <= config.max_completion_length:
+        yield (
+            f"vllm_max_model_length={longest} holds prompt and completion, but max_completion_length="
+            f"{config.max_completion_length} alone fills it. Set it above {config.max_completion_length}, by the "
+            "length of the longest prompt."
         )
-    if objective.kl_in_loss and objective.kl == "k1":
-        found.append("kl_estimator='k1' in the loss: its gradient averages to 0. Use k3+, or kl_placement: reward.")
-    if objective.kl_in_loss and objective.kl == "r_k3" and objective.ratio != "token":
-        found.append(
-            f"use_bias_correction_kl with importance_sampling_level={objective.ratio!r} is biased, as in stock TRL. "
-            "Set use_bias_correction_kl: false."
-        )
-    if objective.row.surrogate == "reinforce" and config.num_iterations > 1:
-        found.append(
-            f"num_iterations={config.num_iterations}: {config.loss_type!r} has no importance ratio, so every update "
-            "after the first is off-policy and uncorrected."
-        )
-    if config.use_bias_correction_kl and config.beta == 0.0:
-        found.append("use_bias_correction_kl=True: with beta=0.0 there is no KL term.")
-    return found
-
-
-def _is_set(config: Any, field: dataclasses.Field) -> bool:
-    return getattr(config, field.name) != field.default

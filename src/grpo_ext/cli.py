@@ -23,7 +23,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _take(argv: list[str], option: str) -> str | None:
-    """Remove `option VALUE` from argv and return the value."""
+    """Remove `option VALUE` or `option=VALUE` from argv and return the value."""
+    for i, arg in enumerate(argv):
+        if arg.startswith(f"{option}="):
+            return argv.pop(i).partition("=")[2]
     if option not in argv:
         return None
     i = argv.index(option)
@@ -74,6 +77,9 @@ def _check(argv: list[str]) -> int:
     from .config import ConfigError
 
     processes = _take(argv, "--num_processes")
+    if processes is not None and not (processes.isdecimal() and int(processes)):
+        print(f"--num_processes {processes}: not a number of processes. Give 1 or more.", file=sys.stderr)
+        return 2
     try:
         with planned_processes(int(processes) if processes else None):
             from .plan import plan
@@ -115,3 +121,7 @@ def _demo(argv: list[str]) -> int:
 
     demo_main(argv)
     return 0
+
+
+if __name__ == "__main__":
+    main()

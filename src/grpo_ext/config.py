@@ -1,13 +1,17 @@
 """GRPOExtConfig: TRL's GRPOConfig plus the axes of the loss; every mistake is reported before a model is loaded."""
 
+import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
 from . import checks
 from .checks import ConfigError as ConfigError
+from .idle_checks import warnings
 from .objective import Objective, resolve
 
 logger = logging.getLogger(__name__)
@@ -111,16 +115,40 @@ class GRPOExtConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         """Check everything, report everything, then let TRL do its own."""
-        problems = checks.problems(self)
+        problems = [*self._decode_json(), *checks.problems(self)]
         if problems:
             raise ConfigError(problems)
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            raise ConfigError([str(error)]) from error
-        if int(os.environ.get("RANK", "0")) == 0:
-            for warning in checks.warnings(self):
+        with self._hardware_set_aside():
+            try:
+                super().__post_init__()
+            except ValueError as error:
+                raise ConfigError([str(error)]) from error
+        if int(os.environ.get("RANK", "0")) == 0 and not checks.planning():
+            for warning in warnings(self):
                 logger.warning(warning)
+
+    def _decode_json(self) -> Iterator[str]:
+        """Read those dict fields of ours that the command line gives as JSON text; yield what cannot be read."""
+        for name in ("loss_kwargs", "advantage_kwargs"):
+            text = getattr(self, name)
+            if not isinstance(text, str) or not text.startswith("{"):
+                continue
+            try:
+                setattr(self, name, json.loads(text))
+            except ValueError as error:
+                setattr(self, name, None)
+                cure = f"Write --{name} '{{\"option\": value}}'."
+                yield f"{name}={text!r} is not JSON ({error}). {cure}"
+
+    @contextmanager
+    def _hardware_set_aside(self) -> Iterator[None]:
+        """While a launch is only planned, keep transformers from asking this machine for the other one's GPU."""
+        asked = {name: getattr(self, name) for name in checks.OF_THE_GPU if checks.planning() and not self.use_cpu}
+        for name in asked:
+            setattr(self, name, None if name == "tf32" else False)
+        yield
+        for name, value in asked.items():
+            setattr(self, name, value)
 
     @property
     def world_size(self) -> int:

@@ -18,12 +18,6 @@ from .registry import did_you_mean
 TOWER = BeartypeConf(is_pep484_tower=True)  # an int is a fine float
 
 
-def loss_problems(config: Any) -> Iterator[str]:
-    """Problems of the loss and its axes, for a config whose names are all known."""
-    for rule in (_surrogate, _ratio_level, _kl, _advantage, _trl_defaults):
-        yield from rule(config)
-
-
 def _surrogate(config: Any) -> Iterator[str]:
     row = find(config.loss_type)
     options = set(option_names(row.function))
@@ -67,7 +61,10 @@ def _option_problems(field: str, given: Any, function: Any, fielded: Mapping[str
     """Problems of a mapping of options against a function's keyword-only parameters."""
     given = given or {}
     if not isinstance(given, Mapping):
-        yield f"{field}={given!r} is no mapping. Write {field}: {{option: value}}."
+        yield (
+            f"{field}={given!r} is no mapping. Write {field}: {{option: value}} in a recipe, "
+            f"--{field} '{{\"option\": value}}' on the command line."
+        )
         return
     parameters = inspect.signature(function).parameters
     hints = typing.get_type_hints(function)
@@ -76,15 +73,20 @@ def _option_problems(field: str, given: Any, function: Any, fielded: Mapping[str
         if fielded.get(name):
             yield f"{field}.{name}={value!r}: set the field {fielded[name]} instead."
         elif name not in options:
-            hint = did_you_mean(str(name), options) if options else "It takes none."
+            hint = did_you_mean(str(name), options) if options else "It takes none: remove it."
             yield f"{field}.{name}={value!r}: {function.__name__} has no such option. {hint}"
         elif name in hints and not is_bearable(value, hints[name], conf=TOWER):
-            yield f"{field}.{name}={value!r}: a {type(value).__name__} where {hints[name]} is expected. Write one."
+            expected = _name(hints[name])
+            yield f"{field}.{name}={value!r}: a {type(value).__name__} where {expected} is expected. Write one."
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{field}.{name}={value!r} is not finite. Give a finite number."
     for name in options:
         if parameters[name].default is inspect.Parameter.empty and name not in given:
             yield f"{field}.{name} is missing: {function.__name__} needs it. Set {field}: {{{name}: ...}}."
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
 
 
 def _ratio_level(config: Any) -> Iterator[str]:
@@ -137,14 +139,15 @@ def _kl_in_reward(objective: Objective) -> Iterator[str]:
             f"kl_placement='reward' with multi_objective_aggregation={objective.combination!r}: there is no total "
             "reward to take the KL from. Set kl_placement: loss."
         )
-    if objective.advantage in _UNIT_REWARDS:
+    if objective.advantage in UNIT_REWARDS:
         yield (
             f"kl_placement='reward' with advantage_estimator={objective.advantage!r}, which needs rewards in [0, 1]. "
             "Set kl_placement: loss."
         )
 
 
-_UNIT_REWARDS = ("maxrl", "beta", "bernoulli", "pass_at_k")
+UNIT_REWARDS = ("maxrl", "beta", "bernoulli", "pass_at_k")
+"""Estimators that are defined for rewards in [0, 1] only."""
 
 
 def _advantage(config: Any) -> Iterator[str]:
@@ -173,7 +176,7 @@ def _advantage_options(num_generations: int, options: Mapping[str, Any]) -> Iter
     for name, least in (("window", 1), ("k", 1), ("ddof", 0), ("eps", 0), ("batch_eps", 0), ("clamp", 0), ("cap", 0)):
         value = options.get(name, least)
         if isinstance(value, (int, float)) and value < least:
-            yield f"advantage_kwargs.{name}={value} must be {least} or more. Set it so."
+            yield f"advantage_kwargs.{name}={value} must be {least} or more. Correct it, or leave it unset."
     k = options.get("k")
     if isinstance(k, int) and k >= num_generations:
         yield (
@@ -192,3 +195,7 @@ def _trl_defaults(config: Any) -> Iterator[str]:
             f"loss_defaults='trl': stock TRL has no loss {config.loss_type!r}"
             f"{gspo if config.loss_type == 'gspo' else ''}. Set loss_defaults: paper."
         )
+
+
+LOSS_RULES = (_surrogate, _ratio_level, _kl, _advantage, _trl_defaults)
+"""Each takes a config and yields its problems; a config whose names are unknown may make it raise."""

@@ -6,8 +6,11 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .checks import warnings, world_size
-from .recipe import Recipe
+from .checks import world_size
+from .data.files import is_path
+from .idle_checks import warnings
+from .recipe import QUICKSTART_MODEL, Recipe
+from .recipe_checks import recipe_warnings
 from .train import datasets_of, model_path
 
 Section = list[tuple[str, str]]
@@ -54,7 +57,7 @@ def batch_section(recipe: Recipe) -> Section:
 def _rows(recipe: Recipe) -> int | None:
     """Rows of a dataset that needs no download."""
     name = recipe.script.dataset_name or ""
-    if not name.startswith(("reasoning_gym/", "quickstart/", ".", "/")) and "." not in name:
+    if not name.startswith(("reasoning_gym/", "quickstart/")) and not (name and is_path(name)):
         return None
     train, _ = datasets_of(recipe, None)
     return len(train) if isinstance(train, Dataset) else None
@@ -95,9 +98,7 @@ def _gib(size: float) -> str:
 
 def _parameters(recipe: Recipe) -> tuple[int, int]:
     """Parameters, and those of them that are trained."""
-    config = AutoConfig.from_pretrained(model_path(recipe), trust_remote_code=recipe.training.trust_remote_code)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+    model = _empty_model(recipe)
     parameters = sum(p.numel() for p in model.parameters())
     if not recipe.model.use_peft:
         return parameters, parameters
@@ -109,11 +110,22 @@ def _parameters(recipe: Recipe) -> tuple[int, int]:
     return parameters, sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
+def _empty_model(recipe: Recipe) -> Any:
+    """The policy without its weights."""
+    if recipe.model.model_name_or_path == QUICKSTART_MODEL:  # not made yet, perhaps: that takes a short training
+        from .quickstart.model import build_model, build_tokenizer
+
+        return build_model(build_tokenizer())
+    config = AutoConfig.from_pretrained(model_path(recipe), trust_remote_code=recipe.training.trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
 def plan(recipe: Recipe) -> dict[str, Section]:
     """Sections of the plan, warnings last."""
     return {
         "Loss": loss_section(recipe),
         "Batch": batch_section(recipe),
         "Memory": memory_section(recipe),
-        "Warnings": [("", warning) for warning in warnings(recipe.training)],
+        "Warnings": [("", warning) for warning in (*warnings(recipe.training), *recipe_warnings(recipe))],
     }

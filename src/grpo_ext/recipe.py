@@ -1,6 +1,7 @@
 """A recipe: one YAML file and the command line, parsed by TRL's parser and checked as a whole."""
 
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +13,16 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
+from .checks import planning
 from .config import ConfigError, GRPOExtConfig
 from .data import DataConfig
-from .data import problems as data_problems
 from .legacy_keys import REPLACED
+from .recipe_checks import mixture_problems, part_problems, recipe_warnings, weight_problems
 from .registry import did_you_mean
 from .rewards.composite import RewardSpec
 from .rewards.composite import parse as parse_rewards
+
+logger = logging.getLogger(__name__)
 
 QUICKSTART_MODEL = "quickstart"
 """`model_name_or_path` of the tiny model that grpo-ext builds itself."""
@@ -74,7 +78,7 @@ def find_recipe(name: str) -> Path:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key may stand only once."""
+    """YAML in which a key may stand only once, and 1e-6 is a number, as in YAML 1.2."""
 
 
 def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -86,6 +90,12 @@ def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> d
 
 
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
+
+
+_StrictLoader.yaml_implicit_resolvers = {k: list(v) for k, v in _StrictLoader.yaml_implicit_resolvers.items()}
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -108,7 +118,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 class _Parser(TrlParser):
     def error(self, message: str) -> Any:
-        raise ConfigError([message.removeprefix("argument ")])
+        message = message.removeprefix("argument ")
+        if found := re.fullmatch(r"--(\w+)\S*: invalid (\w+) value: (.*)", message):
+            name, kind, value = found.groups()
+            message = f"{name}={value} is no {kind.removeprefix('string_to_')}. Write one."
+        raise ConfigError([message])
 
 
 def all_keys() -> list[str]:
@@ -138,16 +152,24 @@ def load_recipe(argv: Sequence[str]) -> Recipe:
     problems: list[str] = []
     for key, value in (_take_env(values, problems)).items():
         os.environ[key] = str(value)
-    problems += _unknown_keys(values, args)
+    problems += [*_unknown_keys(values, args), *_stray_values(args)]
+    if mixed := list(mixture_problems(values.get("datasets", []))):
+        problems += mixed
+        del values["datasets"]
     parts = {part: _parse_part(part, values, args, problems) for part in _PARTS}
     script, data, training, model, mixture = (parts[part] for part in _PARTS)
-    rewards = _rewards(script, values if training is None else {"reward_weights": training.reward_weights}, problems)
-    problems += _cross_checks(script, data, model, mixture)
+    rewards = _rewards(script, None if training is None else training.reward_weights, problems)
+    problems += weight_problems(rewards)
+    problems += part_problems(script, data, training, model, None if mixed else mixture)
     if problems:
         raise ConfigError(problems)
     if any(spec.weight != 1.0 for spec in rewards):
         training.reward_weights = [spec.weight for spec in rewards]
-    return Recipe(script, data, training, model, mixture, rewards)
+    recipe = Recipe(script, data, training, model, mixture, rewards)
+    if int(os.environ.get("RANK", "0")) == 0 and not planning():
+        for warning in recipe_warnings(recipe):
+            logger.warning(warning)
+    return recipe
 
 
 def _take_env(values: dict[str, Any], problems: list[str]) -> Mapping[str, Any]:
@@ -171,6 +193,19 @@ def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[st
             yield f"{key}{value}: no such key. {_hint(str(key), known)}"
 
 
+def _stray_values(args: Sequence[str]) -> Iterator[str]:
+    """Values on the command line that belong to no key; argparse would pass over them."""
+    if not args:
+        return
+    try:
+        _, rest = _Parser(_PARTS, allow_abbrev=False, add_help=False).parse_known_args(list(args))
+    except ConfigError:  # told by the part that the value belongs to
+        return
+    for before, value in zip(["", *rest], rest, strict=False):
+        if not value.startswith("--") and not before.startswith("--"):
+            yield f"{value!r} on the command line belongs to no key. Write --key {value}, or --config {value}."
+
+
 def _hint(key: str, known: list[str]) -> str:
     hint = did_you_mean(key, known)
     return hint if hint.startswith("Did") else "`grpo-ext train --help` lists all keys. Remove it."
@@ -192,7 +227,7 @@ def _parse_part(part: Any, values: Mapping[str, Any], args: Sequence[str], probl
     return None
 
 
-def _rewards(script: Any, values: Mapping[str, Any], problems: list[str]) -> list[RewardSpec]:
+def _rewards(script: Any, weights: Any, problems: list[str]) -> list[RewardSpec]:
     """Specs of `reward_funcs`, with TRL's `reward_model_name_or_path` first as in TRL's own script."""
     if script is None:
         return []
@@ -200,28 +235,9 @@ def _rewards(script: Any, values: Mapping[str, Any], problems: list[str]) -> lis
     if script.reward_model_name_or_path:
         model = {"name": script.reward_model_name_or_path.split("/")[-1], "func": script.reward_model_name_or_path}
         entries = [model, *(entries or [])]
-    specs, found = parse_rewards([] if entries is None else entries, values.get("reward_weights"))
+    specs, found = parse_rewards([] if entries is None else entries, weights)
     problems += found
     return specs
-
-
-def _cross_checks(script: Any, data: Any, model: Any, mixture: Any) -> Iterator[str]:
-    """What only shows between the parts: the model's path, one source of data."""
-    if model is not None:
-        path = model.model_name_or_path
-        if not path:
-            yield "model_name_or_path=None: no model to train. Set it to a hub id, a folder or 'quickstart'."
-        elif path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
-            yield f"model_name_or_path={path!r}: no such folder. Correct the path, or give a hub id."
-    if script is None or data is None or mixture is None:
-        return
-    if bool(script.dataset_name) == bool(mixture.datasets):
-        both = "both dataset_name and datasets are" if mixture.datasets else "neither dataset_name nor datasets is"
-        yield f"dataset_name={script.dataset_name!r}: {both} set. Set one of them."
-        return
-    yield from data_problems(
-        data, script.dataset_name, dataset_config=script.dataset_config, streaming=script.dataset_streaming
-    )
 
 
 def print_help() -> None:

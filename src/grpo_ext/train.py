@@ -13,16 +13,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import get_dataset, get_peft_config, get_quantization_config
 
 from .config import ConfigError
-from .data import load_datasets, prepare
+from .data import DataError, load_datasets, prepare
 from .objective import Objective
 from .recipe import QUICKSTART_MODEL, Recipe, load_recipe, print_help
+from .recipe_checks import FRESH_START, LAST
 from .rewards.composite import build as build_rewards
 from .trainer import OBJECTIVE_FILE, GRPOExtTrainer
 
 logger = logging.getLogger(__name__)
-
-FRESH_START = "never"
-"""`--resume_from_checkpoint never` ignores the checkpoints in `output_dir`."""
 
 
 def model_path(recipe: Recipe) -> str:
@@ -95,7 +93,7 @@ def checkpoint_to_resume(recipe: Recipe) -> str | None:
     asked = recipe.training.resume_from_checkpoint
     if asked == FRESH_START:
         return None
-    if asked and str(asked).lower() not in ("true", "last"):
+    if asked and str(asked).lower() not in LAST:
         return asked
     complete = sorted(complete_checkpoints(Path(recipe.training.output_dir or ".")), key=_step)
     return str(complete[-1]) if complete else None
@@ -145,6 +143,7 @@ def train(recipe: Recipe) -> GRPOExtTrainer:
         trainer.accelerator.print(f"Resuming from {checkpoint}.")
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(recipe.training.output_dir)
+    trainer.save_objective(recipe.training.output_dir)
     trainer.accelerator.print(f"Model saved to {recipe.training.output_dir}.")
     if recipe.training.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.script.dataset_name)
@@ -158,19 +157,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_help()
         return
     try:
-        recipe = load_recipe(argv)
-        if PartialState().is_main_process:
-            logging.getLogger("grpo_ext").setLevel(logging.INFO)
-        train(recipe)
-    except ConfigError as error:
-        sys.exit(_complain(error))
+        train(load_recipe(argv))
+    except (ConfigError, DataError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     finally:
-        PartialState().destroy_process_group()
-
-
-def _complain(error: Exception) -> int:
-    print(error, file=sys.stderr)
-    return 2
+        if PartialState._shared_state:
+            PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """GRPOExtTrainer: TRL's GRPOTrainer with the loss and the advantages of `grpo_ext.losses`."""
 
+import inspect
 import json
 import logging
 from collections import deque
@@ -27,6 +28,10 @@ logger = logging.getLogger(__name__)
 OBJECTIVE_FILE = "objective.json"
 HISTORY_FILE = "advantage_history.json"
 
+_FORWARD = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+MULTIMODAL_INPUTS = _FORWARD[_FORWARD.index("compute_aux_loss") + 1 :]
+"""What TRL's forward takes beside tokens: images and all that belongs to them."""
+
 
 class GRPOExtTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` whose `loss_type` names a row of `grpo_ext.losses`; takes the same arguments.
@@ -51,6 +56,8 @@ class GRPOExtTrainer(GRPOTrainer):
         reward_funcs: Any = None,
         args: GRPOExtConfig | None = None,
         train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
         """As `trl.GRPOTrainer`; `args` may be left out, a plain `GRPOConfig` is refused."""
@@ -62,9 +69,9 @@ class GRPOExtTrainer(GRPOTrainer):
                 f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more."
             )
         self.objective: Objective = args.objective
-        guards.check_data(args, train_dataset, kwargs.get("eval_dataset"))
+        guards.check_data(args, train_dataset, eval_dataset)
         with guards.reference_copied_from(model, args, kwargs.get("peft_config")):
-            super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+            super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         guards.check_reward_names(self.reward_func_names)
         if self.rollout_func is not None:
             self.rollout_func = guards.without_empty_completions(self.rollout_func, self._tokenizer.eos_token_id)
@@ -192,24 +199,12 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _forward(self, model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple[Tensor, Any, Any]:
         """Log-probabilities of the completion's tokens, entropies, auxiliary loss."""
-        multimodal = (
-            "pixel_values",
-            "image_grid_thw",
-            "num_images",
-            "pixel_attention_mask",
-            "spatial_shapes",
-            "num_tiles",
-            "image_sizes",
-            "token_type_ids",
-            "mm_token_type_ids",
-            "image_position_ids",
-        )
         return self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].size(1),
-            **{name: inputs.get(name) for name in multimodal},
+            **{name: inputs[name] for name in MULTIMODAL_INPUTS if name in inputs},
             **kwargs,
         )
 
@@ -351,13 +346,17 @@ class GRPOExtTrainer(GRPOTrainer):
 
     # Checkpoints carry what the objective was and what its estimator remembers.
 
+    def save_objective(self, folder: str | Path) -> None:
+        """Write the resolved loss beside a model."""
+        if self.args.should_save:
+            (Path(folder) / OBJECTIVE_FILE).write_text(json.dumps(self.objective.to_dict(), indent=2))
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            (folder / OBJECTIVE_FILE).write_text(json.dumps(self.objective.to_dict(), indent=2))
-            if self._history.maxlen:
-                (folder / HISTORY_FILE).write_text(json.dumps([h.tolist() for h in self._history]))
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self.save_objective(folder)
+        if self._history.maxlen and self.args.should_save:
+            (folder / HISTORY_FILE).write_text(json.dumps([h.tolist() for h in self._history]))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

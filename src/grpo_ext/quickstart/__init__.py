@@ -1,1 +1,1 @@
-"""A tiny language model that learns two-digit addition by GRPO in minutes on a laptop CPU, with nothing to download."""
+"""A tiny language model that learns to add by GRPO, in minutes, on a laptop CPU, with nothing to download."""

@@ -1,0 +1,197 @@
+"""Rewrite the tables of README.md and docs/*.md from the code: `python docs/tables.py` (`make tables`).
+
+A table stands between `<!-- name -->` and `<!-- /name -->`, where name is a key of `TABLES`. `--check` only says which
+files are out of date, and fails if there are any.
+"""
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from trl import GRPOConfig
+
+from grpo_ext.advantages import combinations, estimators
+from grpo_ext.aggregation import aggregations
+from grpo_ext.config import GRPOExtConfig
+from grpo_ext.data import DataConfig
+from grpo_ext.kl import kl_estimators
+from grpo_ext.losses import losses
+from grpo_ext.objective import resolve
+from grpo_ext.ratios import ratios
+from grpo_ext.rewards import rewards
+from grpo_ext.surrogates import surrogates
+
+ROOT = Path(__file__).parent.parent
+Rows = Iterable[tuple[str, ...]]
+
+
+def table(header: tuple[str, ...], rows: Rows) -> str:
+    """A Markdown table; the pipes of |d| are escaped."""
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def code(text: str) -> str:
+    """`text` as inline code; nothing for an empty one."""
+    return f"`{text}`" if text else ""
+
+
+def by_entry(registry: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries under all of their names: "`grpo`, `deepseek_math`"."""
+    names: dict[int, list[str]] = {}
+    for name, entry in registry.items():
+        names.setdefault(id(entry), []).append(name)
+    return {", ".join(map(code, names[id(registry[same[0]])])): registry[same[0]] for same in names.values()}
+
+
+def plain(text: str) -> str:
+    """`text` on one line, with a < outside of inline code kept from opening an HTML tag."""
+    pieces = " ".join(text.split()).split("`")
+    return "`".join(p if i % 2 else p.replace("<", "&lt;") for i, p in enumerate(pieces))
+
+
+def summary(function: Any) -> str:
+    """First paragraph of a docstring."""
+    return plain((inspect.getdoc(function) or "").split("\n\n")[0])
+
+
+def papers(function: Any) -> str:
+    """The arXiv ids in a docstring."""
+    found = dict.fromkeys(re.findall(r"\d{4}\.\d{5}", inspect.getdoc(function) or ""))
+    return ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in found)
+
+
+def options(function: Any, without: tuple[str, ...] = ()) -> str:
+    """The keyword-only parameters and their defaults: what a recipe may set."""
+    parameters = inspect.signature(function).parameters.values()
+    names = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in without}
+    shown = (name if value is inspect.Parameter.empty else f"{name}={value!r}" for name, value in names.items())
+    return ", ".join(map(code, shown))
+
+
+def loss_table() -> str:
+    """loss_type, formula, paper."""
+    rows = ((names, code(row.formula), row.paper) for names, row in by_entry(losses).items())
+    return table(("`loss_type`", "what is minimised", "source"), rows)
+
+
+def axes_table() -> str:
+    """Each loss, axis by axis."""
+    rows = []
+    for names, row in by_entry(losses).items():
+        surrogate = f"{row.surrogate}({', '.join(f'{k}={v}' for k, v in row.options.items())})"
+        estimator = f"{row.advantage}({', '.join(f'{k}={v}' for k, v in row.advantage_kwargs.items())})"
+        kl = f"{row.kl}, {row.kl_placement}"
+        cells = (surrogate, row.ratio, estimator.removesuffix("()"), kl, row.aggregation)
+        rows.append((names, *map(code, cells), "yes" if row.trl else ""))
+    headers = ("surrogate", "ratio", "advantage", "KL, if `beta` > 0", "aggregation", "TRL's name too")
+    return table(("`loss_type`", *headers), rows)
+
+
+def defaults_table() -> str:
+    """Where the row of a loss that stock TRL has too departs from stock TRL's defaults."""
+    rows = []
+    for names, row in by_entry(losses).items():
+        if row.trl:
+            paper, stock = (settled(names.split("`")[1], loss_defaults) for loss_defaults in ("paper", "trl"))
+            differing = [axis for axis in paper if axis not in stock or paper[axis] != stock[axis]]
+            rows.append((names, *(listed(axes, differing) for axes in (paper, stock))))
+    return table(("`loss_type`", "`loss_defaults: paper` (default)", "`loss_defaults: trl`"), rows)
+
+
+def settled(loss_type: str, loss_defaults: str) -> dict[str, Any]:
+    """Every axis of a loss of which a recipe says nothing but its name."""
+    unset = {f.name: f.default for f in dataclasses.fields(GRPOExtConfig)}
+    objective = resolve(SimpleNamespace(**unset | {"loss_type": loss_type, "loss_defaults": loss_defaults}))
+    names = {"ratio": "importance_sampling_level", "kl": "kl_estimator", "advantage": "advantage_estimator"}
+    axes = {names[axis]: getattr(objective, axis) for axis in names}
+    for name, value in objective.options.items():
+        shown = f"{value:g}" if isinstance(value, float) else value  # float32's 1.05 is 1.05
+        axes["epsilon" if name == "epsilon_low" else name] = shown
+    return axes
+
+
+def listed(axes: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Those axes as a recipe writes them; one without a default must be set."""
+    return ", ".join(code(f"{name}: {axes[name]}") if name in axes else f"{code(name)} must be set" for name in names)
+
+
+def described(registry: Mapping[str, Any], key: str, without: tuple[str, ...] = ()) -> str:
+    """A registry of functions: name, first paragraph, options, papers."""
+    rows = [(n, summary(f), options(f, without), papers(f)) for n, f in by_entry(registry).items()]
+    headers = (code(key), "what it is", "options", "paper")
+    used = [i for i in range(4) if i < 2 or any(row[i] for row in rows)]
+    return table(tuple(headers[i] for i in used), (tuple(row[i] for i in used) for row in rows))
+
+
+def reward_table() -> str:
+    """Name, meaning, columns that the dataset must have, options."""
+    own = ("prompts", "completions", "completion_ids")
+    rows = []
+    for names, function in by_entry(rewards).items():
+        parameters = inspect.signature(function).parameters.values()
+        columns = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in own]
+        rows.append((names, summary(function), ", ".join(map(code, columns)), options(function)))
+    return table(("name", "what it gives", "needs column", "options"), rows)
+
+
+def field_table(part: Any, base: Any = None) -> str:
+    """The fields of a dataclass that are its own, with their help."""
+    own = [f for f in dataclasses.fields(part) if f.name in part.__annotations__ or base is None]
+    return table(
+        ("key", "default", "meaning"),
+        ((code(f.name), code(str(f.default)), plain(f.metadata["help"]).replace("%%", "%")) for f in own),
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "losses": loss_table,
+    "axes": axes_table,
+    "defaults": defaults_table,
+    "surrogates": lambda: described(surrogates, "surrogate"),
+    "ratios": lambda: described(ratios, "importance_sampling_level"),
+    "kl": lambda: described(kl_estimators, "kl_estimator"),
+    "advantages": lambda: described(estimators, "advantage_estimator"),
+    "combinations": lambda: described(
+        combinations, "multi_objective_aggregation", without=("missing", "eps", "noise")
+    ),
+    "aggregations": lambda: described(aggregations, "loss_aggregation", without=("max_completion_length",)),
+    "rewards": reward_table,
+    "config": lambda: field_table(GRPOExtConfig, GRPOConfig),
+    "data": lambda: field_table(DataConfig),
+}
+
+
+def rewritten(text: str) -> str:
+    """`text` with every table it holds as the code has it now."""
+    return re.sub(
+        r"<!-- (\w+) -->\n.*?<!-- /\1 -->",
+        lambda found: f"<!-- {found[1]} -->\n{TABLES[found[1]]()}\n<!-- /{found[1]} -->",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def stale(write: bool = False) -> list[str]:
+    """Files whose tables are out of date; with `write` they are no longer."""
+    found = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = path.read_text()
+        new = rewritten(text)
+        if new != text:
+            found.append(str(path.relative_to(ROOT)))
+            if write:
+                path.write_text(new)
+    return found
+
+
+if __name__ == "__main__":
+    check = "--check" in sys.argv[1:]
+    names = stale(write=not check)
+    print("\n".join(f"{'out of date' if check else 'rewritten'}: {name}" for name in names) or "all tables up to date")
+    sys.exit(bool(check and names))

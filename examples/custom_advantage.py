@@ -1,0 +1,33 @@
+"""An advantage of your own: the share of its group that a completion beats, minus the share that beats it.
+
+Only the order of the rewards counts, so that one outlier cannot dwarf the rest of its group.
+
+Run it:              python examples/custom_advantage.py [--max_steps 50]
+Use it in a recipe:  advantage_estimator: examples.custom_advantage:wins
+                     advantage_kwargs: {margin: 0.1}
+"""
+
+import sys
+
+from torch import Tensor
+
+from grpo_ext.recipe import load_recipe
+from grpo_ext.train import train
+
+
+def wins(rewards: Tensor, *, margin: float = 0.0) -> Tensor:
+    """(wins - losses) / (G - 1) for rewards [groups, completions]; NaN is a completion that could not be scored.
+
+    The rules of `grpo_ext.advantages` hold by construction: comparing with NaN is neither a win nor a loss, and in a
+    group of equals nobody wins.
+    """
+    lead = rewards[:, :, None] - rewards[:, None, :]
+    scorable = (~rewards.isnan()).sum(dim=-1, keepdim=True)
+    balance = (lead > margin).sum(dim=-1) - (lead < -margin).sum(dim=-1)
+    return balance.to(rewards.dtype) / (scorable - 1).clamp(min=1)
+
+
+if __name__ == "__main__":
+    own = ["--advantage_estimator", "custom_advantage:wins"]
+    run = ["--max_steps", "5", "--save_strategy", "no", "--output_dir", "outputs/custom_advantage"]
+    train(load_recipe(["--config", "quickstart/grpo", *own, *run, *sys.argv[1:]]))

@@ -1,0 +1,32 @@
+"""A loss of your own: SPO's quadratic penalty instead of a clip (Xie et al., arXiv:2401.16025).
+
+Run it:              python examples/custom_loss.py [--max_steps 50]
+Use it in a recipe:  loss_type: examples.custom_loss:spo       (any module that can be imported from where you start)
+                     loss_kwargs: {width: 0.3}
+"""
+
+import sys
+
+from torch import Tensor
+
+from grpo_ext.losses import register
+from grpo_ext.recipe import load_recipe
+from grpo_ext.train import train
+
+
+@register(
+    "spo",
+    paper="SPO, arXiv:2401.16025",
+    formula="-(1/B) sum_i (1/n_i) sum_t (r A - |A| (r - 1)^2 / (2 width))",
+    aggregation="seq-mean-token-mean",  # what is left out is as in `grpo_ext.losses.Loss`
+)
+def spo(log_ratio: Tensor, advantages: Tensor, *, width: float = 0.2) -> Tensor:
+    """-(r A - |A| (r - 1)^2 / (2 width)): the maximum lies where clipping would start, and the gradient never dies."""
+    ratio = log_ratio.exp()
+    return -(ratio * advantages - advantages.abs() * (ratio - 1).square() / (2 * width))
+
+
+if __name__ == "__main__":
+    own = ["--loss_type", "custom_loss:spo"]
+    run = ["--max_steps", "5", "--save_strategy", "no", "--output_dir", "outputs/custom_loss"]
+    train(load_recipe(["--config", "quickstart/grpo", *own, *run, *sys.argv[1:]]))

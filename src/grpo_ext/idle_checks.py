@@ -1,0 +1,213 @@
+"""Settings that would be accepted and ignored, or that defeat each other: refused, or warned of where rarely meant."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from .objective import resolve
+
+# Refused.
+
+_NO_MEANING = {
+    "label_smoothing_factor": (0.0, "there are no labels to smooth"),
+    "train_sampling_strategy": ("random", "the sampler keeps the completions of a prompt together"),
+    "length_column_name": ("length", "the sampler keeps the completions of a prompt together"),
+    "include_for_metrics": ([], "no compute_metrics is called"),
+    "batch_eval_metrics": (False, "no compute_metrics is called"),
+    "label_names": (None, "there are no labels"),
+}
+
+
+def idle_problems(config: Any) -> Iterator[str]:
+    """Settings without a meaning here, and settings that another one rules out."""
+    for name, (default, reason) in _NO_MEANING.items():
+        if getattr(config, name) != default:
+            yield f"{name}={getattr(config, name)!r} has no meaning in GRPO: {reason}. Remove it."
+    if config.sync_ref_model and config.beta == 0.0:
+        yield "sync_ref_model=True: with beta=0.0 there is no reference model. Set beta > 0 or remove it."
+    if config.remove_unused_columns:
+        yield (
+            "remove_unused_columns=True would take away the columns that rewards read, such as solution. "
+            "Set remove_unused_columns: false."
+        )
+    if config.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size=True: the generation batch must hold whole groups, which a batch size halved on "
+            "the way would break. Remove it, and lower per_device_train_batch_size by hand."
+        )
+    if config.log_completions_hub_repo is not None and not config.log_completions:
+        yield (
+            f"log_completions_hub_repo={config.log_completions_hub_repo!r}: without completions in the log there is "
+            "nothing to upload. Set log_completions: true, or remove it."
+        )
+    yield from _generation_kwargs(config)
+
+
+_GENERATION_FIELDS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    **dict.fromkeys(("max_new_tokens", "max_length", "max_tokens"), "max_completion_length"),
+    **dict.fromkeys(("num_return_sequences", "n"), "num_generations"),
+}
+
+
+def _generation_kwargs(config: Any) -> Iterator[str]:
+    """Options that go past the fields: completions would be drawn otherwise than their log-probabilities say."""
+    given = as_mapping(config.generation_kwargs)
+    for name in given:
+        field = _GENERATION_FIELDS.get(name)
+        if field is not None:
+            yield (
+                f"generation_kwargs.{name}={given[name]!r} would go past {field}, which the loss reads too. "
+                f"Set the field {field} instead."
+            )
+    if given.get("do_sample") is False:
+        yield (
+            "generation_kwargs.do_sample=False: every completion of a group is the same then, and no advantage is "
+            "left. Remove it."
+        )
+
+
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """A dict field's value; from the command line it comes as JSON text."""
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, Mapping) else {}
+
+
+# Warned of.
+
+
+class _Idle(NamedTuple):
+    """Fields that do nothing until a switch is on."""
+
+    cure: str
+    is_on: Callable[[Any], bool]
+    fields: Callable[[str], bool]
+
+
+def _names(*names: str) -> Callable[[str], bool]:
+    return lambda name: name in names
+
+
+def _prefix(*prefixes: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(prefixes)
+
+
+_SERVER = ("vllm_server_", "vllm_group_port")
+_COLOCATE = (
+    "vllm_gpu_memory_utilization",
+    "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
+    "vllm_model_impl",
+)
+_ONLY_WITH = (
+    _Idle("use_vllm: true", lambda c: c.use_vllm, _prefix("vllm_")),
+    _Idle("vllm_mode: server", lambda c: not c.use_vllm or c.vllm_mode == "server", _prefix(*_SERVER)),
+    _Idle("vllm_mode: colocate", lambda c: not c.use_vllm or c.vllm_mode == "colocate", _names(*_COLOCATE)),
+    _Idle(
+        "vllm_importance_sampling_correction: true",
+        lambda c: not c.use_vllm or c.vllm_importance_sampling_correction,
+        _names(
+            "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
+        ),
+    ),
+    _Idle(
+        "use_vllm: false",
+        lambda c: not c.use_vllm,
+        _names("cache_implementation", "use_transformers_continuous_batching"),
+    ),
+    _Idle(
+        "use_transformers_continuous_batching: true",
+        lambda c: c.use_transformers_continuous_batching,
+        _names("transformers_continuous_batching_config"),
+    ),
+    _Idle(
+        "use_adaptive_entropy: true",
+        lambda c: c.use_adaptive_entropy,
+        _names("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    ),
+    _Idle("sync_ref_model: true", lambda c: c.sync_ref_model, _prefix("ref_model_")),
+    _Idle(
+        "log_completions: true", lambda c: c.log_completions, _names("num_completions_to_print", "log_unique_prompts")
+    ),
+    _Idle("push_to_hub: true", lambda c: c.push_to_hub, _prefix("hub_")),
+)
+
+
+def is_set(config: Any, name: str) -> bool:
+    """Whether a field differs from its default."""
+    field = next(f for f in dataclasses.fields(config) if f.name == name)
+    make: Any = field.default_factory
+    default = make() if field.default is dataclasses.MISSING else field.default
+    return bool(getattr(config, name) != default)
+
+
+def warnings(config: Any) -> list[str]:
+    """What is allowed but probably not meant; the config must be free of problems."""
+    return [*_idle(config), *_schedule(config), *_truncated_sampling(config), *_loss(config)]
+
+
+def _idle(config: Any) -> Iterator[str]:
+    told: set[str] = set()
+    for switch in _ONLY_WITH:
+        if switch.is_on(config):
+            continue
+        names = [f.name for f in dataclasses.fields(config) if switch.fields(f.name) and is_set(config, f.name)]
+        if new := [name for name in names if name not in told]:
+            told.update(new)
+            yield no_effect(new, switch.cure)
+
+
+def no_effect(names: list[str], cure: str) -> str:
+    """The sentence for settings that wait for a switch."""
+    return f"{', '.join(names)}: without {cure} this has no effect."
+
+
+def _schedule(config: Any) -> Iterator[str]:
+    if config.max_steps > 0 and is_set(config, "num_train_epochs"):
+        yield (
+            f"num_train_epochs={config.num_train_epochs:g} has no effect beside max_steps={config.max_steps}, which "
+            "ends the run. Remove one of them."
+        )
+
+
+def _truncated_sampling(config: Any) -> Iterator[str]:
+    for name, whole in (("top_p", 1.0), ("top_k", 0), ("min_p", None), ("repetition_penalty", 1.0)):
+        value = getattr(config, name)
+        if value != whole and value:
+            yield (
+                f"{name}={value}: completions are drawn from an altered distribution, but their log-probabilities "
+                f"are the model's own, so the gradient is biased. Leave {name} unset for an unbiased one."
+            )
+
+
+def _loss(config: Any) -> Iterator[str]:
+    objective = resolve(config)
+    if config.loss_type == "bnpo":
+        yield (
+            "loss_type='bnpo' is TRL's token mean over each micro-batch: its gradient depends on "
+            "per_device_train_batch_size. 'dapo' does not; the BNPO paper is 'beta_bnpo'."
+        )
+    if objective.ratio != "token" and objective.aggregation in ("token-mean", "micro-batch-token-mean"):
+        yield (
+            f"importance_sampling_level={objective.ratio!r} with loss_aggregation={objective.aggregation!r} weighs "
+            "each completion by its length. GSPO uses seq-mean-token-mean."
+        )
+    if objective.kl_in_loss and objective.kl == "k1":
+        yield "kl_estimator='k1' in the loss: its gradient averages to 0. Use k3+, or kl_placement: reward."
+    if objective.kl_in_loss and objective.kl == "r_k3" and objective.ratio != "token":
+        yield (
+            f"use_bias_correction_kl with importance_sampling_level={objective.ratio!r} is biased, as in stock TRL. "
+            "Set use_bias_correction_kl: false."
+        )
+    if objective.row.surrogate == "reinforce" and config.num_iterations > 1:
+        yield (
+            f"num_iterations={config.num_iterations}: {config.loss_type!r} has no importance ratio, so every update "
+            "after the first is off-policy and uncorrected. Set num_iterations: 1."
+        )
+    if config.use_bias_correction_kl and config.beta == 0.0:
+        yield "use_bias_correction_kl=True: with beta=0.0 there is no KL term. Set beta > 0 or remove it."

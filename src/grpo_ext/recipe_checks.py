@@ -1,0 +1,165 @@
+"""Rules between the parts of a recipe: model, data, rewards and training; each answered with value, reason, cure."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl.scripts.utils import DatasetConfig
+
+from .checks import type_problems, unknown_value
+from .data import problems as data_problems
+from .idle_checks import is_set, no_effect
+from .loss_checks import UNIT_REWARDS
+from .objective import resolve
+from .registry import did_you_mean
+from .rewards.composite import RewardSpec
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+QUICKSTART_TASKS = ("quickstart/addition",)
+FRESH_START = "never"
+"""`--resume_from_checkpoint never` ignores the checkpoints in `output_dir`."""
+LAST = ("true", "last")
+"""Values of `resume_from_checkpoint` that, like none, mean the last checkpoint in `output_dir`."""
+
+
+# Refused.
+
+
+def mixture_problems(entries: Any) -> Iterator[str]:
+    """Problems of the entries of `datasets`, before TRL makes objects of them."""
+    keys = [f.name for f in dataclasses.fields(DatasetConfig)]
+    if not isinstance(entries, list):
+        yield f"datasets={entries!r}: not a list. Write datasets: [{{path: ..., split: train}}]."
+        return
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or "path" not in entry:
+            yield f"datasets[{i}]={entry!r}: no mapping with a path. Write {{path: ..., split: train}}."
+            continue
+        for key in entry:
+            if key not in keys:
+                yield f"datasets[{i}] has {key}={entry[key]!r}: no such key. {did_you_mean(str(key), keys)}"
+
+
+def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: Any) -> Iterator[str]:
+    """Problems of the parts that are not the training's, and between parts; a part that failed already is None."""
+    if model is not None:
+        yield from type_problems(model, also={"lora_target_modules": str})
+        yield from _model(model)
+    if training is not None and model is not None and training.sync_ref_model and model.use_peft:
+        yield (
+            "sync_ref_model=True with use_peft: the reference is the model without its adapter, and stays what it "
+            "is. Remove sync_ref_model."
+        )
+    if training is not None:
+        yield from _resume(training.resume_from_checkpoint)
+    if script is not None:
+        yield from type_problems(script, also={"reward_funcs": object})
+    if mixture is not None:
+        yield from type_problems(mixture)
+    if script is not None and data is not None and mixture is not None:
+        yield from _data(script, data, mixture)
+
+
+def _model(model: Any) -> Iterator[str]:
+    path = model.model_name_or_path
+    if not path:
+        yield "model_name_or_path=None: no model to train. Set it to a hub id, a folder or 'quickstart'."
+    elif isinstance(path, str) and path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+        yield f"model_name_or_path={path!r}: no such folder. Correct the path, or give a hub id."
+    for name in ("dtype", "bnb_4bit_quant_type"):
+        value = getattr(model, name)
+        known = next(f for f in dataclasses.fields(model) if f.name == name).metadata["choices"]
+        if isinstance(value, str) and value not in known:
+            yield unknown_value(name, value, known)
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model, name) and not model.use_peft:
+            yield f"{name}=True: quantized weights cannot be trained, only an adapter on them. Set use_peft: true."
+
+
+def _resume(checkpoint: Any) -> Iterator[str]:
+    if checkpoint and str(checkpoint).lower() not in (FRESH_START, *LAST) and not Path(checkpoint).is_dir():
+        yield (
+            f"resume_from_checkpoint={checkpoint!r}: no such folder. Correct the path; 'last' takes the last one in "
+            f"output_dir, {FRESH_START!r} starts afresh."
+        )
+
+
+def _data(script: Any, data: Any, mixture: Any) -> Iterator[str]:
+    name = script.dataset_name
+    if bool(name) == bool(mixture.datasets):
+        both = "both dataset_name and datasets are" if mixture.datasets else "neither dataset_name nor datasets is"
+        yield f"dataset_name={name!r}: {both} set. Set one of them."
+    elif str(name).startswith("quickstart/") and name not in QUICKSTART_TASKS:
+        yield f"dataset_name={name!r}: the quickstart has no such task. {did_you_mean(name, QUICKSTART_TASKS)}"
+    else:
+        yield from data_problems(data, name, dataset_config=script.dataset_config, streaming=script.dataset_streaming)
+
+
+def weight_problems(rewards: list[RewardSpec]) -> Iterator[str]:
+    """Whether anything is rewarded at all."""
+    if rewards and not any(spec.weight for spec in rewards):
+        yield "reward_funcs: all weights are 0, nothing would be rewarded. Give at least one a weight."
+
+
+# Warned of.
+
+
+def recipe_warnings(recipe: "Recipe") -> list[str]:
+    """What is allowed but probably not meant between the parts of a recipe that is free of problems."""
+    return [*_idle(recipe), *_adapter(recipe), *_rewards(recipe)]
+
+
+_OF_A_MIXTURE = ("streaming", "test_split_size")
+_OF_A_DATASET = ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming")
+_OF_EVALUATION = ("eval_steps", "eval_delay", "per_device_eval_batch_size", "num_generations_eval")
+
+
+def _idle(recipe: "Recipe") -> Iterator[str]:
+    mixed, evaluated = bool(recipe.mixture.datasets), recipe.training.eval_strategy != "no"
+    lora = tuple(f.name for f in dataclasses.fields(recipe.model) if f.name.startswith(("lora_", "use_rslora")))
+    for part, names, switch, cure in (
+        (recipe.model, (*lora, "use_dora"), recipe.model.use_peft, "use_peft: true"),
+        (recipe.mixture, _OF_A_MIXTURE, mixed, "datasets"),
+        (recipe.script, _OF_A_DATASET, not mixed, "dataset_name (a mixture has its own keys, inside datasets)"),
+        (recipe.data, ("test_size",), not mixed, "dataset_name (a mixture has test_split_size)"),
+        (recipe.training, _OF_EVALUATION, evaluated, "eval_strategy: steps or epoch"),
+    ):
+        idle = [] if switch else [name for name in names if is_set(part, name)]
+        if idle:
+            yield no_effect(idle, cure)
+
+
+def _adapter(recipe: "Recipe") -> Iterator[str]:
+    dropout = recipe.model.lora_dropout
+    if recipe.model.use_peft and is_set(recipe.model, "lora_dropout") and dropout and recipe.training.dropout_disabled:
+        yield (
+            f"lora_dropout={dropout} is switched off by disable_dropout, so that rollouts and the loss see the same "
+            "network. Set lora_dropout: 0.0, or disable_dropout: false."
+        )
+
+
+def _rewards(recipe: "Recipe") -> Iterator[str]:
+    config, objective = recipe.training, resolve(recipe.training)
+    for spec in recipe.rewards:
+        if spec.weight < 0:
+            yield (
+                f"reward {spec.name!r} has the weight {spec.weight:g}: a low score is what earns then. Penalties of "
+                "grpo-ext are negative already, and want a positive weight."
+            )
+        longest, buffer = spec.kwargs.get("max_length", 0), spec.kwargs.get("buffer", 0)
+        if spec.function == "soft_overlong" and longest - buffer >= (config.max_completion_length or 0):
+            yield (
+                f"soft_overlong with max_length={longest} and buffer={buffer}: no completion gets beyond "
+                f"max_completion_length={config.max_completion_length}, so the penalty never applies. "
+                f"Set max_length: {config.max_completion_length} and a buffer below it."
+            )
+    total = sum(spec.weight for spec in recipe.rewards)
+    summed = objective.combination == "sum_then_normalize" and "reward_range" not in objective.advantage_kwargs
+    if objective.advantage in UNIT_REWARDS and summed and len(recipe.rewards) > 1 and total > 1:
+        yield (
+            f"advantage_estimator={objective.advantage!r} needs a total reward in [0, 1], but the weights add up to "
+            f"{total:g}. Scale them down to 1, or keep one reward."
+        )

@@ -1,0 +1,445 @@
+"""Break the mathematics on purpose, place by place, and see the tests notice: `python tests/mutations.py [words]`.
+
+Each mutation is applied to a copy of src; the named test file must then fail. Exit status 1 if a mutation survives.
+The tests run in forks of one process that has torch loaded already. With words, only mutations that hold one of them.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+JOBS = min(os.cpu_count() or 1, 4)
+NOT_HERE = (
+    "not config_does and not importing and not pure_modules"  # they start or load what has nothing to do with it
+)
+
+
+class Mutation(NamedTuple):
+    module: str
+    old: str
+    new: str
+    tests: str
+
+
+def table() -> list[Mutation]:
+    """All mutations, by module."""
+    return [Mutation(module, old, new, tests) for module, tests, pairs in MUTATIONS for old, new in pairs]
+
+
+MUTATIONS = [
+    (
+        "ratios",
+        "ratios",
+        [
+            ("LOG_RATIO_BOUND = 20.0", "LOG_RATIO_BOUND = 80.0"),
+            ("torch.where(mask.bool(), values, torch.zeros_like(values))", "values * mask"),
+            ("torch.where(mask.bool(), values, torch.zeros_like(values))", "values"),
+            ("values if values.dtype == torch.float64 else values.float()", "values"),
+            ("values if values.dtype == torch.float64 else values.float()", "values.float()"),
+            ("    return bounded(masked(log_ratio, mask))\n", "    return masked(log_ratio, mask)\n"),
+            ("log_ratio.sum(dim=-1, keepdim=True) / live_tokens(mask, log_ratio.dtype)", "log_ratio.mean(-1, True)"),
+            (
+                "bounded(masked(log_ratio, mask).sum(dim=-1, keepdim=True))",
+                "masked(log_ratio, mask).sum(dim=-1, keepdim=True)",
+            ),
+            (
+                "bounded(masked(log_ratio, mask).sum(dim=-1, keepdim=True))",
+                "bounded(masked(log_ratio, mask)).sum(dim=-1, keepdim=True)",
+            ),
+            (".clamp(min=1).to(dtype)", ".to(dtype)"),
+        ],
+    ),
+    (
+        "surrogates",
+        "surrogates",
+        [
+            ("clamp(1 - epsilon_low, 1 + epsilon_high)", "clamp(1 - epsilon_high, 1 + epsilon_low)"),
+            ("clamp(1 - epsilon_low, 1 + epsilon_high)", "clamp(1 - epsilon_low - 1e-9, 1 + epsilon_high + 1e-9)"),
+            ("-torch.minimum(ratio * advantages", "-torch.maximum(ratio * advantages"),
+            ("-torch.minimum(ratio * advantages, clipped", "-torch.minimum(ratio.detach() * advantages, clipped"),
+            (
+                "-torch.minimum(ratio * advantages, clipped * advantages)",
+                "-torch.where(ratio * advantages < clipped * advantages, ratio, clipped.detach()) * advantages",
+            ),  # a ratio on a border would be dead
+            ("ratio = ratio.clamp(max=delta)", "ratio = ratio.clamp(max=1 + delta)"),
+            ("    if delta is not None:\n        ratio", "    if delta is not None and False:\n        ratio"),
+            (
+                "return -(per_token_logps - per_token_logps.detach())",
+                "return (per_token_logps - per_token_logps.detach())",
+            ),
+            ("(per_token_logps - per_token_logps.detach()).exp()", "per_token_logps.exp()"),
+            ("clamp(max=epsilon_high).detach() * advantages", "clamp(max=1 + epsilon_high).detach() * advantages"),
+            ("clamp(max=epsilon_high).detach() * advantages", "clamp(max=epsilon_high) * advantages"),
+            ("epsilon_high: float = 5.0,\n) -> Float[Tensor", "epsilon_high: float = 0.2,\n) -> Float[Tensor"),
+            ("temperature_neg: float = 1.05", "temperature_neg: float = 1.0"),
+            (
+                "_by_sign(advantages > 0, advantages, temperature_pos",
+                "_by_sign(advantages < 0, advantages, temperature_pos",
+            ),
+            ("return -4 / tau *", "return -4 *"),
+            ("log_ratio.exp() - 1)) * advantages", "log_ratio.exp())) * advantages"),
+            ("torch.full_like(like, high), torch.full_like(like, low)", "high, low"),
+            ("return -phi * advantages", "return phi * advantages"),
+            ("log_s = torch.where(mask.bool(), log_ratio, 0.0).sum", "log_s = log_ratio.sum"),
+            ("log_s + importance_sampling_ratio.log()", "log_s - importance_sampling_ratio.log()"),
+            ("k = _by_sign(advantages >= 0", "k = _by_sign(advantages > 0"),
+            ("lam + k * log_s - lam * log_s.exp()", "k * log_s - lam * log_s.exp()"),
+            ("    log_s = log_s.clamp(floor, LOG_RATIO_BOUND)\n", ""),
+            (
+                "torch.where(advantages > 0, log_ratio.clamp(max=epsilon_high)",
+                "torch.where(advantages < 0, log_ratio.clamp(max=epsilon_high)",
+            ),
+            ("log_ratio.clamp(min=-epsilon_low)", "log_ratio.clamp(min=-epsilon_high)"),
+            ("clipped = torch.where(mask.bool(), clipped, 0.0)\n", "clipped = clipped + 0.0\n"),
+            ("/ live_tokens(mask, clipped.dtype)", ""),
+            ("clamp(max=1.0).detach()", "detach()"),
+            ("torch.where(advantages >= 0, torch.ones_like(taper), taper)", "taper"),
+            (
+                "shift = per_token_logps.exp() - old_per_token_logps.exp()",
+                "shift = (per_token_logps - old_per_token_logps).exp() - 1",
+            ),
+            ("(shift < -epsilon_low), (advantages > 0)", "(shift < -epsilon_high), (advantages > 0)"),
+            ("(advantages > 0) & (shift > epsilon_high)", "(shift > epsilon_high)"),
+            ("torch.where(low | high, 0.0, -log_ratio.exp()", "torch.where(low, 0.0, -log_ratio.exp()"),
+            (
+                "return (ratio < 1 - epsilon_low) & (advantages < 0)",
+                "return (ratio < 1 - epsilon_low) & (advantages > 0)",
+            ),
+            ("high = (log_ratio.exp() > epsilon_high) & (advantages > 0)", "high = log_ratio.exp() > epsilon_high"),
+            (
+                "return (log_ratio < -epsilon_low) & (advantages < 0)",
+                "return (log_ratio < epsilon_low) & (advantages < 0)",
+            ),
+        ],
+    ),
+    (
+        "kl",
+        "kl",
+        [
+            ("return -log_ref_ratio\n", "return log_ref_ratio\n"),
+            ("log_ref_ratio.square() / 2", "log_ref_ratio.square()"),
+            ("torch.expm1(d) - d", "d.exp() - d - 1"),
+            ("torch.expm1(d) - d", "torch.expm1(-d) + d"),
+            ("log_ref_ratio.clamp(max=LOG_RATIO_BOUND)", "log_ref_ratio"),
+            ("log_ref_ratio.clamp(max=LOG_RATIO_BOUND)", "log_ref_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)"),
+            ("(k3(log_ref_ratio) - surrogate).detach()", "(k3(log_ref_ratio) - surrogate)"),
+            ("surrogate + (k3(log_ref_ratio) - surrogate).detach()", "surrogate"),
+            ("log_ratio.exp() * k3(", "log_ratio.exp().detach() * k3("),
+            ("log_ref_ratio.abs()", "log_ref_ratio.abs() / 2"),
+            ("k3(log_ref_ratio.sum(dim=-1, keepdim=True))", "k3(log_ref_ratio).sum(dim=-1, keepdim=True)"),
+            ("k3(log_ref_ratio.sum(dim=-1, keepdim=True))", "k3(log_ref_ratio.mean(dim=-1, keepdim=True))"),
+        ],
+    ),
+    (
+        "advantages",
+        "advantages",
+        [
+            ("(squares / degrees.to(values.dtype)).sqrt()", "squares / degrees.to(values.dtype)"),
+            ("(~values.isnan()).sum(dim=dim) - ddof", "values.isnan().logical_not().sum(dim=dim)"),
+            ("scorable.sum(dim=-1) < 2", "scorable.sum(dim=-1) < 1"),
+            (
+                "def group(rewards: Rewards, *, ddof: int = 1, eps: float = 1e-4)",
+                "def group(rewards: Rewards, *, ddof: int = 0, eps: float = 1e-4)",
+            ),
+            (
+                "def group(rewards: Rewards, *, ddof: int = 1, eps: float = 1e-4)",
+                "def group(rewards: Rewards, *, ddof: int = 1, eps: float = 1e-6)",
+            ),
+            ("_std(rewards, ddof, dim=-1)[:, None] + eps", "(_std(rewards, ddof, dim=-1)[:, None] ** 2 + eps).sqrt()"),
+            (
+                'return _only_signal(_centred(rewards), rewards)\n\n\n@estimators.register("batch")',
+                'return _only_signal(rewards, rewards)\n\n\n@estimators.register("batch")',
+            ),
+            ("(_std(rewards, ddof) + eps)", "(_std(_centred(rewards), ddof) + eps)"),
+            ("def batch(rewards: Rewards, *, ddof: int = 1", "def batch(rewards: Rewards, *, ddof: int = 0"),
+            ("_centred(rewards) * (g / (g - 1))", "_centred(rewards) * ((g + 1) / g)"),
+            ("std = _std(centred.masked_fill(rewards.isnan(), math.nan), ddof)", "std = _std(rewards, ddof)"),
+            ("std = _std(centred.masked_fill(rewards.isnan(), math.nan), ddof)", "std = _std(centred, ddof)"),
+            ("centred / std.clamp(min=floor)", "centred / std"),
+            ("(group_means(rewards)[:, None] + eps), rewards)", "(_std(rewards, 1, dim=-1)[:, None] + eps), rewards)"),
+            ('_require_unit_interval(rewards, "maxrl", "Rescale the reward.")', "pass"),
+            ("group(rewards, eps=eps).clamp(-clamp, clamp)", "group(rewards, eps=eps)"),
+            ("_std(per_group, ddof=1) + batch_eps", "_std(per_group, ddof=0) + batch_eps"),
+            ("per_group - per_group.nanmean()) / (", "per_group) / ("),
+            (".clamp(-clamp, clamp).masked_fill(rewards.isnan(), math.nan)", ".clamp(-clamp, clamp)"),
+            (
+                "p.mean().item(), p.var(correction=1).item()\n    c =",
+                "p.mean().item(), p.var(correction=0).item()\n    c =",
+            ),
+            ("flatten: float = 3.0", "flatten: float = 1.0"),
+            ("BetaFit(max(1 + c * m / flatten, 1.0)", "BetaFit(max(1 + c * (1 - m) / flatten, 1.0)"),
+            ("max(1 + c * (1 - m) / flatten, 1.0)", "1 + c * (1 - m) / flatten"),
+            ("len(p) < 2 or (p.max()", "len(p) < 1 or (p.max()"),
+            ("BetaFit(1.0, 1.0, degenerate=True)", "BetaFit(1.0, 1.0, degenerate=False)"),
+            ("BetaFit(1.0, 1.0, degenerate=True)", "BetaFit(1.5, 1.5, degenerate=True)"),
+            ("torch.xlogy(fit.beta - 1, 1 - p)", "(fit.beta - 1) * (1 - p).log()"),
+            (
+                "torch.xlogy(fit.alpha - 1, p) + torch.xlogy(fit.beta - 1, 1 - p)",
+                "torch.xlogy(fit.beta - 1, p) + torch.xlogy(fit.alpha - 1, 1 - p)",
+            ),
+            (" - _log_beta(fit.alpha, fit.beta)\n", "\n"),
+            ("(-log_pdf).exp().clamp(max=cap)", "log_pdf.exp().clamp(max=cap)"),
+            (".exp().clamp(max=cap)", ".exp()"),
+            ("cap: float = 1e6", "cap: float = 1e5"),
+            ("math.lgamma(beta) - math.lgamma(alpha + beta)", "math.lgamma(beta) + math.lgamma(alpha + beta)"),
+            ("torch.cat([(history - low) / (high - low), means])", "torch.cat([history, means])"),
+            ("    if history is not None:\n", "    if False:\n"),
+            ("unit = (rewards - low) / (high - low)", "unit = rewards / (high - low)"),
+            ("rewards[(rewards < 0) | (rewards > 1)]", "rewards[rewards > 1]"),
+            ("a + unit.nansum(dim=-1, keepdim=True)) / (a + b + g)", "unit.nansum(dim=-1, keepdim=True)) / g"),
+            ("(mu * (1 - mu) + eps).sqrt()", "((mu * (1 - mu)).sqrt() + eps)"),
+            ("(c * m, c * (1 - m)) if c > 0", "(c * (1 - m), c * m) if c > 0"),
+            ("p.var(correction=1).item() if len(p) > 1", "p.var(correction=0).item() if len(p) > 1"),
+            ("k: int = 2", "k: int = 1"),
+            ("credit = n * (", "credit = ("),
+            ("_pass_rate(n - 1, c - rewards.nan_to_num(), k)", "_pass_rate(n - 1, c, k)"),
+            ("torch.where(n > k, credit, 0.0)", "credit"),
+            ("return 1 - factors.prod(dim=-1)", "return factors.prod(dim=-1)"),
+            ("(rewards * weights).nansum(dim=-1)\n", "rewards.nansum(dim=-1)\n"),
+            ("        scored = scored & (weights != 0)\n", ""),
+            ('missing == "renormalize"', 'missing != "renormalize"'),
+            ("total * weights.abs().sum()", "total * weights.sum()"),
+            ("torch.where(scored.any(dim=-1), total, math.nan)", "total"),
+            (
+                "estimator(weighted_total(rewards, weights, missing=missing), -1)",
+                "estimator(weighted_total(rewards, weights, missing=missing), 0)",
+            ),
+            ("_std(total, ddof=1) + eps", "_std(total, ddof=0) + eps"),
+            ("centred = total - total.nanmean()", "centred = total"),
+            ("(spread & (weights != 0)).any()", "spread.any()"),
+            ("torch.where((spread & (weights != 0)).any(), whitened, centred)", "whitened"),
+            ("torch.where((spread & (weights != 0)).any(), whitened, centred)", "centred"),
+            ("(columns * weights[:, None, None]).sum(dim=0)", "columns.sum(dim=0)"),
+            ("torch.stack(columns).sum(dim=0) / weights.abs().sum()", "torch.stack(columns).sum(dim=0)"),
+            ("torch.stack(columns).sum(dim=0) / weights.abs().sum()", "torch.stack(columns).mean(dim=0)"),
+        ],
+    ),
+    (
+        "advantages",
+        "laws",
+        [
+            ("rewards.isnan() | zero_variance(rewards)[:, None]", "rewards.isnan()"),
+            (
+                "rewards.isnan() | zero_variance(rewards)[:, None]",
+                "zero_variance(rewards)[:, None].expand_as(rewards)",
+            ),
+            ("(highest == lowest)", "(rewards.std(dim=-1) < 0)"),
+            ("_only_signal(whitened, rewards)", "whitened"),
+            ("torch.where(scorable, rewards, -math.inf)", "torch.where(scorable, rewards, 0.0)"),
+            ("return rewards.nanmean(dim=-1)", "return rewards.nan_to_num().mean(dim=-1)"),
+            ("len(p) < 2 or (p.max()", "(p.max()"),
+        ],
+    ),
+    (
+        "aggregation",
+        "aggregation",
+        [
+            ("torch.where(mask.bool(), per_token_loss, torch.zeros_like(per_token_loss))", "(per_token_loss * mask)"),
+            ("(token_sums(per_token_loss, mask) / n).sum()", "per_token_loss.mean(dim=-1).sum()"),
+            ("(token_sums(per_token_loss, mask) / n).sum()", "token_sums(per_token_loss, mask).sum()"),
+            ("/ totals.tokens.clamp(min=1)", "/ mask.sum()"),
+            (
+                'sum() / totals.sequences.clamp(min=1)\n\n\n@aggregations.register("seq-mean-token-sum-norm")',
+                'sum() / len(mask)\n\n\n@aggregations.register("seq-mean-token-sum-norm")',
+            ),
+            ("/ max_completion_length", "/ mask.shape[1]"),
+            ("/ tokens / totals.micro_batches.clamp(min=1)", "/ tokens"),
+            ("m.any(dim=-1).sum()", "m.any(dim=-1).numel()"),
+            ("totals.tokens.clamp(min=1)", "totals.tokens"),
+            ("mask.bool().sum().clamp(min=1)", "mask.bool().sum()"),
+        ],
+    ),
+    (
+        "losses",
+        "losses",
+        [
+            (
+                'aggregation="seq-mean-token-mean",\n    trl=True,\n)\n_row(\n    "deepseek_v3"',
+                'aggregation="token-mean",\n    trl=True,\n)\n_row(\n    "deepseek_v3"',
+            ),
+            ('ratio="product",\n    kl="sequence_k3"', 'ratio="sequence",\n    kl="sequence_k3"'),
+            ('kl="sequence_k3"', 'kl="k3"'),
+            ('"epsilon_low": 10.0, "epsilon_high": 10.0', '"epsilon_low": 10.0, "epsilon_high": 100.0'),
+            (
+                'advantage="none",\n    aggregation="seq-mean-token-sum-norm"',
+                'advantage="group",\n    aggregation="seq-mean-token-sum-norm"',
+            ),
+            ('aggregation="seq-mean-token-sum-norm"', 'aggregation="seq-mean-token-sum"'),
+            ('aggregation="micro-batch-token-mean"', 'aggregation="seq-mean-token-mean"'),
+            ('"delta": 10.0', '"delta": None'),
+            ('combination="average_advantages"', 'combination="sum_then_normalize"'),
+            ('options={"epsilon_low": 0.2, "epsilon_high": 0.28},', ""),
+            ('"epsilon_low": 3e-4, "epsilon_high": 4e-4', '"epsilon_low": 4e-4, "epsilon_high": 3e-4'),
+            ('options={"epsilon_high": 5.0},\n    trl=True,', 'options={"epsilon_high": 6.0},\n    trl=True,'),
+            (
+                '(4/tau) sigmoid(tau (r - 1)) A",\n    aggregation="seq-mean-token-mean"',
+                '(4/tau) sigmoid(tau (r - 1)) A",\n    aggregation="token-mean"',
+            ),
+            ('"epsilon_low": 2e-3, "epsilon_high": 2.5e-3', '"epsilon_low": 2.5e-3, "epsilon_high": 2e-3'),
+            ('surrogate="vespo",', 'surrogate="vespo",\n    aggregation="seq-mean-token-mean",'),
+            ('advantage="minimind",', 'advantage="group",'),
+            ('advantage_kwargs={"ddof": 0},', ""),
+            ('advantage="loo",', 'advantage="none",'),
+            ('kl_placement="reward",\n    advantage="loo"', 'kl_placement="loss",\n    advantage="loo"'),
+            (
+                'kl="k1",\n    kl_placement="reward",\n    advantage="reinforce_pp"',
+                'kl="k3",\n    kl_placement="reward",\n    advantage="reinforce_pp"',
+            ),
+            ('surrogate="gmpo",', 'surrogate="gmpo",\n    options={"epsilon_low": 0.2},'),
+            ('ratio="product",\n    levels=("product",)', 'ratio="sequence",\n    levels=("sequence",)'),
+            ('surrogate="dppo",', 'surrogate="clip",'),
+            ('advantage="maxrl",', 'advantage="none",'),
+        ],
+    ),
+    (
+        "losses",
+        "registry",
+        [
+            ("        if row.surrogate is entry:\n", "        if False:\n"),
+            (
+                "losses.register(*names)(Loss(surrogate=surrogate, **row))",
+                "losses.register(*names)(Loss(surrogate=surrogate))",
+            ),
+            ("    if not callable(entry):\n", "    if False:\n"),
+        ],
+    ),
+    (
+        "objective",
+        "losses",
+        [
+            ('options["epsilon_high"] = config.epsilon', "pass"),
+            ("options |= row.options", "pass"),
+            ("**self.aggregation_kwargs)", "**dict.fromkeys(self.aggregation_kwargs, 1))"),
+            ("history[:, column]", "history[:, 0 * column - 1]"),
+            ('{"history": past, "log_metric": log_metric}', '{"log_metric": log_metric}'),
+            ('self.kl_placement == "loss"', 'self.kl_placement != ""'),
+            ('{"missing": self.missing_rewards} if', "{} if"),
+            (
+                "advantages.unsqueeze(1) if advantages.dim() == 1",
+                "advantages.abs().unsqueeze(1) if advantages.dim() == 1",
+            ),
+        ],
+    ),
+    (
+        "objective",
+        "laws",
+        [
+            ('"per_token_logps": masked(per_token_logps, mask)', '"per_token_logps": per_token_logps'),
+            ('"old_per_token_logps": masked(old, mask)', '"old_per_token_logps": old'),
+            (
+                'masked(fixed["ref_per_token_logps"] - per_token_logps, mask)',
+                'fixed["ref_per_token_logps"] - per_token_logps',
+            ),
+            ("else masked(advantages, mask)", "else advantages"),
+            ("sampler = torch.where(live, sampler, 1.0)", "pass"),
+            ("{name: value.detach() for", "{name: value for"),
+            ("per_token_logps.detach())\n        advantages", "per_token_logps)\n        advantages"),
+        ],
+    ),
+    (
+        "registry",
+        "registry",
+        [
+            ("n=3, cutoff=0.6", "n=1, cutoff=0.6"),
+            ("n=3, cutoff=0.6", "n=3, cutoff=0.99"),
+            ("if _is_another(self._entries.get(name), entry):", "if False:"),
+            ("code is None or code != _code(new)", "True"),
+            ('getattr(entry, "surrogate", entry)', "entry"),
+            ("        sys.path.append(os.getcwd())\n", "        pass\n"),
+            ("if not module_name or not attribute:", "if False:"),
+            ("except Exception as error:", "except ImportError as error:"),
+            ('(":" in name or "." in name)', '":" in name'),
+            ('path.partition(":") if ":" in path else path.rpartition(".")', 'path.partition(":")'),
+        ],
+    ),
+]
+
+
+def run(mutation: Mutation | None, tests: list[str], folder: Path) -> int:
+    """In a fork: exit status of pytest against a copy of src with the mutation applied."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 99
+    try:
+        log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        shutil.copytree(ROOT / "src", folder, ignore=shutil.ignore_patterns("__pycache__"))
+        if mutation:
+            path = folder / "grpo_ext" / f"{mutation.module}.py"
+            path.write_text(path.read_text().replace(mutation.old, mutation.new))
+        sys.path.insert(0, str(folder))
+        os.environ["PYTHONPATH"] = str(folder)
+        sys.dont_write_bytecode = True
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "-k", NOT_HERE]
+        status = int(pytest.main([*arguments, *(str(ROOT / "tests" / f"test_{name}.py") for name in tests)]))
+        if not sys.modules["grpo_ext"].__file__.startswith(str(folder)):
+            status = 98
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def wait(running: dict[int, tuple]) -> tuple[tuple, int]:
+    pid, status = os.wait()
+    return running.pop(pid), os.waitstatus_to_exitcode(status)
+
+
+def verdict(status: int) -> str:
+    return {0: "SURVIVED", 1: "killed"}.get(status, f"BROKEN ({status})")
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in table() if not words or any(w in " ".join(m) for w in words)]
+    for m in chosen:
+        count = (ROOT / "src" / "grpo_ext" / f"{m.module}.py").read_text().count(m.old)
+        assert count == 1, f"{m.module}.py holds {count} times: {m.old!r}"
+    started, running, results = time.monotonic(), {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        unbroken = run(None, sorted({m.tests for m in chosen}), Path(folder, "unbroken"))
+        running[unbroken] = ()
+        _, status = wait(running)
+        if status:
+            print(Path(folder, "unbroken.log").read_text())
+            print(f"the tests fail without any mutation ({status})")
+            return 1
+        queue = list(enumerate(chosen))
+        while queue or running:
+            while queue and len(running) < JOBS:
+                i, m = queue.pop(0)
+                running[run(m, [m.tests], Path(folder, str(i)))] = (m, i, time.monotonic())
+            (m, i, since), status = wait(running)
+            results.append(verdict(status))
+            shown = [" ".join(text.split())[:60] for text in (m.old, m.new)]
+            print(
+                f"{results[-1]:12} {time.monotonic() - since:4.1f} s  {m.module:11} {shown[0]}  ->  {shown[1]}",
+                flush=True,
+            )
+            if results[-1].startswith("BROKEN"):
+                print(Path(folder, f"{i}.log").read_text()[-2000:])
+            shutil.rmtree(Path(folder, str(i)), ignore_errors=True)
+    killed = results.count("killed")
+    print(f"{killed} of {len(results)} mutations killed in {time.monotonic() - started:.0f} s")
+    return 0 if killed == len(results) else 1
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import hypothesis  # noqa: F401 (loaded before the forks)
+    import jaxtyping  # noqa: F401
+    import pytest
+    import scipy.stats  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""Each example does what it says, run as a script and named by path; and what it adds is right."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import quickstart_cache
+from grpo_ext import GRPOExtConfig
+from grpo_ext.advantages import estimators
+from grpo_ext.losses import find
+from grpo_ext.rewards.composite import parse
+
+ROOT = Path(__file__).parent.parent
+NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def _from_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_as_a_script(name, tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--max_steps", "1", "--output_dir", "out"]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=quickstart_cache.environment(), capture_output=True, text=True, timeout=500
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "Model saved to out." in run.stdout
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    axis = {"custom_loss": "custom_loss:spo: spo(width=0.2)", "custom_advantage": "advantage custom_advantage:wins()"}
+    assert axis.get(name, "") in run.stdout
+    assert ("rewards/digits/mean" in run.stdout) == (name == "custom_reward")
+
+
+def test_the_loss_from_a_recipe():
+    config = GRPOExtConfig(
+        "out", loss_type="examples.custom_loss:spo", loss_kwargs={"width": 0.3}, use_cpu=True, bf16=False
+    )
+    assert config.objective.options == {"width": 0.3}
+    assert config.objective.aggregation == "seq-mean-token-mean"
+    assert config.objective.row.paper == "SPO, arXiv:2401.16025"
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+def test_the_loss_is_least_where_clipping_would_start(advantage):
+    spo = find("examples.custom_loss:spo").function
+    edge = 1 + math.copysign(0.3, advantage)
+    log_ratio = torch.tensor([[0.0, math.log(edge)]], requires_grad=True)
+    loss = spo(log_ratio, torch.full((1, 2), advantage), width=0.3)
+    loss.sum().backward()
+    assert loss.tolist()[0] == pytest.approx([-advantage, -edge * advantage + 1.5 * 0.09 / 0.6], rel=1e-5)
+    assert log_ratio.grad.tolist()[0] == pytest.approx([-advantage, 0.0], abs=1e-5)
+
+
+def test_the_advantage_by_hand():
+    wins = estimators["examples.custom_advantage:wins"]
+    rewards = torch.tensor([[0.0, 1.0, 1.0, 9.0], [3.0, math.nan, 1.0, 2.0], [5.0] * 4, [7.0, *[math.nan] * 3]])
+    expected = [[-1.0, 0.0, 0.0, 1.0], [1.0, 0.0, -1.0, 0.0], [0.0] * 4, [0.0] * 4]
+    assert wins(rewards).tolist() == expected
+    assert wins(rewards, margin=1.0)[1].tolist() == [0.5, 0.0, -0.5, 0.0]
+
+
+def test_the_reward_by_hand():
+    entry = {"name": "digits", "func": "examples.custom_reward:digits", "weight": 0.5, "kwargs": {"tag": "sum"}}
+    specs, problems = parse([entry, "accuracy"])
+    assert problems == []
+    assert [spec.name for spec in specs] == ["digits", "accuracy"]
+    from examples.custom_reward import digits
+
+    texts = ["<sum>\n579\n</sum>", "<sum>9</sum>", "<sum>1579</sum>", "579", "<sum>579</sum>"]
+    gold = ["579", "579", "579", "579", ""]
+    assert digits(texts, gold, tag="sum", prompts=None) == [1.0, pytest.approx(1 / 3), 0.75, 0.0, None]

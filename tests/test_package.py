@@ -1,0 +1,238 @@
+"""The package as others get it: a light import, a complete wheel, documents that agree with the code."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import quickstart_cache
+from grpo_ext.recipe import load_recipe
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + [
+    *(ROOT / "docs").glob("*.md")
+]
+
+
+def python(program: str, executable: str = sys.executable, **options) -> str:
+    run = subprocess.run(
+        [executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300, **options
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
+# Import.
+
+
+@pytest.mark.parametrize("module", ["grpo_ext", "grpo_ext.cli"])
+def test_importing_loads_nothing_heavy(module):
+    heavy = python(f"import sys, {module}; print({{'torch', 'trl', 'transformers', 'datasets'}} & set(sys.modules))")
+    assert heavy.strip() == "set()"
+
+
+def test_public_names_come_on_first_use():
+    program = """
+        import sys, grpo_ext
+        assert grpo_ext.GRPOExtConfig.__module__ == "grpo_ext.config" and "torch" in sys.modules
+        try:
+            grpo_ext.GRPOTrainer
+        except AttributeError as error:
+            print(error)
+    """
+    assert "no attribute 'GRPOTrainer'" in python(program)
+
+
+# The wheel.
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return next(out.glob("*.whl"))
+
+
+def test_wheel_holds_the_package_and_the_recipes_and_nothing_else(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    source = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
+    recipes = {f"grpo_ext/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").rglob("*.yaml")}
+    assert "grpo_ext/recipes/quickstart/grpo.yaml" in recipes
+    assert names >= source | recipes | {"grpo_ext/py.typed"}
+    assert {name.split("/")[0] for name in names} == {"grpo_ext", f"grpo_ext-{metadata.version('grpo-ext')}.dist-info"}
+    assert not [name for name in names if "test" in Path(name).name or name.endswith(".pyc")]
+
+
+def test_wheel_says_what_it_needs(wheel):
+    archive = zipfile.ZipFile(wheel)
+    info = next(name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name)
+    fields = archive.read(f"{info}/METADATA").decode()
+    assert "Requires-Dist: trl<1.17,>=1.16\n" in fields
+    assert "Requires-Python: >=3.11\n" in fields
+    assert "grpo-ext = grpo_ext.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    assert f"{info}/licenses/LICENSE" in archive.namelist()
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> str:
+    """Python of an environment that has the wheel, and everything else from the one the tests run in."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=300)
+    own = str(folder / "bin" / "python")
+    install = [sys.executable, "-m", "pip", "--python", own, "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel)], check=True, timeout=300)
+    packages = next(folder.glob("lib/*/site-packages"))
+    (packages / "everything_else.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth files stay out
+    return own
+
+
+@pytest.mark.slow
+def test_installed_wheel_trains_a_packaged_recipe_anywhere(installed, tmp_path):
+    env = quickstart_cache.environment()
+    where = python("import grpo_ext; print(grpo_ext.__file__)", installed, cwd=tmp_path, env=env)
+    assert Path(where.strip()).is_relative_to(Path(installed).parent.parent)
+    command = [installed, "-m", "grpo_ext.train", "--config", "quickstart/grpo", "--max_steps", "2"]
+    run = subprocess.run(
+        [*command, "--output_dir", "out"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "Model saved to out." in run.stdout
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    listed = subprocess.run(
+        [str(Path(installed).parent / "grpo-ext"), "recipes"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert re.search(r"^quickstart/grpo\s+\S", listed.stdout, re.MULTILINE)
+
+
+# Documents.
+
+
+@pytest.fixture(scope="module")
+def tables():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_those_of_the_code(tables):
+    assert tables.stale() == [], "run `make tables`"
+
+
+def test_a_table_out_of_date_is_seen(tables):
+    readme = (ROOT / "README.md").read_text()
+    assert tables.rewritten(readme.replace("DeepSeekMath, arXiv:2402.03300", "someone")) == readme
+    used = re.findall(r"<!-- (\w+) -->", "".join(path.read_text() for path in DOCUMENTS))
+    assert set(used) == set(tables.TABLES), "a table that no document shows, or a mark that no table answers"
+
+
+def test_every_row_of_a_table_has_as_many_cells_as_its_header(tables):
+    for name, table in tables.TABLES.items():
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table().splitlines()}
+        assert len(widths) == 1, name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
+    assert [x for x in links if not x.startswith("https://") and not (document.parent / x).exists()] == []
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/recipes.md"])
+def test_the_recipe_shown_is_one(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_PROJECT", "")  # the recipe sets it; this puts it back
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n')
+    (tmp_path / "shown.yaml").write_text(re.search(r"```yaml\n(.*?)```", (ROOT / document).read_text(), re.S)[1])
+    recipe = load_recipe(["--config", "shown.yaml", "--use_cpu", "true", "--bf16", "false"])
+    assert len(recipe.rewards) == 2
+    assert recipe.training.objective.row.paper
+
+
+def test_a_loss_in_three_steps_as_contributing_says():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    surrogate, row = map(textwrap.dedent, blocks)
+    program = f"""
+from grpo_ext import GRPOExtConfig, losses, surrogates
+exec({surrogate!r}, vars(surrogates))
+exec({row!r}, vars(losses))
+config = GRPOExtConfig("out", loss_type="spo", loss_kwargs={{"width": 0.3}}, use_cpu=True, bf16=False)
+print(config.objective.describe())
+"""
+    assert "spo: spo(width=0.3) at token level, advantage group()" in python(program)
+
+
+# The checkout.
+
+
+def files() -> list[Path]:
+    folders = ("src", "tests", "docs", "examples", "recipes", "benchmarks", ".ci")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
+    return [path for path in [*ROOT.iterdir(), *found] if path.is_file() and path != Path(__file__)]
+
+
+def test_no_file_names_a_machine():
+    private = re.compile(r"/work/|/opt/|/root/|/home/[a-z]|pypi-more|(index-url|find-links)[ =]+(https?|file):")
+    named = []
+    for path in files():
+        try:
+            named += [f"{path.relative_to(ROOT)}: {hit[0]}" for hit in [private.search(path.read_text())] if hit]
+        except UnicodeDecodeError:  # a picture
+            continue
+    assert named == []
+
+
+def pins() -> dict[str, str]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
+
+
+def test_constraints_pin_everything_that_is_installed():
+    pinned = {canonicalize_name(name) for name in pins()}
+    assert next(iter(pins())) == "torch"
+    assert all(re.fullmatch(r"[\d.]+(post\d+)?", version) for version in pins().values())
+    accelerator = ("nvidia-", "cuda-", "triton")  # what a CUDA build of torch brings along
+    assert {n for n in installed_for_development() if not n.startswith(accelerator)} <= pinned
+
+
+def installed_for_development() -> set[str]:
+    """Distributions that `grpo-ext[dev]` needs, all the way down."""
+    seen: set[tuple[str, str]] = set()
+    waiting = [("grpo-ext", extra) for extra in ("", "dev", "plot", "tasks")]
+    while waiting:
+        name, extra = waiting.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        for line in metadata.requires(name) or []:
+            needed = Requirement(line)
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                waiting += [(canonicalize_name(needed.name), e) for e in ("", *needed.extras)]
+    return {name for name, _ in seen} - {"grpo-ext"}
+
+
+def test_make_lists_every_target():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()) - {"help"}
+    shown = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(re.findall(r"^make (\S+) +\S", shown.stdout, re.MULTILINE)) == targets
+
+
+def test_ci_script_runs_make():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    assert {"make lint", "make test"} <= set(re.findall(r"^make \w+", script.read_text(), re.MULTILINE))
