@@ -142,7 +142,7 @@ MUTATIONS = [
         [
             ("(squares / degrees.to(values.dtype)).sqrt()", "squares / degrees.to(values.dtype)"),
             ("(~values.isnan()).sum(dim=dim) - ddof", "values.isnan().logical_not().sum(dim=dim)"),
-            ("scorable.sum(dim=-1) < 2", "scorable.sum(dim=-1) < 1"),
+            ("(scorable.sum(dim=-1) < 2) | (highest == lowest)", "(highest == lowest)"),
             (
                 "def group(rewards: Rewards, *, ddof: int = 1, eps: float = 1e-4)",
                 "def group(rewards: Rewards, *, ddof: int = 0, eps: float = 1e-4)",
@@ -175,7 +175,6 @@ MUTATIONS = [
             ("flatten: float = 3.0", "flatten: float = 1.0"),
             ("BetaFit(max(1 + c * m / flatten, 1.0)", "BetaFit(max(1 + c * (1 - m) / flatten, 1.0)"),
             ("max(1 + c * (1 - m) / flatten, 1.0)", "1 + c * (1 - m) / flatten"),
-            ("len(p) < 2 or (p.max()", "len(p) < 1 or (p.max()"),
             ("BetaFit(1.0, 1.0, degenerate=True)", "BetaFit(1.0, 1.0, degenerate=False)"),
             ("BetaFit(1.0, 1.0, degenerate=True)", "BetaFit(1.5, 1.5, degenerate=True)"),
             ("torch.xlogy(fit.beta - 1, 1 - p)", "(fit.beta - 1) * (1 - p).log()"),
@@ -199,7 +198,7 @@ MUTATIONS = [
             ("k: int = 2", "k: int = 1"),
             ("credit = n * (", "credit = ("),
             ("_pass_rate(n - 1, c - rewards.nan_to_num(), k)", "_pass_rate(n - 1, c, k)"),
-            ("torch.where(n > k, credit, 0.0)", "credit"),
+            ("((n - c)[..., None] - i).clamp(min=0)", "((n - c + 1)[..., None] - i).clamp(min=0)"),
             ("return 1 - factors.prod(dim=-1)", "return factors.prod(dim=-1)"),
             ("(rewards * weights).nansum(dim=-1)\n", "rewards.nansum(dim=-1)\n"),
             ("        scored = scored & (weights != 0)\n", ""),
@@ -314,6 +313,7 @@ MUTATIONS = [
         "losses",
         [
             ('options["epsilon_high"] = config.epsilon', "pass"),
+            ("per_token_logps.detach())\n        advantages", "per_token_logps)\n        advantages"),
             ("options |= row.options", "pass"),
             ("**self.aggregation_kwargs)", "**dict.fromkeys(self.aggregation_kwargs, 1))"),
             ("history[:, column]", "history[:, 0 * column - 1]"),
@@ -339,7 +339,6 @@ MUTATIONS = [
             ("else masked(advantages, mask)", "else advantages"),
             ("sampler = torch.where(live, sampler, 1.0)", "pass"),
             ("{name: value.detach() for", "{name: value for"),
-            ("per_token_logps.detach())\n        advantages", "per_token_logps)\n        advantages"),
         ],
     ),
     (
@@ -435,11 +434,14 @@ def main(words: list[str]) -> int:
 if __name__ == "__main__":
     os.chdir(ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
-    import hypothesis  # noqa: F401 (loaded before the forks)
+    os.environ["JAXTYPING_DISABLE"] = "1"  # quicker, and a wrong number is to be caught as a number
+    import beartype.claw  # noqa: F401 (all that is slow to load, before the forks)
+    import hypothesis  # noqa: F401
     import jaxtyping  # noqa: F401
     import pytest
     import scipy.stats  # noqa: F401
     import torch
 
     torch.set_num_threads(1)
+    torch.testing.assert_close(torch.ones(1), torch.ones(1))  # loads sympy
     raise SystemExit(main(sys.argv[1:]))

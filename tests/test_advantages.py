@@ -504,6 +504,16 @@ def test_normalize_then_sum_is_gdpo(dtype, tolerance):
         torch.testing.assert_close(out, tensor(expected, dtype), rtol=tolerance, atol=tolerance)
 
 
+def test_normalize_then_sum_centres_over_the_batch():
+    """Unlike `group`, an estimator of one's own need not have mean 0."""
+    out = combinations["normalize_then_sum"](
+        tensor(REWARDS[:1]), tensor(WEIGHTS), lambda r, k: r.nan_to_num(), eps=0.0
+    )
+    sums = [1 - 0.1 + 1.25, -0.45 + 1.5, 1 + 0.25]
+    expected = [(s - mean(sums)) / stdev(sums) for s in sums]
+    assert out[0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 def test_average_advantages_is_bnpos(dtype, tolerance):
     expected = [[0.0 if a is None else a / 1.75 for a in g] for g in weighted_advantages()]

@@ -15,7 +15,7 @@ from grpo_ext.advantages import combinations, estimators
 from grpo_ext.aggregation import StepTotals, aggregations, step_totals
 from grpo_ext.kl import kl_estimators
 from grpo_ext.losses import losses
-from grpo_ext.objective import option_names
+from grpo_ext.objective import TENSORS, option_names
 from pure import L_MAX, batch, loss, loss_and_gradient, objective, rows
 
 ROWS = [name for i, name in enumerate(losses) if losses[name] not in list(losses.values())[:i]]  # no second names
@@ -120,6 +120,19 @@ def test_garbage_under_the_mask_changes_nothing(name, settings, garbage):
         assert (dirty_gradient[dead] == 0).all()
     for one in set(clean) - {"mask"}:
         assert torch.equal(loss_and_gradient(settled, clean | {one: dirty[one]})[1], gradient), one
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_surrogate_is_offered_nothing_that_stood_under_the_mask(garbage):
+    inputs = batch(sampler=True)
+    inputs["advantages"] = inputs["advantages"][:, None].expand(8, 5)
+    dead = inputs["mask"] == 0
+    dirty = {k: v if k == "mask" else v.masked_fill(dead, garbage) for k, v in inputs.items()}
+    offered = objective("grpo", beta=0.1).tensors(dirty["per_token_logps"], dirty, inputs["mask"])
+    assert {*TENSORS, "log_ref_ratio"} == set(offered)
+    for name, values in offered.items():
+        assert (values[dead] == (1 if name == "importance_sampling_ratio" else 0)).all(), name
+        assert values.isfinite().all(), name
 
 
 @every_row

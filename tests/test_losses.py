@@ -2,6 +2,7 @@
 
 import json
 import math
+from statistics import mean, variance
 
 import pytest
 import torch
@@ -352,10 +353,11 @@ def test_the_objective_asks_the_estimator_and_the_combination_it_names():
     out = settled.advantages(rewards, torch.ones(2).double(), history, lambda *x: logged.append(x))
     # 1/pdf > .5 throughout: the cap holds, A = .5 (r - p) for each function, then the mean of the two
     assert out.tolist() == [[0.125, -0.125], [0.125, -0.125]]
-    assert len(logged) == 6
-    first, alone = logged[0][1], []
-    settled.advantages(rewards, torch.ones(2).double(), None, lambda *x: alone.append(x))
-    assert first != alone[0][1]  # the history was heard
+    # each function's fit sees its own column of the history
+    for (name, alpha), ps in zip(logged[::3], [[0.25, 0.75, 0.5, 1.0], [0.5, 0.75, 0.0, 0.5]], strict=True):
+        m, v = mean(ps), variance(ps)
+        assert name == "advantages/beta_alpha"
+        assert alpha == pytest.approx(1 + m * (m * (1 - m) / v - 1) / 3, rel=1e-12)
 
 
 def test_missing_rewards_are_renormalized_or_0():

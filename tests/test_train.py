@@ -65,9 +65,10 @@ def test_a_recipe_becomes_a_saved_model(recipe, model_path, tmp_path):
 
 def test_a_second_call_resumes_where_the_first_stopped(recipe, tmp_path, capsys):
     """And ends at the very weights of a run that was never stopped."""
-    whole = train(load_recipe(recipe(lr_scheduler_type="constant", output_dir=str(tmp_path / "whole"))))
-    train(load_recipe(recipe(lr_scheduler_type="constant", max_steps=2)))
-    trainer = train(load_recipe(recipe(lr_scheduler_type="constant", max_steps=4)))
+    steady = {"lr_scheduler_type": "constant", "reward_funcs": [{"name": "spread", "func": "tiny:spread"}]}
+    whole = train(load_recipe(recipe(**steady, output_dir=str(tmp_path / "whole"))))
+    train(load_recipe(recipe(**steady, max_steps=2)))
+    trainer = train(load_recipe(recipe(**steady, max_steps=4)))
     assert "Resuming from" in capsys.readouterr().out
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]
     assert whole.state.log_history[0]["grad_norm"] > 0

@@ -65,6 +65,11 @@ def length(completions, **_):
     return [len(completion) / 10 for completion in completions]
 
 
+def spread(completions, **_):
+    """Different for almost any two conversational completions."""
+    return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
+
+
 TRAINING = {
     "use_cpu": True,
     "bf16": False,

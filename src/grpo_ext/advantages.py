@@ -143,7 +143,7 @@ def fit_beta(means: Float[Tensor, " prompts"], *, flatten: float = 3.0) -> BetaF
     m = mean p, v = var p (ddof 1), c = m (1 - m) / v - 1, a = c m, b = c (1 - m). BNPO, arXiv:2506.02864.
     """
     p = means[~means.isnan()].double()
-    if len(p) < 2 or (p.max() - p.min()).item() < 1e-12:
+    if len(p) < 2 or (p.max() - p.min()).item() < 1e-6:
         return BetaFit(1.0, 1.0, degenerate=True)
     m, v = p.mean().item(), p.var(correction=1).item()
     c = m * (1 - m) / v - 1

@@ -32,9 +32,9 @@ def step_totals(masks: list[Shaped[Tensor, "_ _"]]) -> StepTotals:
     """Totals of one process's micro-batches (of any shapes), to be summed over processes."""
     live = [mask.bool() for mask in masks]
     return StepTotals(
-        tokens=sum((m.sum() for m in live), torch.zeros((), device=live[0].device)),
-        sequences=sum((m.any(dim=-1).sum() for m in live), torch.zeros((), device=live[0].device)),
-        micro_batches=torch.tensor(float(len(live)), device=live[0].device),
+        tokens=torch.stack([m.sum() for m in live]).sum(),
+        sequences=torch.stack([m.any(dim=-1).sum() for m in live]).sum(),
+        micro_batches=torch.tensor(len(live), device=live[0].device),
     )
 
 

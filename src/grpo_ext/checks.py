@@ -12,6 +12,7 @@ from typing import Any
 
 from beartype.door import is_bearable
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
@@ -65,9 +66,10 @@ def _relations(config: Any, *, sound: bool) -> Iterator[str]:
 
 _ALSO_BOOL = {"scale_rewards", "resume_from_checkpoint"}
 _ALSO_NONE = {"debug"}  # what argparse makes of its default
+_ALSO = {"accelerator_config": AcceleratorConfig}  # what transformers makes of the dict, in a copy of a config
 
 
-def type_problems(config: Any, also: Mapping[str, type] = {}) -> Iterator[str]:
+def type_problems(config: Any, also: Mapping[str, type] = _ALSO) -> Iterator[str]:
     """YAML values skip argparse's conversions: 1.5 for an int and a scalar for a list would pass.
 
     `also` names fields that may be of a further type.
@@ -280,10 +282,11 @@ def _nearest(value: int, unit: int) -> str:
 def _batch_arithmetic(config: Any) -> Iterator[str]:
     per_step = config.per_device_train_batch_size * world_size()
     generation_batch, steps = config.generation_batch_size, config.steps_per_generation
-    if generation_batch is not None and steps is not None:
+    if generation_batch is not None and steps is not None and generation_batch != per_step * steps:
         yield (
-            f"generation_batch_size={generation_batch} and steps_per_generation={steps} say the same thing twice. "
-            "Set one of them."
+            f"generation_batch_size={generation_batch} contradicts steps_per_generation={steps}: "
+            f"per_device_train_batch_size x processes x steps_per_generation = {config.per_device_train_batch_size} x "
+            f"{world_size()} x {steps} = {per_step * steps}. Set one of them."
         )
         return
     if generation_batch is not None and generation_batch % per_step:

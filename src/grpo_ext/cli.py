@@ -62,7 +62,7 @@ def accelerate_config(name: str) -> Path:
 
     if Path(name).is_file():
         return Path(name)
-    folders = [recipes_folder() / "accelerate_configs", Path(str(files("trl.accelerate_configs")))]
+    folders = [recipes_folder() / "accelerate_configs", Path(str(files("trl"))) / "accelerate_configs"]
     shipped = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.yaml")}
     if name not in shipped:
         sys.exit(

@@ -118,6 +118,8 @@ class GRPOExtConfig(GRPOConfig):
         problems = [*self._decode_json(), *checks.problems(self)]
         if problems:
             raise ConfigError(problems)
+        if self.steps_per_generation is not None:  # agreeing, both may stand in a copy of a config; TRL wants one
+            self.generation_batch_size = None
         with self._hardware_set_aside():
             try:
                 super().__post_init__()
@@ -143,6 +145,8 @@ class GRPOExtConfig(GRPOConfig):
     @contextmanager
     def _hardware_set_aside(self) -> Iterator[None]:
         """While a launch is only planned, keep transformers from asking this machine for the other one's GPU."""
+        if self.bf16 is None:  # as TRL does
+            self.bf16 = not self.fp16
         asked = {name: getattr(self, name) for name in checks.OF_THE_GPU if checks.planning() and not self.use_cpu}
         for name in asked:
             setattr(self, name, None if name == "tf32" else False)

@@ -143,7 +143,7 @@ def train(recipe: Recipe) -> GRPOExtTrainer:
         trainer.accelerator.print(f"Resuming from {checkpoint}.")
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(recipe.training.output_dir)
-    trainer.save_objective(recipe.training.output_dir)
+    trainer.save_objective(str(recipe.training.output_dir))
     trainer.accelerator.print(f"Model saved to {recipe.training.output_dir}.")
     if recipe.training.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.script.dataset_name)

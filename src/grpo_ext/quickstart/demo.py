@@ -105,6 +105,16 @@ def _measure(step: str, when: str, trainer: Any, held_out: Any) -> Any:
     return result
 
 
+def _quiet() -> None:
+    """Silence the libraries' progress bars and notes: the demo's own lines tell the story."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
 def _loss_line(trainer: Any) -> str:
     """The resolved objective in one line; the bare loss_type for a stock trainer."""
     objective = getattr(trainer, "objective", None)
@@ -118,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the warm-up and of GRPO")
     parser.add_argument("--recipe", default=RECIPE, help="recipe name or path (default: %(default)s)")
     options, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    _quiet()
     measured, page = run(options.output_dir, seed=options.seed, recipe=options.recipe, overrides=overrides)
     total = sum(measured.seconds.values())
     print(f"5/5  {measured.before.accuracy:.1%} -> {measured.after.accuracy:.1%} in {total:.0f} s. Report: {page}")

@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-ARCHITECTURE = {
+ARCHITECTURE: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 2,
@@ -126,15 +126,16 @@ def warm_up(directory: str | os.PathLike[str], seed: int = 0, *, steps: int = WA
     from trl import SFTTrainer
 
     tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed)
     trainer = SFTTrainer(
-        model=build_model(tokenizer, seed),
+        model=model,
         args=_warm_up_arguments(directory, seed, steps),
         train_dataset=_demonstrations(seed, steps * WARM_UP_BATCH_SIZE),
         processing_class=tokenizer,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    trainer.model.save_pretrained(directory)
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return Path(directory)
 
@@ -157,6 +158,7 @@ def _warm_up_arguments(directory: str | os.PathLike[str], seed: int, steps: int)
     """SFT settings; everything that prints, saves or reports is off."""
     from trl import SFTConfig
 
+    checkpointing: dict[str, Any] = {name: False for name in CHECKPOINTING if name in SFTConfig.__dataclass_fields__}
     return SFTConfig(
         output_dir=str(directory),
         max_steps=steps,
@@ -169,7 +171,7 @@ def _warm_up_arguments(directory: str | os.PathLike[str], seed: int, steps: int)
         max_length=None,
         use_cpu=True,
         bf16=False,
-        **{name: False for name in CHECKPOINTING if name in SFTConfig.__dataclass_fields__},
+        **checkpointing,
         seed=seed,
         logging_strategy="no",
         save_strategy="no",

@@ -54,6 +54,7 @@ def draw_curves(path: Path, run: Run) -> bool:
     _draw_length(length, run.log_history)
     for axes in (rewards, accuracy, length):
         axes.set_xlabel("GRPO step")
+        axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
@@ -80,7 +81,7 @@ def _draw_rewards(axes: Any, log: Log) -> None:
     for name, colour in zip(_parts(log), COLOURS * 3, strict=False):
         axes.plot(*_series(log, f"{PART_PREFIX}{name}{PART_SUFFIX}"), color=colour, linewidth=1.4, label=name)
     axes.set(title="Mean reward of the sampled completions", ylim=(0, None))
-    axes.legend(frameon=False, loc="best")
+    axes.legend(frameon=False, loc="center right")
 
 
 def _draw_accuracy(axes: Any, run: Run) -> None:

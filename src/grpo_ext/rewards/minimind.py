@@ -1,12 +1,13 @@
 """MiniMind's composite rewards (github.com/jingyaogong/minimind): the widely read version and the current one.
 
 The reward model is a plug-in scorer: a callable from chats (lists of messages) to one float per chat, None or NaN for
-a chat that it cannot score.
+a chat that it cannot score. A recipe writes one as `reward_model: {model: ..., ...}`, the options of
+`grpo_ext.rewards.reward_model.RewardModelScorer`, or as `scorer: package.module:function`.
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from grpo_ext.registry import import_path
@@ -72,6 +73,7 @@ def minimind(
     completions: list[Completion],
     *,
     scorer: Callable[..., Any] | str | None = None,
+    reward_model: Mapping[str, Any] | None = None,
     reasoning: bool = True,
     score_clip: float = 3.0,
     answer_weight: float = 0.6,
@@ -81,23 +83,18 @@ def minimind(
 
     The score is that of prompt + completion, clipped; in reasoning mode a completion with `<answer>...</answer>` gets
     (1 - answer_weight) of it and answer_weight of the clipped score of the answer's content alone. Format and tags
-    count in reasoning mode only. Without a scorer (a callable or "package.module:function") the score part is 0.
-    A completion that the scorer cannot score, in full or in its answer, is None.
+    count in reasoning mode only. Without a scorer (a callable or "package.module:function") or a reward_model the
+    score part is 0. A completion that the scorer cannot score, in full or in its answer, is None.
 
     Raises:
-        ValueError: score_clip <= 0, answer_weight outside [0, 1], or the scorer does not give one value per chat.
+        ValueError: score_clip <= 0, answer_weight outside [0, 1], a scorer and a reward_model, an option of the
+            reward_model out of range, or the scorer does not give one value per chat.
     """
     if not 0 <= answer_weight <= 1:
         raise ValueError(f"answer_weight={answer_weight}: it is a share of the score. Set it in [0, 1].")
-    score = _clipped_scores(scorer, score_clip)
+    score = _clipped_scores(scorer, reward_model, score_clip)
     texts = [completion_text(c) for c in completions]
-    answers = [_first_answer(text) if reasoning else None for text in texts]
-    marked = [i for i, answer in enumerate(answers) if answer is not None]
-    chats = [_chat(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-    full = score(chats + [_chat(prompts[i], answers[i] or "") for i in marked])
-    parts, answer_scores = full[: len(texts)], full[len(texts) :]
-    for i, answer_score in zip(marked, answer_scores, strict=True):
-        parts[i] = blend(parts[i], answer_score, answer_weight)
+    parts = blended_scores(score, prompts, completions, answer_weight if reasoning else 0.0)
     bonuses = [minimind_format(t) + minimind_tags(t) if reasoning else 0.0 for t in texts]
     return [None if part is None else part + bonus for part, bonus in zip(parts, bonuses, strict=True)]
 
@@ -108,6 +105,7 @@ def minimind_current(
     completions: list[Completion],
     *,
     scorer: Callable[..., Any] | str | None = None,
+    reward_model: Mapping[str, Any] | None = None,
     score_clip: float = 3.0,
     n: int = 3,
     repetition_cap: float = 0.5,
@@ -116,24 +114,42 @@ def minimind_current(
     """Lengths - repetition of the answer + reward-model score of the answer, the current version: in [-4.75, 4.75].
 
     The answer is what follows the first `</think>`, stripped, or the whole text without one; only it is scored and
-    checked for repeated n-grams. Terms: `minimind_lengths`, `minimind_repetition`. Without a scorer the score part
-    is 0; a completion that the scorer cannot score is None.
+    checked for repeated n-grams. Terms: `minimind_lengths`, `minimind_repetition`. Without a scorer or a reward_model
+    the score part is 0; a completion that the scorer cannot score is None.
 
     Raises:
-        ValueError: score_clip <= 0, n < 1, repetition_cap < 0, or the scorer does not give one value per chat.
+        ValueError: score_clip <= 0, n < 1, repetition_cap < 0, a scorer and a reward_model, an option of the
+            reward_model out of range, or the scorer does not give one value per chat.
     """
     if n < 1:
         raise ValueError(f"n={n}: an n-gram has at least one word. Set n >= 1.")
     if repetition_cap < 0:
         raise ValueError(f"repetition_cap={repetition_cap}: it would reward repetition. Set repetition_cap >= 0.")
-    score = _clipped_scores(scorer, score_clip)
+    score = _clipped_scores(scorer, reward_model, score_clip)
     texts = [completion_text(c) for c in completions]
     answers = [text.split("</think>", 1)[1].strip() if "</think>" in text else text for text in texts]
-    scores = score([_chat(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)])
+    scores = score([chat_of(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)])
     return [
         None if s is None else minimind_lengths(text) - minimind_repetition(answer, n, repetition_cap) + s
         for text, answer, s in zip(texts, answers, scores, strict=True)
     ]
+
+
+def blended_scores(
+    score: Scorer, prompts: Sequence[Completion], completions: Sequence[Completion], answer_weight: float
+) -> list[float | None]:
+    """Scores of prompt + completion, blended with those of the content of `<answer>...</answer>` where there is one.
+
+    All chats, the answers' after the completions', go to `score` in one call; with weight 0 no answer is scored.
+    """
+    answers = [_first_answer(completion_text(c)) if answer_weight else None for c in completions]
+    marked = {i: answer for i, answer in enumerate(answers) if answer is not None}
+    chats = [chat_of(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    scores = list(score(chats + [chat_of(prompts[i], answer) for i, answer in marked.items()]))
+    parts, answer_scores = scores[: len(chats)], scores[len(chats) :]
+    for i, answer_score in zip(marked, answer_scores, strict=True):
+        parts[i] = blend(parts[i], answer_score, answer_weight)
+    return parts
 
 
 def _first_answer(text: str) -> str | None:
@@ -141,18 +157,26 @@ def _first_answer(text: str) -> str | None:
     return match.group(1).strip() if match else None
 
 
-def _chat(prompt: Completion, completion: Completion) -> Chat:
+def chat_of(prompt: Completion, completion: Completion) -> Chat:
+    """One chat: a text becomes the user's or the assistant's message, and a reply without a role the assistant's."""
     opening: Chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    reply: Chat = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
-    return opening + reply
+    if isinstance(completion, str):
+        return [*opening, {"role": "assistant", "content": completion}]
+    return [*opening, *({"role": "assistant", **message} for message in completion)]
 
 
 def _clipped_scores(
-    scorer: Callable[..., Any] | str | None, clip: float
+    scorer: Callable[..., Any] | str | None, reward_model: Mapping[str, Any] | None, clip: float
 ) -> Callable[[list[Chat]], list[float | None]]:
     if not clip > 0:
         raise ValueError(f"score_clip={clip}: the score would vanish or flip. Set score_clip > 0.")
     function = import_path(scorer) if isinstance(scorer, str) else scorer
+    if reward_model is not None:
+        if scorer is not None:
+            raise ValueError(f"scorer={scorer!r} and reward_model={dict(reward_model)!r}: two scorers. Keep one.")
+        from grpo_ext.rewards.reward_model import scorer_from
+
+        function = scorer_from(reward_model)
 
     def score(chats: list[Chat]) -> list[float | None]:
         if function is None or not chats:

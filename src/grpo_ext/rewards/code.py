@@ -1,0 +1,228 @@
+"""Code judged by tests: each program runs in a sandbox, its tests where it can neither see nor touch them."""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import selectors
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from grpo_ext.rewards import sandbox
+from grpo_ext.rewards._registry import rewards
+from grpo_ext.rewards.text import Completion, answer_block, completion_text
+
+logger = logging.getLogger(__name__)
+
+Tests: TypeAlias = str | Sequence[str] | Sequence[dict[str, str]]
+
+_FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_POLL_SECONDS = 0.05
+
+
+@rewards.register("code")
+def code(
+    completions: list[Completion],
+    tests: list[Tests | None],
+    *,
+    partial: bool = True,
+    timeout: float = 5.0,
+    memory_mb: int = 512,
+    workers: int | None = None,
+    packages: bool = False,
+    min_protection: str = "isolated",
+    **_: Any,
+) -> list[float | None]:
+    """Share of the tests that the completion's last ```python block passes (all or nothing unless `partial`).
+
+    Column `tests`: a list of assertions, one test program, or a list of {input, output} for a program that reads its
+    standard input (or any of these as JSON). `timeout` is in seconds per test, `workers` how many programs run at once
+    (default: the number of cores), `packages` lets programs import what is installed here. See `sandbox` for
+    `min_protection` and `_code_peers` for why a program cannot forge a verdict. Without code: 0.0.
+    None: no tests, or tests that are none of the above.
+
+    Raises:
+        ValueError: an option out of range. SandboxError: this machine cannot contain untrusted programs.
+    """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers}: nobody would run the programs. Set workers >= 1.")
+    limits = sandbox.Limits(timeout=timeout, memory_mb=memory_mb)
+    if min_protection not in sandbox.PROTECTIONS or completions:
+        sandbox.available(min_protection)
+    judge = functools.partial(
+        _score, partial=partial, limits=limits, packages=packages, min_protection=min_protection
+    )
+    programs = [extract_code(completion_text(c)) for c in completions]
+    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+        return list(pool.map(judge, programs, tests, strict=True))
+
+
+def extract_code(text: str) -> str:
+    """The last fenced block marked as Python, else the last unmarked one, else `<answer>`, else the whole answer.
+
+    What comes before `</think>` is no answer.
+    """
+    answer = text.rpartition("</think>")[2]
+    blocks = [(language.strip().lower(), body) for language, body in _FENCE.findall(answer)]
+    for languages in (("python", "py", "python3"), ("",)):
+        fitting = [body for language, body in blocks if language in languages]
+        if fitting:
+            return fitting[-1]
+    if blocks:
+        return ""
+    block = answer_block(answer)
+    return answer if block is None else block
+
+
+def judge(
+    program: str, tests: Sequence[str], limits: sandbox.Limits, *, method: str, packages: bool = False, partial: bool
+) -> list[bool | None]:
+    """Whether `program` passes each of the Python `tests`; None for a test that is no Python itself.
+
+    A test that ends or outlasts the program fails, and the rest meet it afresh. Without `partial` the first failure
+    ends the matter.
+
+    Raises:
+        SandboxError: the sandbox does not start.
+    """
+    verdicts: list[bool | None] = []
+    while len(verdicts) < len(tests):
+        said = _meet(program, tests, len(verdicts), limits, method, packages)
+        if not said.startswith(b"r"):  # the program ended, or ran on, before it was ready: it will again
+            return verdicts + [False] * (len(tests) - len(verdicts))
+        said = said[1:]
+        verdicts += [None if v == ord("?") else v == ord("1") for v in said[: len(tests) - len(verdicts)]]
+        if len(verdicts) < len(tests):
+            verdicts.append(False)
+        if not partial and False in verdicts:
+            break
+    return verdicts
+
+
+def _score(program: str, tests: Tests | None, *, partial: bool, **options: Any) -> float | None:
+    parsed = _parse_tests(tests)
+    if not parsed:
+        return None
+    if not program.strip():
+        return 0.0
+    if isinstance(parsed[0], dict):
+        verdicts = list(_run_pairs(program, parsed, partial, **options))
+    else:
+        method = sandbox.available(options.pop("min_protection"))
+        verdicts = judge(program, parsed, method=method, partial=partial, **options)
+    if None in verdicts:
+        logger.warning("a test of the column `tests` is no Python: %.200r", tests)
+        return None
+    passed = sum(map(bool, verdicts)) / len(parsed)
+    return passed if partial else float(passed == 1)
+
+
+def _parse_tests(tests: Any) -> list[Any]:
+    """Tests as a list of strings or of {input, output}; empty if they are neither."""
+    if isinstance(tests, str):
+        try:
+            decoded = json.loads(tests)
+        except ValueError:
+            decoded = None
+        tests = decoded if isinstance(decoded, list) else [tests]
+    if not isinstance(tests, list | tuple):
+        return []
+    if all(isinstance(t, str) and t.strip() for t in tests):
+        return list(tests)
+    if all(isinstance(t, dict) and isinstance(t.get("input"), str) and isinstance(t.get("output"), str) for t in tests):
+        return list(tests)
+    logger.warning("tests are neither strings nor {input, output} pairs of strings: %.200r", tests)
+    return []
+
+
+def _run_pairs(
+    program: str, pairs: Sequence[dict[str, str]], partial: bool, limits: sandbox.Limits, **options: Any
+) -> Iterator[bool]:
+    """Whether the output for each input is the expected one, which the program never sees."""
+    for pair in pairs:
+        outcome = sandbox.run(program, stdin=pair["input"], limits=limits, **options)
+        passed = outcome.ok and _lines(outcome.stdout.decode(errors="replace")) == _lines(pair["output"])
+        yield passed
+        if not (passed or partial):
+            return
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+@functools.cache
+def _peers() -> bytes:
+    return Path(__file__).with_name("_code_peers.py").read_bytes()
+
+
+def _meet(
+    program: str, tests: Sequence[str], first: int, limits: sandbox.Limits, method: str, packages: bool
+) -> bytes:
+    """What the tests say, from `first` on, until they end, or one takes too long."""
+    limits = replace(limits, cpu_seconds=limits.timeout * (len(tests) - first + 1))
+    launch = functools.partial(_launch, limits=limits, method=method, packages=packages)
+    with contextlib.ExitStack() as stack:
+        with _crossed_pipes() as (for_program, for_tests):
+            source = program.encode("utf-8", "surrogatepass")
+            a = stack.enter_context(launch("program", for_program, {"main.py": source}, stdout=sandbox.DEVNULL))
+            listed = {"tests.json": json.dumps(list(tests)).encode()}
+            b = stack.enter_context(launch("tests", for_tests, listed, str(first), stdout=sandbox.PIPE))
+        a.wait_until_ready()
+        b.wait_until_ready()
+        return _listen(a, b)
+
+
+def _launch(
+    role: str,
+    fds: tuple[int, int],
+    files: dict[str, bytes],
+    *arguments: str,
+    limits: sandbox.Limits,
+    method: str,
+    packages: bool,
+    stdout: int,
+) -> contextlib.AbstractContextManager[sandbox.Program]:
+    [name] = files
+    return sandbox.start(
+        [*sandbox.python_argv(packages), "peers.py", role, *map(str, fds), name, *arguments],
+        {"peers.py": _peers(), **files},
+        limits,
+        method=method,
+        packages=packages,
+        pass_fds=fds,
+        stdout=stdout,
+        stderr=sandbox.DEVNULL,
+    )
+
+
+@contextlib.contextmanager
+def _crossed_pipes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """(read, write) for each of two processes; closed here once they have them."""
+    (read_a, write_b), (read_b, write_a) = os.pipe(), os.pipe()
+    try:
+        yield (read_a, write_a), (read_b, write_b)
+    finally:
+        for fd in (read_a, write_a, read_b, write_b):
+            os.close(fd)
+
+
+def _listen(program: sandbox.Program, tests: sandbox.Program) -> bytes:
+    said = b""
+    assert tests.popen.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(tests.popen.stdout, selectors.EVENT_READ)
+        while not (tests.over_limit() or program.over_limit()):
+            for key, _ in selector.select(min(_POLL_SECONDS, max(0.0, tests.remaining))):
+                chunk = os.read(key.fd, 4096)
+                if not chunk:
+                    return said
+                said += chunk
+                program.started = tests.started = time.monotonic()  # each test has its own time
+    return said

@@ -1,0 +1,117 @@
+"""A reward worker: `python -m grpo_ext.rewards.worker IN OUT MEMORY_GIB` scores what its parent sends, until the end.
+
+Frames on the two pipes are an 8-byte length and a pickle. A request is (function path, options, columns); the answers
+are ("loaded",) when the function is imported and then ("scored", values, log_extra calls, log_metric calls) or
+("failed", last lines of the traceback).
+"""
+
+import asyncio
+import ctypes
+import inspect
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+LENGTH = struct.Struct("<Q")
+TRACEBACK_LINES = 6
+_PR_SET_PDEATHSIG = 1
+
+
+def send(pipe: BinaryIO, message: Any) -> None:
+    """Write one frame."""
+    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    pipe.write(LENGTH.pack(len(payload)) + payload)
+    pipe.flush()
+
+
+def receive(pipe: BinaryIO) -> Any:
+    """Read one frame.
+
+    Raises:
+        EOFError: the other side has closed.
+    """
+    header = pipe.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        raise EOFError
+    return pickle.loads(pipe.read(LENGTH.unpack(header)[0]))
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent is gone, however hard it hangs (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def limit_memory(gib: float) -> None:
+    """Make an allocation beyond `gib` a MemoryError instead of a machine that swaps."""
+    if gib > 0:
+        size = int(gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
+def score(function: Callable[..., Any], options: dict[str, Any], columns: dict[str, Any]) -> tuple:
+    """Call the function as TRL does and collect what it logs; the values are checked by the parent."""
+    extras: list[tuple[str, list]] = []
+    metrics: list[tuple[str, float]] = []
+    columns = {
+        **columns,
+        "log_extra": lambda column, values: extras.append((column, list(values))),
+        "log_metric": lambda name, value: metrics.append((name, float(value))),
+    }
+    values = function(**{**columns, **options})
+    if inspect.isawaitable(values):
+
+        async def wait() -> Any:
+            return await values
+
+        values = asyncio.run(wait())
+    return "scored", list(values), extras, metrics
+
+
+def last_lines(error: BaseException) -> str:
+    """The end of a traceback, where the news is."""
+    return "\n".join("".join(traceback.format_exception(error)).strip().split("\n")[-TRACEBACK_LINES:])[-1500:]
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer requests until the parent closes its side."""
+    from . import rewards
+
+    while True:
+        try:
+            path, options, columns = receive(requests)
+        except EOFError:
+            return
+        try:
+            function = rewards[path]
+            send(answers, ("loaded",))
+            answer = score(function, options, columns)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            answer = ("failed", last_lines(error))
+        try:
+            send(answers, answer)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            send(answers, ("failed", f"its return value cannot be sent: {error}"))
+
+
+def main() -> None:
+    """Entry point: descriptors and limits come as arguments."""
+    die_with_parent()
+    if os.getppid() != int(sys.argv[4]):  # the parent died before the kernel was told
+        return
+    limit_memory(float(sys.argv[3]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    with open(int(sys.argv[1]), "rb") as requests, open(int(sys.argv[2]), "wb") as answers:
+        serve(requests, answers)
+
+
+if __name__ == "__main__":
+    main()
