@@ -356,9 +356,10 @@ def test_check_plans_for_a_machine_with_gpus(capsys):
 
 
 def test_check_warns_once(capsys, caplog):
-    assert run("check", "--config", "quickstart/bnpo") == 0
+    assert run("check", "--config", "quickstart/bnpo", "--lora_r", "32") == 0
     out = words(capsys.readouterr().out)
     assert out.count("TRL's token mean over each micro-batch") == 1
+    assert out.count("lora_r: without use_peft: true this has no effect.") == 1
     assert not [r for r in caplog.records if r.name.startswith("grpo_ext")]
 
 

@@ -107,9 +107,12 @@ def _measure(step: str, when: str, trainer: Any, held_out: Any) -> Any:
 
 def _quiet() -> None:
     """Silence the libraries' progress bars and notes: the demo's own lines tell the story."""
+    import warnings
+
     import datasets
     import transformers
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

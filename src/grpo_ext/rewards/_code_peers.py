@@ -1,9 +1,9 @@
-"""The two programs of a test: one runs the code under test, the other the tests; only plain data crosses between them.
+"""The two programs of a test: one runs the code under test, the other the tests; only plain data passes between them.
 
-Sent into two sandboxes as source, hence the standard library only. The code under test never sees a test or an expected
-value, only the arguments of each call; what it sends back is decoded into plain data (numbers, strings, containers) or
-stays on its side behind a `Proxy`, which never equals plain data. So it can pass a test only by answering right: an
-`__eq__` that always agrees, a patched builtin, a printed marker or an early exit all stay on its own side of the pipe.
+Sent into two sandboxes as source, hence the standard library only. The code under test never sees a test or an
+expected value, only the arguments of each call; what it sends back is decoded into plain data (numbers, strings,
+containers) or stays on its side behind a `Proxy`, which never equals plain data. So it passes a test only by answering
+right: an `__eq__` that always agrees, a patched builtin, a printed marker, an early exit all stay on its own side.
 """
 
 import ast
@@ -23,7 +23,7 @@ from typing import Any
 
 _MAX_MESSAGE = 1 << 24
 _PLAIN = (type(None), bool, float, str)
-_SEQUENCES: dict[str, type] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
+_SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
 _BY_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "b": (bytes, bytes.hex, bytes.fromhex),
     "ba": (bytearray, bytearray.hex, bytearray.fromhex),
@@ -186,8 +186,10 @@ class Peer:
             return {"yours": value._handle}
         if isinstance(value, int):
             return int(value) if abs(value) < 1 << 53 else {"i": hex(value)}
-        if isinstance(value, str | float):
-            return str.__str__(value) if isinstance(value, str) else float(value)
+        if isinstance(value, float):
+            return float(value)
+        if isinstance(value, str):
+            return str.__str__(value)
         for tag, kind in _SEQUENCES.items():
             if isinstance(value, kind):
                 return {tag: [self._encode(v) for v in value]}

@@ -1,9 +1,9 @@
 """The sandbox's launcher: gives up every right it can, then becomes the untrusted program.
 
-Run as compiled code in an isolated interpreter (`python -I -S`), never imported; few modules, for they are most of what
-a run costs. Its arguments are two descriptors: a file with its own code and then the job (marshal), and the status pipe,
-on which it writes "R" when the program is about to start, or "!" and what went wrong. The status pipe closes itself when
-the program starts, so the program cannot write on it.
+Run as compiled code in an isolated interpreter (`python -I -S`), never imported; few modules, for they are most of
+what a run costs. Its arguments are two descriptors: a file with its own code and then the job (marshal), and the
+status pipe, on which it writes "R" when the program is about to start, or "!" and what went wrong. That pipe closes
+itself when the program starts, so the program cannot write on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446  # on every architecture
 _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY, _ATTR_NOSUID = -100, 0x8000, 1, 2
 _NOBODY = 65534
-_FS_EXECUTE, _FS_WRITE, _FS_READ, _FS_READ_DIR, _FS_REMOVE, _FS_MAKE, _FS_TRUNCATE = 1, 2, 4, 8, 1 << 5, 1 << 8, 1 << 14
+_FS_EXECUTE, _FS_WRITE, _FS_READ, _FS_READ_DIR = 1, 2, 4, 8
+_FS_REMOVE_FILE, _FS_MAKE_FILE, _FS_TRUNCATE = 1 << 5, 1 << 8, 1 << 14
 
 
 def main() -> None:
@@ -238,7 +239,7 @@ def _restrict_files(job: dict[str, Any]) -> None:
     attributes = (ctypes.c_uint64 * 3)(handled, network, scoped)
     size = ctypes.c_size_t(8 if abi < 4 else 16 if abi < 6 else 24)
     ruleset = _call("syscall", _LANDLOCK_CREATE, ctypes.byref(attributes), size, 0)
-    folder_rights = _FS_READ | _FS_WRITE | _FS_READ_DIR | _FS_REMOVE | _FS_MAKE | _FS_TRUNCATE
+    folder_rights = _FS_READ | _FS_WRITE | _FS_READ_DIR | _FS_REMOVE_FILE | _FS_MAKE_FILE | _FS_TRUNCATE
     _allow(ruleset, job["folder"], folder_rights & handled)
     for path in job["readable"]:
         rights = _FS_EXECUTE | _FS_READ | (_FS_READ_DIR if os.path.isdir(path) else 0)

@@ -1,7 +1,6 @@
 """What the sandbox's launcher is told: limits, what is readable, the environment, the filter."""
 
 import contextlib
-import fcntl
 import functools
 import marshal
 import math
@@ -166,6 +165,8 @@ def _open_and_retry(_function: object, path: str, _error: object) -> None:
 @contextlib.contextmanager
 def sealed(content: bytes) -> Iterator[IO[bytes]]:
     """A file in memory that whoever inherits it can read, and neither change nor grow."""
+    import fcntl  # not on every system on which this module must import
+
     with os.fdopen(os.memfd_create("job", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC), "w+b", buffering=0) as file:
         view = memoryview(content)
         while view:

@@ -53,14 +53,16 @@ def code(
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: nobody would run the programs. Set workers >= 1.")
     limits = sandbox.Limits(timeout=timeout, memory_mb=memory_mb)
-    if min_protection not in sandbox.PROTECTIONS or completions:
-        sandbox.available(min_protection)
-    judge = functools.partial(
-        _score, partial=partial, limits=limits, packages=packages, min_protection=min_protection
+    score = functools.partial(
+        _score,
+        partial=partial,
+        limits=limits,
+        packages=packages,
+        method=sandbox.available(min_protection) if completions else "",
     )
     programs = [extract_code(completion_text(c)) for c in completions]
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        return list(pool.map(judge, programs, tests, strict=True))
+        return list(pool.map(score, programs, tests))
 
 
 def extract_code(text: str) -> str:
@@ -81,7 +83,13 @@ def extract_code(text: str) -> str:
 
 
 def judge(
-    program: str, tests: Sequence[str], limits: sandbox.Limits, *, method: str, packages: bool = False, partial: bool
+    program: str,
+    tests: Sequence[str],
+    limits: sandbox.Limits,
+    *,
+    method: str,
+    packages: bool = False,
+    partial: bool = True,
 ) -> list[bool | None]:
     """Whether `program` passes each of the Python `tests`; None for a test that is no Python itself.
 
@@ -111,11 +119,11 @@ def _score(program: str, tests: Tests | None, *, partial: bool, **options: Any) 
         return None
     if not program.strip():
         return 0.0
+    verdicts: Sequence[bool | None]
     if isinstance(parsed[0], dict):
         verdicts = list(_run_pairs(program, parsed, partial, **options))
     else:
-        method = sandbox.available(options.pop("min_protection"))
-        verdicts = judge(program, parsed, method=method, partial=partial, **options)
+        verdicts = judge(program, parsed, partial=partial, **options)
     if None in verdicts:
         logger.warning("a test of the column `tests` is no Python: %.200r", tests)
         return None
@@ -135,7 +143,7 @@ def _parse_tests(tests: Any) -> list[Any]:
         return []
     if all(isinstance(t, str) and t.strip() for t in tests):
         return list(tests)
-    if all(isinstance(t, dict) and isinstance(t.get("input"), str) and isinstance(t.get("output"), str) for t in tests):
+    if all(isinstance(t, dict) and isinstance(t.get("input"), str) and type(t.get("output")) is str for t in tests):
         return list(tests)
     logger.warning("tests are neither strings nor {input, output} pairs of strings: %.200r", tests)
     return []

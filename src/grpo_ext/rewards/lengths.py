@@ -11,10 +11,10 @@ from grpo_ext.rewards._registry import rewards
 from grpo_ext.rewards.functions import accuracy
 from grpo_ext.rewards.text import Completion, completion_text
 
-_LATIN = "en de fr es it pt nl sv da no fi pl cs sk hu ro hr sl et lv lt tr vi id ms sw ca eu gl".split()
+_LATIN = "en de fr es it pt nl sv da no fi pl cs sk hu ro hr sl et lv lt tr vi id ms sw ca eu gl"
 # language -> the first words of the Unicode names of its letters
 LANGUAGES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_LATIN, ("LATIN",)),
+    **dict.fromkeys(_LATIN.split(), ("LATIN",)),
     **dict.fromkeys(("ru", "uk", "bg", "be", "mk"), ("CYRILLIC",)),
     **dict.fromkeys(("ar", "fa", "ur"), ("ARABIC",)),
     **dict.fromkeys(("hi", "mr", "ne"), ("DEVANAGARI",)),
@@ -51,15 +51,16 @@ def cosine_length(
     max_value_wrong: float = -0.5,
     **_: Any,
 ) -> list[float | None]:
-    """Correct: from max_value_correct (no tokens) down to min_value_correct (max_length and more); wrong: from
-    min_value_wrong up to max_value_wrong; both along half a cosine, v_long + (v_short - v_long)(1 + cos(pi n / L)) / 2.
+    """v_long + (v_short - v_long) (1 + cos(pi min(n / max_length, 1))) / 2 over the number n of tokens.
 
-    Correct means what the reward `accuracy` says, whose None stays None; otherwise TRL's `get_cosine_scaled_reward`
-    (which judges by its own `accuracy_reward`). "Demystifying Long Chain-of-Thought Reasoning", arXiv:2502.03373.
+    Correct answers are worth max_value_correct when short and min_value_correct when long; wrong ones
+    min_value_wrong when short and max_value_wrong when long. Correct means what the reward `accuracy` says, whose
+    None stays None; apart from that it is TRL's `get_cosine_scaled_reward`, with TRL's defaults. "Demystifying Long
+    Chain-of-Thought Reasoning", arXiv:2502.03373.
 
     Raises:
         ValueError: max_length < 1, or a minimum above its maximum.
-    """  # noqa: D205
+    """
     if max_length < 1:
         raise ValueError(f"max_length={max_length}: the cosine needs a length to end at. Set max_length >= 1.")
     for word, low, high in (

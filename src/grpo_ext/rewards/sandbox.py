@@ -1,4 +1,4 @@
-"""Run an untrusted Python program: no network, no files but its own, no time or memory beyond its limits, no survivors.
+"""Run an untrusted Python program: no network, no files but its own, nothing beyond its limits, no survivors.
 
 Two ways, both without privileges and both also as root, the first that this kernel allows:
 
@@ -40,7 +40,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program did: output, exit code as a shell reports it (128 + signal), and the limit that stopped it, if any.
+    """What a program did: output, exit code as a shell reports it (128 + signal), and the limit that stopped it.
 
     `stopped` is "", "time", "output" or "folder or threads"; the kernel's own limits (memory, CPU) show as exit codes.
     """
@@ -222,8 +222,9 @@ def protection(method: str | None = None) -> list[str]:
     method = method or _probe()[0]
     if method is None:
         return []
+    owner = "a uid of its own" if os.geteuid() == 0 else "user namespace"
     separate = {
-        "namespaces": ["namespaces: mount, pid, network, ipc, uts", "a uid of its own" if os.geteuid() == 0 else "user namespace"],
+        "namespaces": ["mount, pid, network, ipc and uts namespaces", owner],
         "landlock": ["landlock", "no child processes, no subfolders, no signals"],
         "seccomp": ["no child processes, no signals", "files readable, and writable where this user may write"],
     }
