@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	@echo "demo: train the quickstart model and report what it learned"
-	$(BIN)/grpo-ext demo
+	$(QUIET_ENV) $(BIN)/grpo-ext demo
 
 test: install
 	@echo "test: pytest in $(WORKERS) processes"

@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 FOLDER = Path(__file__).parent
 RESULT = FOLDER / "results" / "losses.json"
-LOSSES = ["grpo", "deepseek_v3", "dr_grpo", "bnpo", "beta_bnpo", "minimind", "dapo", "gspo"]
+LOSSES = ["grpo", "deepseek_v3", "dr_grpo", "bnpo", "beta_bnpo", "minimind"]
 SEEDS = [0, 1, 2]
 
 

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import textwrap
 import zipfile
 from importlib import metadata
@@ -16,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -98,14 +98,18 @@ def installed(wheel, tmp_path_factory) -> str:
 
 @pytest.mark.slow
 def test_installed_wheel_trains_a_packaged_recipe_anywhere(installed, tmp_path):
-    # the warm model is kept from one session to the next
-    cache = Path(tempfile.gettempdir()) / f"grpo-ext-tests-{os.getuid()}"
-    env = {"GRPO_EXT_CACHE": str(cache)} | {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     where = python("import grpo_ext; print(grpo_ext.__file__)", installed, cwd=tmp_path, env=env)
     assert Path(where.strip()).is_relative_to(Path(installed).parent.parent)
-    command = [installed, "-m", "grpo_ext.train", "--config", "quickstart/grpo", "--max_steps", "2"]
+    model = str(ensure_model(directory=tmp_path / "cache", steps=2))  # hardly warmed up
+    command = [installed, "-m", "grpo_ext.train", "--config", "quickstart/grpo", "--model_name_or_path", model]
     run = subprocess.run(
-        [*command, "--output_dir", "out"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
+        [*command, "--max_steps", "2", "--output_dir", "out"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "Model saved to out." in run.stdout

@@ -44,6 +44,7 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # head and body in one packet
 
     def do_POST(self):
         text = self.rfile.read(int(self.headers["Content-Length"])).decode()
@@ -287,6 +288,7 @@ def drip(handler):
     handler.end_headers()
     for _ in range(100):
         handler.wfile.write(b" ")
+        handler.wfile.flush()
         time.sleep(0.1)
 
 

@@ -340,19 +340,21 @@ def save_with_code(folder, monkeypatch, several):
     return str(folder)
 
 
-@pytest.mark.parametrize(("several", "sizes"), [(False, [1] * 6), (True, [3, 3])])
+@pytest.mark.parametrize(("several", "sizes"), [(False, [1] * 7), (True, [3, 3, 1])])
 def test_get_score_with_code_of_its_own_only_where_it_is_trusted(tmp_path, monkeypatch, several, sizes):
     folder = save_with_code(tmp_path, monkeypatch, several)
     for kind in ("auto", "get_score"):
         with pytest.raises(ValueError, match=r"brings code of its own.*set trust_remote_code: true"):
             RewardModelScorer(folder, kind)(CHATS[:1])
     assert not (tmp_path / "modules").exists() or not list((tmp_path / "modules").rglob("letter_model.py"))
-    texts = ["abc", "nan", "z" * 30, "", "inf", "ab", "abcd"]
-    columns = {"prompts": ["q"] * 7, "completions": texts, "model": folder, "trust_remote_code": True}
+    texts = ["abc", "nan", "z" * 30, "", "inf", "ab", "abcd", "abcde"]
+    columns = {"prompts": ["q"] * 8, "completions": texts, "model": folder, "trust_remote_code": True}
     rewards_ = reward_model(**columns, micro_batch_size=3, max_length=30)
-    assert rewards_ == [0.75, None, None, 0.0, None, 0.5, 1.0]  # 30 z, and what the template adds, are too many
+    assert rewards_ == [0.75, None, None, 0.0, None, 0.5, 1.0, 1.25]  # 30 z, and what the template adds, are too many
     [loaded] = [m for m in loaded_model._models.values() if m.model is not None]
     assert loaded.model.sizes == sizes
+    nan = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "nan"}]
+    assert RewardModelScorer(folder, trust_remote_code=True)([nan]) == [None]
 
 
 # Options
@@ -391,6 +393,21 @@ def test_a_recipe_writes_its_options_under_minimind():
             assert parse([{"name": name, "kwargs": {"reward_model": options}}])[1] != []
     with pytest.raises(ValueError, match="two scorers"):
         minimind(prompts=[], completions=[], scorer=len, reward_model={"model": "m"})
+
+
+def test_models_are_not_copied_into_worker_processes():
+    entries = [
+        {"name": "reward_model", "kwargs": {"model": "m"}},
+        {"name": "minimind", "kwargs": {"reward_model": {"model": "m"}}},
+        {"name": "minimind_current", "kwargs": {"reward_model": {"model": "m"}}},
+        {"name": "remote", "kwargs": {"url": "http://h", "protocol": "score"}},
+    ]
+    specs, problems = parse(entries)
+    assert problems == []
+    assert [spec.isolated for spec in specs] == [False] * 4
+    specs, problems = parse(["minimind", "minimind_current"])
+    assert problems == []
+    assert [spec.isolated for spec in specs] == [True] * 2
 
 
 def test_a_scorer_travels_to_another_process(tmp_path):

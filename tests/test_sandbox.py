@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hostile import ATTEMPTS, ENDLESS, KILLERS, TRY
 
 from grpo_ext.rewards import sandbox
 from grpo_ext.rewards._seccomp import bpf_filter
 from grpo_ext.rewards.sandbox import Limits, SandboxError, run
+from hostile import ATTEMPTS, ENDLESS, KILLERS, TRY
 
 QUICK = Limits(timeout=1.0, memory_mb=256, disk_mb=8, output_kb=64)
 PATIENT = Limits(timeout=60.0, memory_mb=256, disk_mb=8, output_kb=64)  # for programs that end by themselves
@@ -76,18 +76,21 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_EXT_TEST_SECRET", "BREACH")
     before = descendants()
     shown = (outside / "shown").stat()
-    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
-        with socket.socket(socket.AF_UNIX) as abstract:
-            unix.bind(os.path.relpath(tmp_path / "socket"))
-            name = f"grpo_ext_test_{os.getpid()}"
-            abstract.bind("\0" + name)
-            for server in (unix, abstract):
-                server.listen()
-            yield {
-                "home": home(), "secret": str(outside / "secret"), "outside": str(outside),
-                "shown": str(outside / "shown"), "port": tcp.getsockname()[1], "parent": os.getpid(),
-                "unix": str(tmp_path / "socket"), "abstract": name,
-            }  # fmt: skip
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as unix,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        unix.bind(os.path.relpath(tmp_path / "socket"))
+        name = f"grpo_ext_test_{os.getpid()}"
+        abstract.bind("\0" + name)
+        for server in (unix, abstract):
+            server.listen()
+        yield {
+            "home": home(), "secret": str(outside / "secret"), "outside": str(outside),
+            "shown": str(outside / "shown"), "port": tcp.getsockname()[1], "parent": os.getpid(),
+            "unix": str(tmp_path / "socket"), "abstract": name,
+        }  # fmt: skip
     assert descendants() <= before
     assert list(temporary.iterdir()) == []
     assert sorted(p.name for p in outside.iterdir()) == ["secret", "shown"]
@@ -127,12 +130,12 @@ def test_what_does_not_end_is_ended(name, method, world):
 @on_each_method
 @pytest.mark.parametrize("name", KILLERS)
 def test_what_kills_kills_itself_at_most(name, method, world):
-    attack(KILLERS[name], world, method, PATIENT)
-    assert run("print(1)", method=method).stdout == b"1\n"
+    attack(KILLERS[name], world, method, QUICK)
+    assert run("print(1)", method=method, limits=PATIENT).stdout == b"1\n"
 
 
 @pytest.mark.parametrize(
-    "name", ["read the home directory", "spoil what it may read", "tcp", "unix sockets", "environment", "20 GiB"]
+    "name", ["read the home directory", "spoil what it may read", "tcp", "unix sockets", "environment"]
 )
 def test_the_attacks_succeed_outside_the_sandbox(name, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_EXT_TEST_SECRET", "1")
@@ -145,7 +148,7 @@ def test_the_attacks_succeed_outside_the_sandbox(name, tmp_path, monkeypatch):
             "home": home(), "secret": str(tmp_path / "secret"), "shown": str(tmp_path / "shown"),
             "port": tcp.getsockname()[1], "unix": str(tmp_path / "socket"), "abstract": "x",
         }  # fmt: skip
-        program = ATTEMPTS[name].format(**fields).replace("len(blocks) < 2000", "len(blocks) < 30")
+        program = ATTEMPTS[name].format(**fields)
         done = subprocess.run([sys.executable, "-c", TRY + program], capture_output=True, text=True, cwd=tmp_path)
     assert "BREACH" in done.stdout, done
 
@@ -227,7 +230,12 @@ def reaped() -> bool:
         ("import tempfile; f = tempfile.TemporaryFile(); f.write(b'x'); print(1)", "", "1\n", 0),
         ("import asyncio; print(asyncio.run(asyncio.sleep(0, 7)))", "", "7\n", 0),
         ("import concurrent.futures as c; print(list(c.ThreadPoolExecutor(8).map(abs, [-1, 2])))", "", "[1, 2]\n", 0),
-        ("import random, hashlib, decimal, re, json, heapq, datetime, uuid; print(len(str(uuid.uuid4())))", "", "36\n", 0),
+        (
+            "import random, hashlib, decimal, re, json, heapq, datetime, uuid; print(len(str(uuid.uuid4())))",
+            "",
+            "36\n",
+            0,
+        ),
         ("print(sum(map(int, input().split())))", " ".join(map(str, range(100_000))), "4999950000\n", 0),
     ],
 )
@@ -307,15 +315,16 @@ def test_too_little_protection_is_refused(found, monkeypatch):
 
 
 def test_a_launcher_that_fails_is_an_error_not_an_outcome(monkeypatch):
-    monkeypatch.setattr(sandbox.job, "FOLDER", "/usr/cannot")
-    if works("namespaces"):
-        pytest.fail("a folder on a read-only mount")
+    if not works("namespaces"):
+        pytest.skip("no namespaces here")
+    monkeypatch.setattr(sandbox.job, "FOLDER", "/dev/null/folder")
     with pytest.raises(SandboxError, match="sandbox 'namespaces': "):
         run("print(1)", method="namespaces")
 
 
 @pytest.mark.parametrize(
-    "options", [{"timeout": 0}, {"memory_mb": 8}, {"disk_mb": 0}, {"output_kb": 0}, {"open_files": 3}, {"processes": -1}]
+    "options",
+    [{"timeout": 0}, {"memory_mb": 8}, {"disk_mb": 0}, {"output_kb": 0}, {"open_files": 3}, {"processes": -1}],
 )
 def test_limits_out_of_range(options):
     [(name, value)] = options.items()
@@ -349,7 +358,10 @@ def decide(code: bytes, architecture: int, number: int, *arguments: int) -> int:
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
 X86, ARM = 0xC000003E, 0xC00000B7
-OPEN, CLOSED = {"isolated": True, "network": True, "processes": True}, dict.fromkeys(("isolated", "network", "processes"), False)
+OPEN, CLOSED = (
+    {"isolated": True, "network": True, "processes": True},
+    dict.fromkeys(("isolated", "network", "processes"), False),
+)
 
 
 @pytest.mark.parametrize(

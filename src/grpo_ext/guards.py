@@ -10,10 +10,12 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import disable_dropout_in_model
+from trl.trainer.utils import disable_dropout_in_model, get_callable_name, is_async_callable
 
 from .config import ConfigError, GRPOExtConfig
 from .data import check_columns
+from .rewards.runtime import Component
+from .rewards.worker import last_lines
 
 
 def check_data(args: GRPOExtConfig, train_dataset: Any, eval_dataset: Any) -> None:
@@ -109,3 +111,31 @@ def without_empty_completions(rollout_func: Callable[..., dict], eos_token_id: i
         return output
 
     return rollout
+
+
+def contained(function: Any, errors: list[str]) -> Any:
+    """A reward of the user's own that, should it raise, scores nothing and leaves its message in `errors`."""
+    if isinstance(function, Component | torch.nn.Module):
+        return function
+
+    def report(error: Exception, columns: dict[str, Any]) -> list[None]:
+        errors.append(f"reward {name!r} raised: {last_lines(error)}")
+        return [None] * len(columns["completions"])
+
+    name = get_callable_name(function)
+
+    async def reward_async(**columns: Any) -> Any:
+        try:
+            return await function(**columns)
+        except Exception as error:
+            return report(error, columns)
+
+    def reward(**columns: Any) -> Any:
+        try:
+            return function(**columns)
+        except Exception as error:
+            return report(error, columns)
+
+    chosen: Any = reward_async if is_async_callable(function) else reward
+    chosen.__name__ = name
+    return chosen

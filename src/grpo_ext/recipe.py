@@ -27,14 +27,31 @@ logger = logging.getLogger(__name__)
 QUICKSTART_MODEL = "quickstart"
 """`model_name_or_path` of the tiny model that grpo-ext builds itself."""
 
-_PARTS: tuple[Any, ...] = (GRPOScriptArguments, DataConfig, GRPOExtConfig, ModelConfig, DatasetMixtureConfig)
+
+@dataclass
+class RecipeArguments(GRPOScriptArguments):
+    """TRL's script arguments, and how rewards are scored."""
+
+    reward_workers: int | None = field(
+        default=None,
+        metadata={
+            "help": "Worker processes that score rewards beside each training process. None (default): its share of "
+            "the cores, at most 8; 0: in the training process itself, where nothing can be stopped or contained."
+        },
+    )
+    reward_memory_gib: float = field(
+        default=8.0, metadata={"help": "Memory a reward worker may use, in GiB; 0 for no limit."}
+    )
+
+
+_PARTS: tuple[Any, ...] = (RecipeArguments, DataConfig, GRPOExtConfig, ModelConfig, DatasetMixtureConfig)
 
 
 @dataclass
 class Recipe:
     """Everything a run needs, free of problems."""
 
-    script: GRPOScriptArguments
+    script: RecipeArguments
     data: DataConfig
     training: GRPOExtConfig
     model: ModelConfig

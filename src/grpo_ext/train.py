@@ -17,7 +17,7 @@ from .data import DataError, load_datasets, prepare
 from .objective import Objective
 from .recipe import QUICKSTART_MODEL, Recipe, load_recipe, print_help
 from .recipe_checks import FRESH_START, LAST
-from .rewards.composite import build as build_rewards
+from .rewards.runtime import RewardError, Runtime
 from .trainer import OBJECTIVE_FILE, GRPOExtTrainer
 
 logger = logging.getLogger(__name__)
@@ -72,11 +72,17 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
     }
+    runtime = Runtime(
+        recipe.rewards,
+        workers=recipe.script.reward_workers,
+        memory_gib=recipe.script.reward_memory_gib,
+        failures=Path(training.output_dir or ".") / "reward_failures",
+    )
     given = training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
     training.model_init_kwargs = {**{k: v for k, v in loading.items() if v is not None}, **given}
     return GRPOExtTrainer(
         model=path,
-        reward_funcs=build_rewards(recipe.rewards),
+        reward_funcs=runtime.functions,
         args=training,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
@@ -158,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         train(load_recipe(argv))
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, RewardError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     finally:

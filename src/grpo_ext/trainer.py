@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
@@ -22,6 +23,7 @@ from .config import ConfigError, GRPOExtConfig
 from .metrics import log_loss_metrics
 from .objective import Objective
 from .ratios import masked
+from .rewards.runtime import Component, RewardError
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class GRPOExtTrainer(GRPOTrainer):
         with guards.reference_copied_from(model, args, kwargs.get("peft_config")):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         guards.check_reward_names(self.reward_func_names)
+        self._contain_rewards()
         if self.rollout_func is not None:
             self.rollout_func = guards.without_empty_completions(self.rollout_func, self._tokenizer.eos_token_id)
         if args.dropout_disabled:
@@ -122,8 +125,23 @@ class GRPOExtTrainer(GRPOTrainer):
 
     # Advantages: from the rewards that TRL gathers, by the objective's estimator.
 
+    def _contain_rewards(self) -> None:
+        """No reward may raise on one process alone: the others would wait for it until their collective times out."""
+        self._reward_errors: list[str] = []
+        self.reward_runtime = next((f.runtime for f in self.reward_funcs if isinstance(f, Component)), None)
+        if self.reward_runtime is not None:
+            self.reward_runtime.deferred = True
+            self._reward_errors = self.reward_runtime.errors
+        self.reward_funcs = [guards.contained(f, self._reward_errors) for f in self.reward_funcs]
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.reward_runtime is not None:
+            weights = self.reward_runtime.weights(self.state.global_step, self.state.max_steps)
+            self.reward_weights[: len(weights)] = torch.tensor(weights)
         rewards = super()._calculate_rewards(*args, **kwargs)
+        errors = gather_object(self._reward_errors) if self.accelerator.num_processes > 1 else self._reward_errors
+        if errors:
+            raise RewardError("\n".join(errors))
         for column in rewards.isinf().any(dim=0).nonzero().flatten().tolist():
             logger.warning(
                 f"reward {self.reward_func_names[column]!r} returned {int(rewards[:, column].isinf().sum())} infinite "

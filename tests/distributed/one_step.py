@@ -10,8 +10,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-import tiny  # noqa: E402
 from accelerate import PartialState  # noqa: E402
+
+import tiny  # noqa: E402
 from test_trainer import build, scripted_rollout, unit_interval, weights  # noqa: E402
 
 

@@ -11,6 +11,7 @@ from grpo_ext.rewards import (  # noqa: F401  imported so that their names are r
     trl_names,
 )
 from grpo_ext.rewards._registry import Reward, rewards
-from grpo_ext.rewards.composite import RewardSpec, build, parse
+from grpo_ext.rewards.composite import RewardSpec, parse
+from grpo_ext.rewards.runtime import RewardError, Runtime, build
 
-__all__ = ["Reward", "RewardSpec", "build", "parse", "rewards"]
+__all__ = ["Reward", "RewardError", "RewardSpec", "Runtime", "build", "parse", "rewards"]

@@ -2,8 +2,9 @@
 
 Sent into two sandboxes as source, hence the standard library only. The code under test never sees a test or an
 expected value, only the arguments of each call; what it sends back is decoded into plain data (numbers, strings,
-containers) or stays on its side behind a `Proxy`, which never equals plain data. So it passes a test only by answering
-right: an `__eq__` that always agrees, a patched builtin, a printed marker, an early exit all stay on its own side.
+containers) or stays on its side behind a `Proxy`. Such an object is compared by its plain content if its class derives
+from a plain one, and is otherwise unequal to plain data. So a program passes a test only by answering right: an
+`__eq__` that always agrees, a patched builtin, a printed marker, an early exit all stay on its own side.
 """
 
 import ast
@@ -36,6 +37,16 @@ _BY_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 }
 
 
+_BASES = (int, float, str, dict, *_SEQUENCES.values(), *(kind for kind, _, _ in _BY_TEXT.values()))
+
+
+class _Plain:
+    """Asks for the plain content of an object whose class derives from a plain one."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
 class RemoteError(Exception):
     """An exception of the code under test that is no builtin `Exception`."""
 
@@ -45,12 +56,20 @@ class Gone(BaseException):
 
 
 class Proxy:
-    """An object that stays on the other side: attributes, calls, items, arithmetic; not comparable with plain data."""
+    """An object that stays on the other side: attributes, calls, items, and operators among such objects."""
 
-    def __init__(self, peer: "Peer", handle: int) -> None:
-        """`handle` is its number on the other side."""
+    def __init__(self, peer: "Peer", handle: int, derived: bool) -> None:
+        """`handle` is its number on the other side, `derived` whether its class derives from a plain one."""
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_handle", handle)
+        object.__setattr__(self, "_derived", derived)
+
+    def _plain(self) -> Any:
+        """Its content as plain data, which has no methods of its own. Raises: TypeError, its class is no plain one."""
+        plain = self._peer.ask("plain", self._handle) if self._derived else self
+        if isinstance(plain, Proxy):
+            raise TypeError("an object of the code under test does not mix with plain data")
+        return plain
 
     def __getattr__(self, name: str) -> Any:
         return self._peer.ask("get", self._handle, name)
@@ -65,10 +84,12 @@ class Proxy:
         return answer
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Proxy) and bool(self._peer.ask("apply", "eq", self, other))
+        if isinstance(other, Proxy):
+            return bool(self._peer.ask("apply", "eq", self, other))
+        return self._derived and bool(self._plain() == other)
 
     def __hash__(self) -> int:
-        return hash(self._handle)
+        return hash(self._plain() if self._derived else self._handle)
 
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, Proxy) and bool(self._peer.ask("apply", "isinstance", instance, self))
@@ -86,39 +107,57 @@ def _update(mine: Any, theirs: Any) -> None:
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def method(self: Proxy, *operands: Any) -> Any:
-        return self._peer.ask("apply", name, self, *operands)
-
-    return method
+    """What the object alone decides: the test's expectation has no part in it."""
+    return lambda self, *operands: self._peer.ask("apply", name, self, *operands)
 
 
-def _backward(name: str) -> Callable[..., Any]:
-    def method(self: Proxy, other: Any) -> Any:
-        return self._peer.ask("apply", name, other, self)
-
-    return method
+def _convert(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *operands: function(self._plain(), *operands)
 
 
-def _ordering(name: str) -> Callable[..., Any]:
+def _compare(name: str) -> Callable[..., Any]:
     def method(self: Proxy, other: object) -> Any:
-        return self._peer.ask("apply", name, self, other) if isinstance(other, Proxy) else NotImplemented
+        if isinstance(other, Proxy):
+            return self._peer.ask("apply", name, self, other)
+        return getattr(operator, name)(self._plain(), other)
 
     return method
 
 
+def _compute(name: str, reflected: bool) -> Callable[..., Any]:
+    """Arithmetic: on plain contents here; there, only if the result is again an object of a class that is not plain.
+
+    Otherwise `abs(f(2) - 4) < 1e-6` would take the word of the object's own `__sub__`.
+    """
+
+    def method(self: Proxy, other: Any) -> Any:
+        if self._derived and not isinstance(other, Proxy):
+            pair = (other, self._plain()) if reflected else (self._plain(), other)
+            return getattr(operator, name)(*pair)
+        result = self._peer.ask("apply", name, *((other, self) if reflected else (self, other)))
+        if isinstance(result, Proxy) and not result._derived:
+            return result
+        raise TypeError("arithmetic of an object of the code under test gave plain data")
+
+    return method
+
+
+_FORWARDED = ("len", "bool", "str", "repr", "iter", "next", "getitem", "setitem", "delitem")
+_COMPARED = ("lt", "le", "gt", "ge")
+_COMPUTED = ("add", "sub", "mul", "truediv", "mod", "floordiv", "pow", "matmul", "and_", "or_", "xor")
 _APPLY: dict[str, Callable[..., Any]] = {
-    **{name: getattr(builtins, name) for name in ("len", "bool", "str", "repr", "iter", "next", "isinstance")},
-    **{name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge", "getitem", "setitem", "delitem")},
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "mod", "floordiv", "pow", "matmul")},
-    **{name: getattr(operator, name) for name in ("neg", "and_", "or_", "xor")},
+    **{name: getattr(builtins, name) for name in (*_FORWARDED[:6], "isinstance")},
+    **{name: getattr(operator, name) for name in (*_FORWARDED[6:], "eq", *_COMPARED, *_COMPUTED)},
 }
-for _name in ("len", "bool", "str", "repr", "iter", "next", "getitem", "setitem", "delitem", "neg"):
+for _name in _FORWARDED:
     setattr(Proxy, f"__{_name}__", _forward(_name))
-for _name in ("add", "sub", "mul", "truediv", "mod", "floordiv", "pow", "matmul", "and_", "or_", "xor"):
-    setattr(Proxy, f"__{_name.strip('_')}__", _forward(_name))
-    setattr(Proxy, f"__r{_name.strip('_')}__", _backward(_name))
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(Proxy, f"__{_name}__", _ordering(_name))
+for _name in _COMPARED:
+    setattr(Proxy, f"__{_name}__", _compare(_name))
+for _name in _COMPUTED:
+    setattr(Proxy, f"__{_name.strip('_')}__", _compute(_name, reflected=False))
+    setattr(Proxy, f"__r{_name.strip('_')}__", _compute(_name, reflected=True))
+for _function in (abs, float, int, complex, round, operator.index, operator.neg):
+    setattr(Proxy, f"__{_function.__name__}__", _convert(_function))
 
 
 class Peer:
@@ -175,33 +214,48 @@ class Peer:
             raise PermissionError(verb)
         if verb == "get":
             return getattr(self._objects[rest[0]], rest[1])
+        if verb == "plain":
+            return _Plain(self._objects[rest[0]])
         if verb == "set":
             return setattr(self._objects[rest[0]], rest[1], rest[2])
         return _APPLY[rest[0]](*rest[1:])
 
     def _encode(self, value: Any) -> Any:
+        """Plain data as JSON, everything else as a handle."""
         if type(value) in _PLAIN:
             return value
-        if isinstance(value, Proxy) and type(value) is Proxy:
+        if type(value) is Proxy:
             return {"yours": value._handle}
+        plain = None
+        if type(value) is _Plain:
+            value = value.content
+            plain = self._encode_plain(value)
+        elif type(value).__module__ != "solution":
+            plain = self._encode_plain(value)
+        if plain is None:
+            self._objects.append(value)
+            return {"mine": [len(self._objects) - 1, isinstance(value, _BASES)]}
+        return plain[0]
+
+    def _encode_plain(self, value: Any) -> tuple[Any] | None:
         if isinstance(value, int):
-            return int(value) if abs(value) < 1 << 53 else {"i": hex(value)}
+            number = int.__index__(value)
+            return (number if abs(number) < 1 << 53 else {"i": hex(number)},)
         if isinstance(value, float):
-            return float(value)
+            return (float.__float__(value),)
         if isinstance(value, str):
-            return str.__str__(value)
+            return (str.__str__(value),)
         for tag, kind in _SEQUENCES.items():
             if isinstance(value, kind):
-                return {tag: [self._encode(v) for v in value]}
+                return ({tag: [self._encode(v) for v in kind.__iter__(value)]},)
         if isinstance(value, dict):
-            return {"d": [[self._encode(k), self._encode(v)] for k, v in value.items()]}
+            return ({"d": [[self._encode(k), self._encode(v)] for k, v in dict.items(value)]},)
         for tag, (kind, text, _) in _BY_TEXT.items():
             if isinstance(value, kind):
-                return {tag: text(value)}
+                return ({tag: text(value)},)
         if callable(getattr(type(value), "tolist", None)):  # NumPy's scalars and arrays
-            return self._encode(value.tolist())
-        self._objects.append(value)
-        return {"mine": len(self._objects) - 1}
+            return (self._encode(value.tolist()),)
+        return None
 
     def _decode(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -210,7 +264,7 @@ class Peer:
             return value
         [(tag, content)] = value.items()
         if tag == "mine":
-            return Proxy(self, int(content))
+            return Proxy(self, int(content[0]), content[1] is True)
         if tag == "yours":
             return self._objects[content]
         if tag == "i":

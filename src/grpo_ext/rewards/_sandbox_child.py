@@ -107,6 +107,7 @@ def _enter_namespaces(job: dict[str, Any]) -> None:
     if first:
         _relay(first)
     _die_with_parent()
+    os.setsid()  # a signal to a process group must not leave the namespace
     _build_root(job)
     if root:
         _drop_root(job["uid"])
@@ -118,6 +119,7 @@ def _enter_namespaces(job: dict[str, Any]) -> None:
     if program:
         _reap(program, job["deadline_s"])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    os.setsid()
     _die_with_parent()
 
 

@@ -14,11 +14,15 @@ from grpo_ext.rewards.text import Completion, answer_block, boxed, completion_te
 logger = logging.getLogger(__name__)
 
 _JSON_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# {0} is the letters' class, {1} its lower case, which counts only where it cannot be the article of "a dog".
 # "answer is (B)", "Answer: **B**", "option B": the letter stands alone
-_NAMED = r"(?:answer|option|choice)(?:\s+is)?\s*[:=]?\s*[*_$\s(\[]*(?:\\text\w*\{{)?\(?([{0}])(?![\w'])"
-# "B", "(B)", "B) text", "**B.** text"; not the article of "A dog"
-_OPENING = r"[*_$\s]*(?:\\text\w*\{{)?(?:\(([{0}])\)|\[([{0}])\]|([{0}])(?=[).:}}*$]|\s*\Z))"
-_SECOND = r"[)\]}}*$.:\s]*(?:,|;|/|&|\band\b|\bor\b)\s*(?:option\s+)?\(?[{0}](?![\w'])"
+_NAMED = (
+    r"(?i:answer|option|choice)(?i:\s+is)?\s*[:=]?\s*[*_$\s(\[]*(?:\\text\w*\{{)?\(?"
+    r"([{0}](?![\w'])|[{1}](?=[).:\]}}*$]|\s*\Z))"
+)
+# "B", "(B)", "B) text", "**B.** text"
+_OPENING = r"[*_$\s]*(?:\\text\w*\{{)?(?:\(([{0}{1}])\)|\[([{0}{1}])\]|([{0}{1}])(?=[).:}}*$]|\s*\Z))"
+_SECOND = r"[)\]}}*$.:\s]*(?i:,|;|/|&|\band\b|\bor\b)\s*(?i:option\s+)?(?:\(?[{0}](?![\w'])|\([{1}]\))"
 
 
 def final_answer(text: str) -> str:
@@ -95,7 +99,7 @@ def choice(text: str, choices: str = "ABCDE") -> str | None:
 
 @lru_cache
 def _patterns(choices: str) -> list[re.Pattern[str]]:
-    return [re.compile(p.format(choices), re.IGNORECASE) for p in (_NAMED, _OPENING, _SECOND)]
+    return [re.compile(p.format(choices, choices.lower())) for p in (_NAMED, _OPENING, _SECOND)]
 
 
 @rewards.register("json_schema")

@@ -53,12 +53,13 @@ def code(
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: nobody would run the programs. Set workers >= 1.")
     limits = sandbox.Limits(timeout=timeout, memory_mb=memory_mb)
+    unknown = min_protection not in sandbox.PROTECTIONS  # an error even for an empty batch, unlike a bare machine
     score = functools.partial(
         _score,
         partial=partial,
         limits=limits,
         packages=packages,
-        method=sandbox.available(min_protection) if completions else "",
+        method=sandbox.available(min_protection) if completions or unknown else "",
     )
     programs = [extract_code(completion_text(c)) for c in completions]
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:

@@ -1,17 +1,18 @@
-"""What a recipe's `reward_funcs` list means: names, paths or mappings in, TRL-ready callables out."""
+"""What a recipe's `reward_funcs` list means: names, paths or mappings in, checked specs out."""
 
 import functools
 import inspect
 import math
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from grpo_ext.registry import UnknownNameError, did_you_mean
 from grpo_ext.rewards._registry import Reward, rewards
+from grpo_ext.rewards.schedule import Schedule, schedule_problems
 
-_KEYS = ("name", "func", "weight", "kwargs")
+ON_ERROR = ("none", "zero", "raise")
 # TRL passes these besides the dataset's columns: never options of a recipe, wherever they stand in a signature.
 _TRL_COLUMNS = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
@@ -20,55 +21,68 @@ _TRL_COLUMNS = frozenset(
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One entry of `reward_funcs`: log name, registered name or path or model id, weight, options."""
+    """One entry of `reward_funcs`."""
 
     name: str
+    """What it is logged under."""
     function: str
+    """Registered name, `package.module:function`, or the hub id or folder of a sequence-classification model."""
     weight: float = 1.0
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    weight_schedule: Schedule = None
+    scale: float = 1.0
+    """Factor on the value, before `clip`."""
+    clip: tuple[float, float] | None = None
+    when: str | None = None
+    """Column that must hold something; a row without it is not scored (None)."""
+    timeout: float = 60.0
+    """Seconds one call may take in a worker."""
+    on_error: str = "none"
+    """What a failure makes of the completion: "none" (not scored), "zero", or "raise" (all processes end)."""
+    retries: int = 0
+    isolate: bool | None = None
+    """Whether a worker process scores it; None: yes, unless the function loads a model or waits for a server."""
 
     @property
     def is_model(self) -> bool:
-        """Whether `function` is a sequence-classification model (hub id or folder), which TRL loads itself."""
+        """Whether `function` is a sequence-classification model, which TRL loads itself."""
         return _is_model(self.function)
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether it is one of our own, which look at one completion at a time."""
+        return self.function in rewards
 
-class BoundReward:
-    """A reward function with a recipe's options, under its log name; picklable if the function is.
+    @property
+    def callable(self) -> Reward:
+        """The function itself."""
+        return rewards[self.function]
+
+    @property
+    def isolated(self) -> bool:
+        """`isolate`, settled by the function's own `in_process`: True, or the options that make it so."""
+        if self.isolate is not None or self.is_model:
+            return bool(self.isolate) and not self.is_model
+        in_process = getattr(self.callable, "in_process", False)
+        return not (in_process is True or (in_process and set(in_process) & set(self.kwargs)))
+
+
+_KEYS = ("name", "func", *(f.name for f in fields(RewardSpec) if f.name not in ("name", "function")))
+
+
+def check_clash(spec: RewardSpec, columns: Mapping[str, Any]) -> None:
+    """A dataset column that would silently become an option which the recipe leaves unset.
 
     Raises:
-        ValueError: when called, if a dataset column has the name of an option that the recipe leaves unset: the column
-            would silently become the option.
+        ValueError: there is one.
     """
-
-    def __init__(self, function: Reward, name: str, kwargs: Mapping[str, Any]) -> None:
-        """`name` is what TRL logs the reward under."""
-        self.function = function
-        self.kwargs = dict(kwargs)
-        self.__name__ = name
-
-    def columns(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The call's keywords: every column, and the recipe's options over them."""
-        clash = sorted((_options(self.function) or {}).keys() & given.keys() - self.kwargs.keys())
-        if clash:
-            raise ValueError(
-                f"dataset column {clash[0]!r} has the name of an option of reward {self.__name__!r}. Rename the "
-                f"column, set the option in the recipe's kwargs, or, if the function needs the column, take it before "
-                f"the star in its signature."
-            )
-        return {**given, **self.kwargs}
-
-    def __call__(self, **columns: Any) -> Any:
-        """Rewards of one batch."""
-        return self.function(**self.columns(columns))
-
-
-class AsyncBoundReward(BoundReward):
-    """The same for an async function, which TRL recognises by the `async` of `__call__`."""
-
-    async def __call__(self, **columns: Any) -> Any:
-        """Rewards of one batch."""
-        return await self.function(**self.columns(columns))
+    clash = sorted((_options(spec.callable) or {}).keys() & columns.keys() - spec.kwargs.keys())
+    if clash:
+        raise ValueError(
+            f"dataset column {clash[0]!r} has the name of an option of reward {spec.name!r}. Rename the column, set "
+            "the option in the recipe's kwargs, or, if the function needs the column, take it before the star in its "
+            "signature."
+        )
 
 
 def parse(
@@ -99,20 +113,6 @@ def parse(
     return specs, problems
 
 
-def build(specs: Sequence[RewardSpec]) -> list[Callable[..., Any] | str]:
-    """TRL's `reward_funcs`: callables named by their log names, model ids as strings.
-
-    Raises:
-        UnknownNameError: a function is neither registered nor importable.
-    """
-    return [spec.function if spec.is_model else _bind(spec) for spec in specs]
-
-
-def _bind(spec: RewardSpec) -> BoundReward:
-    function = rewards[spec.function]
-    return (AsyncBoundReward if _is_async(function) else BoundReward)(function, spec.name, spec.kwargs)
-
-
 def _parse_entry(entry: Any) -> tuple[RewardSpec | None, list[str]]:
     if isinstance(entry, str):
         entry = {"name": entry}
@@ -138,9 +138,40 @@ def _parse_entry(entry: Any) -> tuple[RewardSpec | None, list[str]]:
             function_problems += _kwargs_problems(function, target, kwargs)
         problems += function_problems
         log_name = name if "func" in entry and "name" in entry else _callable_name(target)
+    settings = {key: entry[key] for key in _SETTINGS if entry.get(key) is not None}
+    problems += _setting_problems(settings, _is_model(function))
     if problems:
         return None, problems
-    return RewardSpec(log_name, function, float(weight), dict(kwargs or {})), []
+    settings |= {"clip": tuple(map(float, settings["clip"]))} if "clip" in settings else {}
+    return RewardSpec(log_name, function, float(weight), dict(kwargs or {}), **settings), []
+
+
+_SETTINGS = ("weight_schedule", "scale", "clip", "when", "timeout", "on_error", "retries", "isolate")
+
+
+def _setting_problems(settings: Mapping[str, Any], is_model: bool) -> Iterator[str]:
+    """Problems of the settings around a function."""
+    if is_model and settings:
+        yield f"{', '.join(settings)}: TRL scores a reward model by itself. Use reward_model for these settings."
+    yield from schedule_problems(settings.get("weight_schedule"))
+    scale, timeout, retries = settings.get("scale", 1.0), settings.get("timeout", 60.0), settings.get("retries", 0)
+    if not _is_finite(scale) or scale == 0:
+        yield f"scale={scale!r} is no finite number other than 0. Give a factor, such as 0.1."
+    if not _is_finite(timeout) or timeout <= 0:
+        yield f"timeout={timeout!r} is no positive number of seconds. Give one, such as 10."
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        yield f"retries={retries!r} is not 0 or more. Give a whole number."
+    clip = settings.get("clip", [0.0, 1.0])
+    if not isinstance(clip, Sequence) or len(clip) != 2 or not all(map(_is_finite, clip)) or clip[0] >= clip[1]:
+        yield f"clip={clip!r} is not [lowest, highest]. Give two rising numbers, such as [-3, 3]."
+    if settings.get("on_error", "none") not in ON_ERROR:
+        yield f"on_error={settings['on_error']!r}. {did_you_mean(str(settings['on_error']), ON_ERROR)}"
+    if not isinstance(settings.get("when", ""), str):
+        yield f"when={settings['when']!r} is not the name of a column. Give one."
+    if not isinstance(settings.get("isolate", True), bool):
+        yield f"isolate={settings['isolate']!r} is neither true nor false. Give one."
+    elif settings.get("isolate") is False and "timeout" in settings:
+        yield f"timeout={timeout!r} with isolate: false: in this process nothing can be stopped. Remove one of them."
 
 
 def _is_model(function: str) -> bool:
@@ -213,7 +244,7 @@ def _type_problems(function: Reward, kwargs: Mapping[str, Any]) -> Iterator[str]
 
 def _value_problems(name: str, function: Reward, kwargs: Mapping[str, Any]) -> list[str]:
     """What one of our own functions says to an empty batch: they check their options first."""
-    if name not in rewards or not kwargs or _is_async(function):
+    if name not in rewards or not kwargs or is_async(function):
         return []
     positional = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     try:
@@ -263,7 +294,8 @@ def _callable_name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _is_async(function: Any) -> bool:
+def is_async(function: Any) -> bool:
+    """Whether TRL would await it."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

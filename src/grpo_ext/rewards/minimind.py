@@ -135,6 +135,10 @@ def minimind_current(
     ]
 
 
+for _version in (minimind, minimind_current):
+    _version.in_process = ("reward_model",)  # type: ignore[attr-defined]  # where it is set: one copy of the model
+
+
 def blended_scores(
     score: Scorer, prompts: Sequence[Completion], completions: Sequence[Completion], answer_weight: float
 ) -> list[float | None]:

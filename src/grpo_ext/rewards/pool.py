@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from .worker import LENGTH
 
+WORKER = "from grpo_ext.rewards.worker import main; main()"
 LOADING_SECONDS = 120.0
 """How long a function's module may take to import, on top of its own timeout."""
 
@@ -49,11 +50,12 @@ class Worker:
         """Start it; a few hundred milliseconds pass before it answers."""
         requests, self._to = os.pipe()
         self._from, answers = os.pipe()
-        command = [sys.executable, "-m", "grpo_ext.rewards.worker", str(requests), str(answers)]
+        command = [sys.executable, "-c", WORKER, str(requests), str(answers)]
         self.process = subprocess.Popen(
             [*command, str(memory_gib), str(os.getpid())],
             pass_fds=(requests, answers),
             stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # it imports what we can import
             start_new_session=True,  # so that it can be killed with whatever it started
         )
         os.close(requests)

@@ -79,6 +79,9 @@ async def remote(
     return _joined(client, form, [len(batch) for batch in batches], answers)
 
 
+remote.in_process = True  # type: ignore[attr-defined]  # it waits, and in each worker it would have its own concurrency
+
+
 @dataclass(frozen=True)
 class _Row:
     """One completion: as a chat, and as what a template may name."""

@@ -62,6 +62,9 @@ def reward_model(
     )
 
 
+reward_model.in_process = True  # type: ignore[attr-defined]  # one copy of the model, on this process's device
+
+
 @dataclass(frozen=True)
 class RewardModelScorer:
     """Callable from chats to one score per chat, None for a chat that cannot be scored; picklable, loads at first use.

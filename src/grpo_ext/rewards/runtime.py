@@ -1,18 +1,17 @@
 """Scoring a batch: all isolated rewards at once in the worker pool, failures contained, named and kept for replay."""
 
-import inspect
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from .composite import RewardSpec, is_async, option_columns
+from .columns import CALLBACKS, portable, scorable_rows, singular, take
+from .composite import RewardSpec, check_clash, is_async
 from .pool import Job, Outcome, Pool
 from .schedule import weight_at
 from .text import completion_text
@@ -20,8 +19,6 @@ from .worker import last_lines
 
 logger = logging.getLogger(__name__)
 
-PER_BATCH = ("prompts", "completions", "completion_ids")
-CALLBACKS = ("log_extra", "log_metric")
 ISOLATION_BUDGET = 2.0
 """Timeouts that may pass while the completions of a failed batch are scored one by one."""
 
@@ -80,7 +77,7 @@ class Runtime:
         return (AsyncComponent if in_process_async else Component)(self, spec)
 
     def _isolated(self, spec: RewardSpec) -> bool:
-        return self.size > 0 and spec.isolate and not spec.is_model
+        return self.size > 0 and spec.isolated
 
     def weights(self, step: int, steps: int) -> list[float]:
         """The weights at an optimizer step."""
@@ -94,6 +91,7 @@ class Runtime:
 
     def scores(self, spec: RewardSpec, columns: Mapping[str, Any]) -> Scores:
         """This reward's scores; the first that is asked for in a batch scores all isolated ones in parallel."""
+        check_clash(spec, columns)
         if not self._isolated(spec):
             return self._finish(spec, self._in_process(spec, columns), columns)
         if self._batch is not columns["completions"]:
@@ -215,9 +213,10 @@ class Runtime:
         rank, step = int(os.environ.get("RANK", "0")), getattr(columns.get("trainer_state"), "global_step", 0)
         row, reason = failed[0]
         saved = self._save(spec, columns, failed, f"step{step:06d}-rank{rank}-{_file_name(spec.name)}.jsonl")
+        first = completion_text(columns["completions"][row])[:200]
         message = (
-            f"reward {spec.name!r} ({spec.function}) failed on {len(failed)} of {len(columns['completions'])} completions "
-            f"(rank {rank}, step {step}): {reason.strip()} | first: {completion_text(columns['completions'][row])[:200]!r}"
+            f"reward {spec.name!r} ({spec.function}) failed on {len(failed)} of {len(columns['completions'])} "
+            f"completions (rank {rank}, step {step}): {reason.strip()} | first: {first!r}"
             f"{f' | saved to {saved}' if saved else ''}"
         )
         if spec.on_error != "raise":
@@ -237,7 +236,7 @@ class Runtime:
         path = self.failures / name
         with path.open("a", encoding="utf-8") as file:
             for row, reason in failed:
-                record = {_singular(k): v[0] for k, v in take(columns, [row]).items() if isinstance(v, list) and v}
+                record = {singular(k): v[0] for k, v in take(columns, [row]).items() if isinstance(v, list) and v}
                 file.write(json.dumps({**record, "failed_reward": spec.name, "reason": reason}, default=str) + "\n")
         return path
 
@@ -271,35 +270,7 @@ class AsyncComponent(Component):
         return runtime._finish(spec, runtime._merge(spec, columns, [(rows, outcome)]), columns).values
 
 
-# Columns.
-
-
-def scorable_rows(spec: RewardSpec, columns: Mapping[str, Any]) -> list[int]:
-    """Rows in which the column named by `when` holds something; all rows without `when`."""
-    total = range(len(columns["completions"]))
-    if spec.when is None:
-        return list(total)
-    present = columns.get(spec.when)
-    return [] if present is None else [i for i in total if present[i] not in (None, "")]
-
-
-def take(columns: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
-    """The columns of some rows; what is no column (state, callbacks) as it is."""
-    total = len(columns["completions"])
-    return {
-        name: [value[i] for i in rows] if isinstance(value, list) and len(value) == total else value
-        for name, value in columns.items()
-    }
-
-
-def portable(columns: dict[str, Any]) -> dict[str, Any]:
-    """Columns that can be sent to a worker: no callbacks (it has its own), the trainer's state as plain values."""
-    sent = {name: value for name, value in columns.items() if name not in CALLBACKS}
-    state = sent.get("trainer_state")
-    if state is not None:
-        plain = {k: v for k, v in vars(state).items() if isinstance(v, int | float | str | bool | type(None))}
-        sent["trainer_state"] = SimpleNamespace(**plain)
-    return sent
+# Values.
 
 
 def to_number(value: Any) -> tuple[float | None, str]:
@@ -321,9 +292,10 @@ def _failed(outcome: Outcome, rows: int) -> str:
     return ""
 
 
-def _singular(column: str) -> str:
-    return {"prompts": "prompt", "completions": "completion"}.get(column, column)
-
-
 def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+
+
+def build(specs: Sequence[RewardSpec]) -> list[Any]:
+    """TRL's `reward_funcs`, scored in this process: callables under their log names, model ids as strings."""
+    return Runtime(specs, workers=0).functions

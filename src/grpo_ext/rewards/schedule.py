@@ -25,7 +25,8 @@ def weight_at(weight: float, schedule: Schedule, step: int, steps: int) -> float
         x = min(1.0, step / max(1, steps))
         to = float(schedule["to"])
         return weight + (to - weight) * (x if schedule["kind"] == "linear" else (1 - math.cos(math.pi * x)) / 2)
-    reached = [float(w) for first, w in schedule if step >= first]  # type: ignore[misc]
+    assert not isinstance(schedule, str)
+    reached = [float(w) for first, w in schedule if step >= first]
     return reached[-1] if reached else weight
 
 

@@ -1,4 +1,4 @@
-"""A reward worker: `python -m grpo_ext.rewards.worker IN OUT MEMORY_GIB` scores what its parent sends, until the end.
+"""A reward worker: a process that scores what its parent sends through a pair of pipes, until the parent closes them.
 
 Frames on the two pipes are an 8-byte length and a pickle. A request is (function path, options, columns); the answers
 are ("loaded",) when the function is imported and then ("scored", values, log_extra calls, log_metric calls) or
@@ -61,7 +61,7 @@ def score(function: Callable[..., Any], options: dict[str, Any], columns: dict[s
     metrics: list[tuple[str, float]] = []
     columns = {
         **columns,
-        "log_extra": lambda column, values: extras.append((column, list(values))),
+        "log_extra": lambda column, values: extras.append((str(column), [plain(value) for value in values])),
         "log_metric": lambda name, value: metrics.append((name, float(value))),
     }
     values = function(**{**columns, **options})
@@ -71,12 +71,20 @@ def score(function: Callable[..., Any], options: dict[str, Any], columns: dict[s
             return await values
 
         values = asyncio.run(wait())
-    return "scored", list(values), extras, metrics
+    return "scored", [plain(value) for value in values], extras, metrics
+
+
+def plain(value: Any) -> Any:
+    """A value that the parent can read whatever the function has imported: a number, a text or None."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    return float(value) if hasattr(value, "__float__") else repr(value)
 
 
 def last_lines(error: BaseException) -> str:
-    """The end of a traceback, where the news is."""
-    return "\n".join("".join(traceback.format_exception(error)).strip().split("\n")[-TRACEBACK_LINES:])[-1500:]
+    """The end of a traceback, where the news is, in one line."""
+    lines = [line.strip() for line in "".join(traceback.format_exception(error)).strip().split("\n")]
+    return " | ".join(line for line in lines[-TRACEBACK_LINES:] if line.strip("^~ "))[-1500:]
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:

@@ -1,0 +1,348 @@
+"""Programs for the code reward: honest ones, each with a test, and ones that would pass without an answer."""
+
+HONEST = [
+    (
+        """
+class Stack(list):
+    def push(self, x): self.append(x)
+""",
+        "s = Stack(); s.push(3); assert s.pop() == 3",
+    ),
+    (
+        """
+class N(int): pass
+def f(): return N(4)
+""",
+        """
+assert f() == 4 and 4 == f() and f() < 5 and f() - 1 == 3 and {f()} == {4} and abs(f()) == 4
+""",
+    ),
+    (
+        """
+from collections import namedtuple
+P = namedtuple('P', 'x y')
+def f(): return P(1, 2)
+""",
+        """
+assert f() == (1, 2) and f().x == 1 and P(1, 2) == f()
+a, b = f()
+assert (a, b) == (1, 2)
+""",
+    ),
+    (
+        """
+from enum import IntEnum, Enum
+class C(IntEnum): A = 1
+class D(Enum): A = 1
+def f(): return C.A, D.A
+""",
+        "assert f() == (1, D.A) and D.A.value == 1",
+    ),
+    (
+        """
+class V:
+    def __init__(s, x): s.x = x
+    def __mul__(s, k): return V(s.x * k)
+    __rmul__ = __mul__
+    def __eq__(s, o): return s.x == o.x
+""",
+        "assert V(2) * 3 == V(6) and 3 * V(2) == V(6) and not V(2) * 3 == V(5) and V(2) * 3 != 6",
+    ),
+    (
+        """
+class L(list):
+    def total(self): return sum(self)
+def f(l): l.append(5)
+""",
+        "l = L([1, 2]); f(l); assert l == [1, 2, 5] and l.total() == 8 and len(l) == 3",
+    ),
+    (
+        "def f(l): l.sort()",
+        """
+l = [3, 1]
+f(l)
+assert l == [1, 3]
+""",
+    ),
+    (
+        "def f(d): d['b'] = {1}",
+        "d = {'a': 1}; f(d); assert d == {'a': 1, 'b': {1}}",
+    ),
+    (
+        "def f(g, x): return g(x) + 1",
+        "assert f(lambda y: 2 * y, 3) == 7",
+    ),
+    (
+        "def f(n): yield from range(n)",
+        "assert list(f(3)) == [0, 1, 2] and sum(f(4)) == 6",
+    ),
+    (
+        """
+def f(): return (1, 'a', b'b', 2.5, None, True, {1, 2}, frozenset([3]), {'k': [4]}, 1j, 10**30)
+""",
+        """
+assert f() == (1, 'a', b'b', 2.5, None, True, {1, 2}, frozenset([3]), {'k': [4]}, 1j, 10**30)
+""",
+    ),
+    (
+        """
+from fractions import Fraction as F
+def f(): return F(1, 3)
+""",
+        """
+from fractions import Fraction
+assert f() == Fraction(1, 3)
+""",
+    ),
+    (
+        "def f(): return 10 ** 5000",
+        "assert f() == 10 ** 5000",
+    ),
+    (
+        "def f(): return float('inf')",
+        """
+import math
+assert math.isinf(f())
+""",
+    ),
+    (
+        """
+from collections import Counter, deque, OrderedDict
+def f(): return Counter('aab'), deque([1]), OrderedDict(a=1)
+""",
+        """
+from collections import deque
+assert f() == ({'a': 2, 'b': 1}, deque([1]), {'a': 1})
+""",
+    ),
+    (
+        """
+def f(x):
+    if x < 0: raise ValueError('negative')
+""",
+        """
+try:
+    f(-1)
+except ValueError as e:
+    assert 'neg' in str(e)
+else:
+    assert False
+""",
+    ),
+    (
+        """
+class Node:
+    def __init__(self, v): self.v, self.next = v, None
+def f(n): return n.v + n.next.v
+""",
+        "a = Node(1); a.next = Node(2); assert f(a) == 3 and a.next.v == 2",
+    ),
+    (
+        """
+class V:
+    def __init__(s, x): s.x = x
+    def __add__(s, o): return V(s.x + o.x)
+    def __eq__(s, o): return s.x == o.x
+    def __len__(s): return s.x
+    def __getitem__(s, i): return i * s.x
+    def __repr__(s): return f'V({s.x})'
+""",
+        """
+assert V(1) + V(2) == V(3) and V(1) != V(2) and len(V(3)) == 3 and V(3)[2] == 6 and repr(V(1)) == 'V(1)'
+""",
+    ),
+    (
+        """
+class A: pass
+class B(A): pass
+""",
+        "assert isinstance(B(), A) and not isinstance(A(), B) and not isinstance(1, A)",
+    ),
+    (
+        "from math import sqrt",
+        """
+import math
+assert math.isclose(sqrt(2) ** 2, 2)
+""",
+    ),
+    (
+        "import math",
+        "assert math.floor(2.5) == 2",
+    ),
+    (
+        """
+LIMIT = [1, 2]
+def f(): return 3
+""",
+        "assert LIMIT == [1, 2] and f() == 3",
+    ),
+    (
+        "def f(**k): return sorted(k.items())",
+        "assert f(b=1, a=2) == [('a', 2), ('b', 1)]",
+    ),
+    (
+        """
+from dataclasses import dataclass
+@dataclass
+class P:
+    x: int = 0
+""",
+        "assert P(2).x == 2 and P(2) == P(2)",
+    ),
+    (
+        """
+print('noise' * 10**6)
+def f(): print('more'); return 1
+""",
+        "print('test'); assert f() == 1",
+    ),
+    (
+        """
+if __name__ == '__main__':
+    1 / 0
+def f(): return 1
+""",
+        "assert f() == 1",
+    ),
+]
+
+FORGERIES = {
+    "agrees with everything": """
+class E:
+    def __eq__(s, *o): return True
+    def __ne__(s, *o): return True
+    def __lt__(s, *o): return True
+    def __le__(s, *o): return True
+    def __gt__(s, *o): return True
+    def __ge__(s, *o): return True
+    def __contains__(s, *o): return True
+    def __bool__(s, *o): return True
+    def __sub__(s, *o): return s
+    def __rsub__(s, *o): return s
+    def __abs__(s, *o): return s
+    def __hash__(s, *o): return 4
+    def __int__(s, *o): return 4
+    def __float__(s, *o): return 4.0
+    def __index__(s, *o): return 4
+def f(x): return E()
+""",
+    "is a number that agrees": """
+class E(int):
+    __eq__ = __lt__ = __gt__ = lambda s, o: True
+    __hash__ = int.__hash__
+    __sub__ = __rsub__ = lambda s, o: 0
+def f(x): return E(5)
+""",
+    "subtracts to nothing": """
+class E:
+    __sub__ = __rsub__ = __add__ = lambda s, o: 0
+def f(x): return E()
+""",
+    "subtracts to a number that agrees": """
+class N(float):
+    __lt__ = __eq__ = lambda s, o: True
+    __hash__ = float.__hash__
+    __abs__ = __sub__ = __add__ = lambda s, *o: N(0)
+class E(N): pass
+def f(x): return E(5)
+""",
+    "pretends to be plain": """
+class N(float):
+    __lt__ = __eq__ = lambda s, o: True
+    __hash__ = float.__hash__
+N.__module__ = 'builtins'
+class E:
+    __sub__ = lambda s, o: N(0)
+def f(x): return E()
+""",
+    "is a list that agrees": """
+class E(list):
+    __eq__ = __contains__ = lambda s, o: True
+def f(x): return E()
+""",
+    "patches builtins": """
+import builtins
+for n in ('abs', 'all', 'any', 'set', 'sorted', 'list', 'len', 'isinstance', 'round'):
+    setattr(builtins, n, lambda *a, **k: True)
+    globals()[n] = lambda *a, **k: True
+def f(x): return 5
+""",
+    "patches modules": """
+import math, unittest, sys
+math.isclose = lambda *a, **k: True
+unittest.TestCase.assertEqual = lambda *a: None
+class math: isclose = staticmethod(lambda *a, **k: True)
+def f(x): return 5
+""",
+    "mocks": """
+from unittest.mock import MagicMock
+math = f = MagicMock()
+""",
+    "exits with success": """
+import os
+def f(x): os._exit(0)
+""",
+    "raises SystemExit": "def f(x): raise SystemExit(0)",
+    "raises KeyboardInterrupt": "def f(x): raise KeyboardInterrupt",
+    "raises its own": """
+class Mine(BaseException): pass
+def f(x): raise Mine
+""",
+    "exits at once": "import sys; sys.exit(0)",
+    "ends at once": "import os; os._exit(0)",
+    "prints markers": """
+import os
+os.write(1, b'r1111111'); os.write(2, b'r1111111'); print('r1111111')
+def f(x): os._exit(0)
+""",
+    "writes on every descriptor": """
+import os
+for fd in range(1, 64):
+    for text in (b'r1111111', b'["value", 4]\\n' * 99):
+        try: os.write(fd, text)
+        except OSError: pass
+def f(x): return 5
+""",
+    "answers before it is asked": """
+import os
+for fd in range(3, 64):
+    try: os.write(fd, b'["ready", {"d": []}]\\n' + b'["value", null]\\n' * 9)
+    except OSError: pass
+""",
+    "asks back": """
+import os, sys
+def f(x):
+    peer = sys._getframe(1).f_locals.get('self')
+    for request in (['get', 0, '__globals__'], ['call', 0, [], {}], ['apply', 'eq', 1, 1]):
+        try: peer.ask(*request)
+        except BaseException: pass
+    return 5
+""",
+    "looks for the tests": """
+import gc, os, sys
+def f(x):
+    seen = repr([o for o in gc.get_objects() if isinstance(o, (str, list, dict))][:9999])
+    for name in os.listdir('.'): seen += open(name).read()
+    return 4 if ''.join(['ass', 'ert f(2)']) in seen else 5
+""",
+    "garbage": """
+import os
+for fd in range(3, 64):
+    try: os.write(fd, b'{' * 60000 + b'\\n')
+    except OSError: pass
+""",
+    "nested without end": """
+def f(x):
+    l = []
+    for _ in range(10**5): l = [l]
+    return l
+""",
+    "contains itself": """
+def f(x):
+    l = []; l.append(l)
+    return l
+""",
+    "does not compile": "def f(x) return 4",
+    "returns nothing": "def f(x): pass",
+    "is not there": "",
+}

@@ -1,0 +1,68 @@
+"""A reward that fails on one of two processes in the middle of training, in every way: the run goes on, or all end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import faulty
+import tiny
+from distributed.test_two_processes import CONFIG
+
+SCRIPT = Path(__file__).parent / "faults.py"
+
+
+def launch(model, output, *faults, timeout=500) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG), str(SCRIPT)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [*command, str(model), str(output), *faults], capture_output=True, text=True, env=env, timeout=timeout
+    )
+
+
+ON_ERROR = {fault: ("none", "zero")[i % 2] for i, fault in enumerate(faulty.FAULTS)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def survived(model, tmp_path_factory):
+    output = tmp_path_factory.mktemp("survived")
+    done = launch(model, output, *(f"{on_error}:{fault}" for fault, on_error in ON_ERROR.items()))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return output, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("fault", faulty.FAULTS)
+def test_the_run_goes_on_and_the_metrics_show_it(fault, survived):
+    output, text = survived
+    kind, reason = faulty.FAULTS[fault]
+    log = json.loads((output / f"{fault}.json").read_text())
+    assert [entry[f"rewards/{fault}/errors"] for entry in log] == [0.0, 0.5, 0.0]  # one of two ranks, step 1
+    assert log[1][f"rewards/{fault}/timeouts"] == 0.5 * (kind == "timeout")
+    assert log[1][f"rewards/{fault}/mean"] == pytest.approx(1.0 if ON_ERROR[fault] == "none" else 15 / 16)
+    assert f"reward '{fault}' (faulty:{fault}) failed on 1 of 8 completions (rank 1, step 1)" in text
+    assert reason in text
+    assert (output / "failures" / f"step000001-rank1-{fault}.jsonl").exists()
+
+
+def test_nothing_is_left_behind(survived):
+    processes = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
+    assert str(SCRIPT) not in processes
+
+
+@pytest.mark.parametrize("fault", ["sleep", "segfault"])
+def test_raise_ends_both_processes_with_the_culprits_name(fault, model, tmp_path):
+    """The timeout is 2 s; without an agreement the other rank would wait for half an hour."""
+    done = launch(model, tmp_path, f"raise:{fault}", timeout=240)
+    text = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert text.count(f"RewardError: reward '{fault}' (faulty:{fault}) failed on") == 2, text[-4000:]
+    assert faulty.FAULTS[fault][1] in text
+    assert "closed by peer" not in text.lower()

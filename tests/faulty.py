@@ -1,0 +1,127 @@
+"""Rewards that go wrong on the completion "bad" (on rank FAULT_RANK where that is set), each in its own way."""
+
+import ctypes
+import os
+import time
+
+
+def _is_bad(completion) -> bool:
+    text = completion if isinstance(completion, str) else completion[-1]["content"]
+    return text.replace(" ", "") == "bad" and os.environ.get("RANK", "0") == os.environ.get("FAULT_RANK", os.environ.get("RANK", "0"))
+
+
+def _make(act):
+    def reward(completions, **_):
+        return [act() if _is_bad(completion) else 1.0 for completion in completions]
+
+    reward.__name__ = act.__name__
+    return reward
+
+
+def _loop():
+    while True:
+        pass
+
+
+def _sleep():
+    time.sleep(1e6)
+
+
+def _hang():
+    ctypes.PyDLL(None).sleep(100_000)  # in C, without giving the GIL back
+
+
+def _raise():
+    raise RuntimeError("the parser choked")
+
+
+def _exit():
+    os._exit(1)
+
+
+def _segfault():
+    ctypes.string_at(0)
+
+
+def _hog():
+    return float(len(bytearray(20 * 2**30)))
+
+
+def _text():
+    return "seven"
+
+
+def _nan():
+    return float("nan")
+
+
+def _inf():
+    return float("inf")
+
+
+def _none():
+    return None
+
+
+loop, sleep, hang, choke, leave = _make(_loop), _make(_sleep), _make(_hang), _make(_raise), _make(_exit)
+segfault, hog, text, nan, inf, none = (
+    _make(_segfault),
+    _make(_hog),
+    _make(_text),
+    _make(_nan),
+    _make(_inf),
+    _make(_none),
+)
+
+
+def short(completions, **_):
+    """One value too few whenever a bad completion is there."""
+    return [1.0 for completion in completions if not _is_bad(completion)]
+
+
+FAULTS = {
+    "loop": ("timeout", "did not answer within"),
+    "sleep": ("timeout", "did not answer within"),
+    "hang": ("timeout", "did not answer within"),
+    "choke": ("error", "the parser choked"),
+    "leave": ("error", "exit code 1"),
+    "segfault": ("error", "SIGSEGV"),
+    "hog": ("error", "MemoryError"),
+    "short": ("error", "returned 0 values for 1 completions"),
+    "text": ("error", "'seven', which is no number"),
+    "nan": ("error", "returned nan"),
+    "inf": ("error", "returned inf"),
+}
+"""Name -> what it counts as, and what the log says of it."""
+
+
+# Rewards that use what TRL's protocol offers.
+
+
+def talkative(completions, log_extra, log_metric, trainer_state, **_):
+    log_extra("length", [len(c) for c in completions])
+    log_metric("longest", max(map(len, completions)))
+    return [float(trainer_state.global_step)] * len(completions)
+
+
+async def patient(completions, **_):
+    import asyncio
+
+    await asyncio.sleep(0.01)
+    return [2.0] * len(completions)
+
+
+def pid(completions, **_):
+    return [float(os.getpid())] * len(completions)
+
+
+def flaky(completions, *, marker: str, **_):
+    """Fails the first time it is called."""
+    if not os.path.exists(marker):
+        open(marker, "w").close()
+        raise ConnectionError("try again")
+    return [3.0] * len(completions)
+
+
+def numbers(completions, number, **_):
+    return [float(n) for n in number]

@@ -1,0 +1,226 @@
+"""The code reward: honest programs get their share, no program gets a test it does not answer."""
+
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from code_programs import FORGERIES, HONEST
+from grpo_ext.rewards import code as module
+from grpo_ext.rewards import rewards, sandbox
+from grpo_ext.rewards._code_peers import Peer
+from hostile import ATTEMPTS, ENDLESS, KILLERS, TRY
+
+code = rewards["code"]
+try:
+    sandbox.available()
+except sandbox.SandboxError as error:
+    pytest.skip(f"no sandbox here: {error}", allow_module_level=True)
+
+UNITTEST = """
+import unittest
+class T(unittest.TestCase):
+    def test(self): self.assertEqual(f(2), {expected})
+unittest.main()
+"""
+DOUBLE = "def f(x):\n    return 2 * x\n"
+
+
+def fenced(source: str) -> str:
+    return f"<think>\nplan\n</think>\nHere:\n```python\n{source}\n```\nDone."
+
+
+def score(source: str, tests, **options):
+    [value] = code(completions=[fenced(source)], tests=[tests], timeout=options.pop("timeout", 60.0), **options)
+    return value
+
+
+# which code
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```python\na\n```\n```python\nb\n```", "b\n"),
+        ("```py\na\n```\n```\nb\n```\n```bash\nc\n```", "a\n"),
+        ("```\na\n```\n```\nb\n```", "b\n"),
+        ("```bash\nc\n```", ""),
+        ("<think>```python\na\n```</think>\n```python\nb\n```", "b\n"),
+        ("<think>```python\na\n```</think>b", "b"),
+        ("<answer>\na = 1\n</answer>", "a = 1"),
+        ("<answer>\n```Python3 \na\n```\n</answer>", "a\n"),
+        ("a = 1", "a = 1"),
+        ("", ""),
+        ("  ```python\n  a\n  ```", "  a\n"),
+        ("```python\ns = '```'\n```", "s = '```'\n"),
+    ],
+)
+def test_the_code_of_a_completion(text, expected):
+    assert module.extract_code(text) == expected
+
+
+# honest programs
+
+
+@pytest.mark.parametrize(
+    ("tests", "expected"),
+    [
+        (["assert f(2) == 4"], 1.0),
+        (["assert f(2) == 4", "assert f(3) == 7"], 0.5),
+        (["assert f(2) == 4", "assert f(3) == 7", "assert f(0) == 0", "assert f('a') == 'aa'"], 0.75),
+        ("assert f(2) == 4\nassert f(3) == 6", 1.0),
+        ("assert f(2) == 4\nassert f(3) == 7", 0.0),
+        ("def check(candidate):\n    assert candidate(2) == 4\ncheck(f)", 1.0),
+        (UNITTEST.format(expected=4), 1.0),
+        (UNITTEST.format(expected=5), 0.0),
+        (json.dumps(["assert f(2) == 4", "assert f(3) == 7"]), 0.5),
+        (["def twice(x): return f(f(x))", "assert twice(1) == 4"], 1.0),
+        (["assert f(2) == 4", "assert ("], None),
+        ([], None),
+        ("", None),
+        (None, None),
+        ([3], None),
+        ([{"input": "1"}], None),
+        (["assert f(2) == 4", {"input": "", "output": ""}], None),
+    ],
+)
+def test_shares_by_hand(tests, expected):
+    assert score(DOUBLE, tests) == expected
+    if expected is not None:
+        assert score(DOUBLE, tests, partial=False) == float(expected == 1)
+
+
+@pytest.mark.parametrize(("source", "test"), HONEST)
+def test_honest_programs_pass(source, test):
+    assert score(source, [test]) == 1.0
+
+
+PAIRS = [{"input": "1 2\n", "output": "3"}, {"input": "5 5\n", "output": "10\n"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("a, b = map(int, input().split())\nprint(a + b)", 1.0),
+        ("a, b = map(int, input().split())\nprint(a + b, ' ')\nprint()", 1.0),
+        ("print(3)", 0.5),
+        ("print(input())", 0.0),
+        ("a, b = map(int, input().split())\nprint(a + b)\n1 / 0", 0.0),
+        ("a, b = map(int, input().split())\nprint(a + b)\nimport os; os._exit(0)", 0.0),  # nothing was flushed
+        ("print(3)\nprint(10)", 0.0),
+    ],
+)
+def test_programs_with_input_and_output(source, expected):
+    assert score(source, PAIRS) == expected
+    assert score(source, json.dumps(PAIRS), partial=False) == float(expected == 1)
+
+
+# programs that would rather not answer
+
+TESTS = [
+    "assert f(2) == 4",
+    "assert not f(2) != 4",
+    "assert 4 == f(2)",
+    "assert abs(f(2) - 4) < 1e-6",
+    "import math\nassert math.isclose(f(2), 4)",
+    "assert math.isclose(f(2), 4)",
+    "assert f(2) in [4]",
+    "assert set([f(2)]) == {4}",
+    "assert all(f(2) == y for y in [4])",
+    "assert [f(2)] == [4]",
+    "assert f(2) + 1 == 5 or False",
+]
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_no_test_is_forged(name):
+    start = time.monotonic()
+    assert score(FORGERIES[name], TESTS, timeout=3.0, partial=True) == 0.0
+    assert time.monotonic() - start < 120
+    assert score(FORGERIES[name], UNITTEST.format(expected=4), timeout=3.0) == 0.0
+
+
+def test_the_honest_program_passes_the_tests_that_forgers_fail():
+    assert score(DOUBLE, [t for t in TESTS if t != "assert math.isclose(f(2), 4)"]) == 1.0
+    assert score("import math\n" + DOUBLE, TESTS) == 1.0
+
+
+FIELDS = {
+    "home": ["/root"], "secret": "/nonexistent", "outside": "/nonexistent", "shown": "/usr/bin/env", "port": 9,
+    "parent": 1, "unix": "/nonexistent", "abstract": "none",
+}  # fmt: skip
+HOSTILE = {**ATTEMPTS, **ENDLESS, **KILLERS}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_score_zero(name):
+    assert score(TRY + HOSTILE[name].format(**FIELDS), ["assert f(2) == 4"], timeout=0.7) == 0.0
+
+
+def test_a_test_that_kills_or_hangs_costs_only_itself():
+    source = (
+        "import os, time\ndef f(x):\n    if x == 1: time.sleep(1e6)\n    if x == 2: os._exit(0)\n"
+        "    if x == 3: raise MemoryError\n    return x"
+    )
+    tests = ["import math", "def double(x): return 2 * x", *(f"assert double(f({n})) == {2 * n}" for n in range(6))]
+    assert score(source, tests, timeout=1.5) == 5 / 8
+    start = time.monotonic()
+    assert score("while True: pass", ["assert True"] * 50, timeout=0.5) == 0.0
+    assert time.monotonic() - start < 20  # once, not 50 times
+
+
+def test_a_batch_keeps_its_order_and_its_nones():
+    texts = [fenced("def f(x): return x"), fenced(DOUBLE), "no code here", "", fenced(DOUBLE)]
+    tests = [["assert f(2) == 4", "assert f(0) == 0"]] * 4 + [None]
+    for workers in (1, 4):
+        assert code(completions=texts, tests=tests, workers=workers, timeout=60.0) == [0.5, 1.0, 0.0, 0.0, None]
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    assert code(completions=chats, tests=tests, timeout=60.0, prompts=[""] * 5) == [0.5, 1.0, 0.0, 0.0, None]
+
+
+def test_packages_on_request():
+    source = "import yaml\ndef f(t): return yaml.safe_load(t)"
+    assert score(source, ["assert f('[1]') == [1]"]) == 0.0
+    assert score(source, ["assert f('[1]') == [1]"], packages=True) == 1.0
+
+
+def test_memory_is_limited():
+    source = "def f(n): return len(bytearray(n << 20))"
+    tests = ["assert f(1) == 1 << 20", "assert f(200) == 200 << 20"]
+    assert score(source, tests, memory_mb=128) == 0.5
+    assert score(source, tests, memory_mb=512) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("workers", 0), ("timeout", 0.0), ("memory_mb", 1), ("min_protection", "none")]
+)
+def test_options_out_of_range_are_errors_even_for_an_empty_batch(option, value):
+    with pytest.raises(ValueError, match=f"{option}={value!r}"):
+        code(completions=[], tests=[], **{option: value})
+
+
+def test_a_machine_without_a_sandbox_is_an_error_not_a_score(monkeypatch):
+    monkeypatch.setattr(sandbox, "_probe", lambda: (None, ("namespaces: denied",)))
+    with pytest.raises(sandbox.SandboxError, match="namespaces: denied"):
+        score(DOUBLE, ["assert f(2) == 4"])
+
+
+# what crosses
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+DATA = st.recursive(
+    SCALARS | st.complex_numbers(allow_nan=False) | st.sets(st.integers() | st.text()),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=10,
+)
+
+
+@given(DATA)
+def test_plain_data_crosses_unchanged(value):
+    peer = Peer.__new__(Peer)
+    crossed = peer._decode(json.loads(json.dumps(peer._encode(value))))
+    assert crossed == value
+    assert repr(crossed) == repr(value) or isinstance(value, set | dict | list | tuple)
