@@ -1,10 +1,11 @@
-"""grpo-ext: train, check, recipes, demo."""
+"""grpo-ext: train, check, score, recipes, demo."""
 
 import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -14,12 +15,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, help_text in (
         ("train", "train a recipe: --config RECIPE [--accelerate_config NAME] [--num_processes N] [--key value ...]"),
         ("check", "validate a recipe and print its plan: --config RECIPE [--num_processes N] [--key value ...]"),
+        ("score", "score saved completions: --config RECIPE --file COMPLETIONS.jsonl [--explain N] [--key value ...]"),
         ("recipes", "list the packaged recipes"),
         ("demo", "train a tiny model on this machine and report what it learned"),
     ):
         commands.add_parser(name, help=help_text, description=help_text, add_help=False)
     known, rest = parser.parse_known_args(argv)
-    sys.exit({"train": _train, "check": _check, "recipes": _recipes, "demo": _demo}[known.command](rest))
+    sys.exit(
+        {"train": _train, "check": _check, "score": _score, "recipes": _recipes, "demo": _demo}[known.command](rest)
+    )
 
 
 def _take(argv: list[str], option: str) -> str | None:
@@ -104,6 +108,56 @@ def _print_plan(sections: dict[str, list[tuple[str, str]]]) -> None:
         for name, value in rows:
             table.add_row(name, value)
         console.print(table, "", markup=False)
+
+
+def _score(argv: list[str]) -> int:
+    """Print what the recipe's rewards and estimator make of a file; 2 when the recipe or the file has problems."""
+    from .config import ConfigError
+
+    file, row = _take(argv, "--file"), _take(argv, "--explain")
+    try:
+        from .recipe import load_recipe
+        from .rewards.runtime import RewardError, Runtime
+        from .score import read_rows, score
+
+        if file is None:
+            raise ConfigError(["--file: missing. Name a jsonl file of prompts and completions."])
+        recipe, rows = load_recipe(argv), read_rows(file)
+        if row is not None and not (row.isdigit() and int(row) < len(rows)):
+            raise ConfigError([f"--explain {row}: the rows are numbered 0 to {len(rows) - 1}."])
+        runtime = Runtime(recipe.rewards, workers=recipe.script.reward_workers)
+        try:
+            scored = score(recipe, rows, runtime)
+        finally:
+            runtime.close()
+    except (ConfigError, RewardError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    _print_scores(scored, recipe, None if row is None else int(row))
+    return 0
+
+
+def _print_scores(scored: Any, recipe: Any, row: int | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .score import explain, summary
+
+    if row is not None:
+        _print_plan({f"Row {row}": explain(scored, row, recipe)})
+        return
+    console = Console()
+    table = Table("reward", "mean", "std", "min", "max", "None", "errors", "seconds", title=f"{len(scored.rows)} rows")
+    for line in summary(scored):
+        table.add_row(*line)
+    console.print(table)
+    names = list(scored.rewards)
+    table = Table("row", *names, "total", "advantage", title="Rows")
+    for i in range(len(scored.rows)):
+        values = [scored.rewards[name][i] for name in names]
+        cells = ["None" if value is None else f"{value:.3f}" for value in values]
+        table.add_row(str(i), *cells, f"{scored.total[i]:.3f}", f"{scored.advantages[i]:+.3f}")
+    console.print(table)
 
 
 def _recipes(argv: list[str]) -> int:

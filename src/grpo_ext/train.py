@@ -147,7 +147,10 @@ def train(recipe: Recipe) -> GRPOExtTrainer:
     trainer = build_trainer(recipe)
     if checkpoint:
         trainer.accelerator.print(f"Resuming from {checkpoint}.")
-    trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    finally:
+        trainer.close_rewards()
     trainer.save_model(recipe.training.output_dir)
     trainer.save_objective(str(recipe.training.output_dir))
     trainer.accelerator.print(f"Model saved to {recipe.training.output_dir}.")

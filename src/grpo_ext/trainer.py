@@ -134,6 +134,11 @@ class GRPOExtTrainer(GRPOTrainer):
             self._reward_errors = self.reward_runtime.errors
         self.reward_funcs = [guards.contained(f, self._reward_errors) for f in self.reward_funcs]
 
+    def close_rewards(self) -> None:
+        """End the processes that score rewards; they would otherwise wait for the next batch."""
+        if self.reward_runtime is not None:
+            self.reward_runtime.close()
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.reward_runtime is not None:
             weights = self.reward_runtime.weights(self.state.global_step, self.state.max_steps)

@@ -7,6 +7,8 @@ from typing import Any
 from .composite import RewardSpec
 
 CALLBACKS = ("log_extra", "log_metric")
+PLURALS = {"prompts": "prompt", "completions": "completion"}
+"""What TRL calls the columns that a row of a file has in the singular."""
 
 
 def scorable_rows(spec: RewardSpec, columns: Mapping[str, Any]) -> list[int]:
@@ -39,4 +41,4 @@ def portable(columns: dict[str, Any]) -> dict[str, Any]:
 
 def singular(column: str) -> str:
     """A column's name in a row of a file."""
-    return {"prompts": "prompt", "completions": "completion"}.get(column, column)
+    return PLURALS.get(column, column)

@@ -1,0 +1,130 @@
+"""`grpo-ext score`: a recipe's rewards and advantages on saved completions, without a model."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .advantages import weighted_total
+from .config import ConfigError
+from .objective import Objective
+from .recipe import Recipe
+from .rewards.columns import PLURALS
+from .rewards.runtime import Runtime
+
+
+@dataclass
+class Scored:
+    """Rows of a file with what each reward gave them, the weighted total and the advantage."""
+
+    rows: list[dict[str, Any]]
+    rewards: dict[str, list[float | None]]
+    metrics: dict[str, float]
+    total: list[float]
+    advantages: list[float]
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """Rows of a jsonl file, each with a `prompt`, a `completion` and the columns that rewards ask for.
+
+    Raises:
+        ConfigError: a line is no JSON object or lacks one of the two; file, line and column are named.
+    """
+    rows, problems = [], []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            problems.append(f"{path}, line {number}: not valid JSON ({error}). Write one JSON object per line.")
+            continue
+        missing = [name for name in PLURALS.values() if not isinstance(row, dict) or row.get(name) is None]
+        problems += [f"{path}, line {number}, column {name}: missing. Every row needs it." for name in missing]
+        rows.append(row)
+    if not rows and not problems:
+        problems.append(f"{path}: no rows. Give one JSON object per line.")
+    if problems:
+        raise ConfigError(problems[:5])
+    return rows
+
+
+def score(recipe: Recipe, rows: Sequence[dict[str, Any]], runtime: Runtime) -> Scored:
+    """Score all rows as one batch; rows of the same prompt are a group."""
+    names = {name for row in rows for name in row}
+    columns: dict[str, Any] = {plural: [row[name] for row in rows] for plural, name in PLURALS.items()}
+    columns |= {name: [row.get(name) for row in rows] for name in names - set(PLURALS.values()) - set(columns)}
+    metrics: dict[str, float] = {}
+    callbacks = {"log_extra": columns.__setitem__, "log_metric": metrics.__setitem__}
+    state = SimpleNamespace(global_step=0, max_steps=recipe.training.max_steps)
+    rewards = {}
+    for function in runtime.functions:
+        if isinstance(function, str):
+            raise ConfigError([f"reward_funcs: {function!r} is loaded by TRL. Use reward_model to score it offline."])
+        rewards[function.__name__] = function(**columns, **callbacks, trainer_state=state)
+    weights = torch.tensor(runtime.weights(0, recipe.training.max_steps), dtype=torch.float64)
+    values = torch.tensor([[math.nan if v is None else v for v in column] for column in rewards.values()]).double().T
+    total, advantages = grouped(
+        recipe.training.objective, values, weights, [json.dumps(row["prompt"]) for row in rows]
+    )
+    return Scored(list(rows), rewards, metrics, total.tolist(), advantages.tolist())
+
+
+def grouped(objective: Objective, values: Tensor, weights: Tensor, keys: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Weighted total and advantage of each row; groups of unequal size are filled up with unscorable completions."""
+    groups: dict[str, list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    size = max(map(len, groups.values()))
+    table = torch.full((len(groups), size, values.shape[1]), math.nan, dtype=torch.float64)
+    for g, members in enumerate(groups.values()):
+        table[g, : len(members)] = values[members]
+    estimated = objective.advantages(table, weights)
+    advantages = torch.zeros(len(keys), dtype=torch.float64)
+    for g, members in enumerate(groups.values()):
+        advantages[members] = estimated[g, : len(members)]
+    total = weighted_total(values[None], weights, missing=objective.missing_rewards)[0]
+    return total, advantages
+
+
+def summary(scored: Scored) -> list[tuple[str, ...]]:
+    """Rows of a table: for each reward and the total, mean, std, least, greatest, None, errors, seconds."""
+    table: list[tuple[str, ...]] = []
+    columns: dict[str, Sequence[float | None]] = {**scored.rewards, "total": scored.total}
+    for name, column in columns.items():
+        known = [v for v in column if v is not None and not math.isnan(v)]
+        mean = sum(known) / len(known) if known else math.nan
+        std = math.sqrt(sum((v - mean) ** 2 for v in known) / (len(known) - 1)) if len(known) > 1 else 0.0
+        figures = (mean, std, min(known, default=math.nan), max(known, default=math.nan))
+        errors, seconds = (scored.metrics.get(f"rewards/{name}/{key}") for key in ("errors", "seconds"))
+        table.append(
+            (
+                name,
+                *(f"{figure:.3f}" for figure in figures),
+                str(len(column) - len(known)),
+                "" if errors is None else f"{errors:.0f}",
+                "" if seconds is None else f"{seconds:.3f}",
+            )
+        )
+    return table
+
+
+def explain(scored: Scored, index: int, recipe: Recipe) -> list[tuple[str, str]]:
+    """One row piece by piece: prompt, completion, each reward with its weight, total, advantage."""
+    row = scored.rows[index]
+    text = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in row.items()]
+    pieces = [
+        (
+            spec.name,
+            f"{scored.rewards[spec.name][index]} x {spec.weight:g}   ({spec.function} {dict(spec.kwargs) or ''})",
+        )
+        for spec in recipe.rewards
+    ]
+    total, advantage = scored.total[index], scored.advantages[index]
+    return [*text, *pieces, ("total", f"{total:.4f}"), ("advantage", f"{advantage:.4f}")]
