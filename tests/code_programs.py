@@ -267,6 +267,14 @@ for n in ('abs', 'all', 'any', 'set', 'sorted', 'list', 'len', 'isinstance', 'ro
     globals()[n] = lambda *a, **k: True
 def f(x): return 5
 """,
+    "shadows builtins": """
+abs = lambda x: 0
+round = sum = lambda *a: 4
+all = any = isinstance = lambda *a: True
+set = list = sorted = tuple = lambda *a: [4]
+def f(x): return 5
+""",
+    "raises a SystemExit without a code": "def f(x): raise SystemExit",
     "patches modules": """
 import math, unittest, sys
 math.isclose = lambda *a, **k: True

@@ -7,7 +7,8 @@ import time
 
 def _is_bad(completion) -> bool:
     text = completion if isinstance(completion, str) else completion[-1]["content"]
-    return text.replace(" ", "") == "bad" and os.environ.get("RANK", "0") == os.environ.get("FAULT_RANK", os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
+    return text.replace(" ", "") == "bad" and rank == os.environ.get("FAULT_RANK", rank)
 
 
 def _make(act):
@@ -125,3 +126,8 @@ def flaky(completions, *, marker: str, **_):
 
 def numbers(completions, number, **_):
     return [float(n) for n in number]
+
+
+def letters(completions, **_):
+    """A spread of ordinary values."""
+    return [len(str(completion)) % 5 / 5 for completion in completions]

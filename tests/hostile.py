@@ -165,17 +165,17 @@ except MemoryError:
 """,
     "fill the disk": """
 written = 0
-for name in range(10_000):
+for name in range(60):
     try:
         with open(f"f{{name}}", "wb", buffering=0) as file:
             for _ in range(64):
                 written += file.write(bytes(1 << 20))
     except OSError:
         print("refused")
-        break
     if written > 200 << 20:
         print("BREACH", written)
         break
+    time.sleep(0.02)
 """,
 }
 

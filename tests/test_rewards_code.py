@@ -130,6 +130,7 @@ TESTS = [
     "assert f(2) in [4]",
     "assert set([f(2)]) == {4}",
     "assert all(f(2) == y for y in [4])",
+    "assert round(f(2)) == 4 and sum([f(2)]) == 4 and sorted([f(2)]) == [4]",
     "assert [f(2)] == [4]",
     "assert f(2) + 1 == 5 or False",
 ]

@@ -33,7 +33,7 @@ def rollout(prompts, trainer):
 def run(model: str, output: Path, on_error: str, fault: str) -> None:
     timeout = 2.0 if fault in ("loop", "sleep", "hang") else 60.0
     specs = [
-        RewardSpec("numbers", "tiny:count_a"),
+        RewardSpec("letters", "faulty:letters"),
         RewardSpec(fault, f"faulty:{fault}", on_error=on_error, timeout=timeout),
     ]
     runtime = Runtime(specs, workers=1, failures=output / "failures")

@@ -7,37 +7,50 @@ from a plain one, and is otherwise unequal to plain data. So a program passes a 
 `__eq__` that always agrees, a patched builtin, a printed marker, an early exit all stay on its own side.
 """
 
-import ast
+from __future__ import annotations
+
 import builtins
 import collections
-import datetime
-import decimal
-import fractions
 import importlib
 import json
 import operator
 import os
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # imports are most of what a test costs; hence also those inside functions
+    import ast
+    from collections.abc import Callable, Iterator
+    from typing import Any
 
 _MAX_MESSAGE = 1 << 24
 _PLAIN = (type(None), bool, float, str)
 _SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
-_BY_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
-    "b": (bytes, bytes.hex, bytes.fromhex),
-    "ba": (bytearray, bytearray.hex, bytearray.fromhex),
-    "c": (complex, str, complex),
-    "D": (decimal.Decimal, str, decimal.Decimal),
-    "F": (fractions.Fraction, str, fractions.Fraction),
-    "dt": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    "da": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    "r": (range, lambda r: f"{r.start} {r.stop} {r.step}", lambda t: range(*map(int, t.split()))),
+# tag -> module, class, text of an instance, instance from a text
+_BY_TEXT: dict[str, tuple[str, str, Callable[[Any], str], Callable[[Any, str], Any]]] = {
+    "b": ("builtins", "bytes", lambda v: v.hex(), lambda kind, text: kind.fromhex(text)),
+    "ba": ("builtins", "bytearray", lambda v: v.hex(), lambda kind, text: kind.fromhex(text)),
+    "c": ("builtins", "complex", str, lambda kind, text: kind(text)),
+    "r": (
+        "builtins",
+        "range",
+        lambda v: f"{v.start} {v.stop} {v.step}",
+        lambda kind, text: kind(*map(int, text.split())),
+    ),
+    "D": ("decimal", "Decimal", str, lambda kind, text: kind(text)),
+    "F": ("fractions", "Fraction", str, lambda kind, text: kind(text)),
+    "dt": ("datetime", "datetime", lambda v: v.isoformat(), lambda kind, text: kind.fromisoformat(text)),
+    "da": ("datetime", "date", lambda v: v.isoformat(), lambda kind, text: kind.fromisoformat(text)),
 }
 
 
-_BASES = (int, float, str, dict, *_SEQUENCES.values(), *(kind for kind, _, _ in _BY_TEXT.values()))
+def _text_kinds() -> Iterator[tuple[str, type, Callable[[Any], str]]]:
+    """Tag, class and writer of each class above whose module is loaded: no other has an instance."""
+    for tag, (module, name, text, _) in _BY_TEXT.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type):
+            yield tag, kind, text
 
 
 class _Plain:
@@ -58,7 +71,7 @@ class Gone(BaseException):
 class Proxy:
     """An object that stays on the other side: attributes, calls, items, and operators among such objects."""
 
-    def __init__(self, peer: "Peer", handle: int, derived: bool) -> None:
+    def __init__(self, peer: Peer, handle: int, derived: bool) -> None:
         """`handle` is its number on the other side, `derived` whether its class derives from a plain one."""
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_handle", handle)
@@ -234,7 +247,8 @@ class Peer:
             plain = self._encode_plain(value)
         if plain is None:
             self._objects.append(value)
-            return {"mine": [len(self._objects) - 1, isinstance(value, _BASES)]}
+            bases = (int, float, str, dict, *_SEQUENCES.values(), *(kind for _, kind, _ in _text_kinds()))
+            return {"mine": [len(self._objects) - 1, isinstance(value, bases)]}
         return plain[0]
 
     def _encode_plain(self, value: Any) -> tuple[Any] | None:
@@ -250,7 +264,7 @@ class Peer:
                 return ({tag: [self._encode(v) for v in kind.__iter__(value)]},)
         if isinstance(value, dict):
             return ({"d": [[self._encode(k), self._encode(v)] for k, v in dict.items(value)]},)
-        for tag, (kind, text, _) in _BY_TEXT.items():
+        for tag, kind, text in _text_kinds():
             if isinstance(value, kind):
                 return ({tag: text(value)},)
         if callable(getattr(type(value), "tolist", None)):  # NumPy's scalars and arrays
@@ -273,7 +287,8 @@ class Peer:
             return {self._decode(k): self._decode(v) for k, v in content}
         if tag in _SEQUENCES:
             return _SEQUENCES[tag](map(self._decode, content))
-        return _BY_TEXT[tag][2](content)
+        module, name, _, read = _BY_TEXT[tag]
+        return read(getattr(importlib.import_module(module), name), content)
 
 
 def _exception(name: str, text: str) -> Exception:
@@ -303,6 +318,8 @@ def run_program(path: str, peer: Peer) -> None:
 
 def run_tests(tests: list[str], first: int, peer: Peer, say: Callable[[bytes], object]) -> None:
     """Say "r" when the program is ready, then 1, 0 or ? (the test itself is no Python) for each test from `first`."""
+    import ast
+
     _, theirs = peer.receive()
     say(b"r")
     module = types.ModuleType("__main__")
@@ -323,6 +340,8 @@ def run_tests(tests: list[str], first: int, peer: Peer, say: Callable[[bytes], o
 
 def _bind(tree: ast.Module, theirs: dict[str, Any], names: dict[str, Any]) -> None:
     """Give a test the program's names, but never in the place of a builtin or of a standard module."""
+    import ast
+
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     dotted = {n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
     for name in used - set(names) - set(dir(builtins)):

@@ -179,7 +179,7 @@ def _build_root(job: dict[str, Any]) -> None:
     attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
     pointer = ctypes.byref(attributes)
     _call("syscall", _MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, pointer, ctypes.c_size_t(32))
-    options = f"size={job['disk_bytes']},nr_inodes=4096,mode=1777"
+    options = f"size={job['disk_bytes']},nr_inodes={job['max_files']},mode=1777"
     _call("mount", "tmpfs", job["folder"], "tmpfs", _NOSUID | _NODEV | _NOEXEC, options)
     os.chdir(job["folder"])
 

@@ -18,6 +18,7 @@ from typing import IO
 
 from grpo_ext.rewards._seccomp import MACHINES, bpf_filter
 
+MAX_FILES = 1024  # in its folder
 FOLDER = "/sandbox"  # where a program in a mount namespace of its own runs
 _GRACE_SECONDS = 30.0  # after which a namespace ends itself, should nobody else end it
 _READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/nix/store")
@@ -84,6 +85,7 @@ def describe(
             "limits": _rlimits(limits, isolated),
             "filter": bpf_filter(machine, **options) if machine in MACHINES else b"",
             "network": limits.network,
+            "max_files": MAX_FILES,
             "disk_bytes": limits.disk_mb << 20,
             "deadline_s": max(limits.timeout, limits.cpu_seconds or 0) + _GRACE_SECONDS,
             "uid": (1 << 30) + secrets.randbelow(1 << 29),

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import importlib.util
 import json
 import logging
+import marshal
 import os
 import re
 import selectors
@@ -168,7 +170,9 @@ def _lines(text: str) -> list[str]:
 
 @functools.cache
 def _peers() -> bytes:
-    return Path(__file__).with_name("_code_peers.py").read_bytes()
+    """The peers' script, compiled once for all runs: what Python would write as a .pyc file."""
+    compiled = compile(Path(__file__).with_name("_code_peers.py").read_text(), "peers", "exec")
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compiled)
 
 
 def _meet(
@@ -200,8 +204,8 @@ def _launch(
 ) -> contextlib.AbstractContextManager[sandbox.Program]:
     [name] = files
     return sandbox.start(
-        [*sandbox.python_argv(packages), "peers.py", role, *map(str, fds), name, *arguments],
-        {"peers.py": _peers(), **files},
+        [*sandbox.python_argv(packages), "peers.pyc", role, *map(str, fds), name, *arguments],
+        {"peers.pyc": _peers(), **files},
         limits,
         method=method,
         packages=packages,

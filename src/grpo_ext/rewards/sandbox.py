@@ -98,7 +98,7 @@ class Program:
                 threads = next((int(line.split()[1]) for line in file if line.startswith("Threads:")), 0)
         except OSError:
             return ""  # it has ended, or removes files while we count them
-        over = sum(sizes) > self.limits.disk_mb << 20 or len(sizes) > 4096 or threads > self.limits.threads
+        over = sum(sizes) > self.limits.disk_mb << 20 or len(sizes) > job.MAX_FILES or threads > self.limits.threads
         return "folder or threads" if over else ""
 
     def kill(self) -> None:
