@@ -149,14 +149,14 @@ try:
         files.append(open("main.py"))
     print("BREACH")
 except OSError:
-    print("refused", len(files))
+    print("refused" if len(files) < 64 else "BREACH", len(files))
 """,
     "20 GiB": """
 import mmap
 attempt(bytearray, 20 << 30); attempt(mmap.mmap, -1, 20 << 30)
 blocks = []
 try:
-    while len(blocks) < 2000:
+    while len(blocks) < 40:
         blocks.append(bytearray(10 << 20))
     print("BREACH")
 except MemoryError:

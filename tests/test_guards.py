@@ -38,6 +38,20 @@ def test_a_policy_that_was_never_on_disk_has_a_reference_too(tmp_path):
     assert not torch.equal(weights(trainer.model), before)
 
 
+def test_the_reference_of_a_model_that_was_trained_before_is_no_alias(model_path, tmp_path):
+    """TRL's fused head stays on an instance; the plain forward of a copy would run the policy's own weights."""
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    build(model, tmp_path, loss_type="grpo", max_steps=1).train()
+    trainer = build(model, tmp_path, beta=0.1, loss_type="grpo", max_steps=3, learning_rate=0.02)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    before = trainer.ref_model(input_ids=ids).logits
+    trainer.train()
+    log = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+    assert log[0] == pytest.approx(0.0, abs=1e-6)
+    assert log[-1] > 1e-4
+    assert torch.equal(trainer.ref_model(input_ids=ids).logits, before)
+
+
 @pytest.mark.parametrize(("disable", "clipped"), [(None, False), (False, True)])
 def test_dropout_is_off_in_rollouts_and_loss(disable, clipped, model_path, tmp_path, caplog):
     """With dropout on, ratios differ from 1 although nothing was learned."""

@@ -144,6 +144,16 @@ def test_no_test_is_forged(name):
     assert score(FORGERIES[name], UNITTEST.format(expected=4), timeout=3.0) == 0.0
 
 
+@pytest.mark.parametrize("look", ["g.__globals__['WANTED']", "g.__code__.co_consts", "g.__closure__[0].cell_contents"])
+def test_a_callback_can_be_called_and_not_looked_into(look):
+    test = "WANTED = 4\ndef test(w):\n    assert f(lambda: w and 0) == WANTED\ntest(4)"
+    assert (
+        score(f"def f(g):\n    found = {look}\n    return found[0] if isinstance(found, tuple) else found", [test])
+        == 0.0
+    )
+    assert score("def f(g): return g() + 4", [test]) == 1.0
+
+
 def test_the_honest_program_passes_the_tests_that_forgers_fail():
     assert score(DOUBLE, [t for t in TESTS if t != "assert math.isclose(f(2), 4)"]) == 1.0
     assert score("import math\n" + DOUBLE, TESTS) == 1.0

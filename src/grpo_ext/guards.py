@@ -64,7 +64,9 @@ def reference_copied_from(model: Any, args: GRPOExtConfig, peft_config: Any) -> 
         return
 
     def copy_policy(_: str, **kwargs: Any) -> PreTrainedModel:
-        return deepcopy(model).eval().requires_grad_(False)
+        reference = deepcopy(model).eval().requires_grad_(False)
+        vars(reference).pop("forward", None)  # an earlier trainer's, which would go on running the policy's weights
+        return reference
 
     with patch.object(grpo_trainer, "create_model_from_path", copy_policy):
         yield

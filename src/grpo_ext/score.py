@@ -68,7 +68,7 @@ def score(recipe: Recipe, rows: Sequence[dict[str, Any]], runtime: Runtime) -> S
         if isinstance(function, str):
             raise ConfigError([f"reward_funcs: {function!r} is loaded by TRL. Use reward_model to score it offline."])
         rewards[function.__name__] = function(**columns, **callbacks, trainer_state=state)
-    weights = torch.tensor(runtime.weights(0, recipe.training.max_steps), dtype=torch.float64)
+    weights = torch.tensor([function.weight(0, 1) for function in runtime.functions], dtype=torch.float64)
     values = torch.tensor([[math.nan if v is None else v for v in column] for column in rewards.values()]).double().T
     total, advantages = grouped(
         recipe.training.objective, values, weights, [json.dumps(row["prompt"]) for row in rows]

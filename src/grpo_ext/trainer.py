@@ -140,9 +140,9 @@ class GRPOExtTrainer(GRPOTrainer):
             self.reward_runtime.close()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.reward_runtime is not None:
-            weights = self.reward_runtime.weights(self.state.global_step, self.state.max_steps)
-            self.reward_weights[: len(weights)] = torch.tensor(weights)
+        for i, function in enumerate(self.reward_funcs):
+            if isinstance(function, Component) and function.spec.weight_schedule is not None:
+                self.reward_weights[i] = function.weight(self.state.global_step, self.state.max_steps)
         rewards = super()._calculate_rewards(*args, **kwargs)
         errors = gather_object(self._reward_errors) if self.accelerator.num_processes > 1 else self._reward_errors
         if errors:
@@ -356,9 +356,9 @@ class GRPOExtTrainer(GRPOTrainer):
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """As TRL's, also above the 2^24 tokens at which `torch.quantile` gives up."""
         local = entropies[mask.bool()].float()
-        padded = self.accelerator.pad_across_processes(local, dim=0, pad_index=-1.0)
+        padded = self.accelerator.pad_across_processes(local, dim=0, pad_index=-1e9)
         gathered = self.accelerator.gather(padded)
-        gathered = gathered[gathered >= 0]
+        gathered = gathered[gathered > -1e8]  # an entropy is 0 or more, give or take a rounding
         if gathered.numel() == 0:
             return torch.zeros_like(entropies, dtype=torch.bool)
         if gathered.numel() <= 2**24:

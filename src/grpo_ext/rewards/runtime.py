@@ -79,10 +79,6 @@ class Runtime:
     def _isolated(self, spec: RewardSpec) -> bool:
         return self.size > 0 and spec.isolated
 
-    def weights(self, step: int, steps: int) -> list[float]:
-        """The weights at an optimizer step."""
-        return [weight_at(spec.weight, spec.weight_schedule, step, steps) for spec in self.specs]
-
     def close(self) -> None:
         """End the workers."""
         self.pool.close()
@@ -248,6 +244,10 @@ class Component:
         """TRL logs it under `__name__`."""
         self.runtime, self.spec = runtime, spec
         self.__name__ = spec.name
+
+    def weight(self, step: int, steps: int) -> float:
+        """The weight at an optimizer step."""
+        return weight_at(self.spec.weight, self.spec.weight_schedule, step, steps)
 
     def __call__(self, **columns: Any) -> list[float | None]:
         """Rewards of one batch."""
