@@ -321,6 +321,22 @@ def test_a_run_is_safe_from_a_thread():
     assert outcomes[0].ok
 
 
+@on_each_method
+def test_the_callers_signals_and_limits_do_not_matter(method):
+    code = (
+        "import resource, signal\n"
+        "from grpo_ext.rewards import sandbox\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        f"ended = sandbox.run('while True: pass', method={method!r}, limits=sandbox.Limits(timeout=0.5))\n"
+        f"print(ended.stopped, sandbox.run('print(1)', method={method!r}).stdout)"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "time b'1\\n'\n", done
+    assert time.monotonic() - start < 5
+
+
 # what it says about itself
 
 

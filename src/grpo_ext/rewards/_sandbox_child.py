@@ -50,6 +50,9 @@ def main() -> None:
 
 
 def _launch(job: dict[str, Any], status: int) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the trainer blocks or ignores is not ours
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     _die_with_parent()
     if os.getppid() != job["parent"]:  # it died before we asked
         os._exit(125)
@@ -63,7 +66,10 @@ def _launch(job: dict[str, Any], status: int) -> None:
     if job["method"] == "landlock":
         _restrict_files(job)
     for name, value in job["limits"].items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        limit = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
     if job["filter"]:
         _install_filter(job["filter"])
     os.write(status, b"R")
