@@ -154,7 +154,7 @@ def _validator(schema_json: str) -> Callable[[Any], bool] | None:
         import jsonschema
         from referencing import Registry
     except ImportError as error:
-        raise ImportError("reward 'json_schema' needs jsonschema: pip install 'jsonschema>=4.18'.") from error
+        raise ImportError("reward 'json_schema' needs jsonschema: pip install 'grpo-ext[json]'.") from error
     try:
         schema = json.loads(schema_json)
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
