@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def rollout(prompts, trainer):
     texts = ["a7 " * (1 + i % 4) for i in range(len(prompts))]
     if trainer.state.global_step == 1:
         texts[1] = "bad"
+        (Path(trainer.args.output_dir) / "fault_began").write_text(str(time.time()))
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     return {"prompt_ids": tokenizer(list(prompts))["input_ids"], "completion_ids": ids, "logprobs": None}
 
@@ -41,7 +43,10 @@ def run(model: str, output: Path, on_error: str, fault: str) -> None:
     trainer = GRPOExtTrainer(
         model, runtime.functions, args, tiny.prompts(), processing_class=tiny.tokenizer(), rollout_func=rollout
     )
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        (output / f"ended_{trainer.accelerator.process_index}").write_text(str(time.time()))
     runtime.close()
     if trainer.accelerator.is_main_process:
         log = [entry for entry in trainer.state.log_history if "reward" in entry]

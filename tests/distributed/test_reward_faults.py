@@ -66,3 +66,6 @@ def test_raise_ends_both_processes_with_the_culprits_name(fault, model, tmp_path
     assert text.count(f"RewardError: reward '{fault}' (faulty:{fault}) failed on") == 2, text[-4000:]
     assert faulty.FAULTS[fault][1] in text
     assert "closed by peer" not in text.lower()
+    began = float((tmp_path / "fault_began").read_text())
+    for rank in (0, 1):
+        assert float((tmp_path / f"ended_{rank}").read_text()) - began < 2 + 15
