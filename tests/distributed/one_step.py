@@ -30,7 +30,7 @@ def main(model: str, output: str, rows: str, *names: str) -> None:
             per_device_train_batch_size=int(rows),
             num_generations=8,
             optim="sgd",
-            learning_rate=0.1,
+            learning_rate=0.02,
             max_grad_norm=0.0,
             max_steps=2,
         )
