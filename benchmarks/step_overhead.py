@@ -108,7 +108,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     results = [
         compare(loss_type, hidden, layers, pairs)
-        for hidden, layers in ((64, 2), (256, 4))
+        for hidden, layers in ((64, 2), (128, 4))
         for loss_type in ("grpo", "dapo")
     ]
     versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
