@@ -131,28 +131,32 @@ class Pool:
         outcomes: dict[int, Outcome] = {}
         waiting = deque(range(len(jobs)))
         busy: dict[Worker, int] = {}
-        with selectors.DefaultSelector() as selector:
-            while waiting or busy:
-                if deadline is not None and time.monotonic() > deadline:
-                    for i in waiting:
-                        outcomes[i] = Outcome("timeout", reason="no time was left to score it")
-                    waiting.clear()
-                while waiting and len(busy) < self.size:
-                    i = waiting.popleft()
-                    worker = self._idle.pop() if self._idle else Worker(self.memory_gib)
-                    if worker.give(jobs[i]):
-                        busy[worker] = i
-                        selector.register(worker, selectors.EVENT_READ)
-                    else:  # it died idle: another one takes the job
-                        worker.kill()
-                        waiting.appendleft(i)
-                for worker, outcome in self._wait(selector, busy):
-                    selector.unregister(worker)
-                    outcomes[busy.pop(worker)] = outcome
-                    if outcome.status in ("scored", "failed"):
-                        self._idle.append(worker)
-                    else:
-                        worker.kill()
+        try:
+            with selectors.DefaultSelector() as selector:
+                while waiting or busy:
+                    if deadline is not None and time.monotonic() > deadline:
+                        for i in waiting:
+                            outcomes[i] = Outcome("timeout", reason="no time was left to score it")
+                        waiting.clear()
+                    while waiting and len(busy) < self.size:
+                        i = waiting.popleft()
+                        worker = self._idle.pop() if self._idle else Worker(self.memory_gib)
+                        if worker.give(jobs[i]):
+                            busy[worker] = i
+                            selector.register(worker, selectors.EVENT_READ)
+                        else:  # it died idle: another one takes the job
+                            worker.kill()
+                            waiting.appendleft(i)
+                    for worker, outcome in self._wait(selector, busy):
+                        selector.unregister(worker)
+                        outcomes[busy.pop(worker)] = outcome
+                        if outcome.status in ("scored", "failed"):
+                            self._idle.append(worker)
+                        else:
+                            worker.kill()
+        finally:
+            for worker in busy:  # interrupted: whoever is still at work belongs to nobody
+                worker.kill()
         return [outcomes[i] for i in range(len(jobs))]
 
     def _wait(self, selector: selectors.BaseSelector, busy: dict[Worker, int]) -> list[tuple[Worker, Outcome]]:
