@@ -1,8 +1,10 @@
 """`python -m grpo_ext.train --config recipe.yaml [--key value ...]`: what `accelerate launch` runs."""
 
+import gc
 import json
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,19 @@ def train(recipe: Recipe) -> GRPOExtTrainer:
     return trainer
 
 
+def leave_process_group() -> None:
+    """Leave the process group, if there is one, without waiting for ever.
+
+    The last reference to a gloo group may be held by a DDP reducer, which waits for the group's thread with the
+    interpreter's lock in its hand, while that thread wants the lock to let go of the last collective's tensors
+    (seen with torch 2.13). So what is no longer used goes first, and the thread gets a moment to finish.
+    """
+    if PartialState._shared_state:
+        gc.collect()
+        time.sleep(0.1)
+        PartialState().destroy_process_group()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; a recipe with mistakes ends with exit code 2 and all of them."""
     argv = sys.argv[1:] if argv is None else argv
@@ -171,8 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(error, file=sys.stderr)
         sys.exit(2)
     finally:
-        if PartialState._shared_state:
-            PartialState().destroy_process_group()
+        leave_process_group()
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ os.environ["FAULT_RANK"] = "1"
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-from accelerate import PartialState  # noqa: E402
 
 import tiny  # noqa: E402
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer  # noqa: E402
 from grpo_ext.rewards import RewardSpec, Runtime  # noqa: E402
+from grpo_ext.train import leave_process_group  # noqa: E402
 
 
 def rollout(prompts, trainer):
@@ -56,4 +56,4 @@ def run(model: str, output: Path, on_error: str, fault: str) -> None:
 if __name__ == "__main__":
     for pair in sys.argv[3:]:
         run(sys.argv[1], Path(sys.argv[2]), *pair.split(":"))
-    PartialState().destroy_process_group()
+    leave_process_group()

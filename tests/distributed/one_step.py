@@ -10,9 +10,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-from accelerate import PartialState  # noqa: E402
 
 import tiny  # noqa: E402
+from grpo_ext.train import leave_process_group  # noqa: E402
 from test_trainer import build, scripted_rollout, unit_interval, weights  # noqa: E402
 
 
@@ -38,7 +38,7 @@ def main(model: str, output: str, rows: str, *names: str) -> None:
         if trainer.accelerator.is_main_process:
             log = [entry for entry in trainer.state.log_history if "reward" in entry]
             torch.save({"weights": weights(trainer.model), "log": log}, Path(output) / f"{name}.pt")
-    PartialState().destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":
