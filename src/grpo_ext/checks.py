@@ -111,6 +111,9 @@ _CHOICES: dict[str, Any] = {
     "missing_rewards": ("renormalize", "zero"),
     "loss_aggregation": aggregations,
     "vllm_mode": ("server", "colocate"),
+    "vllm_weight_transfer": ("auto", "nccl", "gloo"),
+    "vllm_dtype": ("auto", "float32", "bfloat16", "float16"),
+    "rollout_drift_action": ("warn", "stop"),
     "vllm_model_impl": ("vllm", "transformers"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "eval_strategy": _values(IntervalStrategy),
@@ -207,6 +210,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "vllm_server_port": _PORT,
     "vllm_group_port": _PORT,
     "vllm_server_timeout": _POSITIVE,
+    "rollout_drift": _NOT_NEGATIVE,
     "vllm_importance_sampling_clip_max": _POSITIVE,
     "vllm_importance_sampling_clip_min": _NOT_NEGATIVE,
 }
@@ -355,8 +359,8 @@ def _hardware(config: Any) -> Iterator[str]:
 
 
 def _vllm(config: Any) -> Iterator[str]:
-    if config.use_vllm and config.vllm_mode == "colocate":
-        yield from _colocated(config)
+    if config.use_vllm:
+        yield from _colocated(config) if config.vllm_mode == "colocate" else _served(config)
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     if low is not None and high is not None and low >= high:
         yield (
@@ -377,7 +381,19 @@ def _vllm(config: Any) -> Iterator[str]:
         )
 
 
+def _served(config: Any) -> Iterator[str]:
+    if config.use_cpu and config.vllm_weight_transfer == "nccl":
+        yield "vllm_weight_transfer='nccl' needs a GPU on this side too, and use_cpu is set. Set 'auto' or 'gloo'."
+    if world_size() > 1 and config.vllm_server_timeout >= config.ddp_timeout:
+        yield (
+            f"vllm_server_timeout={config.vllm_server_timeout:g}: the other processes wait for the one that waits for "
+            f"the server, and give up after ddp_timeout={config.ddp_timeout} s. Set it below that."
+        )
+
+
 def _colocated(config: Any) -> Iterator[str]:
+    if config.use_cpu and config.vllm_enable_sleep_mode:
+        yield "vllm_enable_sleep_mode=True: vLLM cannot put its engine to sleep on a CPU. Remove it."
     parallel, processes = config.vllm_tensor_parallel_size, world_size()
     if processes % parallel:
         yield (

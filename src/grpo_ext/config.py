@@ -113,6 +113,32 @@ class GRPOExtConfig(GRPOConfig):
         },
     )
 
+    vllm_weight_transfer: str = field(
+        default="auto",
+        metadata={
+            "help": "How weights reach a vLLM server: 'nccl', 'gloo' (TCP, needs no GPU) or 'auto' (default), NCCL "
+            "where both sides have CUDA."
+        },
+    )
+    vllm_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "dtype of the sampler's weights: 'float32', 'bfloat16', 'float16' or 'auto' (default), the one "
+            "that the trainer computes in."
+        },
+    )
+    rollout_drift: float | None = field(
+        default=None,
+        metadata={
+            "help": "Largest mean difference, in nats per token, between vLLM's and the trainer's log-probabilities "
+            "of the sampled tokens. None (default): 0.02 in float32, 0.05 in float16, 0.1 in bfloat16; 0: not checked."
+        },
+    )
+    rollout_drift_action: str = field(
+        default="warn",
+        metadata={"help": "'warn' (default) or 'stop' when the difference is larger than `rollout_drift`."},
+    )
+
     def __post_init__(self) -> None:
         """Check everything, report everything, then let TRL do its own."""
         problems = [*self._decode_json(), *checks.problems(self)]
@@ -168,6 +194,13 @@ class GRPOExtConfig(GRPOConfig):
     def exact_denominators(self) -> bool:
         """Whether denominators count the optimizer step's live completions and tokens (stock TRL's do not)."""
         return self.loss_defaults == "paper"
+
+    @property
+    def sampler_dtype(self) -> str:
+        """`vllm_dtype`, settled as far as it can be before the model is loaded."""
+        if self.vllm_dtype != "auto":
+            return self.vllm_dtype
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "auto"
 
     @property
     def dropout_disabled(self) -> bool:

@@ -1,8 +1,10 @@
 """What stock TRL lets through when a trainer is built, checked or set right."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -70,6 +72,14 @@ def reference_copied_from(model: Any, args: GRPOExtConfig, peft_config: Any) -> 
 
     with patch.object(grpo_trainer, "create_model_from_path", copy_policy):
         yield
+
+
+@cache
+def accept_numbered_cpu() -> None:
+    """Let a checkpoint be loaded to the device `cpu:0`, as transformers before 5.23 asks for on several CPU processes."""
+    torch.serialization.register_package(
+        0, lambda storage: None, lambda storage, location: storage if re.fullmatch(r"cpu:\d+", location) else None
+    )
 
 
 def _attention_dropout(module: torch.nn.Module) -> float:

@@ -97,17 +97,13 @@ def _prefix(*prefixes: str) -> Callable[[str], bool]:
     return lambda name: name.startswith(prefixes)
 
 
-_SERVER = ("vllm_server_", "vllm_group_port")
-_COLOCATE = (
-    "vllm_gpu_memory_utilization",
-    "vllm_max_model_length",
-    "vllm_tensor_parallel_size",
-    "vllm_model_impl",
-)
+_SERVER = ("vllm_server_", "vllm_group_port", "vllm_weight_transfer")
 _ONLY_WITH = (
-    _Idle("use_vllm: true", lambda c: c.use_vllm, _prefix("vllm_")),
+    _Idle("use_vllm: true", lambda c: c.use_vllm, _prefix("vllm_", "rollout_drift")),
     _Idle("vllm_mode: server", lambda c: not c.use_vllm or c.vllm_mode == "server", _prefix(*_SERVER)),
-    _Idle("vllm_mode: colocate", lambda c: not c.use_vllm or c.vllm_mode == "colocate", _names(*_COLOCATE)),
+    _Idle(
+        "vllm_mode: colocate", lambda c: not c.use_vllm or c.vllm_mode == "colocate", _names("vllm_enable_sleep_mode")
+    ),
     _Idle(
         "vllm_importance_sampling_correction: true",
         lambda c: not c.use_vllm or c.vllm_importance_sampling_correction,

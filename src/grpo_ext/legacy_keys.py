@@ -22,7 +22,6 @@ REPLACED: dict[str, str] = {
     "vllm_max_model_len": "it is vllm_max_model_length now. Write that.",
     "vllm_guided_decoding_regex": "it is vllm_structured_outputs_regex now. Write that.",
     "vllm_device": "vllm_mode: colocate shares the training GPU, vllm_mode: server has its own. Write vllm_mode.",
-    "vllm_dtype": "vLLM takes the model's dtype. Write dtype.",
     "vllm_enable_prefix_caching": "vLLM does it by default. Remove it.",
     "vllm_tp": "it is vllm_tensor_parallel_size. Write that.",
     "epsilon_low": "TRL calls the lower bound epsilon. Write epsilon.",

@@ -24,6 +24,8 @@ from .metrics import log_loss_metrics
 from .objective import Objective
 from .ratios import masked
 from .rewards.runtime import Component, RewardError
+from .rollout.drift import Drift, RolloutDrift, moments
+from .rollout.generation import ServerLost, in_place_of_trls, monitor_for
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,9 @@ class GRPOExtTrainer(GRPOTrainer):
             )
         self.objective: Objective = args.objective
         guards.check_data(args, train_dataset, eval_dataset)
-        with guards.reference_copied_from(model, args, kwargs.get("peft_config")):
+        guards.accept_numbered_cpu()
+        ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
+        with guards.reference_copied_from(model, args, kwargs.get("peft_config")), ours:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         guards.check_reward_names(self.reward_func_names)
         self._contain_rewards()
@@ -83,6 +87,8 @@ class GRPOExtTrainer(GRPOTrainer):
         elif dropout := guards.active_dropout(self.model):
             logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
         self._name_objective()
+        self._drift = monitor_for(self) if self.use_vllm and args.rollout_drift != 0 else None
+        self._drift_due = False
         self._history: deque[Tensor] = deque(maxlen=self.objective.advantage_kwargs.get("window", 1) - 1)
         self._rewards_per_func: Tensor | None = None
         self._counted: list[dict[str, Any]] = []
@@ -105,7 +111,11 @@ class GRPOExtTrainer(GRPOTrainer):
         """As TRL's; a second call starts from fresh rollouts."""
         self._buffered_inputs = None
         self._step = 0
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        except (ServerLost, RolloutDrift) as error:
+            self._save_and_explain(error)
+            raise
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As TRL's, after a check that evaluation batches hold whole groups.
@@ -122,6 +132,32 @@ class GRPOExtTrainer(GRPOTrainer):
         completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
         guards.fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
         return completion_ids, logprobs
+
+    def _check_drift(self, logps: Tensor, inputs: dict[str, Any]) -> None:
+        """Compare the sampler with the policy that has just been pushed to it.
+
+        Raises:
+            RolloutDrift: they differ, and `rollout_drift_action` is 'stop'; on all processes.
+        """
+        assert self._drift is not None
+        self._drift_due = False
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        sums, largest = moments(logps, inputs["sampling_per_token_logps"], mask)
+        drift = Drift.of(self.accelerator.reduce(sums), self.accelerator.gather(largest[None]).max().item())
+        self._drift.add(drift)
+        generation = self.vllm_generation
+        for name, value in (
+            ("drift_mean", drift.mean),
+            ("drift_max", drift.max),
+            ("drift_trend", self._drift.trend),
+            ("weight_sync_seconds", generation.sync_seconds),
+            ("weight_sync_mib", generation.sync_bytes / 2**20),
+        ):
+            self._metrics["train"][f"sampling/{name}"].append(value)
+        if self._drift.exceeded:
+            if self.args.rollout_drift_action == "stop":
+                raise RolloutDrift(self._drift.diagnosis())
+            logger.warning(self._drift.diagnosis())
 
     # Advantages: from the rewards that TRL gathers, by the objective's estimator.
 
@@ -158,6 +194,9 @@ class GRPOExtTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
+        self._drift_due = mode == "train" and self._drift is not None
+        if self._drift_due and "old_per_token_logps" in output:
+            self._check_drift(output["old_per_token_logps"], output)
         rewards, weights = self._grouped_rewards(mode), self.reward_weights.double().to(self.accelerator.device)
         total = weighted_total(rewards, weights, missing=self.objective.missing_rewards)
         self._log_rewards(total, mode)
@@ -237,6 +276,8 @@ class GRPOExtTrainer(GRPOTrainer):
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        if self._drift_due and mode == "train":
+            self._check_drift(logps.detach(), inputs)
         tensors = objective.tensors(logps, inputs, mask)
         entropy_mask = None
         if self.top_entropy_quantile < 1.0:
@@ -380,6 +421,14 @@ class GRPOExtTrainer(GRPOTrainer):
         self.save_objective(folder)
         if self._history.maxlen and self.args.should_save:
             (folder / HISTORY_FILE).write_text(json.dumps([h.tolist() for h in self._history]))
+
+    def _save_and_explain(self, error: Exception) -> None:
+        """Before a run ends for want of a sound sampler, keep what it has learned."""
+        folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"
+        if self.state.global_step and not folder.exists():
+            self._save_checkpoint(self.model, trial=None)
+        kept = f"The run can be resumed from {folder}." if self.state.global_step else "No step had been made."
+        error.args = (f"{error}\n{kept}",)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
