@@ -1,4 +1,4 @@
-"""grpo-ext: train, check, score, recipes, demo."""
+"""grpo-ext: train, check, serve, score, recipes, demo."""
 
 import argparse
 import subprocess
@@ -15,15 +15,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, help_text in (
         ("train", "train a recipe: --config RECIPE [--accelerate_config NAME] [--num_processes N] [--key value ...]"),
         ("check", "validate a recipe and print its plan: --config RECIPE [--num_processes N] [--key value ...]"),
+        (
+            "serve",
+            "start the vLLM server of a recipe: --config RECIPE [--host H] [--port P] [--key value ...] [-- FLAGS]",
+        ),
         ("score", "score saved completions: --config RECIPE --file COMPLETIONS.jsonl [--explain N] [--key value ...]"),
         ("recipes", "list the packaged recipes"),
         ("demo", "train a tiny model on this machine and report what it learned"),
     ):
         commands.add_parser(name, help=help_text, description=help_text, add_help=False)
-    known, rest = parser.parse_known_args(argv)
-    sys.exit(
-        {"train": _train, "check": _check, "score": _score, "recipes": _recipes, "demo": _demo}[known.command](rest)
-    )
+    given = list(sys.argv[1:] if argv is None else argv)
+    known, _ = parser.parse_known_args(given[:1])
+    command = {
+        "train": _train,
+        "check": _check,
+        "serve": _serve,
+        "score": _score,
+        "recipes": _recipes,
+        "demo": _demo,
+    }
+    sys.exit(command[known.command](given[1:]))
 
 
 def _take(argv: list[str], option: str) -> str | None:
@@ -89,11 +100,55 @@ def _check(argv: list[str]) -> int:
             from .plan import plan
             from .recipe import load_recipe
 
-            _print_plan(plan(load_recipe(argv)))
+            recipe = load_recipe(argv)
+            _print_plan(plan(recipe))
+            return _check_server(recipe)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
+
+
+def _check_server(recipe: Any) -> int:
+    """Compare the recipe with its vLLM server, where it has one; 2 when they do not fit."""
+    if not (recipe.training.use_vllm and recipe.training.vllm_mode == "server"):
+        return 0
+    from .rollout.serve import server_url, wanted
+    from .rollout.server import ServerUnreachable, mismatches, server_facts
+
+    url = server_url(recipe)
+    try:
+        problems = list(mismatches(wanted(recipe), server_facts(url)))
+    except ServerUnreachable as error:
+        print(f"vLLM server: {error}.")
+        return 0
+    for problem in problems:
+        print(f"vLLM server at {url}: {problem}", file=sys.stderr)
+    if not problems:
+        print(f"vLLM server at {url}: fits the recipe.")
+    return 2 if problems else 0
+
+
+def _serve(argv: list[str]) -> int:
+    """Start the recipe's vLLM server and stay with it; what follows `--` goes to vLLM."""
+    from .config import ConfigError
+
+    split = argv.index("--") if "--" in argv else len(argv)
+    argv, extra = argv[:split], argv[split + 1 :]
+    host, port = _take(argv, "--host") or "127.0.0.1", _take(argv, "--port")
+    if port is not None and not port.isdecimal():
+        sys.exit(f"--port {port}: not a port.")
+    try:
+        from .recipe import load_recipe
+        from .rollout.serve import serve
+
+        recipe = load_recipe([*argv, "--use_vllm", "true", "--vllm_mode", "server"])
+        hint = f"grpo-ext train {' '.join(argv)} --use_vllm true --vllm_mode server"
+        if port is not None:
+            hint += f" --vllm_server_port {port}"
+        return serve(recipe, host, int(port) if port else None, extra, hint=hint)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _print_plan(sections: dict[str, list[tuple[str, str]]]) -> None:

@@ -76,7 +76,7 @@ def reference_copied_from(model: Any, args: GRPOExtConfig, peft_config: Any) -> 
 
 @cache
 def accept_numbered_cpu() -> None:
-    """Let a checkpoint be loaded to the device `cpu:0`, as transformers before 5.23 asks for on several CPU processes."""
+    """Let a checkpoint be loaded to `cpu:0`, as transformers before 5.23 asks for on several CPU processes."""
     torch.serialization.register_package(
         0, lambda storage: None, lambda storage, location: storage if re.fullmatch(r"cpu:\d+", location) else None
     )

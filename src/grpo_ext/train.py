@@ -20,6 +20,8 @@ from .objective import Objective
 from .recipe import QUICKSTART_MODEL, Recipe, load_recipe, print_help
 from .recipe_checks import FRESH_START, LAST
 from .rewards.runtime import RewardError, Runtime
+from .rollout.drift import RolloutDrift
+from .rollout.generation import ServerLost
 from .trainer import OBJECTIVE_FILE, GRPOExtTrainer
 
 logger = logging.getLogger(__name__)
@@ -61,14 +63,19 @@ def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
     )
 
 
+def load_tokenizer(recipe: Recipe) -> Any:
+    """The policy's tokenizer."""
+    return AutoTokenizer.from_pretrained(
+        model_path(recipe),
+        revision=recipe.model.model_revision,
+        trust_remote_code=recipe.training.trust_remote_code,
+    )
+
+
 def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     """The trainer a recipe describes, with model, data and rewards loaded."""
     model, training = recipe.model, recipe.training
-    path = model_path(recipe)
-    tokenizer = AutoTokenizer.from_pretrained(
-        path, revision=model.model_revision, trust_remote_code=training.trust_remote_code
-    )
-    train_dataset, eval_dataset = datasets_of(recipe, tokenizer)
+    train_dataset, eval_dataset = datasets_of(recipe, load_tokenizer(recipe))
     loading = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -83,7 +90,7 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     given = training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
     training.model_init_kwargs = {**{k: v for k, v in loading.items() if v is not None}, **given}
     return GRPOExtTrainer(
-        model=path,
+        model=model_path(recipe),
         reward_funcs=runtime.functions,
         args=training,
         train_dataset=train_dataset,
@@ -182,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         train(load_recipe(argv))
-    except (ConfigError, DataError, RewardError) as error:
+    except (ConfigError, DataError, RewardError, RolloutDrift, ServerLost) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     finally:

@@ -145,7 +145,7 @@ class GRPOExtTrainer(GRPOTrainer):
         sums, largest = moments(logps, inputs["sampling_per_token_logps"], mask)
         drift = Drift.of(self.accelerator.reduce(sums), self.accelerator.gather(largest[None]).max().item())
         self._drift.add(drift)
-        generation = self.vllm_generation
+        generation: Any = self.vllm_generation
         for name, value in (
             ("drift_mean", drift.mean),
             ("drift_max", drift.max),
@@ -157,7 +157,7 @@ class GRPOExtTrainer(GRPOTrainer):
         if self._drift.exceeded:
             if self.args.rollout_drift_action == "stop":
                 raise RolloutDrift(self._drift.diagnosis())
-            logger.warning(self._drift.diagnosis())
+            logger.warning(self._drift.warning())
 
     # Advantages: from the rewards that TRL gathers, by the objective's estimator.
 

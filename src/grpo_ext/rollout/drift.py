@@ -86,6 +86,7 @@ class DriftMonitor:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     history: deque[Drift] = field(default_factory=lambda: deque(maxlen=WINDOW))
     first: Drift | None = None
+    explained: bool = False
 
     def add(self, drift: Drift) -> None:
         """Keep one measurement."""
@@ -107,8 +108,22 @@ class DriftMonitor:
         """Whether the last measurement is beyond the tolerance, or no number at all."""
         return not self.history[-1].mean <= self.tolerance
 
+    def warning(self) -> str:
+        """What is wrong: in full the first time, the figure after that."""
+        text = self.headline() if self.explained else self.diagnosis()
+        self.explained = True
+        return text
+
+    def headline(self) -> str:
+        """The figure."""
+        last = self.history[-1]
+        return (
+            f"The sampler is not the policy: mean |log p(sampler) - log p(trainer)| = {last.mean:.3g} nats per token "
+            f"over {last.tokens} tokens (max {last.max:.3g}), rollout_drift allows {self.tolerance:g}."
+        )
+
     def diagnosis(self) -> str:
-        """What is wrong, each cause with its figure, the one that fits first."""
+        """The figure and the causes, each with the figure of its test, the one that fits first."""
         assert self.first is not None
         first, last = self.first, self.history[-1]
         causes = [
@@ -121,8 +136,8 @@ class DriftMonitor:
             ),
             (
                 first.mean > HUGE,
-                f"another model, tokenizer or chat template: {first.mean:.3g} nats at the first push (huge from "
-                f"{HUGE:g} on). Compare both sides by grpo-ext check.",
+                f"another model, tokenizer or chat template, or an earlier run's weights: {first.mean:.3g} nats at "
+                f"the first push (huge from {HUGE:g} on). Compare both sides by grpo-ext check.",
             ),
             (
                 first.mean <= HUGE and self._stale(first, last),
@@ -137,11 +152,7 @@ class DriftMonitor:
         ]
         ordered = sorted(causes, key=lambda cause: not cause[0])
         lines = [f"  {'->' if fits else '  '} {text}" for fits, text in ordered]
-        head = (
-            f"The sampler is not the policy: mean |log p(sampler) - log p(trainer)| = {last.mean:.3g} nats per token "
-            f"over {last.tokens} tokens (max {last.max:.3g}), rollout_drift allows {self.tolerance:g}."
-        )
-        return "\n".join([head, *lines])
+        return "\n".join([self.headline(), *lines])
 
     def _sampling(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.sampling.items()) or "none set"

@@ -79,8 +79,9 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             raise RuntimeError("No trainer is connected: init_weight_transfer_engine comes before update_weights.")
         specs = specs_of(zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True))
         try:
+            model: Any = self.model
             for tensors in receive(self.group, specs, self.bucket_bytes):
-                self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
+                model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
         except BaseException:
             self.shutdown()
             raise

@@ -20,6 +20,7 @@ from trl.trainer import grpo_trainer
 from .client import Client, ServerTrouble
 from .drift import DriftMonitor, tolerance
 from .plugin import keep_weights_in_place
+from .server import PROBE, Wanted, mismatches, server_facts
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Generation(VLLMGeneration):
     """
 
     vllm_client: Client
+    _weight_metadata: Any
     server_base_url: str | None
 
     def __init__(self, *args: Any, weight_transfer: str = "auto", dtype: str = "auto", **kwargs: Any) -> None:
@@ -90,7 +92,8 @@ class Generation(VLLMGeneration):
     def sampler_dtype(self) -> torch.dtype:
         """What the engine computes in."""
         if self.mode == "colocate":
-            return self.llm.llm_engine.model_config.dtype
+            dtype: Any = self.llm.llm_engine.model_config.dtype
+            return dtype
         name = None
         if self.accelerator.is_main_process:
             name = self.vllm_client.get_server_info()["model_config"]["dtype"]
@@ -107,7 +110,25 @@ class Generation(VLLMGeneration):
     def _connect(self) -> None:
         url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         self.vllm_client = Client(url, self.group_port, self.server_timeout, self.weight_transfer)
+        self._check_server(url)
         self.vllm_client.init_communicator(self.accelerator.device)
+
+    def _check_server(self, url: str) -> None:
+        """Compare the server with the policy, as `grpo-ext check` does with the recipe.
+
+        Raises:
+            RuntimeError: it reads another vocabulary, or takes fewer tokens than a completion has.
+        """
+        tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
+        needed = Wanted(
+            length=self.max_completion_length + 1, probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False))
+        )
+        better = Wanted(model=self.model.name_or_path, dtype=None if self.dtype == "auto" else self.dtype)
+        facts = server_facts(url)
+        if broken := list(mismatches(needed, facts)):
+            raise RuntimeError("\n".join([f"the one at {url} does not suit this run:", *broken]))
+        for sentence in mismatches(better, facts):
+            logger.warning(f"vLLM server at {url}: {sentence}")
 
     # One process talks to the server, all learn what came of it.
 

@@ -35,7 +35,7 @@ def open_group(store: TCPStore, name: str, rank: int, size: int, timeout: float)
     return ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=timeout))
 
 
-def _broadcast(group: ProcessGroupGloo, buffer: Tensor) -> None:
+def _broadcast(group: Any, buffer: Tensor) -> None:
     options = BroadcastOptions()
     options.rootRank = TRAINER_RANK
     options.rootTensor = 0
