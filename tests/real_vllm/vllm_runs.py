@@ -70,8 +70,11 @@ class Server:
             time.sleep(0.5)
         raise AssertionError(self.log.read_text()[-5000:])
 
-    def engine_processes(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+    def engine_processes_alive(self) -> list[str]:
+        """Command lines of what still belongs to this server."""
+        port = str(self.port)
+        found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+        return [" ".join(line) for line in found if "vllm.entrypoints.openai.api_server" in line and port in line]
 
     def stop(self) -> int:
         """As Ctrl-C does."""
