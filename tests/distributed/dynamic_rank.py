@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-import tiny  # noqa: E402
 from grpo_ext.train import leave_process_group  # noqa: E402
 from test_dynamic_sampling import number, record  # noqa: E402
 
