@@ -28,10 +28,12 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
 import tiny
 from grpo_ext.config import ConfigError
-from grpo_ext.rollout import transformers_engine
+from grpo_ext.rollout import prompt_cache, transformers_engine
 from grpo_ext.rollout.transformers_engine import Grouped, Unsupported, distinct
 from test_trainer import build
 
@@ -83,11 +85,19 @@ def both(model, inputs, config):
     return stock, ours
 
 
+@pytest.fixture(params=["Shared", "Expanded"])
+def store(request, monkeypatch):
+    """Both stores, whatever the length of the prompt."""
+    chosen = getattr(prompt_cache, request.param)
+    monkeypatch.setattr(transformers_engine, "store_for", lambda *_: chosen)
+    return chosen
+
+
 # The same completions.
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_completions_are_those_of_generate(name):
+def test_greedy_completions_are_those_of_generate(name, store):
     """Prompts of five lengths, ends of many lengths, one row at least that never ends."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
@@ -98,7 +108,7 @@ def test_greedy_completions_are_those_of_generate(name):
     assert len(lengths.unique()) > 2
 
 
-def test_prompts_of_one_length_and_a_cache_that_grows():
+def test_prompts_of_one_length_and_a_cache_that_grows(store):
     model = tiny.model(max_position_embeddings=256).eval()
     inputs = prompts([6] * 4)
     stock, ours = both(model, inputs, settings(max_new_tokens=150, eos_token_id=None, no_repeat_ngram_size=3))
@@ -115,7 +125,7 @@ def test_a_minimum_length_and_suppressed_tokens_are_kept():
     assert (ours[:, 8:14] != 0).all()
 
 
-def test_left_padding_that_no_row_needs_any_more_goes():
+def test_left_padding_that_no_row_needs_any_more_goes(store):
     """The long prompt ends at once; what is left runs without padding, and comes out the same."""
     model = tiny.model().eval()
     inputs = prompts([4, 30, 4, 6])
@@ -152,7 +162,7 @@ def exact(model, inputs, config, length):
     ids=["plain", "temperature-top_k", "top_p", "min_p-repetition"],
 )
 @torch.no_grad()
-def test_sampled_completions_have_the_exact_probabilities(sampling):
+def test_sampled_completions_have_the_exact_probabilities(sampling, store):
     """Chi-square over all completions of up to three tokens; rows end at different times."""
     model = tiny.model(vocab_size=7, initializer_range=0.5).eval()
     config = settings(do_sample=True, max_new_tokens=3, **sampling)
@@ -189,7 +199,7 @@ def test_siblings_are_drawn_independently():
 # The work that is spared.
 
 
-def test_a_prompt_runs_once_and_finished_rows_leave():
+def test_a_prompt_runs_once_and_finished_rows_leave(store):
     model, shapes = tiny.model().eval(), []
     inputs = prompts([5] * 8 + [9] * 8)
     torch.manual_seed(0)
@@ -215,6 +225,31 @@ def test_prompts_that_differ_in_their_padding_alone_are_two():
     found = distinct(ids, mask)
     assert found.rows.tolist() == [0, 1, 3]
     assert found.of_row.tolist() == [0, 1, 0, 2]
+
+
+def test_long_prompts_of_siblings_are_kept_once():
+    """The choice of the store: by length, by siblings, by what the model's attention computes."""
+    config, cpu = tiny.model().config, torch.device("cpu")
+    assert prompt_cache.store_for(config, cpu, 256, 8) is prompt_cache.Shared
+    assert prompt_cache.store_for(config, cpu, 255, 8) is prompt_cache.Expanded
+    assert prompt_cache.store_for(config, cpu, 4096, 1) is prompt_cache.Expanded
+    assert prompt_cache.store_for(config, torch.device("cuda"), 4096, 8) is prompt_cache.Expanded
+    config._attn_implementation = "flash_attention_2"
+    assert prompt_cache.store_for(config, cpu, 4096, 8) is prompt_cache.Expanded
+
+
+def test_a_shared_prompt_takes_no_room_for_its_siblings(monkeypatch):
+    model, sizes, forward = tiny.model(max_position_embeddings=512).eval(), [], transformers_engine._Batch.forward
+
+    def weighed(batch):
+        logits = forward(batch)
+        sizes.append([(layer.prompt_keys.shape[0], layer.own._keys.shape[2]) for layer in batch.store.layers])
+        return logits
+
+    monkeypatch.setattr(transformers_engine._Batch, "forward", weighed)
+    stock, ours = both(model, prompts([300] * 4 + [260] * 4), settings(max_new_tokens=5))
+    assert torch.equal(stock, ours)
+    assert all(prompts == 2 and room < 100 for step in sizes for prompts, room in step)
 
 
 # Standing aside.
@@ -273,6 +308,32 @@ def test_what_it_cannot_do_exactly_is_left_to_generate(make, overrides, reason, 
     assert reason in engine.refusal
     with pytest.raises(Unsupported, match=reason), Grouped(required=True).generating(model):
         model.generate(**inputs, generation_config=config)
+
+
+def test_attention_with_an_extra_term_is_left_to_generate(monkeypatch):
+    """Found out at the second token only: the rollout starts anew."""
+    model, inputs, config = tiny.model().eval(), prompts([5, 5]), settings(max_new_tokens=6)
+    monkeypatch.setattr(transformers_engine, "store_for", lambda *_: prompt_cache.Shared)
+    for name, options in (("softcap", {"softcap": 30.0}), ("own", {})):
+        forward = LlamaAttention.forward
+
+        def changed(self, *args, options=options, forward=forward, **kwargs):
+            cache = kwargs["past_key_values"]
+            if not options and isinstance(cache.layers[0], prompt_cache.PromptLayer):  # an attention of its own
+                cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), self.layer_idx)
+                return torch.zeros(2, 1, 32), None
+            return forward(self, *args, **kwargs, **(options if cache.get_seq_length() else {}))
+
+        with monkeypatch.context() as patched:
+            if options:
+                patched.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", eager_attention_forward)
+            patched.setattr(LlamaAttention, "forward", changed)
+            engine = Grouped()
+            with engine.generating(model):
+                ours = model.generate(**inputs, generation_config=config)
+            assert torch.equal(ours, model.generate(**inputs, generation_config=config)), name
+            assert engine.refusal in ("its attention takes softcap", "its attention is not to be replaced")
+        assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_model_is_left_as_it_was():

@@ -14,16 +14,14 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.cache_utils import DynamicLayer
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
 from ..guards import active_dropout
+from .prompt_cache import Store, Unsupported, check_layers, store_for
 
 logger = logging.getLogger(__name__)
 
 
-ROOM = 64
-"""Positions by which a cache grows."""
 LEAVE = 1 / 8
 """Share of finished rows at which they leave the batch: copying the others costs about one step."""
 
@@ -37,10 +35,6 @@ _PROCESSORS = {
 _INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 _ROPE_BY_BATCH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest row of the batch."""
-
-
-class Unsupported(RuntimeError):
-    """This model or this setting is left to `generate`; the message says why."""
 
 
 class Grouped:
@@ -137,66 +131,7 @@ def check_call(
         raise Unsupported("the model takes no position_ids of one dimension")
     if type(inputs.get("past_key_values")) is not DynamicCache:
         raise Unsupported(f"its cache is a {type(inputs.get('past_key_values')).__name__}")
-    _check_layers(inputs["past_key_values"])
-
-
-def _check_layers(cache: DynamicCache) -> None:
-    for layer in cache.layers:
-        if type(layer) is not DynamicLayer:
-            raise Unsupported(f"its cache has a {type(layer).__name__}")
-
-
-# The cache.
-
-
-class RoomyLayer(DynamicLayer):
-    """A `DynamicLayer` that writes new positions into spare room; transformers' copies the whole cache at each step.
-
-    Args:
-        keys: of shape [rows, heads, positions, dimensions].
-        values: the same.
-        rows: which of them each row of the batch begins with.
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, keys: Tensor, values: Tensor, rows: Int[Tensor, " batch"]) -> None:
-        """Lay out the batch."""
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self.length = keys.shape[2]
-        self._keys, self._values = (_with_room(x, rows, 0, self.length) for x in (keys, values))
-        self._show()
-
-    def _show(self) -> None:
-        self.keys, self.values = self._keys[:, :, : self.length], self._values[:, :, : self.length]
-
-    def take(self, rows: Int[Tensor, " batch"], first: int) -> None:
-        """Keep these rows, and their positions from `first` on."""
-        self._keys, self._values = (_with_room(x, rows, first, self.length) for x in (self._keys, self._values))
-        self.length -= first
-        self._show()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As transformers'."""
-        end = self.length + key_states.shape[2]
-        if end > self._keys.shape[2]:
-            every = torch.arange(len(self._keys), device=self._keys.device)
-            self._keys, self._values = (_with_room(x, every, 0, self.length) for x in (self._keys, self._values))
-        self._keys[:, :, self.length : end] = key_states
-        self._values[:, :, self.length : end] = value_states
-        self.length = end
-        self._show()
-        return self.keys, self.values
-
-
-def _with_room(states: Tensor, rows: Int[Tensor, " batch"], first: int, length: int) -> Tensor:
-    """A buffer that begins with `states[rows, :, first:length]`."""
-    _, heads, _, dimensions = states.shape
-    buffer = states.new_empty(len(rows), heads, length - first + ROOM, dimensions)
-    torch.index_select(states[:, :, first:length], 0, rows, out=buffer[:, :, : length - first])
-    return buffer
+    check_layers(inputs["past_key_values"])
 
 
 # Decoding.
@@ -260,6 +195,8 @@ class _Batch:
     ) -> None:
         self.model, self.processors, self.criteria, self.config = model, processors, criteria, config
         self.cache: DynamicCache = inputs["past_key_values"]
+        self.store: Store | None = None
+        self.text_config = model.config.get_text_config(decoder=True)
         self.options = {name: inputs[name] for name in ("logits_to_keep",) if name in inputs}
         self.mask: Tensor | None = inputs.get("attention_mask")
         self.positions: Tensor = inputs["position_ids"]
@@ -279,22 +216,25 @@ class _Batch:
             attention_mask=None if self.mask is None else self.mask[prompts.rows],
             position_ids=self.positions[prompts.rows],
         )
-        _check_layers(self.cache)
-        self.layers = [RoomyLayer(x.keys, x.values, prompts.of_row) for x in self.cache.layers]  # type: ignore
-        self.cache.layers[:] = self.layers
+        check_layers(self.cache)
+        of_row, order = prompts.of_row.sort(stable=True)
+        mask = None if self.mask is None else self.mask[prompts.rows]
+        store = store_for(self.text_config, of_row.device, self.length, len(of_row) / len(prompts.rows))
+        self.store = store(self.cache, of_row, mask)
+        self._order(order)
         self.positions = self.positions[:, -1:]
-        return logits[prompts.of_row]
+        return logits[of_row]
 
     def forward(self) -> Tensor:
         """Logits of the next token."""
+        assert self.store is not None
         self.positions = self.positions + 1
-        if self.mask is not None:
-            self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
-        return self._logits(
-            input_ids=self.ids[:, self.length - 1 : self.length],
-            attention_mask=self.mask,
-            position_ids=self.positions,
-        )
+        with self.store.reading(self.text_config):
+            return self._logits(
+                input_ids=self.ids[:, self.length - 1 : self.length],
+                attention_mask=self.store.next_mask(),
+                position_ids=self.positions,
+            )
 
     def _logits(self, **inputs: Any) -> Tensor:
         output = self.model(**inputs, **self.options, past_key_values=self.cache, use_cache=True, return_dict=True)
@@ -318,23 +258,20 @@ class _Batch:
             self._keep(~self.finished)
 
     def _keep(self, live: Bool[Tensor, " rows"]) -> None:
-        """Only these rows go on, without the padding that no row needs any more."""
+        """Only these rows go on."""
         chosen = live.nonzero()[:, 0]
-        self.rows, self.ids, self.positions = self.rows[chosen], self.ids[chosen], self.positions[chosen]
-        self.finished = self.finished[chosen]
-        if not len(chosen):
-            return
-        first = 0
-        if self.mask is not None:
-            self.mask = self.mask[chosen]
-            first = int(self.mask.any(dim=0).int().argmax())
-            self.mask = self.mask[:, first:]
-        for layer in self.layers:
-            layer.take(chosen, first)
+        self._order(chosen)
+        if len(chosen) and self.store is not None:
+            self.store.take(chosen)
+
+    def _order(self, rows: Int[Tensor, " rows"]) -> None:
+        """Take these rows, in this order, of all that is kept for each row."""
+        self.rows, self.ids, self.finished = self.rows[rows], self.ids[rows], self.finished[rows]
+        self.positions = self.positions[rows]
         for processor in self.processors:
             ignored = getattr(processor, "prompt_ignore_length", None)
             if isinstance(ignored, Tensor):
-                processor.prompt_ignore_length = ignored.to(chosen.device)[chosen]
+                processor.prompt_ignore_length = ignored.to(rows.device)[rows]
 
     def completed(self) -> Int[Tensor, "batch time"]:
         """All rows in their order, padded on the right."""
