@@ -153,9 +153,8 @@ def main() -> None:
             ("step", r["stock_seconds"], r["ours_seconds"], r["step_ratio"]),
         ):
             low, high = ratio["quartiles"]
-            print(
-                f"{r['model']:12}{part:>10}{stock:>8.2f} s{ours:>8.2f} s{ratio['median']:>8.2f}  {low:.2f} to {high:.2f}"
-            )
+            times = f"{stock:>8.2f} s{ours:>8.2f} s{ratio['median']:>8.2f}"
+            print(f"{r['model']:12}{part:>10}{times}  {low:.2f} to {high:.2f}")
 
 
 if __name__ == "__main__":
