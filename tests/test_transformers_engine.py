@@ -1,6 +1,7 @@
 """The grouped engine draws what `generate` draws, greedy to the token, sampled in distribution; or it stands aside."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, eager_atten
 import tiny
 from grpo_ext.config import ConfigError
 from grpo_ext.rollout import prompt_cache, transformers_engine
-from grpo_ext.rollout.transformers_engine import Grouped, Unsupported, distinct
+from grpo_ext.rollout.transformers_engine import Grouped, Unsupported, check_model, distinct, engine_for
 from test_trainer import build
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -370,6 +371,26 @@ def test_the_trainer_takes_the_engine_that_is_set(overrides, used, model_path, t
     trainer = build(model_path, tmp_path, **overrides)
     trainer.train()
     assert next(calls) == (2 if used else 0)
+
+
+@pytest.mark.parametrize("sharding", ["is_deepspeed_zero3_enabled", "is_fsdp_managed_module"])
+def test_sharded_weights_are_left_to_generate(sharding, monkeypatch):
+    """Their forwards are collective: all processes must make as many, which `generate` sees to."""
+    monkeypatch.setattr(transformers_engine, sharding, lambda *_: True)
+    with pytest.raises(Unsupported, match="sharded"):
+        check_model(tiny.model())
+
+
+def test_a_model_that_the_trainer_shards_or_compiles_is_left_to_generate():
+    for fsdp, compiled, reason in ((True, False, "sharded"), (False, True, "compiled")):
+        args = {"use_vllm": False, "use_transformers_continuous_batching": False, "torch_compile": compiled}
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(**args, rollout_engine_resolved="grouped"), is_fsdp_enabled=fsdp
+        )
+        with pytest.raises(Unsupported, match=reason):
+            engine_for(trainer)
+        trainer.args.rollout_engine_resolved = "auto"
+        assert reason in engine_for(trainer).__self__.refusal
 
 
 def test_an_engine_that_is_required_and_cannot_says_so(model_path, tmp_path):

@@ -119,7 +119,7 @@ _ONLY_WITH = (
     _Idle(
         "use_transformers_continuous_batching: false",
         lambda c: not c.use_transformers_continuous_batching,
-        _names("rollout_engine", "cache_implementation"),
+        _names("rollout_engine"),
     ),
     _Idle(
         "dynamic_sampling: a reward's name",

@@ -15,12 +15,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..guards import active_dropout
 from .prompt_cache import Store, Unsupported, check_layers, store_for
 
 logger = logging.getLogger(__name__)
-
 
 LEAVE = 1 / 8
 """Share of finished rows at which they leave the batch: copying the others costs about one step."""
@@ -90,6 +91,8 @@ def engine_for(trainer: Any) -> Callable[[Any], AbstractContextManager[None]]:
     engine = Grouped(required=args.rollout_engine_resolved == "grouped")
     if trainer.is_fsdp_enabled:
         engine.refuse("the weights are sharded over processes")
+    elif args.torch_compile:
+        engine.refuse("the model is compiled")
     return engine.generating
 
 
@@ -98,6 +101,8 @@ def engine_for(trainer: Any) -> Callable[[Any], AbstractContextManager[None]]:
 
 def check_model(model: Any) -> None:
     """Raise `Unsupported` for what shows in the model itself."""
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
+        raise Unsupported("the weights are sharded over processes")
     peft = getattr(model, "active_peft_config", None)
     if getattr(peft, "is_prompt_learning", False):
         raise Unsupported("the adapter is a learned prompt")
@@ -161,16 +166,13 @@ def decode(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    synced_gpus: bool = False,
     **inputs: Any,
 ) -> Int[Tensor, "batch time"]:
     """Complete every row of `input_ids`; a decoding method for `generate(custom_generate=...)`.
 
     Raises:
-        Unsupported: before anything is drawn.
+        Unsupported: the rows are to be generated anew, by another method.
     """
-    if synced_gpus:
-        raise Unsupported("the weights are sharded over processes")
     check_call(logits_processor, stopping_criteria, generation_config, inputs)
     batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
     logits = batch.prefill()
