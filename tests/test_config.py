@@ -171,6 +171,9 @@ OURS = {
     "advantage_kwargs",
     "missing_rewards",
     "loss_aggregation",
+    "dynamic_sampling",
+    "dynamic_sampling_max_rounds",
+    "rollout_engine",
 }
 
 

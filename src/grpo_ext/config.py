@@ -113,6 +113,27 @@ class GRPOExtConfig(GRPOConfig):
         },
     )
 
+    dynamic_sampling: str | None = field(
+        default=None,
+        metadata={
+            "help": "Name of the reward by which groups are judged, or 'reward' for the weighted total: a group whose "
+            "completions all score the same is replaced by one of a fresh prompt (DAPO). None (default): off."
+        },
+    )
+    dynamic_sampling_max_rounds: int = field(
+        default=3,
+        metadata={"help": "How often a batch is refilled at most; what is then still without a signal stays in it."},
+    )
+
+    rollout_engine: str = field(
+        default="auto",
+        metadata={
+            "help": "How completions are made without vLLM: 'grouped', prompts run once per group and finished "
+            "completions leave the batch; 'generate', transformers' own; 'auto' (default), 'grouped' where it gives "
+            "the same distribution and `loss_defaults` is 'paper', else 'generate'."
+        },
+    )
+
     vllm_weight_transfer: str = field(
         default="auto",
         metadata={
@@ -201,6 +222,12 @@ class GRPOExtConfig(GRPOConfig):
         if self.vllm_dtype != "auto":
             return self.vllm_dtype
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "auto"
+
+    @property
+    def rollout_engine_resolved(self) -> str:
+        """`rollout_engine`, settled as far as it can be before the model is loaded; stock TRL draws by `generate`."""
+        stock = self.rollout_engine == "auto" and self.loss_defaults == "trl"
+        return "generate" if stock else self.rollout_engine
 
     @property
     def dropout_disabled(self) -> bool:

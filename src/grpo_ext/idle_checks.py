@@ -114,7 +114,17 @@ _ONLY_WITH = (
     _Idle(
         "use_vllm: false",
         lambda c: not c.use_vllm,
-        _names("cache_implementation", "use_transformers_continuous_batching"),
+        _names("cache_implementation", "use_transformers_continuous_batching", "rollout_engine"),
+    ),
+    _Idle(
+        "use_transformers_continuous_batching: false",
+        lambda c: not c.use_transformers_continuous_batching,
+        _names("rollout_engine"),
+    ),
+    _Idle(
+        "dynamic_sampling: a reward's name",
+        lambda c: c.dynamic_sampling is not None,
+        _names("dynamic_sampling_max_rounds"),
     ),
     _Idle(
         "use_transformers_continuous_batching: true",

@@ -17,7 +17,7 @@ from .checks import planning
 from .config import ConfigError, GRPOExtConfig
 from .data import DataConfig
 from .legacy_keys import REPLACED
-from .recipe_checks import mixture_problems, part_problems, recipe_warnings, weight_problems
+from .recipe_checks import mixture_problems, part_problems, recipe_warnings, reward_problems
 from .registry import did_you_mean
 from .rewards.composite import RewardSpec
 from .rewards.composite import parse as parse_rewards
@@ -176,7 +176,7 @@ def load_recipe(argv: Sequence[str]) -> Recipe:
     parts = {part: _parse_part(part, values, args, problems) for part in _PARTS}
     script, data, training, model, mixture = (parts[part] for part in _PARTS)
     rewards = _rewards(script, None if training is None else training.reward_weights, problems)
-    problems += weight_problems(rewards)
+    problems += reward_problems(rewards, training)
     problems += part_problems(script, data, training, model, None if mixed else mixture)
     if problems:
         raise ConfigError(problems)

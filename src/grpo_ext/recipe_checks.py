@@ -9,6 +9,7 @@ from trl.scripts.utils import DatasetConfig
 
 from .checks import type_problems, unknown_value
 from .data import problems as data_problems
+from .dynamic_sampling import judge_problems
 from .idle_checks import is_set, no_effect
 from .loss_checks import UNIT_REWARDS
 from .objective import resolve
@@ -98,10 +99,12 @@ def _data(script: Any, data: Any, mixture: Any) -> Iterator[str]:
         yield from data_problems(data, name, dataset_config=script.dataset_config, streaming=script.dataset_streaming)
 
 
-def weight_problems(rewards: list[RewardSpec]) -> Iterator[str]:
-    """Whether anything is rewarded at all."""
+def reward_problems(rewards: list[RewardSpec], training: Any) -> Iterator[str]:
+    """Whether anything is rewarded at all, and whether dynamic sampling can find its judge."""
     if rewards and not any(spec.weight for spec in rewards):
         yield "reward_funcs: all weights are 0, nothing would be rewarded. Give at least one a weight."
+    if rewards and training is not None:
+        yield from judge_problems(training.dynamic_sampling, [spec.name for spec in rewards])
 
 
 # Warned of.

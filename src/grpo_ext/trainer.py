@@ -20,17 +20,20 @@ from .advantages import group_means, weighted_total, zero_variance
 from .aggregation import StepTotals, step_totals
 from .checks import eval_batch_problems
 from .config import ConfigError, GRPOExtConfig
+from .dynamic_sampling import DynamicSampler, Settled
 from .metrics import log_loss_metrics
 from .objective import Objective
 from .ratios import masked
 from .rewards.runtime import Component, RewardError
 from .rollout.drift import Drift, RolloutDrift, moments
 from .rollout.generation import ServerLost, in_place_of_trls, monitor_for
+from .rollout.transformers_engine import engine_for
 
 logger = logging.getLogger(__name__)
 
 OBJECTIVE_FILE = "objective.json"
 HISTORY_FILE = "advantage_history.json"
+SAMPLING_FILE = "dynamic_sampling.json"
 
 _FORWARD = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 MULTIMODAL_INPUTS = _FORWARD[_FORWARD.index("compute_aux_loss") + 1 :]
@@ -48,6 +51,8 @@ class GRPOExtTrainer(GRPOTrainer):
     args: GRPOExtConfig
     model: Any
     _logs: dict[str, Any]
+    _pending_extra_logs: Any
+    model_wrapped: Any
     _buffered_inputs: Any
     _entropy_window_stats: Any
     num_generations: Any
@@ -89,6 +94,9 @@ class GRPOExtTrainer(GRPOTrainer):
         self._name_objective()
         self._drift = monitor_for(self) if self.use_vllm and args.rollout_drift != 0 else None
         self._drift_due = False
+        self._engine = engine_for(self)
+        self._sampler = DynamicSampler(self) if args.dynamic_sampling is not None else None
+        self._settled: Settled | None = None
         self._history: deque[Tensor] = deque(maxlen=self.objective.advantage_kwargs.get("window", 1) - 1)
         self._rewards_per_func: Tensor | None = None
         self._counted: list[dict[str, Any]] = []
@@ -129,9 +137,13 @@ class GRPOExtTrainer(GRPOTrainer):
         return super().evaluate(*args, **kwargs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
-        completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        with self._engine(self.accelerator.unwrap_model(self.model_wrapped)):
+            completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
         guards.fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
         return completion_ids, logprobs
+
+    def _generate(self, prompts: list) -> tuple[Any, ...]:
+        return super()._generate(prompts) if self._settled is None else self._settled.generation
 
     def _check_drift(self, logps: Tensor, inputs: dict[str, Any]) -> None:
         """Compare the sampler with the policy that has just been pushed to it.
@@ -176,6 +188,10 @@ class GRPOExtTrainer(GRPOTrainer):
             self.reward_runtime.close()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._settled is not None:
+            self._pending_extra_logs.update(self._settled.logged)
+            self._rewards_per_func = self._settled.rewards
+            return self._rewards_per_func
         for i, function in enumerate(self.reward_funcs):
             if isinstance(function, Component) and function.spec.weight_schedule is not None:
                 self.reward_weights[i] = function.weight(self.state.global_step, self.state.max_steps)
@@ -192,8 +208,14 @@ class GRPOExtTrainer(GRPOTrainer):
         return self._rewards_per_func
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
+        if self._sampler is not None and mode == "train":
+            self._settled = self._sampler.settle(inputs)
+            inputs = self._settled.examples
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self._settled = None
         self._drift_due = mode == "train" and self._drift is not None
         if self._drift_due and "old_per_token_logps" in output:
             self._check_drift(output["old_per_token_logps"], output)
@@ -421,6 +443,8 @@ class GRPOExtTrainer(GRPOTrainer):
         self.save_objective(folder)
         if self._history.maxlen and self.args.should_save:
             (folder / HISTORY_FILE).write_text(json.dumps([h.tolist() for h in self._history]))
+        if self._sampler is not None and self.args.should_save:
+            (folder / SAMPLING_FILE).write_text(json.dumps({"drawn": self._sampler.prompts.drawn}))
 
     def _save_and_explain(self, error: Exception) -> None:
         """Before a run ends for want of a sound sampler, keep what it has learned."""
@@ -435,3 +459,6 @@ class GRPOExtTrainer(GRPOTrainer):
         path = Path(checkpoint or "") / HISTORY_FILE
         if checkpoint is not None and path.exists():
             self._history.extend(torch.tensor(h, dtype=torch.float64) for h in json.loads(path.read_text()))
+        path = Path(checkpoint or "") / SAMPLING_FILE
+        if checkpoint is not None and self._sampler is not None and path.exists():
+            self._sampler.prompts.drawn = json.loads(path.read_text())["drawn"]

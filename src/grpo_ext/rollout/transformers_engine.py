@@ -1,0 +1,288 @@
+"""Rollouts by transformers that run a prompt once for all its completions, and let finished rows leave the batch.
+
+Plugs into `model.generate` as its decoding method, so that inputs, logits processors and stopping criteria are those
+of transformers; what is drawn has the distribution of `generate`, and a greedy completion is the same.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from ..guards import active_dropout
+from .prompt_cache import Store, Unsupported, check_layers, store_for
+
+logger = logging.getLogger(__name__)
+
+LEAVE = 1 / 8
+"""Share of finished rows at which they leave the batch: copying the others costs about one step."""
+
+_PROCESSORS = {
+    "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper",
+}  # fmt: skip
+"""Processors that treat every row by itself."""
+_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_ROPE_BY_BATCH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest row of the batch."""
+
+
+class Grouped:
+    """The engine of one trainer: `with engine.generating(model): ... model.generate(...)`.
+
+    Args:
+        required: raise where the engine does not apply, in place of leaving the work to `generate`.
+    """
+
+    def __init__(self, *, required: bool = False) -> None:
+        """Nothing is known of the model yet."""
+        self.required = required
+        self.refusal = ""
+
+    def refuse(self, reason: str) -> None:
+        """From now on leave the work to `generate`.
+
+        Raises:
+            Unsupported: the engine is required.
+        """
+        if self.required:
+            raise Unsupported(f"rollout_engine='grouped': {reason}. Set rollout_engine: auto.")
+        self.refusal = reason
+        logger.warning(f"rollouts by transformers' own generate: {reason}.")
+
+    @contextmanager
+    def generating(self, model: Any) -> Iterator[None]:
+        """While it lasts, `model.generate` decodes by `decode` where that is exact.
+
+        Raises:
+            Unsupported: it is not, and the engine is required.
+        """
+        stock = model.generate
+
+        def generate(**kwargs: Any) -> Tensor:
+            try:
+                if not self.refusal:
+                    check_model(model)
+                    return stock(**kwargs, custom_generate=decode)
+            except Unsupported as reason:
+                self.refuse(str(reason))
+            return stock(**kwargs)
+
+        with patch.object(model, "generate", generate):
+            yield
+
+
+def engine_for(trainer: Any) -> Callable[[Any], AbstractContextManager[None]]:
+    """What to generate under: `Grouped.generating`, or nothing where `rollout_engine` leaves the work to TRL."""
+    args = trainer.args
+    if args.use_vllm or args.use_transformers_continuous_batching or args.rollout_engine_resolved == "generate":
+        return nullcontext
+    engine = Grouped(required=args.rollout_engine_resolved == "grouped")
+    if trainer.is_fsdp_enabled:
+        engine.refuse("the weights are sharded over processes")
+    elif args.torch_compile:
+        engine.refuse("the model is compiled")
+    return engine.generating
+
+
+# What applies.
+
+
+def check_model(model: Any) -> None:
+    """Raise `Unsupported` for what shows in the model itself."""
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
+        raise Unsupported("the weights are sharded over processes")
+    peft = getattr(model, "active_peft_config", None)
+    if getattr(peft, "is_prompt_learning", False):
+        raise Unsupported("the adapter is a learned prompt")
+    if model.training and (dropout := active_dropout(model)):
+        raise Unsupported(f"dropout is active in {dropout[0]}, and siblings would share its draw over the prompt")
+    config = model.config.get_text_config(decoder=True)
+    if model.training and getattr(config, "router_jitter_noise", 0):
+        raise Unsupported("the router is noisy in training")
+    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    if any(kind in rope for kind in _ROPE_BY_BATCH):
+        raise Unsupported("its rotary embedding depends on the longest row of the batch")
+
+
+def check_call(
+    processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, inputs: dict[str, Any]
+) -> None:
+    """Raise `Unsupported` for what shows in the arguments that `generate` has prepared."""
+    if config.get_generation_mode() not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+        raise Unsupported(f"the generation mode is {config.get_generation_mode().value}")
+    if config.return_dict_in_generate or config.prefill_chunk_size is not None or not config.use_cache:
+        raise Unsupported("return_dict_in_generate, prefill_chunk_size or use_cache is set")
+    for processor in processors:
+        if type(processor).__name__ not in _PROCESSORS:
+            raise Unsupported(f"{type(processor).__name__} may look beyond a row")
+    for criterion in criteria:
+        if type(criterion) not in (EosTokenCriteria, MaxLengthCriteria):
+            raise Unsupported(f"{type(criterion).__name__} may look beyond a row")
+    if unknown := {name for name, value in inputs.items() if value is not None} - _INPUTS:
+        raise Unsupported(f"the model takes {', '.join(sorted(unknown))}")
+    if inputs.get("position_ids") is None or inputs["position_ids"].dim() != 2:
+        raise Unsupported("the model takes no position_ids of one dimension")
+    if type(inputs.get("past_key_values")) is not DynamicCache:
+        raise Unsupported(f"its cache is a {type(inputs.get('past_key_values')).__name__}")
+    check_layers(inputs["past_key_values"])
+
+
+# Decoding.
+
+
+class Prompts(NamedTuple):
+    """The prompts of a batch, each once."""
+
+    rows: Int[Tensor, " distinct"]
+    """The first row that has it."""
+    of_row: Int[Tensor, " batch"]
+    """Which of them each row has."""
+
+
+def distinct(input_ids: Int[Tensor, "batch time"], mask: Int[Tensor, "batch time"] | None) -> Prompts:
+    """The prompts of a batch, each once, in order of appearance."""
+    table = input_ids if mask is None else input_ids.masked_fill(mask == 0, -1)
+    seen: dict[tuple[int, ...], int] = {}
+    of_row = [seen.setdefault(tuple(row), len(seen)) for row in table.tolist()]
+    rows = [of_row.index(i) for i in range(len(seen))]
+    return Prompts(torch.tensor(rows, device=input_ids.device), torch.tensor(of_row, device=input_ids.device))
+
+
+def decode(
+    model: Any,
+    input_ids: Int[Tensor, "batch prompt"],
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **inputs: Any,
+) -> Int[Tensor, "batch time"]:
+    """Complete every row of `input_ids`; a decoding method for `generate(custom_generate=...)`.
+
+    Raises:
+        Unsupported: the rows are to be generated anew, by another method.
+    """
+    check_call(logits_processor, stopping_criteria, generation_config, inputs)
+    batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+    logits = batch.prefill()
+    while True:
+        batch.append(batch.choose(logits))
+        if not len(batch.rows):
+            return batch.completed()
+        logits = batch.forward()
+
+
+class _Batch:
+    """The rows that are not finished yet, and what they need for their next token."""
+
+    def __init__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        inputs: dict[str, Any],
+    ) -> None:
+        self.model, self.processors, self.criteria, self.config = model, processors, criteria, config
+        self.cache: DynamicCache = inputs["past_key_values"]
+        self.store: Store | None = None
+        self.text_config = model.config.get_text_config(decoder=True)
+        self.options = {name: inputs[name] for name in ("logits_to_keep",) if name in inputs}
+        self.mask: Tensor | None = inputs.get("attention_mask")
+        self.positions: Tensor = inputs["position_ids"]
+        batch, self.length = input_ids.shape
+        self.pad = padding(config)
+        self.output = input_ids.new_full((batch, max(self.length + 1, config.max_length)), self.pad)
+        self.output[:, : self.length] = input_ids
+        self.rows = torch.arange(batch, device=input_ids.device)
+        self.ids = self.output.clone()
+        self.finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
+
+    def prefill(self) -> Tensor:
+        """Logits of the first token, from one forward over each distinct prompt."""
+        prompts = distinct(self.ids[:, : self.length], self.mask)
+        logits = self._logits(
+            input_ids=self.ids[prompts.rows, : self.length],
+            attention_mask=None if self.mask is None else self.mask[prompts.rows],
+            position_ids=self.positions[prompts.rows],
+        )
+        check_layers(self.cache)
+        of_row, order = prompts.of_row.sort(stable=True)
+        mask = None if self.mask is None else self.mask[prompts.rows]
+        store = store_for(self.text_config, of_row.device, self.length, len(of_row) / len(prompts.rows))
+        self.store = store(self.cache, of_row, mask)
+        self._order(order)
+        self.positions = self.positions[:, -1:]
+        return logits[of_row]
+
+    def forward(self) -> Tensor:
+        """Logits of the next token."""
+        assert self.store is not None
+        self.positions = self.positions + 1
+        with self.store.reading(self.text_config):
+            return self._logits(
+                input_ids=self.ids[:, self.length - 1 : self.length],
+                attention_mask=self.store.next_mask(),
+                position_ids=self.positions,
+            )
+
+    def _logits(self, **inputs: Any) -> Tensor:
+        output = self.model(**inputs, **self.options, past_key_values=self.cache, use_cache=True, return_dict=True)
+        return output.logits[:, -1].to(copy=True, dtype=torch.float32)
+
+    def choose(self, logits: Tensor) -> Int[Tensor, " rows"]:
+        """The next token of each row, as transformers chooses it."""
+        scores: Tensor = self.processors(self.ids[:, : self.length], logits)  # type: ignore[arg-type]
+        if not self.config.do_sample:
+            return scores.argmax(dim=-1)
+        return torch.multinomial(scores.softmax(dim=-1), num_samples=1)[:, 0]
+
+    def append(self, tokens: Int[Tensor, " rows"]) -> None:
+        """Add a token to each row; those that are finished leave when there are enough of them."""
+        tokens = tokens.masked_fill(self.finished, self.pad)
+        self.ids[:, self.length] = self.output[self.rows, self.length] = tokens
+        self.length += 1
+        self.finished = self.finished | self.criteria(self.ids[:, : self.length], None)
+        done = int(self.finished.sum())
+        if done == len(self.rows) or done > LEAVE * len(self.rows):
+            self._keep(~self.finished)
+
+    def _keep(self, live: Bool[Tensor, " rows"]) -> None:
+        """Only these rows go on."""
+        chosen = live.nonzero()[:, 0]
+        self._order(chosen)
+        if len(chosen) and self.store is not None:
+            self.store.take(chosen)
+
+    def _order(self, rows: Int[Tensor, " rows"]) -> None:
+        """Take these rows, in this order, of all that is kept for each row."""
+        self.rows, self.ids, self.finished = self.rows[rows], self.ids[rows], self.finished[rows]
+        self.positions = self.positions[rows]
+        for processor in self.processors:
+            ignored = getattr(processor, "prompt_ignore_length", None)
+            if isinstance(ignored, Tensor):
+                processor.prompt_ignore_length = ignored.to(rows.device)[rows]
+
+    def completed(self) -> Int[Tensor, "batch time"]:
+        """All rows in their order, padded on the right."""
+        return self.output[:, : self.length]
+
+
+def padding(config: GenerationConfig) -> int:
+    """The token after the end; where none is set, the end of sequence, as transformers takes it."""
+    if config.pad_token_id is not None:
+        return config.pad_token_id
+    eos = config.eos_token_id
+    return eos[0] if isinstance(eos, list) else eos or 0
