@@ -123,8 +123,8 @@ class GRPOExtConfig(GRPOConfig):
     skip_zero_advantages: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether completions with an advantage of zero leave forward and backward where nothing else gives "
-            "them a gradient; the entropy metric then leaves them out. None (default): true, or false with "
+            "help": "Whether completions with an advantage of zero leave forward and backward where nothing else "
+            "gives them a gradient; the entropy metric then leaves them out. None (default): true, or false with "
             "`loss_defaults` 'trl'."
         },
     )

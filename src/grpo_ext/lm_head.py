@@ -18,10 +18,10 @@ KEPT = 2**25
 
 
 class LabelledLogProbs(torch.autograd.Function):
-    """log p(label) and entropy of softmax(cap(scale x W^T) / T), a chunk of positions at a time; arguments as TRL's."""
+    """log p(label) and entropy of softmax(cap(scale x W^T) / T), chunk by chunk; arguments as TRL's."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102 (torch's own)
         ctx: Any,
         hidden: Float[Tensor, "positions hidden"],
         weight: Float[Tensor, "vocabulary hidden"],
@@ -52,7 +52,7 @@ class LabelledLogProbs(torch.autograd.Function):
         return logps, entropies, None, None, None
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
         grad_logps, grad_entropies, *_ = grads
         hidden, weight, bias, labels, entropies, *kept = ctx.saved_tensors
         dtype, temperature, softcap, scale = ctx.form

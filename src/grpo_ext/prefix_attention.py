@@ -76,10 +76,12 @@ def attention(
     if LAYOUT not in kwargs or foreign or dropout or value.shape[-1] != query.shape[-1]:
         asked = ", ".join([*foreign, *(["dropout"] if dropout else [])]) or "an attention of its own"
         raise ValueError(f"{type(module).__name__} asks for {asked}, which shared_prefix does not know.")
-    if torch.is_grad_enabled():
-        _follow(module)
+    _follow(module)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # as torch's own attention under autocast
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     segments, scale = kwargs[LAYOUT], query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.device.type == "cpu":
+    if device == "cpu":
         return _MergedAttention.apply(query, key, value, segments, scale), None
     return by_sdpa(query, key, value, segments, scale), None
 
@@ -246,7 +248,10 @@ def selected(model: nn.Module) -> Iterator[None]:
 
 
 def _follow(module: nn.Module) -> None:
-    """Have `module` choose its attention by its own arguments when checkpointing calls it again."""
+    """Have `module` choose its attention by its own arguments when checkpointing calls it again.
+
+    Also without a gradient, which is how reentrant checkpointing runs its first forward.
+    """
     if _choose not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_choose, with_kwargs=True)
         module.register_forward_hook(_restore, with_kwargs=True, always_call=True)

@@ -95,7 +95,9 @@ class Size:
     def of(cls, base: Any) -> "Size":
         """Counted on the model; a mixture of experts by the experts that a token meets."""
         config = base.config
-        embeddings = {id(m.weight): m.weight.numel() for m in (base.get_input_embeddings(), base.get_output_embeddings())}
+        embeddings = {
+            id(m.weight): m.weight.numel() for m in (base.get_input_embeddings(), base.get_output_embeddings())
+        }
         experts = sum(p.numel() for n, p in base.named_parameters() if ".experts." in n)
         active = getattr(config, "num_experts_per_tok", 1) / max(1, getattr(config, "num_experts", None) or 1)
         body = sum(p.numel() for p in base.parameters()) - sum(embeddings.values())
@@ -162,20 +164,15 @@ class PrefixSharing:
         compute_aux_loss: bool,
     ) -> Scores:
         """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time; `plain` is TRL's."""
-        parts = []
+        parts: list[Scores] = []
         extra = {"output_router_logits": True} if compute_aux_loss else {}
         for ids, live in zip(input_ids.split(batch_size), mask.split(batch_size), strict=True):
-            passes = 3 if torch.is_grad_enabled() else 1
-            layout = self.layout(ids, live, completion, compute_aux_loss, passes)
+            layout = self.layout(ids, live, completion, compute_aux_loss, 3 if torch.is_grad_enabled() else 1)
             if layout is None:
                 parts.append(plain(ids, live))
             else:
                 logps, entropies, aux_loss = shared_prefix.log_probs(model, base, ids, layout, completion, **extra)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))
-        logps, entropies, aux = (None if column[0] is None else column for column in zip(*parts, strict=True))
-        assert logps is not None
-        return (
-            torch.cat(logps),
-            None if entropies is None else torch.cat(entropies),
-            None if aux is None else torch.stack(aux).mean(),
-        )
+        found = [[x for x in column if x is not None] for column in zip(*parts, strict=True)]
+        aux = torch.stack(found[2]).mean() if found[2] else None
+        return torch.cat(found[0]), torch.cat(found[1]) if found[1] else None, aux

@@ -88,7 +88,9 @@ class GRPOExtTrainer(GRPOTrainer):
             guards.switch_dropout_off(self.model)
         elif dropout := guards.active_dropout(self.model):
             logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
-        self.sharing = PrefixSharing(args.prefix_setting, self.model, further=guards.forward_obstacle(self.model, args))
+        self.sharing = PrefixSharing(
+            args.prefix_setting, self.model, further=guards.forward_obstacle(self.model, args)
+        )
         if args.prefix_setting == "true" and not self.sharing.possible:
             cure = "Set shared_prefix to auto or false."
             raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {cure}"])
@@ -382,7 +384,7 @@ class GRPOExtTrainer(GRPOTrainer):
             idle = batching.silent(torch.cat([batch["advantages"] for batch in self._buffered_inputs]))
             window = self.args.gradient_accumulation_steps
             self._buffered_inputs = batching.regroup(self._buffered_inputs, window, idle if self._skips else None)
-            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+            inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         self._arranged = self._buffered_inputs
         if self.model.training and self.args.exact_denominators and self._counted is not self._buffered_inputs:
             self._counted, self._totals = self._buffered_inputs, self._count_steps(self._buffered_inputs)
