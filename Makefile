@@ -56,6 +56,7 @@ bench: install
 	@echo "bench: an optimizer step of grpo-ext and of stock TRL, side by side"
 	$(QUIET_ENV) $(BIN)/python benchmarks/step_overhead.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py
 
 bench-losses: install
 	@echo "bench-losses: the quickstart task with every loss"

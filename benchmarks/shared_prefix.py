@@ -30,11 +30,11 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from step_overhead import tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer, batching
+from step_overhead import tokenizer
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "shared_prefix.json"
@@ -130,7 +130,7 @@ class Side:
     def arranged(self, batch: dict) -> dict:
         """As the trainer's own `_prepare_inputs` leaves it."""
         if isinstance(self.trainer, GRPOExtTrainer) and self.trainer.sharing.possible:
-            return batching.regroup([batch], 1, batching.silent(batch["advantages"]))[0]
+            return batching.regroup([batch], 1, skip_silent=True)[0]
         return batch
 
     def __call__(self) -> float:

@@ -206,11 +206,10 @@ def test_both_attentions_agree(key_heads):
         assert (ours - theirs).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("kept", [2**25, 0], ids=["kept", "computed again"])
+@pytest.mark.parametrize("chunk", [2**25, 30], ids=["kept", "computed again"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_the_head_over_labelled_positions(softcap, kept, monkeypatch):
-    monkeypatch.setattr("grpo_ext.lm_head.KEPT", kept)
-    monkeypatch.setattr("grpo_ext.lm_head.CHUNK", 60)
+def test_the_head_over_labelled_positions(softcap, chunk, monkeypatch):
+    monkeypatch.setattr("grpo_ext.lm_head.CHUNK", chunk)
     x, w, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 5), (11, 5), (11,)))
     labels = torch.arange(7)
 
@@ -318,6 +317,37 @@ def test_auto_leaves_alone_what_would_gain_nothing():
     assert PrefixSharing("auto", wide).layout(alone, torch.ones_like(ids), 32, False, 1) is None
 
 
+def test_a_model_that_is_not_what_it_seems_is_found_out(tmp_path, caplog):
+    """Without a name in any list: the first forward is compared with the plain one."""
+    model = network("llama", vocab_size=len(tiny.WORDS))
+    layer = model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda module, args, output: output + output.roll(1, dims=1))
+    with pytest.raises(ConfigError, match="off the plain forward"):
+        build(model, tmp_path, shared_prefix="true", max_steps=1).train()
+    trainer = build(model, tmp_path, max_steps=1)
+    trainer.train()
+    assert not trainer.sharing.possible
+    assert "off the plain forward" in caplog.text
+
+
+def test_an_attention_with_a_mask_of_its_own_is_found_out(tmp_path):
+    model = network("llama", vocab_size=len(tiny.WORDS))
+
+    def masked(module, args, kwargs):
+        return args, kwargs | {"attention_mask": torch.zeros(1)} if kwargs["attention_mask"] is None else kwargs
+
+    trainer = build(model, tmp_path, max_steps=1)
+    handle = model.model.layers[1].self_attn.register_forward_pre_hook(masked, with_kwargs=True)
+    ids = torch.ones(2, 8, dtype=torch.long)
+
+    def plain(ids, mask, completion):
+        return torch.zeros(len(ids), completion), None, None
+
+    trainer.sharing.check(plain, model, model, ids.device)
+    handle.remove()
+    assert "asks for a mask" in trainer.sharing.describe()
+
+
 # Batching.
 
 
@@ -364,6 +394,18 @@ def test_regrouping_keeps_rows_and_groups_together(count, size, groups):
     assert together <= scattered
     if size % (count * size // groups) == 0:
         assert together == groups
+
+
+def test_an_optimizer_step_keeps_its_rows():
+    before = micro_batches(4, 4, 4)
+    after = batching.regroup(before, 2)
+    for step in (slice(0, 2), slice(2, 4)):
+        rows = [sorted(torch.cat([b["advantages"] for b in side[step]]).tolist()) for side in (before, after)]
+        assert rows[0] == rows[1]
+
+
+def test_no_token_is_lost():
+    before, after = micro_batches(), batching.regroup(micro_batches(), 4)
     lengths = [sum(int(b["completion_mask"].sum()) for b in side) for side in (before, after)]
     assert lengths[0] == lengths[1]
 

@@ -11,44 +11,41 @@ from .shared_prefix import groups_of
 
 Batch = dict[str, Any]
 
+ADDITIVE = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+"""Aggregations of a step's loss that do not depend on how its rows are split."""
+
 ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
 # Groups stay together, and micro-batches are equally long.
 
 
-def regroup(micro_batches: Sequence[Batch], window: int, idle: Tensor | None = None) -> list[Batch]:
+def regroup(micro_batches: Sequence[Batch], window: int, skip_silent: bool = False) -> list[Batch]:
     """The same rows in as many micro-batches of the same number of rows, with groups together and little padding.
 
-    An optimizer step (`window` micro-batches) gets whole groups, as they come in the shuffled batch; within the step
-    its micro-batches get about the same number of tokens to compute. Rows that are `idle` cost nothing.
+    Each optimizer step (`window` micro-batches) keeps its rows; within it, rows of one prompt stay together and
+    micro-batches get about the same number of tokens to compute. With `skip_silent`, rows without an advantage cost
+    nothing.
     """
-    together = _joined(micro_batches)
-    mask = torch.cat([together["prompt_mask"], together["completion_mask"]], dim=1).cpu().numpy()
-    start = together["prompt_mask"].shape[1]
-    prompts = np.where(mask[:, :start], together["prompt_ids"].cpu().numpy(), -1)
-    cost = mask[:, start:].sum(axis=1)
-    if idle is not None:
-        cost = np.where(idle.cpu().numpy(), 0, cost)
-    groups = groups_of(prompts)
-    order = [row for group in groups for row in group]
-    size = len(micro_batches[0]["prompt_ids"])
-    number = {row: i for i, group in enumerate(groups) for row in group}
-    prefix = mask[:, :start].sum(axis=1)
     batches = []
-    for begin in range(0, len(order), size * window):
-        for rows in _balanced(order[begin : begin + size * window], size, number, cost, prefix):
+    for begin in range(0, len(micro_batches), window):
+        step = micro_batches[begin : begin + window]
+        together = _joined(step)
+        prompt_mask = together["prompt_mask"].cpu().numpy()
+        groups = groups_of(np.where(prompt_mask, together["prompt_ids"].cpu().numpy(), -1))
+        cost = together["completion_mask"].sum(dim=1).cpu().numpy()
+        if skip_silent:
+            cost = np.where(silent(together["advantages"]).cpu().numpy(), 0, cost)
+        for rows in _balanced(groups, len(step[0]["prompt_ids"]), len(step), cost, prompt_mask.sum(axis=1)):
             batches.append(trim(_rows(together, torch.tensor(rows))))
     return batches
 
 
-def _balanced(
-    rows: list[int], size: int, group: dict[int, int], cost: np.ndarray, prefix: np.ndarray
-) -> list[list[int]]:
-    """Rows in sets of `size`: pieces of groups, the dearest first, each to the cheapest set that has room for it."""
-    sets: list[list[int]] = [[] for _ in range(len(rows) // size)]
-    load = [0.0] * len(sets)
-    pieces = _group_pieces(rows, size, group, cost)
+def _balanced(groups: list[list[int]], size: int, count: int, cost: np.ndarray, prefix: np.ndarray) -> list[list[int]]:
+    """Rows in `count` sets of `size`: pieces of groups, the dearest first, each to the cheapest with room for it."""
+    sets: list[list[int]] = [[] for _ in range(count)]
+    load = [0.0] * count
+    pieces = [piece for group in groups for piece in _pieces_of(group, size, cost)]
     pieces.sort(key=lambda piece: (-len(piece), -_tokens(piece, cost, prefix)))
     while pieces:
         piece = pieces.pop(0)
@@ -70,21 +67,12 @@ def _tokens(piece: list[int], cost: np.ndarray, prefix: np.ndarray) -> float:
     return total + float(prefix[piece[0]]) if total else 0.0
 
 
-def _group_pieces(rows: list[int], size: int, group: dict[int, int], cost: np.ndarray) -> list[list[int]]:
-    """The groups in `rows`; one larger than a micro-batch in pieces of about equal cost."""
-    together: dict[int, list[int]] = {}
-    for row in rows:
-        together.setdefault(group[row], []).append(row)
-    pieces = []
-    for members in together.values():
-        count = -(-len(members) // size)
-        by_cost = sorted(members, key=lambda row: -cost[row])
-        parts: list[list[int]] = [[] for _ in range(count)]
-        for row in by_cost:
-            room = [p for p in parts if len(p) < size]
-            min(room, key=lambda p: (sum(cost[p]), len(p))).append(row)
-        pieces += [p for p in parts if p]
-    return pieces
+def _pieces_of(group: list[int], size: int, cost: np.ndarray) -> list[list[int]]:
+    """A group whole, or, if it is larger than a micro-batch, in pieces of about equal cost."""
+    parts: list[list[int]] = [[] for _ in range(-(-len(group) // size))]
+    for row in sorted(group, key=lambda row: -cost[row]):
+        min((p for p in parts if len(p) < size), key=lambda p: (sum(cost[p]), len(p))).append(row)
+    return [part for part in parts if part]
 
 
 def _joined(micro_batches: Sequence[Batch]) -> Batch:

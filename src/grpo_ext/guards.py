@@ -108,6 +108,9 @@ def forward_obstacle(model: torch.nn.Module, args: GRPOExtConfig) -> str | None:
     """Why completions cannot share one forward of their prompt, as far as the run and not the architecture says."""
     if dropout := active_dropout(model):
         return f"dropout is active in {dropout[0]}, and each completion would see the same one"
+    parallel = args.parallelism_config
+    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
+        return "sequences are spread over processes"
     return "torch_compile compiles the plain forward" if args.torch_compile else None
 
 

@@ -10,11 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from trl.trainer import utils
 
-CHUNK = 2**23
-"""Logits that are worked on at a time."""
-
-KEPT = 2**25
-"""Logits that a forward keeps for its backward; where there are more, the backward computes them again."""
+CHUNK = 2**25
+"""Logits that are worked on at a time; where there are no more, the forward keeps them for the backward."""
 
 
 class LabelledLogProbs(torch.autograd.Function):
@@ -39,14 +36,13 @@ class LabelledLogProbs(torch.autograd.Function):
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         logps = torch.empty(len(hidden), dtype=exact, device=hidden.device)
         entropies = torch.empty_like(logps) if "entropy" in outputs else None
-        keep = len(hidden) * len(weight) <= KEPT and any(ctx.needs_input_grad)
         kept = []
         for rows in _chunks(len(hidden), len(weight)):
             log_p = _log_softmax(hidden[rows], weight, bias, *ctx.form)[0]
             logps[rows] = log_p.gather(1, labels[rows, None])[:, 0]
             if entropies is not None:
                 entropies[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
-            if keep:
+            if len(log_p) == len(hidden) and any(ctx.needs_input_grad):
                 kept.append(log_p)
         ctx.save_for_backward(hidden, weight, bias, labels, entropies, *kept)
         return logps, entropies, None, None, None
@@ -60,11 +56,11 @@ class LabelledLogProbs(torch.autograd.Function):
         matrix = weight.to(dtype)
         accumulated = torch.float64 if dtype == torch.float64 else torch.float32
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=accumulated) if wants_weight else None
+        d_weight: Tensor | None = None
         d_bias = torch.zeros_like(bias, dtype=accumulated) if wants_bias else None
-        for i, rows in enumerate(_chunks(len(hidden), len(weight))):
+        for rows in _chunks(len(hidden), len(weight)):
             if kept and softcap is None:
-                log_p, slope = kept[i], None
+                log_p, slope = kept[0], None
             else:
                 log_p, slope = _log_softmax(hidden[rows], weight, bias, *ctx.form)
             grad = _logit_gradient(
@@ -80,18 +76,19 @@ class LabelledLogProbs(torch.autograd.Function):
             grad = grad.to(dtype)
             if d_hidden is not None:
                 d_hidden[rows] = (grad @ matrix).to(hidden.dtype)
-            if d_weight is not None:
-                inputs = hidden[rows].to(dtype)
-                if dtype == accumulated:
-                    d_weight.addmm_(grad.T, inputs)
-                else:
-                    d_weight += (grad.T @ inputs).to(accumulated)
+            if wants_weight and d_weight is None:
+                d_weight = (grad.T @ hidden[rows].to(dtype)).to(accumulated)
+            elif d_weight is not None and dtype == accumulated:
+                d_weight.addmm_(grad.T, hidden[rows].to(dtype))
+            elif d_weight is not None:
+                d_weight += (grad.T @ hidden[rows].to(dtype)).to(accumulated)
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), *[None] * 6
 
 
 def _chunks(positions: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, CHUNK // vocabulary)
+    count = -(-positions * vocabulary // CHUNK)
+    size = max(1, -(-positions // max(1, count)))
     for start in range(0, positions, size):
         yield slice(start, start + size)
 

@@ -23,6 +23,10 @@ _FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window", "cache")
 """Arguments by which a model asks its attention for more than softmax(q k) v."""
 
 
+class ForeignAttention(ValueError):
+    """A model's attention is more than softmax(q k) v."""
+
+
 @dataclass(frozen=True)
 class Run:
     """`count` consecutive segments of `length` tokens from `start` on, each causal in itself."""
@@ -70,12 +74,13 @@ def attention(
     """An attention function as transformers calls it.
 
     Raises:
-        ValueError: the model asks for something that shared prefixes do not know, such as a sliding window.
+        ForeignAttention: the model asks for something that shared prefixes do not know, such as a sliding window.
     """
     foreign = [name for name in _FOREIGN if kwargs.get(name) is not None]
-    if LAYOUT not in kwargs or foreign or dropout or value.shape[-1] != query.shape[-1]:
-        asked = ", ".join([*foreign, *(["dropout"] if dropout else [])]) or "an attention of its own"
-        raise ValueError(f"{type(module).__name__} asks for {asked}, which shared_prefix does not know.")
+    foreign += [name for name, asked in (("dropout", dropout), ("a mask", attention_mask is not None)) if asked]
+    if LAYOUT not in kwargs or foreign or value.shape[-1] != query.shape[-1]:
+        asked = ", ".join(foreign) or "an attention of its own"
+        raise ForeignAttention(f"{type(module).__name__} asks for {asked}, which shared_prefix does not know")
     _follow(module)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as torch's own attention under autocast

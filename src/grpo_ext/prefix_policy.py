@@ -1,15 +1,19 @@
 """Whether prompts are shared: where a model allows it, and where a micro-batch gains by it."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
 from . import shared_prefix
+from .checks import ConfigError
+from .prefix_attention import ForeignAttention
 from .shared_prefix import Layout
 
 logger = logging.getLogger(__name__)
@@ -32,6 +36,8 @@ def obstacles(model: Any) -> Iterator[str]:
         yield "the adapter puts tokens of its own before the prompt"
     base = causal_lm(model)
     config = base.config
+    if len(set(getattr(base, "hf_device_map", {}).values())) > 1:
+        yield "the model is spread over several devices"
     if config.is_encoder_decoder:
         yield "the model has an encoder"
     if config.get_text_config() is not config:
@@ -100,7 +106,7 @@ class Size:
         }
         experts = sum(p.numel() for n, p in base.named_parameters() if ".experts." in n)
         active = getattr(config, "num_experts_per_tok", 1) / max(1, getattr(config, "num_experts", None) or 1)
-        body = sum(p.numel() for p in base.parameters()) - sum(embeddings.values())
+        body = sum(getattr(p, "ds_numel", p.numel()) for p in base.parameters()) - sum(embeddings.values())
         head = base.get_output_embeddings().weight.numel()
         return cls(body=int(body - experts * (1 - min(1.0, active))), head=head, layers=config.num_hidden_layers)
 
@@ -115,7 +121,10 @@ class Size:
         return saved * passes / SPEED.get(device, SPEED_ELSEWHERE) / spent
 
 
+CURE = "Set shared_prefix to auto or false."
+CHECK_PROMPT = 5
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
+Plain = Callable[[Tensor, Tensor, int], Scores]
 
 
 class PrefixSharing:
@@ -123,7 +132,7 @@ class PrefixSharing:
 
     def __init__(self, setting: str, model: Any, *, further: str | None = None) -> None:
         """`further`: an obstacle that is not the model's."""
-        self.setting = setting
+        self.setting, self.checked = setting, False
         self.reason = next((o for o in (further, *obstacles(model)) if o is not None), None)
         self.size = Size.of(causal_lm(model)) if setting != "false" and self.reason is None else None
 
@@ -142,6 +151,36 @@ class PrefixSharing:
             "" if self.setting == "true" else ", where that pays"
         )
 
+    def check(self, plain: Plain, model: nn.Module, base: Any, device: Any) -> None:
+        """Compare the two forwards once, on a handful of tokens; where they differ, prompts are not shared.
+
+        Raises:
+            ConfigError: they differ, and `shared_prefix` is true.
+        """
+        self.checked = True
+        ids = torch.arange(3, 3 + 3 * 10).view(3, 10) % base.get_input_embeddings().num_embeddings
+        ids[1:, :CHECK_PROMPT] = ids[0, :CHECK_PROMPT]
+        layout = shared_prefix.pack(ids.numpy(), np.ones_like(ids.numpy()), 10 - CHECK_PROMPT)
+        assert layout is not None
+        ids = ids.to(device)
+        with torch.no_grad():
+            expected = plain(ids, torch.ones_like(ids), 10 - CHECK_PROMPT)[0]
+            try:
+                found = shared_prefix.log_probs(model, base, ids, layout, 10 - CHECK_PROMPT)[0]
+                error = (found - expected).abs().mean().item()
+                reason = f"it is {error:.2g} nats per token off the plain forward"
+            except ForeignAttention as foreign:
+                error, reason = math.inf, str(foreign)
+        exact = next(base.parameters()).dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(
+            ids.device.type
+        )
+        if error <= (1e-3 if exact else 0.1):
+            return
+        self.size, self.reason = None, reason
+        if self.setting == "true":
+            raise ConfigError([f"shared_prefix=true is not exact here: {reason}. {CURE}"])
+        logger.warning(self.describe())
+
     def layout(self, input_ids: Tensor, mask: Tensor, completion: int, whole: bool, passes: int) -> Layout | None:
         """The packed form of a micro-batch; None where it is to be computed as it is."""
         if self.size is None:
@@ -153,7 +192,7 @@ class PrefixSharing:
 
     def scores(
         self,
-        plain: Callable[[Tensor, Tensor], Scores],
+        plain: Plain,
         model: nn.Module,
         base: Any,
         input_ids: Tensor,
@@ -164,12 +203,14 @@ class PrefixSharing:
         compute_aux_loss: bool,
     ) -> Scores:
         """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time; `plain` is TRL's."""
+        if not self.checked:
+            self.check(plain, model, base, input_ids.device)
         parts: list[Scores] = []
         extra = {"output_router_logits": True} if compute_aux_loss else {}
         for ids, live in zip(input_ids.split(batch_size), mask.split(batch_size), strict=True):
             layout = self.layout(ids, live, completion, compute_aux_loss, 3 if torch.is_grad_enabled() else 1)
             if layout is None:
-                parts.append(plain(ids, live))
+                parts.append(plain(ids, live, completion))
             else:
                 logps, entropies, aux_loss = shared_prefix.log_probs(model, base, ids, layout, completion, **extra)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))

@@ -23,7 +23,7 @@ from .checks import eval_batch_problems
 from .config import ConfigError, GRPOExtConfig
 from .metrics import log_loss_metrics
 from .objective import Objective
-from .prefix_policy import PrefixSharing, causal_lm
+from .prefix_policy import CURE, PrefixSharing, causal_lm
 from .ratios import masked
 from .rewards.runtime import Component, RewardError
 from .rollout.drift import Drift, RolloutDrift, moments
@@ -92,8 +92,7 @@ class GRPOExtTrainer(GRPOTrainer):
             args.prefix_setting, self.model, further=guards.forward_obstacle(self.model, args)
         )
         if args.prefix_setting == "true" and not self.sharing.possible:
-            cure = "Set shared_prefix to auto or false."
-            raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {cure}"])
+            raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {CURE}"])
         self._name_objective()
         self._drift = monitor_for(self) if self.use_vllm and args.rollout_drift != 0 else None
         self._drift_due = False
@@ -296,8 +295,8 @@ class GRPOExtTrainer(GRPOTrainer):
         if not self.sharing.possible or any(value is not None for value in multimodal.values()):
             return stock(model, input_ids, attention_mask, logits_to_keep, batch_size, **options, **multimodal)
 
-        def plain(ids: Tensor, mask: Tensor) -> Any:
-            return stock(model, ids, mask, logits_to_keep, **options)
+        def plain(ids: Tensor, mask: Tensor, completion: int) -> Any:
+            return stock(model, ids, mask, completion, **options)
 
         base, rows = causal_lm(self.accelerator.unwrap_model(model)), batch_size or len(input_ids)
         with self.accelerator.autocast():
@@ -381,9 +380,8 @@ class GRPOExtTrainer(GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         fresh = self._buffered_inputs is not None and self._buffered_inputs is not self._arranged
         if self.model.training and fresh and self._regroups:
-            idle = batching.silent(torch.cat([batch["advantages"] for batch in self._buffered_inputs]))
             window = self.args.gradient_accumulation_steps
-            self._buffered_inputs = batching.regroup(self._buffered_inputs, window, idle if self._skips else None)
+            self._buffered_inputs = batching.regroup(self._buffered_inputs, window, self._skips)
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         self._arranged = self._buffered_inputs
         if self.model.training and self.args.exact_denominators and self._counted is not self._buffered_inputs:
@@ -392,9 +390,14 @@ class GRPOExtTrainer(GRPOTrainer):
 
     @property
     def _regroups(self) -> bool:
-        """Whether groups stay together and padding goes; stock TRL scatters rows and keeps the padding."""
+        """Whether groups stay together and padding goes; stock TRL scatters rows and keeps the padding.
+
+        Not where a micro-batch's part of the loss depends on which rows it holds.
+        """
         text_only = not any(name in MULTIMODAL_INPUTS for name in self._buffered_inputs[0])
-        return self.sharing.possible and self.args.exact_denominators and text_only
+        additive = self.objective.aggregation in batching.ADDITIVE and self.top_entropy_quantile == 1.0
+        additive = additive and not self.aux_loss_enabled
+        return self.sharing.possible and self.args.exact_denominators and text_only and additive
 
     def _count_steps(self, micro_batches: list[dict[str, Any]]) -> list[StepTotals]:
         """Totals of each optimizer step that a generation batch holds, over all processes, in one reduction."""
