@@ -52,7 +52,8 @@ def targets() -> dict[str, object]:
         "get_high_entropy_mask",
         "get_off_policy_mask",
     )
-    functions = ("add_fused_lm_head", "create_model_from_path", "disable_dropout_in_model", "nanmax", "nanmin", "nanstd")
+    functions = ["add_fused_lm_head", "create_model_from_path", "disable_dropout_in_model"]
+    functions += ["nanmax", "nanmin", "nanstd"]
     found = {f"GRPOTrainer.{name}": getattr(trl.GRPOTrainer, name) for name in methods}
     found |= {f"utils.{name}": getattr(utils, name) for name in functions}
     found["ChunkedLogProbFunction.forward"] = utils._ChunkedLogProbFunction.forward
