@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -64,6 +63,9 @@ class Work:
     silent: int = 0
     """Groups without an advantage."""
     vocabulary: int = 6400
+    hidden: int | None = None
+    """Another width than the device's model has, and another depth."""
+    layers: int | None = None
 
 
 RAGGED = tuple(round(math.exp(math.log(16) + (i + 0.5) / 8 * math.log(512 / 16))) for i in range(8))
@@ -80,11 +82,19 @@ WORKS = (
 MEMORY = WORKS[2]
 
 
-def policy(vocabulary: int, device: str) -> LlamaForCausalLM:
+def policy(work: Work, device: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
     shape = CPU_MODEL if device == "cpu" else CUDA_MODEL
+    if work.hidden is not None:
+        shape = shape | {"hidden_size": work.hidden, "intermediate_size": 2 * work.hidden}
+        shape |= {"num_hidden_layers": work.layers, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
-        vocab_size=vocabulary, max_position_embeddings=4096, pad_token_id=0, eos_token_id=1, bos_token_id=None, **shape
+        vocab_size=work.vocabulary,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        **shape,
     )
     return LlamaForCausalLM(config).to(torch.float32 if device == "cpu" else torch.bfloat16)
 
@@ -121,7 +131,7 @@ class Side:
             max_completion_length=max(work.completions), loss_type="grpo", beta=0.0, **settings,
         )  # fmt: skip
         rows = Dataset.from_list([{"prompt": "a question:"}] * 64)
-        model = policy(work.vocabulary, device)
+        model = policy(work, device)
         self.trainer = cls(model, [lambda completions, **_: [0.0]], args, rows, processing_class=tokenizer())
         self.trainer.model.to(device).train()
         self.trainer.current_gradient_accumulation_steps = 1
@@ -208,16 +218,17 @@ def growth(device: str, seconds: float) -> dict:
 def never_slower(device: str, seconds: float) -> dict:
     """The default over `shared_prefix: false`, over a grid of small steps, where overhead would show."""
     found = []
-    for prompt in (16, 64, 256):
-        for completion in (16, 64):
-            for g in (2, 8):
-                work = Work("", prompt, (completion,) * g, 0.0)
-                auto, off = (Side("grpo-ext", work, device, shared_prefix=s) for s in ("auto", "false"))
-                off.inputs = auto.inputs
-                auto(), off()
-                laps = alternate([auto, off], seconds / 12, least=3, most=25)
-                ratio = statistics.median(a / b for a, b in laps)
-                found.append({"prompt": prompt, "completion": completion, "G": g, "auto_over_false": ratio})
+    for hidden, layers in ((32, 2), (128, 4), (512, 8)):
+        for prompt, completion, g in ((8, 8, 4), (16, 16, 8), (64, 16, 2), (32, 128, 4), (256, 32, 8)):
+            work = Work("", prompt, (completion,) * g, 0.0, vocabulary=1000, hidden=hidden, layers=layers)
+            auto, off = (Side("grpo-ext", work, device, shared_prefix=s) for s in ("auto", "false"))
+            off.inputs = auto.inputs
+            for side in (auto, off, auto, off):
+                side()
+            laps = alternate([auto, off], seconds / 15, least=5, most=200)
+            ratio = statistics.median(a for a, _ in laps) / statistics.median(b for _, b in laps)
+            work_shape = {"hidden": hidden, "prompt": prompt, "completion": completion, "G": g}
+            found.append({**work_shape, "auto_over_false": ratio})
     return {"worst": max(f["auto_over_false"] for f in found), "at_most": 1.02, "grid": found}
 
 
@@ -234,11 +245,16 @@ def peak(side: str, device: str) -> dict:
         lap()
         whole = torch.cuda.max_memory_allocated()
         return {"step_mib": (whole - before) / 2**20, "whole_mib": whole / 2**20}
-    status = Path("/proc/self/statm").read_text().split()
-    before = int(status[1]) * resource.getpagesize()
+    before = resident("VmRSS")
     lap()
-    whole = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"step_mib": (whole - before) / 2**20, "whole_mib": whole / 2**20}
+    whole = resident("VmHWM")
+    return {"step_mib": whole - before, "whole_mib": whole}
+
+
+def resident(name: str) -> float:
+    """MiB; not getrusage's, which starts from the parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 
 def memory(device: str) -> dict:

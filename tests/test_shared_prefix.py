@@ -343,7 +343,10 @@ def test_an_attention_with_a_mask_of_its_own_is_found_out(tmp_path):
     def plain(ids, mask, completion):
         return torch.zeros(len(ids), completion), None, None
 
-    trainer.sharing.check(plain, model, model, ids.device)
+    def forward(ids, layout, completion):
+        return log_probs(model, model, ids, layout, completion)
+
+    trainer.sharing.check(plain, forward, ids.device)
     handle.remove()
     assert "asks for a mask" in trainer.sharing.describe()
 

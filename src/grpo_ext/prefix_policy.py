@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import shared_prefix
 from .checks import ConfigError
@@ -113,28 +113,40 @@ class Size:
     def gain(self, layout: Layout, device: str, passes: int) -> float:
         """Seconds saved over seconds spent by a packed forward, and its backward if there are 3 `passes`."""
         rows, width = layout.shape
-        saved = 2 * self.body * (rows * width - layout.tokens)
-        if device == "cpu":  # where stock TRL scores every position
-            saved += 2 * self.head * (rows * (width - 1) - len(layout.scored))
         calls = len(layout.segments.runs) + len({run.prefix for run in layout.segments.runs})
+        tokens, scores = rows * width - layout.tokens, rows * (width - 1) - len(layout.scored)
+        return self._gain(tokens, scores, calls, device, passes)
+
+    def most(self, shape: tuple[int, ...], device: str, passes: int) -> float:
+        """A bound of the gain for a batch of this shape, before it is laid out."""
+        return self._gain(math.prod(shape), math.prod(shape), 2, device, passes)
+
+    def _gain(self, tokens: int, scores: int, calls: int, device: str, passes: int) -> float:
+        """`tokens` and `scores` are those saved; on a CPU stock TRL scores every position."""
+        saved = 2 * self.body * tokens + (2 * self.head * scores if device == "cpu" else 0)
         spent = PACK_SECONDS + self.layers * calls * CALL_SECONDS * passes
         return saved * passes / SPEED.get(device, SPEED_ELSEWHERE) / spent
 
 
 CURE = "Set shared_prefix to auto or false."
-CHECK_PROMPT = 5
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Plain = Callable[[Tensor, Tensor, int], Scores]
+"""TRL's forward: tokens and mask [rows, width], columns of completions."""
+Packed = Callable[..., Scores]
+"""`shared_prefix.log_probs` of a model: tokens, layout, columns of completions."""
 
 
 class PrefixSharing:
     """`shared_prefix` of a recipe, settled for a model: which micro-batches are packed, and their forward."""
 
-    def __init__(self, setting: str, model: Any, *, further: str | None = None) -> None:
-        """`further`: an obstacle that is not the model's."""
+    def __init__(self, setting: str, model: Any, *, further: str | None = None, full_precision: bool = True) -> None:
+        """`further`: an obstacle that is not the model's; `full_precision`: forwards run without autocast."""
         self.setting, self.checked = setting, False
         self.reason = next((o for o in (further, *obstacles(model)) if o is not None), None)
-        self.size = Size.of(causal_lm(model)) if setting != "false" and self.reason is None else None
+        base = causal_lm(model)
+        self.vocabulary = base.get_input_embeddings().num_embeddings
+        self.tolerance = 1e-3 if full_precision and base.dtype in (torch.float32, torch.float64) else 0.1
+        self.size = Size.of(base) if setting != "false" and self.reason is None else None
 
     @property
     def possible(self) -> bool:
@@ -151,30 +163,27 @@ class PrefixSharing:
             "" if self.setting == "true" else ", where that pays"
         )
 
-    def check(self, plain: Plain, model: nn.Module, base: Any, device: Any) -> None:
+    def check(self, plain: Plain, packed: Packed, device: torch.device) -> None:
         """Compare the two forwards once, on a handful of tokens; where they differ, prompts are not shared.
 
         Raises:
             ConfigError: they differ, and `shared_prefix` is true.
         """
         self.checked = True
-        ids = torch.arange(3, 3 + 3 * 10).view(3, 10) % base.get_input_embeddings().num_embeddings
-        ids[1:, :CHECK_PROMPT] = ids[0, :CHECK_PROMPT]
-        layout = shared_prefix.pack(ids.numpy(), np.ones_like(ids.numpy()), 10 - CHECK_PROMPT)
+        completion = 5
+        ids = torch.arange(3, 3 + 3 * 2 * completion).view(3, 2 * completion) % self.vocabulary
+        ids[1:, :completion] = ids[0, :completion]
+        layout = shared_prefix.pack(ids.numpy(), np.ones_like(ids.numpy()), completion)
         assert layout is not None
         ids = ids.to(device)
         with torch.no_grad():
-            expected = plain(ids, torch.ones_like(ids), 10 - CHECK_PROMPT)[0]
+            expected = plain(ids, torch.ones_like(ids), completion)[0]
             try:
-                found = shared_prefix.log_probs(model, base, ids, layout, 10 - CHECK_PROMPT)[0]
-                error = (found - expected).abs().mean().item()
+                error = (packed(ids, layout, completion)[0] - expected).abs().mean().item()
                 reason = f"it is {error:.2g} nats per token off the plain forward"
             except ForeignAttention as foreign:
                 error, reason = math.inf, str(foreign)
-        exact = next(base.parameters()).dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(
-            ids.device.type
-        )
-        if error <= (1e-3 if exact else 0.1):
+        if error <= self.tolerance:
             return
         self.size, self.reason = None, reason
         if self.setting == "true":
@@ -185,16 +194,18 @@ class PrefixSharing:
         """The packed form of a micro-batch; None where it is to be computed as it is."""
         if self.size is None:
             return None
+        device, auto = input_ids.device.type, self.setting != "true"
+        if auto and self.size.most(tuple(input_ids.shape), device, passes) <= MARGIN:
+            return None
         layout = shared_prefix.pack(input_ids.cpu().numpy(), mask.bool().cpu().numpy(), completion, whole=whole)
-        if layout is None or self.setting == "true":
+        if layout is None or not auto:
             return layout
-        return layout if self.size.gain(layout, input_ids.device.type, passes) > MARGIN else None
+        return layout if self.size.gain(layout, device, passes) > MARGIN else None
 
     def scores(
         self,
         plain: Plain,
-        model: nn.Module,
-        base: Any,
+        packed: Packed,
         input_ids: Tensor,
         mask: Tensor,
         completion: int,
@@ -202,9 +213,9 @@ class PrefixSharing:
         compute_entropy: bool,
         compute_aux_loss: bool,
     ) -> Scores:
-        """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time; `plain` is TRL's."""
+        """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time."""
         if not self.checked:
-            self.check(plain, model, base, input_ids.device)
+            self.check(plain, packed, input_ids.device)
         parts: list[Scores] = []
         extra = {"output_router_logits": True} if compute_aux_loss else {}
         for ids, live in zip(input_ids.split(batch_size), mask.split(batch_size), strict=True):
@@ -212,8 +223,10 @@ class PrefixSharing:
             if layout is None:
                 parts.append(plain(ids, live, completion))
             else:
-                logps, entropies, aux_loss = shared_prefix.log_probs(model, base, ids, layout, completion, **extra)
+                logps, entropies, aux_loss = packed(ids, layout, completion, **extra)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))
+        if len(parts) == 1:
+            return parts[0]
         found = [[x for x in column if x is not None] for column in zip(*parts, strict=True)]
         aux = torch.stack(found[2]).mean() if found[2] else None
         return torch.cat(found[0]), torch.cat(found[1]) if found[1] else None, aux

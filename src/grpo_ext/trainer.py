@@ -28,6 +28,7 @@ from .ratios import masked
 from .rewards.runtime import Component, RewardError
 from .rollout.drift import Drift, RolloutDrift, moments
 from .rollout.generation import ServerLost, in_place_of_trls, monitor_for
+from .shared_prefix import Layout, log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +89,9 @@ class GRPOExtTrainer(GRPOTrainer):
             guards.switch_dropout_off(self.model)
         elif dropout := guards.active_dropout(self.model):
             logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
-        self.sharing = PrefixSharing(
-            args.prefix_setting, self.model, further=guards.forward_obstacle(self.model, args)
-        )
+        obstacle = guards.forward_obstacle(self.model, args)
+        precise = self.accelerator.mixed_precision == "no"
+        self.sharing = PrefixSharing(args.prefix_setting, self.model, further=obstacle, full_precision=precise)
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {CURE}"])
         self._name_objective()
@@ -298,9 +299,13 @@ class GRPOExtTrainer(GRPOTrainer):
         def plain(ids: Tensor, mask: Tensor, completion: int) -> Any:
             return stock(model, ids, mask, completion, **options)
 
-        base, rows = causal_lm(self.accelerator.unwrap_model(model)), batch_size or len(input_ids)
-        with self.accelerator.autocast():
-            return self.sharing.scores(plain, model, base, input_ids, attention_mask, logits_to_keep, rows, **options)
+        def packed(ids: Tensor, layout: Layout, completion: int, **extra: Any) -> Any:
+            base = causal_lm(self.accelerator.unwrap_model(model))
+            with self.accelerator.autocast():
+                return log_probs(model, base, ids, layout, completion, **extra)
+
+        rows = batch_size or len(input_ids)
+        return self.sharing.scores(plain, packed, input_ids, attention_mask, logits_to_keep, rows, **options)
 
     def _live_rows(self, inputs: dict[str, Any], mode: str) -> Tensor | None:
         """Rows that have a gradient, or None where all are to be computed."""
