@@ -179,7 +179,7 @@ def compare(work: Work, device: str, seconds: float) -> dict:
     ours()
     if device != "cpu":
         stock()
-    laps = alternate([stock, ours], seconds)
+    laps = alternate([stock, ours], seconds, least=2)
     return {
         "work": work.name,
         "at_least": work.at_least,
@@ -301,7 +301,7 @@ def picture(results: dict, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seconds", type=float, default=30.0, help="for each line of the table")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each line of the table")
     parser.add_argument("--only", default="", help="lines whose name contains this")
     parser.add_argument("--peak", choices=SIDES, help="print one side's peak memory and end")
     options = parser.parse_args()

@@ -421,6 +421,10 @@ def test_regrouping_balances_tokens():
     assert np.mean(spread) < 1.5
 
 
+def absolute(log_ratio, advantages):
+    return -log_ratio * (1 + advantages.abs())
+
+
 def half_silent(completions, **_):
     """Zero variance in every second group of four."""
     return [0.5 if (i // 4) % 2 else float(i % 4) for i in range(len(completions))]
@@ -479,6 +483,24 @@ def test_skipped_rows_are_not_computed(model_path, tmp_path, monkeypatch):
     trainer = after(model_path, tmp_path, 1, [half_silent])
     assert seen == [4]
     assert "entropy" in trainer.state.log_history[0]
+
+
+def test_a_surrogate_of_ones_own_gets_every_row(model_path, tmp_path):
+    trainer = after(model_path, tmp_path, 1, [half_silent], loss_type="test_shared_prefix:absolute")
+    assert not trainer._skips
+
+
+def test_positions_that_are_not_relative_survive_skipping(tmp_path):
+    config = transformers.GPT2Config(vocab_size=len(tiny.WORDS), n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    torch.manual_seed(0)
+    tiny_gpt = transformers.GPT2LMHeadModel(config)
+    ends = []
+    for skip in (True, False):
+        model = transformers.GPT2LMHeadModel(config)
+        model.load_state_dict(tiny_gpt.state_dict())
+        ends.append(weights(after(model, tmp_path, 1, [half_silent], skip_zero_advantages=skip).model))
+    assert (ends[0] - weights(tiny_gpt)).abs().max() > 1e-3
+    assert (ends[0] - ends[1]).abs().max() < 1e-6
 
 
 def test_a_step_without_any_gradient_stays_connected(model_path, tmp_path):

@@ -95,10 +95,13 @@ def _rows(batch: Batch, rows: Tensor) -> Batch:
     return {name: taken(value) for name, value in batch.items()}
 
 
-def trim(batch: Batch) -> Batch:
-    """Without the columns that are padding in every row: on the left of prompts, on the right of completions."""
-    prompts, completions = batch["prompt_mask"].any(dim=0), batch["completion_mask"].any(dim=0)
-    first = int(prompts.int().argmax()) if prompts.any() else 0
+def trim(batch: Batch, *, prompts: bool = True) -> Batch:
+    """Without the columns that are padding in every row: on the left of `prompts`, on the right of completions.
+
+    Only where positions are relative may a prompt lose its padding.
+    """
+    asked, completions = batch["prompt_mask"].any(dim=0), batch["completion_mask"].any(dim=0)
+    first = int(asked.int().argmax()) if prompts else 0
     width = len(completions)
     last = max(1, int(completions.nonzero().max()) + 1 if completions.any() else 1)
 
@@ -131,7 +134,7 @@ def of_live_rows(
     shape = inputs["completion_ids"].shape
     if live.any():
         rows = live.nonzero()[:, 0]
-        logps, entropies, _ = forward(trim(_rows({name: inputs[name] for name in ROWS}, rows)))
+        logps, entropies, _ = forward(trim(_rows({name: inputs[name] for name in ROWS}, rows), prompts=False))
         at = rows
     else:
         stub = {name: inputs[name][:1, -1:] if name.startswith("prompt") else inputs[name][:1, :1] for name in ROWS}

@@ -16,7 +16,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
-from . import batching, guards
+from . import batching, guards, surrogates
 from .advantages import group_means, weighted_total, zero_variance
 from .aggregation import StepTotals, step_totals
 from .checks import eval_batch_problems
@@ -309,7 +309,7 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _live_rows(self, inputs: dict[str, Any], mode: str) -> Tensor | None:
         """Rows that have a gradient, or None where all are to be computed."""
-        if mode != "train" or not self._skips or self._drift_due:
+        if mode != "train" or not self._skips or self._drift_due or any(name in inputs for name in MULTIMODAL_INPUTS):
             return None
         live = ~batching.silent(inputs["advantages"])
         return None if live.all() else live
@@ -319,7 +319,7 @@ class GRPOExtTrainer(GRPOTrainer):
         """Whether a completion without an advantage has no part in the loss, nor in what steers the run."""
         terms = self.objective.kl_in_loss or self._entropy_bonus_enabled or self.aux_loss_enabled
         coupled = self.top_entropy_quantile < 1.0 or self.off_policy_mask_threshold is not None
-        own = isinstance(self.objective.row.surrogate, str)
+        own = self.objective.row.function.__module__ == surrogates.__name__
         return self.args.zero_advantages_skipped and own and not terms and not coupled
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
