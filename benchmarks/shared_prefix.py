@@ -174,12 +174,12 @@ def alternate(sides: list, seconds: float, least: int = 1, most: int = 15) -> li
     return laps
 
 
-def compare(work: Work, device: str, seconds: float) -> dict:
+def compare(work: Work, device: str, seconds: float, pairs: int) -> dict:
     ours, stock = Side("grpo-ext", work, device), Side("stock", work, device)
     ours()
     if device != "cpu":
         stock()
-    laps = alternate([stock, ours], seconds, least=2)
+    laps = alternate([stock, ours], seconds, least=pairs)
     return {
         "work": work.name,
         "at_least": work.at_least,
@@ -302,6 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each line of the table")
+    parser.add_argument("--pairs", type=int, default=1, help="at least, for each line; 2 take a quarter of an hour")
     parser.add_argument("--only", default="", help="lines whose name contains this")
     parser.add_argument("--peak", choices=SIDES, help="print one side's peak memory and end")
     options = parser.parse_args()
@@ -317,7 +318,7 @@ def main() -> None:
     results: dict = {**shape, **versions, "steps": []}
     for work in WORKS:
         if options.only in work.name:
-            results["steps"].append(compare(work, device, seconds))
+            results["steps"].append(compare(work, device, seconds, options.pairs))
             print(json.dumps(results["steps"][-1]), flush=True)
     if not options.only:
         results["over_plain"] = [against_plain(work, device, seconds / 2) for work in (WORKS[1], WORKS[2])]
