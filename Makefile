@@ -57,6 +57,7 @@ bench: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/step_overhead.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/whole_step.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py
 
 bench-losses: install
 	@echo "bench-losses: the quickstart task with every loss"

@@ -163,6 +163,8 @@ NOW_AS_THE_ROW_SAYS = {
 }
 """TRL's fields whose default is None here: "as the row says"."""
 OURS = {
+    "shared_prefix",
+    "skip_zero_advantages",
     "loss_defaults",
     "loss_kwargs",
     "kl_estimator",
@@ -174,6 +176,10 @@ OURS = {
     "dynamic_sampling",
     "dynamic_sampling_max_rounds",
     "rollout_engine",
+    "vllm_weight_transfer",
+    "vllm_dtype",
+    "rollout_drift",
+    "rollout_drift_action",
 }
 
 

@@ -25,11 +25,13 @@ CONTRACT = {
     "GRPOTrainer._save_checkpoint": "ec91bde123649111",
     "GRPOTrainer.get_high_entropy_mask": "ce6e86287bac23d6",
     "GRPOTrainer.get_off_policy_mask": "8ee1e196461141a7",
+    "utils.add_fused_lm_head": "422d009f04b66659",
     "utils.create_model_from_path": "5a78af7066b90c38",
     "utils.disable_dropout_in_model": "7e551ab8e455d5c5",
     "utils.nanmax": "3a1321313d7be8b6",
     "utils.nanmin": "1b3edb64304e73f6",
     "utils.nanstd": "081b874388d813a0",
+    "ChunkedLogProbFunction.forward": "1d8220b44273cdf3",
     "GRPOConfig.__post_init__": "e833cd8d6b4619ad",
     "TrlParser.set_defaults_with_config": "6ca8d6b566990510",
 }
@@ -50,9 +52,11 @@ def targets() -> dict[str, object]:
         "get_high_entropy_mask",
         "get_off_policy_mask",
     )
-    functions = ("create_model_from_path", "disable_dropout_in_model", "nanmax", "nanmin", "nanstd")
+    functions = ["add_fused_lm_head", "create_model_from_path", "disable_dropout_in_model"]
+    functions += ["nanmax", "nanmin", "nanstd"]
     found = {f"GRPOTrainer.{name}": getattr(trl.GRPOTrainer, name) for name in methods}
     found |= {f"utils.{name}": getattr(utils, name) for name in functions}
+    found["ChunkedLogProbFunction.forward"] = utils._ChunkedLogProbFunction.forward
     found["GRPOConfig.__post_init__"] = trl.GRPOConfig.__post_init__
     found["TrlParser.set_defaults_with_config"] = trl.TrlParser.set_defaults_with_config
     return found

@@ -64,7 +64,7 @@ def _relations(config: Any, *, sound: bool) -> Iterator[str]:
 
 # Types, names, ranges: one line of a table for each field.
 
-_ALSO_BOOL = {"scale_rewards", "resume_from_checkpoint"}
+_ALSO_BOOL = {"scale_rewards", "shared_prefix", "resume_from_checkpoint"}
 _ALSO_NONE = {"debug"}  # what argparse makes of its default
 _ALSO = {"accelerator_config": AcceleratorConfig}  # what transformers makes of the dict, in a copy of a config
 
@@ -108,6 +108,7 @@ _CHOICES: dict[str, Any] = {
     "advantage_estimator": estimators,
     "scale_rewards": ("group", "batch", "none", True, False),
     "multi_objective_aggregation": combinations,
+    "shared_prefix": ("auto", "true", "false", True, False),
     "missing_rewards": ("renormalize", "zero"),
     "loss_aggregation": aggregations,
     "rollout_engine": ("auto", "grouped", "generate"),

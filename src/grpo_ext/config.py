@@ -134,6 +134,22 @@ class GRPOExtConfig(GRPOConfig):
         },
     )
 
+    shared_prefix: str | None = field(
+        default="auto",
+        metadata={
+            "help": "Whether a prompt is computed once for the completions that share a micro-batch: true, false, or "
+            "'auto' (default), where it is exact and pays."
+        },
+    )
+    skip_zero_advantages: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether completions with an advantage of zero leave forward and backward where nothing else "
+            "gives them a gradient; the entropy metric then leaves them out. None (default): true, or false with "
+            "`loss_defaults` 'trl'."
+        },
+    )
+
     vllm_weight_transfer: str = field(
         default="auto",
         metadata={
@@ -215,6 +231,16 @@ class GRPOExtConfig(GRPOConfig):
     def exact_denominators(self) -> bool:
         """Whether denominators count the optimizer step's live completions and tokens (stock TRL's do not)."""
         return self.loss_defaults == "paper"
+
+    @property
+    def prefix_setting(self) -> str:
+        """`shared_prefix` as 'auto', 'true' or 'false', whether YAML or the command line gave it."""
+        return str("auto" if self.shared_prefix is None else self.shared_prefix).lower()
+
+    @property
+    def zero_advantages_skipped(self) -> bool:
+        """`skip_zero_advantages`, settled."""
+        return self.loss_defaults == "paper" if self.skip_zero_advantages is None else self.skip_zero_advantages
 
     @property
     def sampler_dtype(self) -> str:

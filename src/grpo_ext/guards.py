@@ -104,6 +104,16 @@ def switch_dropout_off(model: torch.nn.Module) -> None:
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 (a module's attributes are typed as tensors)
 
 
+def forward_obstacle(model: torch.nn.Module, args: GRPOExtConfig) -> str | None:
+    """Why completions cannot share one forward of their prompt, as far as the run and not the architecture says."""
+    if dropout := active_dropout(model):
+        return f"dropout is active in {dropout[0]}, and each completion would see the same one"
+    parallel = args.parallelism_config
+    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
+        return "sequences are spread over processes"
+    return "torch_compile compiles the plain forward" if args.torch_compile else None
+
+
 def fill_empty(completion_ids: list[list[int]], logprobs: list | None, eos_token_id: int) -> None:
     """Make an empty completion one end-of-sequence token; stock TRL crashes looking for its last token."""
     for i, ids in enumerate(completion_ids):

@@ -12,11 +12,17 @@ from .surrogates import vespo_weight
 
 
 def log_loss_metrics(
-    trainer: Any, tensors: dict[str, Any], entropies: Tensor, metrics: MutableMapping[str, list[float]]
+    trainer: Any,
+    tensors: dict[str, Any],
+    entropies: Tensor,
+    metrics: MutableMapping[str, list[float]],
+    live: Tensor | None = None,
 ) -> None:
     """Append KL, entropy, clip and clamp figures of a micro-batch, averaged over all processes' live tokens.
 
-    `tensors` are the trainer's; a figure of shape [batch, 1] counts once per completion.
+    `tensors` are the trainer's; a figure of shape [batch, 1] counts once per completion. Rows that are not `live` were
+    not computed: they are never clipped (as ever where the advantage is 0), have a ratio of 1 in `vespo/phi_seq_mean`,
+    and have no part in the entropy and the clamped ratios.
     """
     mask, accelerator, objective = tensors["mask"], trainer.accelerator, trainer.objective
     means: dict[str, Tensor] = {"entropy": entropies.detach()}
@@ -34,7 +40,9 @@ def log_loss_metrics(
         means |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
         metrics["clip_ratio/low_min"].append(nanmin(accelerator.gather(_sequence_means(low, mask))).item())
         metrics["clip_ratio/high_max"].append(nanmax(accelerator.gather(_sequence_means(high, mask))).item())
-    totals = accelerator.reduce(torch.stack([_sum_and_count(x, mask) for x in means.values()]), reduction="sum")
+    computed = dict.fromkeys(("entropy", "log_ratio/clamped_frac"), mask if live is None else mask * live[:, None])
+    sums = torch.stack([_sum_and_count(x, computed.get(name, mask)) for name, x in means.items()])
+    totals = accelerator.reduce(sums, reduction="sum")
     for name, (total, count) in zip(means, totals.tolist(), strict=True):
         metrics[name].append(total / max(count, 1.0))
 

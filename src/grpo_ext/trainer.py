@@ -5,6 +5,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
-from . import guards
+from . import batching, guards, surrogates
 from .advantages import group_means, weighted_total, zero_variance
 from .aggregation import StepTotals, step_totals
 from .checks import eval_batch_problems
@@ -23,11 +24,13 @@ from .config import ConfigError, GRPOExtConfig
 from .dynamic_sampling import DynamicSampler, Settled
 from .metrics import log_loss_metrics
 from .objective import Objective
+from .prefix_policy import CURE, PrefixSharing, causal_lm
 from .ratios import masked
 from .rewards.runtime import Component, RewardError
 from .rollout.drift import Drift, RolloutDrift, moments
 from .rollout.generation import ServerLost, in_place_of_trls, monitor_for
 from .rollout.transformers_engine import engine_for
+from .shared_prefix import Layout, log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,11 @@ class GRPOExtTrainer(GRPOTrainer):
             guards.switch_dropout_off(self.model)
         elif dropout := guards.active_dropout(self.model):
             logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
+        obstacle = guards.forward_obstacle(self.model, args)
+        precise = self.accelerator.mixed_precision == "no"
+        self.sharing = PrefixSharing(args.prefix_setting, self.model, further=obstacle, full_precision=precise)
+        if args.prefix_setting == "true" and not self.sharing.possible:
+            raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {CURE}"])
         self._name_objective()
         self._drift = monitor_for(self) if self.use_vllm and args.rollout_drift != 0 else None
         self._drift_due = False
@@ -100,6 +108,7 @@ class GRPOExtTrainer(GRPOTrainer):
         self._history: deque[Tensor] = deque(maxlen=self.objective.advantage_kwargs.get("window", 1) - 1)
         self._rewards_per_func: Tensor | None = None
         self._counted: list[dict[str, Any]] = []
+        self._arranged: list[dict[str, Any]] | None = None
         self._totals: list[StepTotals] = []
 
     def _name_objective(self) -> None:
@@ -112,6 +121,7 @@ class GRPOExtTrainer(GRPOTrainer):
         title, _, arxiv = objective.row.paper.partition(", arXiv:")
         self._paper = {"title": title, "id": arxiv.split(",")[0]} if arxiv else {}
         self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {objective.row.paper}")
+        self.accelerator.print(self.sharing.describe())
 
     # Rollouts: stock TRL's, guarded where it would crash or reuse what is stale.
 
@@ -292,11 +302,58 @@ class GRPOExtTrainer(GRPOTrainer):
             **kwargs,
         )
 
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **multimodal: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        options = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
+        stock = super()._get_per_token_logps_and_entropies
+        if not self.sharing.possible or any(value is not None for value in multimodal.values()):
+            return stock(model, input_ids, attention_mask, logits_to_keep, batch_size, **options, **multimodal)
+
+        def plain(ids: Tensor, mask: Tensor, completion: int) -> Any:
+            return stock(model, ids, mask, completion, **options)
+
+        def packed(ids: Tensor, layout: Layout, completion: int, **extra: Any) -> Any:
+            base = causal_lm(self.accelerator.unwrap_model(model))
+            with self.accelerator.autocast():
+                return log_probs(model, base, ids, layout, completion, **extra)
+
+        rows = batch_size or len(input_ids)
+        return self.sharing.scores(plain, packed, input_ids, attention_mask, logits_to_keep, rows, **options)
+
+    def _live_rows(self, inputs: dict[str, Any], mode: str) -> Tensor | None:
+        """Rows that have a gradient, or None where all are to be computed."""
+        if mode != "train" or not self._skips or self._drift_due or any(name in inputs for name in MULTIMODAL_INPUTS):
+            return None
+        live = ~batching.silent(inputs["advantages"])
+        return None if live.all() else live
+
+    @property
+    def _skips(self) -> bool:
+        """Whether a completion without an advantage has no part in the loss, nor in what steers the run."""
+        terms = self.objective.kl_in_loss or self._entropy_bonus_enabled or self.aux_loss_enabled
+        coupled = self.top_entropy_quantile < 1.0 or self.off_policy_mask_threshold is not None
+        own = self.objective.row.function.__module__ == surrogates.__name__
+        return self.args.zero_advantages_skipped and own and not terms and not coupled
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         objective, mode = self.objective, "train" if self.model.training else "eval"
-        logps, entropies, aux_loss = self._forward(
-            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-        )
+        live = self._live_rows(inputs, mode)
+        if live is None:
+            logps, entropies, aux_loss = self._forward(
+                model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+            )
+        else:
+            forward = partial(self._forward, model, compute_entropy=True)
+            logps, entropies = batching.of_live_rows(forward, inputs, live)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         if self._drift_due and mode == "train":
             self._check_drift(logps.detach(), inputs)
@@ -323,7 +380,7 @@ class GRPOExtTrainer(GRPOTrainer):
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
-        log_loss_metrics(self, tensors, entropies, self._metrics[mode])
+        log_loss_metrics(self, tensors, entropies, self._metrics[mode], live)
         return loss
 
     def _loss_factors(
@@ -348,9 +405,26 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
+        fresh = self._buffered_inputs is not None and self._buffered_inputs is not self._arranged
+        if self.model.training and fresh and self._regroups:
+            window = self.args.gradient_accumulation_steps
+            self._buffered_inputs = batching.regroup(self._buffered_inputs, window, self._skips)
+            inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
+        self._arranged = self._buffered_inputs
         if self.model.training and self.args.exact_denominators and self._counted is not self._buffered_inputs:
             self._counted, self._totals = self._buffered_inputs, self._count_steps(self._buffered_inputs)
         return inputs
+
+    @property
+    def _regroups(self) -> bool:
+        """Whether groups stay together and padding goes; stock TRL scatters rows and keeps the padding.
+
+        Not where a micro-batch's part of the loss depends on which rows it holds.
+        """
+        text_only = not any(name in MULTIMODAL_INPUTS for name in self._buffered_inputs[0])
+        additive = self.objective.aggregation in batching.ADDITIVE and self.top_entropy_quantile == 1.0
+        additive = additive and not self.aux_loss_enabled
+        return self.sharing.possible and self.args.exact_denominators and text_only and additive
 
     def _count_steps(self, micro_batches: list[dict[str, Any]]) -> list[StepTotals]:
         """Totals of each optimizer step that a generation batch holds, over all processes, in one reduction."""

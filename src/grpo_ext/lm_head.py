@@ -1,0 +1,137 @@
+"""Log-probabilities and entropies of labelled positions on devices for which TRL's fused LM head has no kernel."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from trl.trainer import utils
+
+CHUNK = 2**25
+"""Logits that are worked on at a time; where there are no more, the forward keeps them for the backward."""
+
+
+class LabelledLogProbs(torch.autograd.Function):
+    """log p(label) and entropy of softmax(cap(scale x W^T) / T), chunk by chunk; arguments as TRL's."""
+
+    @staticmethod
+    def forward(  # noqa: D102 (torch's own)
+        ctx: Any,
+        hidden: Float[Tensor, "positions hidden"],
+        weight: Float[Tensor, "vocabulary hidden"],
+        bias: Float[Tensor, " vocabulary"] | None,
+        labels: Int[Tensor, " positions"],
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        outputs: tuple[str, ...] = (),
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        ctx.set_materialize_grads(False)
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
+        ctx.form = dtype, temperature, softcap, scale
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        logps = torch.empty(len(hidden), dtype=exact, device=hidden.device)
+        entropies = torch.empty_like(logps) if "entropy" in outputs else None
+        kept = []
+        for rows in _chunks(len(hidden), len(weight)):
+            log_p = _log_softmax(hidden[rows], weight, bias, *ctx.form)[0]
+            logps[rows] = log_p.gather(1, labels[rows, None])[:, 0]
+            if entropies is not None:
+                entropies[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
+            if len(log_p) == len(hidden) and any(ctx.needs_input_grad):
+                kept.append(log_p)
+        ctx.save_for_backward(hidden, weight, bias, labels, entropies, *kept)
+        return logps, entropies, None, None, None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
+        grad_logps, grad_entropies, *_ = grads
+        hidden, weight, bias, labels, entropies, *kept = ctx.saved_tensors
+        dtype, temperature, softcap, scale = ctx.form
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        matrix = weight.to(dtype)
+        accumulated = torch.float64 if dtype == torch.float64 else torch.float32
+        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        d_weight: Tensor | None = None
+        d_bias = torch.zeros_like(bias, dtype=accumulated) if wants_bias else None
+        for rows in _chunks(len(hidden), len(weight)):
+            if kept and softcap is None:
+                log_p, slope = kept[0], None
+            else:
+                log_p, slope = _log_softmax(hidden[rows], weight, bias, *ctx.form)
+            grad = _logit_gradient(
+                log_p,
+                labels[rows],
+                None if grad_logps is None else grad_logps[rows],
+                None if grad_entropies is None else grad_entropies[rows],
+                None if entropies is None else entropies[rows],
+            )
+            grad = (grad if slope is None else grad * slope).mul_(scale / temperature)
+            if d_bias is not None:
+                d_bias += grad.sum(dim=0)
+            grad = grad.to(dtype)
+            if d_hidden is not None:
+                d_hidden[rows] = (grad @ matrix).to(hidden.dtype)
+            if wants_weight and d_weight is None:
+                d_weight = (grad.T @ hidden[rows].to(dtype)).to(accumulated)
+            elif d_weight is not None and dtype == accumulated:
+                d_weight.addmm_(grad.T, hidden[rows].to(dtype))
+            elif d_weight is not None:
+                d_weight += (grad.T @ hidden[rows].to(dtype)).to(accumulated)
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), *[None] * 6
+
+
+def _chunks(positions: int, vocabulary: int) -> Iterator[slice]:
+    count = -(-positions * vocabulary // CHUNK)
+    size = max(1, -(-positions // max(1, count)))
+    for start in range(0, positions, size):
+        yield slice(start, start + size)
+
+
+def _log_softmax(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    temperature: float,
+    softcap: float | None,
+    scale: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities [positions, vocabulary], and the slope of the soft cap."""
+    logits = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits, slope = logits.mul_(scale) if scale != 1.0 else logits, None
+    if softcap is not None:
+        bent = torch.tanh(logits / softcap)
+        logits, slope = bent * softcap, 1 - bent * bent
+    return torch.log_softmax(logits.div_(temperature) if temperature != 1.0 else logits, dim=-1), slope
+
+
+def _logit_gradient(
+    log_p: Tensor, labels: Tensor, grad_logps: Tensor | None, grad_entropies: Tensor | None, entropies: Tensor | None
+) -> Tensor:
+    """d log p_y / d z_j = 1[j = y] - p_j;  d H / d z_j = -p_j (log p_j + H)."""
+    grad = log_p.exp()
+    if grad_entropies is not None and entropies is not None:
+        share = (log_p + entropies[:, None]).mul_(grad_entropies[:, None])
+        grad.mul_(-(share + grad_logps[:, None] if grad_logps is not None else share))
+    elif grad_logps is not None:
+        grad.mul_(-grad_logps[:, None])
+    if grad_logps is not None:
+        grad.scatter_add_(1, labels[:, None], grad_logps[:, None].to(grad.dtype))
+    return grad
+
+
+@contextmanager
+def labelled_positions_only(device: torch.device) -> Iterator[None]:
+    """Have TRL's fused LM head compute through `LabelledLogProbs` where it would run tile by tile in torch."""
+    if device.type != "cpu":
+        yield
+        return
+    with patch.object(utils, "_ChunkedLogProbFunction", LabelledLogProbs):
+        yield
