@@ -16,7 +16,7 @@ import requests
 HERE = Path(__file__).parent
 RUN = HERE / "run.py"
 DDP = HERE.parents[1] / "recipes" / "accelerate_configs" / "cpu_ddp.yaml"
-FSDP2 = HERE / "fsdp2_cpu.yaml"
+FSDP2 = HERE.parent / "distributed" / "fsdp2_cpu.yaml"
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 START_SECONDS = 300

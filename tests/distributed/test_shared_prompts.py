@@ -1,0 +1,41 @@
+"""Prompts computed once, on two real processes (DDP and FSDP2): the step of one process without sharing."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from distributed.shared_rank import CASES
+from distributed.test_two_processes import CONFIG, run
+
+SCRIPT = Path(__file__).parent / "shared_rank.py"
+LAUNCHES = {"ddp": CONFIG, "fsdp2": Path(__file__).parent / "fsdp2_cpu.yaml"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def plain(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    run([sys.executable, str(SCRIPT), model, str(folder), "16", "false"])
+    return folder
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_two_processes_that_share_make_the_step_of_one_that_does_not(launch, model, plain, tmp_path):
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES[launch])]
+    run([*launcher, str(SCRIPT), model, str(tmp_path), "8", "true"])
+    start = tiny.load(model).state_dict()
+    for case in CASES:
+        one, two = torch.load(plain / f"{case}.pt"), torch.load(tmp_path / f"{case}.pt")
+        assert (one["shared"], two["shared"]) == (False, True)
+        assert max((one["weights"][name] - start[name]).abs().max() for name in start) > 1e-4
+        torch.testing.assert_close(two["weights"], one["weights"], rtol=0, atol=2e-5)
+        for mine, theirs in zip(one["log"], two["log"], strict=True):
+            for key in ("loss", "reward", "advantages/zero_variance_groups"):
+                assert mine[key] == pytest.approx(theirs[key], abs=1e-4), key
