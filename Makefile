@@ -15,7 +15,7 @@ QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 RUN_TESTS := $(QUIET_ENV) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-vllm lint tables bench bench-losses clean
+.PHONY: help install install-vllm demo test test-vllm lint tables bench bench-vllm bench-losses clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -25,7 +25,8 @@ help:
 	@echo "make test-vllm     run those that start a real vLLM, alone"
 	@echo "make lint          ruff (rules and format) and mypy"
 	@echo "make tables        rewrite the generated tables of README.md and docs/"
-	@echo "make bench         time an optimizer step side by side with stock TRL"
+	@echo "make bench         time steps side by side with stock TRL, and rewrite README's table of them"
+	@echo "make bench-vllm    time a step with vLLM in the training process beside transformers"
 	@echo "make bench-losses  train the quickstart task with every loss and write benchmarks/losses.md"
 	@echo "make clean         remove caches and build products (not $(VENV), not outputs/)"
 
@@ -80,6 +81,11 @@ bench: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/whole_step.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py
+	$(BIN)/python docs/tables.py
+
+bench-vllm: install-vllm
+	@echo "bench-vllm: rollouts by vLLM in the training process and by transformers"
+	$(QUIET_ENV) $(BIN)/python benchmarks/colocate.py
 
 bench-losses: install
 	@echo "bench-losses: the quickstart task with every loss"

@@ -79,7 +79,7 @@ class Lap:
 
 def compare(loss_type: str, hidden: int, layers: int, pairs: int) -> dict:
     stock = Lap(GRPOTrainer, GRPOConfig, loss_type, hidden, layers)
-    ours = Lap(GRPOExtTrainer, GRPOExtConfig, loss_type, hidden, layers, loss_defaults="trl")
+    ours = Lap(GRPOExtTrainer, GRPOExtConfig, loss_type, hidden, layers, loss_defaults="trl", shared_prefix="false")
     for seed in range(3):
         stock(seed), ours(seed)
     times = []

@@ -1,11 +1,12 @@
-"""Rewrite the tables of README.md and docs/*.md from the code: `python docs/tables.py` (`make tables`).
+"""Rewrite the tables of README.md and docs/*.md: `python docs/tables.py` (`make tables`).
 
-A table stands between `<!-- name -->` and `<!-- /name -->`, where name is a key of `TABLES`. `--check` only says which
-files are out of date, and fails if there are any.
+They come from the code and from benchmarks/results. A table stands between `<!-- name -->` and `<!-- /name -->`, where
+name is a key of `TABLES`. `--check` only says which files are out of date, and fails if there are any.
 """
 
 import dataclasses
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +28,7 @@ from grpo_ext.rewards import rewards
 from grpo_ext.surrogates import surrogates
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 Rows = Iterable[tuple[str, ...]]
 
 
@@ -149,7 +151,32 @@ def field_table(part: Any, base: Any = None) -> str:
     )
 
 
+def speed_table() -> str:
+    """Stock TRL beside grpo-ext, as `make bench` has measured them."""
+    step, whole = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("shared_prefix", "whole_step"))
+    rows = []
+    for r in step["steps"]:
+        times = f"{r['stock_seconds']:.2f} s", f"{r['ours_seconds']:.2f} s"
+        rows.append((f"forward and backward: {r['work']}", *times, *ratio(r["ratio"]["median"], r["ratio"]["range"])))
+    memory = step["memory"]
+    sizes = (f"{memory[side]['step_mib']:.0f} MiB" for side in ("stock", "grpo-ext"))
+    rows.append((memory["work"], *sizes, *ratio(memory["ratio"])))
+    r = whole["results"][0]
+    for name, part in (("rollout by transformers", "rollout_"), ("whole step", "")):
+        work = f"{name}: {r['model']} model, prompt {r['prompt_tokens']}, ragged completions"
+        times = (f"{r[f'{side}_{part}seconds']:.2f} s" for side in ("stock", "ours"))
+        measured = r[f"{part or 'step_'}ratio"]
+        rows.append((work, *times, *ratio(measured["median"], measured["quartiles"])))
+    return table(("work", "stock TRL", "grpo-ext", "times faster", "spread"), rows)
+
+
+def ratio(median: float, spread: tuple[float, float] | None = None) -> tuple[str, str]:
+    """Two cells."""
+    return f"**{median:.2f}**", f"{spread[0]:.2f} to {spread[1]:.2f}" if spread else ""
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "speed": speed_table,
     "losses": loss_table,
     "axes": axes_table,
     "defaults": defaults_table,

@@ -1,6 +1,7 @@
 """grpo-ext: train, check, serve, score, recipes, demo."""
 
 import argparse
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -143,6 +144,8 @@ def _serve(argv: list[str]) -> int:
 
         recipe = load_recipe([*argv, "--use_vllm", "true", "--vllm_mode", "server"])
         hint = f"grpo-ext train {' '.join(argv)} --use_vllm true --vllm_mode server"
+        if host != "127.0.0.1":
+            hint += f" --vllm_server_host {socket.gethostname() if host == '0.0.0.0' else host}"
         if port is not None:
             hint += f" --vllm_server_port {port}"
         return serve(recipe, host, int(port) if port else None, extra, hint=hint)

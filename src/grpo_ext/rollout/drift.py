@@ -123,7 +123,7 @@ class DriftMonitor:
         )
 
     def diagnosis(self) -> str:
-        """The figure and the causes, each with the figure of its test, the one that fits first."""
+        """The figure and the causes, each with the figure of its test; an arrow leads to the likeliest."""
         assert self.first is not None
         first, last = self.first, self.history[-1]
         causes = [
@@ -150,8 +150,9 @@ class DriftMonitor:
                 f"{self.trend:+.3g} per push. Give both sides one dtype, or raise rollout_drift.",
             ),
         ]
-        ordered = sorted(causes, key=lambda cause: not cause[0])
-        lines = [f"  {'->' if fits else '  '} {text}" for fits, text in ordered]
+        likely = next((text for fits, text in causes if fits), None)
+        lines = [] if likely is None else [f"  -> {likely}"]
+        lines += [f"     {text}" for _, text in causes if text != likely]
         return "\n".join([self.headline(), *lines])
 
     def _sampling(self) -> str:
