@@ -122,7 +122,7 @@ def test_denominators_with_several_optimizer_steps_per_generation(model_path, tm
     compute = trainer._compute_loss
 
     def spy(model, inputs):
-        totals = trainer._step_totals(inputs, inputs["completion_mask"], "train")
+        totals = trainer._denominators.of(inputs, inputs["completion_mask"], "train")
         seen.append((int(inputs["completion_mask"].sum()), float(totals.tokens)))
         return compute(model, inputs)
 
@@ -141,7 +141,7 @@ def test_truncated_rows_leave_the_denominator(model_path, tmp_path):
     trainer.train()
     live = sum(int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer._buffered_inputs)
     assert live < 8
-    assert [int(t.sequences) for t in trainer._totals] == [live]
+    assert [int(t.sequences) for t in trainer._denominators.totals] == [live]
 
 
 def test_large_log_ratios_leave_loss_and_gradient_finite(model_path, tmp_path):

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -18,17 +17,19 @@ from trl.trainer.utils import nanstd
 
 from . import batching, guards, surrogates
 from .advantages import group_means, weighted_total, zero_variance
-from .aggregation import StepTotals, step_totals
 from .checks import eval_batch_problems
 from .config import ConfigError, GRPOExtConfig
+from .denominators import Denominators
 from .dynamic_sampling import DynamicSampler, Settled
+from .entropy import entropy_bonus, high_entropy_mask
 from .metrics import log_loss_metrics
 from .objective import Objective
 from .prefix_policy import CURE, PrefixSharing, causal_lm
 from .ratios import masked
 from .rewards.runtime import Component, RewardError
-from .rollout.drift import Drift, RolloutDrift, moments
-from .rollout.generation import ServerLost, in_place_of_trls, monitor_for
+from .rollout.drift import RolloutDrift
+from .rollout.drift_check import DriftCheck
+from .rollout.generation import ServerLost, in_place_of_trls
 from .rollout.transformers_engine import engine_for
 from .shared_prefix import Layout, log_probs
 
@@ -100,16 +101,14 @@ class GRPOExtTrainer(GRPOTrainer):
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {CURE}"])
         self._name_objective()
-        self._drift = monitor_for(self) if self.use_vllm and args.rollout_drift != 0 else None
-        self._drift_due = False
+        self._drift = DriftCheck(self) if self.use_vllm and args.rollout_drift != 0 else None
         self._engine = engine_for(self)
         self._sampler = DynamicSampler(self) if args.dynamic_sampling is not None else None
         self._settled: Settled | None = None
         self._history: deque[Tensor] = deque(maxlen=self.objective.advantage_kwargs.get("window", 1) - 1)
         self._rewards_per_func: Tensor | None = None
-        self._counted: list[dict[str, Any]] = []
+        self._denominators = Denominators(self)
         self._arranged: list[dict[str, Any]] | None = None
-        self._totals: list[StepTotals] = []
 
     def _name_objective(self) -> None:
         """Tell the user, the model card, and those attributes that stock TRL goes on to read."""
@@ -154,32 +153,6 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list) -> tuple[Any, ...]:
         return super()._generate(prompts) if self._settled is None else self._settled.generation
-
-    def _check_drift(self, logps: Tensor, inputs: dict[str, Any]) -> None:
-        """Compare the sampler with the policy that has just been pushed to it.
-
-        Raises:
-            RolloutDrift: they differ, and `rollout_drift_action` is 'stop'; on all processes.
-        """
-        assert self._drift is not None
-        self._drift_due = False
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        sums, largest = moments(logps, inputs["sampling_per_token_logps"], mask)
-        drift = Drift.of(self.accelerator.reduce(sums), self.accelerator.gather(largest[None]).max().item())
-        self._drift.add(drift)
-        generation: Any = self.vllm_generation
-        for name, value in (
-            ("drift_mean", drift.mean),
-            ("drift_max", drift.max),
-            ("drift_trend", self._drift.trend),
-            ("weight_sync_seconds", generation.sync_seconds),
-            ("weight_sync_mib", generation.sync_bytes / 2**20),
-        ):
-            self._metrics["train"][f"sampling/{name}"].append(value)
-        if self._drift.exceeded:
-            if self.args.rollout_drift_action == "stop":
-                raise RolloutDrift(self._drift.diagnosis())
-            logger.warning(self._drift.warning())
 
     # Advantages: from the rewards that TRL gathers, by the objective's estimator.
 
@@ -226,9 +199,10 @@ class GRPOExtTrainer(GRPOTrainer):
             output = super()._generate_and_score_completions(inputs)
         finally:
             self._settled = None
-        self._drift_due = mode == "train" and self._drift is not None
-        if self._drift_due and "old_per_token_logps" in output:
-            self._check_drift(output["old_per_token_logps"], output)
+        if mode == "train" and self._drift is not None:
+            self._drift.due = True
+            if "old_per_token_logps" in output:
+                self._drift(output["old_per_token_logps"], output)
         rewards, weights = self._grouped_rewards(mode), self.reward_weights.double().to(self.accelerator.device)
         total = weighted_total(rewards, weights, missing=self.objective.missing_rewards)
         self._log_rewards(total, mode)
@@ -331,7 +305,9 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _live_rows(self, inputs: dict[str, Any], mode: str) -> Tensor | None:
         """Rows that have a gradient, or None where all are to be computed."""
-        if mode != "train" or not self._skips or self._drift_due or any(name in inputs for name in MULTIMODAL_INPUTS):
+        if mode != "train" or not self._skips or any(name in inputs for name in MULTIMODAL_INPUTS):
+            return None
+        if self._drift is not None and self._drift.due:
             return None
         live = ~batching.silent(inputs["advantages"])
         return None if live.all() else live
@@ -355,8 +331,8 @@ class GRPOExtTrainer(GRPOTrainer):
             forward = partial(self._forward, model, compute_entropy=True)
             logps, entropies = batching.of_live_rows(forward, inputs, live)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        if self._drift_due and mode == "train":
-            self._check_drift(logps.detach(), inputs)
+        if mode == "train" and self._drift is not None and self._drift.due:
+            self._drift(logps.detach(), inputs)
         tensors = objective.tensors(logps, inputs, mask)
         entropy_mask = None
         if self.top_entropy_quantile < 1.0:
@@ -370,13 +346,13 @@ class GRPOExtTrainer(GRPOTrainer):
             per_token_loss = per_token_loss + objective.beta * tensors["kl"]
 
         world = self.accelerator.num_processes  # processes average their gradients; the shares are to be added
-        totals = self._step_totals(inputs, mask, mode)
+        totals = self._denominators.of(inputs, mask, mode)
         loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
         if self._entropy_bonus_enabled:
             logged = policy_loss.detach() * (1.0 if objective.aggregation == "token-mean" else accumulation)  # as TRL
             self._metrics[mode]["policy_loss"].append(self.accelerator.gather(logged).nanmean().item())
-            loss = loss - self._entropy_bonus(entropies, mask, entropy_mask, totals, mode)
+            loss = loss - entropy_bonus(self, entropies, mask, entropy_mask, totals, mode)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
@@ -401,7 +377,7 @@ class GRPOExtTrainer(GRPOTrainer):
         if corrected and not self.objective.corrects_sampler:
             yield tensors["importance_sampling_ratio"]
 
-    # Denominators.
+    # Micro-batches.
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
@@ -411,8 +387,8 @@ class GRPOExtTrainer(GRPOTrainer):
             self._buffered_inputs = batching.regroup(self._buffered_inputs, window, self._skips)
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         self._arranged = self._buffered_inputs
-        if self.model.training and self.args.exact_denominators and self._counted is not self._buffered_inputs:
-            self._counted, self._totals = self._buffered_inputs, self._count_steps(self._buffered_inputs)
+        if self.model.training:
+            self._denominators.count(self._buffered_inputs)
         return inputs
 
     @property
@@ -426,83 +402,9 @@ class GRPOExtTrainer(GRPOTrainer):
         additive = additive and not self.aux_loss_enabled
         return self.sharing.possible and self.args.exact_denominators and text_only and additive
 
-    def _count_steps(self, micro_batches: list[dict[str, Any]]) -> list[StepTotals]:
-        """Totals of each optimizer step that a generation batch holds, over all processes, in one reduction."""
-        masks = [batch["completion_mask"] * batch.get("tool_mask", 1) for batch in micro_batches]
-        n = self.args.gradient_accumulation_steps
-        local = torch.stack([torch.stack(step_totals(masks[i : i + n])) for i in range(0, len(masks), n)])
-        return [StepTotals(*row) for row in self.accelerator.reduce(local, reduction="sum")]
-
-    def _step_totals(self, inputs: dict[str, Any], mask: Tensor, mode: str) -> StepTotals:
-        """Denominators of the optimizer step to which this micro-batch belongs."""
-        steps = self.current_gradient_accumulation_steps if mode == "train" else 1
-        if not self.args.exact_denominators:
-            return self._stock_totals(inputs, mask, mode, steps)
-        for i, micro_batch in enumerate(self._counted):
-            if micro_batch is inputs:
-                return self._totals[i // self.args.gradient_accumulation_steps]
-        alone = self.accelerator.reduce(torch.stack(step_totals([mask])), reduction="sum")
-        return StepTotals(*(alone * steps))  # evaluation; or a loss asked for outside of a training loop
-
-    def _stock_totals(self, inputs: dict[str, Any], mask: Tensor, mode: str, steps: int) -> StepTotals:
-        """Stock TRL's: all rows, and the generation batch's tokens scaled to one accumulation window."""
-        tokens = inputs["num_items_in_batch"].clamp(min=1.0)
-        if mode == "train":
-            tokens = tokens * steps / self.args.steps_per_generation
-        micro_batches = torch.tensor(float(steps * self.accelerator.num_processes), device=mask.device)
-        return StepTotals(tokens=tokens, sequences=micro_batches * len(mask), micro_batches=micro_batches)
-
-    # TRL's extra terms.
-
-    def _entropy_bonus(
-        self, entropies: Tensor, mask: Tensor, entropy_mask: Tensor | None, totals: StepTotals, mode: str
-    ) -> Tensor:
-        """coefficient x mean entropy of the tokens that the policy term sees; the adaptive controller's update."""
-        live = mask if entropy_mask is None else mask * entropy_mask
-        total, count = masked(entropies, live).sum(), live.sum()
-        coefficient = self.entropy_coef
-        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
-            coefficient = 0.0
-        if self.args.exact_denominators and entropy_mask is None:
-            mean = total / totals.tokens.clamp(min=1) * self.accelerator.num_processes
-        else:
-            accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
-            mean = total / count.clamp(min=1.0) / accumulation
-        if mode == "train":
-            self._update_entropy_coefficient(torch.stack([total.detach(), count.to(total.dtype)]))
-        return coefficient * mean
-
-    def _update_entropy_coefficient(self, local: Tensor) -> None:
-        """At an optimizer step, move the coefficient towards the target entropy. Skywork-OR1, arXiv:2505.22312."""
-        if self.use_adaptive_entropy:
-            window = self._entropy_window_stats
-            self._entropy_window_stats = local if window is None else window + local
-        if not self.accelerator.sync_gradients:
-            return
-        if self.use_adaptive_entropy:
-            total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum")
-            self._last_world_entropy = (total / count.clamp(min=1.0)).item()
-            rising = self._last_world_entropy <= self.args.entropy_target
-            step = self.args.entropy_coef_delta if rising else -self.args.entropy_coef_delta
-            bounds = self.args.entropy_coef_min, self.args.entropy_coef_max
-            moved = self.entropy_coef + step
-            self.entropy_coef = min(moved, bounds[1]) if rising else max(moved, bounds[0])
-            self._entropy_window_stats = None
-        self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
-
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """As TRL's, also above the 2^24 tokens at which `torch.quantile` gives up."""
-        local = entropies[mask.bool()].float()
-        padded = self.accelerator.pad_across_processes(local, dim=0, pad_index=-1e9)
-        gathered = self.accelerator.gather(padded)
-        gathered = gathered[gathered > -1e8]  # an entropy is 0 or more, give or take a rounding
-        if gathered.numel() == 0:
-            return torch.zeros_like(entropies, dtype=torch.bool)
-        if gathered.numel() <= 2**24:
-            bound = torch.quantile(gathered, threshold)
-        else:
-            bound = gathered.new_tensor(np.quantile(gathered.cpu().numpy(), threshold))
-        return (entropies * mask >= bound) & mask.bool()
+        return high_entropy_mask(self.accelerator, entropies, mask, threshold)
 
     # Checkpoints carry what the objective was and what its estimator remembers.
 

@@ -18,7 +18,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from .client import Client, ServerTrouble
-from .drift import DriftMonitor, tolerance
 from .plugin import keep_weights_in_place
 from .server import PROBE, Wanted, mismatches, server_facts
 
@@ -256,18 +255,6 @@ class Generation(VLLMGeneration):
                 return answer
             self._together(lambda: self._outlast(self.vllm_client.failure or ServerTrouble("no completions")))
             self.sync_weights()
-
-
-def monitor_for(trainer: Any) -> DriftMonitor:
-    """The drift check that suits a trainer with vLLM."""
-    generation, args = trainer.vllm_generation, trainer.args
-    computes = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else generation.policy_dtype
-    dtypes = computes, generation.sampler_dtype
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    sampling = {name: getattr(args, name) for name, value in neutral.items() if getattr(args, name) != value}
-    limit = tolerance(*dtypes) if args.rollout_drift is None else args.rollout_drift
-    trainer_name, sampler_name = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return DriftMonitor(limit, f"trainer {trainer_name}, sampler {sampler_name}", sampling)
 
 
 def merged_value(layer: Any, param: Tensor) -> Tensor:
