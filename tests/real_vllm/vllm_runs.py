@@ -28,6 +28,20 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def server_processes(port: int) -> list[psutil.Process]:
+    """vLLM's processes, those that others have started first."""
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "vllm.entrypoints.openai.api_server" in command and str(port) in command:
+            return [*process.children(recursive=True), process]
+    raise AssertionError(f"no vLLM server at port {port}")
+
+
+def send_all(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
+        process.send_signal(number)
+
+
 class Server:
     """`grpo-ext serve` in a process of its own."""
 
