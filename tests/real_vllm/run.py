@@ -20,6 +20,8 @@ from vllm_runs import send_all, server_processes  # noqa: E402
 import tiny  # noqa: E402
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer  # noqa: E402
 from grpo_ext.rollout import client  # noqa: E402
+from grpo_ext.rollout.drift import RolloutDrift  # noqa: E402
+from grpo_ext.rollout.generation import ServerLost  # noqa: E402
 from grpo_ext.train import leave_process_group  # noqa: E402
 
 
@@ -120,6 +122,9 @@ def main(output: Path, settings: dict) -> None:
         Faults(trainer, output, settings)
     try:
         trainer.train(resume_from_checkpoint=settings.get("resume"))
+    except (RolloutDrift, ServerLost) as error:  # as grpo-ext train ends
+        print(error, file=sys.stderr)
+        sys.exit(2)
     finally:
         rank = os.environ.get("RANK", "0") if settings["mode"] == "server" else trainer.accelerator.process_index
         (output / f"ended_{rank}").write_text(str(time.time()))
@@ -129,8 +134,10 @@ def main(output: Path, settings: dict) -> None:
     if peft is not None:
         changed = [n for n, p in trainer.model.named_parameters() if n in before and not torch.equal(p, before[n])]
         assert not changed, changed
-    leave_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    try:
+        main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    finally:
+        leave_process_group()

@@ -66,6 +66,7 @@ class Server:
         }
         self.recipe.write_text(json.dumps(recipe))
         self.process: subprocess.Popen | None = None
+        self.stopped = False
 
     def start(self) -> None:
         line = [sys.executable, "-m", "grpo_ext.cli", "serve", "--config", str(self.recipe)]
@@ -92,6 +93,7 @@ class Server:
 
     def stop(self) -> int:
         """As Ctrl-C does."""
+        self.stopped = True
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         return self.process.wait(60)
@@ -103,6 +105,8 @@ class Server:
             for _ in range(times):
                 self.process.wait()
                 time.sleep(pause)
+                if self.stopped:
+                    return
                 self.start()
 
         thread = threading.Thread(target=watch, daemon=True)

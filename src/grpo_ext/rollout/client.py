@@ -80,6 +80,7 @@ class Client(VLLMClient):
         self._group: ProcessGroupGloo | None = None
         self._groups_opened = 0
         self._started: float | None = None
+        self._updating = False
         super().__init__(base_url=base_url, group_port=group_port, connection_timeout=timeout)
         self.session.mount("http://", HTTPAdapter(pool_maxsize=CONNECTIONS))  # no retries: a push must not be repeated
         self.session.mount("https://", HTTPAdapter(pool_maxsize=CONNECTIONS))
@@ -141,6 +142,7 @@ class Client(VLLMClient):
             raise attempt.error
         response: requests.Response = attempt.value
         if response.status_code >= 500:
+            self.session.close()  # the server may be about to close the connection, too late for the next request
             raise ServerTrouble(f"{response.url} answered {response.status_code}: {response.text[:500]}")
         if response.status_code != 200:
             raise RuntimeError(f"{response.url} answered {response.status_code}: {response.text[:500]}")
@@ -190,7 +192,9 @@ class Client(VLLMClient):
                 f'\'{{"backend": "{wanted}"}}\'.'
             )
         self.engine = wanted
-        self._started = self._start_time()
+        started = self._start_time()
+        self._updating &= started == self._started  # a new server knows of no push
+        self._started = started
         if wanted == "nccl":
             super().init_communicator(device)
         else:
@@ -249,10 +253,19 @@ class Client(VLLMClient):
         try:
             self.close_communicator()
             self.init_communicator(device)
-            with suppress(ServerTrouble):  # only a push that broke off in the middle leaves something to finish
-                self._finish_weight_update()
+            if self._updating:
+                with suppress(ServerTrouble):  # it may have finished by itself
+                    self._finish_weight_update()
         finally:
             self.patience = self.timeout
+
+    def _start_weight_update(self) -> None:
+        self._updating = True
+        super()._start_weight_update()
+
+    def _finish_weight_update(self) -> None:
+        super()._finish_weight_update()
+        self._updating = False
 
     def update_named_params(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
