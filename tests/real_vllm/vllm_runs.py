@@ -66,9 +66,10 @@ class Server:
         }
         self.recipe.write_text(json.dumps(recipe))
         self.process: subprocess.Popen | None = None
-        self.stopped = False
+        self.starts, self.stopped = 0, False
 
     def start(self) -> None:
+        self.starts += 1
         line = [sys.executable, "-m", "grpo_ext.cli", "serve", "--config", str(self.recipe)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(line, env=ENV, stdout=log, stderr=log, start_new_session=True)
