@@ -26,7 +26,7 @@ from grpo_ext.train import leave_process_group  # noqa: E402
 
 
 class Faults:
-    """What befalls the server at `settings["server_port"]`: `settings["faults"]` says during what, and from which step on.
+    """What befalls the server at `settings["server_port"]`: `settings["faults"]` says during what, from which step on.
 
     "generation", "push" (of weights) and "joining" (the transfer group, after it has come back) can be struck, once
     each, by `settings["signal"]`; a SIGSTOP is followed by a SIGCONT after `settings["hang_seconds"]`, if that is set.
@@ -44,9 +44,7 @@ class Faults:
         del self.due[during]
         return self.trainer.accelerator.is_main_process
 
-    def strike(self, name: str, in_flight=lambda: True) -> None:
-        processes = server_processes(self.settings["server_port"])
-        assert in_flight(), "the server had answered before it was struck"
+    def strike(self, name: str, processes: list) -> None:
         send_all(processes, getattr(signal, name))
         (self.output / "struck").write_text(str(time.time()))
         if "hang_seconds" in self.settings:
@@ -58,7 +56,7 @@ class Faults:
             for i, pair in enumerate(iterate()):
                 if i == 5 and known and self.strikes("push"):
                     time.sleep(0.1)  # the workers have begun to receive
-                    self.strike(self.settings["signal"])
+                    self.strike(self.settings["signal"], server_processes(self.settings["server_port"]))
                 yield pair
 
         return tensors
@@ -69,11 +67,13 @@ class Faults:
             joining = url.endswith("/init_weight_transfer_engine") and self.strikes("joining")
             if not generating and not joining:
                 return post(asker, url, **kwargs)
+            processes = server_processes(self.settings["server_port"])
             if joining:
-                self.strike("SIGSTOP")  # so that it does not join before it dies
+                self.strike("SIGSTOP", processes)  # so that it does not join before it dies
             outcome = client.attempted(lambda: post(asker, url, **kwargs))
-            time.sleep(0.1)
-            self.strike(self.settings["signal"], outcome.empty)
+            time.sleep(0.05)
+            assert outcome.empty(), f"{url} was answered before the server was struck"
+            self.strike(self.settings["signal"], processes)
             attempt = outcome.get()
             if attempt.error is not None:
                 raise attempt.error
