@@ -69,9 +69,11 @@ class Faults:
                 return post(asker, url, **kwargs)
             processes = server_processes(self.settings["server_port"])
             if joining:
-                self.strike("SIGSTOP", processes)  # so that it does not join before it dies
+                send_all(processes, signal.SIGSTOP)  # it joins in no time
             outcome = client.attempted(lambda: post(asker, url, **kwargs))
-            time.sleep(0.05)
+            time.sleep(0.02)
+            send_all(processes, signal.SIGSTOP)  # so that nothing can arrive any more
+            time.sleep(0.2)
             assert outcome.empty(), f"{url} was answered before the server was struck"
             self.strike(self.settings["signal"], processes)
             attempt = outcome.get()
