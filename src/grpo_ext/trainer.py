@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
@@ -425,7 +425,9 @@ class GRPOExtTrainer(GRPOTrainer):
     def _save_and_explain(self, error: Exception) -> None:
         """Before a run ends for want of a sound sampler, keep what it has learned."""
         folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"
-        if self.state.global_step and not folder.exists():
+        saved = [folder.exists()]
+        broadcast_object_list(saved, from_process=0)  # all processes save or none: one may be creating it already
+        if self.state.global_step and not saved[0]:
             self._save_checkpoint(self.model, trial=None)
         kept = f"The run can be resumed from {folder}." if self.state.global_step else "No step had been made."
         error.args = (f"{error}\n{kept}",)

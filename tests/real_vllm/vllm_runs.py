@@ -28,6 +28,20 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def server_processes(port: int) -> list[psutil.Process]:
+    """vLLM's processes, those that others have started first."""
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "vllm.entrypoints.openai.api_server" in command and str(port) in command:
+            return [*process.children(recursive=True), process]
+    raise AssertionError(f"no vLLM server at port {port}")
+
+
+def send_all(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
+        process.send_signal(number)
+
+
 class Server:
     """`grpo-ext serve` in a process of its own."""
 
@@ -52,8 +66,10 @@ class Server:
         }
         self.recipe.write_text(json.dumps(recipe))
         self.process: subprocess.Popen | None = None
+        self.starts, self.stopped = 0, False
 
     def start(self) -> None:
+        self.starts += 1
         line = [sys.executable, "-m", "grpo_ext.cli", "serve", "--config", str(self.recipe)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(line, env=ENV, stdout=log, stderr=log, start_new_session=True)
@@ -78,6 +94,7 @@ class Server:
 
     def stop(self) -> int:
         """As Ctrl-C does."""
+        self.stopped = True
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         return self.process.wait(60)
@@ -89,6 +106,8 @@ class Server:
             for _ in range(times):
                 self.process.wait()
                 time.sleep(pause)
+                if self.stopped:
+                    return
                 self.start()
 
         thread = threading.Thread(target=watch, daemon=True)

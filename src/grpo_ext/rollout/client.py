@@ -72,13 +72,15 @@ class Client(VLLMClient):
 
     def __init__(self, base_url: str, group_port: int, timeout: float, transfer: str) -> None:
         """Wait for the server."""
-        self.timeout = timeout
+        self.timeout = self.patience = timeout
         self.transfer = transfer
         self.failure: Exception | None = None
         self.bytes_sent = 0
         self._store: TCPStore | None = None
         self._group: ProcessGroupGloo | None = None
         self._groups_opened = 0
+        self._started: float | None = None
+        self._updating = False
         super().__init__(base_url=base_url, group_port=group_port, connection_timeout=timeout)
         self.session.mount("http://", HTTPAdapter(pool_maxsize=CONNECTIONS))  # no retries: a push must not be repeated
         self.session.mount("https://", HTTPAdapter(pool_maxsize=CONNECTIONS))
@@ -104,6 +106,10 @@ class Client(VLLMClient):
                 raise ServerTrouble(f"no vLLM server at {self.base_url} within {total_timeout:g} s")
             time.sleep(retry_interval)
 
+    def get_server_info(self) -> Any:
+        """Configuration of the server."""
+        return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
+
     def _get(self, url: str, **kwargs: Any) -> Any:
         return self._ask(lambda: self.session.get(url, **kwargs))
 
@@ -114,46 +120,54 @@ class Client(VLLMClient):
         """The answer to a request, however long it takes, as long as the server goes on working.
 
         Raises:
-            ServerTrouble: broken connection, an error of the server's own, or no progress for `timeout` seconds.
+            ServerTrouble: broken connection, an error of the server's own, or no progress for `patience` seconds.
             RuntimeError: the server refuses the request; it would again.
         """
         outcome = attempted(request)
         since, progress = time.monotonic(), None
-        while True:
+        while (left := since + self.patience - time.monotonic()) > 0:
             try:
-                attempt = outcome.get(timeout=min(POLL_SECONDS, self.timeout))
+                attempt = outcome.get(timeout=min(POLL_SECONDS, left))
                 break
             except queue.Empty:
                 seen = self._tokens_processed()
                 if seen is not None and progress is not None and seen != progress:
                     since = time.monotonic()
                 progress = seen if seen is not None else progress
-                if time.monotonic() - since >= self.timeout:
-                    raise ServerTrouble(f"{self.base_url} made no progress for {self.timeout:g} s", since) from None
+        else:
+            raise ServerTrouble(f"{self.base_url} made no progress for {self.patience:g} s", since)
         if isinstance(attempt.error, requests.RequestException):
             raise ServerTrouble(f"{self.base_url}: {attempt.error}") from attempt.error
         if attempt.error is not None:
             raise attempt.error
         response: requests.Response = attempt.value
         if response.status_code >= 500:
+            self.session.close()  # the server may be about to close the connection, too late for the next request
             raise ServerTrouble(f"{response.url} answered {response.status_code}: {response.text[:500]}")
         if response.status_code != 200:
             raise RuntimeError(f"{response.url} answered {response.status_code}: {response.text[:500]}")
         return response.json()
 
-    def _tokens_processed(self) -> float | None:
-        """Tokens that the server has read and written so far; None when it does not say."""
+    def _metric(self, *names: str) -> float | None:
+        """Sum of the server's metrics whose lines begin with `names`; None when it does not say."""
         try:
             lines = requests.get(f"{self.base_url}/metrics", timeout=POLL_SECONDS).text.splitlines()
         except requests.RequestException:
             return None
-        counters = ("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(counters))
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
+
+    def _tokens_processed(self) -> float | None:
+        return self._metric("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
+
+    def _start_time(self) -> float | None:
+        return self._metric("process_start_time_seconds ")
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; a failure is kept in `failure` and answered with NOTHING, since other processes wait for us."""
         self.failure = None
         try:
+            if self._start_time() not in (None, self._started):  # between two requests: it has lost our weights
+                raise ServerTrouble(f"{self.base_url} has been restarted")
             return super().generate(*args, **kwargs)
         except Exception as error:
             self.failure = error
@@ -178,6 +192,9 @@ class Client(VLLMClient):
                 f'\'{{"backend": "{wanted}"}}\'.'
             )
         self.engine = wanted
+        started = self._start_time()
+        self._updating &= started == self._started  # a new server knows of no push
+        self._started = started
         if wanted == "nccl":
             super().init_communicator(device)
         else:
@@ -196,7 +213,9 @@ class Client(VLLMClient):
                 raise RuntimeError(
                     f"vllm_group_port={self.group_port} cannot be opened on this machine ({error}). Set another."
                 ) from error
-        store, size = self._store, self.get_world_size() + 1
+        # A connection of its own: one that still waits for an earlier server would lock this group out.
+        store = open_store(address, self._store.port, self.timeout, trainer=False)
+        size = self.get_world_size() + 1
         self._groups_opened += 1
         name = f"{time.time_ns()}-{self._groups_opened}"
         info = {
@@ -209,7 +228,10 @@ class Client(VLLMClient):
         }
         opened = attempted(lambda: open_group(store, name, TRAINER_RANK, size, self.timeout))
         self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
-        attempt = opened.get(timeout=self.timeout)
+        try:
+            attempt = opened.get(timeout=self.patience)
+        except queue.Empty:
+            attempt = Attempt(error=TimeoutError(f"nothing within {self.patience:g} s"))
         if attempt.error is not None:
             raise ServerTrouble(f"{self.base_url} did not join the transfer group: {attempt.error}")
         self._group = attempt.value
@@ -219,18 +241,31 @@ class Client(VLLMClient):
         self._group = None
         super().close_communicator()
 
-    def reconnect(self, device: Any) -> None:
-        """Open everything again with a server that has come back.
+    def reconnect(self, device: Any, patience: float) -> None:
+        """Open everything again with a server that has come back, if no step of it takes `patience` seconds.
 
         Raises:
             ServerTrouble: it has not.
         """
         if not self.healthy():
             raise ServerTrouble(f"{self.base_url} is not up")
-        self.close_communicator()
-        self.init_communicator(device)
-        with suppress(ServerTrouble):  # only a push that broke off in the middle leaves something to finish
-            self._finish_weight_update()
+        self.patience = patience
+        try:
+            self.close_communicator()
+            self.init_communicator(device)
+            if self._updating:
+                with suppress(ServerTrouble):  # it may have finished by itself
+                    self._finish_weight_update()
+        finally:
+            self.patience = self.timeout
+
+    def _start_weight_update(self) -> None:
+        self._updating = True
+        super()._start_weight_update()
+
+    def _finish_weight_update(self) -> None:
+        super()._finish_weight_update()
+        self._updating = False
 
     def update_named_params(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]

@@ -154,35 +154,35 @@ class Generation(VLLMGeneration):
         if error is not None:
             raise ServerLost(error)
 
-    def _outlast(self, trouble: Exception) -> None:
+    def _outlast(self, troubles: list[Exception]) -> None:
         """On the main process: wait until the server is back and has a transfer group again.
 
+        Args:
+            troubles: what went wrong with this push or these completions so far, attempt by attempt.
+
         Raises:
-            ServerLost: it is not back `server_timeout` seconds after its last sign of life; or it is not its death
-                that is the trouble.
+            ServerLost: `server_timeout` seconds have passed since the first; or the server refuses what it is asked.
         """
-        if not isinstance(trouble, ServerTrouble):
-            raise trouble
-        logger.warning(f"vLLM server: {trouble}. Waiting up to {self.server_timeout:g} s for it to come back.")
-        deadline, pause = trouble.since + self.server_timeout, 0.5
-        client = self.vllm_client
-        while True:
-            remaining = deadline - time.monotonic()
+        first, last = troubles[0], troubles[-1]
+        if not isinstance(last, ServerTrouble):
+            raise last
+        assert isinstance(first, ServerTrouble)
+        deadline, pause = first.since + self.server_timeout, 0.5 * len(troubles)
+        left = deadline - time.monotonic()
+        logger.warning(f"vLLM server: {last}. Waiting up to {max(left, 0):.0f} s for it to come back.")
+        while left > 0:
+            time.sleep(min(pause, LONGEST_PAUSE, left))
             try:
-                client.timeout = max(remaining, 1.0)
-                client.reconnect(self.accelerator.device)
+                self.vllm_client.reconnect(self.accelerator.device, patience=max(deadline - time.monotonic(), 1.0))
                 logger.warning("vLLM server: back. The weights are pushed again before it generates.")
                 return
             except ServerTrouble as error:
-                if remaining <= 0:
-                    raise ServerLost(
-                        f"{trouble}; it did not come back within vllm_server_timeout={self.server_timeout:g} s "
-                        f"({error}). Start it again (grpo-ext serve --config RECIPE), then resume."
-                    ) from error
-            finally:
-                client.timeout = self.server_timeout
-            time.sleep(min(pause, max(deadline - time.monotonic(), 0.1)))
-            pause = min(2 * pause, LONGEST_PAUSE)
+                logger.debug(f"vLLM server: {error}")
+            pause, left = 2 * pause, deadline - time.monotonic()
+        raise ServerLost(
+            f"{last}; it did not recover within vllm_server_timeout={self.server_timeout:g} s. "
+            "Start it again (grpo-ext serve --config RECIPE), then resume."
+        )
 
     # Weights.
 
@@ -194,8 +194,10 @@ class Generation(VLLMGeneration):
         """
         start = time.monotonic()
         if self.mode == "server":
+            troubles: list[Exception] = []
             while (trouble := self._push()) is not None:
-                self._together(partial(self._outlast, trouble))
+                troubles.append(trouble)
+                self._together(partial(self._outlast, troubles))
             self.sync_bytes = self.vllm_client.bytes_sent if self.accelerator.is_main_process else 0
         else:
             self.sync_bytes = 0
@@ -249,11 +251,14 @@ class Generation(VLLMGeneration):
         Raises:
             ServerLost: it died and did not come back; on all processes.
         """
+        troubles: list[Exception] = []
         while True:
             answer = super().generate(prompts, images, num_generations, profiler)
             if self.mode != "server" or answer[1] or not prompts:
                 return answer
-            self._together(lambda: self._outlast(self.vllm_client.failure or ServerTrouble("no completions")))
+            if self.accelerator.is_main_process:
+                troubles.append(self.vllm_client.failure or ServerTrouble("no completions"))
+            self._together(partial(self._outlast, troubles))
             self.sync_weights()
 
 
