@@ -10,11 +10,12 @@ from vllm_runs import DDP, Server, drifts, free_port, send_all, server_processes
 
 FLOAT32 = 0.02
 STEPS = 4
-BATCH = 8
+BATCH = 32
 LONG = {
     "max_steps": STEPS,
+    "per_device_train_batch_size": BATCH,  # with the next two: enough work to be struck in the middle of it
     "max_completion_length": 112,
-    "generation_kwargs": {"ignore_eos": True},  # long enough to be struck in the middle
+    "generation_kwargs": {"ignore_eos": True},
     "vllm_server_timeout": 240.0,
 }
 GRACE = 10.0
