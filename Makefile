@@ -80,7 +80,7 @@ bench: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/step_overhead.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/whole_step.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
-	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts steps memory
 	$(BIN)/python docs/tables.py
 
 bench-vllm: install-vllm

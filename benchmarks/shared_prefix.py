@@ -18,7 +18,9 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -131,8 +133,9 @@ class Side:
             max_completion_length=max(work.completions), loss_type="grpo", beta=0.0, **settings,
         )  # fmt: skip
         rows = Dataset.from_list([{"prompt": "a question:"}] * 64)
-        model = policy(work, device)
-        self.trainer = cls(model, [lambda completions, **_: [0.0]], args, rows, processing_class=tokenizer())
+        with redirect_stdout(StringIO()):
+            reward = [lambda completions, **_: [0.0]]
+            self.trainer = cls(policy(work, device), reward, args, rows, processing_class=tokenizer())
         self.trainer.model.to(device).train()
         self.trainer.current_gradient_accumulation_steps = 1
         self.inputs = self.arranged(completions_of(work, device))
@@ -294,35 +297,43 @@ def picture(results: dict, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each line of the table")
-    parser.add_argument("--pairs", type=int, default=1, help="at least, for each line; 2 take a quarter of an hour")
-    parser.add_argument("--only", default="", help="lines whose name contains this")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each line of the table")
+    parser.add_argument("--pairs", type=int, default=1, help="at least, for each line")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="the others keep their results")
     parser.add_argument("--peak", choices=SIDES, help="print one side's peak memory and end")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
+    device = options.device
     if options.peak:
-        print(json.dumps(peak(options.peak, options.device)))
+        print(json.dumps(peak(options.peak, device)))
         return
-    device, seconds = options.device, options.seconds
+    path = RESULT.with_stem("shared_prefix" if device == "cpu" else f"shared_prefix_{device}")
+    results: dict = json.loads(path.read_text()) if path.exists() else {}
     versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     shape = {"model": CPU_MODEL if device == "cpu" else CUDA_MODEL, "device": device, "machine": platform.machine()}
-    results: dict = {**shape, **versions, "steps": []}
-    for work in WORKS:
-        if options.only in work.name:
-            results["steps"].append(compare(work, device, seconds, options.pairs))
-            print(json.dumps(results["steps"][-1]), flush=True)
-    if not options.only:
-        results["over_plain"] = [against_plain(work, device, seconds / 2) for work in (WORKS[1], WORKS[2])]
-        results["growth"] = growth(device, seconds / 2)
-        results["never_slower"] = never_slower(device, seconds)
-        results["memory"] = memory(device)
-        print(json.dumps({k: results[k] for k in ("over_plain", "growth", "never_slower", "memory")}, indent=1))
-        name = "shared_prefix" if device == "cpu" else f"shared_prefix_{device}"
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.with_stem(name).write_text(json.dumps(results, indent=2) + "\n")
-        picture(results, HERE / f"{name}.png")
+    results |= shape | versions
+    for name in options.parts:
+        results[name] = PARTS[name](options)
+        print(json.dumps({name: results[name]}, indent=1), flush=True)
+        path.write_text(json.dumps(results, indent=2) + "\n")
+    if "steps" in options.parts:
+        picture(results, HERE / f"{path.stem}.png")
+
+
+def steps(options: argparse.Namespace) -> list[dict]:
+    """The lines of the table."""
+    return [compare(work, options.device, options.seconds, options.pairs) for work in WORKS]
+
+
+PARTS = {
+    "steps": steps,
+    "memory": lambda options: memory(options.device),
+    "over_plain": lambda options: [against_plain(work, options.device, options.seconds) for work in WORKS[1:3]],
+    "growth": lambda options: growth(options.device, options.seconds),
+    "never_slower": lambda options: never_slower(options.device, 2 * options.seconds),
+}
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def compare(loss_type: str, hidden: int, layers: int, pairs: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=30)
     pairs = parser.parse_args().pairs
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)

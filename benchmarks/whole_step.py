@@ -135,7 +135,7 @@ def compare(name: str, build, groups: int, pairs: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=11)
     parser.add_argument("--large_pairs", type=int, default=0, help="also an 8-layer model of hidden size 512: minutes")
     given = parser.parse_args()
     torch.set_num_threads(1)
