@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -167,11 +168,12 @@ def summary(values: list[float]) -> dict:
 
 
 def alternate(sides: list, seconds: float, least: int = 1, most: int = 15) -> list[tuple[float, ...]]:
-    """Times of the sides in turn, until `seconds` have gone by; the order turns around from pair to pair."""
+    """Times of the sides in turn, in an order drawn anew for every lap, until `seconds` have gone by."""
     laps: list[tuple[float, ...]] = []
+    draw = random.Random(0)
     start = time.perf_counter()
     while len(laps) < least or (time.perf_counter() - start < seconds and len(laps) < most):
-        order = list(enumerate(sides)) if len(laps) % 2 else list(enumerate(sides))[::-1]
+        order = draw.sample(list(enumerate(sides)), len(sides))
         found = {i: side() for i, side in order}
         laps.append(tuple(found[i] for i in range(len(sides))))
     return laps
@@ -231,7 +233,7 @@ def never_slower(device: str, seconds: float) -> dict:
             off.inputs = control.inputs = auto.inputs
             for side in (auto, off, control):
                 side(), side()
-            laps = alternate([auto, off, control], seconds / 10, least=5, most=200)
+            laps = alternate([auto, off, control], seconds / 4, least=15, most=200)
             times = [statistics.median(times) for times in zip(*laps, strict=True)]
             work_shape = {"hidden": hidden, "prompt": prompt, "completion": completion, "G": g}
             ratios = {"auto_over_false": times[0] / times[1], "false_over_false": times[2] / times[1]}
