@@ -28,8 +28,9 @@ ARCHITECTURE: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,  # of 32 dimensions, the least that vLLM knows on a CPU
-    "num_key_value_heads": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,  # the least that vLLM knows on a CPU
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
     "initializer_range": 0.06,
