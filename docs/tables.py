@@ -157,7 +157,8 @@ def speed_table() -> str:
     rows = []
     for r in step["steps"]:
         times = f"{r['stock_seconds']:.2f} s", f"{r['ours_seconds']:.2f} s"
-        rows.append((f"forward and backward: {r['work']}", *times, *ratio(r["ratio"]["median"], r["ratio"]["range"])))
+        spread = r["ratio"]["range"] if r["ratio"]["pairs"] > 1 else None
+        rows.append((f"forward and backward: {r['work']}", *times, *ratio(r["ratio"]["median"], spread)))
     memory = step["memory"]
     sizes = (f"{memory[side]['step_mib']:.0f} MiB" for side in ("stock", "grpo-ext"))
     rows.append((memory["work"], *sizes, *ratio(memory["ratio"])))
