@@ -213,7 +213,7 @@ def test_a_quickstart_recipe_needs_no_gpu_and_no_hub(name):
 
 def test_the_plan_of_a_quickstart_knows_rows_and_parameters():
     sections = plan(load_recipe(["--config", "quickstart/grpo"]))
-    assert dict(sections["Memory"])["parameters"].startswith("0.4")
+    assert dict(sections["Memory"])["parameters"].startswith("0.57 M")
     assert dict(sections["Batch"])["training rows"] == "7979"
 
 
