@@ -101,7 +101,7 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "PreTrainedModel":
-    """A Llama of about 0.44 million parameters with random weights drawn from `seed`."""
+    """A Llama of 0.57 million parameters with random weights drawn from `seed`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
