@@ -16,7 +16,8 @@ from grpo_ext import GRPOExtConfig, batching
 from grpo_ext.config import ConfigError
 from grpo_ext.lm_head import LabelledLogProbs
 from grpo_ext.losses import losses
-from grpo_ext.prefix_attention import NAME, Run, Segments, attention, by_sdpa
+from grpo_ext.prefix_attention import NAME, attention
+from grpo_ext.prefix_kernels import Run, Segments
 from grpo_ext.prefix_policy import PrefixSharing, obstacles
 from grpo_ext.shared_prefix import log_probs, pack
 from test_trainer import build, scripted_rollout, weights
@@ -188,22 +189,6 @@ def test_what_cannot_be_packed_is_not(change):
     else:
         mask[:, -COMPLETION:] = 0
     assert pack(IDS.numpy(), mask.numpy(), COMPLETION) is None
-
-
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_both_attentions_agree(key_heads):
-    segments = Segments((Run(0, 1, 5), Run(5, 2, 3, (0, 5)), Run(11, 1, 4, (0, 5)), Run(15, 2, 2)))
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, 19, 8, generator=g, dtype=torch.float64) for h in (4, key_heads, key_heads))
-    results = []
-    module = torch.nn.Identity()
-    for function in (lambda *x: attention(module, *x, None, 0.3, grpo_ext_segments=segments)[0], by_sdpa):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = function(*leaves, *([segments, 0.3] if function is by_sdpa else []))
-        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-        results.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours - theirs).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("chunk", [2**25, 30], ids=["kept", "computed again"])

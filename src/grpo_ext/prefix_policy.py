@@ -117,9 +117,10 @@ class Size:
         tokens, scores = rows * width - layout.tokens, rows * (width - 1) - len(layout.scored)
         return self._gain(tokens, scores, calls, device, passes)
 
-    def most(self, shape: tuple[int, ...], device: str, passes: int) -> float:
-        """A bound of the gain for a batch of this shape, before it is laid out."""
-        return self._gain(math.prod(shape), math.prod(shape), 2, device, passes)
+    def most(self, shape: tuple[int, ...], labels: int, device: str, passes: int) -> float:
+        """A bound of the gain for a batch of this shape and with so many labels, before it is laid out."""
+        saved = math.prod(shape) - labels
+        return self._gain(saved, saved, 2, device, passes)
 
     def _gain(self, tokens: int, scores: int, calls: int, device: str, passes: int) -> float:
         """`tokens` and `scores` are those saved; on a CPU stock TRL scores every position."""
@@ -194,10 +195,13 @@ class PrefixSharing:
         """The packed form of a micro-batch; None where it is to be computed as it is."""
         if self.size is None:
             return None
-        device, auto = input_ids.device.type, self.setting != "true"
-        if auto and self.size.most(tuple(input_ids.shape), device, passes) <= MARGIN:
+        shape, device, auto = tuple(input_ids.shape), input_ids.device.type, self.setting != "true"
+        if auto and self.size.most(shape, 0, device, passes) <= MARGIN:
             return None
-        layout = shared_prefix.pack(input_ids.cpu().numpy(), mask.bool().cpu().numpy(), completion, whole=whole)
+        ids, live = input_ids.cpu().numpy(), mask.bool().cpu().numpy()
+        if auto and self.size.most(shape, int(live[:, -completion:].sum()), device, passes) <= MARGIN:
+            return None
+        layout = shared_prefix.pack(ids, live, completion, whole=whole)
         if layout is None or not auto:
             return layout
         return layout if self.size.gain(layout, device, passes) > MARGIN else None

@@ -20,7 +20,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .lm_head import labelled_positions_only
-from .prefix_attention import LAYOUT, Run, Segments, selected
+from .prefix_attention import LAYOUT, selected
+from .prefix_kernels import Run, Segments
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def send_all(processes: list[psutil.Process], number: int) -> None:
 
 
 class Server:
-    """`grpo-ext serve` in a process of its own."""
+    """`grpo-ext serve` in a process of its own, started as a script's background job is: with Ctrl-C ignored."""
 
     def __init__(self, folder: Path, model: str) -> None:
         self.model, self.port, self.log = model, free_port(), folder / "serve.log"
@@ -70,7 +70,8 @@ class Server:
 
     def start(self) -> None:
         self.starts += 1
-        line = [sys.executable, "-m", "grpo_ext.cli", "serve", "--config", str(self.recipe)]
+        serve = [sys.executable, "-m", "grpo_ext.cli", "serve", "--config", str(self.recipe)]
+        line = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *serve]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(line, env=ENV, stdout=log, stderr=log, start_new_session=True)
 

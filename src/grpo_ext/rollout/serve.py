@@ -120,8 +120,9 @@ def serve(recipe: Recipe, host: str, port: int | None, extra: Sequence[str] = ()
             "development endpoints ask for no password. Keep it behind a firewall.",
             flush=True,
         )
-    process = subprocess.Popen(line, env=environment(recipe), start_new_session=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs start with it ignored
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends by the same way out as Ctrl-C
+    process = subprocess.Popen(line, env=environment(recipe), start_new_session=True)
     try:
         if _wait_until_healthy(process, f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"):
             print(f"vLLM is up. In another terminal:\n\n    {hint}\n\nCtrl-C stops it.", flush=True)
