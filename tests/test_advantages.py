@@ -422,6 +422,51 @@ def test_rewards_an_estimator_is_not_defined_for_are_refused(name, rewards, opti
         estimators[name](tensor(rewards), **options)
 
 
+def in_float32(weights):
+    return torch.tensor(weights).double()
+
+
+@pytest.mark.parametrize("weights", [[0.2, 0.8], [0.15, 0.85], [0.2, 0.2, 0.6], [1 / 3] * 3])
+@pytest.mark.parametrize("name", ["maxrl", "beta", "bernoulli", "pass_at_k"])
+def test_a_sum_that_rounding_puts_beyond_1_counts_as_1(name, weights):
+    rewards = tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
+    sums = weighted_total(rewards[..., None].expand(-1, -1, len(weights)), in_float32(weights), missing="zero")
+    found = estimators[name](sums)
+    torch.testing.assert_close(found, estimators[name](rewards), rtol=1e-6, atol=1e-6)
+
+
+def test_a_reward_at_the_end_of_its_range_in_float32():
+    rewards = torch.tensor([[1.1, 0.0, 0.0], [1.1, 1.1, 0.0]])
+    found = estimators["beta"](rewards.double(), reward_range=[0.0, 1.1])
+    torch.testing.assert_close(found, estimators["beta"]((rewards > 0).double()), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("missing", ["zero", "renormalize"])
+def test_totals_that_rounding_alone_keeps_apart_are_equal(missing):
+    rewards, weights = tensor([[[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]] * 2]), in_float32([0.1, 0.2, 0.3])
+    total = weighted_total(rewards, weights, missing=missing)
+    assert len(set((rewards * weights).sum(-1).flatten().tolist())) == 2
+    assert zero_variance(total).all()
+    assert (
+        combinations["sum_then_normalize"](rewards, weights, lambda r, _: estimators["minimind"](r), missing=missing)
+        .eq(0)
+        .all()
+    )
+    apart = weighted_total(tensor([[[1.0], [1.0 + 3e-6]]]), tensor([1.0]), missing=missing)
+    assert apart[0].tolist() == [1.0, 1.0 + 3e-6]
+
+
+def test_more_degrees_of_freedom_than_rewards_give_nothing():
+    rewards = tensor([[1.0, 0.0, None, None], [1.0, 0.0, 0.5, None]])
+    assert estimators["group"](rewards, ddof=2)[0].tolist() == [0.0] * 4
+    assert estimators["group"](rewards, ddof=3).eq(0).all()
+
+
+def test_average_advantages_without_a_weight_is_0():
+    rewards = tensor([[[1.0], [0.0]]])
+    assert combinations["average_advantages"](rewards, tensor([0.0]), lambda r, _: estimators["none"](r)).eq(0).all()
+
+
 def test_zero_variance_and_group_means():
     groups = tensor([[0.1, 0.1, None], [0.1, 0.2, None], [None, 3, None], [None, None, None]])
     assert zero_variance(groups).tolist() == [True, False, True, True]

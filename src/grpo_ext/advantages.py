@@ -29,12 +29,21 @@ GroupMeans = Float[Tensor, " past_groups"]
 LogMetric = Callable[[str, float], None]
 
 
+ROUNDING = 1e-6
+"""Relative error of a sum of rewards: they and their weights arrive in float32."""
+
+
 def zero_variance(rewards: Rewards) -> Bool[Tensor, " groups"]:
     """Groups without a learning signal: fewer than two scorable rewards, or all of them equal."""
+    highest, lowest = _extremes(rewards)
+    return ((~rewards.isnan()).sum(dim=-1) < 2) | (highest == lowest)
+
+
+def _extremes(rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """Highest and lowest scorable reward of each group."""
     scorable = ~rewards.isnan()
     highest = torch.where(scorable, rewards, -math.inf).amax(dim=-1)
-    lowest = torch.where(scorable, rewards, math.inf).amin(dim=-1)
-    return (scorable.sum(dim=-1) < 2) | (highest == lowest)
+    return highest, torch.where(scorable, rewards, math.inf).amin(dim=-1)
 
 
 def group_means(rewards: Rewards) -> Float[Tensor, " groups"]:
@@ -43,11 +52,11 @@ def group_means(rewards: Rewards) -> Float[Tensor, " groups"]:
 
 
 def _std(values: Tensor, ddof: int, dim: int | None = None) -> Tensor:
-    """Standard deviation over the scorable values; NaN where fewer than ddof + 1 of them."""
+    """Standard deviation over the scorable values; infinite where there are fewer than ddof + 1 of them."""
     mean = values.nanmean(dim=dim, keepdim=dim is not None)
     squares = (values - mean).square().nansum(dim=dim)
     degrees = (~values.isnan()).sum(dim=dim) - ddof
-    return (squares / degrees.to(values.dtype)).sqrt()
+    return torch.where(degrees > 0, squares / degrees.to(values.dtype), math.inf).sqrt()
 
 
 def _only_signal(advantages: Rewards, rewards: Rewards) -> Rewards:
@@ -60,13 +69,15 @@ def _centred(rewards: Rewards) -> Rewards:
     return rewards - group_means(rewards)[:, None]
 
 
-def _require_unit_interval(rewards: Rewards, estimator: str, cure: str) -> None:
-    outside = rewards[(rewards < 0) | (rewards > 1)]
+def _in_unit_interval(rewards: Rewards, estimator: str, cure: str) -> Rewards:
+    """`rewards`, those beyond 0 or 1 by rounding alone set to it."""
+    outside = rewards[(rewards < -ROUNDING) | (rewards > 1 + ROUNDING)]
     if len(outside):
         raise ValueError(
             f"advantage_estimator={estimator}: a reward of {outside[0].item():g} lies outside [0, 1], where alone "
             f"this estimator is defined. {cure}"
         )
+    return rewards.clamp(0, 1)
 
 
 @estimators.register("group")
@@ -112,7 +123,7 @@ def maxrl(rewards: Rewards, *, eps: float = 1e-6) -> Rewards:
     Raises:
         ValueError: a reward outside [0, 1].
     """
-    _require_unit_interval(rewards, "maxrl", "Rescale the reward.")
+    rewards = _in_unit_interval(rewards, "maxrl", "Rescale the reward.")
     return _only_signal(_centred(rewards) / (group_means(rewards)[:, None] + eps), rewards)
 
 
@@ -153,9 +164,8 @@ def fit_beta(means: Float[Tensor, " prompts"], *, flatten: float = 3.0) -> BetaF
 def _unit_rewards(rewards: Rewards, history: GroupMeans | None, reward_range: list[float], estimator: str) -> tuple:
     """Rewards and the group means of the window, mapped affinely from `reward_range` to [0, 1]."""
     low, high = reward_range
-    unit = (rewards - low) / (high - low)
     cure = f"advantage_kwargs.reward_range is {list(reward_range)}: set it to the reward's own range."
-    _require_unit_interval(unit, estimator, cure)
+    unit = _in_unit_interval((rewards - low) / (high - low), estimator, cure)
     means = group_means(unit)
     if history is not None:
         means = torch.cat([(history - low) / (high - low), means])
@@ -241,15 +251,16 @@ def pass_at_k(rewards: Rewards, *, k: int = 2) -> Rewards:
     Raises:
         ValueError: a reward that is neither 0 nor 1.
     """
-    other = rewards[~rewards.isnan() & (rewards != 0) & (rewards != 1)]
+    binary = rewards.round()
+    other = rewards[((rewards - binary).abs() > ROUNDING) | (binary < 0) | (binary > 1)]
     if len(other):
         raise ValueError(
             f"advantage_estimator=pass_at_k: a reward of {other[0].item():g} is neither 0 nor 1. "
             "Use one binary reward, for example accuracy."
         )
     n = (~rewards.isnan()).sum(dim=-1, keepdim=True)
-    c = rewards.nansum(dim=-1, keepdim=True)
-    credit = n * (_pass_rate(n, c, k) - _pass_rate(n - 1, c - rewards.nan_to_num(), k))
+    c = binary.nansum(dim=-1, keepdim=True)
+    credit = n * (_pass_rate(n, c, k) - _pass_rate(n - 1, c - binary.nan_to_num(), k))
     return _only_signal(torch.where(n > k, credit, 0.0).to(rewards.dtype), rewards)
 
 
@@ -274,14 +285,18 @@ def weighted_total(rewards: FunctionRewards, weights: Float[Tensor, " functions"
 
     A function that returned None for a completion is left out. With `missing="renormalize"` the rest is scaled by
     sum |w| / sum of the |w| present, so that None is not a reward of 0, and a function of weight 0 only watches;
-    with `missing="zero"` None is a reward of 0 (stock TRL).
+    with `missing="zero"` None is a reward of 0 (stock TRL). Totals of a group that rounding alone keeps apart become
+    equal.
     """
     scored = ~rewards.isnan()
     total = (rewards * weights).nansum(dim=-1)
     if missing == "renormalize":
         scored = scored & (weights != 0)
         total = total * weights.abs().sum() / (scored * weights.abs()).sum(dim=-1).clamp(min=1e-30)
-    return torch.where(scored.any(dim=-1), total, math.nan)
+    total = torch.where(scored.any(dim=-1), total, math.nan)
+    highest, lowest = (bound[:, None] for bound in _extremes(total))
+    rounded = highest - lowest <= ROUNDING * torch.maximum(highest.abs(), lowest.abs())
+    return torch.where(rounded & ~total.isnan(), highest, total)
 
 
 @combinations.register("sum_then_normalize")
@@ -313,12 +328,13 @@ def normalize_then_sum(
     GDPO, arXiv:2601.05242.
     """
     columns = torch.stack([estimator(rewards[..., k], k) for k in range(rewards.shape[-1])])
-    spread = torch.stack([_std(column, ddof=1) > noise for column in columns])
+    stds = torch.stack([_std(column, ddof=1) for column in columns])
     scorable = ~rewards.isnan().all(dim=-1)
     total = torch.where(scorable, (columns * weights[:, None, None]).sum(dim=0), math.nan)
     centred = total - total.nanmean()
     whitened = centred / (_std(total, ddof=1) + eps)
-    return _only_signal(torch.where((spread & (weights != 0)).any(), whitened, centred), total)
+    real = (stds > noise) & stds.isfinite() & (weights != 0)
+    return _only_signal(torch.where(real.any(), whitened, centred), total)
 
 
 @combinations.register("average_advantages")
@@ -327,4 +343,4 @@ def average_advantages(
 ) -> Rewards:
     r"""sum_k w_k A_k / sum_k |w_k|, each A_k estimated from its own function's rewards. BNPO, arXiv:2506.02864."""
     columns = [estimator(rewards[..., k], k) * weights[k] for k in range(rewards.shape[-1])]
-    return torch.stack(columns).sum(dim=0) / weights.abs().sum()
+    return torch.stack(columns).sum(dim=0) / weights.abs().sum().clamp(min=1e-30)

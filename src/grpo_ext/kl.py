@@ -41,7 +41,7 @@ def k3(log_ref_ratio: Float[Tensor, "batch #time"]) -> Float[Tensor, "batch #tim
 def k3_plus(log_ref_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
     """The value of k3 with the gradient of k2, -d: the reverse KL's in expectation."""
     surrogate = k2(log_ref_ratio)
-    return surrogate + (k3(log_ref_ratio) - surrogate).detach()
+    return k3(log_ref_ratio).detach() + (surrogate - surrogate.detach())
 
 
 @kl_estimators.register("r_k3")

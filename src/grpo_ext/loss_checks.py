@@ -29,7 +29,7 @@ def _surrogate(config: Any) -> Iterator[str]:
         prefix = f.name.partition("_")[0]
         if prefix in ("sapo", "vespo") and row.surrogate != prefix and getattr(config, f.name) != f.default:
             yield f"{f.name}={getattr(config, f.name)}: only loss_type {prefix!r} reads it. Remove it."
-    fielded = {option: field_of_option(config, row, option) for option in options}
+    fielded = {option: field_of_option(row, option) for option in options}
     yield from _option_problems("loss_kwargs", config.loss_kwargs, row.function, fielded)
     if isinstance(config.loss_kwargs or {}, Mapping):
         yield from _clip_bounds(config, resolve(config))
@@ -97,7 +97,7 @@ def _ratio_level(config: Any) -> Iterator[str]:
             f"importance_sampling_level={level!r}: the loss {config.loss_type!r} is defined at "
             f"{' or '.join(row.levels)} level only. Set importance_sampling_level: {row.levels[0]}."
         )
-    if level == "product" and config.top_entropy_quantile < 1:
+    if (level == "product" or row.surrogate == "gmpo") and config.top_entropy_quantile < 1:
         yield (
             f"top_entropy_quantile={config.top_entropy_quantile}: the loss {config.loss_type!r} has one term for a "
             "whole completion, of which single tokens cannot be left out. Set top_entropy_quantile: 1.0."
@@ -177,6 +177,8 @@ def _advantage_options(num_generations: int, options: Mapping[str, Any]) -> Iter
         value = options.get(name, least)
         if isinstance(value, (int, float)) and value < least:
             yield f"advantage_kwargs.{name}={value} must be {least} or more. Correct it, or leave it unset."
+    if isinstance(options.get("ddof"), int) and options["ddof"] > 1:
+        yield f"advantage_kwargs.ddof={options['ddof']}: a standard deviation has 0 or 1. Set one of them."
     k = options.get("k")
     if isinstance(k, int) and k >= num_generations:
         yield (

@@ -14,7 +14,7 @@ from .advantages import LogMetric, Rewards, combinations, estimators
 from .aggregation import StepTotals, aggregations
 from .kl import kl_estimators
 from .losses import Loss, find
-from .ratios import masked, ratios
+from .ratios import full_precision, masked, ratios
 from .surrogates import clip_regions
 
 
@@ -120,7 +120,8 @@ class Objective:
         Without `old_per_token_logps` among the inputs the policy itself has sampled.
         """
         fixed = {name: value.detach() for name, value in inputs.items() if isinstance(value, Tensor)}
-        old = fixed.get("old_per_token_logps", per_token_logps.detach())
+        per_token_logps = full_precision(per_token_logps)
+        old = full_precision(fixed.get("old_per_token_logps", per_token_logps.detach()))
         advantages, sampler = fixed["advantages"], fixed.get("importance_sampling_ratio")
         if sampler is not None:
             live = mask.bool() if sampler.shape == mask.shape else mask.bool().any(dim=-1, keepdim=True)
@@ -134,7 +135,7 @@ class Objective:
             "log_ratio": self.log_ratio(per_token_logps - old, mask),
         }
         if self.kl_in_loss:
-            tensors["log_ref_ratio"] = masked(fixed["ref_per_token_logps"] - per_token_logps, mask)
+            tensors["log_ref_ratio"] = masked(full_precision(fixed["ref_per_token_logps"]) - per_token_logps, mask)
         return tensors
 
     def surrogate_loss(self, tensors: Mapping[str, Any]) -> Float[Tensor, "batch #time"]:
@@ -184,16 +185,15 @@ def _arguments(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
 
 
-_FIELD_OF_OPTION = {"epsilon_low": "epsilon"}
+_FIELD_OF_OPTION = {"epsilon_low": "epsilon", "epsilon_high": "epsilon_high", "delta": "delta"}
 _MAX_COMPLETION_LENGTH = "max_completion_length"
 
 
-def field_of_option(config: Any, row: Loss, option: str) -> str | None:
+def field_of_option(row: Loss, option: str) -> str | None:
     """The config field that sets a surrogate's option, if it has one: `epsilon`, `delta`, `sapo_temperature_pos`."""
-    for name in (f"{row.surrogate}_{option}", _FIELD_OF_OPTION.get(option, option)):
-        if hasattr(config, name):
-            return name
-    return None
+    if row.surrogate in ("sapo", "vespo"):
+        return f"{row.surrogate}_{option}"
+    return _FIELD_OF_OPTION.get(option)
 
 
 def surrogate_options(config: Any, row: Loss) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def surrogate_options(config: Any, row: Loss) -> dict[str, Any]:
     elif row.surrogate == "cispo":
         del options["epsilon_high"]  # stock TRL's default is a cap of 0.2 on the ratio itself: nothing to fall back on
     for option in option_names(row.function):
-        name = field_of_option(config, row, option)
-        if name is not None and getattr(config, name) is not None:
+        name = field_of_option(row, option)
+        if name is not None and getattr(config, name, None) is not None:
             options[option] = getattr(config, name)
         if config.loss_defaults == "trl" and row.surrogate in ("sapo", "vespo"):
             options[option] = torch.tensor(options[option]).item()  # stock TRL holds these in float32

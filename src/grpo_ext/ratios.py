@@ -19,8 +19,13 @@ ratios: Registry = Registry("importance_sampling_level")
 
 def masked(values: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
     """`values` in at least float32 with exact zeros, and no gradient, wherever `mask` is 0 (whatever stands there)."""
-    values = values if values.dtype == torch.float64 else values.float()
+    values = full_precision(values)
     return torch.where(mask.bool(), values, torch.zeros_like(values))
+
+
+def full_precision(values: Tensor) -> Tensor:
+    """`values` in at least float32: differences of log-probabilities in bfloat16 are off by a hundredth."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def bounded(log_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
