@@ -16,7 +16,7 @@ LONG = {
     "per_device_train_batch_size": BATCH,  # with the next two: enough work to be struck in the middle of it
     "max_completion_length": 112,
     "generation_kwargs": {"ignore_eos": True},
-    "vllm_server_timeout": 240.0,
+    "vllm_server_timeout": 360.0,
 }
 GRACE = 10.0
 JSON = {"Content-Type": "application/json"}

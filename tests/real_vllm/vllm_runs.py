@@ -124,7 +124,7 @@ def train(output: Path, mode: str, model: str, *, launch: Path | None = None, ch
         line = [sys.executable, *arguments]
     else:
         line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch), *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, env=ENV | (env or {}), timeout=400)
+    done = subprocess.run(line, capture_output=True, text=True, env=ENV | (env or {}), timeout=600)
     said = done.stdout[-4000:] + done.stderr[-8000:]
     assert not check or done.returncode == 0, said
     written = output / "log.json"

@@ -11,7 +11,8 @@ import requests
 PROBE = "The answer is 42. <think> x^2 ≠ ½ </think> 答案"
 """Text whose tokens tell two tokenizers apart."""
 
-SECONDS = 5.0
+SECONDS = (5.0, 60.0)
+"""To connect, and to answer: vLLM gathers what it is asked for, which takes long on a busy machine."""
 
 
 class ServerUnreachable(ConnectionError):
