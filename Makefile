@@ -27,7 +27,7 @@ help:
 	@echo "make tables        rewrite the generated tables of README.md and docs/"
 	@echo "make bench         time steps side by side with stock TRL, and rewrite README's table of them"
 	@echo "make bench-vllm    time a step with vLLM in the training process beside transformers"
-	@echo "make bench-losses  train the quickstart task with every loss and write benchmarks/losses.md"
+	@echo "make bench-losses  train the quickstart task with six losses and write benchmarks/losses.md"
 	@echo "make clean         remove caches and build products (not $(VENV), not outputs/)"
 
 install: $(STAMP)
@@ -88,7 +88,7 @@ bench-vllm: install-vllm
 	$(QUIET_ENV) $(BIN)/python benchmarks/colocate.py
 
 bench-losses: install
-	@echo "bench-losses: the quickstart task with every loss"
+	@echo "bench-losses: the quickstart task with six losses"
 	$(QUIET_ENV) $(BIN)/python benchmarks/losses.py
 
 clean:

@@ -33,8 +33,12 @@ REPLACED: dict[str, str] = {
     "dataset_mixture": "TRL's name is datasets, a list of {path, name, split, columns}. Write datasets.",
     "dataset_id_or_path": "it is dataset_name. Write dataset_name.",
     "chat_template": "it belongs to the tokenizer; options go into chat_template_kwargs. Save it with the tokenizer.",
-    "cosine_min_value_wrong": "options of a reward stand with it, reward_funcs: [{name: ..., kwargs: {...}}].",
-    "cosine_max_len": "options of a reward stand with it, reward_funcs: [{name: ..., kwargs: {...}}].",
+    **dict.fromkeys(
+        ("cosine_min_value_wrong", "cosine_max_value_wrong", "cosine_min_value_correct", "cosine_max_value_correct"),
+        "options of a reward stand with it. Write reward_funcs: [{name: cosine_length, kwargs: {...}}].",
+    ),
+    "cosine_max_len": "options of a reward stand with it. Write reward_funcs: "
+    "[{name: cosine_length, kwargs: {max_length: ...}}].",
     "repetition_n_grams": "options of a reward stand with it. Write reward_funcs: "
     "[{name: repetition, kwargs: {n: 3}}].",
     "repetition_max_penalty": "options of a reward stand with it. Write reward_funcs: "
