@@ -141,7 +141,10 @@ MUTATIONS = [
         "advantages",
         [
             ("degrees.to(values.dtype), math.inf).sqrt()", "degrees.to(values.dtype), math.inf)"),
-            ("torch.where(degrees > 0, squares / degrees.to(values.dtype), math.inf)", "(squares / degrees.to(values.dtype))"),
+            (
+                "torch.where(degrees > 0, squares / degrees.to(values.dtype), math.inf)",
+                "(squares / degrees.to(values.dtype))",
+            ),
             ("(~values.isnan()).sum(dim=dim) - ddof", "values.isnan().logical_not().sum(dim=dim)"),
             ("((~rewards.isnan()).sum(dim=-1) < 2) | (highest == lowest)", "(highest == lowest)"),
             (

@@ -4,13 +4,15 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig, Starcoder2Config
 from trl import GRPOConfig
 
 import tiny
-from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
+from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer, guards
 from grpo_ext.guards import without_empty_completions
 from test_trainer import binary, build, scripted_rollout, weights
+
+SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +155,21 @@ def test_gdpo_equals_stock_trls_where_rewards_have_a_spread(model_path, tmp_path
 def test_a_plain_grpo_config_is_refused(model_path, tmp_path):
     with pytest.raises(TypeError, match="GRPOExtConfig"):
         GRPOExtTrainer(model_path, [tiny.length], GRPOConfig(str(tmp_path), use_cpu=True, bf16=False), tiny.prompts())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Starcoder2Config(**SMALL, residual_dropout=0.1, embedding_dropout=0.1, attention_dropout=0.1),
+        OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32, dropout=0.1),
+    ],
+    ids=["starcoder2", "opt"],
+)
+def test_dropout_that_is_no_module_is_seen_and_switched_off(config):
+    model = AutoModelForCausalLM.from_config(config).train()
+    ids = torch.arange(2, 12)[None]
+    assert guards.active_dropout(model)
+    assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    guards.switch_dropout_off(model)
+    assert guards.active_dropout(model) == []
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)

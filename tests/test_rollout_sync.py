@@ -3,17 +3,24 @@
 import json
 import socket
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.recipe import load_recipe
 from grpo_ext.rollout import serve
 from grpo_ext.rollout.buckets import ALIGNMENT, TensorSpec, bucket_bytes, bucketed, pack, unpack
+from grpo_ext.rollout.client import Client, ServerTrouble
 from grpo_ext.rollout.drift import Drift, DriftMonitor, moments, tolerance
+from grpo_ext.rollout.generation import Generation, merged_value
 from grpo_ext.rollout.gloo import open_group, open_store, receive, send, specs_of
 from grpo_ext.rollout.server import ServerFacts, ServerUnreachable, Wanted, mismatches, server_facts
 
@@ -76,6 +83,88 @@ def test_weights_travel_by_gloo():
     for (name, sent), (arrived, tensor) in zip(named, [pair for message in messages for pair in message], strict=True):
         assert arrived == name
         assert torch.equal(tensor, sent)
+
+
+# Adapters: the sampler gets merged weights, the policy keeps its own.
+
+
+def test_adapters_around_one_another_are_all_merged():
+    """PEFT wraps a mixture's experts once for each of their parameters that it adapts."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    sizes |= {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    adapter = LoraConfig(
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+        r=4,
+    )
+    torch.manual_seed(0)
+    model = get_peft_model(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_key_value_heads=2)), adapter)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sent = {name: value.clone() for name, value in Generation.__new__(Generation)._merged_params(model)}
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    merged = model.merge_and_unload().state_dict()
+    assert sent.keys() == merged.keys() - {"lm_head.weight"} or sent.keys() == merged.keys()
+    for name, value in sent.items():
+        torch.testing.assert_close(value, merged[name], rtol=1e-6, atol=1e-6)
+
+
+class Replacing(Linear):
+    """Merges as PEFT does into quantised weights: by another parameter in the place of the first."""
+
+    def _shift(self, sign):
+        base = self.get_base_layer()
+        base.weight = torch.nn.Parameter(base.weight.detach() + sign * self.get_delta_weight("default") + 0.01)
+
+    def merge(self, *args, **kwargs):
+        self._shift(1)
+
+    def unmerge(self):
+        self._shift(-1)
+
+
+def test_a_weight_that_merging_replaces_is_the_merged_one_and_comes_back():
+    base = torch.nn.Linear(16, 16, bias=False)
+    layer = Replacing(base, "default", config=LoraConfig(), r=4, lora_alpha=8, init_lora_weights=False)
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    own, data = base.weight, base.weight.detach().clone()
+    value = merged_value([layer], "weight")
+    torch.testing.assert_close(value, data + layer.get_delta_weight("default") + 0.01)
+    assert base.weight is own
+    assert torch.equal(own, data)
+
+
+# A push takes as long as it takes.
+
+
+@pytest.mark.parametrize("sending", [True, False])
+def test_weights_on_their_way_are_progress(sending, monkeypatch):
+    monkeypatch.setattr("grpo_ext.rollout.client.POLL_SECONDS", 0.05)
+    client = Client.__new__(Client)
+    client.base_url, client.patience, client._sent = "http://127.0.0.1:1", 0.3, 0
+    client._tokens_processed = lambda: 7.0
+    over = threading.Event()
+
+    def push():
+        while sending and not over.wait(0.05):
+            client._sent += 1
+
+    pusher = threading.Thread(target=push)
+    pusher.start()
+
+    def answer():
+        time.sleep(1.0)
+        return SimpleNamespace(status_code=200, json=lambda: "done")
+
+    try:
+        if sending:
+            assert client._ask(answer) == "done"
+        else:
+            with pytest.raises(ServerTrouble, match="no progress"):
+                client._ask(answer)
+    finally:
+        over.set()
+        pusher.join()
 
 
 # Drift.

@@ -267,8 +267,31 @@ def test_other_obstacles():
     assert "positions are not rotary" in list(obstacles(transformers.GPT2LMHeadModel(config)))
     virtual = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     assert "before the prompt" in next(obstacles(get_peft_model(network("llama"), virtual)))
+    invoked = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5])
+    assert "a token of each completion" in next(obstacles(get_peft_model(network("llama"), invoked)))
+    model.config._attn_implementation_internal, model.config.router_jitter_noise = "sdpa", 0.1
+    assert "noisy" in next(obstacles(model))
     config = transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)
     assert any("recurrent" in o for o in obstacles(transformers.MambaForCausalLM(config)))
+
+
+def test_noise_in_the_embeddings_is_an_obstacle(model_path, tmp_path):
+    assert "neftune_noise_alpha" in build(model_path, tmp_path, neftune_noise_alpha=5.0).sharing.reason
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+    ],
+    ids=["embedding", "tokens"],
+)
+@pytest.mark.parametrize("setting", ["true", "false"])
+def test_adapters_of_the_embedding(adapter, setting, model_path, tmp_path):
+    trainer = build(model_path, tmp_path, peft_config=LoraConfig(r=2, **adapter), shared_prefix=setting, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_true_where_it_is_not_exact_is_refused_before_training(tmp_path):

@@ -8,6 +8,8 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from scipy.stats import chisquare
 from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     GenerationConfig,
@@ -402,3 +404,21 @@ def test_an_engine_that_is_required_and_cannot_says_so(model_path, tmp_path):
 def test_an_engine_that_does_not_exist_is_named_with_its_cure(model_path, tmp_path):
     with pytest.raises(ConfigError, match=r"rollout_engine='groped'.*Did you mean 'grouped'"):
         build(model_path, tmp_path, rollout_engine="groped")
+
+
+def test_a_model_with_an_attention_of_its_own_keeps_its_copies():
+    """Falcon does not take its attention from transformers' interface, whatever its configuration says."""
+    sizes = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")}
+    model = FalconForCausalLM(FalconConfig(**sizes, pad_token_id=0, eos_token_id=1, initializer_range=0.3)).eval()
+    prompt = torch.randint(3, 41, (1, prompt_cache.SHARED_FROM + 4), generator=torch.Generator().manual_seed(0))
+    ids = prompt.expand(4, -1)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 4}
+    expected = model.generate(input_ids=ids, **options)
+    with Grouped(required=True).generating(model):
+        assert torch.equal(model.generate(input_ids=ids, **options), expected)
+
+
+def test_an_adapter_that_begins_later_is_left_to_generate():
+    adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5])
+    with pytest.raises(Unsupported, match="a token of each completion"):
+        check_model(get_peft_model(tiny.model(), adapter))

@@ -202,7 +202,9 @@ class DynamicSampler:
     def _scored(self, examples: list[dict[str, Any]]) -> Settled:
         """Completions and rewards of `examples`, by TRL's own methods."""
         trainer, prompts = self.trainer, [example["prompt"] for example in examples]
-        prompt_ids, ids, tool_mask, completions, logprobs, extra, _, _ = trainer._generate(prompts)
+        prompt_ids, ids, tool_mask, completions, logprobs, extra, images, _ = trainer._generate(prompts)
+        if images is not None:
+            raise ConfigError([_NO_IMAGES.format(trainer.args.dynamic_sampling)])
         extras = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(ids))]
         examples = [{**example, **more} for example, more in zip(examples, extras, strict=True)]
         trainer._pending_extra_logs.clear()
@@ -238,6 +240,9 @@ class DynamicSampler:
                     batch.rows[local] = rows[source * group + i]
 
 
+_NO_IMAGES = "dynamic_sampling={!r}: batches with images cannot be put together anew. Remove it."
+
+
 def _unfit(trainer: Any) -> Iterator[str]:
     by, dataset = trainer.args.dynamic_sampling, trainer.train_dataset
     if trainer.tools or trainer.environment_factories is not None:
@@ -248,4 +253,4 @@ def _unfit(trainer: Any) -> Iterator[str]:
             f"a {type(dataset).__name__}. Set dataset_streaming: false."
         )
     elif isinstance(dataset, Dataset) and {"image", "images"} & set(dataset.column_names):
-        yield f"dynamic_sampling={by!r}: batches with images cannot be put together anew. Remove it."
+        yield _NO_IMAGES.format(by)

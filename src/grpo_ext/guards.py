@@ -82,9 +82,9 @@ def accept_numbered_cpu() -> None:
     )
 
 
-def _attention_dropout(module: torch.nn.Module) -> float:
-    value: Any = getattr(module, "attention_dropout", None)
-    return float(value) if isinstance(value, (int, float)) else 0.0
+def _functional_dropout(module: torch.nn.Module) -> list[str]:
+    """Attributes that a module hands to `torch.nn.functional.dropout`, or to its attention."""
+    return [n for n, value in vars(module).items() if "dropout" in n and isinstance(value, float) and value > 0]
 
 
 def active_dropout(model: torch.nn.Module) -> list[str]:
@@ -92,7 +92,7 @@ def active_dropout(model: torch.nn.Module) -> list[str]:
     return [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if (isinstance(module, torch.nn.Dropout) and module.p > 0) or _attention_dropout(module)
+        if (isinstance(module, torch.nn.Dropout) and module.p > 0) or _functional_dropout(module)
     ]
 
 
@@ -100,14 +100,16 @@ def switch_dropout_off(model: torch.nn.Module) -> None:
     """No dropout in modules nor in attention, so that rollouts, old log-probabilities and loss see one network."""
     disable_dropout_in_model(model)
     for module in model.modules():
-        if _attention_dropout(module):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (a module's attributes are typed as tensors)
+        for name in _functional_dropout(module):
+            setattr(module, name, 0.0)
 
 
 def forward_obstacle(model: torch.nn.Module, args: GRPOExtConfig) -> str | None:
     """Why completions cannot share one forward of their prompt, as far as the run and not the architecture says."""
     if dropout := active_dropout(model):
         return f"dropout is active in {dropout[0]}, and each completion would see the same one"
+    if args.neftune_noise_alpha is not None:
+        return "neftune_noise_alpha adds noise to the embeddings"
     parallel = args.parallelism_config
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
         return "sequences are spread over processes"

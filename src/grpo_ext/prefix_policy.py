@@ -30,11 +30,18 @@ def causal_lm(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def invoked_later(adapter: Any) -> bool:
+    """Whether an adapter acts on a row from its invocation tokens on (aLoRA, arXiv:2504.12397)."""
+    return getattr(adapter, "alora_invocation_tokens", None) is not None
+
+
 def obstacles(model: Any) -> Iterator[str]:
     """Why a shared prompt would not be exact for this model; nothing where it is."""
     if isinstance(model, PeftModel) and any(c.is_prompt_learning for c in model.peft_config.values()):
         yield "the adapter puts tokens of its own before the prompt"
     base = causal_lm(model)
+    if isinstance(model, PeftModel) and any(invoked_later(c) for c in model.peft_config.values()):
+        yield "the adapter begins to act at a token of each completion"
     config = base.config
     if len(set(getattr(base, "hf_device_map", {}).values())) > 1:
         yield "the model is spread over several devices"
@@ -47,6 +54,8 @@ def obstacles(model: Any) -> Iterator[str]:
         yield f"attention implementation {config._attn_implementation!r} is not known to compute plain attention"
     if not getattr(base, "_supports_attention_backend", False):
         yield f"{type(base).__name__} does not take its attention from transformers' AttentionInterface"
+    if getattr(config, "router_jitter_noise", 0):
+        yield "the router is noisy in training"
     if getattr(base, "_is_stateful", False):
         yield "the model carries a recurrent state"
     yield from _foreign_layers(config)
@@ -145,7 +154,7 @@ class PrefixSharing:
         self.setting, self.checked = setting, False
         self.reason = next((o for o in (further, *obstacles(model)) if o is not None), None)
         base = causal_lm(model)
-        self.vocabulary = base.get_input_embeddings().num_embeddings
+        self.vocabulary = base.config.get_text_config().vocab_size
         self.tolerance = 1e-3 if full_precision and base.dtype in (torch.float32, torch.float64) else 0.1
         self.size = Size.of(base) if setting != "false" and self.reason is None else None
 

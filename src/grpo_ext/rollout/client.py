@@ -81,6 +81,8 @@ class Client(VLLMClient):
         self._groups_opened = 0
         self._started: float | None = None
         self._updating = False
+        self._sent = 0
+        """Weights handed to the transfer, which is progress too."""
         super().__init__(base_url=base_url, group_port=group_port, connection_timeout=timeout)
         self.session.mount("http://", HTTPAdapter(pool_maxsize=CONNECTIONS))  # no retries: a push must not be repeated
         self.session.mount("https://", HTTPAdapter(pool_maxsize=CONNECTIONS))
@@ -124,16 +126,16 @@ class Client(VLLMClient):
             RuntimeError: the server refuses the request; it would again.
         """
         outcome = attempted(request)
-        since, progress = time.monotonic(), None
+        since, tokens, sent = time.monotonic(), None, self._sent
         while (left := since + self.patience - time.monotonic()) > 0:
             try:
                 attempt = outcome.get(timeout=min(POLL_SECONDS, left))
                 break
             except queue.Empty:
                 seen = self._tokens_processed()
-                if seen is not None and progress is not None and seen != progress:
+                if self._sent != sent or (None not in (seen, tokens) and seen != tokens):
                     since = time.monotonic()
-                progress = seen if seen is not None else progress
+                tokens, sent = tokens if seen is None else seen, self._sent
         else:
             raise ServerTrouble(f"{self.base_url} made no progress for {self.patience:g} s", since)
         if isinstance(attempt.error, requests.RequestException):
@@ -267,6 +269,11 @@ class Client(VLLMClient):
         super()._finish_weight_update()
         self._updating = False
 
+    def _counted(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for named in tensors:
+            self._sent += 1
+            yield named
+
     def update_named_params(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
     ) -> None:
@@ -290,7 +297,7 @@ class Client(VLLMClient):
         )  # the workers wait for us while they handle it
         broken: RuntimeError | None = None
         try:
-            send(self._group, specs, named_params, BUCKET_BYTES)
+            send(self._group, specs, self._counted(named_params), BUCKET_BYTES)
         except RuntimeError as error:
             broken = error
         attempt = received.get()

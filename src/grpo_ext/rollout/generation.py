@@ -235,11 +235,13 @@ class Generation(VLLMGeneration):
     def _merged_params(self, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Weights with their adapters merged, one at a time; the base weights stay what they were to the last bit."""
         layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-        for name, param in model.named_parameters():
+        for name, param in list(model.named_parameters()):
             if model.prefix in name or "original_module" in name:
                 continue
-            owner, _, rest = name.partition(".base_layer.")
-            value = merged_value(layers[owner], param) if rest and owner in layers else param.data
+            parts = name.split(".")
+            owners = (".".join(parts[:i]) for i, part in enumerate(parts) if part == "base_layer")
+            around = [layers[owner] for owner in owners if owner in layers]
+            value = merged_value(around, name.rpartition(".base_layer.")[2]) if around else param.data
             plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
             yield self._fix_param_name_to_vllm(plain, extra_prefixes=["modules_to_save.default."]), value
 
@@ -262,12 +264,20 @@ class Generation(VLLMGeneration):
             self.sync_weights()
 
 
-def merged_value(layer: Any, param: Tensor) -> Tensor:
-    """What `param`, a weight of the layer that `layer` adapts, is with the adapters merged into it."""
-    kept = {name: weight.detach().clone() for name, weight in layer.get_base_layer().named_parameters()}
-    layer.merge()
-    value = param.detach().clone()
-    layer.unmerge()
-    for name, weight in layer.get_base_layer().named_parameters():
-        weight.data.copy_(kept[name])
+def merged_value(layers: list[Any], name: str) -> Tensor:
+    """A weight of the module that `layers`, one around the other, adapt, with all their adapters merged into it.
+
+    The module has its own weights back afterwards: quantised ones are replaced by merging, others changed in place.
+    """
+    base = layers[0].get_base_layer()
+    kept = [(key, weight, weight.detach().clone()) for key, weight in base.named_parameters()]
+    for layer in layers:
+        layer.merge()
+    value = base.get_parameter(name).detach().clone()
+    for layer in reversed(layers):
+        layer.unmerge()
+    for key, weight, data in kept:
+        owner, _, leaf = key.rpartition(".")
+        setattr(base.get_submodule(owner), leaf, weight)
+        weight.data.copy_(data)
     return value

@@ -303,11 +303,12 @@ class Shared:
 
 
 def store_for(
-    config: Any, device: torch.device, prompt_length: int, rows_per_prompt: float
+    model: Any, device: torch.device, prompt_length: int, rows_per_prompt: float
 ) -> type[Expanded] | type[Shared]:
     """`Shared` where the attention computes what `attend` does and reading a prompt once outweighs its overhead."""
     pays = device.type == "cpu" and prompt_length >= SHARED_FROM and rows_per_prompt >= 2
-    return Shared if pays and config._attn_implementation in ("eager", "sdpa") else Expanded
+    known = model.config.get_text_config(decoder=True)._attn_implementation in ("eager", "sdpa")
+    return Shared if pays and known and getattr(model, "_supports_attention_backend", False) else Expanded
 
 
 def check_layers(cache: DynamicCache) -> None:

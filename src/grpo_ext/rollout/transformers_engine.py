@@ -19,6 +19,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..guards import active_dropout
+from ..prefix_policy import invoked_later
 from .prompt_cache import Store, Unsupported, check_layers, store_for
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ def check_model(model: Any) -> None:
     peft = getattr(model, "active_peft_config", None)
     if getattr(peft, "is_prompt_learning", False):
         raise Unsupported("the adapter is a learned prompt")
+    if invoked_later(peft):
+        raise Unsupported("the adapter begins to act at a token of each completion")
     if model.training and (dropout := active_dropout(model)):
         raise Unsupported(f"dropout is active in {dropout[0]}, and siblings would share its draw over the prompt")
     config = model.config.get_text_config(decoder=True)
@@ -221,7 +224,7 @@ class _Batch:
         check_layers(self.cache)
         of_row, order = prompts.of_row.sort(stable=True)
         mask = None if self.mask is None else self.mask[prompts.rows]
-        store = store_for(self.text_config, of_row.device, self.length, len(of_row) / len(prompts.rows))
+        store = store_for(self.model, of_row.device, self.length, len(of_row) / len(prompts.rows))
         self.store = store(self.cache, of_row, mask)
         self._order(order)
         self.positions = self.positions[:, -1:]
