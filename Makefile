@@ -15,7 +15,7 @@ QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 RUN_TESTS := $(QUIET_ENV) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-vllm lint tables bench bench-vllm bench-losses clean
+.PHONY: help install install-vllm demo test test-vllm lint tables bench bench-grid bench-vllm bench-losses clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -26,6 +26,7 @@ help:
 	@echo "make lint          ruff (rules and format) and mypy"
 	@echo "make tables        rewrite the generated tables of README.md and docs/"
 	@echo "make bench         time steps side by side with stock TRL, and rewrite README's table of them"
+	@echo "make bench-grid    time a step over a grid of sizes, beside a plain forward and without shared prompts"
 	@echo "make bench-vllm    time a step with vLLM in the training process beside transformers"
 	@echo "make bench-losses  train the quickstart task with six losses and write benchmarks/losses.md"
 	@echo "make clean         remove caches and build products (not $(VENV), not outputs/)"
@@ -82,6 +83,10 @@ bench: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts steps memory
 	$(BIN)/python docs/tables.py
+
+bench-grid: install
+	@echo "bench-grid: the step beside a plain forward, its growth with G, and shared_prefix: auto where nothing is to gain"
+	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts over_plain growth never_slower
 
 bench-vllm: install-vllm
 	@echo "bench-vllm: rollouts by vLLM in the training process and by transformers"

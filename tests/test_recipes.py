@@ -21,7 +21,7 @@ from grpo_ext.recipe import all_keys, load_recipe, packaged_recipes, read_yaml, 
 
 BAD = sorted((Path(__file__).parent / "bad_recipes").glob("*.yaml"))
 PACKAGED = packaged_recipes()
-MISSION = ("grpo", "deepseek_v3", "bnpo", "beta_bnpo", "dr_grpo", "minimind", "dapo", "gspo")
+WITH_RECIPES = ("grpo", "deepseek_v3", "bnpo", "beta_bnpo", "dr_grpo", "minimind", "dapo", "gspo")
 SOUND = {
     "model_name_or_path": "quickstart",
     "dataset_name": "quickstart/addition",
@@ -174,7 +174,7 @@ def header(path: Path) -> dict[str, str]:
 
 
 def loss_in_the_name(name: str) -> str:
-    return max((loss for loss in MISSION if loss in re.split("[-/]", name)), key=len)
+    return max((loss for loss in WITH_RECIPES if loss in re.split("[-/]", name)), key=len)
 
 
 @pytest.mark.parametrize("name", PACKAGED)
@@ -217,10 +217,10 @@ def test_the_plan_of_a_quickstart_knows_rows_and_parameters():
     assert dict(sections["Batch"])["training rows"] == "7979"
 
 
-def test_every_loss_of_the_mission_has_its_recipes():
+def test_every_loss_of_the_quickstart_has_its_recipe():
     names = set(PACKAGED)
-    assert {f"quickstart/{loss}" for loss in MISSION} <= names
-    for loss in MISSION:
+    assert {f"quickstart/{loss}" for loss in WITH_RECIPES} <= names
+    for loss in WITH_RECIPES:
         assert [n for n in names if re.fullmatch(rf"gsm8k/.*-{loss}-vllm-colocate", n)], loss
     for loss in ("grpo", "dapo", "deepseek_v3"):
         assert [n for n in names if re.fullmatch(rf"gsm8k/.*-{loss}-vllm-server", n)], loss

@@ -8,9 +8,13 @@ import inspect
 
 import pytest
 import trl
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, utils
 
 from grpo_ext import GRPOExtTrainer
+from grpo_ext.rollout.client import Client
+from grpo_ext.rollout.generation import Generation
 
 CONTRACT = {
     "GRPOTrainer.__init__": "18f01b7a46c9544b",
@@ -31,6 +35,23 @@ CONTRACT = {
     "utils.nanmax": "3a1321313d7be8b6",
     "utils.nanmin": "1b3edb64304e73f6",
     "utils.nanstd": "081b874388d813a0",
+    "VLLMClient.__init__": "5d0ecab3e9b8f52b",
+    "VLLMClient._get": "a33e6d43e6be1386",
+    "VLLMClient._post": "6d49fa01931d2298",
+    "VLLMClient.check_server": "1e1fad44d5d4cfd3",
+    "VLLMClient.get_server_info": "45488d3788dca516",
+    "VLLMClient.generate": "63635cf59ca8bb70",
+    "VLLMClient.init_communicator": "5cbce8e8cedbad5c",
+    "VLLMClient._start_weight_update": "c6ec295b8c2c09f9",
+    "VLLMClient._finish_weight_update": "639f600c219ad0da",
+    "VLLMClient.update_named_params": "6acaa216cc7e2174",
+    "VLLMClient.close_communicator": "70cd79521a6987bb",
+    "VLLMGeneration.__init__": "3b2cda6d35bb97b4",
+    "VLLMGeneration._init_vllm": "0e584002e0f6a9c0",
+    "VLLMGeneration._fix_param_name_to_vllm": "c42c3965795e12dc",
+    "VLLMGeneration._iter_named_params": "baab615d5c7bc3e1",
+    "VLLMGeneration.sync_weights": "63d669fb32304ff5",
+    "VLLMGeneration.generate": "2d2ac2be5b1309c4",
     "ChunkedLogProbFunction.forward": "1d8220b44273cdf3",
     "GRPOConfig.__post_init__": "e833cd8d6b4619ad",
     "TrlParser.set_defaults_with_config": "6ca8d6b566990510",
@@ -56,6 +77,10 @@ def targets() -> dict[str, object]:
     functions += ["nanmax", "nanmin", "nanstd"]
     found = {f"GRPOTrainer.{name}": getattr(trl.GRPOTrainer, name) for name in methods}
     found |= {f"utils.{name}": getattr(utils, name) for name in functions}
+    for theirs, ours in ((VLLMClient, Client), (VLLMGeneration, Generation)):
+        for name, function in vars(theirs).items():
+            if inspect.isfunction(function) and name in (*vars(ours), "_fix_param_name_to_vllm"):
+                found[f"{theirs.__name__}.{name}"] = function
     found["ChunkedLogProbFunction.forward"] = utils._ChunkedLogProbFunction.forward
     found["GRPOConfig.__post_init__"] = trl.GRPOConfig.__post_init__
     found["TrlParser.set_defaults_with_config"] = trl.TrlParser.set_defaults_with_config
