@@ -456,6 +456,11 @@ def test_totals_that_rounding_alone_keeps_apart_are_equal(missing):
     assert apart[0].tolist() == [1.0, 1.0 + 3e-6]
 
 
+def test_a_mean_that_rounding_puts_beyond_1_has_a_density():
+    beyond = tensor([[1.0 + 5e-7, 1.0 + 4e-7], [0.0, 1.0], [0.0, 0.0]])
+    assert estimators["beta"](beyond).isfinite().all()
+
+
 def test_more_degrees_of_freedom_than_rewards_give_nothing():
     rewards = tensor([[1.0, 0.0, None, None], [1.0, 0.0, 0.5, None]])
     assert estimators["group"](rewards, ddof=2)[0].tolist() == [0.0] * 4

@@ -328,13 +328,12 @@ def normalize_then_sum(
     GDPO, arXiv:2601.05242.
     """
     columns = torch.stack([estimator(rewards[..., k], k) for k in range(rewards.shape[-1])])
-    stds = torch.stack([_std(column, ddof=1) for column in columns])
+    spread = torch.stack([_std(column, ddof=1) > noise for column in columns])
     scorable = ~rewards.isnan().all(dim=-1)
     total = torch.where(scorable, (columns * weights[:, None, None]).sum(dim=0), math.nan)
     centred = total - total.nanmean()
     whitened = centred / (_std(total, ddof=1) + eps)
-    real = (stds > noise) & stds.isfinite() & (weights != 0)
-    return _only_signal(torch.where(real.any(), whitened, centred), total)
+    return _only_signal(torch.where((spread & (weights != 0)).any(), whitened, centred), total)
 
 
 @combinations.register("average_advantages")
