@@ -457,7 +457,7 @@ def test_totals_that_rounding_alone_keeps_apart_are_equal(missing):
 
 
 def test_a_mean_that_rounding_puts_beyond_1_has_a_density():
-    beyond = tensor([[1.0 + 5e-7, 1.0 + 4e-7], [0.0, 1.0], [0.0, 0.0]])
+    beyond = tensor([[1.0 + 5e-7, 1.0 + 4e-7], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
     assert estimators["beta"](beyond).isfinite().all()
 
 
