@@ -2,17 +2,17 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from ..registry import did_you_mean
 from . import files as local_files
-from . import tasks
+from . import tables, tasks
 from .config import PROCEDURAL, QUICKSTART, DataConfig, options, problems
 from .prepare import AnyDataset, Split, prepare_split
 from .rows import ANSWER_COLUMNS, PROMPT_COLUMNS, DataError
@@ -106,35 +106,58 @@ def _load_split(
         return _load_by_name(name, dataset_config, streaming, split, source, optional)
     if path.is_dir() and local_files.is_saved_to_disk(path):
         return _load_saved(path, streaming, split, source, optional)
-    files = local_files.split_files(path, re.split(r"\W", split)[0]) if dataset_config is None else []
     if path.is_file() and optional:
         return None
+    key = re.split(r"\W", split)[0]
+    files = local_files.split_files(path, key) if dataset_config is None else []
+    if not files and dataset_config is None:
+        splits = local_files.folder_splits(path)
+        if key not in splits and splits:
+            if optional:
+                return None
+            raise DataError(f"{source}: no such split. {did_you_mean(key, splits)}")
+        files = splits.get(key, [])
     if files:
         return _load_files(files, config, streaming, split, source)
     return _load_by_name(str(path), dataset_config, streaming, split, source, optional)
 
 
 def _load_files(files: list[Path], config: DataConfig, streaming: bool, split: str, source: str) -> Split:
-    if not streaming:  # a stream may be larger than one wants to read twice
-        local_files.check_files(files)
+    key = re.split(r"\W", split)[0]
+    kind = files[0].suffix
+    if streaming and split != key:
+        raise DataError(f"{source}: a stream has no slices. Name the split {key!r}, and set max_samples.")
+    if kind in (".json", ".jsonl") and streaming:
+        return Split(tables.stream(files), source, tuple(files))
+    texts = {config.prompt_column or "", config.answer_column or "", *PROMPT_COLUMNS, *ANSWER_COLUMNS}
+    if kind in (".json", ".jsonl"):
+        dataset = _call(tables.select, tables.read(files, texts), key, split, source=source)
+        return Split(dataset, source, tuple(files) if split == key else ())
     reading: dict[str, Any] = {}
-    if files[0].suffix == ".csv":
-        texts = {config.prompt_column, config.answer_column, *PROMPT_COLUMNS, *ANSWER_COLUMNS}
+    if kind == ".csv":
         header = local_files.csv_columns(files[0])
         # pandas would read the answer 007 as 7 and the word None as a missing value
         reading = {"converters": {name: str for name in header if name in texts}}
         reading |= {"keep_default_na": False, "na_values": [""]}
-    key = re.split(r"\W", split)[0]
-    dataset = _call(
-        datasets.load_dataset,
-        local_files.BUILDERS[files[0].suffix],
-        data_files={key: [str(file) for file in files]},
-        split=split,
-        streaming=streaming,
-        source=source,
-        **reading,
-    )
-    return Split(dataset, source, tuple(files) if split == key else ())
+        if not streaming:  # a stream may be larger than one wants to read twice
+            local_files.check_files(files)
+    else:
+        files = local_files.filled_parquet(files)
+    if streaming and kind == ".csv":
+        keywords = {"files": files, "source": source, "reading": reading}
+        return Split(IterableDataset.from_generator(_stream_csv, gen_kwargs=keywords), source, tuple(files))
+    builder, data_files = local_files.BUILDERS[kind], {key: [str(file) for file in files]}
+    load = partial(datasets.load_dataset, builder, data_files=data_files, split=split, streaming=streaming)
+    return Split(_call(load, source=source, **reading), source, tuple(files) if split == key else ())
+
+
+def _stream_csv(files: list[Path], source: str, reading: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of csv files; what pandas raises half way names the dataset."""
+    data_files = [str(file) for file in files]
+    try:
+        yield from datasets.load_dataset("csv", data_files=data_files, split="train", streaming=True, **reading)
+    except Exception as error:
+        raise _load_error(source, error) from error
 
 
 def _load_saved(path: Path, streaming: bool, split: str, source: str, optional: bool) -> Split | None:
