@@ -1,5 +1,6 @@
 """The key `datasets`: checked, loaded without altering a value, and put together as TRL does."""
 
+import json
 import re
 
 import pytest
@@ -8,6 +9,8 @@ from trl import DatasetMixtureConfig, get_dataset
 
 from grpo_ext.data import DataConfig, DataError, check_mixture, load_mixture
 from grpo_ext.data.mixture import is_local
+from grpo_ext.recipe import load_recipe
+from grpo_ext.train import datasets_of
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +105,27 @@ def test_what_loading_shows_is_named(files, entries, settings, reason):
         return
     with pytest.raises(DataError, match=re.escape(reason)):
         load_mixture(mixture(*entries, **settings), DataConfig())
+
+
+@pytest.mark.parametrize("source", [{"dataset_name": "./long.jsonl"}, {"datasets": [{"path": "./long.jsonl"}]}])
+def test_a_recipe_measures_prompts_with_its_template_options(tmp_path, source):
+    (tmp_path / "long.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n' * 2)
+    settings = {
+        "model_name_or_path": "quickstart",
+        "reward_funcs": ["format"],
+        "max_prompt_length": 9,
+        "use_cpu": True,
+    }
+    settings |= {"num_generations": 2, "per_device_train_batch_size": 2, "bf16": False, "report_to": "none", **source}
+    (tmp_path / "r.yaml").write_text(json.dumps(settings))
+    argv = ["--config", str(tmp_path / "r.yaml"), "--chat_template_kwargs", '{"words": 9}']
+    with pytest.raises(DataError, match="the shortest prompt has 10 tokens"):
+        datasets_of(load_recipe(argv), Tokens())
+    assert len(datasets_of(load_recipe(argv[:2]), Tokens())[0]) == 2
+
+
+class Tokens:
+    """A tokenizer whose template writes one token and as many as it is told."""
+
+    def apply_chat_template(self, messages, *, words=0, **_):
+        return {"input_ids": [0] * (1 + words)}

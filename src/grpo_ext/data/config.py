@@ -57,7 +57,9 @@ class DataConfig:
             "1, a number of rows from 1 up. For a reasoning_gym task the size of its evaluation split (unset: 0.1)."
         },
     )
-    split_seed: int = field(default=0, metadata={"help": "Seed of the split that `test_size` makes."})
+    split_seed: int = field(
+        default=0, metadata={"help": "Seed of the split that `test_size`, or `test_split_size` of a mixture, makes."}
+    )
     max_prompt_length: int | None = field(
         default=None,
         metadata={"help": "Drop (never truncate) prompts of more tokens than this, chat template included."},
