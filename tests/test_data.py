@@ -451,6 +451,23 @@ def test_plain_prompts_are_measured_without_a_template(tokenizer):
     assert len(prepare(dataset, DataConfig(max_prompt_length=5), tokenizer)) == 5
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_prompts_are_measured_with_the_options_of_the_template(tmp_path, tokenizer, streaming):
+    template = tokenizer.chat_template + "{% if thinking %} think hard{% endif %}"
+    longer = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, unk_token="?", chat_template=template)
+    name = write_jsonl(tmp_path / "d.jsonl", [{"question": "w " * n} for n in range(1, 8)])
+    for options, kept in ((None, 3), ({"thinking": False}, 3), ({"thinking": True}, 1)):
+        train, _ = load_datasets(
+            name,
+            DataConfig(max_prompt_length=5),
+            streaming=streaming,
+            eval_needed=False,
+            tokenizer=longer,
+            template_kwargs=options,
+        )
+        assert len(list(train)) == kept
+
+
 def test_a_length_that_leaves_nothing_is_refused(tokenizer, caplog):
     dataset = Dataset.from_dict({"prompt": [USER, USER]})
     with pytest.raises(DataError, match="max_prompt_length=2 drops all 2 rows; the shortest prompt has 3 tokens"):
@@ -692,7 +709,7 @@ def test_quickstart_is_delegated(monkeypatch):
         (
             "reasoning_gym/chain_sum",
             {"dataset_kwargs": {"min_terms": "two"}},
-            "refused by reasoning_gym's 'chain_sum'",
+            "min_terms='two' of 'chain_sum' must be an integer",
         ),
         ("reasoning_gym/chain_sum", {"dataset_kwargs": {"size": 0}}, "size=0 of 'chain_sum' must be an integer >= 1"),
         ("reasoning_gym/chain_sum", {"dataset_kwargs": {"seed": None}}, "seed=None of 'chain_sum'"),
@@ -700,6 +717,29 @@ def test_quickstart_is_delegated(monkeypatch):
         ("reasoning_gym/chain_sum", {"dataset_kwargs": "[1]"}, "dataset_kwargs=[1] is not a mapping"),
         ("reasoning_gym/chain_sum", {"answer_format": "boxed"}, "answer_format='boxed'"),
         ("reasoning_gym/chain_sum", {"prompt_column": "q"}, "makes its own columns"),
+        *(
+            ("reasoning_gym/chain_sum", {"dataset_kwargs": options}, f"{reason} of 'chain_sum' must be {kind}")
+            for options, reason, kind in (
+                ({"min_terms": 2.5}, "min_terms=2.5", "an integer"),
+                ({"min_terms": True}, "min_terms=True", "an integer"),
+                ({"allow_negation": "no"}, "allow_negation='no'", "true or false"),
+                ({"allow_negation": 1}, "allow_negation=1", "true or false"),
+            )
+        ),
+        *(
+            ("quickstart/addition", {"dataset_kwargs": options}, reason)
+            for options, reason in (
+                ({"size": 100000}, "size=100000 must be an integer from 1 to 7979,"),
+                ({"size": 0}, "size=0 must be an integer from 1"),
+                ({"size": "a"}, "size='a' must be"),
+                ({"size": True}, "size=True must be"),
+                ({"eval_size": 1.5}, "eval_size=1.5 must be an integer from 1 to "),
+                ({"eval_split": "foo"}, "eval_split='foo' must be 'held_out' or"),
+                ({"eval_split": ["validation"]}, "eval_split=['validation'] must be"),
+                ({"seed": [1]}, "seed=[1] must be an integer >= 0"),
+                ({"seed": None}, "seed=None must be"),
+            )
+        ),
         ("quickstart/addition", {"test_size": 5}, "brings its own evaluation split"),
         ("./nothing/here", {}, "dataset_name='./nothing/here': no such file or folder"),
         ("nothing.jsonl", {}, "dataset_name='nothing.jsonl': no such file or folder"),
@@ -709,6 +749,36 @@ def test_problems_are_seen_without_loading(name, settings, reason):
     found = problems(DataConfig(**settings), name)
     assert len(found) == 1
     assert reason in found[0]
+
+
+def test_options_of_the_declared_type_are_taken():
+    quick = {"size": 5, "eval_size": None, "eval_split": "validation", "seed": 3}
+    assert problems(DataConfig(dataset_kwargs=quick), "quickstart/addition") == []
+    assert problems(DataConfig(dataset_kwargs={"allow_negation": True}), "reasoning_gym/chain_sum") == []
+    for options in (
+        {"p": 1},
+        {"p": 0.5},
+        {"max_time": "x"},
+    ):  # a whole number is a float; other kinds are the task's own
+        found = [p for p in tasks._type_problems("t", Options, options) if p]
+        assert found == []
+    assert tasks._type_problems("t", Options, {"top": None, "names": ["x"]}) == []
+    assert "top='x' of 't' must be an integer or null" in tasks._type_problems("t", Options, {"top": "x"})[0]
+
+
+@dataclasses.dataclass
+class Options:
+    names: list[str]
+    p: float = 0.1
+    top: int | None = 3
+
+
+@pytest.mark.parametrize("name", ["quickstart/addition", "reasoning_gym/gcd"])
+def test_a_task_has_no_other_splits(name):
+    for splits in ({"train_split": "nope"}, {"train_split": "train[:5]"}, {"test_split": "zip"}):
+        ((key, value),) = splits.items()
+        with pytest.raises(DataError, match=re.escape(f"dataset_{key}={value!r}: {name!r} makes only")):
+            load_datasets(name, DataConfig(), eval_needed=False, **splits)
 
 
 def test_every_problem_is_reported_at_once(tmp_path):

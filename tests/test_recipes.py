@@ -374,6 +374,39 @@ def test_check_ends_with_2_on_problems(capsys, args):
     assert not captured.out
 
 
+@pytest.mark.parametrize(
+    ("content", "options", "reason"),
+    [
+        ('{"prompt": "a"}\n{\n', [], "d.jsonl, line 2: broken JSON"),
+        ("", [], "d.jsonl: no rows"),
+        ('{"text": "a"}\n', [], "none of the columns prompt, question, problem"),
+        ('{"prompt": "a", "prompts": "b"}\n', [], "column 'prompts': TRL passes its own"),
+        ('{"prompt": "a"}\n', ["--eval_strategy", "steps"], "has no split 'test' beside it"),
+    ],
+)
+def test_check_names_what_is_wrong_with_the_data(write, capsys, tmp_path, content, options, reason):
+    (tmp_path / "d.jsonl").write_text(content)
+    assert run("check", *write(dataset_name=str(tmp_path / "d.jsonl")), *options) == 2
+    captured = capsys.readouterr()
+    assert reason in captured.err
+    assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"datasets": [{"path": 5}]}, "datasets[0]: path=5 must be"),
+        ({"datasets": [{"path": "owner/name", "split": None}]}, "datasets[0]: split=None must be"),
+        ({"datasets": [{"path": "./d.jsonl", "columns": ["nope"]}]}, "columns has 'nope', which is no column"),
+    ],
+)
+def test_check_names_what_is_wrong_with_a_mixture(write, capsys, tmp_path, monkeypatch, changes, reason):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n')
+    assert run("check", *write(dataset_name=..., **changes)) == 2
+    assert reason in capsys.readouterr().err
+
+
 def test_train_ends_with_2_on_problems(capsys):
     assert run("train", "--config", "quickstart/grpo", "--temperature", "0") == 2
     assert "temperature=0.0 must be positive" in capsys.readouterr().err

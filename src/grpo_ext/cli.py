@@ -91,6 +91,7 @@ def _check(argv: list[str]) -> int:
     """Print the plan; 2 when the recipe has problems."""
     from .checks import planned_processes
     from .config import ConfigError
+    from .data import DataError
 
     processes = _take(argv, "--num_processes")
     if processes is not None and not (processes.isdecimal() and int(processes)):
@@ -104,7 +105,7 @@ def _check(argv: list[str]) -> int:
             recipe = load_recipe(argv)
             _print_plan(plan(recipe))
             return _check_server(recipe)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         print(error, file=sys.stderr)
         return 2
 

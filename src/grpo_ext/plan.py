@@ -7,7 +7,9 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .checks import world_size
+from .data import check_mixture
 from .data.files import is_path
+from .data.mixture import is_local
 from .idle_checks import warnings
 from .recipe import QUICKSTART_MODEL, Recipe
 from .recipe_checks import recipe_warnings
@@ -57,7 +59,11 @@ def batch_section(recipe: Recipe) -> Section:
 def _rows(recipe: Recipe) -> int | None:
     """Rows of a dataset that needs no download."""
     name = recipe.script.dataset_name or ""
-    if not name.startswith(("reasoning_gym/", "quickstart/")) and not (name and is_path(name)):
+    if recipe.mixture.datasets:
+        check_mixture(recipe.mixture)
+        if not is_local(recipe.mixture):
+            return None
+    elif not name.startswith(("reasoning_gym/", "quickstart/")) and not (name and is_path(name)):
         return None
     train, _ = datasets_of(recipe, None)
     return len(train) if isinstance(train, Dataset) else None

@@ -12,10 +12,10 @@ from typing import Any
 from accelerate import PartialState
 from transformers import AutoTokenizer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import get_dataset, get_peft_config, get_quantization_config
+from trl import get_peft_config, get_quantization_config
 
 from .config import ConfigError
-from .data import DataError, load_datasets, prepare
+from .data import DataError, load_datasets, load_mixture, prepare
 from .objective import Objective
 from .recipe import QUICKSTART_MODEL, Recipe, load_recipe, print_help
 from .recipe_checks import FRESH_START, LAST
@@ -41,10 +41,11 @@ def model_path(recipe: Recipe) -> str:
 def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
     """Training and evaluation dataset, prepared."""
     script, evaluates = recipe.script, recipe.training.eval_strategy != "no"
+    template: Any = recipe.training.chat_template_kwargs or {}
     if recipe.mixture.datasets:
         mixed = {
-            split: prepare(dataset, recipe.data, tokenizer=tokenizer, source=f"datasets ({split})")
-            for split, dataset in get_dataset(recipe.mixture).items()
+            split: prepare(dataset, recipe.data, tokenizer=tokenizer, source=f"datasets ({split})", **template)
+            for split, dataset in load_mixture(recipe.mixture, recipe.data).items()
         }
         if evaluates and "test" not in mixed:
             raise ConfigError(
@@ -60,6 +61,7 @@ def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
         streaming=script.dataset_streaming,
         eval_needed=evaluates,
         tokenizer=tokenizer,
+        template_kwargs=template,
     )
 
 

@@ -57,7 +57,9 @@ class DataConfig:
             "1, a number of rows from 1 up. For a reasoning_gym task the size of its evaluation split (unset: 0.1)."
         },
     )
-    split_seed: int = field(default=0, metadata={"help": "Seed of the split that `test_size` makes."})
+    split_seed: int = field(
+        default=0, metadata={"help": "Seed of the split that `test_size`, or `test_split_size` of a mixture, makes."}
+    )
     max_prompt_length: int | None = field(
         default=None,
         metadata={"help": "Drop (never truncate) prompts of more tokens than this, chat template included."},
@@ -151,15 +153,52 @@ def _procedural_problems(config: DataConfig, name: str, dataset_config: str | No
         return found
 
 
+def split_problems(dataset_name: str, train_split: str, test_split: str) -> list[str]:
+    """Splits asked of a procedural task, which has no others than train and test, and no slices of them."""
+    if not dataset_name.startswith((PROCEDURAL, QUICKSTART)):
+        return []
+    return [
+        f"{key}={given!r}: {dataset_name!r} makes only {only!r}. Unset {key}; dataset_kwargs has the size."
+        for key, given, only in (
+            ("dataset_train_split", train_split, "train"),
+            ("dataset_test_split", test_split, "test"),
+        )
+        if given != only
+    ]
+
+
 def _quickstart_problems(config: DataConfig) -> list[str]:
-    from ..quickstart.task import load
+    from ..quickstart.task import load, problems
 
     known = [name for name in inspect.signature(load).parameters if name != "task"]
     try:
-        unknown = [name for name in options(config) if name not in known]
+        given = options(config)
     except DataError:  # already among the values' problems
         return []
-    return [f"dataset_kwargs: the quickstart has no option {name!r}. {did_you_mean(name, known)}" for name in unknown]
+    found = [
+        f"dataset_kwargs: the quickstart has no option {name!r}. {did_you_mean(name, known)}"
+        for name in given
+        if name not in known
+    ]
+    if not _is_count(given.get("seed", 0)):
+        found.append(f"dataset_kwargs: seed={given['seed']!r} must be an integer >= 0.")
+    split = given.get("eval_split", "held_out")
+    if split not in ("held_out", "validation"):
+        return [
+            *found,
+            f"dataset_kwargs: eval_split={split!r} must be 'held_out' or, to choose settings, 'validation'.",
+        ]
+    for name, pool in (("size", problems("train")), ("eval_size", problems(split))):
+        size = given.get(name)
+        if size is not None and not (_is_count(size) and 1 <= size <= len(pool)):
+            found.append(
+                f"dataset_kwargs: {name}={size!r} must be an integer from 1 to {len(pool)}, the problems there are."
+            )
+    return found
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def options(config: DataConfig) -> dict[str, Any]:

@@ -1,20 +1,19 @@
 """Local dataset files: which of them make a split, and which line of which file is broken."""
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+from pyarrow import ArrowException, parquet
+
 from ..registry import did_you_mean
+from .json_rows import Broken, json_rows, jsonl_rows
 from .rows import MAX_REPORTED, DataError
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-
-
-class Broken(str):
-    """Reason why a line is not a row."""
 
 
 def is_path(name: str) -> bool:
@@ -62,29 +61,94 @@ def split_files(path: Path, split: str) -> list[Path]:
     return found
 
 
+def folder_splits(path: Path) -> dict[str, list[Path]]:
+    """Files of each split by the rules of `datasets`; nothing where a README has its own, or other kinds lie there."""
+    readme = path / "README.md"
+    if readme.exists() and re.search(r"^(configs|dataset_info):", readme.read_text(errors="replace"), re.MULTILINE):
+        return {}
+    try:
+        patterns = get_data_patterns(path.absolute().as_posix())
+        resolved = DataFilesDict.from_patterns(patterns, base_path=path.absolute().as_posix())
+    except (EmptyDatasetError, FileNotFoundError):
+        return {}
+    splits = {
+        str(split): [path / Path(file).relative_to(path.absolute()) for file in resolved[split]] for split in resolved
+    }
+    kinds = {file.suffix for files in splits.values() for file in files if file != readme}
+    if len(kinds) != 1 or not kinds <= set(BUILDERS):
+        return {}
+    return {split: [file for file in files if file != readme] for split, files in splits.items()}
+
+
 def csv_columns(file: Path) -> list[str]:
-    """Header of a csv file."""
-    with open(file, encoding="utf-8-sig", newline="") as handle:
-        return next(csv.reader(handle), [])
+    """Header of a csv file.
+
+    Raises:
+        DataError: there is none, it is no text, or it names a column twice.
+    """
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as handle:
+            header = next(csv.reader(handle), [])
+    except UnicodeDecodeError:
+        number, reason = _first_line_not_utf8(file)
+        raise DataError(f"{file}, line {number}: {reason}") from None
+    if not header:
+        raise DataError(f"{file}: no rows. Write a header and at least one.")
+    for name in header:
+        if header.count(name) > 1:
+            reason = f"{header.count(name)} columns of that name. Rename or remove one."
+            raise DataError(f"{file}, line 1, column {name!r}: {reason}")
+    return header
+
+
+def filled_parquet(files: list[Path]) -> list[Path]:
+    """The parquet files that have rows: `datasets` fails on the others.
+
+    Raises:
+        DataError: none has.
+    """
+    filled = [file for file in files if _parquet_rows(file) != 0]
+    if not filled:
+        raise DataError(f"{', '.join(map(str, files))}: no rows. Write at least one.")
+    return filled
+
+
+def _parquet_rows(file: Path) -> int | None:
+    """None where the file is broken, which `datasets` tells."""
+    try:
+        return parquet.read_metadata(file).num_rows
+    except (ArrowException, OSError):
+        return None
 
 
 def check_files(files: Iterable[Path]) -> None:
-    """Read every line of json, jsonl and csv files, before `datasets` fails on one without naming it.
+    """Read every line of csv files, before `datasets` fails on one without naming it.
 
     Raises:
-        DataError: broken lines, a column of mixed types (which `datasets` converts silently), or no row at all.
+        DataError: broken lines, or no row at all.
     """
+    for _ in checked_rows(files):
+        pass
+
+
+def checked_rows(files: Iterable[Path], limit: int = MAX_REPORTED) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of each row of json, jsonl and csv files.
+
+    Raises:
+        DataError: broken lines (the first `limit`), a column of mixed types, or no row at all.
+    """
+    files = list(files)
     problems: list[str] = []
     kinds: dict[str, tuple[str, str]] = {}
     count = 0
-    for file in files:
-        if file.suffix == ".parquet":
-            return
-        for place, row in _rows(file):
-            count += 1
-            problems += [f"{place}: {row}"] if isinstance(row, Broken) else _mixed_types(place, row, kinds)
-            if len(problems) >= MAX_REPORTED:
-                raise DataError("\n".join(problems[:MAX_REPORTED]))
+    for place, row in (pair for file in files for pair in _rows(file)):
+        count += 1
+        found = [row.at(place)] if isinstance(row, Broken) else _mixed_types(place, row, kinds)
+        problems += found
+        if len(problems) >= limit:
+            raise DataError("\n".join(problems[:limit]))
+        if not found:
+            yield place, row
     if problems:
         raise DataError("\n".join(problems))
     if not count:
@@ -94,8 +158,11 @@ def check_files(files: Iterable[Path]) -> None:
 def place_of(files: Iterable[Path], index: int) -> str:
     """File and line of row `index` (from 0) of the files of one split; file and row where there are no lines."""
     files = list(files)
-    if any(file.suffix == ".parquet" for file in files):
-        return f"{', '.join(map(str, files))}, row {index} (from 0)"
+    for file in files if files[0].suffix == ".parquet" else ():
+        count = _parquet_rows(file) or 0
+        if index < count:
+            return f"{file}, row {index} (from 0)"
+        index -= count
     places = (place for file in files for place, _ in _rows(file))
     return next(place for number, place in enumerate(places) if number == index)
 
@@ -126,43 +193,7 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
     """(place, row or Broken) of each row of a file."""
     if file.suffix == ".csv":
         return _csv_rows(file)
-    return _jsonl_rows(file) if file.suffix == ".jsonl" else _json_rows(file)
-
-
-def _jsonl_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    with open(file, "rb") as handle:
-        for number, line in enumerate(handle, 1):
-            if line.strip():
-                yield f"{file}, line {number}", _parse(line)
-
-
-def _parse(line: bytes) -> Any:
-    cure = "Each line must hold one JSON object."
-    try:
-        row = json.loads(line)
-    except UnicodeDecodeError as error:
-        return Broken(f"not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8.")
-    except json.JSONDecodeError as error:
-        text = line.decode(errors="replace").strip()
-        return Broken(f"broken JSON {text!r:.60} ({error.msg} at character {error.pos + 1}). {cure}")
-    return row if isinstance(row, dict) else Broken(f"{row!r:.60} is not a JSON object. {cure}")
-
-
-def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        content = json.loads(file.read_bytes())
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" or not file.stat().st_size:  # one object a line under the name .json
-            yield from _jsonl_rows(file)
-        else:
-            yield f"{file}, line {error.lineno}", Broken(f"broken JSON ({error.msg}). Write a list of objects.")
-        return
-    except UnicodeDecodeError as error:
-        yield str(file), Broken(f"not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8.")
-        return
-    for number, row in enumerate(content if isinstance(content, list) else [content]):
-        place = f"{file}, row {number} (from 0)"
-        yield place, row if isinstance(row, dict) else Broken(f"{row!r:.60} is not a JSON object. Write one per row.")
+    return jsonl_rows(file) if file.suffix == ".jsonl" else json_rows(file)
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
@@ -179,11 +210,22 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
                 line = reader.line_num
     except csv.Error as error:
         yield f"{file}, line {line + 1}", Broken(f"broken CSV ({error}). Check the quotes.")
-    except UnicodeDecodeError as error:
-        place = f"{file}, after line {line}"
-        yield place, Broken(f"not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8.")
+    except UnicodeDecodeError:
+        number, reason = _first_line_not_utf8(file)
+        yield f"{file}, line {number}", Broken(reason)
     finally:
         csv.field_size_limit(limit)
+
+
+def _first_line_not_utf8(file: Path) -> tuple[int, str]:
+    """Number of that line and the reason; the text layer decodes whole blocks and cannot tell."""
+    with open(file, "rb") as handle:
+        for number, line in enumerate(handle, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return number, f"not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
+    raise AssertionError(f"{file} is UTF-8")
 
 
 def _record(header: list[str], record: list[str]) -> Any:

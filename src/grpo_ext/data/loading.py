@@ -2,18 +2,18 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from ..registry import did_you_mean
 from . import files as local_files
-from . import tasks
-from .config import PROCEDURAL, QUICKSTART, DataConfig, options, problems
+from . import tables, tasks
+from .config import PROCEDURAL, QUICKSTART, DataConfig, options, problems, split_problems
 from .prepare import AnyDataset, Split, prepare_split
 from .rows import ANSWER_COLUMNS, PROMPT_COLUMNS, DataError
 
@@ -32,6 +32,7 @@ def load_datasets(
     streaming: bool = False,
     eval_needed: bool,
     tokenizer: Any = None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[AnyDataset, AnyDataset | None]:
     """Training and evaluation dataset, loaded and prepared; evaluation is None unless needed or `test_size` is set.
 
@@ -39,6 +40,7 @@ def load_datasets(
         DataError: a setting, a file, a split, a column or rows cannot be used; the message names each with its cure.
     """
     found = problems(config, dataset_name, dataset_config=dataset_config, streaming=streaming)
+    found += split_problems(dataset_name, train_split, test_split)
     if found:
         raise DataError("\n".join(found))
     eval_wanted = eval_needed or config.test_size is not None
@@ -48,17 +50,17 @@ def load_datasets(
     elif dataset_name.startswith(PROCEDURAL):
         train, test = _load_procedural(dataset_name, config, eval_wanted)
     else:
-        load = partial(_load_split, dataset_name, config, dataset_config, streaming)
+        load = partial(load_split, dataset_name, config, dataset_config, streaming)
         train = load(train_split)
         test = load(test_split, optional=True) if eval_wanted else None
     assert train is not None
-    prepared = prepare_split(train, config, tokenizer)
+    prepared = prepare_split(train, config, tokenizer, template_kwargs)
     if not eval_wanted:
         return prepared, None
     if test is not None:
         if config.test_size is not None and not dataset_name.startswith(PROCEDURAL):
             logger.warning("test_size=%s is not applied: %s exists.", config.test_size, test.source)
-        return prepared, prepare_split(test, config, tokenizer)
+        return prepared, prepare_split(test, config, tokenizer, template_kwargs)
     return _hold_out(prepared, config, f"{train.source} has no split {test_split!r} beside it")
 
 
@@ -96,7 +98,7 @@ def _load_procedural(name: str, config: DataConfig, eval_wanted: bool) -> tuple[
     return splits[0], splits[1]
 
 
-def _load_split(
+def load_split(
     name: str, config: DataConfig, dataset_config: str | None, streaming: bool, split: str, *, optional: bool = False
 ) -> Split | None:
     """One split of local files or of the hub; None when it is optional and not there."""
@@ -106,39 +108,67 @@ def _load_split(
         return _load_by_name(name, dataset_config, streaming, split, source, optional)
     if path.is_dir() and local_files.is_saved_to_disk(path):
         return _load_saved(path, streaming, split, source, optional)
-    files = local_files.split_files(path, re.split(r"\W", split)[0]) if dataset_config is None else []
     if path.is_file() and optional:
         return None
+    key = re.split(r"\W", split)[0]
+    files = local_files.split_files(path, key) if dataset_config is None else []
+    if not files and dataset_config is None:
+        splits = local_files.folder_splits(path)
+        if key not in splits and splits:
+            if optional:
+                return None
+            raise DataError(f"{source}: no such split. {did_you_mean(key, splits)}")
+        files = splits.get(key, [])
     if files:
-        return _load_files(files, config, streaming, split, source)
+        return load_files(files, config, streaming, split, source)
     return _load_by_name(str(path), dataset_config, streaming, split, source, optional)
 
 
-def _load_files(files: list[Path], config: DataConfig, streaming: bool, split: str, source: str) -> Split:
-    if not streaming:  # a stream may be larger than one wants to read twice
-        local_files.check_files(files)
+def load_files(files: list[Path], config: DataConfig, streaming: bool, split: str, source: str) -> Split:
+    """The rows of one split's files, all of one kind; `split` may be a slice.
+
+    Raises:
+        DataError: a file cannot be read, or a slice of a stream is asked for.
+    """
+    key = re.split(r"\W", split)[0]
+    kind = files[0].suffix
+    if streaming and split != key:
+        raise DataError(f"{source}: a stream has no slices. Name the split {key!r}, and set max_samples.")
+    if kind in (".json", ".jsonl") and streaming:
+        return Split(tables.stream(files), source, tuple(files))
+    texts = {config.prompt_column or "", config.answer_column or "", *PROMPT_COLUMNS, *ANSWER_COLUMNS}
+    if kind in (".json", ".jsonl"):
+        dataset = call_loader(tables.select, tables.read(files, texts), key, split, source=source)
+        return Split(dataset, source, tuple(files) if split == key else ())
     reading: dict[str, Any] = {}
-    if files[0].suffix == ".csv":
-        texts = {config.prompt_column, config.answer_column, *PROMPT_COLUMNS, *ANSWER_COLUMNS}
+    if kind == ".csv":
         header = local_files.csv_columns(files[0])
         # pandas would read the answer 007 as 7 and the word None as a missing value
         reading = {"converters": {name: str for name in header if name in texts}}
         reading |= {"keep_default_na": False, "na_values": [""]}
-    key = re.split(r"\W", split)[0]
-    dataset = _call(
-        datasets.load_dataset,
-        local_files.BUILDERS[files[0].suffix],
-        data_files={key: [str(file) for file in files]},
-        split=split,
-        streaming=streaming,
-        source=source,
-        **reading,
-    )
-    return Split(dataset, source, tuple(files) if split == key else ())
+        if not streaming:  # a stream may be larger than one wants to read twice
+            local_files.check_files(files)
+    else:
+        files = local_files.filled_parquet(files)
+    if streaming and kind == ".csv":
+        keywords = {"files": files, "source": source, "reading": reading}
+        return Split(IterableDataset.from_generator(_stream_csv, gen_kwargs=keywords), source, tuple(files))
+    builder, data_files = local_files.BUILDERS[kind], {key: [str(file) for file in files]}
+    load = partial(datasets.load_dataset, builder, data_files=data_files, split=split, streaming=streaming)
+    return Split(call_loader(load, source=source, **reading), source, tuple(files) if split == key else ())
+
+
+def _stream_csv(files: list[Path], source: str, reading: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of csv files; what pandas raises half way names the dataset."""
+    data_files = [str(file) for file in files]
+    try:
+        yield from datasets.load_dataset("csv", data_files=data_files, split="train", streaming=True, **reading)
+    except Exception as error:
+        raise _load_error(source, error) from error
 
 
 def _load_saved(path: Path, streaming: bool, split: str, source: str, optional: bool) -> Split | None:
-    loaded = _call(datasets.load_from_disk, str(path), source=source)
+    loaded = call_loader(datasets.load_from_disk, str(path), source=source)
     if isinstance(loaded, DatasetDict):
         if split not in loaded and optional:
             return None
@@ -163,9 +193,16 @@ def _load_by_name(
     return Split(dataset, source)
 
 
-def _call(function: Callable[..., Any], *arguments: Any, source: str, **keywords: Any) -> Any:
+def call_loader(function: Callable[..., Any], *arguments: Any, source: str, **keywords: Any) -> Any:
+    """What a function of `datasets` returns.
+
+    Raises:
+        DataError: the function failed; the message names the source.
+    """
     try:
         return function(*arguments, **keywords)
+    except DataError:
+        raise
     except Exception as error:
         raise _load_error(source, error) from error
 

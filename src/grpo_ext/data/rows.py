@@ -1,5 +1,6 @@
 """One row of a dataset: the prompt as TRL wants it, the reference answer as a verifier wants it."""
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -55,8 +56,7 @@ class Plan:
     @property
     def columns(self) -> list[str]:
         """The columns that are read."""
-        reads_answer = self.changes_answer or self.answer_required
-        return [self.prompt_column, *([self.answer_column] if self.answer_column and reads_answer else [])]
+        return [self.prompt_column, *([self.answer_column] if self.answer_column else [])]
 
 
 def check_columns(names: Iterable[str]) -> list[str]:
@@ -80,6 +80,8 @@ def convert(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
     check_prompt(prompt, plan.prompt_column)
     if plan.changes_prompt:
         changed["prompt"] = with_system_prompt(prompt, plan.system_prompt)
+    if plan.answer_column is not None:
+        check_finite(row.get(plan.answer_column), plan.answer_column)
     if plan.answer_column is not None and (plan.changes_answer or plan.answer_required):
         answer = extract_answer(row.get(plan.answer_column), plan)
         if plan.changes_answer:
@@ -119,6 +121,16 @@ def _check_message(message: Any, number: int, column: str) -> None:
         raise RowError(column, f"message {number} ({role}) has no 'content': {_short(message)}. Fill it in.")
 
 
+def check_finite(answer: Any, column: str) -> None:
+    """Refuse an answer that is no number, though of its type.
+
+    Raises:
+        RowError: NaN or infinite.
+    """
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise RowError(column, f"{answer!r} is no answer. Write null or text, or remove the row.")
+
+
 def with_system_prompt(prompt: str | list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
     """Conversational form of `prompt`, opened by `system_prompt` unless the conversation has a system message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -140,16 +152,21 @@ def extract_answer(value: Any, plan: Plan) -> Any:
         if plan.answer_required:
             raise RowError(column, f"missing answer ({value!r}). Fill it in or remove the row.")
         return None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # a gap in a column of integers turns the others into floats
     if isinstance(value, int | float):
-        value = str(value)
+        value = number_text(value)
     if plan.answer_format is None:
         return value
     if not isinstance(value, str):
         reason = f"{_short(value)} is not text, as answer_format={plan.answer_format!r} needs. Unset answer_format."
         raise RowError(column, reason)
     return ANSWER_FORMATS[plan.answer_format](value, column)
+
+
+def number_text(value: float) -> str:
+    """A number as the text of an answer."""
+    if type(value) is float and value.is_integer():
+        value = int(value)  # a gap in a column of integers turns the others into floats
+    return str(value)
 
 
 def gsm8k_answer(text: str, column: str = "answer") -> str:

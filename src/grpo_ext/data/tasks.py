@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import logging
+import types
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,7 +41,27 @@ def option_problems(task: str, options: dict[str, Any]) -> list[str]:
         value = options.get(name, minimum)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             problems.append(f"dataset_kwargs: {name}={value!r} of {task!r} must be an integer >= {minimum}.")
+    problems += _type_problems(task, config_class, options)
     return problems or _validation_problems(task, config_class, options)
+
+
+_PLAIN = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def _type_problems(task: str, config_class: Any, options: dict[str, Any]) -> list[str]:
+    """Options that the task declares as plain values and that are given as another type; it would not look."""
+    declared = typing.get_type_hints(config_class)
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    found = []
+    for name, value in options.items():
+        kind = declared.get(name)
+        kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+        plain = all(kind in _PLAIN for kind in kinds) and name not in ("size", "seed")
+        allowed = [*kinds, int] if float in kinds else kinds
+        if plain and type(value) not in (*allowed, type(defaults.get(name))):
+            wanted = " or ".join(_PLAIN[kind] for kind in kinds)
+            found.append(f"dataset_kwargs: {name}={value!r} of {task!r} must be {wanted}.")
+    return found
 
 
 def _validation_problems(task: str, config_class: Callable[..., Any], options: dict[str, Any]) -> list[str]:

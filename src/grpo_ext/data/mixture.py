@@ -1,0 +1,159 @@
+"""Mixtures, the key `datasets`: checked before anything is loaded, then put together as TRL's `get_dataset` does."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from . import files as local_files
+from .config import DataConfig
+from .loading import call_loader, load_files, load_split
+from .prepare import AnyDataset
+from .rows import DataError
+
+
+def check_mixture(mixture: Any) -> None:
+    """Refuse a mixture that cannot be loaded, as far as it shows without loading.
+
+    Raises:
+        DataError: every problem, each with value, reason and cure.
+    """
+    found = [text for number, entry in enumerate(mixture.datasets) for text in _entry_problems(number, entry)]
+    found += _fraction_problems([entry.fraction for entry in mixture.datasets], mixture.streaming)
+    size = mixture.test_split_size
+    if size is not None and mixture.streaming:
+        found.append(f"test_split_size={size!r} with streaming: rows cannot be held out from a stream. Unset one.")
+    if size is not None and (not _is_positive(size) or (size > 1 and size != int(size))):
+        found.append(
+            f"test_split_size={size!r} must be a fraction between 0 and 1, or a whole number of rows from 1 up."
+        )
+    if found:
+        raise DataError("\n".join(found))
+
+
+def _entry_problems(number: int, entry: Any) -> list[str]:
+    name = f"datasets[{number}]"
+    if not isinstance(entry.path, str) or not entry.path:
+        return [f"{name}: path={entry.path!r} must be a name or a path. Write text, in quotes if need be."]
+    if _is_json(entry.path):
+        return [f"datasets={entry.path!r}: a mixture cannot be given on the command line. Write it in the recipe."]
+    found = []
+    if not isinstance(entry.split, str) or not entry.split:
+        found.append(f"{name}: split={entry.split!r} must be text. Write for example split: train, or leave it out.")
+    for key in ("name", "data_dir"):
+        value = getattr(entry, key)
+        if value is not None and not isinstance(value, str):
+            found.append(f"{name}: {key}={value!r} must be text. Put it in quotes, or leave it out.")
+    columns = entry.columns
+    if columns is not None and not (columns and _is_texts(columns)):
+        found.append(f"{name}: columns={columns!r} must be a list of column names. Write columns: [prompt, solution].")
+    files = entry.data_files
+    if files is not None and not all(
+        _is_texts(part) for part in (files.values() if isinstance(files, dict) else [files])
+    ):
+        found.append(f"{name}: data_files={files!r} must be a path, a list of paths, or a mapping from split to them.")
+    if entry.data_files is None and entry.data_dir is None and local_files.is_path(entry.path):
+        found += [text.replace("dataset_name=", f"{name}: path=", 1) for text in local_files.path_problems(entry.path)]
+    return found
+
+
+def _fraction_problems(fractions: list[Any], streaming: bool) -> list[str]:
+    given = [fraction for fraction in fractions if fraction is not None]
+    if not given:
+        return []
+    if streaming:
+        return [f"fraction={given[0]!r} with streaming: a stream has no length to take a share of. Unset one."]
+    if len(given) < len(fractions):
+        missing = fractions.index(None)
+        return [f"datasets[{missing}]: fraction=None, but others have one. Set it for every dataset or for none."]
+    if not all(_is_positive(fraction) for fraction in given):
+        return [f"datasets: the fractions {given!r} must be numbers above 0. Leave out a dataset that is not wanted."]
+    return []
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), list | dict)
+    except ValueError:
+        return False
+
+
+def is_local(mixture: Any) -> bool:
+    """Whether nothing of the mixture has to be downloaded."""
+    return all(
+        _named_files(entry) or (_is_plain(entry) and local_files.is_path(entry.path)) for entry in mixture.datasets
+    )
+
+
+def load_mixture(mixture: Any, config: DataConfig) -> dict[str, AnyDataset]:
+    """The datasets of a mixture as one, under `train`, and under `test` what `test_split_size` holds out.
+
+    Raises:
+        DataError: as `check_mixture`, or a dataset, a split or a column is not there, or the datasets do not fit.
+    """
+    check_mixture(mixture)
+    parts = [_load_entry(number, entry, config, mixture.streaming) for number, entry in enumerate(mixture.datasets)]
+    fractions = [entry.fraction for entry in mixture.datasets]
+    if fractions[0] is not None:
+        total = sum(fractions)
+        rows = min(len(part) * total / fraction for part, fraction in zip(parts, fractions, strict=True))
+        counts = [round(fraction / total * rows) for fraction in fractions]
+        parts = [part.select(range(count)) for part, count in zip(parts, counts, strict=True)]
+    whole = call_loader(datasets.concatenate_datasets, parts, source="datasets (put together)")
+    size = mixture.test_split_size
+    if size is None:
+        return {"train": whole}
+    size = size if size < 1 else int(size)  # the command line makes 5.0 of 5
+    if size >= len(whole):
+        raise DataError(f"test_split_size={size} holds out {size} of {len(whole)} rows: none is left to train on.")
+    # without a seed, as TRL does it, every process would hold out other rows
+    split = call_loader(whole.train_test_split, size, seed=config.split_seed, source="datasets (test_split_size)")
+    return {"train": split["train"], "test": split["test"]}
+
+
+def _load_entry(number: int, entry: Any, config: DataConfig, streaming: bool) -> Any:
+    source = f"datasets[{number}] ({entry.path}), split {entry.split}"
+    files = _named_files(entry)
+    if files and files[0].suffix in (".json", ".jsonl"):
+        dataset: Any = load_files(files, config, streaming, entry.split, source).dataset
+    elif _is_plain(entry) and local_files.is_path(entry.path):
+        split = load_split(entry.path, config, entry.name, streaming, entry.split)
+        assert split is not None
+        dataset = split.dataset
+    else:
+        keywords = {key: getattr(entry, key) for key in ("name", "data_dir", "data_files", "split")}
+        dataset = call_loader(datasets.load_dataset, entry.path, streaming=streaming, source=source, **keywords)
+    if entry.columns is None:
+        return dataset
+    names = list(dataset.column_names or next(iter(dataset), {}))
+    for column in entry.columns:
+        if column not in names:
+            known = f"Its columns: {', '.join(names)}."
+            raise DataError(f"datasets[{number}] ({entry.path}): columns has {column!r}, which is no column. {known}")
+    return dataset.select_columns(entry.columns)
+
+
+def _is_plain(entry: Any) -> bool:
+    return entry.data_files is None and entry.data_dir is None
+
+
+def _named_files(entry: Any) -> list[Path]:
+    """The local files of the split that `data_files` names for a builder such as `json`; none if one is not there."""
+    if entry.path not in local_files.BUILDERS.values() or entry.data_dir is not None or not entry.data_files:
+        return []
+    given = entry.data_files
+    if isinstance(given, dict):
+        given = given.get(entry.split, [])
+    files = [Path(name).expanduser() for name in ([given] if isinstance(given, str) else given)]
+    fits = all(file.is_file() and local_files.BUILDERS.get(file.suffix) == entry.path for file in files)
+    return files if fits else []
