@@ -27,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         commands.add_parser(name, help=help_text, description=help_text, add_help=False)
     given = list(sys.argv[1:] if argv is None else argv)
     known, _ = parser.parse_known_args(given[:1])
+    if {"-h", "--help"} & set(given[1:]):
+        commands.choices[known.command].print_help()
+        if known.command not in ("train", "demo"):
+            sys.exit(0)
     command = {
         "train": _train,
         "check": _check,
@@ -173,6 +177,8 @@ def _score(argv: list[str]) -> int:
     """Print what the recipe's rewards and estimator make of a file; 2 when the recipe or the file has problems."""
     from .config import ConfigError
 
+    from .checks import planned_processes
+
     file, row = _take(argv, "--file"), _take(argv, "--explain")
     try:
         from .recipe import load_recipe
@@ -181,7 +187,8 @@ def _score(argv: list[str]) -> int:
 
         if file is None:
             raise ConfigError(["--file: missing. Name a jsonl file of prompts and completions."])
-        recipe, rows = load_recipe(argv), read_rows(file)
+        with planned_processes(None):  # the machine that scores need not be the one that trains
+            recipe, rows = load_recipe(argv), read_rows(file)
         if row is not None and not (row.isdigit() and int(row) < len(rows)):
             raise ConfigError([f"--explain {row}: the rows are numbered 0 to {len(rows) - 1}."])
         runtime = Runtime(recipe.rewards, workers=recipe.script.reward_workers)
