@@ -31,9 +31,11 @@ _UNIT = re.compile(
     r"(?:\s*[A-Za-z'\"]{2}|\s+[A-JLN-Za-jl-z](?![A-Za-z])|[mgshLl](?![A-Za-z])|\s*/)?(?:[A-Za-z\s/.,;'\"()²³-]|(?<=[A-Za-z])(?:[23](?!\d)|\s*\^\s*\{?-?[1-3]\}?))*"
 )
 _ANCHOR = re.compile(r"\banswers?\b[^.\n:=\d]{0,60}?(?:\b(?:is|are|was|be|equals)\b|[:=])", re.IGNORECASE)
-_CONTRAST = re.compile(r",\s*(?:and |but )?not\b.*", re.IGNORECASE | re.DOTALL)
+_CONTRAST = re.compile(r",\s*(?:and |but )?not\s+[-+$(\\.\d][^,]*\Z", re.IGNORECASE)  # "15, not 16"
 _EQUALS = re.compile(r"(?<![<>!:])=")
-_LEAD = re.compile(r"(?:[\s:;,!?*_#\"'“”„«»‘’—]|[A-Za-z]+:)*")  # marks and a label; no value begins like that
+_LEAD = re.compile(
+    r"\A(?:[\s:;,!?*_#\"'“”„«»\u2018\u2019—]|[A-Za-z]+:)*"
+)  # marks and a label; no value begins like that
 _HASHED = re.compile(r"[-+$€£¥\\(.]*\d[^\n]*")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]*[\\^][^$\n]*)\$", re.DOTALL)
 _JOINED = re.compile(r"^[^.\n]*\b(?:or|maybe|possibly|perhaps|not)\s+(?:\w+\s+)?$", re.IGNORECASE)
@@ -47,14 +49,14 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
     for pattern, replacement in (
         (r"<<[^<>]*>>", ""),  # GSM8K's calculator annotations
         (r"[\u2212\u2013\ufe63](?=\s*[\d.$\\(])", "-"),  # minus signs
-        (r"(?<=\d)(?:,?\\!|\\,|[\u2009\u202f])(?=\d{3}(?!\d))", ","),
-        (r"[\u00a0\u2009\u202f]|\\[,!;: ]|~|\\(?:q?quad|therefore)(?![A-Za-z])", " "),
+        (r"(?<=\d)(?:,?\\!|\\,|[\u2009\u202f])(?=\d{3}(?!\d))", ","),  # thousands
+        (r"[\u00a0\u2009\u202f]|\\[,!;: ]|~|\\(?:q?quad|therefore|displaystyle|boxed)(?![A-Za-z])", " "),
         (r"<?[-=]>|[→⇒⟹≈]|\\(?:approx|implies|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])", "="),
         (r"\u00d7|\\times\b|\\cdot\b", "*"),
         (r"\u00f7|\\div\b", "/"),
         (r"\{,\}", ","),
         (r"\\[$]|[$€£¥]|\\[()\[\]]", ""),
-        (r"\s+", lambda m: "\n" if "\n" in m[0] else " "),  # in what follows, runs of it would take cubic time
+        (r"\s+", lambda m: "\n" if "\n" in m[0] else " "),  # runs of it would take what follows cubic time
         (r"\\%|\bper ?cent\b|\bpct\b", "%"),
         (r"\^? ?\{? ?(?:\\circ|°) ?\}?|\bdegrees?\b", " "),
         (r"\\[dt]frac", r"\\frac"),
@@ -144,13 +146,12 @@ def _clean(text: str) -> str:
     """Text with one spelling of minus, percent and fractions, without currency signs and thousands separators."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return text.strip().rstrip(".,;:?*\"”»").strip()
+    return text.strip().rstrip('.,;:?*"”»').strip()
 
 
 def _right_side(text: str) -> str:
     """What follows the last equals sign, without the marks in front of it."""
-    text = _EQUALS.split(text)[-1]
-    return text[_LEAD.match(text).end() :].strip()
+    return _LEAD.sub("", _EQUALS.split(text)[-1], count=1).strip()
 
 
 def _only_value(span: str) -> Value | None:
