@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 
 from grpo_ext.rewards import build, parse, rewards
 from grpo_ext.rewards.http_client import RemoteRewardError
+from grpo_ext.rewards.remote import JUDGE_PATTERN
 
 remote = rewards["remote"]
 
@@ -166,6 +168,22 @@ def test_pooling_of_a_model_that_scores_tokens_takes_the_last(serve):
     assert score(server, protocol="pooling", prompts=["q"], completions=["a"]) == [2.5]
 
 
+@pytest.mark.parametrize(
+    ("reply", "number"),
+    [
+        ("7", "7"),
+        (".5", ".5"),
+        ("-.5/1", "-.5"),
+        ("**7.5**", "7.5"),
+        ("1e1", "1e1"),
+        ("2.5E-1.", "2.5E-1"),
+        ("8.", "8"),
+    ],
+)
+def test_the_number_that_a_judge_gives(reply, number):
+    assert re.findall(JUDGE_PATTERN, f"Score: {reply}") == [number]
+
+
 def test_a_judge_is_asked_by_template_and_its_last_number_counts(serve):
     replies = {"a": "Score: 3 at first. Score: **-7.5**/10", "bb": "no idea", "ccc": None, "dddd": "score: 1e999"}
 
@@ -177,7 +195,7 @@ def test_a_judge_is_asked_by_template_and_its_last_number_counts(serve):
     server = serve(answer)
     judge = {"protocol": "openai_judge", "model": "j", "template": "{prompt}, {solution}\n{completion}"}
     columns = {"prompts": ["q"] * 4, "completions": TEXTS[:4], "solution": list("wxyz")}
-    assert score(server, **judge, **columns, scale=0.1) == [pytest.approx(-0.75), None, None, pytest.approx(0.1)]
+    assert score(server, **judge, **columns, scale=0.1) == [pytest.approx(-0.75), None, None, None]
     assert {"model": "j", "messages": [{"role": "user", "content": "q, w\na"}], "temperature": 0} in server.requests
     columns["completions"] = ["eeeee"] * 4
     assert score(server, **judge, **columns, pattern=r"^(\d+)$") == [None] * 4  # not finite

@@ -56,6 +56,8 @@ def score(source: str, tests, **options):
         ("", ""),
         ("  ```python\n  a\n  ```", "  a\n"),
         ("```python\ns = '```'\n```", "s = '```'\n"),
+        ("```python\r\na\r\n```\r\n", "a\r\n"),
+        ("```python\na\n```python\nb\n```\nc", "a\n```python\nb\n"),
     ],
 )
 def test_the_code_of_a_completion(text, expected):

@@ -17,7 +17,7 @@ _JSON_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNOREC
 # {0} is the letters' class, {1} its lower case, which counts only where it cannot be the article of "a dog".
 # "answer is (B)", "Answer: **B**", "option B": the letter stands alone
 _NAMED = (
-    r"(?i:answer|option|choice)(?i:\s+is)?\s*[:=]?\s*[*_$\s(\[]*(?:\\text\w*\{{)?\(?"
+    r"(?i:answer|option|choice)(?i:\s+is)?[:=*_$\s(\[]*+(?:\\text\w*\{{)?\(?"
     r"([{0}](?![\w'])|[{1}](?=[).:\]}}*$]|\s*\Z))"
 )
 # "B", "(B)", "B) text", "**B.** text"

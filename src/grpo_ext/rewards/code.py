@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 Tests: TypeAlias = str | Sequence[str] | Sequence[dict[str, str]]
 
-_FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 _POLL_SECONDS = 0.05
 
 
@@ -74,7 +74,7 @@ def extract_code(text: str) -> str:
     What comes before `</think>` is no answer.
     """
     answer = text.rpartition("</think>")[2]
-    blocks = [(language.strip().lower(), body) for language, body in _FENCE.findall(answer)]
+    blocks = _blocks(answer)
     for languages in (("python", "py", "python3"), ("",)):
         fitting = [body for language, body in blocks if language in languages]
         if fitting:
@@ -83,6 +83,18 @@ def extract_code(text: str) -> str:
         return ""
     block = answer_block(answer)
     return answer if block is None else block
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """(language, body) of each fenced block; only a fence without a language closes one."""
+    blocks, opening = [], None
+    for fence in _FENCE.finditer(text):
+        if opening is None:
+            opening = fence
+        elif not fence[1].strip():
+            blocks.append((opening[1].strip().lower(), text[opening.end() + 1 : fence.start()]))
+            opening = None
+    return blocks
 
 
 def judge(

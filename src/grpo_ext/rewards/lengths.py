@@ -30,10 +30,11 @@ LANGUAGES: dict[str, tuple[str, ...]] = {
     "ka": ("GEORGIAN",),
     "hy": ("ARMENIAN",),
 }
-# What is in no language: code, formulas (a lone $ is money), commands, tags, addresses. None of it can backtrack far.
+# What is in no language: code, formulas (a lone $ is money), commands, line breaks, tags, addresses. None of it can
+# backtrack far: a formula is given up at the next one that opens, and \\( opens none.
 _NEUTRAL = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$[^$]*\$\$|\$[^$\n]*\$|\\\((?:[^\\]|\\[^()])*\\\)|\\\[(?:[^\\]|\\[^\[\]])*\\\]"
-    r"|\\[A-Za-z]+|</?(?:think|answer)>|https?://\S+",
+    r"|\\\\|\\[A-Za-z]+|</?(?:think|answer)>|https?://\S+",
     re.DOTALL,
 )
 

@@ -19,41 +19,53 @@ _UNSIGNED = r"(?:\d+\s+\d+/\d+|\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3}\b)?|\.\d+)"
 _TERM = rf"(?:{_UNSIGNED}|\([-+]?{_UNSIGNED}(?:\s*[-+*/]\s*{_UNSIGNED})*\))"
 # A number with the arithmetic that goes on from it; none glued to a letter (m2), a decimal comma, a time; no exponent.
 _VALUE = re.compile(
-    rf"(?<![\w.,:^])(?<!\^\{{)(?:(?<![\d)])[-+])?{_TERM}(?:\s*[-+*/]\s*-?{_TERM})*(?!\d|[.,:]\d)(?P<percent>\s*%)?"
+    rf"(?<![\w.^])(?<!\d[,:])(?<!\^\{{)(?:(?<![\d)])[-+])?{_TERM}(?:\s*[-+*/]\s*-?{_TERM})*(?!\d|[.,:]\d)(?P<percent>\s*%)?"
 )
-# What shows that a number is only a piece of a larger formula, or a bound rather than the value.
-_BEFORE_PIECE = re.compile(r"(?:[\d)}]|(?<![A-Za-z])[a-zA-Z])\s*[-+*/^]\s*$|[{\\<>]\s*$")
+# What shows that a number is only a piece of a larger formula (3 - 72, \log_2 72, f(72)), or a bound, not the value.
+_BEFORE_PIECE = re.compile(
+    r"(?:[\d)}]|(?<![A-Za-z])[a-zA-Z])\s*[-+*/^]+\s*$|[{}\\<>√]\s*$|(?:\\[A-Za-z]+|_(?:\w|\d+))\s*$|[A-Za-z]\($"
+)
 _AFTER_PIECE = re.compile(r"[b-fi-kn-rt-zA-KM-Z](?![A-Za-z])|\s+[kKM]\b|\s*[\\^{*+<>]|\s*\((?![A-Za-z]{2})")
 _BOUND = re.compile(r"\b(?:not|than|least|most)\s+[-+$(\\]*\.?\d|\d[^.\n]*\bor\s+(?:more|less|fewer)\b", re.IGNORECASE)
 _UNIT = re.compile(
     r"(?:\s*[A-Za-z'\"]{2}|\s+[A-JLN-Za-jl-z](?![A-Za-z])|[mgshLl](?![A-Za-z])|\s*/)?(?:[A-Za-z\s/.,;'\"()²³-]|(?<=[A-Za-z])(?:[23](?!\d)|\s*\^\s*\{?-?[1-3]\}?))*"
 )
 _ANCHOR = re.compile(r"\banswers?\b[^.\n:=\d]{0,60}?(?:\b(?:is|are|was|be|equals)\b|[:=])", re.IGNORECASE)
-_EQUALS = re.compile(r"(?<![<>!:])=|≈|\\approx\b")
-_HASHES = re.compile(r"####\s*([-+$€£¥\\(.]*\d[^\n]*)\s*\Z")
+_CONTRAST = re.compile(r",\s*(?:and |but )?not\s+[-+$(\\.\d][^,]*\Z", re.IGNORECASE)  # "15, not 16"
+_EQUALS = re.compile(r"(?<![<>!:])=")
+_LEAD = re.compile(
+    r"\A(?:[\s:;,!?*_#\"'“”„«»\u2018\u2019—]|[A-Za-z]+:)*"
+)  # marks and a label; no value begins like that
+_HASHED = re.compile(r"[-+$€£¥\\(.]*\d[^\n]*")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]*[\\^][^$\n]*)\$", re.DOTALL)
-_JOINED = re.compile(r"^[^.\n]*\b(?:or|maybe|possibly|perhaps)\s+(?:\w+\s+)?$", re.IGNORECASE)
+_JOINED = re.compile(r"^[^.\n]*\b(?:or|maybe|possibly|perhaps|not)\s+(?:\w+\s+)?$", re.IGNORECASE)
 _LISTED = re.compile(r"\s*(?:[A-Za-z]{3,}\s+)??(?:or|and|to|maybe)\s+(?:[A-Za-z]{2,}\s+)?[-+(.]*\d", re.IGNORECASE)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 # Several numbers side by side, or powers and factorials in which sympy would hang.
-_UNFIT = re.compile(r"\d\s+\d|\d:\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*/=\s]*\^|\*\*|!")
+_UNFIT = re.compile(r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*/=\s]*\^|\*\*|!")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _REWRITES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"<<[^<>]*>>", ""),  # GSM8K's calculator annotations
         (r"[\u2212\u2013\ufe63](?=\s*[\d.$\\(])", "-"),  # minus signs
-        (r"[\u00a0\u2009\u202f]|\\[,!;: ]|~", " "),
+        (r"(?<=\d)(?:,?\\!|\\,|[\u2009\u202f])(?=\d{3}(?!\d))", ","),  # thousands
+        (r"[\u00a0\u2009\u202f]|\\[,!;: ]|~|\\(?:q?quad|therefore|displaystyle|boxed)(?![A-Za-z])", " "),
+        (r"<?[-=]>|[→⇒⟹≈]|\\(?:approx|implies|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])", "="),
         (r"\u00d7|\\times\b|\\cdot\b", "*"),
         (r"\u00f7|\\div\b", "/"),
         (r"\{,\}", ","),
         (r"\\[$]|[$€£¥]|\\[()\[\]]", ""),
-        (r"\\%|\s*\bper ?cent\b|\s*\bpct\b", "%"),
-        (r"\^?\s*\{?\s*(?:\\circ|°)\s*\}?|\bdegrees?\b", " "),
+        (r"\s+", lambda m: "\n" if "\n" in m[0] else " "),  # runs of it would take what follows cubic time
+        (r"\\%|\bper ?cent\b|\bpct\b", "%"),
+        (r"\^? ?\{? ?(?:\\circ|°) ?\}?|\bdegrees?\b", " "),
         (r"\\[dt]frac", r"\\frac"),
         (r"\\(?:text|mathrm|textbf|mathbf|operatorname|mbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"^\s*[*\u2022]\s+", ""),  # the bullet of a list
-        (r"\*\*(.+?)\*\*|__(.+?)__|`(.+?)`", lambda m: m[1] or m[2] or m[3]),
+        (r"(?<![\d)}])(\*\*|__|`)(?=\S)(.+?)(?<=\S)\1", r"\2"),
+        (r"(?<![\w)}])([*_])(?=\S)([^*_\n]+)(?<=\S)\1(?![\w({])", r"\2"),
+        (r"(?<![\\A-Za-z])(sqrt|log|ln|sin|cos|tan)(?![A-Za-z])", r"\\\1"),
+        (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)", lambda m: m[0].replace(",", "")),
         (r"(?<![\w}^/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"\1 \2/\3"),
         (r"(?<![\w}^])\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}(?![\w(\\^{])", r"\1/\2"),
@@ -95,7 +107,8 @@ def read(text: str, *, is_gold: bool = False) -> Value | None:
     text = text[-_TAIL:]
     anchors = list(_ANCHOR.finditer(text))
     if anchors:
-        sentence = re.split(r"\n|[.?!](?:\s|$)", text[anchors[-1].end() :].strip(), maxsplit=1)[0]
+        rest = text[anchors[-1].end() :].strip().lstrip(": \n")
+        sentence = _CONTRAST.sub("", re.split(r"\n|[.?!](?:\s|$)", rest, maxsplit=1)[0])
         if _BOUND.search(sentence):
             return None
         if _VALUE.search(_clean(sentence)) or _MATH.search(sentence):
@@ -125,24 +138,29 @@ def _marked(text: str) -> str | None:
 
 
 def _hashes(text: str) -> str | None:
-    match = _HASHES.search(text)
-    return match[1] if match else None
+    match = _HASHED.fullmatch(text.rpartition("####")[2].strip()) if "####" in text else None
+    return match[0] if match else None
 
 
 def _clean(text: str) -> str:
     """Text with one spelling of minus, percent and fractions, without currency signs and thousands separators."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return text.strip().rstrip(".,;:?*").strip()
+    return text.strip().rstrip('.,;:?*"”»').strip()
+
+
+def _right_side(text: str) -> str:
+    """What follows the last equals sign, without the marks in front of it."""
+    return _LEAD.sub("", _EQUALS.split(text)[-1], count=1).strip()
 
 
 def _only_value(span: str) -> Value | None:
     """Value of a marked answer: a formula, or the one number in the words around it; None for several numbers."""
-    if len(span) > _TAIL or _BOUND.search(span):
+    if len(span) > _TAIL or _BOUND.search(span := _CONTRAST.sub("", span)):
         return None
     text = _clean(span)
     anchors = list(_ANCHOR.finditer(text))
-    text = _EQUALS.split(text[anchors[-1].end() :] if anchors else text)[-1].strip()
+    text = _right_side(text[anchors[-1].end() :] if anchors else text)
     return _formula(text) or _number_in_words(text)
 
 
@@ -152,7 +170,7 @@ def _first_value(sentence: str) -> Value | None:
     if segments:
         values = [_only_value(segment) for segment in segments]
         return values[0] if all(value == values[0] for value in values) else None
-    text = _EQUALS.split(_clean(sentence))[-1].strip()
+    text = _right_side(_clean(sentence))
     match = _VALUE.search(text)
     if match is None or _LISTED.match(text, match.end()):
         return None
@@ -165,7 +183,7 @@ def _last_value(text: str) -> Value | None:
     if segments and not _VALUE.search(_clean(text[segments[-1].end() :])):
         return _only_value(next(filter(None, segments[-1].groups())))
     cleaned = _clean(text)
-    whole = None if "\n" in cleaned else _formula(_EQUALS.split(cleaned)[-1].strip())
+    whole = None if "\n" in cleaned else _formula(_right_side(cleaned))
     if whole is not None:
         return whole
     matches = list(_VALUE.finditer(cleaned))
@@ -176,6 +194,8 @@ def _last_value(text: str) -> Value | None:
 
 
 def _number_in_words(text: str) -> Value | None:
+    if re.search(r"\d!", text):  # a factorial, as far as one can tell
+        return None
     values = {_value(text, match) for match in _VALUE.finditer(text)}
     return values.pop() if len(values) == 1 else None
 

@@ -18,9 +18,6 @@ from grpo_ext.rewards.text import TAGS, Completion, Message, completion_text
 Chat: TypeAlias = list[Message]
 Scorer: TypeAlias = Callable[[list[Chat]], Sequence[float | None]]
 
-# MiniMind takes the first block, unlike `accuracy`.
-_FIRST_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
 
 def minimind_format(text: str) -> float:
     r"""0.5 if the whole text is `<think>\n...\n</think>\n<answer>\n...\n</answer>`, each tag once, otherwise 0."""
@@ -157,8 +154,9 @@ def blended_scores(
 
 
 def _first_answer(text: str) -> str | None:
-    match = _FIRST_ANSWER.search(text)
-    return match.group(1).strip() if match else None
+    """Content of the first block, unlike `accuracy`, stripped, or None without one."""
+    answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
+    return answer.strip() if closed else None
 
 
 def chat_of(prompt: Completion, completion: Completion) -> Chat:
