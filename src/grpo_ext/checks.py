@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,8 +33,8 @@ def problems(config: Any) -> list[str]:
     for rule in (mapping_problems, type_problems, choice_problems, range_problems):
         for problem in rule(config):
             found.setdefault(_field(problem), problem)
-    basic = set(found)
-    return [*found.values(), *(p for p in _relations(config, sound=not found) if _field(p) not in basic)]
+    broken = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in found) or "(?!)")
+    return [*found.values(), *(p for p in _relations(config, sound=not found) if not broken.search(p))]
 
 
 def _field(problem: str) -> str:

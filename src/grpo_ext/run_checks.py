@@ -18,6 +18,13 @@ def run_problems(config: Any) -> Iterator[str]:
             "dataloader_persistent_workers=True with dataloader_num_workers=0: there are no workers to keep. "
             "Remove it, or set dataloader_num_workers."
         )
+    if config.dataloader_prefetch_factor is not None and not config.dataloader_num_workers:
+        yield (
+            f"dataloader_prefetch_factor={config.dataloader_prefetch_factor} with dataloader_num_workers=0: there are "
+            "no workers to fetch ahead. Remove it, or set dataloader_num_workers."
+        )
+    if config.deepspeed and importlib.util.find_spec("deepspeed") is None:
+        yield "deepspeed is set, but not installed. Install it (pip install deepspeed), or remove the setting."
     cap, high = config.vllm_importance_sampling_cap, config.vllm_importance_sampling_clip_max
     if cap is not None and is_set(config, "vllm_importance_sampling_clip_max") and high != cap:
         yield (
@@ -43,6 +50,10 @@ def _rhythm(config: Any) -> Iterator[str]:
             "save_strategy='best' with eval_strategy='no': nothing is evaluated, so nothing would be saved. Set "
             "eval_strategy: steps or epoch."
         )
+    for name in ("logging_steps", "save_steps", "eval_steps"):
+        steps = getattr(config, name) or 0
+        if steps > 1 and steps != int(steps):
+            yield f"{name}={steps}: beyond 1 it is a number of steps, below a fraction of the run. Set a whole number."
     for kind in ("logging", "save"):
         if getattr(config, f"{kind}_strategy") == "steps" and getattr(config, f"{kind}_steps") == 0:
             yield (
@@ -77,7 +88,6 @@ def missing_packages(training: Any, model: Any) -> Iterator[str]:
             "bitsandbytes",
         ),
         ("use_liger_kernel=True", training.use_liger_kernel, "liger_kernel"),
-        ("deepspeed", bool(training.deepspeed), "deepspeed"),
     ):
         if asked and importlib.util.find_spec(package) is None:
             command = f"pip install {package.replace('_', '-')}"
