@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from peft import TaskType
@@ -12,7 +13,7 @@ from trl.scripts.utils import DatasetConfig
 from .checks import planning
 from .data import problems as data_problems
 from .dynamic_sampling import judge_problems
-from .field_checks import BELOW_ONE, COUNT, NOT_NEGATIVE, outside, unknown_value
+from .field_checks import BELOW_ONE, COUNT, NOT_NEGATIVE, outside, sound_values, unknown_value
 from .idle_checks import is_set, no_effect
 from .loss_checks import UNIT_REWARDS
 from .mapping_checks import as_mapping
@@ -41,7 +42,8 @@ ALSO: Mapping[str, Any] = {"lora_target_modules": str, "reward_funcs": object, "
 
 def mixture_problems(entries: Any) -> Iterator[str]:
     """Problems of the entries of `datasets`, before TRL makes objects of them."""
-    keys = [f.name for f in dataclasses.fields(DatasetConfig)]
+    defaults = {f.name: f.default for f in dataclasses.fields(DatasetConfig)}
+    keys = list(defaults)
     if not isinstance(entries, list):
         yield f"datasets={entries!r}: not a list. Write datasets: [{{path: ..., split: train}}]."
         return
@@ -49,6 +51,9 @@ def mixture_problems(entries: Any) -> Iterator[str]:
         if not isinstance(entry, Mapping) or "path" not in entry:
             yield f"datasets[{i}]={entry!r}: no mapping with a path. Write {{path: ..., split: train}}."
             continue
+        values = SimpleNamespace(**(defaults | {str(key): value for key, value in entry.items()}))
+        _, told = sound_values(DatasetConfig, values)
+        yield from (f"datasets[{i}]: {problem}" for problem in told)
         for key in entry:
             if key not in keys:
                 yield f"datasets[{i}] has {key}={entry[key]!r}: no such key. {did_you_mean(str(key), keys)}"
