@@ -14,6 +14,7 @@ from grpo_ext.advantages import combinations, estimators
 from grpo_ext.aggregation import aggregations
 from grpo_ext.checks import planned_processes
 from grpo_ext.config import ConfigError
+from grpo_ext.field_checks import CHOICES, RANGES
 from grpo_ext.kl import kl_estimators
 from grpo_ext.losses import losses
 from grpo_ext.ratios import ratios
@@ -205,17 +206,17 @@ def test_every_field_has_a_help_that_argparse_can_print():
 
 
 def test_every_range_is_that_of_a_field():
-    assert set(checks._RANGES) <= set(STOCK) | OURS
-    assert set(checks._CHOICES) <= set(STOCK) | OURS
+    assert set(RANGES) <= set(STOCK) | OURS
+    assert set(CHOICES) <= set(STOCK) | OURS
 
 
-@pytest.mark.parametrize("name", checks._RANGES)
+@pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_no_number_is_out_of_its_range(name, value):
     assert any(problem.startswith(f"{name}={value!r}") for problem in problems(**{name: value}))
 
 
-@pytest.mark.parametrize("name", sorted(n for n, (low, *_) in checks._RANGES.items() if low == 0))
+@pytest.mark.parametrize("name", sorted(n for n, (low, *_) in RANGES.items() if low == 0))
 def test_nothing_that_counts_is_negative(name):
     assert any(problem.startswith(f"{name}=-1") for problem in problems(**{name: -1}))
 

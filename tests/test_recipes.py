@@ -12,12 +12,13 @@ import pytest
 import transformers
 import yaml
 
-from grpo_ext import checks, cli
+from grpo_ext import checks, cli, run_checks
 from grpo_ext.checks import planned_processes
 from grpo_ext.config import ConfigError
 from grpo_ext.losses import losses
 from grpo_ext.plan import plan
 from grpo_ext.recipe import all_keys, load_recipe, packaged_recipes, read_yaml, recipes_folder
+from grpo_ext.train import checkpoint_to_resume
 
 BAD = sorted((Path(__file__).parent / "bad_recipes").glob("*.yaml"))
 PACKAGED = packaged_recipes()
@@ -134,15 +135,23 @@ def test_five_mistakes_of_five_kinds_are_told_at_once(write):
 
 
 def test_one_broken_field_hides_no_mistake_of_another_rule(write):
-    found = problems(write(num_generations="four", top_p=0, advantage_kwargs={"ddoff": 0}, sapo_temperature_pos=0.5))
-    assert len(found) == 1  # argparse refuses the text itself, and then there are no other fields to look at
-    found = problems(write(num_generations=2.5, top_p=0, advantage_kwargs={"ddoff": 0}, sapo_temperature_pos=0.5))
-    assert [re.split("[=.]", problem)[0] for problem in found] == [
-        "num_generations",
-        "top_p",
-        "sapo_temperature_pos",
-        "advantage_kwargs",
-    ]
+    for num_generations in ("four", 2.5):
+        found = problems(
+            write(num_generations=num_generations, top_p=0, advantage_kwargs={"ddoff": 0}, sapo_temperature_pos=0.5)
+        )
+        assert [re.split("[=.]", problem)[0] for problem in found] == [
+            "num_generations",
+            "top_p",
+            "sapo_temperature_pos",
+            "advantage_kwargs",
+        ]
+
+
+def test_every_value_of_the_wrong_type_is_told_at_once(write):
+    values = {"learning_rate": "abc", "beta": "xyz", "max_steps": "many", "bf16": "maybe", "lora_r": "big"}
+    values |= {"temperature": -1, "loss_type": "grop", "dataset_name": 5, "lora_target_modules": {"a": 1}}
+    found = problems([*write(**values), "--reward_workers", "some"])
+    assert sorted(problem.split("=")[0] for problem in found) == sorted([*values, "reward_workers"])
 
 
 @pytest.mark.parametrize(
@@ -302,7 +311,21 @@ def test_json_on_the_command_line_is_checked_like_yaml(write):
         (["quickstart/grpo"], "'quickstart/grpo' on the command line belongs to no key"),
         (["--temprature", "1.0"], "temprature: no such key. Did you mean 'temperature'"),
         (["--kl_coef", "0.1"], "kl_coef: TRL calls it beta"),
-        (["--num_generations", "four"], "num_generations='four' is no int"),
+        (["--num_generations", "four"], "num_generations='four': a str where int | None is expected"),
+        (
+            ["--no_log_completions"],
+            "no_log_completions: no such key, and it would be ignored. Write --log_completions fa",
+        ),
+        (["--no-use-peft"], "no_use_peft: no such key, and it would be ignored. Write --use_peft false"),
+        (["--no_beta"], "no_beta: no such key, and it would be ignored. Write --beta VALUE"),
+        (["--model_init_kwargs", "a=b"], "model_init_kwargs='a=b' is no mapping"),
+        (["--liger_kernel_config", "{rope}"], "liger_kernel_config='{rope}' is not JSON"),
+        (
+            ["--lr_scheduler_type", "cosin"],
+            "lr_scheduler_type='cosin' is not one of its values. Did you mean 'cosine'",
+        ),
+        (["--scale_rewards", "Fales"], "scale_rewards='Fales' is not one of its values. Did you mean 'False'"),
+        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere': no such folder"),
         (["--seed", "1", "2"], "'2' on the command line belongs to no key"),
     ],
 )
@@ -324,6 +347,51 @@ def test_env_is_applied(write, monkeypatch):
 def test_resuming_afresh_or_from_the_last_is_no_path(write, tmp_path):
     for value in ("never", "last", "true", True, str(tmp_path)):
         assert load_recipe(write(resume_from_checkpoint=value)).training.resume_from_checkpoint == value
+
+
+def test_false_and_never_in_any_case_start_afresh(write, tmp_path):
+    (tmp_path / "out" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    argv = write(output_dir=str(tmp_path / "out"))
+    assert checkpoint_to_resume(load_recipe(argv)) == str(tmp_path / "out" / "checkpoint-1")
+    for word in ("never", "NEVER", "false", "False"):
+        assert checkpoint_to_resume(load_recipe([*argv, "--resume_from_checkpoint", word])) is None
+    assert checkpoint_to_resume(load_recipe(write(output_dir=str(tmp_path), resume_from_checkpoint=False))) is None
+
+
+def test_a_false_on_the_command_line_is_yamls(write):
+    for word in ("False", "false"):
+        recipe = load_recipe([*write(), "--scale_rewards", word, "--shared_prefix", word])
+        assert recipe.training.objective.advantage == "none"
+        assert recipe.training.prefix_setting == "false"
+    assert load_recipe([*write(), "--no_log_multimodal"]).training.log_multimodal is False
+    recipe = load_recipe([*write(), "--use_liger_kernel", "false", "--liger_kernel_config", '{"rope": true}'])
+    assert recipe.training.liger_kernel_config == {"rope": True}
+
+
+def test_a_recipe_in_latin_1_is_refused(tmp_path):
+    (tmp_path / "r.yaml").write_bytes("system_prompt: für\n".encode("latin-1"))
+    (found,) = problems(["--config", str(tmp_path / "r.yaml")])
+    assert "is not UTF-8" in found
+
+
+def test_what_is_not_installed_is_told_where_it_is_to_run(write, monkeypatch):
+    monkeypatch.setattr(run_checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_checks, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    argv = write(report_to=["wandb", "tensorboard"], optim="adamw_bnb_8bit", use_peft=True, load_in_4bit=True)
+    found = problems(argv)
+    assert [re.split("[ :]", problem)[0] for problem in found] == [
+        "report_to='wandb'",
+        "load_in_4bit=True",
+        "optim='adamw_bnb_8bit'",
+    ]
+    with planned_processes(1):
+        load_recipe(argv)
+
+
+def test_a_variable_that_is_exported_already_may_stand_in_env(write, monkeypatch):
+    monkeypatch.setenv("HF_HOME", "here")
+    load_recipe(write(env={"HF_HOME": "here"}))
 
 
 # grpo-ext check.

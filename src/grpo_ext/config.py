@@ -178,6 +178,7 @@ class GRPOExtConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         """Check everything, report everything, then let TRL do its own."""
+        self._words_to_bools()
         problems = [*self._decode_json(), *checks.problems(self)]
         if problems:
             raise ConfigError(problems)
@@ -186,15 +187,22 @@ class GRPOExtConfig(GRPOConfig):
         with self._hardware_set_aside():
             try:
                 super().__post_init__()
-            except ValueError as error:
+            except (OSError, TypeError, ValueError, NotImplementedError) as error:
                 raise ConfigError([str(error)]) from error
         if int(os.environ.get("RANK", "0")) == 0 and not checks.planning():
             for warning in warnings(self):
                 logger.warning(warning)
 
+    def _words_to_bools(self) -> None:
+        """The command line gives the words where YAML gives a bool, for fields that are text as well."""
+        for name in ("scale_rewards", "shared_prefix"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value.lower() in ("true", "false"):
+                setattr(self, name, value.lower() == "true")
+
     def _decode_json(self) -> Iterator[str]:
         """Read those dict fields of ours that the command line gives as JSON text; yield what cannot be read."""
-        for name in ("loss_kwargs", "advantage_kwargs"):
+        for name in ("loss_kwargs", "advantage_kwargs", "liger_kernel_config"):
             text = getattr(self, name)
             if not isinstance(text, str) or not text.startswith("{"):
                 continue

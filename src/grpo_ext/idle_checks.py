@@ -1,10 +1,10 @@
 """Settings that would be accepted and ignored, or that defeat each other: refused, or warned of where rarely meant."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from .mapping_checks import reshaped_sampling
 from .objective import resolve
 
 # Refused.
@@ -41,41 +41,6 @@ def idle_problems(config: Any) -> Iterator[str]:
             f"log_completions_hub_repo={config.log_completions_hub_repo!r}: without completions in the log there is "
             "nothing to upload. Set log_completions: true, or remove it."
         )
-    yield from _generation_kwargs(config)
-
-
-_GENERATION_FIELDS = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
-    **dict.fromkeys(("max_new_tokens", "max_length", "max_tokens"), "max_completion_length"),
-    **dict.fromkeys(("num_return_sequences", "n"), "num_generations"),
-}
-
-
-def _generation_kwargs(config: Any) -> Iterator[str]:
-    """Options that go past the fields: completions would be drawn otherwise than their log-probabilities say."""
-    given = as_mapping(config.generation_kwargs)
-    for name in given:
-        field = _GENERATION_FIELDS.get(name)
-        if field is not None:
-            yield (
-                f"generation_kwargs.{name}={given[name]!r} would go past {field}, which the loss reads too. "
-                f"Set the field {field} instead."
-            )
-    if given.get("do_sample") is False:
-        yield (
-            "generation_kwargs.do_sample=False: every completion of a group is the same then, and no advantage is "
-            "left. Remove it."
-        )
-
-
-def as_mapping(value: Any) -> Mapping[str, Any]:
-    """A dict field's value; from the command line it comes as JSON text."""
-    if isinstance(value, str) and value.startswith("{"):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return {}
-    return value if isinstance(value, Mapping) else {}
 
 
 # Warned of.
@@ -140,6 +105,26 @@ _ONLY_WITH = (
     _Idle(
         "log_completions: true", lambda c: c.log_completions, _names("num_completions_to_print", "log_unique_prompts")
     ),
+    _Idle("use_liger_kernel: true", lambda c: c.use_liger_kernel, _names("liger_kernel_config")),
+    _Idle("gradient_checkpointing: true", lambda c: c.gradient_checkpointing, _names("gradient_checkpointing_kwargs")),
+    _Idle("logging_strategy: steps", lambda c: c.logging_strategy == "steps", _names("logging_steps")),
+    _Idle("save_strategy: steps", lambda c: c.save_strategy == "steps", _names("save_steps")),
+    _Idle("eval_strategy: steps", lambda c: c.eval_strategy in ("steps", "no"), _names("eval_steps")),
+    _Idle(
+        "an lr_scheduler_type that warms up (constant_with_warmup, linear, cosine, ...)",
+        lambda c: c.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau"),
+        _names("warmup_steps"),
+    ),
+    _Idle(
+        "rollout_drift above 0 (0 means not checked)",
+        lambda c: c.rollout_drift != 0 or not c.use_vllm,
+        _names("rollout_drift_action"),
+    ),
+    _Idle(
+        "vllm_server_base_url left out, which names the server by itself,",
+        lambda c: c.vllm_server_base_url is None,
+        _names("vllm_server_host", "vllm_server_port"),
+    ),
     _Idle("push_to_hub: true", lambda c: c.push_to_hub, _prefix("hub_")),
 )
 
@@ -154,7 +139,13 @@ def is_set(config: Any, name: str) -> bool:
 
 def warnings(config: Any) -> list[str]:
     """What is allowed but probably not meant; the config must be free of problems."""
-    return [*_idle(config), *_schedule(config), *_truncated_sampling(config), *_loss(config)]
+    return [
+        *_idle(config),
+        *_schedule(config),
+        *_truncated_sampling(config),
+        *reshaped_sampling(config),
+        *_loss(config),
+    ]
 
 
 def _idle(config: Any) -> Iterator[str]:

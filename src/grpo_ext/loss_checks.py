@@ -169,25 +169,32 @@ def _advantage(config: Any) -> Iterator[str]:
             f"multi_objective_aggregation={objective.combination!r} does not form. Remove one of them."
         )
     yield from _option_problems("advantage_kwargs", config.advantage_kwargs, estimators[objective.advantage], {})
-    yield from _advantage_options(config.num_generations, objective.advantage_kwargs)
+    yield from _advantage_options(objective.advantage_kwargs)
+    yield from _pass_at_k(config, objective.advantage_kwargs.get("k"))
 
 
-def _advantage_options(num_generations: int, options: Mapping[str, Any]) -> Iterator[str]:
-    for name, least in (("window", 1), ("k", 1), ("ddof", 0), ("eps", 0), ("batch_eps", 0), ("clamp", 0), ("cap", 0)):
+def _advantage_options(options: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("window", "k", "ddof", "eps", "batch_eps", "clamp", "cap", "floor"):
+        least = 1 if name in ("window", "k") else 0
         value = options.get(name, least)
         if isinstance(value, (int, float)) and value < least:
             yield f"advantage_kwargs.{name}={value} must be {least} or more. Correct it, or leave it unset."
     if isinstance(options.get("ddof"), int) and options["ddof"] > 1:
         yield f"advantage_kwargs.ddof={options['ddof']}: a standard deviation has 0 or 1. Set one of them."
-    k = options.get("k")
-    if isinstance(k, int) and k >= num_generations:
-        yield (
-            f"advantage_kwargs.k={k}: leave-one-out pass@k needs more than k completions, num_generations is "
-            f"{num_generations}. Set k <= {num_generations - 1}."
-        )
     bounds = options.get("reward_range")
-    if isinstance(bounds, list) and (len(bounds) != 2 or not bounds[0] < bounds[1]):
+    if isinstance(bounds, list) and not (len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf):
         yield f"advantage_kwargs.reward_range={bounds} must be [lowest, highest]. Set it to the reward's own range."
+
+
+def _pass_at_k(config: Any, k: Any) -> Iterator[str]:
+    """Evaluation takes its advantages by the same estimator."""
+    evaluated = config.num_generations_eval if config.eval_strategy != "no" else None
+    for name, size in (("num_generations", config.num_generations), ("num_generations_eval", evaluated)):
+        if isinstance(k, int) and size is not None and k >= size:
+            yield (
+                f"advantage_kwargs.k={k}: leave-one-out pass@k needs more than k completions, {name} is {size}. "
+                f"Set k <= {size - 1}."
+            )
 
 
 def _trl_defaults(config: Any) -> Iterator[str]:

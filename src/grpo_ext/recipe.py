@@ -1,5 +1,6 @@
 """A recipe: one YAML file and the command line, parsed by TRL's parser and checked as a whole."""
 
+import argparse
 import dataclasses
 import logging
 import os
@@ -16,8 +17,10 @@ from trl.scripts.grpo import GRPOScriptArguments
 from .checks import planning
 from .config import ConfigError, GRPOExtConfig
 from .data import DataConfig
+from .env_checks import take_env
+from .field_checks import sound_values
 from .legacy_keys import REPLACED
-from .recipe_checks import mixture_problems, part_problems, recipe_warnings, reward_problems
+from .recipe_checks import ALSO, mixture_problems, part_problems, recipe_warnings, reward_problems
 from .registry import did_you_mean
 from .rewards.composite import RewardSpec
 from .rewards.composite import parse as parse_rewards
@@ -119,11 +122,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ConfigError: it is not YAML, no mapping, or says a key twice.
+        ConfigError: it cannot be read, is not YAML, no mapping, or says a key twice.
     """
     try:
-        content = yaml.load(path.read_text(), Loader=_StrictLoader)
-    except yaml.YAMLError as error:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except ConfigError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path} is not UTF-8 ({error}). Save it as UTF-8."]) from error
+    except OSError as error:
+        raise ConfigError([f"{path} cannot be read: {error}."]) from error
+    except (yaml.YAMLError, ValueError) as error:  # 2020-13-45 is taken for a date
         raise ConfigError([f"{path} is not valid YAML: {error}"]) from error
     if not isinstance(content, dict):
         raise ConfigError([f"{path} holds a {type(content).__name__}, not a mapping of keys to values."])
@@ -134,12 +143,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Parser(TrlParser):
+    """TRL's parser, which leaves text that is no number or bool as it is: the checks tell of all of it at once."""
+
     def error(self, message: str) -> Any:
-        message = message.removeprefix("argument ")
-        if found := re.fullmatch(r"--(\w+)\S*: invalid (\w+) value: (.*)", message):
-            name, kind, value = found.groups()
-            message = f"{name}={value} is no {kind.removeprefix('string_to_')}. Write one."
-        raise ConfigError([message])
+        raise ConfigError([message.removeprefix("argument ")])
+
+    def _get_value(self, action: Any, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            return arg_string
+
+    def _check_value(self, action: Any, value: Any) -> None:
+        """Leave a field's choices to the checks."""
 
 
 def all_keys() -> list[str]:
@@ -167,8 +183,7 @@ def load_recipe(argv: Sequence[str]) -> Recipe:
     name, args = split_config(argv)
     values = read_yaml(find_recipe(name)) if name else {}
     problems: list[str] = []
-    for key, value in (_take_env(values, problems)).items():
-        os.environ[key] = str(value)
+    os.environ.update(take_env(values, problems))
     problems += [*_unknown_keys(values, args), *_stray_values(args)]
     if mixed := list(mixture_problems(values.get("datasets", []))):
         problems += mixed
@@ -178,7 +193,7 @@ def load_recipe(argv: Sequence[str]) -> Recipe:
     rewards = _rewards(script, None if training is None else training.reward_weights, problems)
     problems += reward_problems(rewards, training)
     problems += part_problems(script, data, training, model, None if mixed else mixture)
-    if problems:
+    if problems := _told_once(problems):
         raise ConfigError(problems)
     if any(spec.weight != 1.0 for spec in rewards):
         training.reward_weights = [spec.weight for spec in rewards]
@@ -189,22 +204,17 @@ def load_recipe(argv: Sequence[str]) -> Recipe:
     return recipe
 
 
-def _take_env(values: dict[str, Any], problems: list[str]) -> Mapping[str, Any]:
-    env = values.pop("env", None) or {}
-    if isinstance(env, Mapping):
-        return env
-    problems.append(f"env={env!r} is no mapping. Write env: {{NAME: value}}.")
-    return {}
-
-
 def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[str]:
     known = all_keys()
     flags = [arg[2:].split("=")[0].replace("-", "_") for arg in args if re.match(r"--[A-Za-z]", arg)]
-    for key in [*values, *(flag for flag in flags if flag.removeprefix("no_") not in known)]:
+    options = _Parser(_PARTS, allow_abbrev=False, add_help=False)._option_string_actions if flags else {}
+    for key in [*values, *(flag for flag in flags if f"--{flag}" not in options)]:
         if key in known:
             continue
         value = f"={values[key]!r}" if key in values else ""
-        if key in REPLACED:
+        if str(key).removeprefix("no_") in known:
+            yield f"{key}{value}: no such key, and it would be ignored. {_negation(key.removeprefix('no_'))}"
+        elif key in REPLACED:
             yield f"{key}{value}: {REPLACED[key]}"
         else:
             yield f"{key}{value}: no such key. {_hint(str(key), known)}"
@@ -223,6 +233,13 @@ def _stray_values(args: Sequence[str]) -> Iterator[str]:
             yield f"{value!r} on the command line belongs to no key. Write --key {value}, or --config {value}."
 
 
+def _negation(key: str) -> str:
+    """How to switch a key off that has no `--no_` form."""
+    field = next(f for part in _PARTS for f in dataclasses.fields(part) if f.name == key)
+    cure = "false" if "bool" in str(field.type) else "VALUE"
+    return f"Write --{key} {cure} on the command line, {key}: {cure} in a recipe."
+
+
 def _hint(key: str, known: list[str]) -> str:
     hint = did_you_mean(key, known)
     return hint if hint.startswith("Did") else "`grpo-ext train --help` lists all keys. Remove it."
@@ -234,14 +251,30 @@ def _parse_part(part: Any, values: Mapping[str, Any], args: Sequence[str], probl
         **{k: v for k, v in values.items() if k in {f.name for f in dataclasses.fields(part)}}
     )
     try:
-        return parser.parse_args_into_dataclasses(list(args), return_remaining_strings=True, look_for_args_file=False)[
-            0
-        ]
+        parsed, _ = parser.parse_known_args(list(args))
+        given = vars(parsed)
+        if part is not GRPOExtConfig:  # which tells of its types itself, with all that is wrong in it
+            given, told = sound_values(part, parsed, ALSO)
+            problems += told
+        return part(**given)
     except ConfigError as error:
         problems += error.problems
     except (ImportError, OSError, TypeError, ValueError) as error:
         problems.append(f"{part.__name__}: {error}")
     return None
+
+
+def _told_once(problems: list[str]) -> list[str]:
+    """Without what else is said of a field whose value was of the wrong type and has been set aside."""
+    wrong = {problem.partition("=")[0] for problem in problems if " is expected. Write one." in problem}
+    told: set[str] = set()
+    kept = []
+    for problem in problems:
+        name = problem.partition("=")[0]
+        if name not in wrong or name not in told:
+            kept.append(problem)
+        told.add(name)
+    return kept
 
 
 def _rewards(script: Any, weights: Any, problems: list[str]) -> list[RewardSpec]:

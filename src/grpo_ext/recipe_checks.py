@@ -3,18 +3,24 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from peft import TaskType
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.scripts.utils import DatasetConfig
 
-from .checks import type_problems, unknown_value
+from .checks import planning
 from .data import problems as data_problems
 from .dynamic_sampling import judge_problems
+from .field_checks import BELOW_ONE, COUNT, NOT_NEGATIVE, outside, sound_values, unknown_value
 from .idle_checks import is_set, no_effect
 from .loss_checks import UNIT_REWARDS
+from .mapping_checks import as_mapping
 from .objective import resolve
 from .registry import did_you_mean
 from .rewards.composite import RewardSpec
+from .run_checks import missing_packages
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -22,16 +28,22 @@ if TYPE_CHECKING:
 QUICKSTART_TASKS = ("quickstart/addition",)
 FRESH_START = "never"
 """`--resume_from_checkpoint never` ignores the checkpoints in `output_dir`."""
+AFRESH = (FRESH_START, "false")
+"""Values of `resume_from_checkpoint`, in any case, that ignore the checkpoints in `output_dir`."""
 LAST = ("true", "last")
 """Values of `resume_from_checkpoint` that, like none, mean the last checkpoint in `output_dir`."""
 
+
+ALSO: Mapping[str, Any] = {"lora_target_modules": str, "reward_funcs": object, "datasets": object, "test_size": object}
+"""Fields of the parts that may be of a further type, or whose own checks speak of theirs."""
 
 # Refused.
 
 
 def mixture_problems(entries: Any) -> Iterator[str]:
     """Problems of the entries of `datasets`, before TRL makes objects of them."""
-    keys = [f.name for f in dataclasses.fields(DatasetConfig)]
+    defaults = {f.name: f.default for f in dataclasses.fields(DatasetConfig)}
+    keys = list(defaults)
     if not isinstance(entries, list):
         yield f"datasets={entries!r}: not a list. Write datasets: [{{path: ..., split: train}}]."
         return
@@ -39,6 +51,9 @@ def mixture_problems(entries: Any) -> Iterator[str]:
         if not isinstance(entry, Mapping) or "path" not in entry:
             yield f"datasets[{i}]={entry!r}: no mapping with a path. Write {{path: ..., split: train}}."
             continue
+        values = SimpleNamespace(**(defaults | {str(key): value for key, value in entry.items()}))
+        _, told = sound_values(DatasetConfig, values)
+        yield from (f"datasets[{i}]: {problem}" for problem in told)
         for key in entry:
             if key not in keys:
                 yield f"datasets[{i}] has {key}={entry[key]!r}: no such key. {did_you_mean(str(key), keys)}"
@@ -47,7 +62,6 @@ def mixture_problems(entries: Any) -> Iterator[str]:
 def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: Any) -> Iterator[str]:
     """Problems of the parts that are not the training's, and between parts; a part that failed already is None."""
     if model is not None:
-        yield from type_problems(model, also={"lora_target_modules": str})
         yield from _model(model)
     if training is not None and model is not None and training.sync_ref_model and model.use_peft:
         yield (
@@ -56,12 +70,17 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
         )
     if training is not None:
         yield from _resume(training.resume_from_checkpoint)
+        if not planning():
+            yield from missing_packages(training, model)
+        yield from _streams(script, training, mixture)
+        yield from _loading(training, model)
     if script is not None:
-        yield from type_problems(script, also={"reward_funcs": object})
-    if mixture is not None:
-        yield from type_problems(mixture)
+        yield from outside(script, {"reward_workers": NOT_NEGATIVE, "reward_memory_gib": NOT_NEGATIVE})
     if script is not None and data is not None and mixture is not None:
         yield from _data(script, data, mixture)
+
+
+_TASK_TYPES = tuple(kind.value for kind in TaskType)
 
 
 def _model(model: Any) -> Iterator[str]:
@@ -75,13 +94,44 @@ def _model(model: Any) -> Iterator[str]:
         known = next(f for f in dataclasses.fields(model) if f.name == name).metadata["choices"]
         if isinstance(value, str) and value not in known:
             yield unknown_value(name, value, known)
+    if isinstance(model.lora_task_type, str) and model.lora_task_type not in _TASK_TYPES:
+        yield unknown_value("lora_task_type", model.lora_task_type, _TASK_TYPES)
+    attention = model.attn_implementation
+    if attention and "/" not in attention and attention not in (known := ("eager", *ALL_ATTENTION_FUNCTIONS)):
+        yield unknown_value("attn_implementation", attention, known)
+    yield from outside(model, {"lora_r": COUNT, "lora_alpha": COUNT, "lora_dropout": BELOW_ONE})
     for name in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, name) and not model.use_peft:
             yield f"{name}=True: quantized weights cannot be trained, only an adapter on them. Set use_peft: true."
 
 
+def _streams(script: Any, training: Any, mixture: Any) -> Iterator[str]:
+    """A stream has no length, so that its epochs cannot be turned into steps."""
+    for part, name in ((script, "dataset_streaming"), (mixture, "streaming")):
+        if part is not None and getattr(part, name) and training.max_steps <= 0:
+            yield f"{name}=True without max_steps: a stream has no length, so the run has no end. Set max_steps."
+
+
+_OF_THE_MODEL = {
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+    "revision": "model_revision",
+    "attn_implementation": "attn_implementation",
+}
+
+
+def _loading(training: Any, model: Any) -> Iterator[str]:
+    given = as_mapping(training.model_init_kwargs)
+    for key, name in _OF_THE_MODEL.items():
+        if key in given and model is not None and is_set(model, name) and given[key] != getattr(model, name):
+            yield (
+                f"model_init_kwargs.{key}={given[key]!r} would go past {name}={getattr(model, name)!r}. Keep one of "
+                "them."
+            )
+
+
 def _resume(checkpoint: Any) -> Iterator[str]:
-    if checkpoint and str(checkpoint).lower() not in (FRESH_START, *LAST) and not Path(checkpoint).is_dir():
+    if checkpoint and str(checkpoint).lower() not in (*AFRESH, *LAST) and not Path(checkpoint).is_dir():
         yield (
             f"resume_from_checkpoint={checkpoint!r}: no such folder. Correct the path; 'last' takes the last one in "
             f"output_dir, {FRESH_START!r} starts afresh."
@@ -118,6 +168,7 @@ def recipe_warnings(recipe: "Recipe") -> list[str]:
 _OF_A_MIXTURE = ("streaming", "test_split_size")
 _OF_A_DATASET = ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming")
 _OF_EVALUATION = ("eval_steps", "eval_delay", "per_device_eval_batch_size", "num_generations_eval")
+_OF_4BIT = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 
 
 def _idle(recipe: "Recipe") -> Iterator[str]:
@@ -128,6 +179,8 @@ def _idle(recipe: "Recipe") -> Iterator[str]:
         (recipe.mixture, _OF_A_MIXTURE, mixed, "datasets"),
         (recipe.script, _OF_A_DATASET, not mixed, "dataset_name (a mixture has its own keys, inside datasets)"),
         (recipe.data, ("test_size",), not mixed, "dataset_name (a mixture has test_split_size)"),
+        (recipe.data, ("split_seed",), recipe.data.test_size is not None, "test_size"),
+        (recipe.model, _OF_4BIT, recipe.model.load_in_4bit, "load_in_4bit: true"),
         (recipe.training, _OF_EVALUATION, evaluated, "eval_strategy: steps or epoch"),
     ):
         idle = [] if switch else [name for name in names if is_set(part, name)]

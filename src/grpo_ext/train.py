@@ -18,7 +18,7 @@ from .config import ConfigError
 from .data import DataError, load_datasets, load_mixture, prepare
 from .objective import Objective
 from .recipe import QUICKSTART_MODEL, Recipe, load_recipe, print_help
-from .recipe_checks import FRESH_START, LAST
+from .recipe_checks import AFRESH, FRESH_START, LAST
 from .rewards.runtime import RewardError, Runtime
 from .rollout.drift import RolloutDrift
 from .rollout.generation import ServerLost
@@ -108,7 +108,7 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
 def checkpoint_to_resume(recipe: Recipe) -> str | None:
     """The checkpoint to go on from: the one asked for, else the last complete one in `output_dir`."""
     asked = recipe.training.resume_from_checkpoint
-    if asked == FRESH_START:
+    if str(asked).lower() in AFRESH:
         return None
     if asked and str(asked).lower() not in LAST:
         return asked
