@@ -11,7 +11,7 @@ import pytest
 
 import faulty
 from grpo_ext.rewards import RewardError, RewardSpec, Runtime, parse
-from grpo_ext.rewards.runtime import to_number
+from grpo_ext.rewards.outcomes import to_number
 from grpo_ext.rewards.schedule import schedule_problems, weight_at
 
 BATCH = ["good", "fine", "bad", "well"]
