@@ -28,19 +28,6 @@ def score(runtime: Runtime, completions=BATCH, **columns) -> dict[str, list]:
     }
 
 
-@pytest.fixture
-def runtime():
-    opened = []
-
-    def make(*specs, workers=2, **settings):
-        opened.append(Runtime(specs, workers=workers, **settings))
-        return opened[-1]
-
-    yield make
-    for one in opened:
-        one.close()
-
-
 # Faults.
 
 

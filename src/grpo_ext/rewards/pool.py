@@ -201,9 +201,9 @@ class Pool:
         now = time.monotonic()
         finished: dict[Worker, Outcome] = {}
         for worker, pipe in events:
-            if pipe == worker.requests:
+            if pipe == worker.requests and worker not in finished:
                 worker.push()
-            elif (outcome := self._collect(worker)) is not None:
+            elif pipe == worker.answers and (outcome := self._collect(worker)) is not None:
                 finished[worker] = outcome
         for worker in busy:
             if worker not in finished and now >= worker.deadline:
@@ -222,9 +222,8 @@ class Pool:
                 worker.deadline = worker.started + worker.job.timeout
                 answer = worker.next_answer()
         except EOFError:
-            return Outcome(
-                "died", reason=_cause_of_death(worker.kill(LAST_SECONDS)), seconds=time.monotonic() - worker.started
-            )
+            seconds = time.monotonic() - worker.started
+            return Outcome("died", reason=_cause_of_death(worker.kill(LAST_SECONDS)), seconds=seconds)
         if answer is None:
             return None
         seconds = time.monotonic() - worker.started
