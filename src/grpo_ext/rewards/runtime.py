@@ -103,14 +103,14 @@ class Runtime:
         outcomes = self.pool.run([_job(s, columns, rows) for s, rows in chunks])
         parts: dict[str, list[Part]] = {s.name: [] for s in specs}
         for (spec, rows), outcome in zip(chunks, outcomes, strict=True):
-
-            async def run(
-                batches: Sequence[list[int]], deadline: float | None = None, spec: RewardSpec = spec
-            ) -> list[Outcome]:
-                return self.pool.run([_job(spec, columns, rows) for rows in batches], deadline=deadline)
-
-            parts[spec.name] += _at_once(_recovered(spec, rows, outcome, run))
+            parts[spec.name] += _at_once(_recovered(spec, rows, outcome, self._pooled(spec, columns)))
         return parts
+
+    def _pooled(self, spec: RewardSpec, columns: Mapping[str, Any]) -> "Run":
+        async def run(batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
+            return self.pool.run([_job(spec, columns, rows) for rows in batches], deadline=deadline)
+
+        return run
 
     def _chunks(self, spec: RewardSpec, rows: list[int]) -> Iterator[list[int]]:
         """Our own rewards look at one completion at a time and are spread over the workers; a user's get the batch."""
