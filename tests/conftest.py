@@ -49,3 +49,19 @@ def gsm8k() -> Path:
         if folder.exists():
             return folder
     pytest.skip("GSM8K is not beside this checkout")
+
+
+@pytest.fixture
+def runtime():
+    """Makes rewards ready to score, and ends their workers."""
+    from grpo_ext.rewards import Runtime
+
+    opened = []
+
+    def make(*specs, workers=2, **settings):
+        opened.append(Runtime(specs, workers=workers, **settings))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()

@@ -2,6 +2,9 @@
 
 import ctypes
 import os
+import signal
+import tempfile
+import threading
 import time
 
 
@@ -131,3 +134,68 @@ def numbers(completions, number, **_):
 def letters(completions, **_):
     """A spread of ordinary values."""
     return [len(str(completion)) % 5 / 5 for completion in completions]
+
+
+# Values that are no numbers, and say so loudly.
+
+
+class Stubborn:
+    """Neither a number nor a text."""
+
+    def __float__(self):
+        raise ValueError("only one element has a number")
+
+    __repr__ = __float__
+
+
+class Tree(Exception):
+    """A column whose class cannot be rebuilt from its pickle."""
+
+    def __init__(self, left, right):
+        super().__init__(f"{left}{right}")
+
+
+def huge(completions, **_):
+    return [10**400 if _is_bad(c) else 1 for c in completions]
+
+
+def stubborn(completions, **_):
+    return [Stubborn() if _is_bad(c) else 1.0 for c in completions]
+
+
+# Rewards that look at their columns, and that leave something behind.
+
+
+def curious(completions, **columns):
+    return [float(len(columns))] * len(completions)
+
+
+def historic(completions, trainer_state, **_):
+    return [trainer_state.log_history[-1]["loss"]] * len(completions)
+
+
+def annotated(completions, log_extra, **_):
+    log_extra("text", list(completions))
+    return [1.0] * len(completions)
+
+
+def doze(completions, big, **_):
+    """Scores, and then stops its process for good."""
+    if "stop" in completions:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    return [float(len(text)) for text in big]
+
+
+def litter(completions, **_):
+    folder = tempfile.mkdtemp()
+    open(os.path.join(folder, "file"), "w").close()
+    os.chmod(folder, 0)
+    time.sleep(1e6)
+
+
+async def flaky_later(completions, *, marker: str, **columns):
+    return flaky(completions, marker=marker, **columns)
+
+
+async def choke_later(completions, **columns):
+    return choke(completions, **columns)

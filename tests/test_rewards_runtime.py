@@ -11,7 +11,7 @@ import pytest
 
 import faulty
 from grpo_ext.rewards import RewardError, RewardSpec, Runtime, parse
-from grpo_ext.rewards.runtime import to_number
+from grpo_ext.rewards.outcomes import to_number
 from grpo_ext.rewards.schedule import schedule_problems, weight_at
 
 BATCH = ["good", "fine", "bad", "well"]
@@ -26,19 +26,6 @@ def score(runtime: Runtime, completions=BATCH, **columns) -> dict[str, list]:
     return {
         f.__name__: f(prompts=[""] * len(completions), completions=completions, **columns) for f in runtime.functions
     }
-
-
-@pytest.fixture
-def runtime():
-    opened = []
-
-    def make(*specs, workers=2, **settings):
-        opened.append(Runtime(specs, workers=workers, **settings))
-        return opened[-1]
-
-    yield make
-    for one in opened:
-        one.close()
 
 
 # Faults.

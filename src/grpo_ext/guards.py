@@ -146,17 +146,24 @@ def contained(function: Any, errors: list[str]) -> Any:
         errors.append(f"reward {name!r} raised: {last_lines(error)}")
         return [None] * len(columns["completions"])
 
+    def checked(values: Any, columns: dict[str, Any]) -> list:
+        values, expected = list(values), len(columns["completions"])
+        torch.tensor([torch.nan if v is None else v for v in values], dtype=torch.float32)  # as TRL will, unguarded
+        if len(values) != expected:
+            raise ValueError(f"it returned {len(values)} values for {expected} completions")
+        return values
+
     name = get_callable_name(function)
 
     async def reward_async(**columns: Any) -> Any:
         try:
-            return await function(**columns)
+            return checked(await function(**columns), columns)
         except Exception as error:
             return report(error, columns)
 
     def reward(**columns: Any) -> Any:
         try:
-            return function(**columns)
+            return checked(function(**columns), columns)
         except Exception as error:
             return report(error, columns)
 

@@ -1,14 +1,31 @@
 """The columns of a batch: those of some rows, those that can travel to a worker."""
 
+import pickle
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from .composite import RewardSpec
+from .signatures import asks, options
 
 CALLBACKS = ("log_extra", "log_metric")
 PLURALS = {"prompts": "prompt", "completions": "completion"}
 """What TRL calls the columns that a row of a file has in the singular."""
+
+
+def check_clash(spec: RewardSpec, columns: Mapping[str, Any]) -> None:
+    """A dataset column that would silently become an option which the recipe leaves unset.
+
+    Raises:
+        ValueError: there is one.
+    """
+    clash = sorted((options(spec.callable) or {}).keys() & columns.keys() - spec.kwargs.keys())
+    if clash:
+        raise ValueError(
+            f"dataset column {clash[0]!r} has the name of an option of reward {spec.name!r}. Rename the column, set "
+            "the option in the recipe's kwargs, or, if the function needs the column, take it before the star in its "
+            "signature."
+        )
 
 
 def scorable_rows(spec: RewardSpec, columns: Mapping[str, Any]) -> list[int]:
@@ -17,7 +34,11 @@ def scorable_rows(spec: RewardSpec, columns: Mapping[str, Any]) -> list[int]:
     if spec.when is None:
         return list(total)
     present = columns.get(spec.when)
-    return [] if present is None else [i for i in total if present[i] not in (None, "")]
+    return [] if present is None else [i for i in total if not _is_empty(present[i])]
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value)  # an array is never asked whether it equals ""
 
 
 def take(columns: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
@@ -29,14 +50,25 @@ def take(columns: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
     }
 
 
-def portable(columns: dict[str, Any]) -> dict[str, Any]:
-    """Columns that can be sent to a worker: no callbacks (it has its own), the trainer's state as plain values."""
-    sent = {name: value for name, value in columns.items() if name not in CALLBACKS}
-    state = sent.get("trainer_state")
-    if state is not None:
-        plain = {k: v for k, v in vars(state).items() if isinstance(v, int | float | str | bool | type(None))}
-        sent["trainer_state"] = SimpleNamespace(**plain)
-    return sent
+def asked(spec: RewardSpec, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that the function may look at, without callbacks: a worker has its own."""
+    return {name: v for name, v in columns.items() if name not in CALLBACKS and asks(spec.callable, name)}
+
+
+def with_plain_state(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns whose `trainer_state` holds only what can be sent to a worker."""
+    if columns.get("trainer_state") is None:
+        return dict(columns)
+    plain = {name: value for name, value in vars(columns["trainer_state"]).items() if _can_be_sent(value)}
+    return {**columns, "trainer_state": SimpleNamespace(**plain)}
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # pickle calls the value's own methods, which raise what they like
+        return False
+    return True
 
 
 def singular(column: str) -> str:

@@ -1,6 +1,5 @@
 """What a recipe's `reward_funcs` list means: names, paths or mappings in, checked specs out."""
 
-import functools
 import inspect
 import math
 import typing
@@ -11,12 +10,9 @@ from typing import Any
 from grpo_ext.registry import UnknownNameError, did_you_mean
 from grpo_ext.rewards._registry import Reward, rewards
 from grpo_ext.rewards.schedule import Schedule, schedule_problems
+from grpo_ext.rewards.signatures import callable_name, is_async, options
 
 ON_ERROR = ("none", "zero", "raise")
-# TRL passes these besides the dataset's columns: never options of a recipe, wherever they stand in a signature.
-_TRL_COLUMNS = frozenset(
-    {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
-)
 
 
 @dataclass(frozen=True)
@@ -63,26 +59,10 @@ class RewardSpec:
         """`isolate`, settled by the function's own `in_process`: True, or the options that make it so."""
         if self.isolate is not None or self.is_model:
             return bool(self.isolate) and not self.is_model
-        in_process = getattr(self.callable, "in_process", False)
-        return not (in_process is True or (in_process and set(in_process) & set(self.kwargs)))
+        return not _stays_here(self.callable, self.kwargs)
 
 
 _KEYS = ("name", "func", *(f.name for f in fields(RewardSpec) if f.name not in ("name", "function")))
-
-
-def check_clash(spec: RewardSpec, columns: Mapping[str, Any]) -> None:
-    """A dataset column that would silently become an option which the recipe leaves unset.
-
-    Raises:
-        ValueError: there is one.
-    """
-    clash = sorted((_options(spec.callable) or {}).keys() & columns.keys() - spec.kwargs.keys())
-    if clash:
-        raise ValueError(
-            f"dataset column {clash[0]!r} has the name of an option of reward {spec.name!r}. Rename the column, set "
-            "the option in the recipe's kwargs, or, if the function needs the column, take it before the star in its "
-            "signature."
-        )
 
 
 def parse(
@@ -136,8 +116,9 @@ def _parse_entry(entry: Any) -> tuple[RewardSpec | None, list[str]]:
         target, function_problems = _resolve(function)
         if target is not None and kwargs is not None:
             function_problems += _kwargs_problems(function, target, kwargs)
+            function_problems += _timeout_problems(function, target, kwargs, entry)
         problems += function_problems
-        log_name = name if "func" in entry and "name" in entry else _callable_name(target)
+        log_name = name if "func" in entry and "name" in entry else callable_name(target)
     settings = {key: entry[key] for key in _SETTINGS if entry.get(key) is not None}
     problems += _setting_problems(settings, _is_model(function))
     if problems:
@@ -197,30 +178,37 @@ def _resolve(function: str) -> tuple[Reward | None, list[str]]:
     return None, [f"{function!r} is a {type(target).__name__}, not a function. Name a callable."]
 
 
-def _options(function: Reward) -> dict[str, inspect.Parameter] | None:
-    """The keyword-only parameters, which a recipe may set; None if the signature cannot be read."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in _TRL_COLUMNS}
-
-
 def _kwargs_problems(name: str, function: Reward, kwargs: Mapping[str, Any]) -> list[str]:
-    options = _options(function)
-    if options is None:
+    known = options(function)
+    if known is None:
         return []
     problems = []
     if all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
         problems.append("the function does not take **kwargs, but TRL passes it every dataset column. Add **kwargs.")
-    for key in (key for key in kwargs if key not in options):
-        cure = did_you_mean(key, options) if options else "It has none (options stand after a * in the signature)."
+    for key in (key for key in kwargs if key not in known):
+        cure = did_you_mean(key, known) if known else "It has none (options stand after a * in the signature)."
         problems.append(f"kwargs has {key!r}, which is not an option of {name!r}. {cure}")
-    for option in options.values():
+    for option in known.values():
         if option.default is option.empty and option.name not in kwargs:
             problems.append(f"option {option.name!r} of {name!r} is not set. Add kwargs: {{{option.name}: ...}}.")
-    problems += _type_problems(function, {key: kwargs[key] for key in options if key in kwargs})
+    problems += _type_problems(function, {key: kwargs[key] for key in known if key in kwargs})
     return problems or _value_problems(name, function, kwargs)
+
+
+def _stays_here(function: Reward, kwargs: Mapping[str, Any]) -> bool:
+    """By its own `in_process`: True, or the options that make it so."""
+    in_process = getattr(function, "in_process", False)
+    return in_process is True or bool(in_process and set(in_process) & set(kwargs))
+
+
+def _timeout_problems(
+    name: str, function: Reward, kwargs: Mapping[str, Any], entry: Mapping[str, Any]
+) -> Iterator[str]:
+    """A limit on what no worker scores; `isolate: false` is told with the other settings."""
+    if entry.get("timeout") is None or entry.get("isolate") is not None or not _stays_here(function, kwargs):
+        return
+    cure = "Put it into kwargs, as the limit of one request" if "timeout" in (options(function) or {}) else "Remove it"
+    yield f"timeout={entry['timeout']!r}: {name!r} is scored in this process, where nothing can be stopped. {cure}."
 
 
 def _type_problems(function: Reward, kwargs: Mapping[str, Any]) -> Iterator[str]:
@@ -286,16 +274,3 @@ def _weights_problems(entries: Sequence[Any], weights: Any) -> list[str]:
 
 def _is_finite(number: Any) -> bool:
     return isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
-
-
-def _callable_name(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def is_async(function: Any) -> bool:
-    """Whether TRL would await it."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

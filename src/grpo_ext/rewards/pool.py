@@ -5,20 +5,25 @@ import contextlib
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .worker import LENGTH
+from .worker import LENGTH, packed
 
 WORKER = "from grpo_ext.rewards.worker import main; main()"
 LOADING_SECONDS = 120.0
 """How long a function's module may take to import, on top of its own timeout."""
+LAST_SECONDS = 5.0
+"""How long a worker that has closed its pipe may take to end, so that its exit code is its own."""
+NO_TIME_LEFT = "no time was left to score it"
 
 
 @dataclass
@@ -26,8 +31,7 @@ class Job:
     """One call of one function."""
 
     path: str
-    options: dict[str, Any]
-    columns: dict[str, Any]
+    arguments: dict[str, Any]
     timeout: float
 
 
@@ -44,41 +48,52 @@ class Outcome:
 
 
 class Worker:
-    """One worker process and its two pipes."""
+    """One worker process, its two pipes and its folder for temporary files."""
 
     def __init__(self, memory_gib: float) -> None:
         """Start it; a few hundred milliseconds pass before it answers."""
-        requests, self._to = os.pipe()
-        self._from, answers = os.pipe()
+        requests, self.requests = os.pipe()
+        self.answers, answers = os.pipe()
+        os.set_blocking(self.requests, False)  # whoever does not read must not stop us
+        self._open = [self.requests, self.answers]
+        self._folder = tempfile.mkdtemp(prefix="grpo_ext_worker_")
         command = [sys.executable, "-c", WORKER, str(requests), str(answers)]
-        self.process = subprocess.Popen(
-            [*command, str(memory_gib), str(os.getpid())],
-            pass_fds=(requests, answers),
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # it imports what we can import
-            start_new_session=True,  # so that it can be killed with whatever it started
-        )
-        os.close(requests)
-        os.close(answers)
-        self._open = [self._to, self._from]
+        path = os.pathsep.join(filter(None, sys.path))  # it imports what we can import
+        try:
+            self.process = subprocess.Popen(
+                [*command, str(memory_gib), str(os.getpid())],
+                pass_fds=(requests, answers),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path, "TMPDIR": self._folder},
+                start_new_session=True,  # so that it can be killed with whatever it started
+            )
+        except BaseException:
+            self._discard()
+            raise
+        finally:
+            os.close(requests)
+            os.close(answers)
+        self.unsent = memoryview(b"")
         self._received = bytearray()
         self.job: Job | None = None
         self.started = self.deadline = 0.0
 
-    def fileno(self) -> int:
-        """The pipe to wait on."""
-        return self._from
-
-    def give(self, job: Job) -> bool:
-        """Send a job; False when the worker is dead."""
-        payload = pickle.dumps((job.path, job.options, job.columns), protocol=pickle.HIGHEST_PROTOCOL)
+    def give(self, job: Job, request: bytes) -> bool:
+        """Begin to send a job; False when the worker is dead."""
         self.job, self.started = job, time.monotonic()
         self.deadline = self.started + job.timeout + LOADING_SECONDS
+        self.unsent = memoryview(LENGTH.pack(len(request)) + request)
+        return self.push()
+
+    def push(self) -> bool:
+        """Send what the pipe takes now; False when the worker is dead."""
         try:
-            view = memoryview(LENGTH.pack(len(payload)) + payload)
-            while view:
-                view = view[os.write(self._to, view) :]
+            while self.unsent:
+                self.unsent = self.unsent[os.write(self.requests, self.unsent) :]
+        except BlockingIOError:
+            pass
         except BrokenPipeError:
+            self.unsent = memoryview(b"")
             return False
         return True
 
@@ -88,7 +103,7 @@ class Worker:
         Raises:
             EOFError: the worker is gone.
         """
-        chunk = os.read(self._from, 1 << 20)
+        chunk = os.read(self.answers, 1 << 20)
         if not chunk:
             raise EOFError
         self._received += chunk
@@ -105,14 +120,26 @@ class Worker:
         del self._received[: LENGTH.size + size]
         return answer
 
-    def kill(self) -> int:
-        """End it with all it started; returns the exit code."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
+    def kill(self, grace: float = 0.0) -> int:
+        """End it with all it started, after the seconds in which it may end by itself; returns the exit code."""
+        if self._open:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(grace)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self._discard()
+        return self.process.wait()
+
+    def _discard(self) -> None:
+        """Close the pipes and remove the folder, in which a sandboxed program may have closed its own to us."""
         while self._open:
             os.close(self._open.pop())
-        return code
+        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Pool:
@@ -132,49 +159,58 @@ class Pool:
         waiting = deque(range(len(jobs)))
         busy: dict[Worker, int] = {}
         try:
-            with selectors.DefaultSelector() as selector:
-                while waiting or busy:
-                    if deadline is not None and time.monotonic() > deadline:
-                        for i in waiting:
-                            outcomes[i] = Outcome("timeout", reason="no time was left to score it")
-                        waiting.clear()
-                    while waiting and len(busy) < self.size:
-                        i = waiting.popleft()
-                        worker = self._idle.pop() if self._idle else Worker(self.memory_gib)
-                        if worker.give(jobs[i]):
-                            busy[worker] = i
-                            selector.register(worker, selectors.EVENT_READ)
-                        else:  # it died idle: another one takes the job
-                            worker.kill()
-                            waiting.appendleft(i)
-                    for worker, outcome in self._wait(selector, busy):
-                        selector.unregister(worker)
-                        outcomes[busy.pop(worker)] = outcome
-                        if outcome.status in ("scored", "failed"):
-                            self._idle.append(worker)
-                        else:
-                            worker.kill()
+            while waiting or busy:
+                if deadline is not None and time.monotonic() > deadline:
+                    outcomes |= {i: Outcome("timeout", reason=NO_TIME_LEFT) for i in waiting}
+                    waiting.clear()
+                while waiting and len(busy) < self.size:
+                    i = waiting.popleft()
+                    try:
+                        request = packed(jobs[i].path, jobs[i].arguments)
+                    except ValueError as error:
+                        outcomes[i] = Outcome("failed", reason=str(error))
+                    else:
+                        busy[self._give(jobs[i], request)] = i
+                for worker, outcome in self._wait(busy):
+                    outcomes[busy.pop(worker)] = outcome
+                    if outcome.status in ("scored", "failed"):
+                        self._idle.append(worker)
+                    else:
+                        worker.kill()
         finally:
             for worker in busy:  # interrupted: whoever is still at work belongs to nobody
                 worker.kill()
         return [outcomes[i] for i in range(len(jobs))]
 
-    def _wait(self, selector: selectors.BaseSelector, busy: dict[Worker, int]) -> list[tuple[Worker, Outcome]]:
+    def _give(self, job: Job, request: bytes) -> Worker:
+        """A worker with the job: an idle one, or a fresh one in the place of those that died idle."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.give(job, request):
+                return worker
+            worker.kill()
+        worker = Worker(self.memory_gib)
+        worker.give(job, request)  # should it be dead already, the end of its answers will say so
+        return worker
+
+    def _wait(self, busy: Collection[Worker]) -> list[tuple[Worker, Outcome]]:
         """Workers that are done, one way or the other; waits until there may be one."""
         if not busy:
             return []
-        first = min(worker.deadline for worker in busy)
-        ready = selector.select(max(0.0, first - time.monotonic()))
-        done = [(key.fileobj, self._collect(key.fileobj)) for key, _ in ready]  # type: ignore[arg-type]
-        finished = [(worker, outcome) for worker, outcome in done if outcome is not None]
-        settled = {worker for worker, _ in finished}
+        events = _events(busy, min(worker.deadline for worker in busy))
         now = time.monotonic()
+        finished: dict[Worker, Outcome] = {}
+        for worker, pipe in events:
+            if pipe == worker.requests and worker not in finished:
+                worker.push()
+            elif pipe == worker.answers and (outcome := self._collect(worker)) is not None:
+                finished[worker] = outcome
         for worker in busy:
-            if worker not in settled and now >= worker.deadline:
+            if worker not in finished and now >= worker.deadline:
                 assert worker.job is not None
                 reason = f"it did not answer within {worker.job.timeout:g} s"
-                finished.append((worker, Outcome("timeout", reason=reason, seconds=now - worker.started)))
-        return finished  # type: ignore[return-value]
+                finished[worker] = Outcome("timeout", reason=reason, seconds=now - worker.started)
+        return list(finished.items())
 
     def _collect(self, worker: Worker) -> Outcome | None:
         """Read what a worker has sent; None while its job is not done."""
@@ -186,7 +222,8 @@ class Pool:
                 worker.deadline = worker.started + worker.job.timeout
                 answer = worker.next_answer()
         except EOFError:
-            return Outcome("died", reason=_cause_of_death(worker.kill()), seconds=time.monotonic() - worker.started)
+            seconds = time.monotonic() - worker.started
+            return Outcome("died", reason=_cause_of_death(worker.kill(LAST_SECONDS)), seconds=seconds)
         if answer is None:
             return None
         seconds = time.monotonic() - worker.started
@@ -207,6 +244,16 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _events(workers: Collection[Worker], deadline: float) -> list[tuple[Worker, int]]:
+    """Pipes that have an answer or take more of a request; waits for one until the deadline."""
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            selector.register(worker.answers, selectors.EVENT_READ, worker)
+            if worker.unsent:
+                selector.register(worker.requests, selectors.EVENT_WRITE, worker)
+        return [(key.data, key.fd) for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
 
 
 def _cause_of_death(code: int) -> str:

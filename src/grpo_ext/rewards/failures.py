@@ -1,0 +1,58 @@
+"""What is told and kept of completions that a reward failed on."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .columns import singular, take
+from .composite import RewardSpec
+from .text import completion_text
+from .worker import shown
+
+
+class RewardError(RuntimeError):
+    """A reward with `on_error: raise` failed; the message names it and says why."""
+
+
+def report(
+    spec: RewardSpec, columns: Mapping[str, Any], failed: Sequence[tuple[int, str]], folder: Path | None
+) -> str:
+    """One line on the failed rows (row, reason), which are saved in `folder`."""
+    rank, step = int(os.environ.get("RANK", "0")), getattr(columns.get("trainer_state"), "global_step", 0)
+    row, reason = failed[0]
+    kept = ""
+    if folder is not None:
+        path = folder / f"step{step:06d}-rank{rank}-{_file_name(spec.name)}.jsonl"
+        try:
+            _save(spec, columns, failed, path)
+            kept = f" | saved to {path}"
+        except Exception as error:  # a full disk, say, must not end a run that a failed reward does not end
+            kept = f" | not saved to {path}: {error}"
+    return (
+        f"reward {spec.name!r} ({spec.function}) failed on {len(failed)} of {len(columns['completions'])} "
+        f"completions (rank {rank}, step {step}): {reason.strip()} | "
+        f"first: {completion_text(columns['completions'][row])[:200]!r}{kept}"
+    )
+
+
+def _save(spec: RewardSpec, columns: Mapping[str, Any], failed: Sequence[tuple[int, str]], path: Path) -> None:
+    """Write the failed rows so that `grpo-ext score` reads them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for row, reason in failed:
+            record = {singular(k): _plain(v[0]) for k, v in take(columns, [row]).items() if isinstance(v, list) and v}
+            file.write(json.dumps({**record, "failed_reward": spec.name, "reason": reason}) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold, or its text."""
+    try:
+        return json.loads(json.dumps(value, default=str))
+    except Exception:  # keys that are tuples, a list that holds itself, a `__str__` that raises
+        return shown(value)
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)

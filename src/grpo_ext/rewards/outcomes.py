@@ -1,0 +1,80 @@
+"""What the calls of a reward came to: numbers, scaled and clipped, in the batch's order, and what went wrong."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from .composite import RewardSpec
+from .pool import Outcome
+from .worker import shown
+
+Part: TypeAlias = tuple[list[int], Outcome]
+"""One call: the rows of the batch that it was to score, and its outcome."""
+
+
+@dataclass
+class Scores:
+    """One reward's values for a batch, before its weight, and what happened on the way."""
+
+    values: list[float | None]
+    failed: list[tuple[int, str]] = field(default_factory=list)
+    timeouts: int = 0
+    clipped: int = 0
+    seconds: float = 0.0
+    extras: dict[str, list] = field(default_factory=dict)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+
+
+def merged(spec: RewardSpec, total: int, parts: Sequence[Part]) -> Scores:
+    """Values of all `total` rows; what failed is the reward's `on_error` value, which nothing scales or clips."""
+    scores = Scores([None] * total)
+    for rows, outcome in parts:
+        scores.seconds += outcome.seconds
+        scores.timeouts += len(rows) * (outcome.status == "timeout")
+        scores.metrics += outcome.metrics
+        reason = failure(outcome, len(rows))
+        if reason:
+            scores.failed += [(row, reason) for row in rows]
+            continue
+        for row, value in zip(rows, outcome.values, strict=True):
+            number, problem = to_number(value)
+            scores.failed += [(row, problem)] if problem else []
+            if number is not None:
+                scores.values[row] = final = _scaled(spec, number)
+                scores.clipped += final != number * spec.scale
+        for column, values in outcome.extras:
+            for row, value in zip(rows, values, strict=False):
+                scores.extras.setdefault(column, [None] * total)[row] = value
+    scores.failed.sort()
+    if spec.on_error == "zero":
+        for row, _ in scores.failed:
+            scores.values[row] = 0.0
+    return scores
+
+
+def failure(outcome: Outcome, rows: int) -> str:
+    """Why a call gives no values, or nothing if it does."""
+    if outcome.status != "scored":
+        return outcome.reason
+    if len(outcome.values) != rows:
+        return f"it returned {len(outcome.values)} values for {rows} completions"
+    return ""
+
+
+def to_number(value: Any) -> tuple[float | None, str]:
+    """A reward as a finite float (None stays None), or None and what is wrong with it."""
+    if value is None:
+        return None, ""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        return None, f"it returned {shown(value)}, which is no number"
+    try:
+        number = float(value)
+    except Exception as error:  # an integer beyond every float, a tensor of several elements
+        return None, f"it returned {shown(value)}, which is no number ({error})"
+    return (number, "") if math.isfinite(number) else (None, f"it returned {number}")
+
+
+def _scaled(spec: RewardSpec, number: float) -> float:
+    low, high = spec.clip or (-math.inf, math.inf)
+    return min(max(number * spec.scale, low), high)

@@ -1,0 +1,49 @@
+"""What a reward function's signature says: its options, what it asks for, whether it is awaited, its name."""
+
+import functools
+import inspect
+from typing import Any
+
+from grpo_ext.rewards._registry import Reward
+
+# TRL passes these besides the dataset's columns: never options of a recipe, wherever they stand in a signature.
+_TRL_COLUMNS = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
+)
+
+
+def options(function: Reward) -> dict[str, inspect.Parameter] | None:
+    """The keyword-only parameters, which a recipe may set; None if the signature cannot be read."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in _TRL_COLUMNS}
+
+
+def asks(function: Reward, name: str) -> bool:
+    """Whether it may look at an argument; `**kwargs` may look at any, `**_` says that it does not."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return name in parameters or any(
+        p.kind is p.VAR_KEYWORD and not p.name.startswith("_") for p in parameters.values()
+    )
+
+
+def callable_name(function: Any) -> str:
+    """What TRL logs it under."""
+    return str(getattr(_unwrapped(function), "__name__", type(_unwrapped(function)).__name__))
+
+
+def is_async(function: Any) -> bool:
+    """Whether TRL would await it."""
+    function = _unwrapped(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
