@@ -175,9 +175,8 @@ def _print_plan(sections: dict[str, list[tuple[str, str]]]) -> None:
 
 def _score(argv: list[str]) -> int:
     """Print what the recipe's rewards and estimator make of a file; 2 when the recipe or the file has problems."""
-    from .config import ConfigError
-
     from .checks import planned_processes
+    from .config import ConfigError
 
     file, row = _take(argv, "--file"), _take(argv, "--explain")
     try:
