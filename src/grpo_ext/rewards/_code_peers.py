@@ -62,7 +62,7 @@ class _Plain:
 
 
 # Classes that mean the same on both sides; no exception that ends a program.
-_CLASSES = {
+_CLASSES: dict[str, type] = {
     kind.__name__: kind
     for name, kind in vars(builtins).items()
     if type(kind) is type and name[0] != "_" and (issubclass(kind, Exception) or not issubclass(kind, BaseException))
@@ -125,7 +125,7 @@ class Proxy:
 
 
 def _update(mine: Any, theirs: Any) -> Any:
-    """What the call has made of an argument; its containers, and those in the same place in them, remain themselves."""
+    """What the call has made of an argument; its containers, and theirs in the same place, remain the same objects."""
     if type(mine) is not type(theirs):
         return theirs
     if mine == theirs:
@@ -292,8 +292,9 @@ class Peer:
         for tag, kind in _MAPPINGS.items():
             if isinstance(value, kind):
                 return ({tag: [[self._encode(k), self._encode(v)] for k, v in dict.items(value)]},)
-        if type(value) is type and _CLASSES.get(value.__name__) is value:
-            return ({"k": value.__name__},)
+        for name, kind in _CLASSES.items() if type(value) is type else ():
+            if value is kind:
+                return ({"k": name},)
         for tag, kind, text in _text_kinds():
             if isinstance(value, kind):
                 return ({tag: text(value)},)

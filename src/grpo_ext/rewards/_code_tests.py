@@ -25,7 +25,7 @@ def parse_tests(tests: Any) -> list[Any]:
     if not tests:
         return []
     decoded = _decode(tests) if isinstance(tests, str) else tests
-    listed = _pairs(decoded) if isinstance(decoded, Mapping) else decoded
+    listed: Any = _pairs(decoded) if isinstance(decoded, Mapping) else decoded
     found: list[Any] = []
     if isinstance(listed, list | tuple):
         if all(isinstance(t, str) and t.strip() for t in listed):

@@ -28,7 +28,7 @@ def start(source):
     import builtins, io, os, sys
     opened = open
     def open_(file, *args, **kwargs):
-        return opened(os.dup(0) if file == "/dev/stdin" else file, *args, **kwargs)
+        return opened(os.dup(0) if str(file) == "/dev/stdin" else file, *args, **kwargs)
     builtins.open = io.open = open_
     builtins.exit = builtins.quit = sys.exit
     del globals()["start"]
@@ -130,7 +130,7 @@ def judge(
 
 def _score(
     program: str,
-    tests: Sequence[str] | Sequence[Pair],
+    tests: list[Any],
     *,
     partial: bool,
     total_timeout: float,
@@ -141,9 +141,9 @@ def _score(
         return None
     if not program.strip():
         return 0.0
-    meet = judge if isinstance(tests[0], str) else _run_pairs
+    run = judge if isinstance(tests[0], str) else _run_pairs
     deadline = time.monotonic() + total_timeout
-    verdicts = meet(program, tests, limits, deadline=deadline, partial=partial, **options)
+    verdicts = run(program, tests, limits, deadline=deadline, partial=partial, **options)
     passed = sum(verdicts) / len(tests)
     return passed if partial else float(passed == 1)
 
