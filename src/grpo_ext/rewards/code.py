@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.rewards import sandbox
-from grpo_ext.rewards._code_tests import Pair, Tests, parse_tests
+from grpo_ext.rewards._code_column import Pair, Tests, parse_tests
 from grpo_ext.rewards._registry import rewards
 from grpo_ext.rewards.text import Completion, answer_block, completion_text
 
