@@ -204,6 +204,90 @@ def f(): return 1
 """,
         "assert f() == 1",
     ),
+    (
+        "def add(a, b): return a + b",
+        "from solution import add as plus\nassert plus(1, 2) == 3 and len([1]) == 1",
+    ),
+    (
+        "def add(a, b): return a + b",
+        "import solution\nassert solution.add(1, 2) == 3 and len([1]) == 1",
+    ),
+    (
+        "def add(a, b): return a + b",
+        """
+from solution import *
+assert add(1, 2) == 3
+""",
+    ),
+    (
+        """
+count, last = 0, None
+def f(x):
+    global count, last, first
+    count, last, first = count + 1, [x], x
+""",
+        """
+assert count == 0
+f(3)
+assert count == 1 and last == [3] and first == 3
+""",
+    ),
+    (
+        "def f(rows): rows[0].append(3); rows[1]['a'][0].add(4)",
+        """
+row, found = [1], {2}
+rows = [row, {'a': (found,)}]
+f(rows)
+assert row == [1, 3] and found == {2, 4} and rows == [[1, 3], {'a': ({2, 4},)}] and rows[0] is row
+f(rows=rows)
+assert row == [1, 3, 3]
+""",
+    ),
+    (
+        "def f(rows): rows.pop(0); rows += [[5], 6]",
+        "rows = [[1], [2], 3]; f(rows); assert rows == [[2], 3, [5], 6]",
+    ),
+    (
+        "def f(x: int, y: list[str]) -> str: return str",
+        """
+assert f.__annotations__['x'] is int and f.__annotations__['return'] is str and f(1, 2) is str
+""",
+    ),
+    (
+        "def f(kind, x): return kind(x) if isinstance(kind, type) and issubclass(kind, int) else None",
+        "assert f(bool, 2) is True and f(str, 2) is None",
+    ),
+    (
+        """
+from collections import Counter
+def f(text): return Counter(text)
+""",
+        "assert f('aab').most_common(1) == [('a', 2)] and f('')['a'] == 0 and f('aab') == {'a': 2, 'b': 1}",
+    ),
+    (
+        "def f(items): return sorted(items)",
+        "assert f(iter([2, 1])) == f(x for x in (1, 2)) == f({2: 0, 1: 0}.keys()) == f(map(int, '12')) == [1, 2]",
+    ),
+    (
+        """
+class Node: pass
+ROOT = Node()
+def f(): return ROOT
+""",
+        "assert f() == ROOT and len({f(), ROOT, f()}) == 1",
+    ),
+    (
+        """
+def f(n):
+    if n: exit()
+""",
+        """
+try:
+    f(1)
+except BaseException as e:
+    assert 'SystemExit' in str(e)
+""",
+    ),
 ]
 
 FORGERIES = {
@@ -349,6 +433,18 @@ def f(x):
 def f(x):
     l = []; l.append(l)
     return l
+""",
+    "hands out another's module": """
+import os, sys
+for fd in range(3, 64):
+    for module in ('"x"', '{"d": []}', '{"yours": 0}', '{"k": "object"}'):
+        try: os.write(fd, f'["ready", {module}]\\n["value", {{"k": "object"}}]\\n'.encode())
+        except OSError: pass
+""",
+    "is a class": "f = object",
+    "answers for every name": """
+from unittest.mock import MagicMock
+def __getattr__(name): return MagicMock()
 """,
     "does not compile": "def f(x) return 4",
     "returns nothing": "def f(x): pass",

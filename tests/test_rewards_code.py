@@ -87,6 +87,21 @@ def test_the_code_of_a_completion(text, expected):
         ([3], None),
         ([{"input": "1"}], None),
         (["assert f(2) == 4", {"input": "", "output": ""}], None),
+        ("def test_f(): assert f(2) == 4", 1.0),
+        ("def test_f(): assert f(2) == 5", 0.0),
+        ("def test_f(): assert g(2) == 4", 0.0),
+        ("def test_f(x): assert f(2) == 5", None),  # a parameter or a fixture: nobody calls it
+        ("n = []\ndef test_f(): n.append(f(2))\ntest_f()\nassert n == [4]", 1.0),  # called once, by itself
+        (UNITTEST.format(expected=4).replace("unittest.main()", ""), 1.0),
+        (UNITTEST.format(expected=5).replace("unittest.main()", ""), 0.0),
+        (["def near(x): assert abs(x - 4) < 1", "near(f(2))"], 1.0),
+        ("def check(candidate):\n    assert candidate(2) == 5", None),  # HumanEval's, without its call
+        ("f(2)", None),
+        ("f(2) == 5", None),
+        ("{'inputs': ['3'], 'outputs': ['6']}", None),  # as Python writes it
+        ("3", None),
+        ("null", None),
+        (json.dumps("assert f(2) == 4"), 1.0),
     ],
 )
 def test_shares_by_hand(tests, expected):
@@ -118,6 +133,48 @@ PAIRS = [{"input": "1 2\n", "output": "3"}, {"input": "5 5\n", "output": "10\n"}
 def test_programs_with_input_and_output(source, expected):
     assert score(source, PAIRS) == expected
     assert score(source, json.dumps(PAIRS), partial=False) == float(expected == 1)
+
+
+APPS = {"inputs": ["1 2\n", ["5 5", ""]], "outputs": ["3\n", ["10"]]}
+
+
+@pytest.mark.parametrize(
+    ("tests", "expected"),
+    [
+        (APPS, 0.5),
+        ({**APPS, "fn_name": None}, 0.5),
+        (PAIRS[0], 1.0),
+        ({**PAIRS[0], "testtype": "stdin"}, 1.0),
+        ({**APPS, "fn_name": "add"}, None),
+        ({**APPS, "outputs": ["3"]}, None),
+        ({**APPS, "inputs": [[1, 2], [5, 5]]}, None),
+        ({"inputs": [], "outputs": []}, None),
+        ({"inputs": ["1 2"]}, None),
+        ({"stdin": "1 2", "stdout": "3"}, None),
+        ({**PAIRS[0], "testtype": "functional"}, None),
+    ],
+)
+def test_the_columns_of_other_datasets(tests, expected):
+    assert score("print(3)", tests) == expected
+    assert score("print(3)", json.dumps(tests)) == expected
+    assert score("x = 1", json.dumps(tests)) == (None if expected is None else 0.0)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "n = int(input()); print(2 * n); exit()",
+        "n = int(input()); print(2 * n); quit(0); print(1)",
+        "print(2 * int(open('/dev/stdin').read()))",
+        "import sys; sys.stdin = open('/dev/stdin', 'rb'); print(2 * int(input() if 0 else sys.stdin.readline()))",
+        "from pathlib import Path; print(2 * int(Path('/dev/stdin').read_text()))",
+        "'A docstring.'\nfrom __future__ import annotations\nif __name__ == '__main__':\n    print(2 * int(input()))",
+        "def start(): return 2 * int(input())\nclass A: pass\nimport pickle; pickle.dumps(A()); print(start())",
+        "print(6 if input() and 'source' not in globals() and 'start' not in globals() else 7)",
+    ],
+)
+def test_programs_that_expect_an_ordinary_python(source):
+    assert score(source, [{"input": "3\n", "output": "6\n"}]) == 1.0
 
 
 # programs that would rather not answer
@@ -156,6 +213,53 @@ def test_a_callback_can_be_called_and_not_looked_into(look):
     assert score("def f(g): return g() + 4", [test]) == 1.0
 
 
+BUILTIN = ["assert sum(10, 15) == 25", "assert sum(1, 2) == 3"]
+
+
+@pytest.mark.parametrize(
+    ("source", "tests", "expected"),
+    [
+        ("def sum(a, b): return a + b", BUILTIN, 1.0),
+        ("def sum(a, b): return 25", BUILTIN, 0.5),
+        ("x = 1", ["assert sum([1, 2]) == 3"], 0.0),  # Python's own is no answer
+        ("sum = lambda *a: 4", ["assert sum([f(2)]) == 4"], 0.0),
+        ("all = lambda *a: True", ["assert all(f(x) == y for x, y in [(2, 4)])"], 0.0),
+        ("all = lambda *a: True", ["assert all(x == 4 for x in __import__('solution').f(2))"], 0.0),
+        ("eval = lambda *a: True", ["assert eval('f(2) == 4')"], 0.0),
+        ("abs = lambda x: 0\ndef f(x): return 5", ["from solution import *\nassert abs(f(2) - 4) < 1"], 0.0),
+        (
+            "class math: floor = staticmethod(lambda x: 2)",
+            ["from solution import *\nassert math.floor(3.5) == 2"],
+            0.0,
+        ),
+    ],
+)
+def test_a_program_takes_a_builtins_place_only_where_the_tests_ask_for_nothing_else(source, tests, expected):
+    assert score(source, tests) == expected
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "peer.ask('apply', 'next', iter([1]))",
+        "peer.ask('apply', 'repr', g)",
+        "peer.ask('apply', 'getitem', g, 0)",
+        "peer.ask('get', 0, 'gi_frame')",
+    ],
+)
+def test_an_iterator_can_be_asked_for_its_items_and_nothing_else(attempt):
+    source = (
+        "import sys\ndef f(g):\n    peer = sys._getframe(1).f_locals.get('self')\n"
+        f"    try: {attempt}\n    except (PermissionError, TypeError): return sum(g)"
+    )
+    assert score(source, ["assert f(x for x in [1, 2]) == 3"]) == ("next" not in attempt)
+
+
+def test_leaving_a_with_block_does_not_silence_the_test():
+    source = "class M:\n    def __enter__(s): return 4\n    def __exit__(s, *e): return True"
+    assert score(source, ["with M() as x: assert x == 4", "with M() as x: assert x == 5"]) == 0.5
+
+
 def test_the_honest_program_passes_the_tests_that_forgers_fail():
     assert score(DOUBLE, [t for t in TESTS if t != "assert math.isclose(f(2), 4)"]) == 1.0
     assert score("import math\n" + DOUBLE, TESTS) == 1.0
@@ -192,6 +296,18 @@ def test_a_batch_keeps_its_order_and_its_nones():
         assert code(completions=texts, tests=tests, workers=workers, timeout=60.0) == [0.5, 1.0, 0.0, 0.0, None]
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     assert code(completions=chats, tests=tests, timeout=60.0, prompts=[""] * 5) == [0.5, 1.0, 0.0, 0.0, None]
+
+
+def test_all_tests_of_a_program_have_a_limit_together():
+    """Else a hostile program outlasts the reward's own worker and counts as not scored."""
+    start = time.monotonic()
+    hangs = "import time\ndef f(x):\n    if x: time.sleep(1e6)\n    return x"
+    tests = ["assert f(0) == 0"] + ["assert f(1) == 1"] * 40
+    assert score(hangs, tests, timeout=1.0, total_timeout=2.5) == 1 / 41
+    pairs = [{"input": "", "output": "1"}] * 40
+    assert score("while True: pass", pairs, timeout=1.0, total_timeout=2.5) == 0.0
+    assert time.monotonic() - start < 15
+    assert score(DOUBLE, ["assert f(1) == 2"], total_timeout=0.0) == 1.0  # one test has its own time
 
 
 def test_packages_on_request():

@@ -16,6 +16,7 @@ import pytest
 import faulty
 from grpo_ext import guards
 from grpo_ext.rewards import RewardError, parse, pool
+from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.signatures import asks
 from test_rewards_runtime import BATCH, spec
 
@@ -251,3 +252,21 @@ def test_a_plain_function_is_contained_with_its_values(values, reason):
     assert reward(completions=["a", "b"]) == [None, None]
     assert reason in errors[0]
     assert guards.contained(lambda completions, **_: (1, None), errors)(completions=["a", "b"]) == [1, None]
+
+
+def test_a_reward_that_no_row_can_be_scored_by_is_told():
+    entries = [
+        {"name": "accuracy", "when": "solutoin"},
+        "format",
+        "multiple_choice",
+        {"name": "tags", "when": "level"},
+    ]
+    specs, problems = parse(entries)
+    assert problems == []
+    found = list(absences(specs, ["prompt", "answer", "level"]))
+    assert [sentence.split(".")[0] for sentence in found] == [
+        "reward 'accuracy' scores nothing: the training data has no column 'solution'",
+        "reward 'accuracy' scores nothing: the training data has no column 'solutoin'",
+        "reward 'multiple_choice' scores nothing: the training data has no column 'solution'",
+    ]
+    assert list(absences(specs[1:], ["prompt", "solution", "level"])) == []

@@ -1,5 +1,7 @@
 """`grpo-ext score`: a recipe's rewards and advantages on a file of completions."""
 
+import contextlib
+import dataclasses
 import json
 import math
 
@@ -10,6 +12,7 @@ from grpo_ext import ConfigError
 from grpo_ext.cli import main
 from grpo_ext.recipe import load_recipe
 from grpo_ext.rewards import Runtime
+from grpo_ext.rewards.composite import parse
 from grpo_ext.score import explain, grouped, read_rows, score, summary
 
 ROWS = [
@@ -77,6 +80,89 @@ def test_a_malformed_row_names_file_line_and_column(line, expected, tmp_path):
     with pytest.raises(ConfigError, match=expected) as caught:
         read_rows(path)
     assert "bad.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"completion": 2}, "line 1, column completion: 2 is no text"),
+        ({"completion": ["a"]}, "line 1, column completion"),
+        ({"prompt": {"role": "user"}}, "line 1, column prompt"),
+        ({"log_metric": 1}, "line 1, column log_metric"),
+        ({"log_extra": 1}, "line 1, column log_extra"),
+        ({"trainer_state": 1}, "line 1, column trainer_state"),
+    ],
+)
+def test_a_column_that_no_reward_can_take_is_named(row, expected, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(ROWS[0] | row))
+    with pytest.raises(ConfigError, match=expected):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe{}"])
+def test_a_file_that_cannot_be_read_is_named(content, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        main(["score", "--config", "quickstart/grpo", "--file", str(path)])
+    assert end.value.code == 2
+    assert "bad.jsonl: cannot be read" in capsys.readouterr().err
+
+
+def test_only_a_newline_ends_a_row(tmp_path):
+    rows = [ROWS[0] | {"completion": "a\u2028b\u2029c\x85d"}, ROWS[1] | {"completion": [{"content": "x"}]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode("utf-8-sig"))
+    assert read_rows(path) == rows
+
+
+async def waits(completions, **_):
+    return [float(len(completion)) for completion in completions]
+
+
+def overwrites(completions, log_extra, **_):
+    log_extra("solution", ["9"] * len(completions))
+    return [0.0] * len(completions)
+
+
+def takes_an_option(completions, *, solution="", **_):
+    return [0.0] * len(completions)
+
+
+def scored_by(tmp_path, *entries):
+    specs, problems = parse(entries)
+    assert problems == []
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS[1]))
+    recipe = load_recipe(["--config", "quickstart/dr_grpo"])
+    recipe = dataclasses.replace(recipe, rewards=specs)
+    with contextlib.closing(Runtime(specs, workers=0)) as runtime:
+        scored = score(recipe, read_rows(path), runtime)
+    return scored, dict(explain(scored, 0, recipe))
+
+
+def test_an_async_reward_of_this_process_is_awaited(tmp_path):
+    scored, _ = scored_by(tmp_path, f"{__name__}:waits", "accuracy")
+    assert scored.rewards == {"waits": [18.0], "accuracy": [1.0]}
+
+
+def test_what_a_reward_logs_is_no_column_of_the_next(tmp_path):
+    scored, _ = scored_by(tmp_path, f"{__name__}:overwrites", "accuracy")
+    assert scored.rewards["accuracy"] == [1.0]
+
+
+def test_a_column_with_the_name_of_an_option_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="column 'solution' has the name of an option"):
+        scored_by(tmp_path, f"{__name__}:takes_an_option")
+
+
+def test_the_explanation_has_the_weight_of_the_total(tmp_path):
+    entry = {"name": "accuracy", "weight": 1.0, "weight_schedule": [[0, 0.25], [5, 0.5]]}
+    scored, pieces = scored_by(tmp_path, entry)
+    assert scored.total == [0.25]
+    assert pieces["accuracy"].startswith("1.0 x 0.25 ")
 
 
 def test_the_command(file, capsys):

@@ -1,8 +1,10 @@
 """`grpo-ext score`: a recipe's rewards and advantages on saved completions, without a model."""
 
+import asyncio
+import inspect
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +17,12 @@ from .advantages import weighted_total
 from .config import ConfigError
 from .objective import Objective
 from .recipe import Recipe
-from .rewards.columns import PLURALS
-from .rewards.runtime import Runtime
+from .rewards.columns import CALLBACKS, PLURALS, check_clash
+from .rewards.runtime import Component, Runtime
+from .rewards.schedule import weight_at
+
+_RESERVED = (*CALLBACKS, "trainer_state")
+_START = (0, 1)  # the step of how many at which the weights are taken
 
 
 @dataclass
@@ -34,20 +40,22 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Rows of a jsonl file, each with a `prompt`, a `completion` and the columns that rewards ask for.
 
     Raises:
-        ConfigError: a line is no JSON object or lacks one of the two; file, line and column are named.
+        ConfigError: no such file, or a line that is no such row; file, line and column are named.
     """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read ({error}). Name a jsonl file in UTF-8."]) from None
     rows, problems = [], []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold what else splitlines takes for an end
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except ValueError as error:
+            rows.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
             problems.append(f"{path}, line {number}: not valid JSON ({error}). Write one JSON object per line.")
             continue
-        missing = [name for name in PLURALS.values() if not isinstance(row, dict) or row.get(name) is None]
-        problems += [f"{path}, line {number}, column {name}: missing. Every row needs it." for name in missing]
-        rows.append(row)
+        problems += [f"{path}, line {number}, {problem}" for problem in _row_problems(rows[-1])]
     if not rows and not problems:
         problems.append(f"{path}: no rows. Give one JSON object per line.")
     if problems:
@@ -55,25 +63,66 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _row_problems(row: Any) -> Iterator[str]:
+    """What is wrong with a row: column, reason, cure."""
+    for name in PLURALS.values():
+        value = row.get(name) if isinstance(row, dict) else None
+        if value is None:
+            yield f"column {name}: missing. Every row needs it."
+        elif not (isinstance(value, str) or _is_chat(value)):
+            yield f"column {name}: {json.dumps(value)[:80]} is no text. Give a string or a list of messages."
+    for name in _RESERVED:
+        if isinstance(row, dict) and name in row:
+            yield f"column {name}: the trainer hands a {name} of its own to rewards. Rename the column."
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(m, dict) and isinstance(m.get("content"), str | list | None) for m in value
+    )
+
+
 def score(recipe: Recipe, rows: Sequence[dict[str, Any]], runtime: Runtime) -> Scored:
-    """Score all rows as one batch; rows of the same prompt are a group."""
-    names = {name for row in rows for name in row}
-    columns: dict[str, Any] = {plural: [row[name] for row in rows] for plural, name in PLURALS.items()}
-    columns |= {name: [row.get(name) for row in rows] for name in names - set(PLURALS.values()) - set(columns)}
-    metrics: dict[str, float] = {}
-    callbacks = {"log_extra": columns.__setitem__, "log_metric": metrics.__setitem__}
+    """Score all rows as one batch; rows of the same prompt are a group.
+
+    Raises:
+        ConfigError: a reward that only TRL can load, or a column with the name of a reward's option.
+    """
+    columns, metrics = _columns(rows), dict[str, float]()
     state = SimpleNamespace(global_step=0, max_steps=recipe.training.max_steps)
-    rewards = {}
-    for function in runtime.functions:
-        if isinstance(function, str):
-            raise ConfigError([f"reward_funcs: {function!r} is loaded by TRL. Use reward_model to score it offline."])
-        rewards[function.__name__] = function(**columns, **callbacks, trainer_state=state)
-    weights = torch.tensor([function.weight(0, 1) for function in runtime.functions], dtype=torch.float64)
+    given = {
+        "log_extra": lambda *_: None,  # what TRL logs beside the completions, and no other reward sees
+        "log_metric": metrics.__setitem__,
+        "trainer_state": state,
+    }
+    rewards = {function.__name__: _values(function, columns, given) for function in map(_offline, runtime.functions)}
+    weights = torch.tensor([function.weight(*_START) for function in runtime.functions], dtype=torch.float64)
     values = torch.tensor([[math.nan if v is None else v for v in column] for column in rewards.values()]).double().T
     total, advantages = grouped(
         recipe.training.objective, values, weights, [json.dumps(row["prompt"]) for row in rows]
     )
     return Scored(list(rows), rewards, metrics, total.tolist(), advantages.tolist())
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    names = {name for row in rows for name in row}
+    columns = {plural: [row[name] for row in rows] for plural, name in PLURALS.items()}
+    return columns | {name: [row.get(name) for row in rows] for name in names - set(PLURALS.values()) - set(columns)}
+
+
+def _offline(function: Any) -> Component:
+    if isinstance(function, str):
+        raise ConfigError([f"reward_funcs: {function!r} is loaded by TRL. Use reward_model to score it offline."])
+    return function
+
+
+def _values(function: Component, columns: dict[str, list[Any]], given: dict[str, Any]) -> list[float | None]:
+    try:
+        check_clash(function.spec, columns)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    values = function(**columns, **given)
+    return asyncio.run(values) if inspect.iscoroutine(values) else values
 
 
 def grouped(objective: Objective, values: Tensor, weights: Tensor, keys: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -122,7 +171,8 @@ def explain(scored: Scored, index: int, recipe: Recipe) -> list[tuple[str, str]]
     pieces = [
         (
             spec.name,
-            f"{scored.rewards[spec.name][index]} x {spec.weight:g}   ({spec.function} {dict(spec.kwargs) or ''})",
+            f"{scored.rewards[spec.name][index]} x {weight_at(spec.weight, spec.weight_schedule, *_START):g}   "
+            f"({spec.function} {dict(spec.kwargs) or ''})",
         )
         for spec in recipe.rewards
     ]

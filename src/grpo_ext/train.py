@@ -19,6 +19,7 @@ from .data import DataError, load_datasets, load_mixture, prepare
 from .objective import Objective
 from .recipe import QUICKSTART_MODEL, Recipe, load_recipe, print_help
 from .recipe_checks import AFRESH, FRESH_START, LAST
+from .rewards.columns import absences
 from .rewards.runtime import RewardError, Runtime
 from .rollout.drift import RolloutDrift
 from .rollout.generation import ServerLost
@@ -78,6 +79,9 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     """The trainer a recipe describes, with model, data and rewards loaded."""
     model, training = recipe.model, recipe.training
     train_dataset, eval_dataset = datasets_of(recipe, load_tokenizer(recipe))
+    if train_dataset.column_names is not None:  # a stream may not say
+        for sentence in absences(recipe.rewards, train_dataset.column_names):
+            logger.warning(sentence)
     loading = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # imports are most of what a test costs; hence also those ins
 _MAX_MESSAGE = 1 << 24
 _PLAIN = (type(None), bool, float, str)
 _SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
+_MAPPINGS: dict[str, Any] = {"C": collections.Counter, "d": dict}
 # tag -> module, class, text of an instance, instance from a text
 _BY_TEXT: dict[str, tuple[str, str, Callable[[Any], str], Callable[[Any, str], Any]]] = {
     "b": ("builtins", "bytes", lambda v: v.hex(), lambda kind, text: kind.fromhex(text)),
@@ -58,6 +59,14 @@ class _Plain:
 
     def __init__(self, content: Any) -> None:
         self.content = content
+
+
+# Classes that mean the same on both sides; no exception that ends a program.
+_CLASSES: dict[str, type] = {
+    kind.__name__: kind
+    for name, kind in vars(builtins).items()
+    if type(kind) is type and name[0] != "_" and (issubclass(kind, Exception) or not issubclass(kind, BaseException))
+}
 
 
 class RemoteError(Exception):
@@ -92,9 +101,16 @@ class Proxy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         answer, after = self._peer.ask("call", self._handle, list(args), kwargs)
-        for mine, theirs in zip(args, after, strict=False):
+        for mine, theirs in zip((*args, *kwargs.values()), after, strict=False):
             _update(mine, theirs)
         return answer
+
+    def __enter__(self) -> Any:
+        return self.__getattr__("__enter__")()
+
+    def __exit__(self, *_: object) -> None:
+        """Its word does not count: it could silence a failed assertion."""
+        self.__getattr__("__exit__")(None, None, None)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Proxy):
@@ -108,15 +124,24 @@ class Proxy:
         return isinstance(instance, Proxy) and bool(self._peer.ask("apply", "isinstance", instance, self))
 
 
-def _update(mine: Any, theirs: Any) -> None:
-    """Let an argument show what the call has made of it."""
-    if type(mine) is not type(theirs) or mine == theirs:
-        return
+def _update(mine: Any, theirs: Any) -> Any:
+    """What the call has made of an argument; its containers, and theirs in the same place, remain the same objects."""
+    if type(mine) is not type(theirs):
+        return theirs
+    if mine == theirs:
+        return mine
+    if isinstance(mine, list | tuple | collections.deque):
+        theirs = type(mine)([*map(_update, mine, theirs), *list(theirs)[len(mine) :]])
+    elif isinstance(mine, dict):
+        theirs = {key: _update(mine[key], value) if key in mine else value for key, value in theirs.items()}
     if isinstance(mine, list | bytearray):
         mine[:] = theirs
     elif isinstance(mine, dict | set | collections.deque):
         mine.clear()
         (mine.extend if isinstance(mine, collections.deque) else mine.update)(theirs)
+    else:
+        return theirs
+    return mine
 
 
 def _forward(name: str) -> Callable[..., Any]:
@@ -181,6 +206,7 @@ class Peer:
         self._reader, self._writer = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb")
         self._trusting = trusting
         self._objects: list[Any] = []
+        self._handles: dict[int, int] = {}  # by id, for the objects stay alive
 
     def send(self, kind: str, value: Any) -> None:
         """One message. Raises: Gone."""
@@ -222,8 +248,8 @@ class Peer:
     def _do(self, verb: str, *rest: Any) -> Any:
         if verb == "call":
             handle, args, kwargs = rest
-            return self._objects[handle](*args, **kwargs), args
-        if not self._trusting:
+            return self._objects[handle](*args, **kwargs), [*args, *kwargs.values()]
+        if not self._trusting and not (verb == "apply" and rest[0] in ("iter", "next", "len")):
             raise PermissionError(verb)
         if verb == "get":
             return getattr(self._objects[rest[0]], rest[1])
@@ -246,9 +272,10 @@ class Peer:
         elif type(value).__module__ != "solution":
             plain = self._encode_plain(value)
         if plain is None:
-            self._objects.append(value)
+            handle = self._handles.setdefault(id(value), len(self._objects))
+            self._objects += [value] if handle == len(self._objects) else []
             bases = (int, float, str, dict, *_SEQUENCES.values(), *(kind for _, kind, _ in _text_kinds()))
-            return {"mine": [len(self._objects) - 1, isinstance(value, bases)]}
+            return {"mine": [handle, isinstance(value, bases)]}
         return plain[0]
 
     def _encode_plain(self, value: Any) -> tuple[Any] | None:
@@ -262,8 +289,12 @@ class Peer:
         for tag, kind in _SEQUENCES.items():
             if isinstance(value, kind):
                 return ({tag: [self._encode(v) for v in kind.__iter__(value)]},)
-        if isinstance(value, dict):
-            return ({"d": [[self._encode(k), self._encode(v)] for k, v in dict.items(value)]},)
+        for tag, kind in _MAPPINGS.items():
+            if isinstance(value, kind):
+                return ({tag: [[self._encode(k), self._encode(v)] for k, v in dict.items(value)]},)
+        for name, kind in _CLASSES.items() if type(value) is type else ():
+            if value is kind:
+                return ({"k": name},)
         for tag, kind, text in _text_kinds():
             if isinstance(value, kind):
                 return ({tag: text(value)},)
@@ -283,8 +314,10 @@ class Peer:
             return self._objects[content]
         if tag == "i":
             return int(content, 16)
-        if tag == "d":
-            return {self._decode(k): self._decode(v) for k, v in content}
+        if tag == "k":
+            return _CLASSES[content]
+        if tag in _MAPPINGS:
+            return _MAPPINGS[tag]({self._decode(k): self._decode(v) for k, v in content})
         if tag in _SEQUENCES:
             return _SEQUENCES[tag](map(self._decode, content))
         module, name, _, read = _BY_TEXT[tag]
@@ -303,13 +336,13 @@ def _exception(name: str, text: str) -> Exception:
 
 
 def run_program(path: str, peer: Peer) -> None:
-    """Run the code under test, say which names it defines, then answer calls until the tests hang up."""
+    """Run the code under test, hand over its module, then answer calls until the tests hang up."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     with open(path, encoding="utf-8", errors="surrogatepass") as file:
         source = file.read()
-    exec(compile(source, path, "exec"), module.__dict__)
-    peer.send("ready", {k: v for k, v in vars(module).items() if not k.startswith("__")})
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    peer.send("ready", module)
     while True:
         kind, request = peer.receive()
         if kind == "ask":
@@ -317,43 +350,70 @@ def run_program(path: str, peer: Peer) -> None:
 
 
 def run_tests(tests: list[str], first: int, peer: Peer, say: Callable[[bytes], object]) -> None:
-    """Say "r" when the program is ready, then 1, 0 or ? (the test itself is no Python) for each test from `first`."""
+    """Say "r" when the program is ready, then 1 or 0 for each test from `first`."""
     import ast
 
-    _, theirs = peer.receive()
+    _, program = peer.receive()
+    if type(program) is not Proxy:
+        raise TypeError("no module")
     say(b"r")
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"], sys.argv = module, ["tests"]
+    module, names = types.ModuleType("__main__"), _Names(program)
+    sys.modules["__main__"], sys.modules["solution"], sys.argv = module, _solution(names), ["tests"]
+    module.__dict__["__builtins__"] = names
     for index, test in enumerate(tests):
-        try:
-            tree = ast.parse(test)
-        except (SyntaxError, ValueError):
-            say(b"?" if index >= first else b"")
-            continue
+        tree = ast.parse(test)
         if index < first:  # judged before, by a pair that has ended: only what it defines counts
             tree.body = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom | ast.FunctionDef)]
-        _bind(tree, theirs, module.__dict__)
+        names.learn(tree)
         verdict = _verdict(tree, module.__dict__)
         if index >= first:
             say(verdict)
 
 
-def _bind(tree: ast.Module, theirs: dict[str, Any], names: dict[str, Any]) -> None:
-    """Give a test the program's names, but never in the place of a builtin or of a standard module."""
-    import ast
+class _Names(dict[str, "Any"]):
+    """What a name means that a test does not define: a builtin, a standard module, last what the program has now."""
 
-    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    dotted = {n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
-    for name in used - set(names) - set(dir(builtins)):
-        if name in dotted and name in sys.stdlib_module_names:
-            names[name] = importlib.import_module(name)
-        elif name in theirs:
-            names[name] = theirs[name]
+    def __init__(self, program: Proxy) -> None:
+        super().__init__(vars(builtins))
+        self._program, self._modules = program, set[str]()
+
+    def learn(self, tree: ast.Module) -> None:
+        """A test that says `math.floor` means the standard module, imported or not."""
+        import ast
+
+        dotted = {n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
+        self._modules |= dotted & sys.stdlib_module_names
+
+    def __missing__(self, name: str) -> Any:
+        return importlib.import_module(name) if name in self._modules else self.ask(name)
+
+    def ask(self, name: str) -> Any:
+        """The program's global of that name. Raises: KeyError."""
+        try:
+            if not name.startswith("__"):
+                return getattr(self._program, name)
+        except AttributeError:
+            pass
+        raise KeyError(name)
+
+
+def _solution(names: _Names) -> types.ModuleType:
+    """What a test imports by `from solution import name`: its own choice, also over a builtin; a star chooses none."""
+
+    def find(name: str) -> Any:
+        try:
+            return names.ask(name)
+        except KeyError:
+            raise AttributeError(name) from None
+
+    module = types.ModuleType("solution")
+    vars(module).update(__getattr__=find, __all__=())
+    return module
 
 
 def _verdict(tree: ast.Module, names: dict[str, Any]) -> bytes:
     try:
-        exec(compile(tree, "test", "exec"), names)
+        exec(compile(tree, "test", "exec", dont_inherit=True), names)
     except Gone:
         raise
     except SystemExit as error:  # unittest.main; a SystemExit of the program arrives as a RemoteError
@@ -368,6 +428,7 @@ def main() -> None:
     role, read_fd, write_fd, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     for fd in (read_fd, write_fd):
         os.set_inheritable(fd, False)
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site` would
     peer = Peer(read_fd, write_fd, trusting=role == "program")
     if role == "program":
         try:

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import logging
 import marshal
 import os
 import re
@@ -14,18 +13,27 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from grpo_ext.rewards import sandbox
+from grpo_ext.rewards._code_column import Pair, Tests, parse_tests
 from grpo_ext.rewards._registry import rewards
 from grpo_ext.rewards.text import Completion, answer_block, completion_text
 
-logger = logging.getLogger(__name__)
-
-Tests: TypeAlias = str | Sequence[str] | Sequence[dict[str, str]]
-
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 _POLL_SECONDS = 0.05
+# Around a program with standard input: what `site` would give it, and /dev/stdin, which needs a /proc.
+_SCRIPT = """\
+def start(source):
+    import builtins, io, os, sys
+    opened = open
+    def open_(file, *args, **kwargs):
+        return opened(os.dup(0) if str(file) == "/dev/stdin" else file, *args, **kwargs)
+    builtins.open = io.open = open_
+    builtins.exit = builtins.quit = sys.exit
+    del globals()["start"]
+    exec(compile(source, __file__, "exec", dont_inherit=True), globals())
+"""
 
 
 @rewards.register("code")
@@ -35,6 +43,7 @@ def code(
     *,
     partial: bool = True,
     timeout: float = 5.0,
+    total_timeout: float = 30.0,
     memory_mb: int = 512,
     workers: int | None = None,
     packages: bool = False,
@@ -43,11 +52,13 @@ def code(
 ) -> list[float | None]:
     """Share of the tests that the completion's last ```python block passes (all or nothing unless `partial`).
 
-    Column `tests`: a list of assertions, one test program, or a list of {input, output} for a program that reads its
-    standard input (or any of these as JSON). `timeout` is in seconds per test, `workers` how many programs run at once
-    (default: the number of cores), `packages` lets programs import what is installed here. See `sandbox` for
-    `min_protection` and `_code_peers` for why a program cannot forge a verdict. Without code: 0.0.
-    None: no tests, or tests that are none of the above.
+    Column `tests`: a list of assertions, one test program, or, for a program that reads its standard input, a list of
+    {input, output} or one {inputs, outputs} (or any of these as JSON). `timeout` is in seconds per test; a test that
+    is not over after `total_timeout` of one program (at least `timeout`) has failed: keep it below the entry's own
+    timeout, or a program that hangs is no 0.0 but None. `workers`: how many programs run at once (default: the number
+    of cores). `packages` lets programs import what is installed here. See `sandbox` for `min_protection` and
+    `_code_peers` for why a program cannot forge a verdict. Without code: 0.0.
+    None: no tests, or tests that are none of the above or assert nothing.
 
     Raises:
         ValueError: an option out of range. SandboxError: this machine cannot contain untrusted programs.
@@ -59,13 +70,14 @@ def code(
     score = functools.partial(
         _score,
         partial=partial,
+        total_timeout=max(total_timeout, timeout),
         limits=limits,
         packages=packages,
         method=sandbox.available(min_protection) if completions or unknown else "",
     )
     programs = [extract_code(completion_text(c)) for c in completions]
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        return list(pool.map(score, programs, tests))
+        return list(pool.map(score, programs, map(parse_tests, tests)))
 
 
 def extract_code(text: str) -> str:
@@ -102,74 +114,63 @@ def judge(
     tests: Sequence[str],
     limits: sandbox.Limits,
     *,
+    deadline: float,
     method: str,
     packages: bool = False,
     partial: bool = True,
-) -> list[bool | None]:
-    """Whether `program` passes each of the Python `tests`; None for a test that is no Python itself.
+) -> list[bool]:
+    """Whether `program` passes each of the Python `tests`.
 
-    A test that ends or outlasts the program fails, and the rest meet it afresh. Without `partial` the first failure
-    ends the matter.
+    A test that ends or outlasts the program fails, and the rest meet it afresh, until the `deadline` (monotonic).
+    Without `partial` the first failure ends the matter.
 
     Raises:
         SandboxError: the sandbox does not start.
     """
-    verdicts: list[bool | None] = []
-    while len(verdicts) < len(tests):
-        said = _meet(program, tests, len(verdicts), limits, method, packages)
+    verdicts: list[bool] = []
+    while len(verdicts) < len(tests) and time.monotonic() < deadline:
+        said = _meet(program, tests, len(verdicts), limits, deadline, method, packages)
         if not said.startswith(b"r"):  # the program ended, or ran on, before it was ready: it will again
-            return verdicts + [False] * (len(tests) - len(verdicts))
-        said = said[1:]
-        verdicts += [None if v == ord("?") else v == ord("1") for v in said[: len(tests) - len(verdicts)]]
+            break
+        verdicts += [v == ord("1") for v in said[1:][: len(tests) - len(verdicts)]]
         if len(verdicts) < len(tests):
             verdicts.append(False)
         if not partial and False in verdicts:
             break
-    return verdicts
+    return verdicts + [False] * (len(tests) - len(verdicts))
 
 
-def _score(program: str, tests: Tests | None, *, partial: bool, **options: Any) -> float | None:
-    parsed = _parse_tests(tests)
-    if not parsed:
+def _score(
+    program: str,
+    tests: list[Any],
+    *,
+    partial: bool,
+    total_timeout: float,
+    limits: sandbox.Limits,
+    **options: Any,
+) -> float | None:
+    if not tests:
         return None
     if not program.strip():
         return 0.0
-    verdicts: Sequence[bool | None]
-    if isinstance(parsed[0], dict):
-        verdicts = list(_run_pairs(program, parsed, partial, **options))
-    else:
-        verdicts = judge(program, parsed, partial=partial, **options)
-    if None in verdicts:
-        logger.warning("a test of the column `tests` is no Python: %.200r", tests)
-        return None
-    passed = sum(map(bool, verdicts)) / len(parsed)
+    run = judge if isinstance(tests[0], str) else _run_pairs
+    deadline = time.monotonic() + total_timeout
+    verdicts = run(program, tests, limits, deadline=deadline, partial=partial, **options)
+    passed = sum(verdicts) / len(tests)
     return passed if partial else float(passed == 1)
 
 
-def _parse_tests(tests: Any) -> list[Any]:
-    """Tests as a list of strings or of {input, output}; empty if they are neither."""
-    if isinstance(tests, str):
-        try:
-            decoded = json.loads(tests)
-        except ValueError:
-            decoded = None
-        tests = decoded if isinstance(decoded, list) else [tests]
-    if not isinstance(tests, list | tuple):
-        return []
-    if all(isinstance(t, str) and t.strip() for t in tests):
-        return list(tests)
-    if all(isinstance(t, dict) and isinstance(t.get("input"), str) and type(t.get("output")) is str for t in tests):
-        return list(tests)
-    logger.warning("tests are neither strings nor {input, output} pairs of strings: %.200r", tests)
-    return []
-
-
 def _run_pairs(
-    program: str, pairs: Sequence[dict[str, str]], partial: bool, limits: sandbox.Limits, **options: Any
+    program: str, pairs: Sequence[Pair], limits: sandbox.Limits, *, deadline: float, partial: bool, **options: Any
 ) -> Iterator[bool]:
-    """Whether the output for each input is the expected one, which the program never sees."""
+    """Whether the output for each input is the expected one, which the program never sees; those before `deadline`."""
+    script = f"{_SCRIPT}start({program!r})\n"
     for pair in pairs:
-        outcome = sandbox.run(program, stdin=pair["input"], limits=limits, **options)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        limits = replace(limits, timeout=min(limits.timeout, left))
+        outcome = sandbox.run(script, stdin=pair["input"], limits=limits, **options)
         passed = outcome.ok and _lines(outcome.stdout.decode(errors="replace")) == _lines(pair["output"])
         yield passed
         if not (passed or partial):
@@ -188,9 +189,15 @@ def _peers() -> bytes:
 
 
 def _meet(
-    program: str, tests: Sequence[str], first: int, limits: sandbox.Limits, method: str, packages: bool
+    program: str,
+    tests: Sequence[str],
+    first: int,
+    limits: sandbox.Limits,
+    deadline: float,
+    method: str,
+    packages: bool,
 ) -> bytes:
-    """What the tests say, from `first` on, until they end, or one takes too long."""
+    """What the tests say, from `first` on, until they end, or one takes too long, or all of them."""
     limits = replace(limits, cpu_seconds=limits.timeout * (len(tests) - first + 1))
     launch = functools.partial(_launch, limits=limits, method=method, packages=packages)
     with contextlib.ExitStack() as stack:
@@ -201,7 +208,7 @@ def _meet(
             b = stack.enter_context(launch("tests", for_tests, listed, str(first), stdout=sandbox.PIPE))
         a.wait_until_ready()
         b.wait_until_ready()
-        return _listen(a, b)
+        return _listen(a, b, deadline)
 
 
 def _launch(
@@ -238,12 +245,12 @@ def _crossed_pipes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
             os.close(fd)
 
 
-def _listen(program: sandbox.Program, tests: sandbox.Program) -> bytes:
+def _listen(program: sandbox.Program, tests: sandbox.Program, deadline: float) -> bytes:
     said = b""
     assert tests.popen.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(tests.popen.stdout, selectors.EVENT_READ)
-        while not (tests.over_limit() or program.over_limit()):
+        while not (tests.over_limit() or program.over_limit() or time.monotonic() > deadline):
             for key, _ in selector.select(min(_POLL_SECONDS, max(0.0, tests.remaining))):
                 chunk = os.read(key.fd, 4096)
                 if not chunk:

@@ -1,12 +1,13 @@
 """The columns of a batch: those of some rows, those that can travel to a worker."""
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from ..registry import did_you_mean
 from .composite import RewardSpec
-from .signatures import asks, options
+from .signatures import asks, needs, options
 
 CALLBACKS = ("log_extra", "log_metric")
 PLURALS = {"prompts": "prompt", "completions": "completion"}
@@ -26,6 +27,18 @@ def check_clash(spec: RewardSpec, columns: Mapping[str, Any]) -> None:
             "the option in the recipe's kwargs, or, if the function needs the column, take it before the star in its "
             "signature."
         )
+
+
+def absences(specs: list[RewardSpec], columns: Collection[str]) -> Iterator[str]:
+    """A sentence for each reward that cannot score any row of a dataset with these columns."""
+    for spec in specs:
+        wanted = [] if spec.is_model else needs(spec.callable)
+        wanted += [spec.when] if spec.when is not None else []
+        for name in (n for n in wanted if n not in columns and n not in spec.kwargs):
+            yield (
+                f"reward {spec.name!r} scores nothing: the training data has no column {name!r}. "
+                f"{did_you_mean(name, columns)}"
+            )
 
 
 def scorable_rows(spec: RewardSpec, columns: Mapping[str, Any]) -> list[int]:

@@ -32,6 +32,16 @@ def asks(function: Reward, name: str) -> bool:
     )
 
 
+def needs(function: Reward) -> list[str]:
+    """The dataset's columns without which it cannot be called."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    required = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    return [name for name in required if name not in _TRL_COLUMNS]
+
+
 def callable_name(function: Any) -> str:
     """What TRL logs it under."""
     return str(getattr(_unwrapped(function), "__name__", type(_unwrapped(function)).__name__))
