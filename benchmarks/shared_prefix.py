@@ -37,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer, batching
-from grpo_ext.prefix_policy import PrefixSharing
+from grpo_ext.prefix_policy import PrefixSharing, Size
 from step_overhead import tokenizer
 
 HERE = Path(__file__).parent
@@ -193,7 +193,19 @@ def compare(work: Work, device: str, seconds: float, pairs: int) -> dict:
         "stock_seconds": statistics.median(t for t, _ in laps),
         "ours_seconds": statistics.median(t for _, t in laps),
         "ratio": summary([theirs / mine for theirs, mine in laps]),
+        "less_arithmetic": less_arithmetic(work, Size.of(ours.trainer.model)) if device == "cpu" else None,
     }
+
+
+def less_arithmetic(work: Work, size: Size) -> float:
+    """Stock's multiplications over ours, in products with the model's weights: where both run as fast as the processor
+    multiplies, the ratio of their times. On a CPU stock's LM head takes every position, and its logits twice.
+    """
+    padded = work.groups * len(work.completions) * (work.prompt + max(work.completions))
+    computed = work.groups - work.silent
+    labels = computed * sum(work.completions)
+    tokens = computed * (work.prompt - 1) + labels
+    return padded * (3 * size.body + 4 * size.head) / (3 * (tokens * size.body + labels * size.head))
 
 
 def against_plain(work: Work, device: str, seconds: float) -> dict:

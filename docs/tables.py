@@ -158,17 +158,18 @@ def speed_table() -> str:
     for r in step["steps"]:
         times = f"{r['stock_seconds']:.2f} s", f"{r['ours_seconds']:.2f} s"
         spread = r["ratio"]["range"] if r["ratio"]["pairs"] > 1 else None
-        rows.append((f"forward and backward: {r['work']}", *times, *ratio(r["ratio"]["median"], spread)))
+        arithmetic = f"{r['less_arithmetic']:.2f}"
+        rows.append((f"forward and backward: {r['work']}", *times, *ratio(r["ratio"]["median"], spread), arithmetic))
     memory = step["memory"]
     sizes = (f"{memory[side]['step_mib']:.0f} MiB" for side in ("stock", "grpo-ext"))
-    rows.append((memory["work"], *sizes, *ratio(memory["ratio"])))
+    rows.append((memory["work"], *sizes, *ratio(memory["ratio"]), ""))
     r = whole["results"][0]
     for name, part in (("rollout by transformers", "rollout_"), ("whole step", "")):
         work = f"{name}: {r['model']} model, prompt {r['prompt_tokens']}, ragged completions"
         times = (f"{r[f'{side}_{part}seconds']:.2f} s" for side in ("stock", "ours"))
         measured = r[f"{part or 'step_'}ratio"]
-        rows.append((work, *times, *ratio(measured["median"], measured["quartiles"])))
-    return table(("work", "stock TRL", "grpo-ext", "times faster", "spread"), rows)
+        rows.append((work, *times, *ratio(measured["median"], measured["quartiles"]), ""))
+    return table(("work", "stock TRL", "grpo-ext", "times faster", "spread", "times less arithmetic"), rows)
 
 
 def ratio(median: float, spread: tuple[float, float] | None = None) -> tuple[str, str]:

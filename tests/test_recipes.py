@@ -463,8 +463,8 @@ def test_check_names_what_is_wrong_with_the_data(write, capsys, tmp_path, conten
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"datasets": [{"path": 5}]}, "datasets[0]: path=5 must be"),
-        ({"datasets": [{"path": "owner/name", "split": None}]}, "datasets[0]: split=None must be"),
+        ({"datasets": [{"path": 5}]}, "datasets[0]: path=5: a int where str"),
+        ({"datasets": [{"path": "owner/name", "split": None}]}, "datasets[0]: split=None: a NoneType where str"),
         ({"datasets": [{"path": "./d.jsonl", "columns": ["nope"]}]}, "columns has 'nope', which is no column"),
     ],
 )

@@ -142,7 +142,7 @@ def test_weights_on_their_way_are_progress(sending, monkeypatch):
     monkeypatch.setattr("grpo_ext.rollout.client.POLL_SECONDS", 0.05)
     client = Client.__new__(Client)
     client.base_url, client.patience, client._sent = "http://127.0.0.1:1", 0.3, 0
-    client._tokens_processed = lambda: 7.0
+    client._tokens_processed = lambda within: 7.0
     over = threading.Event()
 
     def push():

@@ -232,13 +232,13 @@ def test_prompts_that_differ_in_their_padding_alone_are_two():
 
 def test_long_prompts_of_siblings_are_kept_once():
     """The choice of the store: by length, by siblings, by what the model's attention computes."""
-    config, cpu = tiny.model().config, torch.device("cpu")
-    assert prompt_cache.store_for(config, cpu, 256, 8) is prompt_cache.Shared
-    assert prompt_cache.store_for(config, cpu, 255, 8) is prompt_cache.Expanded
-    assert prompt_cache.store_for(config, cpu, 4096, 1) is prompt_cache.Expanded
-    assert prompt_cache.store_for(config, torch.device("cuda"), 4096, 8) is prompt_cache.Expanded
-    config._attn_implementation = "flash_attention_2"
-    assert prompt_cache.store_for(config, cpu, 4096, 8) is prompt_cache.Expanded
+    model, cpu = tiny.model(), torch.device("cpu")
+    assert prompt_cache.store_for(model, cpu, 256, 8) is prompt_cache.Shared
+    assert prompt_cache.store_for(model, cpu, 255, 8) is prompt_cache.Expanded
+    assert prompt_cache.store_for(model, cpu, 4096, 1) is prompt_cache.Expanded
+    assert prompt_cache.store_for(model, torch.device("cuda"), 4096, 8) is prompt_cache.Expanded
+    model.config._attn_implementation = "flash_attention_2"
+    assert prompt_cache.store_for(model, cpu, 4096, 8) is prompt_cache.Expanded
 
 
 def test_a_shared_prompt_takes_no_room_for_its_siblings(monkeypatch):

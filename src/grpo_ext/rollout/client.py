@@ -132,7 +132,7 @@ class Client(VLLMClient):
                 attempt = outcome.get(timeout=min(POLL_SECONDS, left))
                 break
             except queue.Empty:
-                seen = self._tokens_processed()
+                seen = self._tokens_processed(within=max(0.1, since + self.patience - time.monotonic()))
                 if self._sent != sent or (None not in (seen, tokens) and seen != tokens):
                     since = time.monotonic()
                 tokens, sent = tokens if seen is None else seen, self._sent
@@ -150,16 +150,16 @@ class Client(VLLMClient):
             raise RuntimeError(f"{response.url} answered {response.status_code}: {response.text[:500]}")
         return response.json()
 
-    def _metric(self, *names: str) -> float | None:
-        """Sum of the server's metrics whose lines begin with `names`; None when it does not say."""
+    def _metric(self, *names: str, within: float = POLL_SECONDS) -> float | None:
+        """Sum of the server's metrics whose lines begin with `names`; None when it does not say `within` seconds."""
         try:
-            lines = requests.get(f"{self.base_url}/metrics", timeout=POLL_SECONDS).text.splitlines()
+            lines = requests.get(f"{self.base_url}/metrics", timeout=min(within, POLL_SECONDS)).text.splitlines()
         except requests.RequestException:
             return None
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
 
-    def _tokens_processed(self) -> float | None:
-        return self._metric("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
+    def _tokens_processed(self, within: float) -> float | None:
+        return self._metric("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{", within=within)
 
     def _start_time(self) -> float | None:
         return self._metric("process_start_time_seconds ")
