@@ -18,7 +18,7 @@ from grpo_ext.lm_head import LabelledLogProbs
 from grpo_ext.losses import losses
 from grpo_ext.prefix_attention import NAME, attention
 from grpo_ext.prefix_kernels import Run, Segments
-from grpo_ext.prefix_policy import PrefixSharing, obstacles
+from grpo_ext.prefix_policy import PrefixSharing, Size, obstacles
 from grpo_ext.shared_prefix import log_probs, pack
 from test_trainer import build, scripted_rollout, weights
 
@@ -323,6 +323,21 @@ def test_auto_leaves_alone_what_would_gain_nothing():
     assert layout.tokens == 63 + 8 * 32
     alone = torch.cat([torch.arange(8 * 64).view(8, 64) % 47, ids[:, 64:]], dim=1)
     assert PrefixSharing("auto", wide).layout(alone, torch.ones_like(ids), 32, False, 1) is None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_bound_of_a_gain_is_one(seed):
+    draw = np.random.default_rng(seed)
+    rows, prompt, completion = draw.integers(1, 9), draw.integers(1, 12), draw.integers(1, 8)
+    kinds, lengths = draw.integers(0, draw.integers(1, 5), rows), draw.integers(0, completion + 1, rows)
+    lengths[0] = 1
+    columns = np.arange(prompt + completion)
+    starts = draw.integers(0, prompt, 5)[kinds]
+    live = (columns >= starts[:, None]) & (columns < prompt + lengths[:, None])
+    ids = np.where(columns < prompt, kinds[:, None], draw.integers(5, 50, live.shape))
+    layout, size = pack(ids, live, completion), Size.of(network("llama"))
+    gain = size.gain(layout, "cpu", 3)
+    assert gain <= size.most_of(live, completion, "cpu", 3) <= size.most(live.shape, "cpu", 3)
 
 
 def test_a_model_that_is_not_what_it_seems_is_found_out(tmp_path, caplog):

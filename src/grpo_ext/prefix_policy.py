@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from peft import PeftModel
 from torch import Tensor
 
@@ -92,7 +93,7 @@ CALL_SECONDS = 3e-5
 """One attention call, with the views and copies around it."""
 PACK_SECONDS = 1e-3
 """To lay out a micro-batch."""
-MARGIN = 3.0
+MARGIN = 2.0
 """How many times its cost a packed forward must save."""
 
 
@@ -126,10 +127,19 @@ class Size:
         tokens, scores = rows * width - layout.tokens, rows * (width - 1) - len(layout.scored)
         return self._gain(tokens, scores, calls, device, passes)
 
-    def most(self, shape: tuple[int, ...], labels: int, device: str, passes: int) -> float:
-        """A bound of the gain for a batch of this shape and with so many labels, before it is laid out."""
-        saved = math.prod(shape) - labels
-        return self._gain(saved, saved, 2, device, passes)
+    def most(self, shape: tuple[int, ...], device: str, passes: int) -> float:
+        """A bound of the gain for any batch of this shape."""
+        return self._gain(math.prod(shape), math.prod(shape), 2, device, passes)
+
+    def most_of(self, live: Bool[np.ndarray, "rows width"], completion: int, device: str, passes: int) -> float:
+        """A bound of the gain for a batch with this mask, before it is laid out: one prompt for all, or no sharing."""
+        lengths = live[:, -completion:].sum(axis=1)
+        labels, prompts = int(lengths.sum()), live[:, :-completion].sum(axis=1)[lengths > 0] - 1
+        if not labels:
+            return 0.0
+        scores = live.size - len(live) - labels
+        shared = self._gain(live.size - labels - int(prompts.min()), scores, 4, device, passes)
+        return max(shared, self._gain(live.size - labels - int(prompts.sum()), scores, 2, device, passes))
 
     def _gain(self, tokens: int, scores: int, calls: int, device: str, passes: int) -> float:
         """`tokens` and `scores` are those saved; on a CPU stock TRL scores every position."""
@@ -205,12 +215,12 @@ class PrefixSharing:
         if self.size is None:
             return None
         shape, device, auto = tuple(input_ids.shape), input_ids.device.type, self.setting != "true"
-        if auto and self.size.most(shape, 0, device, passes) <= MARGIN:
+        if auto and self.size.most(shape, device, passes) <= MARGIN:
             return None
-        ids, live = input_ids.cpu().numpy(), mask.bool().cpu().numpy()
-        if auto and self.size.most(shape, int(live[:, -completion:].sum()), device, passes) <= MARGIN:
+        live = mask.bool().cpu().numpy()
+        if auto and self.size.most_of(live, completion, device, passes) <= MARGIN:
             return None
-        layout = shared_prefix.pack(ids, live, completion, whole=whole)
+        layout = shared_prefix.pack(input_ids.cpu().numpy(), live, completion, whole=whole)
         if layout is None or not auto:
             return layout
         return layout if self.size.gain(layout, device, passes) > MARGIN else None
