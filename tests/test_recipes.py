@@ -392,6 +392,9 @@ def test_what_is_not_installed_is_told_where_it_is_to_run(write, monkeypatch):
 def test_a_variable_that_is_exported_already_may_stand_in_env(write, monkeypatch):
     monkeypatch.setenv("HF_HOME", "here")
     load_recipe(write(env={"HF_HOME": "here"}))
+    assert os.environ["HF_HOME"] == "here"
+    [problem] = problems(write(env={"HF_HOME": "there"}))
+    assert "HF_HOME has been read before" in problem
 
 
 # grpo-ext check.
@@ -485,6 +488,8 @@ def test_train_help_lists_every_key(capsys):
         cli.main(["train", "--help"])
     out = capsys.readouterr().out
     assert not [key for key in all_keys() if f"--{key}" not in out]
+    told = out.partition("The loss: ")[2].partition("package.module")[0]
+    assert not [name for name in losses if name not in re.findall(r"\w+", told)]
 
 
 # Launching.
@@ -522,4 +527,7 @@ def test_cpu_ddp_starts_two_gloo_ranks(tmp_path):
 
 
 def test_the_slurm_script_is_bash():
-    subprocess.run(["bash", "-n", recipes_folder() / "slurm" / "train.sbatch"], check=True)
+    script = recipes_folder() / "slurm" / "train.sbatch"
+    checked = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert script.read_text().startswith("#!")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import time
 from types import SimpleNamespace
@@ -93,12 +94,11 @@ def test_a_worker_dies_with_its_parent(tmp_path):
     )
     env = os.environ | {"TESTS": os.path.dirname(__file__)}
     done = subprocess.run([os.sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
-    worker = int(done.stdout)
-    for _ in range(100):
-        if not os.path.exists(f"/proc/{worker}"):
-            return
+    assert done.returncode == -signal.SIGKILL
+    worker, deadline = int(done.stdout), time.monotonic() + 5
+    while os.path.exists(f"/proc/{worker}") and time.monotonic() < deadline:
         time.sleep(0.05)
-    pytest.fail("the worker outlived its parent")
+    assert not os.path.exists(f"/proc/{worker}"), "the worker outlived its parent"
 
 
 # Composition.

@@ -12,6 +12,7 @@ from trl import GRPOConfig
 from . import checks
 from .checks import ConfigError as ConfigError
 from .idle_checks import warnings
+from .losses import losses
 from .objective import Objective, resolve
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,13 @@ class GRPOExtConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "advantage_kwargs"]  # noqa: RUF012
 
+    loss_type: str = field(
+        default=GRPOConfig.loss_type,
+        metadata={
+            "help": f"The loss: {', '.join(losses)}, or 'package.module:function'. `grpo-ext check` prints its "
+            "formula and paper."
+        },
+    )
     loss_defaults: str = field(
         default="paper",
         metadata={

@@ -17,7 +17,7 @@ from transformers.training_args import OptimizerNames, trainer_log_levels
 from .advantages import combinations, estimators
 from .aggregation import aggregations
 from .kl import kl_estimators
-from .loss_checks import TOWER
+from .loss_checks import TOWER, type_name
 from .losses import find
 from .ratios import ratios
 from .registry import UnknownNameError, did_you_mean
@@ -61,11 +61,6 @@ def _type_problems(config: Any, part: type, also: Mapping[str, type]) -> Iterato
             yield f"{f.name}=False: YAML reads an unquoted no as false. Write 'no' in quotes."
         else:
             yield f"{f.name}={value!r}: a {type(value).__name__} where {type_name(hint)} is expected. Write one."
-
-
-def type_name(hint: Any) -> str:
-    """A type as a user would write it."""
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def _values(enum: type[Enum]) -> tuple[str, ...]:

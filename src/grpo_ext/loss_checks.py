@@ -18,6 +18,11 @@ from .registry import did_you_mean
 TOWER = BeartypeConf(is_pep484_tower=True)  # an int is a fine float
 
 
+def type_name(hint: Any) -> str:
+    """A type as a user would write it."""
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
 def _surrogate(config: Any) -> Iterator[str]:
     row = find(config.loss_type)
     options = set(option_names(row.function))
@@ -76,17 +81,13 @@ def _option_problems(field: str, given: Any, function: Any, fielded: Mapping[str
             hint = did_you_mean(str(name), options) if options else "It takes none: remove it."
             yield f"{field}.{name}={value!r}: {function.__name__} has no such option. {hint}"
         elif name in hints and not is_bearable(value, hints[name], conf=TOWER):
-            expected = _name(hints[name])
+            expected = type_name(hints[name])
             yield f"{field}.{name}={value!r}: a {type(value).__name__} where {expected} is expected. Write one."
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{field}.{name}={value!r} is not finite. Give a finite number."
     for name in options:
         if parameters[name].default is inspect.Parameter.empty and name not in given:
             yield f"{field}.{name} is missing: {function.__name__} needs it. Set {field}: {{{name}: ...}}."
-
-
-def _name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
 
 
 def _ratio_level(config: Any) -> Iterator[str]:

@@ -1,7 +1,13 @@
 """vLLM inside the training process."""
 
+import os
+from unittest.mock import patch
+
 import pytest
+from trl.generation.vllm_generation import VLLMGeneration, ensure_master_addr_port
 from vllm_runs import DDP, drifts, steps, train
+
+from grpo_ext.rollout.generation import Generation
 
 FLOAT32 = 0.02
 
@@ -32,6 +38,23 @@ def test_two_processes_have_an_engine_each(untied, tmp_path):
     log, _, _ = train(tmp_path, "colocate", untied, launch=DDP, config={"max_steps": 5})
     assert len(drifts(log)) == 5
     assert max(drifts(log)) < FLOAT32
+
+
+def test_runs_that_start_at_the_same_moment_take_ports_of_their_own(monkeypatch):
+    ports = []
+
+    def look_for_a_port(_):
+        ensure_master_addr_port()
+        ports.append(os.environ["MASTER_PORT"])
+
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", look_for_a_port)
+    for _ in range(2):
+        with patch.dict(os.environ):
+            run = Generation.__new__(Generation)
+            run.mode, run.dtype = "colocate", "float32"
+            run._init_vllm()
+    assert ports[0] != ports[1]
 
 
 def test_a_truncated_distribution_is_told_from_stale_weights(tied, tmp_path):

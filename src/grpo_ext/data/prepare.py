@@ -10,13 +10,13 @@ from typing import Any, TypeAlias, Union
 from datasets import Dataset, IterableDataset
 
 from ..registry import did_you_mean
+from ..rewards.signatures import TRL_ARGUMENTS
 from . import files as local_files
 from .config import DataConfig, value_problems
 from .rows import (
     ANSWER_COLUMNS,
     MAX_REPORTED,
     PROMPT_COLUMNS,
-    RESERVED_COLUMNS,
     DataError,
     Plan,
     RowError,
@@ -67,7 +67,7 @@ def prepare_split(
     dataset = split.dataset
     names = _column_names(dataset, split.source)
     plan = _plan(names, config, split.source)
-    renamed = [name for name in RESERVED_COLUMNS if name in (plan.prompt_column, plan.answer_column)]
+    renamed = [name for name in TRL_ARGUMENTS if name in (plan.prompt_column, plan.answer_column)]
     collisions = check_columns(name for name in names if name not in renamed)
     if collisions:
         raise DataError("\n".join(f"{split.source}: {problem}" for problem in collisions))

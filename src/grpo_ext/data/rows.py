@@ -6,18 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..rewards.signatures import TRL_ARGUMENTS
+
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("solution", "answer", "final_answer", "gold")
-# Names that TRL itself passes to every reward function beside the dataset's columns.
-RESERVED_COLUMNS = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "environments",
-)
 MAX_REPORTED = 5
 
 
@@ -65,7 +57,7 @@ def check_columns(names: Iterable[str]) -> list[str]:
         f"column {name!r}: TRL passes its own {name!r} to reward functions, so stock TRL crashes late or overwrites "
         f"the column. Rename it, for example to 'dataset_{name}'."
         for name in names
-        if name in RESERVED_COLUMNS
+        if name in TRL_ARGUMENTS
     ]
 
 

@@ -127,7 +127,7 @@ Before GRPO the model solves **{before.accuracy:.1%}** of {count} held-out addit
 
 ## What happened
 
-A fresh transformer of 0.4 million parameters first imitated a careless teacher: right format, right sums of
+A fresh transformer of 0.57 million parameters first imitated a careless teacher: right format, right sums of
 two digits, but six carries in ten forgotten. Then GRPO rewarded nothing but the format and the final answer. Nobody
 showed the model when to carry: it sampled eight attempts per problem and learned from the ones that came out right.
 
@@ -138,9 +138,9 @@ showed the model when to carry: it sampled eight attempts per problem and learne
 ## How to go on
 
 - The trained model: `{run.model_directory}`, a folder that `AutoModelForCausalLM.from_pretrained` loads.
-- Another loss: `grpo-ext train --help`, and the table in `src/grpo_ext/losses.py`; one word, `loss_type`, changes.
-- Another reward, loss or advantage: `examples/` has one runnable change each.
-- A real model and real data: `recipes/`.
+- Another loss: one word, `loss_type`, changes; `grpo-ext train --help` lists them.
+- Another reward, loss or advantage: the folder `examples/` of the repository has one runnable change each.
+- A real model and real data: `grpo-ext recipes` lists the recipes.
 """
 
 

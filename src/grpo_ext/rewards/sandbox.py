@@ -217,21 +217,6 @@ def available(min_protection: str = "isolated") -> str:
     )
 
 
-def protection(method: str | None = None) -> list[str]:
-    """What stands between an untrusted program and this machine, in words; empty if nothing can."""
-    method = method or _probe()[0]
-    if method is None:
-        return []
-    owner = "a uid of its own" if os.geteuid() == 0 else "user namespace"
-    separate = {
-        "namespaces": ["mount, pid, network, ipc and uts namespaces", owner],
-        "landlock": ["landlock", "no child processes, no subfolders, no signals"],
-        "seccomp": ["no child processes, no signals", "files readable, and writable where this user may write"],
-    }
-    filter_ = ["seccomp filter"] if platform.machine() in MACHINES else []
-    return [method, *separate[method], *filter_, "no capabilities, no_new_privs", "rlimits", "dies with its parent"]
-
-
 @functools.cache
 def _probe() -> tuple[str | None, tuple[str, ...]]:
     problems = []

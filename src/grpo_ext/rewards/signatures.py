@@ -6,10 +6,10 @@ from typing import Any
 
 from grpo_ext.rewards._registry import Reward
 
-# TRL passes these besides the dataset's columns: never options of a recipe, wherever they stand in a signature.
-_TRL_COLUMNS = frozenset(
-    {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
-)
+TRL_ARGUMENTS = (
+    "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments",
+)  # fmt: skip
+"""What TRL passes besides the dataset's columns: never options of a recipe, wherever they stand in a signature."""
 
 
 def options(function: Reward) -> dict[str, inspect.Parameter] | None:
@@ -18,7 +18,7 @@ def options(function: Reward) -> dict[str, inspect.Parameter] | None:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
-    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in _TRL_COLUMNS}
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in TRL_ARGUMENTS}
 
 
 def asks(function: Reward, name: str) -> bool:
@@ -39,7 +39,7 @@ def needs(function: Reward) -> list[str]:
     except (TypeError, ValueError):
         return []
     required = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-    return [name for name in required if name not in _TRL_COLUMNS]
+    return [name for name in required if name not in TRL_ARGUMENTS]
 
 
 def callable_name(function: Any) -> str:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils.other import get_free_port
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from trl.generation import vllm_generation
@@ -103,6 +104,8 @@ class Generation(VLLMGeneration):
             self._together(self._connect)
             return
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
+        # TRL takes 29500 when it is free as it looks: so does every other run that starts at that moment.
+        os.environ.setdefault("MASTER_PORT", str(get_free_port()))
         with _engine_settings(dtype):
             super()._init_vllm()
 

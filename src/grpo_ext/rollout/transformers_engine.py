@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..guards import active_dropout
-from ..prefix_policy import invoked_later
+from ..prefix_policy import GROWING_ROPE, invoked_later
 from .prompt_cache import Store, Unsupported, check_layers, store_for
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,6 @@ _PROCESSORS = {
 }  # fmt: skip
 """Processors that treat every row by itself."""
 _INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-_ROPE_BY_BATCH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the longest row of the batch."""
 
 
 class Grouped:
@@ -115,7 +113,7 @@ def check_model(model: Any) -> None:
     if model.training and getattr(config, "router_jitter_noise", 0):
         raise Unsupported("the router is noisy in training")
     rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
-    if any(kind in rope for kind in _ROPE_BY_BATCH):
+    if any(kind in rope for kind in GROWING_ROPE):
         raise Unsupported("its rotary embedding depends on the longest row of the batch")
 
 
