@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -332,6 +333,17 @@ def test_evaluation_uses_its_own_number_of_generations(model_path, tmp_path):
     metrics = trainer.evaluate(tiny.prompts(4))
     assert math.isfinite(metrics["eval_loss"])
     assert list(trainer._history) == before
+
+
+# The sampler.
+
+
+def test_a_rollout_function_without_log_probabilities_leaves_nothing_to_compare(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, rollout=scripted_rollout, max_steps=1)
+    trainer._drift = SimpleNamespace(due=False)  # where a trainer with vLLM has a DriftCheck
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert not trainer._drift.due
 
 
 # PEFT.

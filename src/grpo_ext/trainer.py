@@ -199,7 +199,7 @@ class GRPOExtTrainer(GRPOTrainer):
             output = super()._generate_and_score_completions(inputs)
         finally:
             self._settled = None
-        if mode == "train" and self._drift is not None:
+        if mode == "train" and self._drift is not None and "sampling_per_token_logps" in output:
             self._drift.due = True
             if "old_per_token_logps" in output:
                 self._drift(output["old_per_token_logps"], output)
