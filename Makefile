@@ -85,7 +85,7 @@ bench: install
 	$(BIN)/python docs/tables.py
 
 bench-grid: install
-	@echo "bench-grid: the step beside a plain forward, its growth with G, and shared_prefix: auto where nothing is to gain"
+	@echo "bench-grid: the step beside a plain forward, its growth with G, and shared_prefix: auto where nothing is to gain; 15 minutes"
 	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts over_plain growth never_slower
 
 bench-vllm: install-vllm

@@ -199,7 +199,9 @@ def test_the_program_dies_with_its_parent(method, world):
     time.sleep(0.3)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
+    assert parent.returncode == -signal.SIGKILL
     wait_for(lambda: not reaped() and descendants() <= before)
+    assert descendants() <= before
     for folder in Path(world["outside"]).glob("grpo_ext_sandbox_*"):  # nobody is left to remove it
         for file in folder.iterdir():
             file.unlink()

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_ext.rewards._registry import Reward
@@ -14,32 +15,33 @@ TRL_ARGUMENTS = (
 
 def options(function: Reward) -> dict[str, inspect.Parameter] | None:
     """The keyword-only parameters, which a recipe may set; None if the signature cannot be read."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
+    parameters = _parameters(function)
+    if parameters is None:
         return None
-    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in TRL_ARGUMENTS}
+    return {p.name: p for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in TRL_ARGUMENTS}
 
 
 def asks(function: Reward, name: str) -> bool:
     """Whether it may look at an argument; `**kwargs` may look at any, `**_` says that it does not."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
+    parameters = _parameters(function)
+    if parameters is None or name in parameters:
         return True
-    return name in parameters or any(
-        p.kind is p.VAR_KEYWORD and not p.name.startswith("_") for p in parameters.values()
-    )
+    return any(p.kind is p.VAR_KEYWORD and not p.name.startswith("_") for p in parameters.values())
 
 
 def needs(function: Reward) -> list[str]:
     """The dataset's columns without which it cannot be called."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
+    parameters = (_parameters(function) or {}).values()
     required = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     return [name for name in required if name not in TRL_ARGUMENTS]
+
+
+def _parameters(function: Reward) -> Mapping[str, inspect.Parameter] | None:
+    """None if the signature cannot be read."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
 
 
 def callable_name(function: Any) -> str:
