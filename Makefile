@@ -63,8 +63,8 @@ test: install-vllm
 	$(RUN_TESTS) $(PYTEST_ARGS)
 
 test-vllm: install-vllm
-	@echo "test-vllm: pytest of tests/real_vllm in $(WORKERS) processes"
-	$(RUN_TESTS) tests/real_vllm $(PYTEST_ARGS)
+	@echo "test-vllm: pytest of tests/rollout/real_vllm in $(WORKERS) processes"
+	$(RUN_TESTS) tests/rollout/real_vllm $(PYTEST_ARGS)
 
 lint: install
 	@echo "lint: ruff check, ruff format --check, mypy"

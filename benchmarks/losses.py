@@ -34,7 +34,7 @@ def run(loss: str, seed: int) -> dict:
     from grpo_ext.quickstart.evaluate import greedy_accuracy
     from grpo_ext.quickstart.model import ensure_model
     from grpo_ext.quickstart.task import load
-    from grpo_ext.recipe import load_recipe
+    from grpo_ext.recipe.parsing import load_recipe
     from grpo_ext.train import train
 
     torch.set_num_threads(1)

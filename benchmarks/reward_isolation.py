@@ -12,7 +12,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from grpo_ext.rewards import RewardSpec, Runtime
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.runtime import Runtime
 
 RESULT = Path(__file__).parent / "results" / "reward_isolation.json"
 

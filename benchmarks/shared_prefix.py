@@ -36,8 +36,9 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo_ext import GRPOExtConfig, GRPOExtTrainer, batching
-from grpo_ext.prefix_policy import PrefixSharing, Size
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.packing import micro_batches as batching
+from grpo_ext.packing.policy import PrefixSharing, Size
 from step_overhead import tokenizer
 
 HERE = Path(__file__).parent

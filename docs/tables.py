@@ -16,16 +16,17 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from grpo_ext.advantages import combinations, estimators
-from grpo_ext.aggregation import aggregations
-from grpo_ext.config import GRPOExtConfig
-from grpo_ext.data import DataConfig
-from grpo_ext.kl import kl_estimators
-from grpo_ext.losses import losses
-from grpo_ext.objective import resolve
-from grpo_ext.ratios import ratios
-from grpo_ext.rewards import rewards
-from grpo_ext.surrogates import surrogates
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.data.config import DataConfig
+from grpo_ext.objective.advantages import estimators
+from grpo_ext.objective.aggregation import aggregations
+from grpo_ext.objective.combinations import combinations
+from grpo_ext.objective.kl import kl_estimators
+from grpo_ext.objective.losses import losses
+from grpo_ext.objective.objective import resolve
+from grpo_ext.objective.ratios import ratios
+from grpo_ext.objective.surrogates import surrogates
+from grpo_ext.rewards.catalogue import rewards
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

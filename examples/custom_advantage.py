@@ -11,15 +11,15 @@ import sys
 
 from torch import Tensor
 
-from grpo_ext.recipe import load_recipe
+from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
 
 
 def wins(rewards: Tensor, *, margin: float = 0.0) -> Tensor:
     """(wins - losses) / (G - 1) for rewards [groups, completions]; NaN is a completion that could not be scored.
 
-    The rules of `grpo_ext.advantages` hold by construction: comparing with NaN is neither a win nor a loss, and in a
-    group of equals nobody wins.
+    The rules of estimators hold by construction: comparing with NaN is neither a win nor a loss, and in a group
+    of equals nobody wins.
     """
     lead = rewards[:, :, None] - rewards[:, None, :]
     scorable = (~rewards.isnan()).sum(dim=-1, keepdim=True)

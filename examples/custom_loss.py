@@ -9,8 +9,8 @@ import sys
 
 from torch import Tensor
 
-from grpo_ext.losses import register
-from grpo_ext.recipe import load_recipe
+from grpo_ext.objective.losses import register
+from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
 
 
@@ -18,7 +18,7 @@ from grpo_ext.train import train
     "spo",
     paper="SPO, arXiv:2401.16025",
     formula="-(1/B) sum_i (1/n_i) sum_t (r A - |A| (r - 1)^2 / (2 width))",
-    aggregation="seq-mean-token-mean",  # what is left out is as in `grpo_ext.losses.Loss`
+    aggregation="seq-mean-token-mean",  # what is left out is as in `grpo_ext.objective.losses.Loss`
 )
 def spo(log_ratio: Tensor, advantages: Tensor, *, width: float = 0.2) -> Tensor:
     """-(r A - |A| (r - 1)^2 / (2 width)): the maximum lies where clipping would start, and the gradient never dies."""

@@ -34,8 +34,8 @@ def table() -> list[Mutation]:
 
 MUTATIONS = [
     (
-        "ratios",
-        "ratios",
+        "objective/ratios",
+        "objective/test_ratios",
         [
             ("LOG_RATIO_BOUND = 20.0", "LOG_RATIO_BOUND = 80.0"),
             ("torch.where(mask.bool(), values, torch.zeros_like(values))", "values * mask"),
@@ -56,8 +56,8 @@ MUTATIONS = [
         ],
     ),
     (
-        "surrogates",
-        "surrogates",
+        "objective/surrogates",
+        "objective/test_surrogates",
         [
             ("clamp(1 - epsilon_low, 1 + epsilon_high)", "clamp(1 - epsilon_high, 1 + epsilon_low)"),
             ("clamp(1 - epsilon_low, 1 + epsilon_high)", "clamp(1 - epsilon_low - 1e-9, 1 + epsilon_high + 1e-9)"),
@@ -119,8 +119,8 @@ MUTATIONS = [
         ],
     ),
     (
-        "kl",
-        "kl",
+        "objective/kl",
+        "objective/test_kl",
         [
             ("return -log_ref_ratio\n", "return log_ref_ratio\n"),
             ("log_ref_ratio.square() / 2", "log_ref_ratio.square()"),
@@ -137,8 +137,8 @@ MUTATIONS = [
         ],
     ),
     (
-        "advantages",
-        "advantages",
+        "objective/advantages",
+        "objective/test_advantages",
         [
             ("degrees.to(values.dtype), math.inf).sqrt()", "degrees.to(values.dtype), math.inf)"),
             (
@@ -170,7 +170,6 @@ MUTATIONS = [
             ('_in_unit_interval(rewards, "maxrl", "Rescale the reward.")', "rewards"),
             ("return rewards.clamp(0, 1)", "return rewards"),
             ("(rewards > 1 + ROUNDING)", "(rewards > 1)"),
-            ("rounded & ~total.isnan()", "total.isnan() & ~total.isnan()"),
             ("group(rewards, eps=eps).clamp(-clamp, clamp)", "group(rewards, eps=eps)"),
             ("_std(per_group, ddof=1) + batch_eps", "_std(per_group, ddof=0) + batch_eps"),
             ("per_group - per_group.nanmean()) / (", "per_group) / ("),
@@ -207,28 +206,11 @@ MUTATIONS = [
             ("_pass_rate(n - 1, c - binary.nan_to_num(), k)", "_pass_rate(n - 1, c, k)"),
             ("((n - c)[..., None] - i).clamp(min=0)", "((n - c + 1)[..., None] - i).clamp(min=0)"),
             ("return 1 - factors.prod(dim=-1)", "return factors.prod(dim=-1)"),
-            ("(rewards * weights).nansum(dim=-1)\n", "rewards.nansum(dim=-1)\n"),
-            ("        scored = scored & (weights != 0)\n", ""),
-            ('missing == "renormalize"', 'missing != "renormalize"'),
-            ("total * weights.abs().sum()", "total * weights.sum()"),
-            ("torch.where(scored.any(dim=-1), total, math.nan)", "total"),
-            (
-                "estimator(weighted_total(rewards, weights, missing=missing), -1)",
-                "estimator(weighted_total(rewards, weights, missing=missing), 0)",
-            ),
-            ("_std(total, ddof=1) + eps", "_std(total, ddof=0) + eps"),
-            ("centred = total - total.nanmean()", "centred = total"),
-            ("(spread & (weights != 0)).any()", "spread.any()"),
-            ("torch.where((spread & (weights != 0)).any(), whitened, centred)", "whitened"),
-            ("torch.where((spread & (weights != 0)).any(), whitened, centred)", "centred"),
-            ("(columns * weights[:, None, None]).sum(dim=0)", "columns.sum(dim=0)"),
-            ("torch.stack(columns).sum(dim=0) / weights.abs().sum()", "torch.stack(columns).sum(dim=0)"),
-            ("torch.stack(columns).sum(dim=0) / weights.abs().sum()", "torch.stack(columns).mean(dim=0)"),
         ],
     ),
     (
-        "advantages",
-        "laws",
+        "objective/advantages",
+        "objective/test_laws",
         [
             ("rewards.isnan() | zero_variance(rewards)[:, None]", "rewards.isnan()"),
             (
@@ -243,8 +225,8 @@ MUTATIONS = [
         ],
     ),
     (
-        "aggregation",
-        "aggregation",
+        "objective/aggregation",
+        "objective/test_aggregation",
         [
             ("torch.where(mask.bool(), per_token_loss, torch.zeros_like(per_token_loss))", "(per_token_loss * mask)"),
             ("(token_sums(per_token_loss, mask) / n).sum()", "per_token_loss.mean(dim=-1).sum()"),
@@ -262,8 +244,8 @@ MUTATIONS = [
         ],
     ),
     (
-        "losses",
-        "losses",
+        "objective/losses",
+        "objective/test_losses",
         [
             (
                 'aggregation="seq-mean-token-mean",\n    trl=True,\n)\n_row(\n    "deepseek_v3"',
@@ -304,8 +286,8 @@ MUTATIONS = [
         ],
     ),
     (
-        "losses",
-        "registry",
+        "objective/losses",
+        "test_registry",
         [
             ("        if row.surrogate is entry:\n", "        if False:\n"),
             (
@@ -316,8 +298,8 @@ MUTATIONS = [
         ],
     ),
     (
-        "objective",
-        "losses",
+        "objective/objective",
+        "objective/test_losses",
         [
             ('options["epsilon_high"] = config.epsilon', "pass"),
             ("per_token_logps.detach()))\n        advantages", "per_token_logps))\n        advantages"),
@@ -334,8 +316,8 @@ MUTATIONS = [
         ],
     ),
     (
-        "objective",
-        "laws",
+        "objective/objective",
+        "objective/test_laws",
         [
             ('"per_token_logps": masked(per_token_logps, mask)', '"per_token_logps": per_token_logps'),
             ('"old_per_token_logps": masked(old, mask)', '"old_per_token_logps": old'),
@@ -350,7 +332,7 @@ MUTATIONS = [
     ),
     (
         "registry",
-        "registry",
+        "test_registry",
         [
             ("n=3, cutoff=0.6", "n=1, cutoff=0.6"),
             ("n=3, cutoff=0.6", "n=3, cutoff=0.99"),
@@ -362,6 +344,30 @@ MUTATIONS = [
             ("except Exception as error:", "except ImportError as error:"),
             ('(":" in name or "." in name)', '":" in name'),
             ('path.partition(":") if ":" in path else path.rpartition(".")', 'path.partition(":")'),
+        ],
+    ),
+    (
+        "objective/combinations",
+        "objective/test_advantages",
+        [
+            ("rounded & ~total.isnan()", "total.isnan() & ~total.isnan()"),
+            ("(rewards * weights).nansum(dim=-1)\n", "rewards.nansum(dim=-1)\n"),
+            ("        scored = scored & (weights != 0)\n", ""),
+            ('missing == "renormalize"', 'missing != "renormalize"'),
+            ("total * weights.abs().sum()", "total * weights.sum()"),
+            ("torch.where(scored.any(dim=-1), total, math.nan)", "total"),
+            (
+                "estimator(weighted_total(rewards, weights, missing=missing), -1)",
+                "estimator(weighted_total(rewards, weights, missing=missing), 0)",
+            ),
+            ("_std(total, ddof=1) + eps", "_std(total, ddof=0) + eps"),
+            ("centred = total - total.nanmean()", "centred = total"),
+            ("(spread & (weights != 0)).any()", "spread.any()"),
+            ("torch.where((spread & (weights != 0)).any(), whitened, centred)", "whitened"),
+            ("torch.where((spread & (weights != 0)).any(), whitened, centred)", "centred"),
+            ("(columns * weights[:, None, None]).sum(dim=0)", "columns.sum(dim=0)"),
+            ("torch.stack(columns).sum(dim=0) / weights.abs().sum()", "torch.stack(columns).sum(dim=0)"),
+            ("torch.stack(columns).sum(dim=0) / weights.abs().sum()", "torch.stack(columns).mean(dim=0)"),
         ],
     ),
 ]
@@ -385,7 +391,7 @@ def run(mutation: Mutation | None, tests: list[str], folder: Path) -> int:
         os.environ["PYTHONPATH"] = str(folder)
         sys.dont_write_bytecode = True
         arguments = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "-k", NOT_HERE]
-        status = int(pytest.main([*arguments, *(str(ROOT / "tests" / f"test_{name}.py") for name in tests)]))
+        status = int(pytest.main([*arguments, *(str(ROOT / "tests" / f"{name}.py") for name in tests)]))
         if not sys.modules["grpo_ext"].__file__.startswith(str(folder)):
             status = 98
     except BaseException:
@@ -427,7 +433,7 @@ def main(words: list[str]) -> int:
             results.append(verdict(status))
             shown = [" ".join(text.split())[:60] for text in (m.old, m.new)]
             print(
-                f"{results[-1]:12} {time.monotonic() - since:4.1f} s  {m.module:11} {shown[0]}  ->  {shown[1]}",
+                f"{results[-1]:12} {time.monotonic() - since:4.1f} s  {m.module:22} {shown[0]}  ->  {shown[1]}",
                 flush=True,
             )
             if results[-1].startswith("BROKEN"):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.advantages import estimators
-from grpo_ext.losses import find
+from grpo_ext.objective.advantages import estimators
+from grpo_ext.objective.losses import find
 from grpo_ext.quickstart.model import ensure_model
-from grpo_ext.rewards.composite import parse
+from grpo_ext.rewards.composition import parse
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))

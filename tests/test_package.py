@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from grpo_ext.quickstart.model import ensure_model
-from grpo_ext.recipe import load_recipe
+from grpo_ext.recipe.parsing import load_recipe
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -33,7 +33,7 @@ def python(program: str, executable: str = sys.executable, **options) -> str:
 # Import.
 
 
-@pytest.mark.parametrize("module", ["grpo_ext", "grpo_ext.cli"])
+@pytest.mark.parametrize("module", ["grpo_ext", "grpo_ext.commands.cli"])
 def test_importing_loads_nothing_heavy(module):
     heavy = python(f"import sys, {module}; print({{'torch', 'trl', 'transformers', 'datasets'}} & set(sys.modules))")
     assert heavy.strip() == "set()"
@@ -42,7 +42,7 @@ def test_importing_loads_nothing_heavy(module):
 def test_public_names_come_on_first_use():
     program = """
         import sys, grpo_ext
-        assert grpo_ext.GRPOExtConfig.__module__ == "grpo_ext.config" and "torch" in sys.modules
+        assert grpo_ext.GRPOExtConfig.__module__ == "grpo_ext.config.grpo_config" and "torch" in sys.modules
         try:
             grpo_ext.GRPOTrainer
         except AttributeError as error:
@@ -79,7 +79,7 @@ def test_wheel_says_what_it_needs(wheel):
     fields = archive.read(f"{info}/METADATA").decode()
     assert "Requires-Dist: trl<1.17,>=1.16\n" in fields
     assert "Requires-Python: >=3.11\n" in fields
-    assert "grpo-ext = grpo_ext.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    assert "grpo-ext = grpo_ext.commands.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
     assert f"{info}/licenses/LICENSE" in archive.namelist()
 
 

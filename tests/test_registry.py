@@ -5,13 +5,15 @@ import sys
 
 import pytest
 
-from grpo_ext.advantages import combinations, estimators
-from grpo_ext.aggregation import aggregations
-from grpo_ext.kl import kl_estimators
-from grpo_ext.losses import Loss, find, losses, register
-from grpo_ext.ratios import ratios
-from grpo_ext.registry import Registry, UnknownNameError, did_you_mean, import_path
-from grpo_ext.surrogates import clip_regions, surrogates
+from grpo_ext.errors import UnknownNameError
+from grpo_ext.objective.advantages import estimators
+from grpo_ext.objective.aggregation import aggregations
+from grpo_ext.objective.combinations import combinations
+from grpo_ext.objective.kl import kl_estimators
+from grpo_ext.objective.losses import Loss, find, losses, register
+from grpo_ext.objective.ratios import ratios
+from grpo_ext.objective.surrogates import clip_regions, surrogates
+from grpo_ext.registry import Registry, did_you_mean, import_path
 from pure import batch, loss_and_gradient, objective
 
 REGISTRIES = [losses, surrogates, ratios, kl_estimators, estimators, combinations, aggregations, clip_regions]

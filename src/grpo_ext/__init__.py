@@ -1,21 +1,43 @@
 """grpo-ext: every GRPO-style objective as the papers have it, on top of TRL's GRPOTrainer."""
 
 import importlib
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import ConfigError as ConfigError
-    from .config import GRPOExtConfig as GRPOExtConfig
-    from .trainer import GRPOExtTrainer as GRPOExtTrainer
+    from grpo_ext.config.grpo_config import GRPOExtConfig as GRPOExtConfig
+    from grpo_ext.errors import ConfigError as ConfigError
+    from grpo_ext.objective.losses import register as register_loss
+    from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer as GRPOExtTrainer
 
 __version__ = "0.1.0"
 
-_HOMES = {"GRPOExtConfig": "config", "ConfigError": "config", "GRPOExtTrainer": "trainer"}
-__all__ = ["ConfigError", "GRPOExtConfig", "GRPOExtTrainer", "__version__"]
+_HOMES = {
+    "ConfigError": "errors:ConfigError",
+    "GRPOExtConfig": "config.grpo_config:GRPOExtConfig",
+    "GRPOExtTrainer": "trainer.grpo_trainer:GRPOExtTrainer",
+    "register_advantage": "objective.advantages:estimators.register",
+    "register_aggregation": "objective.aggregation:aggregations.register",
+    "register_kl": "objective.kl:kl_estimators.register",
+    "register_loss": "objective.losses:register",
+    "register_reward": "rewards.protocol:rewards.register",
+}
+__all__ = [
+    "ConfigError",
+    "GRPOExtConfig",
+    "GRPOExtTrainer",
+    "__version__",
+    "register_advantage",
+    "register_aggregation",
+    "register_kl",
+    "register_loss",
+    "register_reward",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public classes on first use, so that `import grpo_ext` itself is instant."""
+    """Import what is public on first use, so that `import grpo_ext` itself is instant."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    return attrgetter(attribute)(importlib.import_module(f"{__name__}.{module}"))

@@ -7,11 +7,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+from grpo_ext.errors import UnknownNameError
+
 T = TypeVar("T")
-
-
-class UnknownNameError(ValueError):
-    """A name that no registry entry and no importable path answers to."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

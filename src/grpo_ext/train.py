@@ -1,7 +1,6 @@
 """`python -m grpo_ext.train --config recipe.yaml [--key value ...]`: what `accelerate launch` runs."""
 
 import gc
-import json
 import logging
 import sys
 import time
@@ -11,19 +10,18 @@ from typing import Any
 
 from accelerate import PartialState
 from transformers import AutoTokenizer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import get_peft_config, get_quantization_config
 
-from .config import ConfigError
-from .data import DataError, load_datasets, load_mixture, prepare
-from .objective import Objective
-from .recipe import QUICKSTART_MODEL, Recipe, load_recipe, print_help
-from .recipe_checks import AFRESH, FRESH_START, LAST
-from .rewards.columns import absences
-from .rewards.runtime import RewardError, Runtime
-from .rollout.drift import RolloutDrift
-from .rollout.generation import ServerLost
-from .trainer import OBJECTIVE_FILE, GRPOExtTrainer
+from grpo_ext.data.loading import load_datasets
+from grpo_ext.data.mixture import load_mixture
+from grpo_ext.data.prepare import prepare
+from grpo_ext.errors import ConfigError, DataError, RewardError, RolloutDrift, ServerLost
+from grpo_ext.recipe.parsing import load_recipe, print_help
+from grpo_ext.recipe.parts import QUICKSTART_MODEL, Recipe
+from grpo_ext.rewards.columns import absences
+from grpo_ext.rewards.runtime import Runtime
+from grpo_ext.trainer.checkpoints import check_same_objective, checkpoint_to_resume
+from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +31,7 @@ def model_path(recipe: Recipe) -> str:
     name = str(recipe.model.model_name_or_path)
     if name != QUICKSTART_MODEL:
         return str(Path(name).expanduser()) if name.startswith("~") else name
-    from .quickstart.model import ensure_model
+    from grpo_ext.quickstart.model import ensure_model
 
     with PartialState().main_process_first():
         return str(ensure_model())
@@ -106,57 +104,9 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     )
 
 
-# Resuming.
-
-
-def checkpoint_to_resume(recipe: Recipe) -> str | None:
-    """The checkpoint to go on from: the one asked for, else the last complete one in `output_dir`."""
-    asked = recipe.training.resume_from_checkpoint
-    if str(asked).lower() in AFRESH:
-        return None
-    if asked and str(asked).lower() not in LAST:
-        return asked
-    complete = sorted(complete_checkpoints(Path(recipe.training.output_dir or ".")), key=_step)
-    return str(complete[-1]) if complete else None
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that were written to the end; what a killed process left half done is passed over."""
-    found = []
-    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        try:
-            json.loads((path / "trainer_state.json").read_text())
-            found.append(path)
-        except (OSError, ValueError):
-            logger.warning(f"{path} is incomplete and is passed over.")
-    return found
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
-
-
-def check_same_objective(checkpoint: str, objective: Objective) -> None:
-    """A run must not change its objective half way unnoticed.
-
-    Raises:
-        ConfigError: the checkpoint was trained by another objective; the message names the axes that differ.
-    """
-    path = Path(checkpoint) / OBJECTIVE_FILE
-    if not path.exists():
-        return
-    old, new = json.loads(path.read_text()), json.loads(json.dumps(objective.to_dict()))
-    differing = [
-        f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in new if old.get(key) != new.get(key)
-    ]
-    if differing:
-        cure = f"Set another output_dir, or --resume_from_checkpoint {FRESH_START}."
-        raise ConfigError([f"{checkpoint} was trained by another objective ({'; '.join(differing)}). {cure}"])
-
-
 def train(recipe: Recipe) -> GRPOExtTrainer:
     """Train a recipe to its end, resuming where an earlier run was stopped, and save the model."""
-    checkpoint = checkpoint_to_resume(recipe)
+    checkpoint = checkpoint_to_resume(Path(recipe.training.output_dir or "."), recipe.training.resume_from_checkpoint)
     if checkpoint:
         check_same_objective(checkpoint, recipe.training.objective)
     trainer = build_trainer(recipe)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..registry import did_you_mean
-from . import files as local_files
-from . import tasks
-from .rows import ANSWER_FORMATS, DataError
+from grpo_ext.data import files as local_files
+from grpo_ext.data import tasks
+from grpo_ext.data.rows import ANSWER_FORMATS
+from grpo_ext.errors import DataError
+from grpo_ext.registry import did_you_mean
 
 PROCEDURAL, QUICKSTART = "reasoning_gym/", "quickstart/"
 
@@ -168,7 +169,7 @@ def split_problems(dataset_name: str, train_split: str, test_split: str) -> list
 
 
 def _quickstart_problems(config: DataConfig) -> list[str]:
-    from ..quickstart.task import load, problems
+    from grpo_ext.quickstart.task import load, problems
 
     known = [name for name in inspect.signature(load).parameters if name != "task"]
     try:

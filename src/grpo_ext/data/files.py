@@ -9,9 +9,10 @@ from typing import Any
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 from pyarrow import ArrowException, parquet
 
-from ..registry import did_you_mean
-from .json_rows import Broken, json_rows, jsonl_rows
-from .rows import MAX_REPORTED, DataError
+from grpo_ext.data.json_rows import Broken, json_rows, jsonl_rows
+from grpo_ext.data.rows import MAX_REPORTED
+from grpo_ext.errors import DataError
+from grpo_ext.registry import did_you_mean
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 

@@ -10,12 +10,13 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from ..registry import did_you_mean
-from . import files as local_files
-from . import tables, tasks
-from .config import PROCEDURAL, QUICKSTART, DataConfig, options, problems, split_problems
-from .prepare import AnyDataset, Split, prepare_split
-from .rows import ANSWER_COLUMNS, PROMPT_COLUMNS, DataError
+from grpo_ext.data import files as local_files
+from grpo_ext.data import tables, tasks
+from grpo_ext.data.config import PROCEDURAL, QUICKSTART, DataConfig, options, problems, split_problems
+from grpo_ext.data.prepare import AnyDataset, Split, prepare_split
+from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS
+from grpo_ext.errors import DataError
+from grpo_ext.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def _hold_out(dataset: AnyDataset, config: DataConfig, reason: str) -> tuple[Any
 
 
 def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split | None]:
-    from ..quickstart.task import load
+    from grpo_ext.quickstart.task import load
 
     train, test = load(name.removeprefix(QUICKSTART), **options(config))
     return Split(train, f"{name}, split train"), Split(test, f"{name}, split test")

@@ -7,11 +7,11 @@ from typing import Any
 
 import datasets
 
-from . import files as local_files
-from .config import DataConfig
-from .loading import call_loader, load_files, load_split
-from .prepare import AnyDataset
-from .rows import DataError
+from grpo_ext.data import files as local_files
+from grpo_ext.data.config import DataConfig
+from grpo_ext.data.loading import call_loader, load_files, load_split
+from grpo_ext.data.prepare import AnyDataset
+from grpo_ext.errors import DataError
 
 
 def check_mixture(mixture: Any) -> None:

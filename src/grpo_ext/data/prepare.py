@@ -9,20 +9,12 @@ from typing import Any, TypeAlias, Union
 
 from datasets import Dataset, IterableDataset
 
-from ..registry import did_you_mean
-from ..rewards.signatures import TRL_ARGUMENTS
-from . import files as local_files
-from .config import DataConfig, value_problems
-from .rows import (
-    ANSWER_COLUMNS,
-    MAX_REPORTED,
-    PROMPT_COLUMNS,
-    DataError,
-    Plan,
-    RowError,
-    check_columns,
-    convert,
-)
+from grpo_ext.data import files as local_files
+from grpo_ext.data.config import DataConfig, value_problems
+from grpo_ext.data.rows import ANSWER_COLUMNS, MAX_REPORTED, PROMPT_COLUMNS, Plan, RowError, check_columns, convert
+from grpo_ext.errors import DataError
+from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 
 logger = logging.getLogger(__name__)
 

@@ -6,15 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..rewards.signatures import TRL_ARGUMENTS
+from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("solution", "answer", "final_answer", "gold")
 MAX_REPORTED = 5
-
-
-class DataError(ValueError):
-    """A dataset, or a setting of one, that cannot be used; the message names the place and the cure."""
 
 
 class RowError(ValueError):

@@ -11,9 +11,10 @@ import datasets
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
-from .files import checked_rows, place_of
-from .json_rows import Written
-from .rows import DataError, number_text
+from grpo_ext.data.files import checked_rows, place_of
+from grpo_ext.data.json_rows import Written
+from grpo_ext.data.rows import number_text
+from grpo_ext.errors import DataError
 
 STREAM_HEAD = 1000  # rows of a stream that show which columns it has
 

@@ -9,8 +9,8 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..registry import did_you_mean
-from .rows import DataError
+from grpo_ext.errors import DataError
+from grpo_ext.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,4 @@
-"""A tiny language model that learns to add by GRPO, in minutes, on a laptop CPU, with nothing to download."""
+"""The tiny model and its task: addition, on a CPU, with nothing to download.
+
+Knows nothing of the other wings. Begin with `model`.
+"""

@@ -10,8 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import task
-from .task import careless_demonstration, example, problems
+from grpo_ext.quickstart import task
+from grpo_ext.quickstart.task import careless_demonstration, example, problems
 
 if TYPE_CHECKING:
     from datasets import Dataset

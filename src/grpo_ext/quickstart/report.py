@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .evaluate import Evaluation
+from grpo_ext.quickstart.evaluate import Evaluation
 
 Log = Sequence[Mapping[str, Any]]
 

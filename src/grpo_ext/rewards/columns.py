@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from ..registry import did_you_mean
-from .composite import RewardSpec
-from .signatures import asks, needs, options
+from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.signatures import asks, needs, options
 
 CALLBACKS = ("log_extra", "log_metric")
 PLURALS = {"prompts": "prompt", "completions": "completion"}

@@ -6,14 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .columns import singular, take
-from .composite import RewardSpec
-from .text import completion_text
-from .worker import shown
-
-
-class RewardError(RuntimeError):
-    """A reward with `on_error: raise` failed; the message names it and says why."""
+from grpo_ext.rewards.columns import singular, take
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.library.text import completion_text
+from grpo_ext.rewards.workers.worker import shown
 
 
 def report(

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from .composite import RewardSpec
-from .pool import Outcome
-from .worker import shown
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.workers.pool import Outcome
+from grpo_ext.rewards.workers.worker import shown
 
 Part: TypeAlias = tuple[list[int], Outcome]
 """One call: the rows of the batch that it was to score, and its outcome."""

@@ -7,14 +7,15 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from .columns import CALLBACKS, asked, check_clash, scorable_rows, take, with_plain_state
-from .composite import RewardSpec
-from .failures import RewardError, report
-from .outcomes import Part, Scores, failure, merged
-from .pool import NO_TIME_LEFT, Job, Outcome, Pool
-from .schedule import weight_at
-from .signatures import asks, is_async
-from .worker import callbacks, last_lines
+from grpo_ext.errors import RewardError
+from grpo_ext.rewards.columns import CALLBACKS, asked, check_clash, scorable_rows, take, with_plain_state
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.failures import report
+from grpo_ext.rewards.outcomes import Part, Scores, failure, merged
+from grpo_ext.rewards.schedule import weight_at
+from grpo_ext.rewards.signatures import asks, is_async
+from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Pool
+from grpo_ext.rewards.workers.worker import callbacks, last_lines
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

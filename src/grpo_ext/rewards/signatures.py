@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_ext.rewards._registry import Reward
+from grpo_ext.rewards.protocol import Reward
 
 TRL_ARGUMENTS = (
     "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments",

@@ -1,6 +1,4 @@
-"""Rollouts: those of transformers that run a prompt once for its completions, and what TRL's vLLM path lacks.
+"""Completions: by transformers (prompts run once per group), by vLLM, with groups without a signal drawn anew.
 
-`transformers_engine` and `prompt_cache` are the former. Of the latter `generation` is what the trainer uses; `client`,
-`gloo` and `buckets` carry weights to a server, `engine` and `plugin` run inside it, `serve` starts it and `server`
-asks it what it is; `drift` and `drift_check` compare sampler and trainer.
+May know packing, config, objective, errors. Begin with `transformers_engine` or `vllm.generation`.
 """

@@ -18,9 +18,9 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..guards import active_dropout
-from ..prefix_policy import GROWING_ROPE, invoked_later
-from .prompt_cache import Store, Unsupported, check_layers, store_for
+from grpo_ext.packing.dropout import active_dropout
+from grpo_ext.packing.obstacles import GROWING_ROPE, invoked_later
+from grpo_ext.rollout.prompt_cache import Store, Unsupported, check_layers, store_for
 
 logger = logging.getLogger(__name__)
 

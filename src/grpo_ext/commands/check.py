@@ -1,0 +1,175 @@
+"""`grpo-ext check`: every mistake of a recipe at once, or what it will do in numbers, before a model is loaded."""
+
+import sys
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_ext.commands.console import print_sections, take_option
+from grpo_ext.commands.serve import server_url, wanted
+from grpo_ext.config.launch import planned_processes, world_size
+from grpo_ext.config.warnings import warnings
+from grpo_ext.data.files import is_path
+from grpo_ext.data.mixture import check_mixture, is_local
+from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.parts import QUICKSTART_MODEL, Recipe
+from grpo_ext.recipe.warnings import recipe_warnings
+from grpo_ext.rollout.vllm.server import ServerUnreachable, mismatches, server_facts
+from grpo_ext.train import datasets_of, model_path
+
+Section = list[tuple[str, str]]
+
+
+def loss_section(recipe: Recipe) -> Section:
+    """The resolved loss."""
+    objective = recipe.training.objective
+    return [
+        ("loss", objective.describe()),
+        ("formula", objective.row.formula or "of your own"),
+        ("paper", objective.row.paper or "of your own"),
+        ("rewards", ", ".join(f"{spec.name} x {spec.weight:g}" for spec in recipe.rewards)),
+    ]
+
+
+def batch_section(recipe: Recipe) -> Section:
+    """Prompts, completions and optimizer steps."""
+    c, processes = recipe.training, world_size()
+    assert c.generation_batch_size
+    assert c.steps_per_generation
+    assert c.num_generations
+    per_step = c.per_device_train_batch_size * processes * c.gradient_accumulation_steps
+    per_generation = c.generation_batch_size // c.num_generations
+    updates = c.steps_per_generation * c.num_iterations / c.gradient_accumulation_steps
+    rows = _rows(recipe)
+    return [
+        ("processes", str(processes)),
+        (
+            "optimizer step",
+            f"{per_step} completions = {per_step / c.num_generations:g} prompts x {c.num_generations}; "
+            f"{c.per_device_train_batch_size} x {c.gradient_accumulation_steps} accumulation per device",
+        ),
+        (
+            "generation",
+            f"{c.generation_batch_size} completions of {per_generation} prompts, up to {c.max_completion_length} "
+            f"tokens each, used for {updates:g} optimizer steps",
+        ),
+        ("training rows", "not known before loading" if rows is None else f"{rows}"),
+        ("optimizer steps", _optimizer_steps(recipe, rows, per_generation, updates)),
+    ]
+
+
+def _rows(recipe: Recipe) -> int | None:
+    """Rows of a dataset that needs no download."""
+    name = recipe.script.dataset_name or ""
+    if recipe.mixture.datasets:
+        check_mixture(recipe.mixture)
+        if not is_local(recipe.mixture):
+            return None
+    elif not name.startswith(("reasoning_gym/", "quickstart/")) and not (name and is_path(name)):
+        return None
+    train, _ = datasets_of(recipe, None)
+    return len(train) if isinstance(train, Dataset) else None
+
+
+def _optimizer_steps(recipe: Recipe, rows: int | None, prompts: int, updates: float) -> str:
+    c = recipe.training
+    if c.max_steps > 0:
+        return str(c.max_steps)
+    if rows is None:
+        return f"{c.num_train_epochs:g} epochs x rows / {prompts} x {updates:g}"
+    return str(int(rows // prompts * updates * c.num_train_epochs))
+
+
+def memory_section(recipe: Recipe) -> Section:
+    """Estimated memory of weights, gradients and optimizer, from the model's configuration alone."""
+    try:
+        parameters, trained = _parameters(recipe)
+    except Exception as error:  # an unreachable hub, an architecture that needs its own code: no estimate, no failure
+        return [("memory", f"not known: {error}")]
+    bytes_each = 2 if (recipe.model.dtype or "float32") in ("bfloat16", "float16") else 4
+    weights, gradients, adam = parameters * bytes_each, trained * bytes_each, 2 * trained * bytes_each
+    reference = parameters * bytes_each if recipe.training.beta and trained == parameters else 0
+    total = weights + gradients + adam + reference
+    return [
+        ("parameters", f"{parameters / 1e6:.2f} M, {trained / 1e6:.2f} M trained"),
+        (
+            "memory per replica",
+            f"{_gib(total)} before activations: weights {_gib(weights)}, gradients {_gib(gradients)}, "
+            f"Adam {_gib(adam)}, reference {_gib(reference)}",
+        ),
+    ]
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _parameters(recipe: Recipe) -> tuple[int, int]:
+    """Parameters, and those of them that are trained."""
+    model = _empty_model(recipe)
+    parameters = sum(p.numel() for p in model.parameters())
+    if not recipe.model.use_peft:
+        return parameters, parameters
+    from peft import get_peft_model
+    from trl import get_peft_config
+
+    adapter: Any = get_peft_config(recipe.model)
+    adapted = get_peft_model(model, adapter)
+    return parameters, sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def _empty_model(recipe: Recipe) -> Any:
+    """The policy without its weights."""
+    if recipe.model.model_name_or_path == QUICKSTART_MODEL:  # not made yet, perhaps: that takes a short training
+        from grpo_ext.quickstart.model import build_model, build_tokenizer
+
+        return build_model(build_tokenizer())
+    config = AutoConfig.from_pretrained(model_path(recipe), trust_remote_code=recipe.training.trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def plan(recipe: Recipe) -> dict[str, Section]:
+    """Sections of the plan, warnings last."""
+    return {
+        "Loss": loss_section(recipe),
+        "Batch": batch_section(recipe),
+        "Memory": memory_section(recipe),
+        "Warnings": [("", warning) for warning in (*warnings(recipe.training), *recipe_warnings(recipe))],
+    }
+
+
+def run(argv: list[str]) -> int:
+    """Print the plan; 2 when the recipe has problems."""
+    processes = take_option(argv, "--num_processes")
+    if processes is not None and not (processes.isdecimal() and int(processes)):
+        print(f"--num_processes {processes}: not a number of processes. Give 1 or more.", file=sys.stderr)
+        return 2
+    try:
+        with planned_processes(int(processes) if processes else None):
+            recipe = load_recipe(argv)
+            print_sections(plan(recipe))
+            return _check_server(recipe)
+    except (ConfigError, DataError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _check_server(recipe: Any) -> int:
+    """Compare the recipe with its vLLM server, where it has one; 2 when they do not fit."""
+    if not (recipe.training.use_vllm and recipe.training.vllm_mode == "server"):
+        return 0
+    url = server_url(recipe)
+    try:
+        problems = list(mismatches(wanted(recipe), server_facts(url)))
+    except ServerUnreachable as error:
+        print(f"vLLM server: {error}.")
+        return 0
+    for problem in problems:
+        print(f"vLLM server at {url}: {problem}", file=sys.stderr)
+    if not problems:
+        print(f"vLLM server at {url}: fits the recipe.")
+    return 2 if problems else 0

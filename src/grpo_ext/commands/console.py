@@ -1,0 +1,33 @@
+"""What commands share: options of their own in front of the recipe's keys, and tables on the terminal."""
+
+import sys
+
+
+def take_option(argv: list[str], option: str) -> str | None:
+    """Remove `option VALUE` or `option=VALUE` from argv and return the value."""
+    for i, arg in enumerate(argv):
+        if arg.startswith(f"{option}="):
+            return argv.pop(i).partition("=")[2]
+    if option not in argv:
+        return None
+    i = argv.index(option)
+    if i + 1 == len(argv):
+        sys.exit(f"{option}: no value.")
+    value = argv[i + 1]
+    del argv[i : i + 2]
+    return value
+
+
+def print_sections(sections: dict[str, list[tuple[str, str]]]) -> None:
+    """A table of names and values for each section that has any."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for title, rows in sections.items():
+        if not rows:
+            continue
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for name, value in rows:
+            table.add_row(name, value)
+        console.print(table, "", markup=False)

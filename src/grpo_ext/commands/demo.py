@@ -1,0 +1,136 @@
+"""`grpo-ext demo`: from nothing to a tiny language model that visibly learned by GRPO, and a report, in minutes."""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from grpo_ext.quickstart.evaluate import greedy_accuracy
+from grpo_ext.quickstart.model import ensure_model
+from grpo_ext.quickstart.report import Run, write_report
+from grpo_ext.quickstart.task import load
+from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.train import build_trainer
+
+RECIPE = "quickstart/grpo"
+
+TrainerFactory = Callable[[Sequence[str]], Any]
+"""From recipe arguments (`--config ... --key value`) to a trainer that is ready to train."""
+
+
+class Progress(TrainerCallback):
+    """One plain line per logging step: step, reward, share of right answers, seconds so far."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self._start = time.monotonic()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Print the line."""
+        logs = logs or {}
+        if "reward" not in logs:
+            return
+        right = logs.get("rewards/accuracy/mean")
+        accuracy = "" if right is None else f"   right answers {right:4.0%} {'█' * round(20 * right):20}"
+        seconds = time.monotonic() - self._start
+        print(
+            f"  step {state.global_step:3}/{state.max_steps}   reward {logs['reward']:.2f}{accuracy} {seconds:4.0f} s"
+        )
+
+
+class Stopwatch(dict[str, float]):
+    """Seconds per phase, in the order in which the phases ran."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time the block takes to `name`."""
+        start = time.monotonic()
+        yield
+        self[name] = self.get(name, 0.0) + time.monotonic() - start
+
+
+def build_recipe_trainer(arguments: Sequence[str]) -> Any:
+    """The trainer that `grpo-ext train` would run with these arguments."""
+    return build_trainer(load_recipe(arguments))
+
+
+def demonstrate(
+    output_dir: Path,
+    *,
+    seed: int = 0,
+    recipe: str = RECIPE,
+    overrides: Sequence[str] = (),
+    make_trainer: TrainerFactory = build_recipe_trainer,
+    problems: int = 400,
+) -> tuple[Run, Path]:
+    """Warm up, measure, train, measure again, report; returns what was measured and the path of report.md."""
+    watch, held_out = Stopwatch(), load(eval_size=problems)[1]
+    print("1/5  A tiny language model that imitates a careless teacher (trained once, then cached) ...")
+    with watch.phase("warm-up"):
+        warm = ensure_model(seed)
+    options = {"model_name_or_path": warm, "output_dir": output_dir, "seed": seed, "disable_tqdm": True}
+    arguments = ["--config", recipe, *(str(word) for key, value in options.items() for word in (f"--{key}", value))]
+    trainer = make_trainer([*arguments, *overrides])
+    with watch.phase("evaluation"):
+        before = _measure("2/5", "before", trainer, held_out)
+    print("3/5  GRPO: eight attempts per problem, a reward for the format and the right answer, nothing else ...")
+    with watch.phase("GRPO"):
+        _train(trainer)
+    with watch.phase("evaluation"):
+        after = _measure("4/5", "after", trainer, held_out)
+    model = output_dir / "model"
+    trainer.save_model(str(model))
+    measured = Run(before, after, trainer.state.log_history, _loss_line(trainer), watch, str(model))
+    return measured, write_report(output_dir, measured)
+
+
+def _train(trainer: Any) -> None:
+    """Train with plain progress lines in place of the default output."""
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(Progress())
+    trainer.train()
+
+
+def _measure(step: str, when: str, trainer: Any, held_out: Any) -> Any:
+    """Held-out accuracy, printed."""
+    result = greedy_accuracy(trainer.model, trainer.processing_class, held_out)
+    print(f"{step}  Accuracy on {len(result.samples)} held-out problems {when} GRPO: {result.accuracy:.1%}")
+    return result
+
+
+def _quiet() -> None:
+    """Silence the libraries' progress bars and notes: the demo's own lines tell the story."""
+    import warnings
+
+    import datasets
+    import transformers
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def _loss_line(trainer: Any) -> str:
+    """The resolved objective in one line; the bare loss_type for a stock trainer."""
+    objective = getattr(trainer, "objective", None)
+    return str(trainer.args.loss_type if objective is None else objective.describe())
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the demo; unknown options override the recipe, for example `--loss_type dr_grpo`."""
+    parser = argparse.ArgumentParser(prog="grpo-ext demo", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"), help="where the report goes")
+    parser.add_argument("--seed", type=int, default=0, help="of the warm-up and of GRPO")
+    parser.add_argument("--recipe", default=RECIPE, help="recipe name or path (default: %(default)s)")
+    options, overrides = parser.parse_known_args(argv)
+    _quiet()
+    measured, page = demonstrate(options.output_dir, seed=options.seed, recipe=options.recipe, overrides=overrides)
+    total = sum(measured.seconds.values())
+    print(f"5/5  {measured.before.accuracy:.1%} -> {measured.after.accuracy:.1%} in {total:.0f} s. Report: {page}")
+    return 0

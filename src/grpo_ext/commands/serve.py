@@ -1,0 +1,179 @@
+"""`grpo-ext serve`: the vLLM server that a recipe needs, started with exactly the flags it needs."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlparse
+
+import requests
+import torch
+
+from grpo_ext.commands.console import take_option
+from grpo_ext.errors import ConfigError
+from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.parts import Recipe
+from grpo_ext.rollout.vllm.gloo import BACKEND
+from grpo_ext.rollout.vllm.server import PROBE, Wanted
+from grpo_ext.train import load_tokenizer, model_path
+
+STOP_SECONDS = 20.0
+
+
+def server_url(recipe: Recipe) -> str:
+    """Where the trainer of this recipe looks for its server."""
+    c = recipe.training
+    return c.vllm_server_base_url or f"http://{c.vllm_server_host}:{c.vllm_server_port}"
+
+
+def transfer_engine(recipe: Recipe) -> str:
+    """`vllm_weight_transfer`, settled for this machine."""
+    asked = recipe.training.vllm_weight_transfer
+    return asked if asked != "auto" else "nccl" if torch.cuda.is_available() and not on_cpu(recipe) else BACKEND
+
+
+def on_cpu(recipe: Recipe) -> bool:
+    """Whether the recipe's trainer has no GPU."""
+    return bool(recipe.training.use_cpu) or not torch.cuda.is_available()
+
+
+def sampler_dtype(recipe: Recipe) -> str:
+    """`vllm_dtype`, settled: what the trainer computes in; TRL loads weights in float32 where `dtype` is unset."""
+    dtype = recipe.training.sampler_dtype
+    return dtype if dtype != "auto" else recipe.model.dtype or "float32"
+
+
+def sequence_length(recipe: Recipe) -> int | None:
+    """Tokens of prompt and completion together; None: as many as the model takes."""
+    c = recipe.training
+    if c.vllm_max_model_length is not None:
+        return c.vllm_max_model_length
+    prompt = recipe.data.max_prompt_length
+    return None if prompt is None else prompt + int(c.max_completion_length or 0)
+
+
+def wanted(recipe: Recipe) -> Wanted:
+    """What the recipe needs of its server."""
+    c, dtype = recipe.training, sampler_dtype(recipe)
+    tokenizer: Any = load_tokenizer(recipe)
+    prompt = recipe.data.max_prompt_length
+    return Wanted(
+        model=model_path(recipe),
+        length=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
+        dtype=None if dtype == "auto" else dtype,
+        logprobs_mode="processed_logprobs" if c.vllm_importance_sampling_correction else None,
+        transfer=transfer_engine(recipe),
+        probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
+    )
+
+
+def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> list[str]:
+    """The server's command line; `extra` goes to vLLM as it is."""
+    c = recipe.training
+    flags: dict[str, Any] = {
+        "--model": model_path(recipe),
+        "--host": host,
+        "--port": port,
+        "--dtype": sampler_dtype(recipe),
+        "--max-model-len": sequence_length(recipe),
+        "--logprobs-mode": "processed_logprobs",
+        "--weight-transfer-config": json.dumps({"backend": transfer_engine(recipe)}),
+        "--tensor-parallel-size": c.vllm_tensor_parallel_size,
+        "--gpu-memory-utilization": c.vllm_gpu_memory_utilization,
+        "--model-impl": c.vllm_model_impl,
+        "--revision": recipe.model.model_revision,
+        "--seed": c.seed,
+    }
+    switches = {"--enforce-eager": on_cpu(recipe), "--trust-remote-code": c.trust_remote_code}
+    line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in flags.items():
+        line += [name, str(value)] if value is not None else []
+    return [*line, *(name for name, on in switches.items() if on), *extra]
+
+
+def environment(recipe: Recipe) -> dict[str, str]:
+    """The server's environment: its endpoints for new weights on; on a CPU a small cache, unless one is set."""
+    added = {"VLLM_SERVER_DEV_MODE": "1"}
+    if on_cpu(recipe):
+        added["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+    return os.environ | added
+
+
+def serve(recipe: Recipe, host: str, port: int | None, extra: Sequence[str] = (), *, hint: str) -> int:
+    """Run the server until Ctrl-C, or until it ends by itself; its exit code.
+
+    Args:
+        recipe: whose server it is.
+        host: address to listen at.
+        port: None for the recipe's.
+        extra: further flags of vLLM's.
+        hint: the trainer's command line, printed once the server is up.
+    """
+    port = port or urlparse(server_url(recipe)).port or recipe.training.vllm_server_port
+    line = command(recipe, host, port, extra)
+    print(f"Starting vLLM: {' '.join(line[3:])}", flush=True)
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        print(
+            f"Warning: whoever reaches {host}:{port} can read from the model and replace its weights: vLLM's "
+            "development endpoints ask for no password. Keep it behind a firewall.",
+            flush=True,
+        )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs start with it ignored
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends by the same way out as Ctrl-C
+    process = subprocess.Popen(line, env=environment(recipe), start_new_session=True)
+    try:
+        if _wait_until_healthy(process, f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"):
+            print(f"vLLM is up. In another terminal:\n\n    {hint}\n\nCtrl-C stops it.", flush=True)
+        return process.wait()
+    except KeyboardInterrupt:
+        print("Stopping vLLM.", flush=True)
+        return 0
+    finally:
+        _stop(process)
+
+
+def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> bool:
+    """Whether the server came up; False when it ended instead."""
+    while process.poll() is None:
+        with suppress(requests.RequestException):
+            if requests.get(f"{url}/health", timeout=5).status_code == 200:
+                return True
+        time.sleep(1)
+    return False
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """End the server with everything that it has started."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run(argv: list[str]) -> int:
+    """Start the recipe's vLLM server and stay with it; what follows `--` goes to vLLM."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    argv, extra = argv[:split], argv[split + 1 :]
+    host, port = take_option(argv, "--host") or "127.0.0.1", take_option(argv, "--port")
+    if port is not None and not port.isdecimal():
+        sys.exit(f"--port {port}: not a port.")
+    try:
+        recipe = load_recipe([*argv, "--use_vllm", "true", "--vllm_mode", "server"])
+        hint = f"grpo-ext train {' '.join(argv)} --use_vllm true --vllm_mode server"
+        if host != "127.0.0.1":
+            hint += f" --vllm_server_host {socket.gethostname() if host == '0.0.0.0' else host}"
+        if port is not None:
+            hint += f" --vllm_server_port {port}"
+        return serve(recipe, host, int(port) if port else None, extra, hint=hint)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2

@@ -1,0 +1,279 @@
+"""GRPOExtConfig: TRL's GRPOConfig plus the axes of the loss; every mistake is reported before a model is loaded."""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from grpo_ext.config import checks
+from grpo_ext.config.launch import planning, world_size
+from grpo_ext.config.machine import OF_THE_GPU
+from grpo_ext.config.warnings import warnings
+from grpo_ext.errors import ConfigError as ConfigError
+from grpo_ext.objective.losses import losses
+from grpo_ext.objective.objective import Objective, resolve
+
+logger = logging.getLogger(__name__)
+
+AS_THE_ROW_SAYS = "None (default): as the row of `loss_type` says (see `loss_defaults`)."
+
+
+@dataclass
+class GRPOExtConfig(GRPOConfig):
+    """`trl.GRPOConfig` in which `loss_type` names a row of the table of losses, which fills what is left unset.
+
+    Raises:
+        ConfigError: everything that is wrong with the settings, at once, each with its value, reason and cure.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "advantage_kwargs"]  # noqa: RUF012
+
+    loss_type: str = field(
+        default=GRPOConfig.loss_type,
+        metadata={
+            "help": f"The loss: {', '.join(losses)}, or 'package.module:function'. `grpo-ext check` prints its "
+            "formula and paper."
+        },
+    )
+    loss_defaults: str = field(
+        default="paper",
+        metadata={
+            "help": "Where unset axes of the loss come from: 'paper' (default), the row of `loss_type`; 'trl', stock "
+            "TRL's defaults, so that the run is stock TRL's to the last digit."
+        },
+    )
+    importance_sampling_level: str | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "Level of the importance ratio: 'token', 'sequence' (geometric mean, GSPO) or 'product' "
+            f"(DeepSeek-V3). {AS_THE_ROW_SAYS}"
+        },
+    )
+    loss_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Options of a surrogate of your own, those that have no field here."}
+    )
+    epsilon: float | None = field(  # type: ignore[assignment]
+        default=None, metadata={"help": f"Distance from 1 of the lower clip bound. {AS_THE_ROW_SAYS}"}
+    )
+    epsilon_high: float | None = field(
+        default=None,
+        metadata={
+            "help": "Distance from 1 of the upper clip bound; for 'cispo' the upper bound itself. None (default): the "
+            "value of `epsilon` where that is set, else as the row says."
+        },
+    )
+    delta: float | None = field(
+        default=None, metadata={"help": f"Cap of the ratio where the advantage is negative. {AS_THE_ROW_SAYS}"}
+    )
+    kl_estimator: str | None = field(
+        default=None,
+        metadata={"help": f"One of k1, k2, k3, k3+, r_k3, abs, sequence_k3. Needs `beta` > 0. {AS_THE_ROW_SAYS}"},
+    )
+    kl_placement: str | None = field(
+        default=None, metadata={"help": f"'loss', or 'reward' (as RLOO and REINFORCE++ do). {AS_THE_ROW_SAYS}"}
+    )
+    use_bias_correction_kl: bool | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "TRL's name for `kl_estimator`: true is 'r_k3', false is 'k3'. " + AS_THE_ROW_SAYS},
+    )
+    advantage_estimator: str | None = field(
+        default=None,
+        metadata={
+            "help": "One of group, none, batch, loo, reinforce_pp, maxrl, minimind, beta, bernoulli, pass_at_k, or "
+            f"'package.module:function'. {AS_THE_ROW_SAYS}"
+        },
+    )
+    advantage_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Options of the advantage estimator, such as {'ddof': 0}."}
+    )
+    scale_rewards: str | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": f"TRL's name for `advantage_estimator` 'group', 'batch' or 'none'. {AS_THE_ROW_SAYS}"},
+    )
+    multi_objective_aggregation: str | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "How several rewards become one advantage: 'sum_then_normalize', 'normalize_then_sum' (GDPO) or "
+            f"'average_advantages' (BNPO). {AS_THE_ROW_SAYS}"
+        },
+    )
+    missing_rewards: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a partial None does to the weighted sum of rewards: 'renormalize' (default) leaves it out "
+            "and scales up the rest, 'zero' counts it as 0 as stock TRL does."
+        },
+    )
+    loss_aggregation: str | None = field(
+        default=None,
+        metadata={
+            "help": "One of seq-mean-token-mean, token-mean, seq-mean-token-sum, seq-mean-token-sum-norm, "
+            f"micro-batch-token-mean. {AS_THE_ROW_SAYS}"
+        },
+    )
+    disable_dropout: bool | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "Whether to switch dropout off, so that rollouts, old log-probabilities and the loss see the same "
+            "network. None (default): true, or false with `loss_defaults` 'trl'."
+        },
+    )
+
+    dynamic_sampling: str | None = field(
+        default=None,
+        metadata={
+            "help": "Name of the reward by which groups are judged, or 'reward' for the weighted total: a group whose "
+            "completions all score the same is replaced by one of a fresh prompt (DAPO). None (default): off."
+        },
+    )
+    dynamic_sampling_max_rounds: int = field(
+        default=3,
+        metadata={"help": "How often a batch is refilled at most; what is then still without a signal stays in it."},
+    )
+
+    rollout_engine: str = field(
+        default="auto",
+        metadata={
+            "help": "How completions are made without vLLM: 'grouped', prompts run once per group and finished "
+            "completions leave the batch; 'generate', transformers' own; 'auto' (default), 'grouped' where it gives "
+            "the same distribution and `loss_defaults` is 'paper', else 'generate'."
+        },
+    )
+
+    shared_prefix: str | None = field(
+        default="auto",
+        metadata={
+            "help": "Whether a prompt is computed once for the completions that share a micro-batch: true, false, or "
+            "'auto' (default), where it is exact and pays."
+        },
+    )
+    skip_zero_advantages: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether completions with an advantage of zero leave forward and backward where nothing else "
+            "gives them a gradient; the entropy metric then leaves them out. None (default): true, or false with "
+            "`loss_defaults` 'trl'."
+        },
+    )
+
+    vllm_weight_transfer: str = field(
+        default="auto",
+        metadata={
+            "help": "How weights reach a vLLM server: 'nccl', 'gloo' (TCP, needs no GPU) or 'auto' (default), NCCL "
+            "where both sides have CUDA."
+        },
+    )
+    vllm_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "dtype of the sampler's weights: 'float32', 'bfloat16', 'float16' or 'auto' (default), the one "
+            "that the trainer computes in."
+        },
+    )
+    rollout_drift: float | None = field(
+        default=None,
+        metadata={
+            "help": "Largest mean difference, in nats per token, between vLLM's and the trainer's log-probabilities "
+            "of the sampled tokens. None (default): 0.02 in float32, 0.05 in float16, 0.1 in bfloat16; 0: not checked."
+        },
+    )
+    rollout_drift_action: str = field(
+        default="warn",
+        metadata={"help": "'warn' (default) or 'stop' when the difference is larger than `rollout_drift`."},
+    )
+
+    def __post_init__(self) -> None:
+        """Check everything, report everything, then let TRL do its own."""
+        self._words_to_bools()
+        problems = [*self._decode_json(), *checks.problems(self)]
+        if problems:
+            raise ConfigError(problems)
+        if self.steps_per_generation is not None:  # agreeing, both may stand in a copy of a config; TRL wants one
+            self.generation_batch_size = None
+        with self._hardware_set_aside():
+            try:
+                super().__post_init__()
+            except (OSError, TypeError, ValueError, NotImplementedError) as error:
+                raise ConfigError([str(error)]) from error
+        if int(os.environ.get("RANK", "0")) == 0 and not planning():
+            for warning in warnings(self):
+                logger.warning(warning)
+
+    def _words_to_bools(self) -> None:
+        """The command line gives the words where YAML gives a bool, for fields that are text as well."""
+        for name in ("scale_rewards", "shared_prefix"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value.lower() in ("true", "false"):
+                setattr(self, name, value.lower() == "true")
+
+    def _decode_json(self) -> Iterator[str]:
+        """Read those dict fields of ours that the command line gives as JSON text; yield what cannot be read."""
+        for name in ("loss_kwargs", "advantage_kwargs", "liger_kernel_config"):
+            text = getattr(self, name)
+            if not isinstance(text, str) or not text.startswith("{"):
+                continue
+            try:
+                setattr(self, name, json.loads(text))
+            except ValueError as error:
+                setattr(self, name, None)
+                cure = f"Write --{name} '{{\"option\": value}}'."
+                yield f"{name}={text!r} is not JSON ({error}). {cure}"
+
+    @contextmanager
+    def _hardware_set_aside(self) -> Iterator[None]:
+        """While a launch is only planned, keep transformers from asking this machine for the other one's GPU."""
+        if self.bf16 is None:  # as TRL does
+            self.bf16 = not self.fp16
+        asked = {name: getattr(self, name) for name in OF_THE_GPU if planning() and not self.use_cpu}
+        for name in asked:
+            setattr(self, name, None if name == "tf32" else False)
+        yield
+        for name, value in asked.items():
+            setattr(self, name, value)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of this launch, or of the one that `grpo-ext check` plans."""
+        return world_size()
+
+    @property
+    def objective(self) -> Objective:
+        """The loss with every axis settled."""
+        return resolve(self)
+
+    @property
+    def exact_denominators(self) -> bool:
+        """Whether denominators count the optimizer step's live completions and tokens (stock TRL's do not)."""
+        return self.loss_defaults == "paper"
+
+    @property
+    def prefix_setting(self) -> str:
+        """`shared_prefix` as 'auto', 'true' or 'false', whether YAML or the command line gave it."""
+        return str("auto" if self.shared_prefix is None else self.shared_prefix).lower()
+
+    @property
+    def zero_advantages_skipped(self) -> bool:
+        """`skip_zero_advantages`, settled."""
+        return self.loss_defaults == "paper" if self.skip_zero_advantages is None else self.skip_zero_advantages
+
+    @property
+    def sampler_dtype(self) -> str:
+        """`vllm_dtype`, settled as far as it can be before the model is loaded."""
+        if self.vllm_dtype != "auto":
+            return self.vllm_dtype
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "auto"
+
+    @property
+    def rollout_engine_resolved(self) -> str:
+        """`rollout_engine`, settled as far as it can be before the model is loaded; stock TRL draws by `generate`."""
+        stock = self.rollout_engine == "auto" and self.loss_defaults == "trl"
+        return "generate" if stock else self.rollout_engine
+
+    @property
+    def dropout_disabled(self) -> bool:
+        """`disable_dropout`, settled."""
+        return self.loss_defaults == "paper" if self.disable_dropout is None else self.disable_dropout

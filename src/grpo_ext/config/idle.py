@@ -1,0 +1,48 @@
+"""Settings that would be accepted and ignored, or that defeat each other: refused, or warned of where rarely meant."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+# Refused.
+
+_NO_MEANING = {
+    "label_smoothing_factor": (0.0, "there are no labels to smooth"),
+    "train_sampling_strategy": ("random", "the sampler keeps the completions of a prompt together"),
+    "length_column_name": ("length", "the sampler keeps the completions of a prompt together"),
+    "include_for_metrics": ([], "no compute_metrics is called"),
+    "batch_eval_metrics": (False, "no compute_metrics is called"),
+    "label_names": (None, "there are no labels"),
+}
+
+
+def idle_problems(config: Any) -> Iterator[str]:
+    """Settings without a meaning here, and settings that another one rules out."""
+    for name, (default, reason) in _NO_MEANING.items():
+        if getattr(config, name) != default:
+            yield f"{name}={getattr(config, name)!r} has no meaning in GRPO: {reason}. Remove it."
+    if config.sync_ref_model and config.beta == 0.0:
+        yield "sync_ref_model=True: with beta=0.0 there is no reference model. Set beta > 0 or remove it."
+    if config.remove_unused_columns:
+        yield (
+            "remove_unused_columns=True would take away the columns that rewards read, such as solution. "
+            "Set remove_unused_columns: false."
+        )
+    if config.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size=True: the generation batch must hold whole groups, which a batch size halved on "
+            "the way would break. Remove it, and lower per_device_train_batch_size by hand."
+        )
+    if config.log_completions_hub_repo is not None and not config.log_completions:
+        yield (
+            f"log_completions_hub_repo={config.log_completions_hub_repo!r}: without completions in the log there is "
+            "nothing to upload. Set log_completions: true, or remove it."
+        )
+
+
+def is_set(config: Any, name: str) -> bool:
+    """Whether a field differs from its default."""
+    field = next(f for f in dataclasses.fields(config) if f.name == name)
+    make: Any = field.default_factory
+    default = make() if field.default is dataclasses.MISSING else field.default
+    return bool(getattr(config, name) != default)

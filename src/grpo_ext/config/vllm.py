@@ -1,0 +1,58 @@
+"""The rules of settings for vLLM."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_ext.config.launch import world_size
+
+
+def vllm_problems(config: Any) -> Iterator[str]:
+    """Settings of colocated engines, of a server, and of the correction of the sampler."""
+    if config.use_vllm:
+        yield from _colocated(config) if config.vllm_mode == "colocate" else _served(config)
+    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    if low is not None and high is not None and low >= high:
+        yield (
+            f"vllm_importance_sampling_clip_min={low} is not below "
+            f"vllm_importance_sampling_clip_max={high}. Swap them."
+        )
+    mode = config.vllm_importance_sampling_mode
+    if config.vllm_importance_sampling_correction and mode.endswith("truncate") and low is None and high is None:
+        yield (
+            f"vllm_importance_sampling_mode={mode!r} truncates, but neither vllm_importance_sampling_clip_min nor "
+            "vllm_importance_sampling_clip_max is set. Set one."
+        )
+    corrected = config.use_vllm and config.vllm_importance_sampling_correction
+    if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
+        yield (
+            f"vllm_importance_sampling_mode={mode!r}: vespo takes the correction per token. "
+            "Set 'token_truncate' or 'token_mask'."
+        )
+
+
+def _served(config: Any) -> Iterator[str]:
+    if config.use_cpu and config.vllm_weight_transfer == "nccl":
+        yield "vllm_weight_transfer='nccl' needs a GPU on this side too, and use_cpu is set. Set 'auto' or 'gloo'."
+    if world_size() > 1 and config.vllm_server_timeout >= config.ddp_timeout:
+        yield (
+            f"vllm_server_timeout={config.vllm_server_timeout:g}: the other processes wait for the one that waits for "
+            f"the server, and give up after ddp_timeout={config.ddp_timeout} s. Set it below that."
+        )
+
+
+def _colocated(config: Any) -> Iterator[str]:
+    if config.use_cpu and config.vllm_enable_sleep_mode:
+        yield "vllm_enable_sleep_mode=True: vLLM cannot put its engine to sleep on a CPU. Remove it."
+    parallel, processes = config.vllm_tensor_parallel_size, world_size()
+    if processes % parallel:
+        yield (
+            f"vllm_tensor_parallel_size={parallel} does not divide the number of processes, {processes}: colocated "
+            "engines share the training processes. Set it to a divisor, or vllm_mode: server."
+        )
+    longest = config.vllm_max_model_length
+    if longest is not None and longest <= config.max_completion_length:
+        yield (
+            f"vllm_max_model_length={longest} holds prompt and completion, but max_completion_length="
+            f"{config.max_completion_length} alone fills it. Set it above {config.max_completion_length}, by the "
+            "length of the longest prompt."
+        )

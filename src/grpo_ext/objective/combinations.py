@@ -1,0 +1,87 @@
+"""Several reward functions: from rewards [groups, completions, functions] and weights to advantages."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_ext.objective.advantages import (
+    ROUNDING,
+    Rewards,
+    _extremes,
+    _only_signal,
+    _std,
+)
+from grpo_ext.registry import Registry
+
+combinations: Registry = Registry("multi_objective_aggregation")
+FunctionRewards = Float[Tensor, "groups completions functions"]
+Estimator = Callable[[Rewards, int], Rewards]
+"""An estimator with its options bound; the integer is the column of the history that belongs to these rewards."""
+
+
+def weighted_total(rewards: FunctionRewards, weights: Float[Tensor, " functions"], *, missing: str) -> Rewards:
+    r"""sum_k w_k r_k; NaN where no function scored the completion.
+
+    A function that returned None for a completion is left out. With `missing="renormalize"` the rest is scaled by
+    sum |w| / sum of the |w| present, so that None is not a reward of 0, and a function of weight 0 only watches;
+    with `missing="zero"` None is a reward of 0 (stock TRL). Totals of a group that rounding alone keeps apart become
+    equal.
+    """
+    scored = ~rewards.isnan()
+    total = (rewards * weights).nansum(dim=-1)
+    if missing == "renormalize":
+        scored = scored & (weights != 0)
+        total = total * weights.abs().sum() / (scored * weights.abs()).sum(dim=-1).clamp(min=1e-30)
+    total = torch.where(scored.any(dim=-1), total, math.nan)
+    highest, lowest = (bound[:, None] for bound in _extremes(total))
+    rounded = highest - lowest <= ROUNDING * torch.maximum(highest.abs(), lowest.abs())
+    return torch.where(rounded & ~total.isnan(), highest, total)
+
+
+@combinations.register("sum_then_normalize")
+def sum_then_normalize(
+    rewards: FunctionRewards,
+    weights: Float[Tensor, " functions"],
+    estimator: Estimator,
+    *,
+    missing: str = "renormalize",
+) -> Rewards:
+    """The estimator of the weighted total."""
+    return estimator(weighted_total(rewards, weights, missing=missing), -1)
+
+
+@combinations.register("normalize_then_sum")
+def normalize_then_sum(
+    rewards: FunctionRewards,
+    weights: Float[Tensor, " functions"],
+    estimator: Estimator,
+    *,
+    eps: float = 1e-4,
+    noise: float = 1e-2,
+) -> Rewards:
+    r"""Each function estimated alone, then the weighted sum, then (sum - mean) / (std + eps) over the batch.
+
+    A batch in which no function's estimates have a std above `noise` holds no group with a real spread (one among
+    thousands is enough) and is not scaled up again: stock TRL makes an advantage of 1.47 out of a reward of 1e-6.
+
+    GDPO, arXiv:2601.05242.
+    """
+    columns = torch.stack([estimator(rewards[..., k], k) for k in range(rewards.shape[-1])])
+    spread = torch.stack([_std(column, ddof=1) > noise for column in columns])
+    scorable = ~rewards.isnan().all(dim=-1)
+    total = torch.where(scorable, (columns * weights[:, None, None]).sum(dim=0), math.nan)
+    centred = total - total.nanmean()
+    whitened = centred / (_std(total, ddof=1) + eps)
+    return _only_signal(torch.where((spread & (weights != 0)).any(), whitened, centred), total)
+
+
+@combinations.register("average_advantages")
+def average_advantages(
+    rewards: FunctionRewards, weights: Float[Tensor, " functions"], estimator: Estimator
+) -> Rewards:
+    r"""sum_k w_k A_k / sum_k |w_k|, each A_k estimated from its own function's rewards. BNPO, arXiv:2506.02864."""
+    columns = [estimator(rewards[..., k], k) * weights[k] for k in range(rewards.shape[-1])]
+    return torch.stack(columns).sum(dim=0) / weights.abs().sum().clamp(min=1e-30)

@@ -1,0 +1,251 @@
+r"""The table of losses: what each `loss_type` stands for, axis by axis. THE page to read about a loss.
+
+A recipe's `loss_type` names a row. The row fills the axes that the recipe leaves unset; whatever the recipe sets wins.
+A user's own loss is a surrogate decorated with `register` and named by path (`loss_type: my_module:my_loss`).
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from grpo_ext.errors import UnknownNameError
+from grpo_ext.objective import surrogates
+from grpo_ext.registry import Registry
+
+ANY_LEVEL = ("token", "sequence", "product")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One row: a surrogate and what its paper says about every other axis."""
+
+    surrogate: str | Callable[..., Tensor]
+    paper: str = ""
+    formula: str = ""
+    ratio: str = "token"
+    levels: tuple[str, ...] = ANY_LEVEL
+    """The ratio levels the surrogate is defined for."""
+    kl: str = "k3"
+    """Estimator used where the recipe asks for KL (beta > 0)."""
+    kl_placement: str = "loss"
+    advantage: str = "group"
+    advantage_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    combination: str = "sum_then_normalize"
+    aggregation: str = "token-mean"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The surrogate's options where the paper departs from the surrogate's own defaults."""
+    trl: bool = False
+    """Whether stock TRL has this loss, so that `loss_defaults: trl` means something."""
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """The surrogate itself."""
+        return self.surrogate if callable(self.surrogate) else surrogates.surrogates[self.surrogate]
+
+
+losses: Registry = Registry("loss_type")
+
+
+def register(*names: str, **row: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Decorator that makes a surrogate a loss of its own; `row` are fields of `Loss`."""
+
+    def add(surrogate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        losses.register(*names)(Loss(surrogate=surrogate, **row))
+        return surrogate
+
+    return add
+
+
+def find(loss_type: str) -> Loss:
+    """Row of that name; or of the surrogate (registered or plain) at that import path.
+
+    Raises:
+        UnknownNameError: no such loss; the message names the closest ones.
+    """
+    entry = losses[loss_type]
+    if isinstance(entry, Loss):
+        return entry
+    if not callable(entry):
+        raise UnknownNameError(f"loss_type {loss_type!r} is a {type(entry).__name__}, not a surrogate function.")
+    for row in losses.values():
+        if row.surrogate is entry:
+            return row
+    return Loss(surrogate=entry, formula=inspect.getdoc(entry) or "")
+
+
+def _row(*names: str, **row: Any) -> None:
+    losses.register(*names)(Loss(**row))
+
+
+_row(
+    "grpo",
+    "deepseek_math",
+    surrogate="clip",
+    paper="DeepSeekMath, arXiv:2402.03300",
+    formula="-(1/G) sum_i (1/n_i) sum_t min(r A, clip(r, 1-eps, 1+eps) A)",
+    aggregation="seq-mean-token-mean",
+    trl=True,
+)
+_row(
+    "deepseek_v3",
+    surrogate="clip",
+    paper="DeepSeek-V2/V3/R1, arXiv:2405.04434, 2412.19437, 2501.12948",
+    formula="-(1/G) sum_i min(S A, clip(S, 1-eps, 1+eps) A), S = prod_t r_t",
+    ratio="product",
+    kl="sequence_k3",
+    aggregation="seq-mean-token-mean",  # of a loss that is the same on every token: the loss itself, no 1/n
+    options={"epsilon_low": 10.0, "epsilon_high": 10.0},
+)
+_row(
+    "dr_grpo",
+    surrogate="clip",
+    paper="Dr. GRPO, arXiv:2503.20783",
+    formula="-(1/B) sum_i sum_t min(r A, clip(r, 1-eps, 1+eps) A) / L_max",
+    advantage="none",
+    aggregation="seq-mean-token-sum-norm",
+    trl=True,
+)
+_row(
+    "bnpo",
+    surrogate="clip",
+    paper="TRL's name; unrelated to the BNPO paper, which is `beta_bnpo`",
+    formula="-(1/N_micro) sum_it min(r A, clip(r, 1-eps, 1+eps) A), a mean over each micro-batch",
+    aggregation="micro-batch-token-mean",
+    trl=True,
+)
+_row(
+    "beta_bnpo",
+    surrogate="clip",
+    paper="BNPO, arXiv:2506.02864",
+    formula="-(1/G) sum_i sum_t min(min(r, delta) A, clip(r, 1-eps_low, 1+eps_high) A), A = (R - p) / BetaPDF(p)",
+    advantage="beta",
+    combination="average_advantages",
+    aggregation="seq-mean-token-sum",
+    options={"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 10.0},
+)
+_row(
+    "dapo",
+    surrogate="clip",
+    paper="DAPO, arXiv:2503.14476",
+    formula="-(1/N) sum_it min(r A, clip(r, 1-eps_low, 1+eps_high) A), N the tokens of the step",
+    aggregation="token-mean",
+    options={"epsilon_low": 0.2, "epsilon_high": 0.28},
+    trl=True,
+)
+_row(
+    "gspo",
+    surrogate="clip",
+    paper="GSPO, arXiv:2507.18071",
+    formula="-(1/G) sum_i min(s A, clip(s, 1-eps_low, 1+eps_high) A), s = (prod_t r_t)^(1/n)",
+    ratio="sequence",
+    aggregation="seq-mean-token-mean",
+    options={"epsilon_low": 3e-4, "epsilon_high": 4e-4},
+)
+_row(
+    "cispo",
+    surrogate="cispo",
+    paper="MiniMax-M1, arXiv:2506.13585; cap of 5: ScaleRL, arXiv:2510.13786",
+    formula="-(1/N) sum_it stopgrad(min(r, cap)) A l",
+    options={"epsilon_high": 5.0},
+    trl=True,
+)
+_row(
+    "sapo",
+    surrogate="sapo",
+    paper="SAPO, arXiv:2511.20347",
+    formula="-(1/B) sum_i (1/n_i) sum_t (4/tau) sigmoid(tau (r - 1)) A",
+    aggregation="seq-mean-token-mean",
+    trl=True,
+)
+_row(
+    "luspo",
+    surrogate="clip",
+    paper="LUSPO, arXiv:2602.05261",
+    formula="-(1/B) sum_i n_i min(s A, clip(s, 1-eps_low, 1+eps_high) A)",
+    ratio="sequence",
+    levels=("sequence",),
+    aggregation="seq-mean-token-sum",
+    options={"epsilon_low": 2e-3, "epsilon_high": 2.5e-3},
+    trl=True,
+)
+_row(
+    "vespo",
+    surrogate="vespo",
+    paper="VESPO, arXiv:2602.10693",
+    formula="-(1/N) sum_it stopgrad(phi(S)) A l, phi(S) = e^lam S^k e^(-lam S)",
+    levels=("token",),
+    trl=True,
+)
+_row(
+    "minimind",
+    surrogate="reinforce",
+    paper="MiniMind, the widely read version",
+    formula="-(1/B) sum_i (1/n_i) sum_t exp(l - stopgrad(l)) A",
+    levels=("token",),
+    advantage="minimind",
+    aggregation="seq-mean-token-mean",
+)
+_row(
+    "minimind_cispo",
+    surrogate="cispo",
+    paper="MiniMind, the current version",
+    formula="-(1/B) sum_i (1/n_i) sum_t stopgrad(min(r, cap)) A l",
+    advantage_kwargs={"ddof": 0},
+    aggregation="seq-mean-token-mean",
+    options={"epsilon_high": 5.0},
+)
+_row(
+    "rloo",
+    surrogate="reinforce",
+    paper="RLOO, arXiv:2402.14740",
+    formula="-(1/B) sum_i A log pi(o_i), A = R - mean of the others, KL in the reward",
+    levels=("token",),
+    kl="k1",
+    kl_placement="reward",
+    advantage="loo",
+    aggregation="seq-mean-token-sum",
+)
+_row(
+    "reinforce_pp",
+    surrogate="clip",
+    paper="REINFORCE++-baseline, arXiv:2501.03262",
+    formula="-(1/N) sum_it min(r A, clip(r, 1-eps, 1+eps) A), A whitened over the batch, KL in the reward",
+    kl="k1",
+    kl_placement="reward",
+    advantage="reinforce_pp",
+)
+_row(
+    "gmpo",
+    surrogate="gmpo",
+    paper="GMPO, arXiv:2507.20673",
+    formula="-(1/G) sum_i A exp(mean_t c), c = min(log r, eps_high) if A > 0 else max(log r, -eps_low)",
+    levels=("token",),
+    aggregation="seq-mean-token-mean",
+)
+_row(
+    "topr",
+    surrogate="topr",
+    paper="TOPR, arXiv:2503.14286",
+    formula="-(1/B) sum_i c A log pi(o_i), c = 1 if A >= 0 else stopgrad(min(S, 1))",
+    ratio="product",
+    levels=("product",),
+    advantage="none",
+    aggregation="seq-mean-token-sum",
+)
+_row(
+    "dppo",
+    surrogate="dppo",
+    paper="DPPO-TV, arXiv:2602.04879",
+    formula="-(1/N) sum_it r A, without tokens with A (pi - pi_old) > 0 and |pi - pi_old| > eps",
+    levels=("token",),
+)
+_row(
+    "maxrl",
+    surrogate="clip",
+    paper="MaxRL, arXiv:2602.02710",
+    formula="-(1/N) sum_it min(r A, clip(r, 1-eps, 1+eps) A), A = (R - mean) / mean",
+    advantage="maxrl",
+)

@@ -1,0 +1,253 @@
+r"""Surrogate losses: tensors in, loss per token out. No config, no reduction, no metric.
+
+A surrogate asks by name for the tensors it needs, before the star, and lists after the star exactly the options a
+recipe may set. The tensors on offer, all free of garbage under the mask:
+
+- `log_ratio` [batch, time], or [batch, 1] at sequence and product level: see `ratios`;
+- `advantages` [batch, 1] or [batch, time];
+- `per_token_logps`, `old_per_token_logps` [batch, time]: l and l_old;
+- `mask` [batch, time]: the live completion tokens;
+- `importance_sampling_ratio` [batch, 1 or time] or None: the sampler's correction; a surrogate that asks for it takes
+  care of it, all others are multiplied by it.
+
+A loss of shape [batch, 1] stands for the same value on every token of the completion. Losses are minimised.
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from grpo_ext.objective.ratios import LOG_RATIO_BOUND, live_tokens
+from grpo_ext.registry import Registry
+
+surrogates: Registry = Registry("surrogate")
+clip_regions: Registry = Registry("clip region")
+"""Surrogate name -> (cut from below, cut from above), the tokens whose gradient clipping has changed."""
+
+
+@surrogates.register("clip")
+def clip(
+    log_ratio: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, "batch #time"],
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+) -> Float[Tensor, "batch #time"]:
+    r"""PPO's clipped surrogate, -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
+
+    With `delta` the ratio is also capped where A < 0: -min(min(r, delta) A, clip(r) A), the dual clip.
+
+    Schulman et al., arXiv:1707.06347. Unequal epsilons: DAPO, arXiv:2503.14476. Two-sided: INTELLECT-2,
+    arXiv:2505.07291.
+    """
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    if delta is not None:
+        ratio = ratio.clamp(max=delta)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+@clip_regions.register("clip")
+def _clip_regions(
+    log_ratio: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, "batch #time"],
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+) -> tuple[Bool[Tensor, "batch #time"], Bool[Tensor, "batch #time"]]:
+    ratio = log_ratio.exp()
+    return (ratio < 1 - epsilon_low) & (advantages < 0), (ratio > 1 + epsilon_high) & (advantages > 0)
+
+
+@surrogates.register("reinforce")
+def reinforce(
+    advantages: Float[Tensor, "batch #time"], per_token_logps: Float[Tensor, "batch time"]
+) -> Float[Tensor, "batch time"]:
+    r"""-exp(l - stopgrad(l)) A: value -A, gradient -A, no ratio and no clip.
+
+    Williams 1992; RLOO, arXiv:2402.14740. What MiniMind's widely read trainer computes.
+    """
+    return -(per_token_logps - per_token_logps.detach()).exp() * advantages
+
+
+@surrogates.register("cispo")
+def cispo(
+    log_ratio: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, "batch #time"],
+    per_token_logps: Float[Tensor, "batch time"],
+    *,
+    epsilon_high: float = 5.0,
+) -> Float[Tensor, "batch time"]:
+    r"""-stopgrad(min(r, epsilon_high)) A l: the weight is cut, the gradient never dies.
+
+    `epsilon_high` bounds the ratio itself (as in TRL and ScaleRL, arXiv:2510.13786), not its distance from 1.
+    MiniMax-M1, arXiv:2506.13585.
+    """
+    return -log_ratio.exp().clamp(max=epsilon_high).detach() * advantages * per_token_logps
+
+
+@clip_regions.register("cispo")
+def _cispo_regions(
+    log_ratio: Float[Tensor, "batch #time"], advantages: Float[Tensor, "batch #time"], *, epsilon_high: float = 5.0
+) -> tuple[Bool[Tensor, "batch #time"], Bool[Tensor, "batch #time"]]:
+    high = (log_ratio.exp() > epsilon_high) & (advantages > 0)
+    return torch.zeros_like(high), high
+
+
+@surrogates.register("sapo")
+def sapo(
+    log_ratio: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, "batch #time"],
+    *,
+    temperature_pos: float = 1.0,
+    temperature_neg: float = 1.05,
+) -> Float[Tensor, "batch #time"]:
+    r"""-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate instead of a clip.
+
+    SAPO, arXiv:2511.20347.
+    """
+    tau = _by_sign(advantages > 0, advantages, temperature_pos, temperature_neg)
+    return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages
+
+
+def _by_sign(
+    positive: Bool[Tensor, "batch #time"], like: Float[Tensor, "batch #time"], high: float, low: float
+) -> Float[Tensor, "batch #time"]:
+    """`high` where positive, else `low`, in the precision of `like` (two Python numbers would become float32)."""
+    return torch.where(positive, torch.full_like(like, high), torch.full_like(like, low))
+
+
+@surrogates.register("vespo")
+def vespo(
+    log_ratio: Float[Tensor, "batch time"],
+    advantages: Float[Tensor, "batch #time"],
+    per_token_logps: Float[Tensor, "batch time"],
+    mask: Shaped[Tensor, "batch time"],
+    importance_sampling_ratio: Float[Tensor, "batch #time"] | None = None,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Float[Tensor, "batch time"]:
+    r"""-stopgrad(phi(S)) A l with phi(S) = e^lambda S^k e^(-lambda S), (k, lambda) by the sign of A.
+
+    log S is the sum of the token log-ratios kept in [ln 1e-8, 20], the sampler's correction included.
+    VESPO, arXiv:2602.10693.
+    """
+    phi = vespo_weight(
+        log_ratio,
+        advantages,
+        mask,
+        importance_sampling_ratio,
+        k_pos=k_pos,
+        lambda_pos=lambda_pos,
+        k_neg=k_neg,
+        lambda_neg=lambda_neg,
+    )
+    return -phi * advantages * per_token_logps
+
+
+@torch.no_grad()
+def vespo_weight(
+    log_ratio: Float[Tensor, "batch time"],
+    advantages: Float[Tensor, "batch #time"],
+    mask: Shaped[Tensor, "batch time"],
+    importance_sampling_ratio: Float[Tensor, "batch #time"] | None = None,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Float[Tensor, "batch #time"]:
+    r"""phi(S) = exp(lambda + k log S - lambda S), 1 at S = 1. VESPO, arXiv:2602.10693."""
+    floor = math.log(1e-8)
+    log_s = torch.where(mask.bool(), log_ratio, 0.0).sum(dim=-1, keepdim=True)
+    if importance_sampling_ratio is not None:
+        log_s = log_s + importance_sampling_ratio.log().clamp(floor, LOG_RATIO_BOUND).sum(dim=-1, keepdim=True)
+    log_s = log_s.clamp(floor, LOG_RATIO_BOUND)
+    k = _by_sign(advantages >= 0, advantages, k_pos, k_neg)
+    lam = _by_sign(advantages >= 0, advantages, lambda_pos, lambda_neg).clamp(min=1e-4)
+    return (lam + k * log_s - lam * log_s.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+@surrogates.register("gmpo")
+def gmpo(
+    log_ratio: Float[Tensor, "batch time"],
+    advantages: Float[Tensor, "batch #time"],
+    mask: Shaped[Tensor, "batch time"],
+    *,
+    epsilon_low: float = 0.4,
+    epsilon_high: float = 0.4,
+) -> Float[Tensor, "batch #time"]:
+    r"""-A exp(mean_t c_t); c_t = min(log r_t, eps_high) where A > 0, max(log r_t, -eps_low) where A < 0.
+
+    The epsilons bound the log-ratio of each token. GMPO, arXiv:2507.20673.
+    """
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=epsilon_high), log_ratio.clamp(min=-epsilon_low))
+    clipped = torch.where(mask.bool(), clipped, 0.0)
+    return -(clipped.sum(dim=-1, keepdim=True) / live_tokens(mask, clipped.dtype)).exp() * advantages
+
+
+@clip_regions.register("gmpo")
+def _gmpo_regions(
+    log_ratio: Float[Tensor, "batch time"],
+    advantages: Float[Tensor, "batch #time"],
+    *,
+    epsilon_low: float = 0.4,
+    epsilon_high: float = 0.4,
+) -> tuple[Bool[Tensor, "batch time"], Bool[Tensor, "batch time"]]:
+    return (log_ratio < -epsilon_low) & (advantages < 0), (log_ratio > epsilon_high) & (advantages > 0)
+
+
+@surrogates.register("topr")
+def topr(
+    log_ratio: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, "batch #time"],
+    per_token_logps: Float[Tensor, "batch time"],
+) -> Float[Tensor, "batch time"]:
+    r"""-c A l; c = 1 where A >= 0, stopgrad(min(S, 1)) where A < 0: positives imitated, negatives tapered.
+
+    S is the product ratio. TOPR, arXiv:2503.14286.
+    """
+    taper = log_ratio.exp().clamp(max=1.0).detach()
+    return -torch.where(advantages >= 0, torch.ones_like(taper), taper) * advantages * per_token_logps
+
+
+@surrogates.register("dppo")
+def dppo(
+    log_ratio: Float[Tensor, "batch time"],
+    advantages: Float[Tensor, "batch #time"],
+    per_token_logps: Float[Tensor, "batch time"],
+    old_per_token_logps: Float[Tensor, "batch time"],
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+) -> Float[Tensor, "batch time"]:
+    r"""-r A, without the tokens whose probability has already moved too far in the direction of A.
+
+    Dropped: A > 0 and pi - pi_old > eps_high, or A < 0 and pi - pi_old < -eps_low. The trust region is in total
+    variation, not in the ratio. DPPO-TV, arXiv:2602.04879.
+    """
+    low, high = _dppo_regions(
+        advantages, per_token_logps, old_per_token_logps, epsilon_low=epsilon_low, epsilon_high=epsilon_high
+    )
+    return torch.where(low | high, 0.0, -log_ratio.exp() * advantages)
+
+
+@clip_regions.register("dppo")
+@torch.no_grad()
+def _dppo_regions(
+    advantages: Float[Tensor, "batch #time"],
+    per_token_logps: Float[Tensor, "batch time"],
+    old_per_token_logps: Float[Tensor, "batch time"],
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+) -> tuple[Bool[Tensor, "batch time"], Bool[Tensor, "batch time"]]:
+    shift = per_token_logps.exp() - old_per_token_logps.exp()
+    return (advantages < 0) & (shift < -epsilon_low), (advantages > 0) & (shift > epsilon_high)

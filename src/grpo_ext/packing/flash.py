@@ -1,0 +1,183 @@
+"""`prefix_kernels` on CUDA: torch's flash kernel over sequences of different lengths.
+
+One call for what is causal and one for the prompts, whatever the number of completions, merged in the same way; half
+precision only, as the kernel.
+"""
+
+import logging
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_ext.packing.kernels import Run, Segments
+
+logger = logging.getLogger(__name__)
+
+
+Bounds = tuple[Tensor, Tensor, int, int]
+"""Where sequences of queries and of keys begin and end, and how long the longest of each is."""
+
+
+class _Plan(NamedTuple):
+    """The two calls."""
+
+    own: Bounds
+    prompts: Bounds | None
+    """None where no prompt is shared."""
+    asking: Tensor
+    """Tokens of the second call: those behind a prompt,"""
+    answering: Tensor
+    """and those of the prompts."""
+
+
+@lru_cache(maxsize=4)
+def _plan(segments: Segments, device: torch.device) -> _Plan:
+    def bounds(lengths: list[int]) -> tuple[Tensor, int]:
+        return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32), max(lengths)
+
+    def tokens(spans: list[tuple[int, int]]) -> Tensor:
+        return torch.tensor([t for span in spans for t in range(*span)], dtype=torch.long, device=device)
+
+    def both(queries: list[int], keys: list[int]) -> Bounds:
+        (q, longest_q), (k, longest_k) = bounds(queries), bounds(keys)
+        return q, k, longest_q, longest_k
+
+    own = [run.length for run in segments.runs for _ in range(run.count)]
+    asking = [(first, last) for first, last, _ in segments.crossings]
+    answering = [prompt for *_, prompt in segments.crossings]
+    prompts = both(*([last - first for first, last in side] for side in (asking, answering))) if asking else None
+    return _Plan(both(own, own), prompts, tokens(asking), tokens(answering))
+
+
+def flash_forward(
+    q: Float[Tensor, "tokens heads size"],
+    k: Float[Tensor, "tokens key_heads size"],
+    v: Float[Tensor, "tokens key_heads size"],
+    segments: Segments,
+    scale: float,
+) -> tuple[Float[Tensor, "tokens heads size"], Float[Tensor, "heads tokens"], list[Tensor]]:
+    """Output, log-sum-exp, and what the backward kernel asks back."""
+    call = torch.ops.aten._flash_attention_forward
+    p = _plan(segments, q.device)
+    out, lse, *state, _ = call(q, k, v, *p.own, 0.0, True, False, scale=scale)
+    if p.prompts is not None:
+        asked = q[p.asking], k[p.answering], v[p.answering]
+        part, part_lse, *_ = call(*asked, *p.prompts, 0.0, False, False, scale=scale)
+        own_lse = lse[:, p.asking]
+        share = torch.sigmoid(part_lse - own_lse).T[..., None]
+        out[p.asking] = torch.lerp(out[p.asking].to(lse.dtype), part.to(lse.dtype), share).to(out.dtype)
+        lse[:, p.asking] = torch.logaddexp(own_lse, part_lse)
+    return out, lse, state
+
+
+def flash_backward(
+    grad: Float[Tensor, "tokens heads size"],
+    q: Float[Tensor, "tokens heads size"],
+    k: Float[Tensor, "tokens key_heads size"],
+    v: Float[Tensor, "tokens key_heads size"],
+    out: Float[Tensor, "tokens heads size"],
+    lse: Float[Tensor, "heads tokens"],
+    state: list[Tensor],
+    segments: Segments,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v."""
+    call = torch.ops.aten._flash_attention_backward
+    p = _plan(segments, q.device)
+    dq, dk, dv = call(grad, q, k, v, out, lse, *p.own, 0.0, True, *state, scale=scale)
+    if p.prompts is not None:
+        asked = grad[p.asking], q[p.asking], k[p.answering], v[p.answering]
+        merged = out[p.asking], lse[:, p.asking].contiguous()
+        parts = call(*asked, *merged, *p.prompts, 0.0, False, *state, scale=scale)
+        for target, where, part in zip((dq, dk, dv), (p.asking, p.answering, p.answering), parts, strict=True):
+            target.index_add_(0, where, part)
+    return dq, dk, dv
+
+
+class FlashAttention(torch.autograd.Function):
+    """softmax(q k) v over `segments`; returns [1, tokens, heads, size]."""
+
+    @staticmethod
+    def forward(  # noqa: D102 (torch's own)
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+    ) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        out, lse, state = flash_forward(q, k, v, segments, scale)
+        ctx.save_for_backward(q, k, v, out, lse, *state)
+        ctx.segments, ctx.scale = segments, scale
+        return out[None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
+        q, k, v, out, lse, *state = ctx.saved_tensors
+        found = flash_backward(grads[0][0].contiguous(), q, k, v, out, lse, state, ctx.segments, ctx.scale)
+        return *(x.transpose(0, 1)[None] for x in found), None, None
+
+
+EXAMPLE = Segments(
+    (
+        Run(0, 1, 150),
+        Run(150, 1, 3),
+        Run(153, 2, 40, (0, 150)),
+        Run(233, 1, 200, (0, 150)),
+        Run(433, 3, 2, (150, 153)),
+        Run(439, 1, 70),
+    )
+)
+"""Two prompts, completions shorter and longer than a tile of the kernel, and a row of its own."""
+TOLERANCE = 0.02
+"""Relative, of values and gradients in the Euclidean norm; bfloat16 rounds to 0.004."""
+
+
+@lru_cache(maxsize=8)
+def flash_is_exact(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether `FlashAttention` runs here and, on `EXAMPLE`, gives the values and gradients of dense attention."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(509, heads, size, generator=g).to(device, dtype) for heads in (4, 2, 2, 4))
+    scale = size**-0.5
+    try:
+        with torch.no_grad():
+            out, lse, state = flash_forward(q, k, v, EXAMPLE, scale)
+            found = out, *flash_backward(grad, q, k, v, out, lse, state, EXAMPLE, scale)
+            expected = _dense(q.float(), k.float(), v.float(), grad.float(), EXAMPLE, scale)
+        off = max(((f - e).norm() / e.norm()).item() for f, e in zip(found, expected, strict=True))
+        reason = f"it is off by {off:.2g}" if not off < TOLERANCE else None
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+    if reason is not None:
+        logger.info("shared_prefix: SDPA instead of flash attention on %s in %s: %s", device, dtype, reason)
+    return reason is None
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output and gradients of q, k, v, as `flash_forward` and `flash_backward`, by the whole matrix of scores."""
+    (q, grad), (k, v) = ((x.transpose(0, 1) for x in pair) for pair in ((q, grad), (k, v)))
+    heads, key_heads = len(q), len(k)
+    k, v = (x.repeat_interleave(heads // key_heads, dim=0) for x in (k, v))
+    scores = (q @ k.mT * scale).masked_fill(~visible(segments).to(q.device), -torch.inf)
+    p = scores.softmax(dim=-1)
+    out = p @ v
+    d_scores = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+    dq, dk, dv = d_scores @ k, d_scores.mT @ q, p.mT @ grad
+    dk, dv = (x.unflatten(0, (key_heads, -1)).sum(1) for x in (dk, dv))
+    out, dq, dk, dv = (x.transpose(0, 1) for x in (out, dq, dk, dv))
+    return out, dq, dk, dv
+
+
+def visible(segments: Segments) -> Bool[Tensor, "tokens tokens"]:
+    """Which token (row) sees which (column)."""
+    tokens = segments.runs[-1].stop
+    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for run in segments.runs:
+        for start in range(run.start, run.stop, run.length):
+            own = slice(start, start + run.length)
+            seen[own, own] = torch.ones(run.length, run.length).tril().bool()
+        if run.prefix is not None:
+            seen[run.start : run.stop, slice(*run.prefix)] = True
+    return seen

@@ -1,0 +1,67 @@
+"""The forward of a packed row, and its scores back in the padded batch."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from grpo_ext.packing.attention import LAYOUT, selected
+from grpo_ext.packing.layout import Layout
+from grpo_ext.packing.lm_head import labelled_positions_only
+
+
+def log_probs(
+    model: nn.Module,
+    base: Any,
+    input_ids: Int[Tensor, "rows width"],
+    layout: Layout,
+    completion: int,
+    **inputs: Any,
+) -> tuple[Float[Tensor, "rows completion"], Float[Tensor, "rows completion"] | None, Tensor | None]:
+    """Log-probabilities and entropies of the completions' tokens (0 where there is none), auxiliary loss.
+
+    `base` is the causal language model with TRL's fused LM head inside of `model`, which may be wrapped.
+    """
+    device = input_ids.device
+    source, scored = (torch.from_numpy(x).to(device) for x in (layout.source, layout.scored))
+    rows, width = layout.shape
+    if inputs.get("output_router_logits"):  # the load-balancing loss takes its mask for weights
+        inputs["attention_mask"] = torch.from_numpy(layout.weight).to(device)[None]
+    flat, place = input_ids.reshape(-1), source[scored]
+    with _shared(base, scored, device):
+        outputs = model(
+            input_ids=flat[source][None],
+            position_ids=(source % width)[None],
+            shift_labels=flat[place + 1][None],
+            fused_lm_head=True,
+            **{LAYOUT: layout.segments},
+            **inputs,
+        )
+    target = place // width * completion + place % width - (width - completion - 1)
+
+    def scattered(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        return values.new_zeros(rows * completion).index_copy(0, target, values[0]).view(rows, completion)
+
+    logps = scattered(outputs.log_probs)
+    assert logps is not None
+    return logps, scattered(outputs.entropy), outputs.aux_loss
+
+
+@contextmanager
+def _shared(base: Any, scored: Tensor, device: torch.device) -> Iterator[None]:
+    """Prompts shared, and the LM head given labelled positions only, until the forward ends."""
+
+    def narrow(module: Any, args: Any, outputs: Any) -> Any:
+        outputs.last_hidden_state = outputs.last_hidden_state.index_select(1, scored)
+        return outputs
+
+    with ExitStack() as stack:
+        stack.enter_context(selected(base))
+        stack.enter_context(labelled_positions_only(device))
+        stack.callback(base.base_model.register_forward_hook(narrow).remove)
+        yield

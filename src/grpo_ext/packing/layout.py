@@ -1,0 +1,125 @@
+"""One forward of the prompt per group: rows that begin with the same prompt are packed behind one copy of it.
+
+The packed row of a micro-batch holds real tokens only,
+
+    [prompt_1[:-1] | prompt_2[:-1] | ... | last token of prompt_1 + completion[:-1] | ... ],
+
+so that every position behind a prompt has exactly one label. `prefix_attention` lets each completion see its prompt
+and itself; positions are those of the padded batch; only labelled positions reach the LM head.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from jaxtyping import Int
+
+from grpo_ext.packing.kernels import Run, Segments
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of a packed row come from, and where the scores of its labelled positions go."""
+
+    source: np.ndarray
+    """Flat index into the padded batch [rows, width], for each packed token."""
+    weight: np.ndarray
+    """How many rows of the padded batch a packed token stands for."""
+    scored: np.ndarray
+    """Packed positions that have a label: the token that follows in the padded batch."""
+    segments: Segments
+    shape: tuple[int, int]
+    """Rows and width of the padded batch."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model computes."""
+        return len(self.source)
+
+
+def groups_of(prompts: np.ndarray) -> list[list[int]]:
+    """Rows of [rows, width] that are the same, in the order of their first ones."""
+    found: dict[bytes, list[int]] = {}
+    for i, row in enumerate(np.ascontiguousarray(prompts)):
+        found.setdefault(row.tobytes(), []).append(i)
+    return list(found.values())
+
+
+def pack(
+    input_ids: Int[np.ndarray, "rows width"],
+    mask: Int[np.ndarray, "rows width"],
+    completion: int,
+    *,
+    whole: bool = False,
+) -> Layout | None:
+    """The layout of a padded batch whose last `completion` columns are completions; None where there is none.
+
+    There is none when a mask has holes in its completions, a prompt's last column is padding, or nothing is labelled.
+    `whole` keeps tokens that nothing is predicted from, for figures that count every token.
+    """
+    rows, width = input_ids.shape
+    start = width - completion
+    lengths = mask[:, start:].sum(axis=1)
+    contiguous = (mask[:, start:] == (np.arange(completion) < lengths[:, None])).all()
+    if not contiguous or start == 0 or not mask[:, start - 1].all() or not lengths.any():
+        return None
+    pieces: list[_Piece] = []
+    for number, group in enumerate(groups_of(np.where(mask[:, :start], input_ids[:, :start], -1))):
+        pieces += _pieces(number, group, np.flatnonzero(mask[group[0], : start - 1]), start - 1, lengths, whole)
+    pieces.sort(key=lambda p: (p.owner is not None, -1 if p.owner is None else p.owner, len(p.columns)))
+    source = np.concatenate([p.row * width + p.columns for p in pieces])
+    starts = np.cumsum([0, *(len(p.columns) for p in pieces)])
+    labelled = [
+        np.arange(p.labels) + begin + p.first_label for p, begin in zip(pieces, starts, strict=False) if p.labels
+    ]
+    return Layout(
+        source=source,
+        weight=np.concatenate([np.full(len(p.columns), p.weight) for p in pieces]),
+        scored=np.concatenate(labelled),
+        segments=_segments(pieces, starts),
+        shape=(rows, width),
+    )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A segment: columns of a row of the padded batch, and the group whose prompt it follows, or its own if None."""
+
+    row: int
+    columns: np.ndarray
+    weight: int
+    first_label: int
+    labels: int
+    owner: int | None = None
+    provides: int | None = None
+
+
+def _pieces(
+    number: int, group: list[int], lead: np.ndarray, last: int, lengths: np.ndarray, whole: bool
+) -> Iterator[_Piece]:
+    """The prompt of a group but its last token, then each completion with that token before it."""
+    live = [row for row in group if lengths[row] or whole]
+    shared = len(lead) > 0 and len(live) > 1
+    if shared:
+        yield _Piece(group[0], lead, len(group), 0, 0, provides=number)
+    for row in live:
+        tail = np.arange(last, last + int(lengths[row]) + whole)
+        columns = tail if shared else np.concatenate([lead, tail])
+        owner = number if shared else None
+        yield _Piece(row, columns, 1, len(columns) - len(tail), int(lengths[row]), owner=owner)
+
+
+def _segments(pieces: list[_Piece], starts: np.ndarray) -> Segments:
+    """Neighbours of one length and one prompt become one run."""
+    prompts = {
+        p.provides: (int(begin), int(begin) + len(p.columns))
+        for p, begin in zip(pieces, starts, strict=False)
+        if p.provides is not None
+    }
+    runs, at = [], 0
+    for (owner, length), same in groupby(pieces, key=lambda p: (p.owner, len(p.columns))):
+        count = len(list(same))
+        runs.append(Run(at, count, length, None if owner is None else prompts[owner]))
+        at += count * length
+    return Segments(tuple(runs))

@@ -1,0 +1,150 @@
+"""Which rows of a generation batch share a micro-batch, how wide it is, and which rows it need not compute."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_ext.packing.layout import groups_of
+
+Batch = dict[str, Any]
+
+ADDITIVE = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+"""Aggregations of a step's loss that do not depend on how its rows are split."""
+
+ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+
+
+# Groups stay together, and micro-batches are equally long.
+
+
+def regroup(micro_batches: Sequence[Batch], window: int, skip_silent: bool = False) -> list[Batch]:
+    """The same rows in as many micro-batches of the same number of rows, with groups together and little padding.
+
+    Each optimizer step (`window` micro-batches) keeps its rows; within it, rows of one prompt stay together and
+    micro-batches get about the same number of tokens to compute. With `skip_silent`, rows without an advantage cost
+    nothing.
+    """
+    batches = []
+    for begin in range(0, len(micro_batches), window):
+        step = micro_batches[begin : begin + window]
+        together = _joined(step)
+        prompt_mask = together["prompt_mask"].cpu().numpy()
+        groups = groups_of(np.where(prompt_mask, together["prompt_ids"].cpu().numpy(), -1))
+        cost = together["completion_mask"].sum(dim=1).cpu().numpy()
+        if skip_silent:
+            cost = np.where(silent(together["advantages"]).cpu().numpy(), 0, cost)
+        for rows in _balanced(groups, len(step[0]["prompt_ids"]), len(step), cost, prompt_mask.sum(axis=1)):
+            batches.append(trim(_rows(together, torch.tensor(rows))))
+    return batches
+
+
+def _balanced(groups: list[list[int]], size: int, count: int, cost: np.ndarray, prefix: np.ndarray) -> list[list[int]]:
+    """Rows in `count` sets of `size`: pieces of groups, the dearest first, each to the cheapest with room for it."""
+    sets: list[list[int]] = [[] for _ in range(count)]
+    load = [0.0] * count
+    pieces = [piece for group in groups for piece in _pieces_of(group, size, cost)]
+    pieces.sort(key=lambda piece: (-len(piece), -_tokens(piece, cost, prefix)))
+    while pieces:
+        piece = pieces.pop(0)
+        open_sets = [i for i, s in enumerate(sets) if len(s) < size]
+        roomy = [i for i in open_sets if len(sets[i]) + len(piece) <= size]
+        if not roomy:  # no set has room for the whole piece: break it
+            room = max(size - len(sets[i]) for i in open_sets)
+            pieces[:0] = [piece[:room], piece[room:]]
+            continue
+        chosen = min(roomy, key=lambda i: load[i])
+        sets[chosen] += piece
+        load[chosen] += _tokens(piece, cost, prefix)
+    return sets
+
+
+def _tokens(piece: list[int], cost: np.ndarray, prefix: np.ndarray) -> float:
+    """Tokens of a piece of a group: its prompt once, unless nothing of it is computed."""
+    total = float(cost[piece].sum())
+    return total + float(prefix[piece[0]]) if total else 0.0
+
+
+def _pieces_of(group: list[int], size: int, cost: np.ndarray) -> list[list[int]]:
+    """A group whole, or, if it is larger than a micro-batch, in pieces of about equal cost."""
+    parts: list[list[int]] = [[] for _ in range(-(-len(group) // size))]
+    for row in sorted(group, key=lambda row: -cost[row]):
+        min((p for p in parts if len(p) < size), key=lambda p: (sum(cost[p]), len(p))).append(row)
+    return [part for part in parts if part]
+
+
+def _joined(micro_batches: Sequence[Batch]) -> Batch:
+    first = micro_batches[0]
+    return {name: _join([batch[name] for batch in micro_batches]) for name in first}
+
+
+def _join(values: list[Any]) -> Any:
+    if isinstance(values[0], Tensor) and values[0].ndim > 0:
+        return torch.cat(values)
+    return [x for value in values for x in value] if isinstance(values[0], list) else values[0]
+
+
+def _rows(batch: Batch, rows: Tensor) -> Batch:
+    def taken(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim > 0:
+            return value[rows.to(value.device)]
+        return [value[i] for i in rows.tolist()] if isinstance(value, list) else value
+
+    return {name: taken(value) for name, value in batch.items()}
+
+
+def trim(batch: Batch, *, prompts: bool = True) -> Batch:
+    """Without the columns that are padding in every row: on the left of `prompts`, on the right of completions.
+
+    Only where positions are relative may a prompt lose its padding.
+    """
+    asked, completions = batch["prompt_mask"].any(dim=0), batch["completion_mask"].any(dim=0)
+    first = int(asked.int().argmax()) if prompts else 0
+    width = len(completions)
+    last = max(1, int(completions.nonzero().max()) + 1 if completions.any() else 1)
+
+    def trimmed(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim != 2:
+            return value
+        if name.startswith("prompt_"):
+            return value[:, first:]
+        return value[:, :last] if value.shape[1] == width else value
+
+    return {name: trimmed(name, value) for name, value in batch.items()}
+
+
+# Rows without a gradient.
+
+
+def silent(advantages: Tensor) -> Tensor:
+    """Rows [batch] whose advantages, [batch] or [batch, time], are all zero."""
+    return ~advantages.reshape(len(advantages), -1).any(dim=1)
+
+
+def of_live_rows(
+    forward: Callable[[Batch], tuple[Tensor, Tensor, Any]], inputs: Batch, live: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [batch, time] of the rows that are `live`, through a forward of those alone.
+
+    The others have their old log-probabilities, a ratio of 1, and no gradient. Where no row is live the forward runs
+    over a single token, for the processes that wait for this one's collectives, and the result depends on it by zero.
+    """
+    shape = inputs["completion_ids"].shape
+    if live.any():
+        rows = live.nonzero()[:, 0]
+        logps, entropies, _ = forward(trim(_rows({name: inputs[name] for name in ROWS}, rows), prompts=False))
+        at = rows
+    else:
+        stub = {name: inputs[name][:1, -1:] if name.startswith("prompt") else inputs[name][:1, :1] for name in ROWS}
+        stub |= {name: torch.ones_like(stub[name]) for name in ROWS if name.endswith("mask")}
+        logps, entropies, _ = forward(stub)
+        logps, entropies, at = logps * 0.0, entropies * 0.0, live.new_zeros(1, dtype=torch.long)
+    old = inputs.get("old_per_token_logps")
+    ground = logps.new_zeros(shape) if old is None else old.to(logps.dtype)
+    if not live.any():
+        return ground + torch.nn.functional.pad(logps, (0, shape[1] - 1)), entropies.new_zeros(shape)
+    pad = (0, shape[1] - logps.shape[1])
+    logps, entropies = (torch.nn.functional.pad(x, pad) for x in (logps, entropies))
+    return ground.index_copy(0, at, logps), entropies.new_zeros(shape).index_copy(0, at, entropies)

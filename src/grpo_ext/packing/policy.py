@@ -1,0 +1,194 @@
+"""Whether prompts are shared: where a model allows it, and where a micro-batch gains by it."""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from grpo_ext.errors import ConfigError
+from grpo_ext.packing import layout as shared_prefix
+from grpo_ext.packing.attention import ForeignAttention
+from grpo_ext.packing.layout import Layout
+from grpo_ext.packing.obstacles import (
+    causal_lm,
+    obstacles,
+)
+
+logger = logging.getLogger(__name__)
+
+
+# What it costs, to a factor of two: enough to leave alone what would gain nothing.
+
+SPEED = {"cpu": 5e10}
+"""Floating-point operations per second of a thread that multiplies matrices."""
+SPEED_ELSEWHERE = 2e14
+CALL_SECONDS = 3e-5
+"""One attention call, with the views and copies around it."""
+PACK_SECONDS = 1e-3
+"""To lay out a micro-batch."""
+MARGIN = 2.0
+"""How many times its cost a packed forward must save."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model, as far as its cost goes."""
+
+    body: int
+    """Parameters that every token meets."""
+    head: int
+    """Parameters of the LM head."""
+    layers: int
+
+    @classmethod
+    def of(cls, base: Any) -> "Size":
+        """Counted on the model; a mixture of experts by the experts that a token meets."""
+        config = base.config
+        embeddings = {
+            id(m.weight): m.weight.numel() for m in (base.get_input_embeddings(), base.get_output_embeddings())
+        }
+        experts = sum(p.numel() for n, p in base.named_parameters() if ".experts." in n)
+        active = getattr(config, "num_experts_per_tok", 1) / max(1, getattr(config, "num_experts", None) or 1)
+        body = sum(getattr(p, "ds_numel", p.numel()) for p in base.parameters()) - sum(embeddings.values())
+        head = base.get_output_embeddings().weight.numel()
+        return cls(body=int(body - experts * (1 - min(1.0, active))), head=head, layers=config.num_hidden_layers)
+
+    def gain(self, layout: Layout, device: str, passes: int) -> float:
+        """Seconds saved over seconds spent by a packed forward, and its backward if there are 3 `passes`."""
+        rows, width = layout.shape
+        calls = len(layout.segments.runs) + len({run.prefix for run in layout.segments.runs})
+        tokens, scores = rows * width - layout.tokens, rows * (width - 1) - len(layout.scored)
+        return self._gain(tokens, scores, calls, device, passes)
+
+    def most(self, shape: tuple[int, ...], device: str, passes: int) -> float:
+        """A bound of the gain for any batch of this shape."""
+        return self._gain(math.prod(shape), math.prod(shape), 2, device, passes)
+
+    def most_of(self, live: Bool[np.ndarray, "rows width"], completion: int, device: str, passes: int) -> float:
+        """A bound of the gain for a batch with this mask, before it is laid out: one prompt for all, or no sharing."""
+        lengths = live[:, -completion:].sum(axis=1)
+        labels, prompts = int(lengths.sum()), live[:, :-completion].sum(axis=1)[lengths > 0] - 1
+        if not labels:
+            return 0.0
+        scores = live.size - len(live) - labels
+        shared = self._gain(live.size - labels - int(prompts.min()), scores, 4, device, passes)
+        return max(shared, self._gain(live.size - labels - int(prompts.sum()), scores, 2, device, passes))
+
+    def _gain(self, tokens: int, scores: int, calls: int, device: str, passes: int) -> float:
+        """`tokens` and `scores` are those saved; on a CPU stock TRL scores every position."""
+        saved = 2 * self.body * tokens + (2 * self.head * scores if device == "cpu" else 0)
+        spent = PACK_SECONDS + self.layers * calls * CALL_SECONDS * passes
+        return saved * passes / SPEED.get(device, SPEED_ELSEWHERE) / spent
+
+
+CURE = "Set shared_prefix to auto or false."
+Scores = tuple[Tensor, Tensor | None, Tensor | None]
+Plain = Callable[[Tensor, Tensor, int], Scores]
+"""TRL's forward: tokens and mask [rows, width], columns of completions."""
+Packed = Callable[..., Scores]
+"""`shared_prefix.log_probs` of a model: tokens, layout, columns of completions."""
+
+
+class PrefixSharing:
+    """`shared_prefix` of a recipe, settled for a model: which micro-batches are packed, and their forward."""
+
+    def __init__(self, setting: str, model: Any, *, further: str | None = None, full_precision: bool = True) -> None:
+        """`further`: an obstacle that is not the model's; `full_precision`: forwards run without autocast."""
+        self.setting, self.checked = setting, False
+        self.reason = next((o for o in (further, *obstacles(model)) if o is not None), None)
+        base = causal_lm(model)
+        self.vocabulary = base.config.get_text_config().vocab_size
+        self.tolerance = 1e-3 if full_precision and base.dtype in (torch.float32, torch.float64) else 0.1
+        self.size = Size.of(base) if setting != "false" and self.reason is None else None
+
+    @property
+    def possible(self) -> bool:
+        """Whether any micro-batch may be packed."""
+        return self.size is not None
+
+    def describe(self) -> str:
+        """One line for the log."""
+        if self.setting == "false":
+            return "shared_prefix: off"
+        if self.reason is not None:
+            return f"shared_prefix: off, {self.reason}"
+        return "shared_prefix: each prompt is computed once per micro-batch" + (
+            "" if self.setting == "true" else ", where that pays"
+        )
+
+    def check(self, plain: Plain, packed: Packed, device: torch.device) -> None:
+        """Compare the two forwards once, on a handful of tokens; where they differ, prompts are not shared.
+
+        Raises:
+            ConfigError: they differ, and `shared_prefix` is true.
+        """
+        self.checked = True
+        completion = 5
+        ids = torch.arange(3, 3 + 3 * 2 * completion).view(3, 2 * completion) % self.vocabulary
+        ids[1:, :completion] = ids[0, :completion]
+        layout = shared_prefix.pack(ids.numpy(), np.ones_like(ids.numpy()), completion)
+        assert layout is not None
+        ids = ids.to(device)
+        with torch.no_grad():
+            expected = plain(ids, torch.ones_like(ids), completion)[0]
+            try:
+                error = (packed(ids, layout, completion)[0] - expected).abs().mean().item()
+                reason = f"it is {error:.2g} nats per token off the plain forward"
+            except ForeignAttention as foreign:
+                error, reason = math.inf, str(foreign)
+        if error <= self.tolerance:
+            return
+        self.size, self.reason = None, reason
+        if self.setting == "true":
+            raise ConfigError([f"shared_prefix=true is not exact here: {reason}. {CURE}"])
+        logger.warning(self.describe())
+
+    def layout(self, input_ids: Tensor, mask: Tensor, completion: int, whole: bool, passes: int) -> Layout | None:
+        """The packed form of a micro-batch; None where it is to be computed as it is."""
+        if self.size is None:
+            return None
+        shape, device, auto = tuple(input_ids.shape), input_ids.device.type, self.setting != "true"
+        if auto and self.size.most(shape, device, passes) <= MARGIN:
+            return None
+        live = mask.bool().cpu().numpy()
+        if auto and self.size.most_of(live, completion, device, passes) <= MARGIN:
+            return None
+        layout = shared_prefix.pack(input_ids.cpu().numpy(), live, completion, whole=whole)
+        if layout is None or not auto:
+            return layout
+        return layout if self.size.gain(layout, device, passes) > MARGIN else None
+
+    def scores(
+        self,
+        plain: Plain,
+        packed: Packed,
+        input_ids: Tensor,
+        mask: Tensor,
+        completion: int,
+        batch_size: int,
+        compute_entropy: bool,
+        compute_aux_loss: bool,
+    ) -> Scores:
+        """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time."""
+        if not self.checked:
+            self.check(plain, packed, input_ids.device)
+        parts: list[Scores] = []
+        extra = {"output_router_logits": True} if compute_aux_loss else {}
+        for ids, live in zip(input_ids.split(batch_size), mask.split(batch_size), strict=True):
+            layout = self.layout(ids, live, completion, compute_aux_loss, 3 if torch.is_grad_enabled() else 1)
+            if layout is None:
+                parts.append(plain(ids, live, completion))
+            else:
+                logps, entropies, aux_loss = packed(ids, layout, completion, **extra)
+                parts.append((logps, entropies if compute_entropy else None, aux_loss))
+        if len(parts) == 1:
+            return parts[0]
+        found = [[x for x in column if x is not None] for column in zip(*parts, strict=True)]
+        aux = torch.stack(found[2]).mean() if found[2] else None
+        return torch.cat(found[0]), torch.cat(found[1]) if found[1] else None, aux

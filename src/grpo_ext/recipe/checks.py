@@ -1,0 +1,146 @@
+"""Rules between the parts of a recipe: model, data, rewards and training; each answered with value, reason, cure."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from peft import TaskType
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from trl.scripts.utils import DatasetConfig
+
+from grpo_ext.config.fields import BELOW_ONE, COUNT, NOT_NEGATIVE, outside, sound_values, unknown_value
+from grpo_ext.config.idle import is_set
+from grpo_ext.config.launch import planning
+from grpo_ext.config.machine import missing_packages
+from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.run import AFRESH, FRESH_START, LAST
+from grpo_ext.data.config import problems as data_problems
+from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rollout.dynamic_sampling import judge_problems
+
+QUICKSTART_TASKS = ("quickstart/addition",)
+ALSO: Mapping[str, Any] = {"lora_target_modules": str, "reward_funcs": object, "datasets": object, "test_size": object}
+"""Fields of the parts that may be of a further type, or whose own checks speak of theirs."""
+
+
+def mixture_problems(entries: Any) -> Iterator[str]:
+    """Problems of the entries of `datasets`, before TRL makes objects of them."""
+    defaults = {f.name: f.default for f in dataclasses.fields(DatasetConfig)}
+    keys = list(defaults)
+    if not isinstance(entries, list):
+        yield f"datasets={entries!r}: not a list. Write datasets: [{{path: ..., split: train}}]."
+        return
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or "path" not in entry:
+            yield f"datasets[{i}]={entry!r}: no mapping with a path. Write {{path: ..., split: train}}."
+            continue
+        values = SimpleNamespace(**(defaults | {str(key): value for key, value in entry.items()}))
+        _, told = sound_values(DatasetConfig, values)
+        yield from (f"datasets[{i}]: {problem}" for problem in told)
+        for key in entry:
+            if key not in keys:
+                yield f"datasets[{i}] has {key}={entry[key]!r}: no such key. {did_you_mean(str(key), keys)}"
+
+
+def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: Any) -> Iterator[str]:
+    """Problems of the parts that are not the training's, and between parts; a part that failed already is None."""
+    if model is not None:
+        yield from _model(model)
+    if training is not None and model is not None and training.sync_ref_model and model.use_peft:
+        yield (
+            "sync_ref_model=True with use_peft: the reference is the model without its adapter, and stays what it "
+            "is. Remove sync_ref_model."
+        )
+    if training is not None:
+        yield from _resume(training.resume_from_checkpoint)
+        if not planning():
+            yield from missing_packages(training, model)
+        yield from _streams(script, training, mixture)
+        yield from _loading(training, model)
+    if script is not None:
+        yield from outside(script, {"reward_workers": NOT_NEGATIVE, "reward_memory_gib": NOT_NEGATIVE})
+    if script is not None and data is not None and mixture is not None:
+        yield from _data(script, data, mixture)
+
+
+_TASK_TYPES = tuple(kind.value for kind in TaskType)
+
+
+def _model(model: Any) -> Iterator[str]:
+    path = model.model_name_or_path
+    if not path:
+        yield "model_name_or_path=None: no model to train. Set it to a hub id, a folder or 'quickstart'."
+    elif isinstance(path, str) and path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+        yield f"model_name_or_path={path!r}: no such folder. Correct the path, or give a hub id."
+    for name in ("dtype", "bnb_4bit_quant_type"):
+        value = getattr(model, name)
+        known = next(f for f in dataclasses.fields(model) if f.name == name).metadata["choices"]
+        if isinstance(value, str) and value not in known:
+            yield unknown_value(name, value, known)
+    if isinstance(model.lora_task_type, str) and model.lora_task_type not in _TASK_TYPES:
+        yield unknown_value("lora_task_type", model.lora_task_type, _TASK_TYPES)
+    attention = model.attn_implementation
+    if attention and "/" not in attention and attention not in (known := ("eager", *ALL_ATTENTION_FUNCTIONS)):
+        yield unknown_value("attn_implementation", attention, known)
+    yield from outside(model, {"lora_r": COUNT, "lora_alpha": COUNT, "lora_dropout": BELOW_ONE})
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model, name) and not model.use_peft:
+            yield f"{name}=True: quantized weights cannot be trained, only an adapter on them. Set use_peft: true."
+
+
+def _streams(script: Any, training: Any, mixture: Any) -> Iterator[str]:
+    """A stream has no length, so that its epochs cannot be turned into steps."""
+    for part, name in ((script, "dataset_streaming"), (mixture, "streaming")):
+        if part is not None and getattr(part, name) and training.max_steps <= 0:
+            yield f"{name}=True without max_steps: a stream has no length, so the run has no end. Set max_steps."
+
+
+_OF_THE_MODEL = {
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+    "revision": "model_revision",
+    "attn_implementation": "attn_implementation",
+}
+
+
+def _loading(training: Any, model: Any) -> Iterator[str]:
+    given = as_mapping(training.model_init_kwargs)
+    for key, name in _OF_THE_MODEL.items():
+        if key in given and model is not None and is_set(model, name) and given[key] != getattr(model, name):
+            yield (
+                f"model_init_kwargs.{key}={given[key]!r} would go past {name}={getattr(model, name)!r}. Keep one of "
+                "them."
+            )
+
+
+def _resume(checkpoint: Any) -> Iterator[str]:
+    if checkpoint and str(checkpoint).lower() not in (*AFRESH, *LAST) and not Path(checkpoint).is_dir():
+        yield (
+            f"resume_from_checkpoint={checkpoint!r}: no such folder. Correct the path; 'last' takes the last one in "
+            f"output_dir, {FRESH_START!r} starts afresh."
+        )
+
+
+def _data(script: Any, data: Any, mixture: Any) -> Iterator[str]:
+    name = script.dataset_name
+    if bool(name) == bool(mixture.datasets):
+        both = "both dataset_name and datasets are" if mixture.datasets else "neither dataset_name nor datasets is"
+        yield f"dataset_name={name!r}: {both} set. Set one of them."
+    elif str(name).startswith("quickstart/") and name not in QUICKSTART_TASKS:
+        yield f"dataset_name={name!r}: the quickstart has no such task. {did_you_mean(name, QUICKSTART_TASKS)}"
+    else:
+        yield from data_problems(data, name, dataset_config=script.dataset_config, streaming=script.dataset_streaming)
+
+
+def reward_problems(rewards: list[RewardSpec], training: Any) -> Iterator[str]:
+    """Whether anything is rewarded at all, and whether dynamic sampling can find its judge."""
+    if rewards and not any(spec.weight for spec in rewards):
+        yield "reward_funcs: all weights are 0, nothing would be rewarded. Give at least one a weight."
+    if rewards and training is not None:
+        yield from judge_problems(training.dynamic_sampling, [spec.name for spec in rewards])
+
+
+# Warned of.

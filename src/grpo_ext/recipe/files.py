@@ -1,0 +1,81 @@
+"""Finding a recipe, and reading its YAML."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_ext.errors import ConfigError
+from grpo_ext.registry import did_you_mean
+
+
+def recipes_folder() -> Path:
+    """Where the packaged recipes lie: inside the wheel, or at the root of a checkout."""
+    inside = Path(__file__).parent / "packaged"
+    return inside if inside.is_dir() else Path(__file__).parents[3] / "recipes"
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """Packaged recipes by name, such as `quickstart/grpo`."""
+    root = recipes_folder()
+    found = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
+    return {name: path for name, path in found.items() if not name.startswith("accelerate_configs")}
+
+
+def find_recipe(name: str) -> Path:
+    """The file of that path, or the packaged recipe of that name.
+
+    Raises:
+        ConfigError: neither exists; the message names the closest recipes.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    packaged = packaged_recipes()
+    key = name.removesuffix(".yaml")
+    if key not in packaged:
+        hint = did_you_mean(key, packaged)
+        raise ConfigError([f"--config {name}: neither a file nor a packaged recipe. {hint}"])
+    return packaged[key]
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key may stand only once, and 1e-6 is a number, as in YAML 1.2."""
+
+
+def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError([f"{key}: stands {keys.count(key)} times in the recipe. Keep one."])
+    return loader.construct_mapping(node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
+
+
+_StrictLoader.yaml_implicit_resolvers = {k: list(v) for k, v in _StrictLoader.yaml_implicit_resolvers.items()}
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, no mapping, or says a key twice.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except ConfigError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path} is not UTF-8 ({error}). Save it as UTF-8."]) from error
+    except OSError as error:
+        raise ConfigError([f"{path} cannot be read: {error}."]) from error
+    except (yaml.YAMLError, ValueError) as error:  # 2020-13-45 is taken for a date
+        raise ConfigError([f"{path} is not valid YAML: {error}"]) from error
+    if not isinstance(content, dict):
+        raise ConfigError([f"{path} holds a {type(content).__name__}, not a mapping of keys to values."])
+    return content

@@ -1,0 +1,186 @@
+"""A recipe: one YAML file and the command line, parsed by TRL's parser and checked as a whole."""
+
+import argparse
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trl import TrlParser
+
+from grpo_ext.config.fields import sound_values
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.launch import planning
+from grpo_ext.errors import ConfigError
+from grpo_ext.recipe.checks import ALSO, mixture_problems, part_problems, reward_problems
+from grpo_ext.recipe.env import take_env
+from grpo_ext.recipe.files import (
+    find_recipe,
+    read_yaml,
+)
+from grpo_ext.recipe.parts import PARTS, Recipe
+from grpo_ext.recipe.replaced_keys import REPLACED
+from grpo_ext.recipe.warnings import recipe_warnings
+from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.composition import parse as parse_rewards
+
+logger = logging.getLogger(__name__)
+
+
+# One TRL parser for each dataclass, so that a mistake in one does not hide those in another.
+
+
+class _Parser(TrlParser):
+    """TRL's parser, which leaves text that is no number or bool as it is: the checks tell of all of it at once."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError([message.removeprefix("argument ")])
+
+    def _get_value(self, action: Any, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            return arg_string
+
+    def _check_value(self, action: Any, value: Any) -> None:
+        """Leave a field's choices to the checks."""
+
+
+def all_keys() -> list[str]:
+    """Every key a recipe may hold."""
+    return sorted({f.name for part in PARTS for f in dataclasses.fields(part) if f.init})
+
+
+def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of `--config` (either form) and the other arguments."""
+    rest = [piece for arg in argv for piece in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    if "--config" not in rest:
+        return None, rest
+    i = rest.index("--config")
+    if i + 1 == len(rest):
+        raise ConfigError(["--config: no value. Give a path or the name of a packaged recipe."])
+    return rest[i + 1], rest[:i] + rest[i + 2 :]
+
+
+def load_recipe(argv: Sequence[str]) -> Recipe:
+    """Parse `--config recipe.yaml [--key value ...]`; what stands on the command line wins.
+
+    Raises:
+        ConfigError: everything that is wrong, at once, before anything is loaded.
+    """
+    name, args = split_config(argv)
+    values = read_yaml(find_recipe(name)) if name else {}
+    problems: list[str] = []
+    os.environ.update(take_env(values, problems))
+    problems += [*_unknown_keys(values, args), *_stray_values(args)]
+    if mixed := list(mixture_problems(values.get("datasets", []))):
+        problems += mixed
+        del values["datasets"]
+    parts = {part: _parse_part(part, values, args, problems) for part in PARTS}
+    script, data, training, model, mixture = (parts[part] for part in PARTS)
+    rewards = _rewards(script, None if training is None else training.reward_weights, problems)
+    problems += reward_problems(rewards, training)
+    problems += part_problems(script, data, training, model, None if mixed else mixture)
+    if problems := _told_once(problems):
+        raise ConfigError(problems)
+    if any(spec.weight != 1.0 for spec in rewards):
+        training.reward_weights = [spec.weight for spec in rewards]
+    recipe = Recipe(script, data, training, model, mixture, rewards)
+    if int(os.environ.get("RANK", "0")) == 0 and not planning():
+        for warning in recipe_warnings(recipe):
+            logger.warning(warning)
+    return recipe
+
+
+def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[str]:
+    known = all_keys()
+    flags = [arg[2:].split("=")[0].replace("-", "_") for arg in args if re.match(r"--[A-Za-z]", arg)]
+    options = _Parser(PARTS, allow_abbrev=False, add_help=False)._option_string_actions if flags else {}
+    for key in [*values, *(flag for flag in flags if f"--{flag}" not in options)]:
+        if key in known:
+            continue
+        value = f"={values[key]!r}" if key in values else ""
+        if str(key).removeprefix("no_") in known:
+            yield f"{key}{value}: no such key, and it would be ignored. {_negation(key.removeprefix('no_'))}"
+        elif key in REPLACED:
+            yield f"{key}{value}: {REPLACED[key]}"
+        else:
+            yield f"{key}{value}: no such key. {_hint(str(key), known)}"
+
+
+def _stray_values(args: Sequence[str]) -> Iterator[str]:
+    """Values on the command line that belong to no key; argparse would pass over them."""
+    if not args:
+        return
+    try:
+        _, rest = _Parser(PARTS, allow_abbrev=False, add_help=False).parse_known_args(list(args))
+    except ConfigError:  # told by the part that the value belongs to
+        return
+    for before, value in zip(["", *rest], rest, strict=False):
+        if not value.startswith("--") and not before.startswith("--"):
+            yield f"{value!r} on the command line belongs to no key. Write --key {value}, or --config {value}."
+
+
+def _negation(key: str) -> str:
+    """How to switch a key off that has no `--no_` form."""
+    field = next(f for part in PARTS for f in dataclasses.fields(part) if f.name == key)
+    cure = "false" if "bool" in str(field.type) else "VALUE"
+    return f"Write --{key} {cure} on the command line, {key}: {cure} in a recipe."
+
+
+def _hint(key: str, known: list[str]) -> str:
+    hint = did_you_mean(key, known)
+    return hint if hint.startswith("Did") else "`grpo-ext train --help` lists all keys. Remove it."
+
+
+def _parse_part(part: Any, values: Mapping[str, Any], args: Sequence[str], problems: list[str]) -> Any:
+    parser = _Parser(part, allow_abbrev=False, add_help=False)
+    parser.set_defaults_with_config(
+        **{k: v for k, v in values.items() if k in {f.name for f in dataclasses.fields(part)}}
+    )
+    try:
+        parsed, _ = parser.parse_known_args(list(args))
+        given = vars(parsed)
+        if part is not GRPOExtConfig:  # which tells of its types itself, with all that is wrong in it
+            given, told = sound_values(part, parsed, ALSO)
+            problems += told
+        return part(**given)
+    except ConfigError as error:
+        problems += error.problems
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        problems.append(f"{part.__name__}: {error}")
+    return None
+
+
+def _told_once(problems: list[str]) -> list[str]:
+    """Without what else is said of a field whose value was of the wrong type and has been set aside."""
+    wrong = {problem.partition("=")[0] for problem in problems if " is expected. Write one." in problem}
+    told: set[str] = set()
+    kept = []
+    for problem in problems:
+        name = problem.partition("=")[0]
+        if name not in wrong or name not in told:
+            kept.append(problem)
+        told.add(name)
+    return kept
+
+
+def _rewards(script: Any, weights: Any, problems: list[str]) -> list[RewardSpec]:
+    """Specs of `reward_funcs`, with TRL's `reward_model_name_or_path` first as in TRL's own script."""
+    if script is None:
+        return []
+    entries = script.reward_funcs
+    if script.reward_model_name_or_path:
+        model = {"name": script.reward_model_name_or_path.split("/")[-1], "func": script.reward_model_name_or_path}
+        entries = [model, *(entries or [])]
+    specs, found = parse_rewards([] if entries is None else entries, weights)
+    problems += found
+    return specs
+
+
+def print_help() -> None:
+    """Every key with its meaning, as TRL's parser prints it."""
+    TrlParser(PARTS, prog="grpo-ext train --config RECIPE").print_help()

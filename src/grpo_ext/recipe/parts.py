@@ -1,0 +1,45 @@
+"""The parts of a recipe: TRL's dataclasses, ours, and what they are together."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import DatasetMixtureConfig, ModelConfig
+from trl.scripts.grpo import GRPOScriptArguments
+
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.data.config import DataConfig
+from grpo_ext.rewards.composition import RewardSpec
+
+QUICKSTART_MODEL = "quickstart"
+"""`model_name_or_path` of the tiny model that grpo-ext builds itself."""
+
+
+@dataclass
+class RecipeArguments(GRPOScriptArguments):
+    """TRL's script arguments, and how rewards are scored."""
+
+    reward_workers: int | None = field(
+        default=None,
+        metadata={
+            "help": "Worker processes that score rewards beside each training process. None (default): its share of "
+            "the cores, at most 8; 0: in the training process itself, where nothing can be stopped or contained."
+        },
+    )
+    reward_memory_gib: float = field(
+        default=8.0, metadata={"help": "Memory a reward worker may use, in GiB; 0 for no limit."}
+    )
+
+
+PARTS: tuple[Any, ...] = (RecipeArguments, DataConfig, GRPOExtConfig, ModelConfig, DatasetMixtureConfig)
+
+
+@dataclass
+class Recipe:
+    """Everything a run needs, free of problems."""
+
+    script: RecipeArguments
+    data: DataConfig
+    training: GRPOExtConfig
+    model: ModelConfig
+    mixture: DatasetMixtureConfig
+    rewards: list[RewardSpec] = field(default_factory=list)

@@ -1,0 +1,179 @@
+"""What the sandbox's launcher is told: limits, what is readable, the environment, the filter."""
+
+import contextlib
+import functools
+import marshal
+import math
+import os
+import platform
+import secrets
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from grpo_ext.rewards.code.seccomp import MACHINES, bpf_filter
+
+MAX_FILES = 1024  # in its folder
+FOLDER = "/sandbox"  # where a program in a mount namespace of its own runs
+_GRACE_SECONDS = 30.0  # after which a namespace ends itself, should nobody else end it
+_READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/nix/store")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+_FOR_NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use: wall-clock and CPU seconds, address space, folder, output, files, threads, children.
+
+    Raises:
+        ValueError: a limit that is not positive, or too small for an interpreter to start.
+    """
+
+    timeout: float = 5.0
+    memory_mb: int = 512
+    disk_mb: int = 16
+    output_kb: int = 1024
+    open_files: int = 64
+    threads: int = 64
+    processes: int = 0
+    network: bool = False
+    cpu_seconds: float | None = None  # None: as many as timeout
+
+    def __post_init__(self) -> None:
+        for name, least in (("timeout", 0.0), ("memory_mb", 31), ("disk_mb", 0), ("output_kb", 0), ("threads", 0)):
+            if not getattr(self, name) > least:
+                raise ValueError(f"{name}={getattr(self, name)}: no program can run. Set {name} > {least}.")
+        if self.open_files < 16 or self.processes < 0:
+            raise ValueError(f"open_files={self.open_files}, processes={self.processes}: set them >= 16 and >= 0.")
+
+
+def describe(
+    argv: Sequence[str],
+    files: Mapping[str, bytes],
+    limits: Limits,
+    method: str,
+    folder: str,
+    readable: Sequence[str],
+    packages: bool,
+) -> bytes:
+    """The launcher's code and its job, as `sandbox_child.py` reads them.
+
+    Raises:
+        ValueError: limits that this method cannot hold.
+    """
+    isolated, machine = method == "namespaces", platform.machine()
+    if limits.processes and not isolated:
+        raise ValueError(f"processes={limits.processes}: {method!r} cannot contain children. Set processes to 0.")
+    options = {"isolated": isolated, "network": limits.network, "processes": limits.processes > 0}
+    installed = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) if packages else []
+    paths, links = _visible([*readable, *installed, *(_FOR_NETWORK if limits.network else ())])
+    return _launcher() + marshal.dumps(
+        {
+            "method": method,
+            "parent": os.getpid(),
+            "argv": list(argv),
+            "env": {**_environment(folder), "PYTHONPATH": os.pathsep.join(installed)},
+            "files": dict(files),
+            "folder": folder,
+            "readable": paths,
+            "links": links,
+            "limits": _rlimits(limits, isolated),
+            "filter": bpf_filter(machine, **options) if machine in MACHINES else b"",
+            "network": limits.network,
+            "max_files": MAX_FILES,
+            "disk_bytes": limits.disk_mb << 20,
+            "deadline_s": max(limits.timeout, limits.cpu_seconds or 0) + _GRACE_SECONDS,
+            "uid": (1 << 30) + secrets.randbelow(1 << 29),
+        }
+    )
+
+
+@functools.cache
+def _launcher() -> bytes:
+    path = Path(__file__).with_name("sandbox_child.py")
+    return marshal.dumps(compile(path.read_text(), "sandbox_child", "exec"))
+
+
+def launch_command(job_fd: int, status_fd: int) -> list[str]:
+    """The command that starts the launcher, from a file that `describe` has filled."""
+    code = "import marshal, sys; exec(marshal.load(open(int(sys.argv[1]), 'rb', closefd=False)))"
+    return [python(), "-I", "-S", "-B", "-c", code, str(job_fd), str(status_fd)]
+
+
+def _rlimits(limits: Limits, isolated: bool) -> dict[str, int]:
+    values = {
+        "CPU": math.ceil(limits.cpu_seconds or limits.timeout) + 1,
+        "AS": limits.memory_mb << 20,
+        "FSIZE": limits.disk_mb << 20,
+        "NOFILE": limits.open_files,
+        "CORE": 0,
+        "MEMLOCK": 0,
+        "MSGQUEUE": 0,
+    }
+    if isolated:  # counted for a uid or a user namespace that is the program's alone, with its launchers
+        values["NPROC"] = limits.threads + limits.processes + 3
+    return values
+
+
+def _environment(folder: str) -> dict[str, str]:
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
+    return {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **threads}
+
+
+@functools.cache
+def python() -> str:
+    """The interpreter itself, behind the links of a virtual environment."""
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _visible(extra: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Real paths to show, none below another, and the links of the root (/bin -> usr/bin)."""
+    prefix = os.path.realpath(sys.base_prefix)
+    wanted = [*_READABLE, *_DEVICES, *(os.path.join(prefix, name) for name in ("bin", "lib", "lib64")), *extra]
+    links = {path: os.readlink(path) for path in ("/bin", "/lib", "/lib64") if os.path.islink(path)}
+    paths: list[str] = []
+    for path in sorted({os.path.realpath(p) for p in [*wanted, python()] if os.path.exists(p)}):
+        if not paths or not path.startswith(paths[-1] + "/"):
+            paths.append(path)
+    return paths, links
+
+
+@contextlib.contextmanager
+def folder(method: str) -> Iterator[str]:
+    """The program's working folder: a name inside its namespace, or a temporary folder of ours."""
+    if method == "namespaces":
+        yield FOLDER
+        return
+    path = tempfile.mkdtemp(prefix="grpo_ext_sandbox_")
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, onerror=_open_and_retry)
+
+
+def _open_and_retry(_function: object, path: str, _error: object) -> None:
+    """A folder that the program has closed to us."""
+    with contextlib.suppress(OSError):
+        os.chmod(os.path.dirname(path), 0o700)
+        os.chmod(path, 0o700, follow_symlinks=os.chmod not in os.supports_follow_symlinks)
+        shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.remove(path)
+
+
+@contextlib.contextmanager
+def sealed(content: bytes) -> Iterator[IO[bytes]]:
+    """A file in memory that whoever inherits it can read, and neither change nor grow."""
+    import fcntl  # not on every system on which this module must import
+
+    with os.fdopen(os.memfd_create("job", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC), "w+b", buffering=0) as file:
+        view = memoryview(content)
+        while view:
+            view = view[file.write(view) or 0 :]
+        file.seek(0)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+        yield file

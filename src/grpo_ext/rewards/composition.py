@@ -1,0 +1,278 @@
+"""What a recipe's `reward_funcs` list means: names, paths or mappings in, checked specs out."""
+
+import inspect
+import math
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from grpo_ext.errors import UnknownNameError
+from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.protocol import Reward
+from grpo_ext.rewards.schedule import Schedule, schedule_problems
+from grpo_ext.rewards.signatures import callable_name, is_async, options
+
+ON_ERROR = ("none", "zero", "raise")
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """One entry of `reward_funcs`."""
+
+    name: str
+    """What it is logged under."""
+    function: str
+    """Registered name, `package.module:function`, or the hub id or folder of a sequence-classification model."""
+    weight: float = 1.0
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    weight_schedule: Schedule = None
+    scale: float = 1.0
+    """Factor on the value, before `clip`."""
+    clip: tuple[float, float] | None = None
+    when: str | None = None
+    """Column that must hold something; a row without it is not scored (None)."""
+    timeout: float = 60.0
+    """Seconds one call may take in a worker."""
+    on_error: str = "none"
+    """What a failure makes of the completion: "none" (not scored), "zero", or "raise" (all processes end)."""
+    retries: int = 0
+    isolate: bool | None = None
+    """Whether a worker process scores it; None: yes, unless the function loads a model or waits for a server."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether `function` is a sequence-classification model, which TRL loads itself."""
+        return _is_model(self.function)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether it is one of our own, which look at one completion at a time."""
+        return self.function in rewards
+
+    @property
+    def callable(self) -> Reward:
+        """The function itself."""
+        return rewards[self.function]
+
+    @property
+    def isolated(self) -> bool:
+        """`isolate`, settled by the function's own `in_process`: True, or the options that make it so."""
+        if self.isolate is not None or self.is_model:
+            return bool(self.isolate) and not self.is_model
+        return not _stays_here(self.callable, self.kwargs)
+
+
+_KEYS = ("name", "func", *(f.name for f in fields(RewardSpec) if f.name not in ("name", "function")))
+
+
+def parse(
+    entries: Sequence[str | Mapping[str, Any]], reward_weights: Sequence[float] | None = None
+) -> tuple[list[RewardSpec], list[str]]:
+    """Specs of the valid entries, and every problem: the offending value, the reason, the cure.
+
+    An entry is a registered name, a path (`my_lib.rewards.fn`, `my_lib.rewards:fn`), a reward model (hub id or folder:
+    it has a "/"), or a mapping with `name`, `weight`, `kwargs` and, where `name` is to be the log name only, `func`.
+    Never raises for what a user wrote.
+    """
+    if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence):
+        return [], [f"reward_funcs={entries!r}: not a list. Write reward_funcs: [accuracy]."]
+    if not entries:
+        return [], [f"reward_funcs={entries!r}: nothing would be rewarded. Name at least one, such as accuracy."]
+    specs: list[RewardSpec] = []
+    problems: list[str] = []
+    for index, entry in enumerate(entries):
+        spec, found = _parse_entry(entry)
+        problems += [f"reward_funcs[{index}]={entry!r}: {problem}" for problem in found]
+        specs += [spec] if spec else []
+    problems += _repeated_names(specs)
+    if reward_weights is not None:
+        weight_problems = _weights_problems(entries, reward_weights)
+        problems += weight_problems
+        if not weight_problems and len(specs) == len(entries):
+            specs = [replace(s, weight=float(w)) for s, w in zip(specs, reward_weights, strict=True)]
+    return specs, problems
+
+
+def _parse_entry(entry: Any) -> tuple[RewardSpec | None, list[str]]:
+    if isinstance(entry, str):
+        entry = {"name": entry}
+    if not isinstance(entry, Mapping):
+        return None, ["neither a name nor a mapping. Write a name, a path or {name: ..., weight: ..., kwargs: ...}."]
+    problems = [f"unknown key {key!r}. {did_you_mean(str(key), _KEYS)}" for key in entry if key not in _KEYS]
+    function, kwargs, weight = entry.get("func", entry.get("name")), entry.get("kwargs"), entry.get("weight", 1.0)
+    kwargs = {} if kwargs is None else kwargs
+    if not _is_finite(weight):
+        problems.append(f"weight={weight!r} is not a finite number. Give one, such as 1.0.")
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        problems.append(f"kwargs={kwargs!r} is not a mapping from option names. Write kwargs: {{option: value}}.")
+        kwargs = None
+    name = entry.get("name", function)
+    if not (isinstance(function, str) and function and isinstance(name, str) and name):
+        return None, [*problems, "it names no reward. Give name (and func, if name is only the log name) as strings."]
+    if _is_model(function):
+        problems += _model_problems(function, name, kwargs)
+        log_name = function.rstrip("/").split("/")[-1]
+    else:
+        target, function_problems = _resolve(function)
+        if target is not None and kwargs is not None:
+            function_problems += _kwargs_problems(function, target, kwargs)
+            function_problems += _timeout_problems(function, target, kwargs, entry)
+        problems += function_problems
+        log_name = name if "func" in entry and "name" in entry else callable_name(target)
+    settings = {key: entry[key] for key in _SETTINGS if entry.get(key) is not None}
+    problems += _setting_problems(settings, _is_model(function))
+    if problems:
+        return None, problems
+    settings |= {"clip": tuple(map(float, settings["clip"]))} if "clip" in settings else {}
+    return RewardSpec(log_name, function, float(weight), dict(kwargs or {}), **settings), []
+
+
+_SETTINGS = ("weight_schedule", "scale", "clip", "when", "timeout", "on_error", "retries", "isolate")
+
+
+def _setting_problems(settings: Mapping[str, Any], is_model: bool) -> Iterator[str]:
+    """Problems of the settings around a function."""
+    if is_model and settings:
+        yield f"{', '.join(settings)}: TRL scores a reward model by itself. Use reward_model for these settings."
+    yield from schedule_problems(settings.get("weight_schedule"))
+    scale, timeout, retries = settings.get("scale", 1.0), settings.get("timeout", 60.0), settings.get("retries", 0)
+    if not _is_finite(scale) or scale == 0:
+        yield f"scale={scale!r} is no finite number other than 0. Give a factor, such as 0.1."
+    if not _is_finite(timeout) or timeout <= 0:
+        yield f"timeout={timeout!r} is no positive number of seconds. Give one, such as 10."
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        yield f"retries={retries!r} is not 0 or more. Give a whole number."
+    clip = settings.get("clip", [0.0, 1.0])
+    if not isinstance(clip, Sequence) or len(clip) != 2 or not all(map(_is_finite, clip)) or clip[0] >= clip[1]:
+        yield f"clip={clip!r} is not [lowest, highest]. Give two rising numbers, such as [-3, 3]."
+    if settings.get("on_error", "none") not in ON_ERROR:
+        yield f"on_error={settings['on_error']!r}. {did_you_mean(str(settings['on_error']), ON_ERROR)}"
+    if not isinstance(settings.get("when", ""), str):
+        yield f"when={settings['when']!r} is not the name of a column. Give one."
+    if not isinstance(settings.get("isolate", True), bool):
+        yield f"isolate={settings['isolate']!r} is neither true nor false. Give one."
+    elif settings.get("isolate") is False and "timeout" in settings:
+        yield f"timeout={timeout!r} with isolate: false: in this process nothing can be stopped. Remove one of them."
+
+
+def _is_model(function: str) -> bool:
+    return "/" in function and ":" not in function
+
+
+def _model_problems(model: str, name: str, kwargs: Mapping[str, Any] | None) -> list[str]:
+    problems = []
+    if kwargs:
+        problems.append(f"kwargs={dict(kwargs)!r}: TRL loads a reward model without options. Remove kwargs.")
+    if name != model:
+        problems.append(f"name={name!r}: TRL logs a reward model under its own id. Remove name, or write it as name.")
+    return problems
+
+
+def _resolve(function: str) -> tuple[Reward | None, list[str]]:
+    try:
+        target = rewards[function]
+    except UnknownNameError as error:
+        return None, [f"{error} A function of yours is 'package.module:function', a reward model has a '/'."]
+    if callable(target):
+        return target, []
+    return None, [f"{function!r} is a {type(target).__name__}, not a function. Name a callable."]
+
+
+def _kwargs_problems(name: str, function: Reward, kwargs: Mapping[str, Any]) -> list[str]:
+    known = options(function)
+    if known is None:
+        return []
+    problems = []
+    if all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+        problems.append("the function does not take **kwargs, but TRL passes it every dataset column. Add **kwargs.")
+    for key in (key for key in kwargs if key not in known):
+        cure = did_you_mean(key, known) if known else "It has none (options stand after a * in the signature)."
+        problems.append(f"kwargs has {key!r}, which is not an option of {name!r}. {cure}")
+    for option in known.values():
+        if option.default is option.empty and option.name not in kwargs:
+            problems.append(f"option {option.name!r} of {name!r} is not set. Add kwargs: {{{option.name}: ...}}.")
+    problems += _type_problems(function, {key: kwargs[key] for key in known if key in kwargs})
+    return problems or _value_problems(name, function, kwargs)
+
+
+def _stays_here(function: Reward, kwargs: Mapping[str, Any]) -> bool:
+    """By its own `in_process`: True, or the options that make it so."""
+    in_process = getattr(function, "in_process", False)
+    return in_process is True or bool(in_process and set(in_process) & set(kwargs))
+
+
+def _timeout_problems(
+    name: str, function: Reward, kwargs: Mapping[str, Any], entry: Mapping[str, Any]
+) -> Iterator[str]:
+    """A limit on what no worker scores; `isolate: false` is told with the other settings."""
+    if entry.get("timeout") is None or entry.get("isolate") is not None or not _stays_here(function, kwargs):
+        return
+    cure = "Put it into kwargs, as the limit of one request" if "timeout" in (options(function) or {}) else "Remove it"
+    yield f"timeout={entry['timeout']!r}: {name!r} is scored in this process, where nothing can be stopped. {cure}."
+
+
+def _type_problems(function: Reward, kwargs: Mapping[str, Any]) -> Iterator[str]:
+    from beartype import BeartypeConf
+    from beartype.door import is_bearable
+
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:  # annotations that name what is imported for type checkers only: nothing to check against
+        return
+    for key, value in kwargs.items():
+        hint = hints.get(key, Any)
+        try:
+            fits = is_bearable(value, hint, conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
+        except Exception:  # a hint beyond beartype
+            continue
+        if not fits or (isinstance(value, bool) and hint in (int, float)):
+            wanted = getattr(hint, "__name__", None) if isinstance(hint, type) else str(hint)
+            yield f"kwargs has {key}={value!r}, a {type(value).__name__}. Give {key} as {wanted}."
+
+
+def _value_problems(name: str, function: Reward, kwargs: Mapping[str, Any]) -> list[str]:
+    """What one of our own functions says to an empty batch: they check their options first."""
+    if name not in rewards or not kwargs or is_async(function):
+        return []
+    positional = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    try:
+        function(**{column: [] for column in positional}, **kwargs)
+    except ValueError as error:
+        return [str(error)]
+    except Exception:  # not about the options: the first real batch will tell
+        return []
+    return []
+
+
+def _repeated_names(specs: Sequence[RewardSpec]) -> list[str]:
+    functions: dict[str, list[str]] = {}
+    for spec in specs:
+        functions.setdefault(spec.name, []).append(spec.function)
+    return [
+        f"reward_funcs: {len(same)} entries have the log name {name!r}, and TRL would average them in its logs. "
+        f"Give each its own: {{name: {name}_2, func: {same[-1]}}}."
+        for name, same in functions.items()
+        if len(same) > 1
+    ]
+
+
+def _weights_problems(entries: Sequence[Any], weights: Any) -> list[str]:
+    if isinstance(weights, str | Mapping) or not isinstance(weights, Sequence):
+        return [f"reward_weights={weights!r}: not a list. Give one number per reward."]
+    problems = []
+    if len(weights) != len(entries):
+        problems.append(
+            f"reward_weights={weights!r}: {len(weights)} weights for {len(entries)} rewards. Give one each."
+        )
+    problems += [
+        f"reward_weights has {w!r}, which is not a finite number. Give one." for w in weights if not _is_finite(w)
+    ]
+    if any(isinstance(entry, Mapping) and "weight" in entry for entry in entries):
+        problems.append(f"reward_weights={weights!r}: entries of reward_funcs give weights too. Keep one of the two.")
+    return problems
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)

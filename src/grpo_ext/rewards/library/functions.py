@@ -1,0 +1,188 @@
+"""Rewards that a text, its length or a gold answer decides: pure functions in TRL's protocol.
+
+Columns come in by keyword; options a recipe may set stand after the star. None means "cannot be scored".
+"""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.library import math_answers
+from grpo_ext.rewards.library.text import TAGS, Completion, answer_block, boxed, completion_text, each_once
+from grpo_ext.rewards.protocol import rewards
+
+logger = logging.getLogger(__name__)
+
+_THINK_TAGS, _ANSWER_TAGS = TAGS[:2], TAGS[2:]
+# style -> (pattern of the whole text, tags that occur exactly once)
+_STYLES: dict[str, tuple[re.Pattern[str], tuple[str, ...]]] = {
+    "think_answer": (re.compile(r"<think>\n.*\n</think>\n\n?<answer>\n.*\n</answer>", re.DOTALL), TAGS),
+    "think_answer_inline": (re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL), TAGS),
+    "think": (re.compile(r"\s*<think>.*</think>\s*\S.*", re.DOTALL), _THINK_TAGS),
+    "answer": (re.compile(r".*<answer>\s*\S.*</answer>\s*", re.DOTALL), _ANSWER_TAGS),
+}
+FORMAT_STYLES = (*_STYLES, "boxed")
+# The newlines around each tag in the layout of think_answer; the outer edges of the text carry none.
+_TAGS_WITH_NEWLINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
+_STEP = re.compile(
+    r"\bStep \d+[:.]|^[ \t]*\d+[.)]\s|^[ \t]*[-*•]\s|\b(?:First|Second|Third|Next|Then|Finally|Lastly),", re.MULTILINE
+)
+
+
+def matches_format(text: str, style: str) -> bool:
+    r"""Whether the whole text has the layout `style`, each of the style's tags occurring exactly once.
+
+    think_answer: `<think>\n...\n</think>\n<answer>\n...\n</answer>`, one blank line allowed before `<answer>`.
+    think_answer_inline: the same, newlines optional. think: `<think>...</think>`, then an answer.
+    answer: any text, then a non-empty `<answer>...</answer>` at the end. boxed: a non-empty \boxed{...} anywhere.
+
+    Raises:
+        ValueError: unknown style.
+    """
+    if style == "boxed":
+        return bool(boxed(text))
+    if style not in _STYLES:
+        raise ValueError(f"style={style!r} is not a format. {did_you_mean(str(style), FORMAT_STYLES)}")
+    pattern, tags = _STYLES[style]
+    return each_once(text, tags) and pattern.fullmatch(text) is not None
+
+
+@rewards.register("format")
+def format(completions: list[Completion], *, style: str = "think_answer", **_: Any) -> list[float]:
+    """1.0 for a completion whose whole text has the layout `style` (see `matches_format`), otherwise 0.0.
+
+    Rule-based format rewards: DeepSeek-R1, arXiv:2501.12948.
+
+    Raises:
+        ValueError: unknown style.
+    """
+    matches_format("", style)  # an unknown style is an error even for an empty batch
+    return [float(matches_format(completion_text(c), style)) for c in completions]
+
+
+@rewards.register("tags")
+def tags(completions: list[Completion], *, newlines: bool = False, **_: Any) -> list[float]:
+    r"""0.25 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that occurs exactly once: 0 to 1.
+
+    With `newlines` a tag counts together with the newlines that think_answer has around it: `<think>\n`,
+    `\n</think>\n`, `\n<answer>\n`, `\n</answer>`.
+    """
+    wanted = _TAGS_WITH_NEWLINES if newlines else TAGS
+    return [0.25 * sum(completion_text(c).count(tag) == 1 for tag in wanted) for c in completions]
+
+
+@rewards.register("accuracy")
+def accuracy(completions: list[Completion], solution: list[str | None], **_: Any) -> list[float | None]:
+    r"""1.0 where the final answer equals `solution` by math-verify, else 0.0; None where `solution` is unreadable.
+
+    The final answer is `<answer>...</answer>` if present, then the last \boxed{...}, then `#### N` on the last line,
+    then what follows "answer is", then the last number or formula. A marked answer that holds several different
+    values is wrong, and so are answers found only inside the reasoning. Details: `math_answers.read`.
+    """
+    return [
+        math_answers.score(completion_text(completion), gold)
+        for completion, gold in zip(completions, solution, strict=True)
+    ]
+
+
+@rewards.register("reasoning_steps")
+def reasoning_steps(completions: list[Completion], **_: Any) -> list[float]:
+    """min(1, count / 3) of step markers: "Step 1:", "1.", bullets, "First,", "Next,", "Finally,"."""
+    return [min(1.0, len(_STEP.findall(completion_text(c))) / 3) for c in completions]
+
+
+@rewards.register("soft_overlong")
+def soft_overlong(completion_ids: list[list[int]], *, max_length: int, buffer: int, **_: Any) -> list[float]:
+    """0 up to max_length - buffer tokens, then linear down to -1. DAPO, arXiv:2503.14476.
+
+    Raises:
+        ValueError: buffer is not in 1..max_length.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(
+            f"buffer={buffer}: the penalty needs a zone inside max_length. Set 1 <= buffer <= {max_length}."
+        )
+    return [max(-1.0, min(0.0, (max_length - buffer - len(ids)) / buffer)) for ids in completion_ids]
+
+
+@rewards.register("repetition")
+def repetition(completions: list[Completion], *, n: int = 3, max_penalty: float = -1.0, **_: Any) -> list[float]:
+    """max_penalty (1 - unique / total) over the word n-grams; 0 for fewer than n words.
+
+    After "Demystifying Long Chain-of-Thought Reasoning", arXiv:2502.03373, which counts tokens instead of words.
+
+    Raises:
+        ValueError: n < 1 or max_penalty > 0.
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: an n-gram has at least one word. Set n >= 1.")
+    if max_penalty > 0:
+        raise ValueError(f"max_penalty={max_penalty}: it would reward repetition. Set max_penalty <= 0.")
+    return [max_penalty * _repeated(completion_text(c).lower().split(), n) for c in completions]
+
+
+def _repeated(words: list[str], n: int) -> float:
+    grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+@rewards.register("reasoning_gym")
+def reasoning_gym(
+    completions: list[Completion], reasoning_gym_entry: list[str | None], *, extract: str = "answer", **_: Any
+) -> list[float | None]:
+    """Score in [0, 1] by the task's own verifier in reasoning-gym (arXiv:2505.24760).
+
+    `reasoning_gym_entry` is the JSON of the task's entry (question, answer, metadata). `extract` says what is scored:
+    "answer" (content of `<answer>`, else the whole text), "text" (the whole text), "last_line" (last non-empty line).
+    None: the entry is missing or unreadable, its task unknown, or the verifier fails on it.
+
+    Raises:
+        ValueError: unknown `extract`. ImportError: reasoning-gym is not installed.
+    """
+    _extracted("", extract)  # an unknown option is an error even for an empty batch
+    return [
+        None if entry is None else _verify(_extracted(completion_text(completion), extract), entry)
+        for completion, entry in zip(completions, reasoning_gym_entry, strict=True)
+    ]
+
+
+def _extracted(text: str, extract: str) -> str:
+    if extract == "answer":
+        block = answer_block(text)
+        return text.strip() if block is None else block
+    if extract == "text":
+        return text.strip()
+    if extract == "last_line":
+        return (text.strip().splitlines() or [""])[-1].strip()
+    raise ValueError(
+        f"extract={extract!r} is not known. {did_you_mean(str(extract), ('answer', 'text', 'last_line'))}"
+    )
+
+
+@cache  # some tasks read their data from disk each time
+def _verifier(task: str) -> Callable[..., float]:
+    try:
+        from reasoning_gym import get_score_answer_fn
+    except ImportError as error:
+        raise ImportError("reward 'reasoning_gym' needs reasoning-gym: pip install 'grpo-ext[tasks]'.") from error
+    return get_score_answer_fn(task)
+
+
+def _verify(answer: str, entry_json: str) -> float | None:
+    try:
+        entry = json.loads(entry_json)
+        task = entry["metadata"]["source_dataset"]
+        if task in ("arc_agi", "rearc"):  # compared as tuples, which JSON has made lists
+            entry["metadata"]["output"] = tuple(tuple(row) for row in entry["metadata"]["output"])
+        score = float(_verifier(task)(answer=answer, entry=entry))
+    except ImportError:
+        raise
+    except Exception as error:  # a verifier may raise anything; this completion cannot be scored, the others can
+        logger.warning("reasoning_gym cannot score %.80r against %.80r: %r", answer, entry_json, error)
+        return None
+    return score if math.isfinite(score) else None

@@ -1,0 +1,132 @@
+"""Rewards for the length of a completion, in tokens, and for the writing system it keeps to."""
+
+import math
+import re
+import unicodedata
+from functools import lru_cache
+from typing import Any
+
+from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.library.functions import accuracy
+from grpo_ext.rewards.library.text import Completion, completion_text
+from grpo_ext.rewards.protocol import rewards
+
+_LATIN = "en de fr es it pt nl sv da no fi pl cs sk hu ro hr sl et lv lt tr vi id ms sw ca eu gl"
+# language -> the first words of the Unicode names of its letters
+LANGUAGES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_LATIN.split(), ("LATIN",)),
+    **dict.fromkeys(("ru", "uk", "bg", "be", "mk"), ("CYRILLIC",)),
+    **dict.fromkeys(("ar", "fa", "ur"), ("ARABIC",)),
+    **dict.fromkeys(("hi", "mr", "ne"), ("DEVANAGARI",)),
+    "zh": ("CJK",),
+    "ja": ("CJK", "HIRAGANA", "KATAKANA"),
+    "ko": ("HANGUL",),
+    "el": ("GREEK",),
+    "he": ("HEBREW",),
+    "th": ("THAI",),
+    "bn": ("BENGALI",),
+    "ta": ("TAMIL",),
+    "te": ("TELUGU",),
+    "ka": ("GEORGIAN",),
+    "hy": ("ARMENIAN",),
+}
+# What is in no language: code, formulas (a lone $ is money), commands, line breaks, tags, addresses. None of it can
+# backtrack far: a formula is given up at the next one that opens, and \\( opens none.
+_NEUTRAL = re.compile(
+    r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$[^$]*\$\$|\$[^$\n]*\$|\\\((?:[^\\]|\\[^()])*\\\)|\\\[(?:[^\\]|\\[^\[\]])*\\\]"
+    r"|\\\\|\\[A-Za-z]+|</?(?:think|answer)>|https?://\S+",
+    re.DOTALL,
+)
+
+
+@rewards.register("cosine_length")
+def cosine_length(
+    completions: list[Completion],
+    solution: list[str | None],
+    completion_ids: list[list[int]],
+    *,
+    max_length: int,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    **_: Any,
+) -> list[float | None]:
+    """v_long + (v_short - v_long) (1 + cos(pi min(n / max_length, 1))) / 2 over the number n of tokens.
+
+    Correct answers are worth max_value_correct when short and min_value_correct when long; wrong ones
+    min_value_wrong when short and max_value_wrong when long. Correct means what the reward `accuracy` says, whose
+    None stays None; apart from that it is TRL's `get_cosine_scaled_reward`, with TRL's defaults. "Demystifying Long
+    Chain-of-Thought Reasoning", arXiv:2502.03373.
+
+    Raises:
+        ValueError: max_length < 1, or a minimum above its maximum.
+    """
+    if max_length < 1:
+        raise ValueError(f"max_length={max_length}: the cosine needs a length to end at. Set max_length >= 1.")
+    for word, low, high in (
+        ("correct", min_value_correct, max_value_correct),
+        ("wrong", min_value_wrong, max_value_wrong),
+    ):
+        if low > high:
+            raise ValueError(f"min_value_{word}={low} > max_value_{word}={high}. Exchange them.")
+    ends = {1.0: (max_value_correct, min_value_correct), 0.0: (min_value_wrong, max_value_wrong)}
+    return [
+        None if correct is None else _cosine(*ends[correct], min(1.0, len(ids) / max_length))
+        for correct, ids in zip(accuracy(completions, solution), completion_ids, strict=True)
+    ]
+
+
+def _cosine(short: float, long: float, progress: float) -> float:
+    return long + 0.5 * (short - long) * (1 + math.cos(math.pi * progress))
+
+
+@rewards.register("length_penalty")
+def length_penalty(
+    completion_ids: list[list[int]], *, target: int, per_token: float = 0.001, max_penalty: float = -1.0, **_: Any
+) -> list[float]:
+    """0 up to `target` tokens, then -per_token for each token more, down to max_penalty.
+
+    Raises:
+        ValueError: target < 0, per_token < 0 or max_penalty > 0.
+    """
+    if target < 0 or per_token < 0:
+        raise ValueError(f"target={target}, per_token={per_token}: neither can be negative. Set both >= 0.")
+    if max_penalty > 0:
+        raise ValueError(f"max_penalty={max_penalty}: it would reward length. Set max_penalty <= 0.")
+    return [max(max_penalty, -per_token * max(0, len(ids) - target)) for ids in completion_ids]
+
+
+@rewards.register("language_consistency")
+def language_consistency(
+    completions: list[Completion], *, language: str = "en", scripts: list[str] | None = None, **_: Any
+) -> list[float | None]:
+    r"""Share of the letters that belong to the writing system of `language`, or to one of `scripts`: 0 to 1.
+
+    It sees scripts, not languages: German counts as English, Chinese characters in Japanese as Japanese. `scripts` are
+    first words of Unicode names: LATIN, CJK, CYRILLIC, ... Not counted: code blocks, inline code, $...$, \(...\),
+    \[...\], LaTeX commands, tags, links. None: no letter is left. After DeepSeek-R1's reward, arXiv:2501.12948,
+    which counts words.
+
+    Raises:
+        ValueError: unknown language, or no scripts.
+    """
+    if scripts is None and language not in LANGUAGES:
+        raise ValueError(f"language={language!r} has no script here. {did_you_mean(str(language), LANGUAGES)}")
+    if scripts is not None and not scripts:
+        raise ValueError("scripts=[]: no letter would count. Name one, such as LATIN, or remove scripts.")
+    wanted = set(LANGUAGES[language] if scripts is None else map(str.upper, scripts))
+    return [_share(_NEUTRAL.sub(" ", completion_text(c)), wanted) for c in completions]
+
+
+def _share(text: str, wanted: set[str]) -> float | None:
+    letters = [script(character) for character in text if character.isalpha()]
+    return sum(s in wanted for s in letters) / len(letters) if letters else None
+
+
+@lru_cache(maxsize=1 << 16)
+def script(character: str) -> str:
+    """First word of the character's Unicode name, without its width: LATIN, CJK, HIRAGANA, ...; "" without a name."""
+    name = unicodedata.name(character, "").removeprefix("FULLWIDTH ").removeprefix("HALFWIDTH ")
+    word = re.split(r"[ -]", name, maxsplit=1)[0]
+    return "CJK" if word == "IDEOGRAPHIC" else word

@@ -1,0 +1,145 @@
+"""MiniMind's composite rewards (github.com/jingyaogong/minimind): the widely read version and the current one.
+
+The reward model is a plug-in scorer: a callable from chats (lists of messages) to one float per chat, None or NaN for
+a chat that it cannot score. A recipe writes one as `reward_model: {model: ..., ...}`, the options of
+`grpo_ext.rewards.models.reward_model.RewardModelScorer`, or as `scorer: package.module:function`.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpo_ext.registry import import_path
+from grpo_ext.rewards.library.functions import matches_format
+from grpo_ext.rewards.library.text import TAGS, Completion, completion_text
+from grpo_ext.rewards.models.scoring import Chat, blended_scores, chat_of, clipped_score
+from grpo_ext.rewards.protocol import rewards
+
+
+def minimind_format(text: str) -> float:
+    r"""0.5 if the whole text is `<think>\n...\n</think>\n<answer>\n...\n</answer>`, each tag once, otherwise 0."""
+    return 0.5 * matches_format(text, "think_answer")
+
+
+def minimind_tags(text: str) -> float:
+    """0.25 for each of the four tags that occurs exactly once: 0 to 1."""
+    return 0.25 * sum(text.count(tag) == 1 for tag in TAGS)
+
+
+def minimind_lengths(text: str) -> float:
+    """Length and `</think>` terms of the current version, in characters after stripping: -1.25 to 1.75.
+
+    0.5 if the text has 20 to 800, else -0.5; with a `</think>`: 1.0 if the thinking before the first has 20 to 300,
+    else -0.5, and 0.25 if it is the only one, else -0.25.
+    """
+    reward = 0.5 if 20 <= len(text.strip()) <= 800 else -0.5
+    if "</think>" in text:
+        thinking = text.split("</think>", 1)[0]
+        reward += 1.0 if 20 <= len(thinking.strip()) <= 300 else -0.5
+        reward += 0.25 if text.count("</think>") == 1 else -0.25
+    return reward
+
+
+def minimind_repetition(text: str, n: int = 3, cap: float = 0.5) -> float:
+    """Penalty to subtract, min(cap, 2 cap repeated / total), over n-grams of lower-cased words and punctuation."""
+    tokens = re.findall(r"\w+|[^\w\s]", text.lower())
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return min(cap, 2 * cap * (len(grams) - len(set(grams))) / len(grams)) if grams else 0.0
+
+
+@rewards.register("minimind")
+def minimind(
+    prompts: list[Completion],
+    completions: list[Completion],
+    *,
+    scorer: Callable[..., Any] | str | None = None,
+    reward_model: Mapping[str, Any] | None = None,
+    reasoning: bool = True,
+    score_clip: float = 3.0,
+    answer_weight: float = 0.6,
+    **_: Any,
+) -> list[float | None]:
+    """format + tags + reward-model score, the widely read version: in [-3, 4.5] with the defaults.
+
+    The score is that of prompt + completion, clipped; in reasoning mode a completion with `<answer>...</answer>` gets
+    (1 - answer_weight) of it and answer_weight of the clipped score of the answer's content alone. Format and tags
+    count in reasoning mode only. Without a scorer (a callable or "package.module:function") or a reward_model the
+    score part is 0. A completion that the scorer cannot score, in full or in its answer, is None.
+
+    Raises:
+        ValueError: score_clip <= 0, answer_weight outside [0, 1], a scorer and a reward_model, an option of the
+            reward_model out of range, or the scorer does not give one value per chat.
+    """
+    if not 0 <= answer_weight <= 1:
+        raise ValueError(f"answer_weight={answer_weight}: it is a share of the score. Set it in [0, 1].")
+    score = _clipped_scores(scorer, reward_model, score_clip)
+    texts = [completion_text(c) for c in completions]
+    parts = blended_scores(score, prompts, completions, answer_weight if reasoning else 0.0)
+    bonuses = [minimind_format(t) + minimind_tags(t) if reasoning else 0.0 for t in texts]
+    return [None if part is None else part + bonus for part, bonus in zip(parts, bonuses, strict=True)]
+
+
+@rewards.register("minimind_current")
+def minimind_current(
+    prompts: list[Completion],
+    completions: list[Completion],
+    *,
+    scorer: Callable[..., Any] | str | None = None,
+    reward_model: Mapping[str, Any] | None = None,
+    score_clip: float = 3.0,
+    n: int = 3,
+    repetition_cap: float = 0.5,
+    **_: Any,
+) -> list[float | None]:
+    """Lengths - repetition of the answer + reward-model score of the answer, the current version: in [-4.75, 4.75].
+
+    The answer is what follows the first `</think>`, stripped, or the whole text without one; only it is scored and
+    checked for repeated n-grams. Terms: `minimind_lengths`, `minimind_repetition`. Without a scorer or a reward_model
+    the score part is 0; a completion that the scorer cannot score is None.
+
+    Raises:
+        ValueError: score_clip <= 0, n < 1, repetition_cap < 0, a scorer and a reward_model, an option of the
+            reward_model out of range, or the scorer does not give one value per chat.
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: an n-gram has at least one word. Set n >= 1.")
+    if repetition_cap < 0:
+        raise ValueError(f"repetition_cap={repetition_cap}: it would reward repetition. Set repetition_cap >= 0.")
+    score = _clipped_scores(scorer, reward_model, score_clip)
+    texts = [completion_text(c) for c in completions]
+    answers = [text.split("</think>", 1)[1].strip() if "</think>" in text else text for text in texts]
+    scores = score([chat_of(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)])
+    return [
+        None if s is None else minimind_lengths(text) - minimind_repetition(answer, n, repetition_cap) + s
+        for text, answer, s in zip(texts, answers, scores, strict=True)
+    ]
+
+
+for _version in (minimind, minimind_current):
+    _version.in_process = ("reward_model",)  # type: ignore[attr-defined]  # where it is set: one copy of the model
+
+
+def _clipped_scores(
+    scorer: Callable[..., Any] | str | None, reward_model: Mapping[str, Any] | None, clip: float
+) -> Callable[[list[Chat]], list[float | None]]:
+    if not clip > 0:
+        raise ValueError(f"score_clip={clip}: the score would vanish or flip. Set score_clip > 0.")
+    function = import_path(scorer) if isinstance(scorer, str) else scorer
+    if reward_model is not None:
+        if scorer is not None:
+            raise ValueError(f"scorer={scorer!r} and reward_model={dict(reward_model)!r}: two scorers. Keep one.")
+        from grpo_ext.rewards.models.reward_model import scorer_from
+
+        function = scorer_from(reward_model)
+
+    def score(chats: list[Chat]) -> list[float | None]:
+        if function is None or not chats:
+            return [0.0] * len(chats)
+        scores = list(function(chats))
+        if len(scores) != len(chats):
+            raise ValueError(
+                f"scorer={scorer!r} gave {len(scores)} scores for {len(chats)} chats: return one per chat."
+            )
+        return [clipped_score(s, clip) for s in scores]
+
+    return score

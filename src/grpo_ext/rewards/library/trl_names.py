@@ -1,0 +1,50 @@
+"""The reward names that TRL's own GRPO script knows, so that its recipes run as they are; TRL does the scoring."""
+
+from typing import Any
+
+from grpo_ext.rewards.protocol import rewards
+
+
+@rewards.register("accuracy_reward")
+def accuracy_reward(completions: list[Any], solution: list[str], **columns: Any) -> list[float | None]:
+    """TRL's `accuracy_reward`: math-verify on LaTeX answers of conversational completions."""
+    from trl.rewards import accuracy_reward as trl_reward
+
+    return trl_reward(completions=completions, solution=solution, **columns)
+
+
+@rewards.register("reasoning_accuracy_reward")
+def reasoning_accuracy_reward(
+    completions: list[Any],
+    solution: list[str],
+    *,
+    reasoning_delimiters: list[str] | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """TRL's `reasoning_accuracy_reward`: the same on what follows the last reasoning delimiter (`</think>`)."""
+    from trl.rewards import reasoning_accuracy_reward as trl_reward
+
+    return trl_reward(completions=completions, solution=solution, reasoning_delimiters=reasoning_delimiters, **columns)
+
+
+@rewards.register("think_format_reward")
+def think_format_reward(completions: list[Any], **columns: Any) -> list[float]:
+    """TRL's `think_format_reward`: 1.0 for `<think>...</think>` at the start, with one `<think>`."""
+    from trl.rewards import think_format_reward as trl_reward
+
+    return trl_reward(completions=completions, **columns)
+
+
+@rewards.register("get_soft_overlong_punishment")
+def soft_overlong_punishment_reward(  # the name under which TRL logs it
+    completion_ids: list[list[int]],
+    *,
+    max_completion_len: int = 1280,
+    soft_punish_cache: int = 256,
+    **columns: Any,
+) -> list[float]:
+    """TRL's `get_soft_overlong_punishment`, with the lengths (in tokens) that TRL's script fixes as defaults."""
+    from trl.rewards import get_soft_overlong_punishment
+
+    reward = get_soft_overlong_punishment(max_completion_len=max_completion_len, soft_punish_cache=soft_punish_cache)
+    return reward(completion_ids=completion_ids, **columns)

@@ -1,0 +1,55 @@
+"""Chats for a reward model, and what becomes of its scores."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from grpo_ext.rewards.library.text import Completion, Message, completion_text
+
+Chat: TypeAlias = list[Message]
+Scorer: TypeAlias = Callable[[list[Chat]], Sequence[float | None]]
+
+
+def clipped_score(score: float | None, clip: float = 3.0) -> float | None:
+    """Score clipped to [-clip, clip]; None if the scorer gave none or a value that is not finite."""
+    if score is None or not math.isfinite(score):
+        return None
+    return max(-clip, min(clip, float(score)))
+
+
+def blend(full: float | None, answer: float | None, answer_weight: float = 0.6) -> float | None:
+    """(1 - w) full + w answer; None if either is None."""
+    if full is None or answer is None:
+        return None
+    return (1 - answer_weight) * full + answer_weight * answer
+
+
+def blended_scores(
+    score: Scorer, prompts: Sequence[Completion], completions: Sequence[Completion], answer_weight: float
+) -> list[float | None]:
+    """Scores of prompt + completion, blended with those of the content of `<answer>...</answer>` where there is one.
+
+    All chats, the answers' after the completions', go to `score` in one call; with weight 0 no answer is scored.
+    """
+    answers = [_first_answer(completion_text(c)) if answer_weight else None for c in completions]
+    marked = {i: answer for i, answer in enumerate(answers) if answer is not None}
+    chats = [chat_of(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    scores = list(score(chats + [chat_of(prompts[i], answer) for i, answer in marked.items()]))
+    parts, answer_scores = scores[: len(chats)], scores[len(chats) :]
+    for i, answer_score in zip(marked, answer_scores, strict=True):
+        parts[i] = blend(parts[i], answer_score, answer_weight)
+    return parts
+
+
+def _first_answer(text: str) -> str | None:
+    """Content of the first block, unlike `accuracy`, stripped, or None without one."""
+    answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
+    return answer.strip() if closed else None
+
+
+def chat_of(prompt: Completion, completion: Completion) -> Chat:
+    """One chat: a text becomes the user's or the assistant's message, and a reply without a role the assistant's."""
+    opening: Chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if isinstance(completion, str):
+        return [*opening, {"role": "assistant", "content": completion}]
+    return [*opening, *({"role": "assistant", **message} for message in completion)]

@@ -1,0 +1,262 @@
+"""A pool of persistent worker processes: what hangs, crashes or eats memory there costs one answer, not the run."""
+
+import atexit
+import contextlib
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from grpo_ext.rewards.workers.worker import LENGTH, packed
+
+WORKER = "from grpo_ext.rewards.workers.worker import main; main()"
+LOADING_SECONDS = 120.0
+"""How long a function's module may take to import, on top of its own timeout."""
+LAST_SECONDS = 5.0
+"""How long a worker that has closed its pipe may take to end, so that its exit code is its own."""
+NO_TIME_LEFT = "no time was left to score it"
+
+
+@dataclass
+class Job:
+    """One call of one function."""
+
+    path: str
+    arguments: dict[str, Any]
+    timeout: float
+
+
+@dataclass
+class Outcome:
+    """What became of a job."""
+
+    status: Literal["scored", "failed", "timeout", "died"]
+    values: list[Any] = field(default_factory=list)
+    extras: list[tuple[str, list]] = field(default_factory=list)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    reason: str = ""
+    seconds: float = 0.0
+
+
+class Worker:
+    """One worker process, its two pipes and its folder for temporary files."""
+
+    def __init__(self, memory_gib: float) -> None:
+        """Start it; a few hundred milliseconds pass before it answers."""
+        requests, self.requests = os.pipe()
+        self.answers, answers = os.pipe()
+        os.set_blocking(self.requests, False)  # whoever does not read must not stop us
+        self._open = [self.requests, self.answers]
+        self._folder = tempfile.mkdtemp(prefix="grpo_ext_worker_")
+        command = [sys.executable, "-c", WORKER, str(requests), str(answers)]
+        path = os.pathsep.join(filter(None, sys.path))  # it imports what we can import
+        try:
+            self.process = subprocess.Popen(
+                [*command, str(memory_gib), str(os.getpid())],
+                pass_fds=(requests, answers),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path, "TMPDIR": self._folder},
+                start_new_session=True,  # so that it can be killed with whatever it started
+            )
+        except BaseException:
+            self._discard()
+            raise
+        finally:
+            os.close(requests)
+            os.close(answers)
+        self.unsent = memoryview(b"")
+        self._received = bytearray()
+        self.job: Job | None = None
+        self.started = self.deadline = 0.0
+
+    def give(self, job: Job, request: bytes) -> bool:
+        """Begin to send a job; False when the worker is dead."""
+        self.job, self.started = job, time.monotonic()
+        self.deadline = self.started + job.timeout + LOADING_SECONDS
+        self.unsent = memoryview(LENGTH.pack(len(request)) + request)
+        return self.push()
+
+    def push(self) -> bool:
+        """Send what the pipe takes now; False when the worker is dead."""
+        try:
+            while self.unsent:
+                self.unsent = self.unsent[os.write(self.requests, self.unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.unsent = memoryview(b"")
+            return False
+        return True
+
+    def read(self) -> tuple | None:
+        """The next complete answer, if there is one.
+
+        Raises:
+            EOFError: the worker is gone.
+        """
+        chunk = os.read(self.answers, 1 << 20)
+        if not chunk:
+            raise EOFError
+        self._received += chunk
+        return self.next_answer()
+
+    def next_answer(self) -> tuple | None:
+        """A complete answer among the bytes already read."""
+        if len(self._received) < LENGTH.size:
+            return None
+        size = LENGTH.unpack_from(self._received)[0]
+        if len(self._received) < LENGTH.size + size:
+            return None
+        answer = pickle.loads(bytes(self._received[LENGTH.size : LENGTH.size + size]))
+        del self._received[: LENGTH.size + size]
+        return answer
+
+    def kill(self, grace: float = 0.0) -> int:
+        """End it with all it started, after the seconds in which it may end by itself; returns the exit code."""
+        if self._open:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(grace)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self._discard()
+        return self.process.wait()
+
+    def _discard(self) -> None:
+        """Close the pipes and remove the folder, in which a sandboxed program may have closed its own to us."""
+        while self._open:
+            os.close(self._open.pop())
+        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Pool:
+    """Workers that score jobs in parallel; a context manager, and closed at exit."""
+
+    def __init__(self, workers: int, *, memory_gib: float = 8.0) -> None:
+        """Nothing is started before the first job."""
+        self.size = workers
+        self.memory_gib = memory_gib
+        self._idle: list[Worker] = []
+        self._owner = os.getpid()
+        atexit.register(self.close)
+
+    def run(self, jobs: Sequence[Job], *, deadline: float | None = None) -> list[Outcome]:
+        """Outcome of each job, in order; jobs not begun by `deadline` (monotonic seconds) count as timed out."""
+        outcomes: dict[int, Outcome] = {}
+        waiting = deque(range(len(jobs)))
+        busy: dict[Worker, int] = {}
+        try:
+            while waiting or busy:
+                if deadline is not None and time.monotonic() > deadline:
+                    outcomes |= {i: Outcome("timeout", reason=NO_TIME_LEFT) for i in waiting}
+                    waiting.clear()
+                while waiting and len(busy) < self.size:
+                    i = waiting.popleft()
+                    try:
+                        request = packed(jobs[i].path, jobs[i].arguments)
+                    except ValueError as error:
+                        outcomes[i] = Outcome("failed", reason=str(error))
+                    else:
+                        busy[self._give(jobs[i], request)] = i
+                for worker, outcome in self._wait(busy):
+                    outcomes[busy.pop(worker)] = outcome
+                    if outcome.status in ("scored", "failed"):
+                        self._idle.append(worker)
+                    else:
+                        worker.kill()
+        finally:
+            for worker in busy:  # interrupted: whoever is still at work belongs to nobody
+                worker.kill()
+        return [outcomes[i] for i in range(len(jobs))]
+
+    def _give(self, job: Job, request: bytes) -> Worker:
+        """A worker with the job: an idle one, or a fresh one in the place of those that died idle."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.give(job, request):
+                return worker
+            worker.kill()
+        worker = Worker(self.memory_gib)
+        worker.give(job, request)  # should it be dead already, the end of its answers will say so
+        return worker
+
+    def _wait(self, busy: Collection[Worker]) -> list[tuple[Worker, Outcome]]:
+        """Workers that are done, one way or the other; waits until there may be one."""
+        if not busy:
+            return []
+        events = _events(busy, min(worker.deadline for worker in busy))
+        now = time.monotonic()
+        finished: dict[Worker, Outcome] = {}
+        for worker, pipe in events:
+            if pipe == worker.requests and worker not in finished:
+                worker.push()
+            elif pipe == worker.answers and (outcome := self._collect(worker)) is not None:
+                finished[worker] = outcome
+        for worker in busy:
+            if worker not in finished and now >= worker.deadline:
+                assert worker.job is not None
+                reason = f"it did not answer within {worker.job.timeout:g} s"
+                finished[worker] = Outcome("timeout", reason=reason, seconds=now - worker.started)
+        return list(finished.items())
+
+    def _collect(self, worker: Worker) -> Outcome | None:
+        """Read what a worker has sent; None while its job is not done."""
+        assert worker.job is not None
+        try:
+            answer = worker.read()
+            while answer is not None and answer[0] == "loaded":
+                worker.started = time.monotonic()
+                worker.deadline = worker.started + worker.job.timeout
+                answer = worker.next_answer()
+        except EOFError:
+            seconds = time.monotonic() - worker.started
+            return Outcome("died", reason=_cause_of_death(worker.kill(LAST_SECONDS)), seconds=seconds)
+        if answer is None:
+            return None
+        seconds = time.monotonic() - worker.started
+        if answer[0] == "scored":
+            _, values, extras, metrics = answer
+            return Outcome("scored", values, extras, metrics, seconds=seconds)
+        return Outcome("failed", reason=answer[1], seconds=seconds)
+
+    def close(self) -> None:
+        """End all workers."""
+        if os.getpid() != self._owner:  # a forked child must not touch its parent's workers
+            return
+        while self._idle:
+            self._idle.pop().kill()
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _events(workers: Collection[Worker], deadline: float) -> list[tuple[Worker, int]]:
+    """Pipes that have an answer or take more of a request; waits for one until the deadline."""
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            selector.register(worker.answers, selectors.EVENT_READ, worker)
+            if worker.unsent:
+                selector.register(worker.requests, selectors.EVENT_WRITE, worker)
+        return [(key.data, key.fd) for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
+
+
+def _cause_of_death(code: int) -> str:
+    if code < 0:
+        return f"it was killed by {signal.Signals(-code).name}"
+    return f"it ended its process with exit code {code}"

@@ -1,0 +1,177 @@
+"""`grpo-ext score`: a recipe's rewards and advantages on a file of completions."""
+
+import contextlib
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from grpo_ext import ConfigError
+from grpo_ext.commands.cli import main
+from grpo_ext.commands.score import explain, grouped, read_rows, score, summary
+from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.runtime import Runtime
+
+ROWS = [
+    {"prompt": "1+1=", "completion": "<think>\nx\n</think>\n<answer>\n2\n</answer>", "solution": "2"},
+    {"prompt": "2+2=", "completion": "<answer>4</answer>", "solution": "4"},
+    {"prompt": "1+1=", "completion": "<answer>3</answer>", "solution": "2"},
+    {"prompt": "1+1=", "completion": "so it is 2", "solution": "2"},
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "completions.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return load_recipe(["--config", "quickstart/dr_grpo"])
+
+
+@pytest.fixture
+def scored(recipe, file):
+    runtime = Runtime(recipe.rewards, workers=1)
+    yield score(recipe, read_rows(file), runtime)
+    runtime.close()
+
+
+def test_rewards_total_and_advantages(scored):
+    assert scored.rewards == {
+        "accuracy": [1.0, 1.0, 0.0, 1.0],
+        "format": [1.0, 0.0, 0.0, 0.0],
+        "tags": [1.0, 0.5, 0.5, 0.0],
+    }
+    assert scored.total == pytest.approx([2.0, 1.25, 0.25, 1.0])
+    mean = (2.0 + 0.25 + 1.0) / 3  # of the group that rows 0, 2 and 3 form
+    assert scored.advantages == pytest.approx([2.0 - mean, 0.0, 0.25 - mean, 1.0 - mean])
+
+
+def test_summary_and_explanation(scored, recipe):
+    table = {line[0]: line[1:] for line in summary(scored)}
+    assert table["accuracy"][:6] == ("0.750", "0.500", "0.000", "1.000", "0", "0")
+    assert table["total"][0] == "1.125"
+    pieces = dict(explain(scored, 2, recipe))
+    assert pieces["completion"] == "<answer>3</answer>"
+    assert pieces["tags"].startswith("0.5 x 0.5")
+    assert pieces["total"] == "0.2500"
+
+
+def test_a_row_that_no_reward_scores_has_no_advantage(recipe):
+    values = torch.tensor([[1.0], [math.nan], [0.0]], dtype=torch.float64)
+    total, advantages = grouped(recipe.training.objective, values, torch.ones(1).double(), ["a", "a", "a"])
+    assert total.isnan().tolist() == [False, True, False]
+    assert advantages.tolist() == [0.5, 0.0, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [('{"prompt": "a"}', "line 2, column completion"), ("{broken", "line 2: not valid JSON"), ("[]", "column prompt")],
+)
+def test_a_malformed_row_names_file_line_and_column(line, expected, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n" + line)
+    with pytest.raises(ConfigError, match=expected) as caught:
+        read_rows(path)
+    assert "bad.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"completion": 2}, "line 1, column completion: 2 is no text"),
+        ({"completion": ["a"]}, "line 1, column completion"),
+        ({"prompt": {"role": "user"}}, "line 1, column prompt"),
+        ({"log_metric": 1}, "line 1, column log_metric"),
+        ({"log_extra": 1}, "line 1, column log_extra"),
+        ({"trainer_state": 1}, "line 1, column trainer_state"),
+    ],
+)
+def test_a_column_that_no_reward_can_take_is_named(row, expected, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(ROWS[0] | row))
+    with pytest.raises(ConfigError, match=expected):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe{}"])
+def test_a_file_that_cannot_be_read_is_named(content, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        main(["score", "--config", "quickstart/grpo", "--file", str(path)])
+    assert end.value.code == 2
+    assert "bad.jsonl: cannot be read" in capsys.readouterr().err
+
+
+def test_only_a_newline_ends_a_row(tmp_path):
+    rows = [ROWS[0] | {"completion": "a\u2028b\u2029c\x85d"}, ROWS[1] | {"completion": [{"content": "x"}]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode("utf-8-sig"))
+    assert read_rows(path) == rows
+
+
+async def waits(completions, **_):
+    return [float(len(completion)) for completion in completions]
+
+
+def overwrites(completions, log_extra, **_):
+    log_extra("solution", ["9"] * len(completions))
+    return [0.0] * len(completions)
+
+
+def takes_an_option(completions, *, solution="", **_):
+    return [0.0] * len(completions)
+
+
+def scored_by(tmp_path, *entries):
+    specs, problems = parse(entries)
+    assert problems == []
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS[1]))
+    recipe = load_recipe(["--config", "quickstart/dr_grpo"])
+    recipe = dataclasses.replace(recipe, rewards=specs)
+    with contextlib.closing(Runtime(specs, workers=0)) as runtime:
+        scored = score(recipe, read_rows(path), runtime)
+    return scored, dict(explain(scored, 0, recipe))
+
+
+def test_an_async_reward_of_this_process_is_awaited(tmp_path):
+    scored, _ = scored_by(tmp_path, f"{__name__}:waits", "accuracy")
+    assert scored.rewards == {"waits": [18.0], "accuracy": [1.0]}
+
+
+def test_what_a_reward_logs_is_no_column_of_the_next(tmp_path):
+    scored, _ = scored_by(tmp_path, f"{__name__}:overwrites", "accuracy")
+    assert scored.rewards["accuracy"] == [1.0]
+
+
+def test_a_column_with_the_name_of_an_option_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="column 'solution' has the name of an option"):
+        scored_by(tmp_path, f"{__name__}:takes_an_option")
+
+
+def test_the_explanation_has_the_weight_of_the_total(tmp_path):
+    entry = {"name": "accuracy", "weight": 1.0, "weight_schedule": [[0, 0.25], [5, 0.5]]}
+    scored, pieces = scored_by(tmp_path, entry)
+    assert scored.total == [0.25]
+    assert pieces["accuracy"].startswith("1.0 x 0.25 ")
+
+
+def test_the_command(file, capsys):
+    arguments = ["score", "--config", "quickstart/grpo", "--file", str(file), "--reward_workers", "0"]
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 0
+    assert "accuracy" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--explain", "9"])
+    assert end.value.code == 2
+    assert "numbered 0 to 3" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""`python -m grpo_ext.train`: from a recipe to a saved model, resuming, refusing; real prompts of GSM8K."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+import tiny
+from grpo_ext import ConfigError
+from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.train import checkpoint_to_resume, train
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+@pytest.fixture
+def recipe(model_path, tmp_path):
+    """Write a recipe, with changes, and return the arguments that name it."""
+
+    def write(**changes):
+        values = {
+            "model_name_or_path": model_path,
+            "dataset_name": "quickstart/addition",
+            "loss_type": "grpo",
+            "reward_funcs": ["format", {"name": "tags", "weight": 0.5}, "accuracy"],
+            "output_dir": str(tmp_path / "out"),
+            **{k: v for k, v in tiny.TRAINING.items() if k not in ("disable_tqdm", "save_strategy")},
+            "disable_tqdm": True,
+            "save_steps": 2,
+            "max_steps": 4,
+        }
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(values | changes))
+        return ["--config", str(path)]
+
+    return write
+
+
+def weights(folder) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()])
+
+
+def test_a_recipe_becomes_a_saved_model(recipe, model_path, tmp_path):
+    trainer = train(load_recipe(recipe()))
+    assert trainer.state.global_step == 4
+    assert trainer.reward_func_names == ["format", "tags", "accuracy"]
+    assert trainer.reward_weights.tolist() == [1.0, 0.5, 1.0]
+    saved = json.loads((tmp_path / "out" / "objective.json").read_text())
+    assert saved["loss_type"] == "grpo"
+    assert saved["paper"].endswith("arXiv:2402.03300")
+    assert torch.equal(
+        weights(tmp_path / "out"), torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    )
+
+
+def test_a_second_call_resumes_where_the_first_stopped(recipe, tmp_path, capsys):
+    """And ends at the very weights of a run that was never stopped."""
+    steady = {"lr_scheduler_type": "constant", "reward_funcs": [{"name": "spread", "func": "tiny:spread"}]}
+    whole = train(load_recipe(recipe(**steady, output_dir=str(tmp_path / "whole"))))
+    train(load_recipe(recipe(**steady, max_steps=2)))
+    trainer = train(load_recipe(recipe(**steady, max_steps=4)))
+    assert "Resuming from" in capsys.readouterr().out
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]
+    assert whole.state.log_history[0]["grad_norm"] > 0
+    torch.testing.assert_close(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+
+
+def test_a_half_written_checkpoint_is_passed_over(recipe, tmp_path, caplog):
+    arguments = recipe(max_steps=2)
+    train(load_recipe(arguments))
+    broken = tmp_path / "out" / "checkpoint-3"
+    broken.mkdir()
+    (broken / "trainer_state.json").write_text('{"global_step": 3, ')
+    assert checkpoint_to_resume(load_recipe(arguments)) == str(tmp_path / "out" / "checkpoint-2")
+    assert "checkpoint-3 is incomplete" in caplog.text
+    assert checkpoint_to_resume(load_recipe([*arguments, "--resume_from_checkpoint", "never"])) is None
+
+
+def test_another_objective_does_not_resume(recipe):
+    train(load_recipe(recipe(max_steps=2)))
+    with pytest.raises(ConfigError, match=r"another objective .*'grpo' there, 'dr_grpo' here.*output_dir"):
+        train(load_recipe(recipe(loss_type="dr_grpo")))
+
+
+def test_a_killed_run_goes_on(recipe, tmp_path):
+    command = [sys.executable, "-m", "grpo_ext.train", *recipe(max_steps=60, save_steps=1, save_total_limit=2)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 200
+    while not (tmp_path / "out" / "checkpoint-3").exists():
+        assert process.poll() is None
+        assert time.time() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    resumed = checkpoint_to_resume(load_recipe(recipe(max_steps=60)))
+    last = int(resumed.rpartition("-")[2])
+    assert 2 <= last < 60
+    trainer = train(load_recipe(recipe(max_steps=last + 2)))
+    assert trainer.state.global_step == last + 2
+
+
+def test_mistakes_end_with_exit_code_2_and_all_of_them(recipe):
+    command = [sys.executable, "-m", "grpo_ext.train", *recipe(loss_type="gropo", temperature=0)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "2 problems" in done.stderr
+    assert "Did you mean 'grpo'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "beta_bnpo"])
+def test_ten_steps_on_gsm8k(loss_type, gsm8k, recipe, tmp_path):
+    """Real prompts with all rewards; the BNPO paper's estimator needs each reward's own range to be [0, 1]."""
+    rewards = ["accuracy", "format", "tags"]
+    if loss_type == "grpo":
+        rewards.append({"name": "minimind", "weight": 0.5})
+    arguments = recipe(
+        loss_type=loss_type,
+        reward_funcs=rewards,
+        dataset_name=str(gsm8k / "train.jsonl"),
+        prompt_column="question",
+        answer_column="answer",
+        answer_format="gsm8k",
+        system_prompt="think first.",
+        max_samples=64,
+        max_prompt_length=700,
+        max_steps=10,
+        save_strategy="no",
+    )
+    trainer = train(load_recipe(arguments))
+    assert trainer.state.global_step == 10
+    row = trainer.train_dataset[0]
+    assert row["prompt"][0] == {"role": "system", "content": "think first."}
+    assert row["solution"].lstrip("-").isdigit()
+    entries = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(entries) == 10
+    assert all(f"rewards/{name}/mean" in entries[0] for name in trainer.reward_func_names)

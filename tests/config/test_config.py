@@ -1,0 +1,314 @@
+"""GRPOExtConfig: TRL's config plus the axes of the loss, checked as a whole."""
+
+import dataclasses
+import string
+import typing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl import GRPOConfig, TrlParser
+
+from grpo_ext import GRPOExtConfig
+from grpo_ext.config import checks
+from grpo_ext.config.fields import CHOICES, RANGES
+from grpo_ext.config.launch import planned_processes
+from grpo_ext.errors import ConfigError
+from grpo_ext.objective.advantages import estimators
+from grpo_ext.objective.aggregation import aggregations
+from grpo_ext.objective.combinations import combinations
+from grpo_ext.objective.kl import kl_estimators
+from grpo_ext.objective.losses import losses
+from grpo_ext.objective.ratios import ratios
+from grpo_ext.recipe.parsing import all_keys
+from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.catalogue import rewards
+
+CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False}
+STOCK = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+
+
+def config(**settings) -> GRPOExtConfig:
+    return GRPOExtConfig(**CPU, **settings)
+
+
+def problems(**settings) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        config(**settings)
+    return error.value.problems
+
+
+# The row, the recipe, TRL's defaults.
+
+
+@pytest.mark.parametrize("name", losses)
+def test_unset_axes_are_the_rows(name):
+    row, objective = losses[name], config(loss_type=name, beta=0.1).objective
+    assert objective.ratio == row.ratio
+    assert (objective.kl, objective.kl_placement) == (row.kl, row.kl_placement)
+    assert (objective.advantage, objective.advantage_kwargs) == (row.advantage, row.advantage_kwargs)
+    assert (objective.combination, objective.aggregation) == (row.combination, row.aggregation)
+    assert objective.options.items() >= row.options.items()
+    assert objective.missing_rewards == "renormalize"
+
+
+def test_what_the_papers_say_arrives():
+    options = {name: config(loss_type=name).objective.options for name in ("grpo", "dapo", "gspo", "deepseek_v3")}
+    assert options["grpo"] == {"epsilon_low": 0.2, "epsilon_high": 0.2, "delta": None}
+    assert options["dapo"] == {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": None}
+    assert options["gspo"] == {"epsilon_low": 3e-4, "epsilon_high": 4e-4, "delta": None}
+    assert options["deepseek_v3"] == {"epsilon_low": 10.0, "epsilon_high": 10.0, "delta": None}
+    assert config(loss_type="beta_bnpo").objective.options == {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 10.0}
+    assert config(loss_type="cispo").objective.options == {"epsilon_high": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "axis", "value"),
+    [
+        ({"importance_sampling_level": "sequence"}, "ratio", "sequence"),
+        ({"importance_sampling_level": "product", "loss_aggregation": "seq-mean-token-mean"}, "ratio", "product"),
+        ({"advantage_estimator": "loo"}, "advantage", "loo"),
+        ({"scale_rewards": "batch"}, "advantage", "batch"),
+        ({"scale_rewards": False}, "advantage", "none"),
+        ({"loss_type": "dr_grpo", "scale_rewards": True}, "advantage", "group"),
+        ({"advantage_estimator": "beta", "advantage_kwargs": {"window": 4}}, "advantage_kwargs", {"window": 4}),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "combination", "normalize_then_sum"),
+        ({"loss_aggregation": "token-mean"}, "aggregation", "token-mean"),
+        ({"beta": 0.1, "kl_estimator": "k2"}, "kl", "k2"),
+        ({"beta": 0.1, "use_bias_correction_kl": True}, "kl", "r_k3"),
+        ({"loss_type": "rloo", "beta": 0.1, "use_bias_correction_kl": False}, "kl", "k3"),
+        ({"beta": 0.1, "kl_placement": "reward", "kl_estimator": "k1"}, "kl_placement", "reward"),
+        ({"missing_rewards": "zero"}, "missing_rewards", "zero"),
+    ],
+)
+def test_an_explicit_setting_beats_the_row(settings, axis, value):
+    assert getattr(config(**({"loss_type": "grpo"} | settings)).objective, axis) == value
+
+
+@pytest.mark.parametrize(
+    ("settings", "low", "high"),
+    [
+        ({"epsilon": 0.1}, 0.1, 0.1),
+        ({"epsilon_high": 0.5}, 0.2, 0.5),
+        ({"epsilon": 0.1, "epsilon_high": 0.5}, 0.1, 0.5),
+    ],
+)
+def test_one_epsilon_stands_for_both(settings, low, high):
+    options = config(loss_type="dapo", **settings).objective.options
+    assert (options["epsilon_low"], options["epsilon_high"]) == (low, high)
+
+
+@pytest.mark.parametrize("name", [n for n in losses if losses[n].trl])
+def test_trls_defaults_are_trls(name):
+    extra = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}.get(name, {})
+    objective = config(loss_type=name, loss_defaults="trl", beta=0.1, **extra).objective
+    if objective.row.surrogate == "clip":
+        low, high = STOCK["epsilon"], STOCK["epsilon_high"] or STOCK["epsilon"]
+        assert objective.options == {"epsilon_low": low, "epsilon_high": high, "delta": STOCK["delta"]}
+    assert objective.advantage == STOCK["scale_rewards"]
+    assert not objective.advantage_kwargs
+    assert objective.ratio == extra.get("importance_sampling_level", STOCK["importance_sampling_level"])
+    assert objective.kl == {True: "r_k3", False: "k3"}[STOCK["use_bias_correction_kl"]]
+    assert objective.combination == STOCK["multi_objective_aggregation"]
+    assert (objective.kl_placement, objective.missing_rewards) == ("loss", "zero")
+    settled = config(loss_type=name, loss_defaults="trl", **extra)
+    assert (settled.dropout_disabled, settled.exact_denominators) == (STOCK["disable_dropout"], False)
+
+
+def test_dropout_and_denominators_of_the_paper():
+    assert (config().dropout_disabled, config().exact_denominators) == (True, True)
+    assert config(disable_dropout=False).dropout_disabled is False
+
+
+# Copies.
+
+
+def fields_of(settled: GRPOExtConfig) -> dict:
+    return {f.name: getattr(settled, f.name) for f in dataclasses.fields(settled) if f.init}
+
+
+@pytest.mark.parametrize(("first", "second"), [("gspo", "dapo"), ("beta_bnpo", "grpo"), ("minimind", "deepseek_v3")])
+def test_a_copy_with_another_loss_inherits_nothing_of_the_first_row(first, second):
+    settled = config(
+        loss_type=first, gradient_accumulation_steps=2, scale_rewards="group" if first == "gspo" else None
+    )
+    copy = GRPOExtConfig(**fields_of(settled) | {"loss_type": second, "scale_rewards": None})
+    assert copy.objective == config(loss_type=second).objective
+    again = dataclasses.replace(settled)
+    assert again.objective == settled.objective
+    assert (again.generation_batch_size, again.steps_per_generation) == (16, 2)
+
+
+def test_a_copy_with_another_batch_size_is_not_silently_the_old_one():
+    (problem,) = [
+        p for p in _problems_of_copy(config(), per_device_train_batch_size=16) if "generation_batch_size=8" in p
+    ]
+    assert "16 x 1 x 1 = 16" in problem
+    fresh = {"generation_batch_size": None, "steps_per_generation": None}
+    assert dataclasses.replace(config(), per_device_train_batch_size=16, **fresh).generation_batch_size == 16
+
+
+def _problems_of_copy(settled: GRPOExtConfig, **changes) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        dataclasses.replace(settled, **changes)
+    return error.value.problems
+
+
+# Fields.
+
+NOW_AS_THE_ROW_SAYS = {
+    "importance_sampling_level",
+    "epsilon",
+    "use_bias_correction_kl",
+    "scale_rewards",
+    "multi_objective_aggregation",
+    "disable_dropout",
+}
+"""TRL's fields whose default is None here: "as the row says"."""
+OURS = {
+    "shared_prefix",
+    "skip_zero_advantages",
+    "loss_defaults",
+    "loss_kwargs",
+    "kl_estimator",
+    "kl_placement",
+    "advantage_estimator",
+    "advantage_kwargs",
+    "missing_rewards",
+    "loss_aggregation",
+    "dynamic_sampling",
+    "dynamic_sampling_max_rounds",
+    "rollout_engine",
+    "vllm_weight_transfer",
+    "vllm_dtype",
+    "rollout_drift",
+    "rollout_drift_action",
+}
+
+
+def test_every_field_of_trl_is_here_with_its_type_and_default():
+    stock_hints, hints = typing.get_type_hints(GRPOConfig), typing.get_type_hints(GRPOExtConfig)
+    ours = {f.name: f for f in dataclasses.fields(GRPOExtConfig)}
+    differing = set()
+    for f in dataclasses.fields(GRPOConfig):
+        same_default = (ours[f.name].default, ours[f.name].default_factory) == (f.default, f.default_factory)
+        if not same_default or hints[f.name] != stock_hints[f.name]:
+            differing.add(f.name)
+    assert differing == NOW_AS_THE_ROW_SAYS
+    for name in NOW_AS_THE_ROW_SAYS:
+        assert ours[name].default is None
+        assert hints[name] == stock_hints[name] | None
+    assert set(ours) - set(STOCK) == OURS
+
+
+def test_every_field_has_a_help_that_argparse_can_print():
+    text = TrlParser([GRPOExtConfig]).format_help()
+    for name in (*OURS, *NOW_AS_THE_ROW_SAYS):
+        assert f"--{name}" in text
+
+
+def test_every_range_is_that_of_a_field():
+    assert set(RANGES) <= set(STOCK) | OURS
+    assert set(CHOICES) <= set(STOCK) | OURS
+
+
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_no_number_is_out_of_its_range(name, value):
+    assert any(problem.startswith(f"{name}={value!r}") for problem in problems(**{name: value}))
+
+
+@pytest.mark.parametrize("name", sorted(n for n, (low, *_) in RANGES.items() if low == 0))
+def test_nothing_that_counts_is_negative(name):
+    assert any(problem.startswith(f"{name}=-1") for problem in problems(**{name: -1}))
+
+
+# Errors.
+
+
+def test_an_error_is_a_value_error_with_its_problems():
+    with pytest.raises(ValueError, match="2 problems in the configuration") as error:
+        config(temperature=-1.0, kl_placement="somewhere")
+    assert isinstance(error.value, ConfigError)
+    assert len(error.value.problems) == 2
+    assert all(f"  - {problem}" in str(error.value) for problem in error.value.problems)
+    with pytest.raises(ConfigError, match="1 problem in"):
+        config(temperature=-1.0)
+
+
+def test_what_transformers_refuses_is_a_config_error_too():
+    assert "dataloader_prefetch_factor" in problems(dataloader_prefetch_factor=2)[0]
+
+
+@pytest.mark.parametrize("field", ["loss_kwargs", "advantage_kwargs"])
+def test_options_may_come_as_json_text(field):
+    option = {"loss_kwargs": "klip", "advantage_kwargs": "ddoff"}[field]
+    assert problems(**{field: f'{{"{option}": 0}}'})[0].startswith(f"{field}.{option}=0")
+    assert "is not JSON" in problems(**{field: "{klip: 0}"})[0]
+    assert "is no mapping" in problems(**{field: "[1]"})[0]
+    assert config(advantage_kwargs='{"ddof": 0, "eps": 1e-6}').objective.advantage_kwargs == {"ddof": 0, "eps": 1e-6}
+
+
+def test_the_processes_of_the_launch_count(monkeypatch):
+    settings = {"per_device_train_batch_size": 2, "num_generations": 8, "gradient_accumulation_steps": 2}
+    assert "2 x 1 x 2 = 4 completions" in problems(**settings)[0]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert checks.world_size() == 2
+    with planned_processes(None):
+        assert checks.world_size() == 2
+    monkeypatch.delenv("WORLD_SIZE")
+    with planned_processes(2):
+        assert config(**settings).generation_batch_size == 8
+    with planned_processes(4):
+        assert config(**settings).generation_batch_size == 16
+        assert config(**settings, use_vllm=True, vllm_tensor_parallel_size=2).world_size == 4
+    assert checks.planning() is False
+
+
+def test_a_planned_gpu_is_asked_of_no_machine(monkeypatch):
+    monkeypatch.setattr(checks, "is_torch_bf16_gpu_available", lambda: False)
+    gpu = {"report_to": "none", "gradient_checkpointing": False}
+    with pytest.raises(ConfigError, match="bf16=True: this machine has no GPU"):
+        GRPOExtConfig(**gpu)
+    with planned_processes(1):
+        planned = GRPOExtConfig(**gpu, tf32=True, bf16_full_eval=True)
+    assert (planned.bf16, planned.tf32, planned.bf16_full_eval) == (True, True, True)
+
+
+# Typos.
+
+ALPHABET = string.ascii_lowercase + string.digits + "_"
+VOCABULARIES = {
+    "keys": all_keys(),
+    **{
+        registry.kind: list(registry)
+        for registry in (losses, estimators, combinations, kl_estimators, aggregations, ratios, rewards)
+    },
+}
+
+
+@st.composite
+def slips(draw) -> tuple[str, str, list[str]]:
+    """A name with one letter wrong, missing or too many; the name; all names."""
+    known = draw(st.sampled_from(sorted(VOCABULARIES.values())))
+    name = draw(st.sampled_from(known))
+    i = draw(st.integers(0, len(name) - 1))
+    letter = draw(st.sampled_from(ALPHABET))
+    slip = draw(
+        st.sampled_from([name[:i] + letter + name[i + 1 :], name[:i] + name[i + 1 :], name[:i] + letter + name[i:]])
+    )
+    return slip, name, known
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(slips())
+def test_one_wrong_letter_still_finds_the_name(slip):
+    typed, name, known = slip
+    if typed not in known:
+        assert name in did_you_mean(typed, known)
+
+
+@pytest.mark.parametrize("name", losses)
+def test_one_letter_more_still_finds_the_loss(name):
+    (problem,) = problems(loss_type=f"{name}x")
+    assert repr(name) in problem

@@ -1,0 +1,225 @@
+"""Local files: no value is altered on the way, and what cannot be read is named by file, line and column."""
+
+import json
+import re
+
+import pytest
+from datasets import Dataset, load_from_disk
+
+from grpo_ext.data.config import DataConfig
+from grpo_ext.data.loading import load_datasets
+from grpo_ext.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path, *lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def load(name, *, streaming=False, split="train", **settings):
+    config = DataConfig(**settings)
+    return load_datasets(str(name), config, train_split=split, streaming=streaming, eval_needed=False)[0]
+
+
+def refusal(name, **settings):
+    with pytest.raises(DataError) as caught:
+        list(load(name, **settings))  # a stream fails when it is read
+    return str(caught.value)
+
+
+BOTH = pytest.mark.parametrize("streaming", [False, True])
+
+
+# --- values ----------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_dates_stay_text(tmp_path, streaming, suffix):
+    rows = [{"prompt": "2023-01-05", "solution": "2023-01-05", "days": ["2023-01-05T10:00:00"]}] * 2
+    (tmp_path / f"d.{suffix}").write_text(json.dumps(rows) if suffix == "json" else "\n".join(map(json.dumps, rows)))
+    assert list(load(tmp_path / f"d.{suffix}", streaming=streaming)) == rows
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("written", "answers"),
+    [
+        (["123456789012345678901234567890"], ["123456789012345678901234567890"]),
+        (["9007199254740993", "1.5", "null"], ["9007199254740993", "1.5", None]),
+        (["0.12345678901234567890", "2"], ["0.12345678901234567890", "2"]),
+        (["12345678901234567890.0"], ["12345678901234567890.0"]),
+        (["1e-400"], ["1e-400"]),
+        (["7", "1.25", "3.0"], ["7", "1.25", "3"]),
+    ],
+)
+def test_numeric_answers_keep_every_digit(tmp_path, streaming, written, answers):
+    name = write(tmp_path / "n.jsonl", *(f'{{"prompt": "a", "answer": {number}}}' for number in written))
+    assert [row["solution"] for row in load(name, streaming=streaming)] == answers
+
+
+@BOTH
+@pytest.mark.parametrize("column", ["solution", "answer"])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_an_answer_that_is_no_number_is_refused(tmp_path, streaming, column, number):
+    lines = [f'{{"prompt": "a", "{column}": {value}}}' for value in ("1.5", number)]
+    name = write(tmp_path / "n.jsonl", *lines)
+    value = float(number.replace("Infinity", "inf"))
+    assert f"{name}, line 2, column {column!r}: {value!r} is no answer" in refusal(name, streaming=streaming)
+    name = write(tmp_path / "wide.jsonl", *lines, lines[0].replace("1.5", "1" * 30))
+    assert f"{name}, line 2, column {column!r}: {value!r} is no answer" in refusal(name, streaming=streaming)
+
+
+@BOTH
+def test_other_columns_keep_what_arrow_has_no_type_for(tmp_path, streaming):
+    rows = [
+        {"prompt": "a", "id": 18446744073709551615, "meta": {"x": 1}, "empty": {}, "score": 1, "late": None},
+        {"prompt": "b", "id": 3, "meta": {"x": "s"}, "empty": {}, "score": 0.5, "late": [1]},
+    ]
+    name = write(tmp_path / "m.jsonl", *map(json.dumps, rows))
+    assert list(load(name, streaming=streaming)) == rows
+    mapped = [{**row, "prompt": row["prompt"][1]["content"]} for row in load(name, system_prompt="S")]
+    assert mapped == rows
+
+
+def test_a_dataset_of_json_can_be_saved_and_mapped(tmp_path):
+    name = write(tmp_path / "m.jsonl", '{"question": "a", "m": {}, "n": [1, "x"]}')
+    load(name).save_to_disk(tmp_path / "saved")
+    row = load_from_disk(tmp_path / "saved")[0]
+    assert (row["m"], row["n"], row["prompt"][0]["content"]) == ({}, [1, "x"], "a")
+
+
+@pytest.mark.parametrize("value", [f"[{'9' * 30}]", f'{{"x": {"9" * 30}}}'])
+def test_a_wide_integer_inside_a_value_is_refused(tmp_path, value):
+    name = write(tmp_path / "w.jsonl", '{"prompt": "a"}', f'{{"prompt": "a", "gold": {value}}}')
+    assert f"{name}, line 2, column 'gold': the integer 999" in refusal(name)
+
+
+def test_a_column_may_be_seen_first_far_into_the_file(tmp_path):
+    name = write(tmp_path / "f.jsonl", *['{"prompt": "a"}'] * 1500, '{"prompt": "b", "late": "x"}')
+    assert load(name)["late"][1498:] == [None, None, "x"]
+    message = refusal(name, streaming=True)
+    assert f"{name}, line 1501, column 'late': not in the first 1000 rows" in message
+
+
+@pytest.mark.parametrize(
+    ("spec", "chosen"), [("train[2:4]", [2, 3]), ("train[:20%]", [0, 1]), ("train[8:]+train[:1]", [8, 9, 0])]
+)
+def test_slices(tmp_path, spec, chosen):
+    name = write(tmp_path / "s.jsonl", *(f'{{"prompt": "p", "i": {i}}}' for i in range(10)))
+    assert list(load(name, split=spec)["i"]) == chosen
+    assert "a stream has no slices. Name the split 'train'" in refusal(name, split=spec, streaming=True)
+
+
+# --- places ----------------------------------------------------------------------------------------------------
+
+GOOD = '{"prompt": "a", "answer": "1"}'
+DEEP = f'{{"prompt": "a", "answer": {"[" * 2000}{"]" * 2000}}}'
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "a", "answer": "1", "answer": "2"}', ", column 'answer': the key 'answer' stands 2 times"),
+        ('{"prompt": "a", "m": [{"x": 1, "x": 1}]}', ", column 'm': the key 'x' stands 2 times"),
+        ('{"prompt": "\\ud800"}', ", column 'prompt': '\\ud800' holds half a surrogate pair"),
+        ('{"prompt": "a", "m": {"\\uDC00": 1}}', ", column 'm': '\\udc00' holds half"),
+        ('{"prompt": "a", "n": -1e400}', ", column 'n': -1e400 is larger than any float"),
+        (DEEP, ': \'{"prompt": "a", "answer": [[['),
+        ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "cannot be read (Exceeds the limit"),
+        ("{", ": broken JSON '{'"),
+    ],
+)
+def test_what_json_allows_and_arrow_does_not_is_named(tmp_path, streaming, line, reason):
+    name = write(tmp_path / "b.jsonl", GOOD, "", line, GOOD)
+    message = refusal(name, streaming=streaming)
+    assert message.startswith(f"{name}, line 3")
+    assert reason in message
+
+
+def test_a_document_names_row_and_column(tmp_path):
+    name = write(tmp_path / "b.json", f"[{GOOD},", '{"prompt": "a", "answer": "1", "answer": "2"}]')
+    assert f"{name}, row 1 (from 0), column 'answer': the key 'answer' stands 2 times" in refusal(name)
+    assert "more than 100 deep" in refusal(write(tmp_path / "d.json", f"[{DEEP}]"))
+
+
+def test_brackets_in_text_are_not_depth_and_pairs_are_whole(tmp_path):
+    name = write(tmp_path / "t.jsonl", json.dumps({"prompt": "[" * 500 + '"\\', "solution": "😀"}))
+    assert load(name)[0] == {"prompt": "[" * 500 + '"\\', "solution": "😀"}
+
+
+@BOTH
+@pytest.mark.parametrize("layout", ["data.jsonl", "sub/data.jsonl", "train/data.jsonl"])
+def test_files_not_named_after_the_split_are_checked_too(tmp_path, streaming, layout):
+    name = write(tmp_path / "set" / layout, GOOD, '{"prompt": "2023-01-05", "answer": "2"}')
+    rows = list(load(tmp_path / "set", streaming=streaming))
+    assert [row["prompt"] for row in rows] == ["a", "2023-01-05"]
+    write(name, GOOD, "{")
+    assert f"{name}, line 2: broken JSON" in refusal(tmp_path / "set", streaming=streaming)
+    assert "split tset: no such split. Known: train." in refusal(tmp_path / "set", split="tset")
+
+
+def test_a_readme_that_lays_out_the_splits_is_followed(tmp_path):
+    write(tmp_path / "set" / "a.jsonl", '{"prompt": "a"}')
+    write(tmp_path / "set" / "b.jsonl", '{"prompt": "b"}')
+    lines = (
+        "---",
+        "configs:",
+        "- config_name: default",
+        "  data_files:",
+        "  - split: train",
+        "    path: b.jsonl",
+        "---",
+    )
+    write(tmp_path / "set" / "README.md", *lines)
+    assert list(load(tmp_path / "set")["prompt"]) == ["b"]
+
+
+def test_the_file_of_a_parquet_row_is_named(tmp_path):
+    for number, prompts in enumerate((["a", "b"], [], ["c", ""])):
+        file = tmp_path / "set" / f"train-{number}.parquet"
+        file.parent.mkdir(exist_ok=True)
+        Dataset.from_dict({"prompt": prompts}).to_parquet(file)
+    assert f"{tmp_path / 'set' / 'train-2.parquet'}, row 1 (from 0), column 'prompt'" in refusal(tmp_path / "set")
+    assert re.findall(r"train-\d", refusal(tmp_path / "set")) == ["train-2"]
+
+
+def test_an_empty_parquet_file_is_refused(tmp_path):
+    Dataset.from_dict({"prompt": []}).to_parquet(tmp_path / "e.parquet")
+    assert f"{tmp_path / 'e.parquet'}: no rows" in refusal(tmp_path / "e.parquet")
+
+
+@BOTH
+def test_a_csv_column_named_twice_is_refused(tmp_path, streaming):
+    name = write(tmp_path / "t.csv", "prompt,solution,solution", "a,1,2")
+    reason = f"{name}, line 1, column 'solution': 2 columns of that name"
+    assert reason in refusal(name, streaming=streaming)
+
+
+def test_the_csv_line_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "l.csv"
+    path.write_bytes(b"prompt,answer\na,\xe9\n")
+    assert f"{path}, line 2: not UTF-8 (invalid continuation byte at byte 2)" in refusal(path)
+    path.write_bytes(b"prompt,answer\na,\xe9\n")
+    assert f"{path}, line 2: not UTF-8 (unexpected end of data at byte 2)" in refusal(path).replace(
+        "invalid continuation byte", "unexpected end of data"
+    )
+    path.write_bytes(b"pr\xe9mpt,answer\na,b\n")
+    assert f"{path}, line 1: not UTF-8" in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["e.jsonl", "e.json", "e.csv"])
+def test_an_empty_stream_is_refused(tmp_path, name):
+    assert "no rows" in refusal(write(tmp_path / name), streaming=True)
+
+
+def test_a_csv_stream_that_breaks_half_way_names_the_dataset(tmp_path):
+    name = write(tmp_path / "b.csv", "prompt,answer", "a,1", "b,2,3,4")
+    assert f"{name}, split train: cannot be loaded: ParserError" in refusal(name, streaming=True)

@@ -1,0 +1,603 @@
+"""Advantage estimators against plain Python (exact `statistics`, scipy's Beta, enumerated subsets) and by hand.
+
+A reward of None below is a completion that could not be scored; it is NaN in the tensors.
+"""
+
+import itertools
+import math
+from statistics import fmean, mean, pstdev, stdev, variance
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import beta as beta_distribution
+
+from grpo_ext.objective.advantages import estimators, fit_beta, group_means, zero_variance
+from grpo_ext.objective.combinations import combinations, weighted_total
+
+QUICK = settings(max_examples=30, deadline=None, derandomize=True)
+DTYPES = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
+
+
+def tensor(groups, dtype=torch.float64):
+    def number(x):
+        return [number(y) for y in x] if isinstance(x, (list, tuple)) else math.nan if x is None else float(x)
+
+    return torch.tensor(number(groups), dtype=dtype)
+
+
+def live(group):
+    return [r for r in group if r is not None]
+
+
+def silent(group):
+    return len(live(group)) < 2 or max(live(group)) == min(live(group))
+
+
+def fill(groups, value):
+    """`value(group, r)` for every scorable completion of a group with a signal, else 0."""
+    return [[0.0 if r is None or silent(g) else value(g, r) for r in g] for g in groups]
+
+
+def flat(groups):
+    return [x for g in groups for x in g]
+
+
+# The definitions once more, in plain Python
+
+
+def ref_group(groups, ddof=1, eps=1e-4):
+    std = stdev if ddof else pstdev
+    return fill(groups, lambda g, r: (r - mean(live(g))) / (std(live(g)) + eps))
+
+
+def ref_none(groups):
+    return fill(groups, lambda g, r: r - mean(live(g)))
+
+
+def ref_batch(groups, ddof=1, eps=1e-4):
+    everything = live(flat(groups))
+    return fill(groups, lambda g, r: (r - mean(live(g))) / ((stdev if ddof else pstdev)(everything) + eps))
+
+
+def ref_loo(groups):
+    return fill(groups, lambda g, r: r - (sum(live(g)) - r) / (len(live(g)) - 1))  # minus the mean of the others
+
+
+def ref_reinforce_pp(groups, ddof=1):
+    centred = [0.0 if silent(g) else r - mean(live(g)) for g in groups for r in live(g)]
+    return fill(groups, lambda g, r: (r - mean(live(g))) / (stdev if ddof else pstdev)(centred))
+
+
+def ref_maxrl(groups, eps=1e-6):
+    return fill(groups, lambda g, r: (r - mean(live(g))) / (mean(live(g)) + eps))
+
+
+def ref_minimind(groups, clamp=10.0, eps=1e-4, batch_eps=1e-8):
+    first = [[max(-clamp, min(clamp, a)) for a in g] for g in ref_group(groups, eps=eps)]
+    pairs = [list(zip(*pair, strict=True)) for pair in zip(groups, first, strict=True)]
+    scored = [a for r, a in flat(pairs) if r is not None]
+    centre, scale = mean(scored), stdev(scored) + batch_eps
+    second = [[None if r is None else (a - centre) / scale for r, a in g] for g in pairs]
+    return [[0.0 if a is None or silent(g) else a for a in s] for g, s in zip(groups, second, strict=True)]
+
+
+def moments(ps):
+    """The authors' a and b of a Beta with the mean and variance (ddof 1) of ps; None where there is no such thing."""
+    if len(ps) < 2 or max(ps) == min(ps):
+        return None
+    m, v = fmean(ps), variance(ps)
+    c = m * (1 - m) / v - 1
+    return c * m, c * (1 - m)
+
+
+def ref_beta(groups, history=(), low=0.0, high=1.0, cap=1e6):
+    unit = [[None if r is None else (r - low) / (high - low) for r in g] for g in groups]
+    ps = [(p - low) / (high - low) for p in history] + [fmean(live(g)) for g in unit if live(g)]
+    a, b = moments(ps) or (0.0, 0.0)
+    shape = max(1 + a / 3, 1), max(1 + b / 3, 1)
+    return fill(unit, lambda g, r: (r - mean(live(g))) * min(1 / beta_distribution.pdf(mean(live(g)), *shape), cap))
+
+
+def ref_bernoulli(groups, eps=1e-4):
+    ps = [fmean(live(g)) for g in groups if live(g)]
+    a, b = moments(ps) or (1.0, 1.0)
+    a, b = (a, b) if min(a, b) > 0 else (1.0, 1.0)
+
+    def value(g, r):
+        mu = (a + sum(live(g))) / (a + b + len(live(g)))
+        return (r - mu) / math.sqrt(mu * (1 - mu) + eps)
+
+    return fill(groups, value)
+
+
+def pass_rate(rewards, k):
+    """Share of the subsets of k completions that hold a success."""
+    subsets = list(itertools.combinations(rewards, k))
+    return sum(max(s) for s in subsets) / len(subsets)
+
+
+def ref_pass_at_k(groups, k=2):
+    def value(group, index):
+        rewards = live(group)
+        others = rewards[:index] + rewards[index + 1 :]
+        return len(rewards) * (pass_rate(rewards, k) - pass_rate(others, k)) if len(others) >= k else 0.0
+
+    out = []
+    for g in groups:
+        values = iter([] if silent(g) else [value(g, i) for i in range(len(live(g)))])
+        out.append([0.0 if r is None or silent(g) else next(values) for r in g])
+    return out
+
+
+REFERENCES = {
+    "group": ref_group,
+    "none": ref_none,
+    "batch": ref_batch,
+    "loo": ref_loo,
+    "reinforce_pp": ref_reinforce_pp,
+    "maxrl": ref_maxrl,
+    "minimind": ref_minimind,
+    "beta": ref_beta,
+    "bernoulli": ref_bernoulli,
+    "pass_at_k": ref_pass_at_k,
+}
+MIXED = [
+    [0.1, 0.7, 0.4, 1.0],
+    [0.0, 0.0, 0.3, None],
+    [0.5, 0.5, 0.5, 0.5],
+    [None, 0.2, None, 0.9],
+    [None, 0.8, None, None],
+]
+BINARY = [[1, 0, 0, 1], [0, 0, 1, None], [1, 1, 1, 1], [None, 0, None, 1], [None, 1, None, None], [1, 1, 1, 0]]
+CASES = [
+    ("group", {}, MIXED),
+    ("group", {"ddof": 0, "eps": 0.02}, MIXED),
+    ("none", {}, MIXED),
+    ("batch", {}, MIXED),
+    ("batch", {"ddof": 0, "eps": 0.02}, MIXED),
+    ("loo", {}, MIXED),
+    ("reinforce_pp", {}, MIXED),
+    ("reinforce_pp", {"ddof": 0}, MIXED),
+    ("maxrl", {}, MIXED),
+    ("maxrl", {"eps": 0.02}, MIXED),
+    ("minimind", {}, MIXED),
+    ("minimind", {"clamp": 0.8, "eps": 0.02, "batch_eps": 0.3}, MIXED),
+    ("beta", {}, MIXED),
+    ("bernoulli", {}, MIXED),
+    ("bernoulli", {"eps": 0.02}, BINARY),
+    ("pass_at_k", {}, BINARY),
+    ("pass_at_k", {"k": 1}, BINARY),
+    ("pass_at_k", {"k": 3}, [[1, 0, 0, 1, 0], [0, 0, 1, None, 0], [None, 0, None, 1, 1], [0, 1, 0, 0, 0]]),
+]
+
+
+def test_every_estimator_is_worked_out_here():
+    assert {name for name in estimators if estimators[name].__module__.startswith("grpo_ext")} == set(REFERENCES)
+    assert {case[0] for case in CASES} == set(REFERENCES)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(("name", "options", "groups"), CASES)
+def test_against_the_definition(name, options, groups, dtype, tolerance):
+    out = estimators[name](tensor(groups, dtype), **options)
+    assert out.dtype == dtype
+    expected = tensor(REFERENCES[name](groups, **options), dtype)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+def batches(values):
+    """Some groups of as many rewards each, any of them missing."""
+    group = st.integers(2, 5).map(lambda g: st.lists(st.one_of(st.none(), values, values), min_size=g, max_size=g))
+    return group.flatmap(lambda g: st.lists(g, min_size=1, max_size=4))
+
+
+EIGHTHS = st.integers(0, 8).map(lambda n: n / 8)  # ties happen, and equal numbers have equal sums
+BITS = st.integers(0, 1).map(float)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@QUICK
+@given(data=st.data())
+def test_any_rewards_against_the_definition(name, data):
+    groups = data.draw(batches(BITS if name == "pass_at_k" else EIGHTHS))
+    expected = tensor([[0.0] * len(g) for g in groups])
+    if not all(silent(g) for g in groups):
+        expected = tensor(REFERENCES[name](groups))
+    torch.testing.assert_close(estimators[name](tensor(groups)), expected, rtol=1e-9, atol=1e-9)
+
+
+# By hand
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [  # of [0, 0, 0, 1]: mean 1/4, std 1/2 with ddof 1, sqrt(3)/4 without
+        ("group", {"eps": 0.0}, [-0.5, -0.5, -0.5, 1.5]),
+        ("group", {"eps": 0.0, "ddof": 0}, [-(3**-0.5)] * 3 + [3**0.5]),
+        ("group", {}, [-0.25 / 0.5001] * 3 + [0.75 / 0.5001]),
+        ("none", {}, [-0.25, -0.25, -0.25, 0.75]),
+        ("batch", {"eps": 0.0}, [-0.5, -0.5, -0.5, 1.5]),
+        ("loo", {}, [-1 / 3, -1 / 3, -1 / 3, 1.0]),
+        ("reinforce_pp", {}, [-0.5, -0.5, -0.5, 1.5]),
+        ("maxrl", {"eps": 0.0}, [-1.0, -1.0, -1.0, 3.0]),
+        ("minimind", {"eps": 0.0, "batch_eps": 0.0}, [-0.5, -0.5, -0.5, 1.5]),
+        ("beta", {}, [-0.25, -0.25, -0.25, 0.75]),  # one prompt alone: alpha = beta = 1
+        ("bernoulli", {"eps": 0.0}, [-(0.5**0.5)] * 3 + [2**0.5]),  # mu = (1 + 1) / (2 + 4) = 1/3
+        ("pass_at_k", {"k": 1}, [-1 / 3, -1 / 3, -1 / 3, 1.0]),
+        ("pass_at_k", {"k": 2}, [-2 / 3, -2 / 3, -2 / 3, 2.0]),  # 4 (1/2 - 2/3), 4 (1/2 - 0)
+        ("pass_at_k", {"k": 3}, [-1.0, -1.0, -1.0, 3.0]),
+        ("pass_at_k", {"k": 4}, [0.0] * 4),  # no subset of 4 without the one in question
+    ],
+)
+def test_one_success_in_four(name, options, expected):
+    out = estimators[name](tensor([[0, 0, 0, 1]]), **options)
+    assert out[0].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_batch_divides_by_the_spread_of_the_raw_rewards_and_reinforce_pp_by_that_of_the_centred():
+    groups = tensor([[0, 2], [10, 12]])
+    raw, centred = stdev([0, 2, 10, 12]), stdev([-1, 1, -1, 1])
+    assert estimators["batch"](groups, eps=0.0)[1].tolist() == pytest.approx([-1 / raw, 1 / raw], rel=1e-12)
+    assert estimators["reinforce_pp"](groups)[1].tolist() == pytest.approx([-1 / centred, 1 / centred], rel=1e-12)
+
+
+def test_reinforce_pp_does_not_whiten_rounding():
+    out = estimators["reinforce_pp"](tensor([[0.3, 0.1 + 0.2], [0.0, 1e-9]]))
+    assert out.abs().max() < 1e-4  # [+-5e-9, ...] over the floor of 1e-4
+    out = estimators["reinforce_pp"](tensor([[0.0, 1e-30]], torch.float32))
+    assert out.isfinite().all()
+    assert estimators["reinforce_pp"](tensor([[0, 1]]), floor=2.0)[0].tolist() == [-0.25, 0.25]
+
+
+def test_minimind_whitens_twice_and_its_clamp_bites_from_102_completions():
+    lone = [[0.0] * (g - 1) + [1.0] for g in (101, 103)]
+    unclamped = [(g - 1) / math.sqrt(g) for g in (101, 103)]
+    assert unclamped[0] < 10 < unclamped[1]
+    with_noise = [[*lone[0], None, None], lone[1]]
+    out = estimators["minimind"](tensor(with_noise), eps=0.0)
+    torch.testing.assert_close(out, tensor(ref_minimind(with_noise, eps=0.0)), rtol=1e-10, atol=1e-10)
+    free = estimators["minimind"](tensor(with_noise), eps=0.0, clamp=1e9)
+    assert free[1, -1] / free[0, 100] == pytest.approx(unclamped[1] / unclamped[0], rel=1e-2)
+    assert out[1, -1] / out[0, 100] == pytest.approx(10 / unclamped[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("successes", [1, 2, 3, 5])
+def test_pass_at_k_enumerates_subsets(k, successes):
+    groups = [[1.0] * successes + [0.0] * (6 - successes)]
+    out = estimators["pass_at_k"](tensor(groups), k=k)
+    torch.testing.assert_close(out, tensor(ref_pass_at_k(groups, k)), rtol=1e-12, atol=1e-12)
+    if k == 1:
+        torch.testing.assert_close(out, estimators["loo"](tensor(groups)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_pass_at_k_is_the_gradient_of_pass_at_k(k):
+    """E[(1/G) sum_i A_i d log pi(r_i) / dp], over all outcomes, is d/dp (1 - (1 - p)^k) = k (1 - p)^(k - 1)."""
+    p, n, total = 0.3, 5, 0.0
+    for outcome in itertools.product([0.0, 1.0], repeat=n):
+        probability = math.prod(p if r else 1 - p for r in outcome)
+        scores = tensor([1 / p if r else -1 / (1 - p) for r in outcome])
+        total += probability * (estimators["pass_at_k"](tensor([outcome]), k=k)[0] * scores).mean().item()
+    assert total == pytest.approx(k * (1 - p) ** (k - 1), rel=1e-9)
+
+
+# BNPO
+
+
+def logged(groups, **kwargs):
+    metrics = {}
+    out = estimators["beta"](tensor(groups), log_metric=metrics.__setitem__, **kwargs)
+    prefix = "advantages/beta_"
+    return out, [metrics[prefix + name] for name in ("alpha", "beta", "degenerate")]
+
+
+def test_bnpo_with_alpha_beta_1_is_reinforce_with_a_mean_baseline():
+    groups = [[0, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]]  # m (1 - m) < v: the moments fall below 1
+    out, (a, b, degenerate) = logged(groups)
+    assert (a, b, degenerate) == (1.0, 1.0, 0.0)
+    torch.testing.assert_close(out, estimators["none"](tensor(groups)), rtol=1e-12, atol=1e-15)
+
+
+def test_bnpo_with_alpha_beta_3_2_is_pi_8_grpo_with_the_population_std():
+    groups = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]  # p = 1/4, 1/2, 3/4: v = 1/16, c = 3, a = b = 3/2
+    out, (a, b, degenerate) = logged(groups)
+    assert (a, b, degenerate) == pytest.approx((1.5, 1.5, 0.0), rel=1e-12)
+    grpo = estimators["group"](tensor(groups), ddof=0, eps=0.0)
+    torch.testing.assert_close(out, math.pi / 8 * grpo, rtol=1e-12, atol=1e-12)
+
+
+def test_bnpo_by_scipy_with_unequal_alpha_beta():
+    groups = [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
+    ps = [0.75, 0.5, 1.0, 0.75]
+    m, v = 0.75, 1 / 24
+    c = m * (1 - m) / v - 1  # 3.5
+    out, (a, b, _) = logged(groups)
+    assert (fmean(ps), variance(ps)) == pytest.approx((m, v))
+    assert (a, b) == pytest.approx((1 + c * m / 3, 1 + c * (1 - m) / 3), rel=1e-12)
+    assert out[1, 3].item() == pytest.approx(-0.5 / beta_distribution.pdf(0.5, 1.875, 1 + 0.875 / 3), rel=1e-10)
+    assert out[2].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[0, 0], [0, 0]],
+        [[1, 1], [1, 1]],
+        [[0, 1], [1, 0]],  # equal p: no variance
+        [[0, 1]],
+        [[0, 1], [None, None]],  # one prompt that can be scored
+        [[None, None]],
+    ],
+)
+def test_bnpo_falls_back_and_says_so_where_there_is_nothing_to_fit(groups):
+    out, (a, b, degenerate) = logged(groups)
+    assert (a, b, degenerate) == (1.0, 1.0, 1.0)
+    torch.testing.assert_close(out, estimators["none"](tensor(groups)), rtol=0, atol=1e-15)
+
+
+def test_bnpo_caps_the_factor():
+    crowd = [[0.5, 0.5]] * 60 + [[0.49, 0.51]]
+    outlier = [[0.9, 0.94]]  # in the far tail of a narrow Beta
+    out, (a, _, _) = logged(crowd + outlier)
+    assert 1 / beta_distribution.pdf(0.92, a, a) > 1e6
+    assert out[-1].tolist() == pytest.approx([-0.02e6, 0.02e6], rel=1e-9)
+    out, _ = logged(crowd + outlier, cap=7.0)
+    assert out[-1].tolist() == pytest.approx([-0.14, 0.14], rel=1e-9)
+
+
+def test_bnpo_maps_rewards_to_the_unit_interval_first():
+    groups = [[-1.0, 2.0, 0.5, 2.0], [3.0, -1.0, 0.0, 1.0], [0.5, 0.6, -0.7, 3.0]]
+    out = estimators["beta"](tensor(groups), reward_range=[-1.0, 3.0])
+    torch.testing.assert_close(out, tensor(ref_beta(groups, low=-1.0, high=3.0)), rtol=1e-10, atol=1e-10)
+    unit = estimators["beta"]((tensor(groups) + 1) / 4)
+    torch.testing.assert_close(out, unit, rtol=1e-12, atol=1e-12)
+
+
+def test_bnpo_fits_the_window_but_keeps_each_groups_own_baseline():
+    groups, history = [[1, 0, 0, 0], [1, 1, 0, 0]], [0.75, math.nan, 0.5, 1.0]
+    out, (a, b, _) = logged(groups, history=tensor(history))
+    known = [p for p in history if not math.isnan(p)]
+    torch.testing.assert_close(out, tensor(ref_beta(groups, known)), rtol=1e-10, atol=1e-10)
+    expected = moments([*known, 0.25, 0.5])
+    assert (a, b) == pytest.approx([1 + x / 3 for x in expected], rel=1e-12)
+    alone, _ = logged(groups)
+    assert (alone - out).abs().max() > 0.01
+    half, _ = logged([[0.5, 0, 0, 0], [0.5, 0.5, 0, 0]], history=tensor(history) / 2, reward_range=[0.0, 0.5])
+    torch.testing.assert_close(half, out, rtol=1e-12, atol=1e-12)
+
+
+def test_bnpo_at_a_mean_that_rounds_to_1_is_finite():
+    almost = 1 - 2**-53
+    groups = [[1.0, 1.0, 1.0, almost], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    out, (a, b, _) = logged(groups)
+    assert (a, b) == (1.0, 1.0)
+    assert group_means(tensor(groups))[0].item() == 1.0
+    assert out.isfinite().all()
+
+
+def test_fit_beta_flattens_by_3_and_takes_ddof_1():
+    p = torch.tensor([0.3, 0.5, 0.6, 0.65], dtype=torch.float64)
+    a, b = moments(p.tolist())
+    assert fit_beta(p)[:2] == pytest.approx((1 + a / 3, 1 + b / 3), rel=1e-12)
+    assert fit_beta(p, flatten=1.0)[:2] == pytest.approx((1 + a, 1 + b), rel=1e-12)
+
+
+def test_bernoulli_differs_from_bnpo_by_prior_and_posterior():
+    """mu = (a + sum r) / (a + b + G) with the Beta of the batch's p: here a = b = 3/2."""
+    groups = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+    metrics = {}
+    out = estimators["bernoulli"](tensor(groups), None, metrics.__setitem__, eps=0.0)
+    mu = (1.5 + 1) / (3 + 4)
+    assert metrics == pytest.approx({"advantages/bernoulli_alpha": 1.5, "advantages/bernoulli_beta": 1.5})
+    assert out[0, 0].item() == pytest.approx((1 - mu) / math.sqrt(mu * (1 - mu)), rel=1e-12)
+    assert out[1].tolist() == pytest.approx([1, 1, -1, -1], rel=1e-12)
+    past = estimators["bernoulli"](tensor(groups[:1]), tensor([0.5, 0.75]), eps=0.0)
+    torch.testing.assert_close(past, out[:1], rtol=1e-12, atol=0)
+    wide = estimators["bernoulli"](2 * tensor(groups) - 1, reward_range=[-1.0, 1.0], eps=0.0)
+    torch.testing.assert_close(wide, out, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "options", "message"),
+    [
+        ("maxrl", [[0, 1.5]], {}, r"advantage_estimator=maxrl: a reward of 1\.5 lies outside \[0, 1\].*Rescale"),
+        ("maxrl", [[-0.5, 1]], {}, r"a reward of -0\.5 lies outside"),
+        ("beta", [[0, 1.5]], {}, r"advantage_estimator=beta: a reward of 1\.5.*reward_range is \[0\.0, 1\.0\]"),
+        ("bernoulli", [[0, 3]], {"reward_range": [0.0, 2.0]}, r"a reward of 1\.5 .*reward_range is \[0\.0, 2\.0\]"),
+        ("pass_at_k", [[0, 0.5]], {}, r"advantage_estimator=pass_at_k: a reward of 0\.5 is neither 0 nor 1"),
+    ],
+)
+def test_rewards_an_estimator_is_not_defined_for_are_refused(name, rewards, options, message):
+    with pytest.raises(ValueError, match=message):
+        estimators[name](tensor(rewards), **options)
+
+
+def in_float32(weights):
+    return torch.tensor(weights).double()
+
+
+@pytest.mark.parametrize("weights", [[0.2, 0.8], [0.15, 0.85], [0.2, 0.2, 0.6], [1 / 3] * 3])
+@pytest.mark.parametrize("name", ["maxrl", "beta", "bernoulli", "pass_at_k"])
+def test_a_sum_that_rounding_puts_beyond_1_counts_as_1(name, weights):
+    rewards = tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
+    sums = weighted_total(rewards[..., None].expand(-1, -1, len(weights)), in_float32(weights), missing="zero")
+    found = estimators[name](sums)
+    torch.testing.assert_close(found, estimators[name](rewards), rtol=1e-6, atol=1e-6)
+
+
+def test_a_reward_at_the_end_of_its_range_in_float32():
+    rewards = torch.tensor([[1.1, 0.0, 0.0], [1.1, 1.1, 0.0]])
+    found = estimators["beta"](rewards.double(), reward_range=[0.0, 1.1])
+    torch.testing.assert_close(found, estimators["beta"]((rewards > 0).double()), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("missing", ["zero", "renormalize"])
+def test_totals_that_rounding_alone_keeps_apart_are_equal(missing):
+    rewards, weights = tensor([[[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]] * 2]), in_float32([0.1, 0.2, 0.3])
+    total = weighted_total(rewards, weights, missing=missing)
+    assert len(set((rewards * weights).sum(-1).flatten().tolist())) == 2
+    assert zero_variance(total).all()
+    assert (
+        combinations["sum_then_normalize"](rewards, weights, lambda r, _: estimators["minimind"](r), missing=missing)
+        .eq(0)
+        .all()
+    )
+    apart = weighted_total(tensor([[[1.0], [1.0 + 3e-6]]]), tensor([1.0]), missing=missing)
+    assert apart[0].tolist() == [1.0, 1.0 + 3e-6]
+
+
+def test_a_mean_that_rounding_puts_beyond_1_has_a_density():
+    beyond = tensor([[1.0 + 5e-7, 1.0 + 4e-7], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
+    assert estimators["beta"](beyond).isfinite().all()
+
+
+def test_more_degrees_of_freedom_than_rewards_give_nothing():
+    rewards = tensor([[1.0, 0.0, None, None], [1.0, 0.0, 0.5, None]])
+    assert estimators["group"](rewards, ddof=2)[0].tolist() == [0.0] * 4
+    assert estimators["group"](rewards, ddof=3).eq(0).all()
+
+
+def test_average_advantages_without_a_weight_is_0():
+    rewards = tensor([[[1.0], [0.0]]])
+    assert combinations["average_advantages"](rewards, tensor([0.0]), lambda r, _: estimators["none"](r)).eq(0).all()
+
+
+def test_zero_variance_and_group_means():
+    groups = tensor([[0.1, 0.1, None], [0.1, 0.2, None], [None, 3, None], [None, None, None]])
+    assert zero_variance(groups).tolist() == [True, False, True, True]
+    means = group_means(groups)
+    assert means[:3].tolist() == pytest.approx([0.1, 0.15, 3.0])
+    assert means[3].isnan()
+
+
+# Several reward functions
+
+REWARDS = [  # two groups of three completions, three functions each
+    [[1.0, 0.2, 5.0], [0.0, 0.9, 6.0], [1.0, None, 1.0]],
+    [[0.0, 0.4, 2.0], [None, None, None], [1.0, 0.1, None]],
+]
+WEIGHTS = [1.0, -0.5, 0.25]
+
+
+def column(k, rewards=REWARDS):
+    return [[completion[k] for completion in group] for group in rewards]
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        (
+            "renormalize",
+            [[2.15, 1.05, (1 + 0.25) * 1.75 / 1.25], [0.3, None, (1 - 0.05) * 1.75 / 1.5]],
+        ),
+        ("zero", [[2.15, 1.05, 1.25], [0.3, None, 0.95]]),
+    ],
+)
+def test_weighted_total(missing, expected):
+    out = weighted_total(tensor(REWARDS), tensor(WEIGHTS), missing=missing)
+    torch.testing.assert_close(out, tensor(expected), rtol=1e-12, atol=0, equal_nan=True)
+
+
+def test_a_function_of_weight_0_watches_and_does_not_score():
+    out = weighted_total(tensor([[[1.0, 7.0], [None, 7.0]]]), tensor([2.0, 0.0]), missing="renormalize")
+    torch.testing.assert_close(out, tensor([[2.0, None]]), rtol=0, atol=0, equal_nan=True)
+    out = weighted_total(tensor([[[1.0, 7.0], [None, 7.0]]]), tensor([2.0, 0.0]), missing="zero")
+    assert out.tolist() == [[2.0, 0.0]]
+
+
+def estimator(rewards, k):
+    return estimators["group"](rewards, ddof=0, eps=0.01)
+
+
+def combine(name, dtype, rewards=REWARDS, weights=WEIGHTS, **options):
+    return combinations[name](tensor(rewards, dtype), tensor(weights, dtype), estimator, **options)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("missing", ["renormalize", "zero"])
+def test_sum_then_normalize(missing, dtype, tolerance):
+    total = weighted_total(tensor(REWARDS), tensor(WEIGHTS), missing=missing).tolist()
+    total = [[None if math.isnan(r) else r for r in g] for g in total]
+    out = combine("sum_then_normalize", dtype, missing=missing)
+    torch.testing.assert_close(out, tensor(ref_group(total, 0, 0.01), dtype), rtol=tolerance, atol=tolerance)
+
+
+def weighted_advantages():
+    """sum_k w_k A_k, None where no function scored the completion."""
+    columns = [ref_group(column(k), 0, 0.01) for k in range(3)]
+    return [
+        [
+            None if all(r is None for r in REWARDS[i][j]) else sum(WEIGHTS[k] * columns[k][i][j] for k in range(3))
+            for j in range(3)
+        ]
+        for i in range(2)
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_normalize_then_sum_is_gdpo(dtype, tolerance):
+    sums = weighted_advantages()
+    centre, scale = mean(live(flat(sums))), stdev(live(flat(sums)))
+    for eps in (1e-4, 0.3):
+        expected = [[0.0 if a is None else (a - centre) / (scale + eps) for a in g] for g in sums]
+        out = combine("normalize_then_sum", dtype, eps=eps)
+        torch.testing.assert_close(out, tensor(expected, dtype), rtol=tolerance, atol=tolerance)
+
+
+def test_normalize_then_sum_centres_over_the_batch():
+    """Unlike `group`, an estimator of one's own need not have mean 0."""
+    out = combinations["normalize_then_sum"](
+        tensor(REWARDS[:1]), tensor(WEIGHTS), lambda r, k: r.nan_to_num(), eps=0.0
+    )
+    sums = [1 - 0.1 + 1.25, -0.45 + 1.5, 1 + 0.25]
+    expected = [(s - mean(sums)) / stdev(sums) for s in sums]
+    assert out[0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_average_advantages_is_bnpos(dtype, tolerance):
+    expected = [[0.0 if a is None else a / 1.75 for a in g] for g in weighted_advantages()]
+    out = combine("average_advantages", dtype)
+    torch.testing.assert_close(out, tensor(expected, dtype), rtol=tolerance, atol=tolerance)
+
+
+def test_average_advantages_gives_each_function_its_own_fit():
+    rewards = [[[1.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 0.0]], [[1.0, 1.0], [0.0, 1.0]]]
+    seen = []
+
+    def each(values, k):
+        seen.append(k)
+        return estimators["beta"](values)
+
+    out = combinations["average_advantages"](tensor(rewards), tensor([1.0, 1.0]), each)
+    expected = (tensor(ref_beta(column(0, rewards))) + tensor(ref_beta(column(1, rewards)))) / 2
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e3])
+def test_gdpo_blows_no_noise_up_and_knows_no_scale_of_weights(scale):
+    noise = [[[0.5, 0.3], [0.5 + 1e-7, 0.3]], [[0.1, 0.2], [0.1, 0.2]]]
+    group = estimators["group"]
+    out = combinations["normalize_then_sum"](tensor(noise), tensor([scale, scale]), lambda r, k: group(r))
+    assert 0 < out.abs().max() < 1e-3 * scale
+    signal = [[[0.5, 0.3], [0.9, 0.3]], [[0.1, 0.2], [0.1, 0.2]]]
+    out = combinations["normalize_then_sum"](tensor(signal), tensor([scale, scale]), lambda r, k: group(r), eps=0.0)
+    assert out.flatten().tolist() == pytest.approx([-(1.5**0.5), 1.5**0.5, 0, 0], rel=1e-12)
+    watched = [[[0.5, 0.3], [0.5 + 1e-7, 0.9]], [[0.1, 0.2], [0.1, 0.2]]]  # the spread is in a function of weight 0
+    out = combinations["normalize_then_sum"](tensor(watched), tensor([scale, 0.0]), lambda r, k: group(r))
+    assert 0 < out.abs().max() < 1e-3 * scale
+
+
+def test_sum_then_normalize_asks_for_the_history_of_the_total():
+    seen = []
+    combinations["sum_then_normalize"](tensor(REWARDS), tensor(WEIGHTS), lambda r, k: seen.append(k) or r)
+    assert seen == [-1]
+
+
+def test_every_combination_is_worked_out_here():
+    assert set(combinations) == {"sum_then_normalize", "normalize_then_sum", "average_advantages"}

@@ -1,0 +1,376 @@
+"""Every row of the table of losses in plain Python: value and gradient of a batch in which all its branches occur."""
+
+import json
+import math
+from statistics import mean, variance
+
+import pytest
+import torch
+
+from grpo_ext.objective.losses import losses
+from pure import L_MAX, loss_and_gradient, objective, rows
+
+# A, log-probabilities, log-ratios to the sampler; None stands under the mask
+COMPLETIONS = [
+    (1.3, [-0.5, -1.2, -2.0, -0.1], [0.1, 0.33, -0.5, 0.0]),
+    (-0.7, [-0.9, -3.0, None, -1.6], [0.1, 3.0, None, -0.6]),  # a ratio of 20
+    (1.1, [-3.0, -1.0], [1.7, 0.5]),  # beyond a cap of 5
+    (-0.9, [-0.05], [0.8]),
+    (0.8, [-1.0, -0.6, None], [1e-4, 5e-4, None]),  # within GSPO's clip
+    (0.8, [None, -1.0, -0.7], [None, 4e-4, 6e-4]),  # beyond GSPO's, within LUSPO's
+    (-0.8, [-1.0, -0.5], [-4e-4, -3e-4]),  # the same from below
+    (1.2, [-1.0, -0.5], [3e-3, 4e-3]),  # beyond LUSPO's
+    (-1.2, [-1.0, -0.5], [-3e-3, -2e-3]),  # the same from below
+    (0.6, [-0.4, -0.3, -0.2], [1.2, 1.1, 0.9]),  # S = 24 > 11
+    (-0.6, [-1.4, -1.3, -1.2], [-1.0, -1.1, -0.45]),  # pi falls by .42, .55, .17
+    (0.0, [-0.4, -1.3], [0.5, -0.5]),
+    (1.0, [None, None], [None, None]),
+]
+LIVE = [
+    (a, [p for p in logps if p is not None], [x for x in ratios if x is not None])
+    for a, logps, ratios in COMPLETIONS
+    if any(p is not None for p in logps)
+]
+B = len(LIVE)
+N = sum(len(logps) for _, logps, _ in LIVE)
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def ppo(r, a, low=0.2, high=0.2, delta=math.inf):
+    """-min(min(r, delta) A, clip(r) A), and -r A where it is alive."""
+    value = -min(min(r, delta) * a, min(max(r, 1 - low), 1 + high) * a)
+    dead = (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low) or (a < 0 and r > delta)
+    return value, 0.0 if dead else -r * a
+
+
+def token_ppo(a, logps, x, **options):
+    return [list(z) for z in zip(*(ppo(math.exp(y), a, **options) for y in x), strict=True)]
+
+
+def sequence_ppo(a, logps, x, **options):
+    """The same loss on every token; each token has 1/n of the gradient of the geometric mean, n times over."""
+    value, gradient = ppo(math.exp(sum(x) / len(x)), a, **options)
+    return [value] * len(x), [gradient] * len(x)
+
+
+def product_ppo(a, logps, x, **options):
+    """The same loss on every token, the whole gradient on every token; n times over."""
+    value, gradient = ppo(math.exp(sum(x)), a, **options)
+    return [value] * len(x), [gradient * len(x)] * len(x)
+
+
+def reinforce(a, logps, x):
+    return [-a] * len(x), [-a] * len(x)
+
+
+def weighted_log_likelihood(weight):
+    """-w A l with a constant w: the gradient is -w A."""
+
+    def terms(a, logps, x, **options):
+        w = weight(a, logps, x, **options)
+        return [-v * a * p for v, p in zip(w, logps, strict=True)], [-v * a for v in w]
+
+    return terms
+
+
+@weighted_log_likelihood
+def cispo(a, logps, x, cap=5.0):
+    return [min(math.exp(y), cap) for y in x]
+
+
+@weighted_log_likelihood
+def vespo(a, logps, x):
+    k, lam = (2, 3) if a >= 0 else (3, 2)
+    s = math.exp(sum(x))
+    return [math.exp(lam) * s**k * math.exp(-lam * s)] * len(x)
+
+
+@weighted_log_likelihood
+def topr(a, logps, x):
+    return [1.0 if a >= 0 else min(math.exp(sum(x)), 1.0)] * len(x)
+
+
+def sapo(a, logps, x):
+    tau = 1.0 if a > 0 else 1.05
+    gates = [sigmoid(tau * (math.exp(y) - 1)) for y in x]
+    gradient = [-4 * g * (1 - g) * math.exp(y) * a for g, y in zip(gates, x, strict=True)]
+    return [-4 / tau * g * a for g in gates], gradient
+
+
+def gmpo(a, logps, x, low=0.4, high=0.4):
+    cut = [min(y, high) if a > 0 else max(y, -low) for y in x]
+    rho = math.exp(sum(cut) / len(x))
+    return [-rho * a] * len(x), [-rho * a * (c == y) for c, y in zip(cut, x, strict=True)]
+
+
+def dppo(a, logps, x, low=0.2, high=0.2):
+    shifts = [math.exp(p) - math.exp(p - y) for p, y in zip(logps, x, strict=True)]
+    dropped = [(a > 0 and s > high) or (a < 0 and s < -low) for s in shifts]
+    out = [0.0 if d else -math.exp(y) * a for d, y in zip(dropped, x, strict=True)]
+    return out, out
+
+
+# aggregation -> the weight of each of the n token losses of a completion
+WEIGHTS = {
+    "sequence mean of token means": lambda n: 1 / (n * B),
+    "token mean": lambda n: 1 / N,
+    "sequence mean of token sums": lambda n: 1 / B,
+    "sequence mean of token sums over L_max": lambda n: 1 / (B * L_MAX),
+}
+# row -> losses and gradients of a completion's tokens, options, aggregation: the row's paper, read once more
+BY_HAND = {
+    "grpo": (token_ppo, {"low": 0.2, "high": 0.2}, "sequence mean of token means"),
+    "deepseek_v3": (product_ppo, {"low": 10, "high": 10}, "sequence mean of token means"),
+    "dr_grpo": (token_ppo, {"low": 0.2, "high": 0.2}, "sequence mean of token sums over L_max"),
+    "bnpo": (token_ppo, {"low": 0.2, "high": 0.2}, "token mean"),  # one micro-batch
+    "beta_bnpo": (token_ppo, {"low": 0.2, "high": 0.28, "delta": 10}, "sequence mean of token sums"),
+    "dapo": (token_ppo, {"low": 0.2, "high": 0.28}, "token mean"),
+    "gspo": (sequence_ppo, {"low": 3e-4, "high": 4e-4}, "sequence mean of token means"),
+    "cispo": (cispo, {"cap": 5.0}, "token mean"),
+    "sapo": (sapo, {}, "sequence mean of token means"),
+    "luspo": (sequence_ppo, {"low": 2e-3, "high": 2.5e-3}, "sequence mean of token sums"),
+    "vespo": (vespo, {}, "token mean"),
+    "minimind": (reinforce, {}, "sequence mean of token means"),
+    "minimind_cispo": (cispo, {"cap": 5.0}, "sequence mean of token means"),
+    "rloo": (reinforce, {}, "sequence mean of token sums"),
+    "reinforce_pp": (token_ppo, {"low": 0.2, "high": 0.2}, "token mean"),
+    "gmpo": (gmpo, {}, "sequence mean of token means"),
+    "topr": (topr, {}, "sequence mean of token sums"),
+    "dppo": (dppo, {}, "token mean"),
+    "maxrl": (token_ppo, {"low": 0.2, "high": 0.2}, "token mean"),
+}
+# row -> (KL estimator, where, advantage, its options, combination): what the gradient above does not show
+OTHER_AXES = {
+    "grpo": ("k3", "loss", "group", {}, "sum_then_normalize"),
+    "deepseek_v3": ("sequence_k3", "loss", "group", {}, "sum_then_normalize"),
+    "dr_grpo": ("k3", "loss", "none", {}, "sum_then_normalize"),
+    "bnpo": ("k3", "loss", "group", {}, "sum_then_normalize"),
+    "beta_bnpo": ("k3", "loss", "beta", {}, "average_advantages"),
+    "dapo": ("k3", "loss", "group", {}, "sum_then_normalize"),
+    "gspo": ("k3", "loss", "group", {}, "sum_then_normalize"),
+    "cispo": ("k3", "loss", "group", {}, "sum_then_normalize"),
+    "sapo": ("k3", "loss", "group", {}, "sum_then_normalize"),
+    "luspo": ("k3", "loss", "group", {}, "sum_then_normalize"),
+    "vespo": ("k3", "loss", "group", {}, "sum_then_normalize"),
+    "minimind": ("k3", "loss", "minimind", {}, "sum_then_normalize"),
+    "minimind_cispo": ("k3", "loss", "group", {"ddof": 0}, "sum_then_normalize"),
+    "rloo": ("k1", "reward", "loo", {}, "sum_then_normalize"),
+    "reinforce_pp": ("k1", "reward", "reinforce_pp", {}, "sum_then_normalize"),
+    "gmpo": ("k3", "loss", "group", {}, "sum_then_normalize"),
+    "topr": ("k3", "loss", "none", {}, "sum_then_normalize"),
+    "dppo": ("k3", "loss", "group", {}, "sum_then_normalize"),
+    "maxrl": ("k3", "loss", "maxrl", {}, "sum_then_normalize"),
+}
+UNEQUAL = {"epsilon": 0.15, "epsilon_high": 0.35}
+OVERRIDDEN = [
+    ("grpo", UNEQUAL, {"low": 0.15, "high": 0.35}),
+    ("grpo", {"epsilon": 0.15}, {"low": 0.15, "high": 0.15}),  # TRL: epsilon_high follows epsilon
+    ("grpo", UNEQUAL | {"delta": 1.5}, {"low": 0.15, "high": 0.35, "delta": 1.5}),
+    ("dapo", UNEQUAL, {"low": 0.15, "high": 0.35}),
+    ("gspo", UNEQUAL, {"low": 0.15, "high": 0.35}),
+    ("deepseek_v3", UNEQUAL, {"low": 0.15, "high": 0.35}),
+    ("cispo", {"epsilon_high": 1.3}, {"cap": 1.3}),
+    ("gmpo", UNEQUAL, {"low": 0.15, "high": 0.35}),
+    ("dppo", UNEQUAL, {"low": 0.15, "high": 0.35}),
+]
+
+
+def inputs(dtype, garbage=math.nan):
+    """The completions as a batch; the reference is .4, -.2, .1, .3 away from the policy."""
+
+    def padded(values):
+        values = [garbage if v is None else v for v in values]
+        return values + [garbage] * (4 - len(values))
+
+    logps = torch.tensor([padded(logps) for _, logps, _ in COMPLETIONS], dtype=torch.float64)
+    ratios = torch.tensor([padded(x) for _, _, x in COMPLETIONS], dtype=torch.float64)
+    out = {
+        "per_token_logps": logps,
+        "old_per_token_logps": logps - ratios,
+        "ref_per_token_logps": logps + torch.tensor([0.4, -0.2, 0.1, 0.3], dtype=torch.float64),
+        "advantages": torch.tensor([a for a, _, _ in COMPLETIONS], dtype=torch.float64),
+    }
+    return {name: value.to(dtype) for name, value in out.items()} | {"mask": (~logps.isnan()).long()}
+
+
+def expected(terms, options, aggregation):
+    """Loss, and its gradients at the live tokens."""
+    value, gradient = 0.0, []
+    for a, logps, x in LIVE:
+        weight = WEIGHTS[aggregation](len(x))
+        token_values, token_gradients = terms(a, logps, x, **options)
+        value += weight * sum(token_values)
+        gradient += [weight * g for g in token_gradients]
+    return value, gradient
+
+
+def check(name, settings, options, dtype, tolerance):
+    terms, _, aggregation = BY_HAND[name]
+    given = inputs(dtype)
+    loss, gradient = loss_and_gradient(objective(name, **settings), given)
+    live = given["mask"].bool()
+    value, at_live = expected(terms, options, aggregation)
+    assert loss.dtype == gradient.dtype == dtype
+    assert loss.item() == pytest.approx(value, rel=tolerance)
+    assert gradient[live].tolist() == pytest.approx(at_live, rel=tolerance, abs=tolerance / 100)
+    assert (gradient[~live] == 0).all()
+
+
+DTYPES = [(torch.float64, 1e-10), (torch.float32, 3e-5)]
+
+
+def test_every_row_of_the_package_is_worked_out_here():
+    rows_of_the_package = {row.paper: name for name, row in losses.items() if isinstance(row.surrogate, str)}
+    assert {losses[name].paper for name in BY_HAND} == set(rows_of_the_package)
+    assert set(OTHER_AXES) == set(BY_HAND)
+    assert losses["deepseek_math"] is losses["grpo"]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_row_as_its_paper_has_it(name, dtype, tolerance):
+    check(name, {}, BY_HAND[name][1], dtype, tolerance)
+
+
+@pytest.mark.parametrize(("name", "settings", "options"), OVERRIDDEN)
+def test_a_row_with_the_recipes_own_bounds(name, settings, options):
+    check(name, settings, options, torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_other_axes_of_a_row(name):
+    row = losses[name]
+    axes = (row.kl, row.kl_placement, row.advantage, dict(row.advantage_kwargs), row.combination)
+    assert axes == OTHER_AXES[name]
+    assert row.formula
+    assert row.ratio in row.levels
+
+
+def test_the_batch_reaches_both_sides_of_every_threshold():
+    """Each option of each row, moved a little outward or inward, changes the gradient."""
+    for name, (terms, options, aggregation) in BY_HAND.items():
+        for option in set(options) - ({"low"} if name == "deepseek_v3" else set()):  # 1 - 10 < 0 cuts nothing
+            at, alone = (expected(terms, o, aggregation)[1] for o in (options, options | {option: 1e9}))
+            assert at != alone, (name, option)
+
+
+# KL in the loss
+
+
+def token_k3(d):
+    return [math.expm1(x) - x for x in d], [1 - math.exp(x) for x in d]
+
+
+def sequence_k3(d):
+    """The same on every token, the whole gradient on every token; n times over, as in `product_ppo`."""
+    total = sum(d)
+    return [math.expm1(total) - total] * len(d), [(1 - math.exp(total)) * len(d)] * len(d)
+
+
+@pytest.mark.parametrize(
+    ("name", "kl", "aggregation"),
+    [
+        ("grpo", token_k3, "sequence mean of token means"),
+        ("deepseek_v3", sequence_k3, "sequence mean of token means"),
+        ("dapo", token_k3, "token mean"),
+        ("dr_grpo", token_k3, "sequence mean of token sums over L_max"),
+        ("minimind", token_k3, "sequence mean of token means"),
+    ],
+)
+def test_kl_stands_inside_the_same_mean(name, kl, aggregation):
+    given = inputs(torch.float64)
+    plain, gradient = loss_and_gradient(objective(name), given)
+    penalised, penalised_gradient = loss_and_gradient(objective(name, beta=0.25), given)
+    value, at_live = 0.0, []
+    for _, logps, _ in COMPLETIONS:
+        d = [x for p, x in zip(logps, [0.4, -0.2, 0.1, 0.3], strict=False) if p is not None]
+        if d:
+            token_values, token_gradients = kl(d)
+            value += 0.25 * WEIGHTS[aggregation](len(d)) * sum(token_values)
+            at_live += [0.25 * WEIGHTS[aggregation](len(d)) * g for g in token_gradients]
+    assert (penalised - plain).item() == pytest.approx(value, rel=1e-10)
+    difference = (penalised_gradient - gradient)[given["mask"].bool()].tolist()
+    assert difference == pytest.approx(at_live, rel=1e-10, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", ["rloo", "reinforce_pp"])
+def test_kl_in_the_reward_is_not_in_the_loss(name):
+    penalised = objective(name, beta=0.25)
+    assert penalised.kl_in_reward
+    assert not penalised.kl_in_loss
+    assert torch.equal(
+        loss_and_gradient(penalised, inputs(torch.float64))[1],
+        loss_and_gradient(objective(name), inputs(torch.float64))[1],
+    )
+
+
+# The objective as a whole
+
+
+def test_without_old_log_probabilities_the_policy_has_sampled():
+    given = inputs(torch.float64)
+    fresh = {k: v for k, v in given.items() if k != "old_per_token_logps"}
+    same = given | {"old_per_token_logps": given["per_token_logps"]}
+    for name in BY_HAND:
+        pair = [loss_and_gradient(objective(name), x)[1] for x in (fresh, same)]
+        assert torch.equal(*pair), name
+        assert pair[0].abs().max() > 0, name
+
+
+def test_advantages_may_differ_from_token_to_token():
+    """The gradient of a token is that of a batch in which its advantage is everyone's."""
+    given = rows(inputs(torch.float64), slice(0, 3))
+    per_token = torch.tensor([[1.0, -1.0, 0.5, 2.0], [1.0, -2.0, math.nan, 0.5], [1.0, -1.0, math.nan, math.nan]])
+    _, gradient = loss_and_gradient(objective("grpo"), given | {"advantages": per_token.double()})
+    for i, t in given["mask"].nonzero().tolist():
+        _, alone = loss_and_gradient(objective("grpo"), given | {"advantages": per_token[:, t].double().nan_to_num()})
+        assert gradient[i, t].item() == pytest.approx(alone[i, t].item(), rel=1e-12), (i, t)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_settled_objective_describes_itself(name):
+    settled = objective(name, beta=0.5)
+    line = settled.describe()
+    assert line.startswith(f"{name}: {losses[name].surrogate}(")
+    assert f"advantage {losses[name].advantage}(" in line
+    assert f"beta=0.5 {losses[name].kl} in the {losses[name].kl_placement}" in line
+    assert losses[name].aggregation in line
+    saved = json.loads(json.dumps(settled.to_dict()))
+    assert saved["loss_type"] == name
+    assert saved["beta"] == 0.5
+    assert saved["paper"] == losses[name].paper
+    assert "no KL" in objective(name).describe()
+
+
+def test_the_objective_asks_the_estimator_and_the_combination_it_names():
+    settled = objective("beta_bnpo", advantage_kwargs={"cap": 0.5})
+    rewards = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 0.0]]], dtype=torch.float64)
+    history = torch.tensor([[0.25, 0.5, 0.375], [0.75, 0.75, 0.75]], dtype=torch.float64)
+    logged = []
+    out = settled.advantages(rewards, torch.ones(2).double(), history, lambda *x: logged.append(x))
+    # 1/pdf > .5 throughout: the cap holds, A = .5 (r - p) for each function, then the mean of the two
+    assert out.tolist() == [[0.125, -0.125], [0.125, -0.125]]
+    # each function's fit sees its own column of the history
+    for (name, alpha), ps in zip(logged[::3], [[0.25, 0.75, 0.5, 1.0], [0.5, 0.75, 0.0, 0.5]], strict=True):
+        m, v = mean(ps), variance(ps)
+        assert name == "advantages/beta_alpha"
+        assert alpha == pytest.approx(1 + m * (m * (1 - m) / v - 1) / 3, rel=1e-12)
+
+
+def test_missing_rewards_are_renormalized_or_0():
+    rewards = torch.tensor([[[1.0, 1.0], [1.0, math.nan]]], dtype=torch.float64)
+    weights = torch.ones(2).double()
+    assert objective("dr_grpo").advantages(rewards, weights).tolist() == [[0.0, 0.0]]
+    assert objective("dr_grpo", missing_rewards="zero").advantages(rewards, weights).tolist() == [[0.5, -0.5]]
+
+
+def test_the_stand_in_for_the_config_resolves_as_the_config_does(tmp_path):
+    from grpo_ext import GRPOExtConfig
+
+    common = {"beta": 0.04, "max_completion_length": L_MAX}
+    for name in BY_HAND:
+        config = GRPOExtConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, loss_type=name, **common)
+        assert config.objective == objective(name, **common), name

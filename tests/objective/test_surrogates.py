@@ -1,0 +1,319 @@
+"""Surrogates token by token: values and gradients worked out by hand, with unequal options."""
+
+import math
+
+import pytest
+import torch
+
+from grpo_ext.objective.objective import bind
+from grpo_ext.objective.surrogates import clip_regions, surrogates, vespo_weight
+
+DTYPES = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
+e = math.e
+
+
+def run(
+    name, log_ratio, advantage, *, logps=None, dtype=torch.float64, at="token", sampler=None, mask=None, **options
+):
+    """Loss per token and the gradient of its sum in l, for one completion with these token log-ratios."""
+    row = torch.tensor([log_ratio], dtype=dtype)
+    start = torch.tensor([logps], dtype=dtype) if logps else torch.full_like(row, -1.5)
+    leaf, old = start.clone().requires_grad_(), start - row
+    level = leaf - old if at == "token" else (leaf - old).sum(-1, keepdim=True)
+    offered = {
+        "log_ratio": level,
+        "advantages": torch.tensor([[advantage]], dtype=dtype),
+        "per_token_logps": leaf,
+        "old_per_token_logps": old,
+        "mask": torch.tensor([mask or [1] * len(log_ratio)]),
+        "importance_sampling_ratio": None if sampler is None else torch.tensor([sampler], dtype=dtype),
+    }
+    out = bind(surrogates[name], offered)(**options)
+    out.sum().backward()
+    assert out.dtype == dtype
+    return out.detach()[0].tolist(), leaf.grad[0].tolist()
+
+
+def regions(name, log_ratio, advantage, logps=-1.5, **options):
+    ratio = torch.tensor([log_ratio], dtype=torch.float64)
+    offered = {
+        "log_ratio": ratio,
+        "advantages": torch.full((1, 1), advantage, dtype=torch.float64),
+        "per_token_logps": torch.full_like(ratio, logps),
+        "old_per_token_logps": logps - ratio,
+    }
+    low, high = bind(clip_regions[name], offered)(**options)
+    return low[0].tolist(), high[0].tolist()
+
+
+# clip
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "loss", "gradient"),
+    [
+        (1.0, 2.0, -1.3 * 2, 0.0),  # above, A > 0: cut
+        (1.0, -2.0, e * 2, e * 2),  # above, A < 0: alive
+        (-1.0, 2.0, -2 / e, -2 / e),  # below, A > 0: alive
+        (-1.0, -2.0, 0.9 * 2, 0.0),  # below, A < 0: cut
+        (0.05, 2.0, -2 * math.exp(0.05), -2 * math.exp(0.05)),
+        (-0.05, -2.0, 2 * math.exp(-0.05), 2 * math.exp(-0.05)),
+        (1.0, 0.0, 0.0, 0.0),
+        (-1.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_clip_at_its_four_corners(log_ratio, advantage, loss, gradient, dtype, tolerance):
+    out, grad = run("clip", [log_ratio], advantage, dtype=dtype, epsilon_low=0.1, epsilon_high=0.3)
+    assert out == pytest.approx([loss], rel=tolerance)
+    assert grad == pytest.approx([gradient], rel=tolerance)
+
+
+@pytest.mark.parametrize("advantage", [1.7, -1.7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("log_ratio", [0.25, -0.25, 0.5, -0.5, 0.0])
+def test_a_ratio_exactly_on_a_border_is_alive(log_ratio, advantage, dtype):
+    ratio = torch.tensor(log_ratio, dtype=dtype).exp().item()
+    options = {"epsilon_low": 1 - ratio} if ratio < 1 else {"epsilon_high": ratio - 1}
+    border = 1 - options["epsilon_low"] if ratio < 1 else 1 + options["epsilon_high"]
+    assert border == ratio  # subtraction near 1 is exact
+    out, grad = run("clip", [log_ratio], advantage, dtype=dtype, **options)
+    assert grad == out == pytest.approx([-ratio * advantage], rel=1e-7)
+
+
+def test_just_beyond_a_border_it_is_dead():
+    _, grad = run("clip", [0.25 + 1e-9], 1.0, epsilon_high=math.exp(0.25) - 1)
+    assert grad == [0.0]
+    _, grad = run("clip", [-0.25 - 1e-9], -1.0, epsilon_low=1 - math.exp(-0.25))
+    assert grad == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "loss", "gradient"),
+    [
+        (1.0, -2.0, 1.5 * 2, 0.0),  # above delta, A < 0: capped
+        (math.log(1.4), -2.0, 2.8, 2.8),  # between 1 + epsilon_high and delta, A < 0: alive
+        (math.log(1.2), 2.0, -2.4, -2.4),
+        (1.0, 2.0, -2.6, 0.0),  # A > 0: the clip, as without delta
+        (-1.0, -2.0, 1.8, 0.0),
+    ],
+)
+def test_delta_caps_negative_advantages_only(log_ratio, advantage, loss, gradient):
+    out, grad = run("clip", [log_ratio], advantage, epsilon_low=0.1, epsilon_high=0.3, delta=1.5)
+    assert out == pytest.approx([loss], rel=1e-12)
+    assert grad == pytest.approx([gradient], rel=1e-12)
+
+
+def test_a_ratio_exactly_at_delta_is_alive():
+    delta = torch.tensor(1.0, dtype=torch.float64).exp().item()
+    _, grad = run("clip", [1.0], -2.0, delta=delta)
+    assert grad == pytest.approx([2 * e], rel=1e-12)
+
+
+def test_clip_defaults_to_ppos_fifth():
+    assert run("clip", [1.0], 1.0)[0] == pytest.approx([-1.2], rel=1e-12)
+    assert run("clip", [-1.0], -1.0)[0] == pytest.approx([0.8], rel=1e-12)
+    assert run("clip", [9.0], -1.0)[0] == pytest.approx([math.exp(9.0)], rel=1e-12)
+
+
+# The others: options unequal, tokens on both sides of every threshold
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def phi(log_s, k, lam):
+    return math.exp(lam) * math.exp(log_s) ** k * math.exp(-lam * math.exp(log_s))
+
+
+RATIOS = [-1.0, -0.05, 0.0, 0.4, 2.0]
+LOGPS = [-0.3, -2.0, -1.0, -0.6, -4.0]
+r = [math.exp(x) for x in RATIOS]
+
+
+def near(values):
+    return pytest.approx(values, rel=1e-10, abs=1e-14)
+
+
+@pytest.mark.parametrize("advantage", [1.7, -0.6, 0.0])
+def test_reinforce_is_minus_the_advantage_whatever_the_ratio(advantage):
+    out, grad = run("reinforce", RATIOS, advantage)
+    assert out == grad == near([-advantage] * 5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("advantage", [1.7, -0.6])
+def test_cispo_cap_is_absolute_and_the_gradient_never_dies(advantage, dtype, tolerance):
+    weight = [min(x, 1.4) for x in r]
+    out, grad = run("cispo", RATIOS, advantage, logps=LOGPS, dtype=dtype, epsilon_high=1.4)
+    expected = [-w * advantage * x for w, x in zip(weight, LOGPS, strict=True)]
+    assert out == pytest.approx(expected, rel=tolerance)
+    assert grad == pytest.approx([-w * advantage for w in weight], rel=tolerance)
+    assert sum(w < x for w, x in zip(weight, r, strict=True)) == 2
+
+
+def test_cispo_defaults_to_a_cap_of_5():
+    assert run("cispo", [1.6, 1.7], 1.0)[1] == near([-math.exp(1.6), -5.0])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(("advantage", "tau"), [(1.7, 1.3), (-0.6, 0.7)])
+def test_sapo_gates_by_the_sign_of_the_advantage(advantage, tau, dtype, tolerance):
+    gate = [sigmoid(tau * (x - 1)) for x in r]
+    out, grad = run("sapo", RATIOS, advantage, dtype=dtype, temperature_pos=1.3, temperature_neg=0.7)
+    assert out == pytest.approx([-4 / tau * g * advantage for g in gate], rel=tolerance)
+    expected = [-4 * g * (1 - g) * x * advantage for g, x in zip(gate, r, strict=True)]
+    assert grad == pytest.approx(expected, rel=tolerance, abs=tolerance / 3)  # 1 - sigmoid cancels
+
+
+def test_sapo_defaults():
+    assert run("sapo", [0.3], 1.0)[0] == near([-4 * sigmoid(math.exp(0.3) - 1)])
+    assert run("sapo", [0.3], -1.0)[0] == near([4 / 1.05 * sigmoid(1.05 * (math.exp(0.3) - 1))])
+    assert run("sapo", [0.3], 0.0)[0] == [0.0]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(
+    ("advantage", "k", "lam"),
+    [(1.7, 2.5, 1.5), (0.0, 2.5, 1.5), (-0.6, 0.5, 0.8)],
+)
+def test_vespo_weighs_by_the_product_ratio(advantage, k, lam, dtype, tolerance):
+    options = {"k_pos": 2.5, "lambda_pos": 1.5, "k_neg": 0.5, "lambda_neg": 0.8}
+    log_ratio = [-0.4, 0.3, 9.0, 0.25]  # the third stands under the mask
+    weight = phi(-0.4 + 0.3 + 0.25, k, lam)
+    out, grad = run("vespo", log_ratio, advantage, logps=LOGPS[:4], mask=[1, 1, 0, 1], dtype=dtype, **options)
+    assert grad == pytest.approx([-weight * advantage] * 4, rel=tolerance)
+    assert out == pytest.approx([-weight * advantage * x for x in LOGPS[:4]], rel=tolerance)
+
+
+@pytest.mark.parametrize(("advantage", "k", "lam"), [(1.7, 2, 3), (0.0, 2, 3), (-0.6, 3, 2)])
+def test_vespo_defaults_and_its_value_of_1_on_policy(advantage, k, lam):
+    def weight(x):
+        log_ratio, a = (torch.tensor([y], dtype=torch.float64) for y in (x, [advantage]))
+        return vespo_weight(log_ratio, a, torch.ones(1, len(x)))
+
+    assert weight([0.1, 0.2]).item() == pytest.approx(phi(0.3, k, lam), rel=1e-12)
+    assert weight([0.0, 0.0]).item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "log_s"),
+    [
+        ([-20.0, -20.0], math.log(1e-8)),  # from below
+        ([-20.0, 3.0], -17.0),
+        ([20.0, -18.0], 2.0),
+    ],
+)
+def test_vespo_keeps_the_sum_of_log_ratios_in_its_range(log_ratio, log_s):
+    x = torch.tensor([log_ratio], dtype=torch.float64)
+    weight = vespo_weight(x, torch.ones(1, 1).double(), torch.ones(1, 2), k_pos=0.5, lambda_pos=0.5)
+    assert weight.item() == pytest.approx(phi(log_s, 0.5, 0.5), rel=1e-12)
+
+
+def test_vespo_is_0_not_nan_for_an_enormous_ratio():
+    x = torch.full((1, 4), 20.0)
+    assert vespo_weight(x, torch.ones(1, 1), torch.ones(1, 4)).item() == 0.0
+
+
+@pytest.mark.parametrize("sampler", [[0.8, 1.1, 1.0], [0.88]])
+def test_vespo_takes_the_samplers_correction_into_the_ratio(sampler):
+    weight = phi(0.1 - 0.2 + 0.3 + math.log(0.88), 2, 3)
+    _, grad = run("vespo", [0.1, -0.2, 0.3], 1.0, sampler=sampler)
+    assert grad == near([-weight] * 3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(
+    ("advantage", "clipped", "alive"),
+    [
+        (1.7, [-1.0, -0.05, 0.0, 0.3, 0.3], [1, 1, 1, 0, 0]),  # only from above
+        (-0.6, [-0.5, -0.05, 0.0, 0.4, 2.0], [0, 1, 1, 1, 1]),  # only from below
+    ],
+)
+def test_gmpo_clips_on_the_side_of_the_advantage(advantage, clipped, alive, dtype, tolerance):
+    rho = math.exp(sum(clipped) / 5)
+    out, grad = run("gmpo", RATIOS, advantage, dtype=dtype, epsilon_low=0.5, epsilon_high=0.3)
+    assert out == pytest.approx([-rho * advantage], rel=tolerance)
+    assert grad == pytest.approx([-rho * advantage * a / 5 for a in alive], rel=tolerance)
+
+
+def test_gmpo_counts_live_tokens_only_and_defaults_to_04():
+    out, grad = run("gmpo", [0.1, 7.0, 0.9], 1.0, mask=[1, 0, 1])
+    assert out == near([-math.exp((0.1 + 0.4) / 2)])
+    assert grad == near([-math.exp(0.25) / 2, 0.0, 0.0])
+    assert run("gmpo", [-0.9, -0.1], -1.0)[0] == near([math.exp(-0.25)])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "c"),
+    [
+        (1.7, [0.5, 0.4], 1.0),
+        (1.7, [-0.5, -0.4], 1.0),
+        (0.0, [-0.5, -0.4], 1.0),
+        (-0.6, [0.5, 0.4], 1.0),
+        (-0.6, [-0.5, -0.4], math.exp(-0.9)),
+    ],
+)
+def test_topr_tapers_negatives_by_the_product_ratio(advantage, log_ratio, c):
+    out, grad = run("topr", log_ratio, advantage, logps=[-0.3, -2.0], at="product")
+    assert out == near([c * advantage * 0.3, c * advantage * 2.0])
+    assert grad == near([-c * advantage] * 2)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "p", "p_old", "dropped"),
+    [
+        (2.0, 0.70, 0.39, True),  # up by .31 > .3
+        (2.0, 0.69, 0.40, False),
+        (2.0, 0.10, 0.90, False),  # against A: never dropped
+        (-2.0, 0.39, 0.50, True),  # down by .11 > .1
+        (-2.0, 0.41, 0.50, False),
+        (-2.0, 0.90, 0.10, False),
+        (2.0, 1e-3, 1e-5, False),  # a ratio of 100, but no shift of probability
+    ],
+)
+def test_dppo_drops_by_the_shift_of_probability(advantage, p, p_old, dropped):
+    options = {"epsilon_low": 0.1, "epsilon_high": 0.3}
+    out, grad = run("dppo", [math.log(p / p_old)], advantage, logps=[math.log(p)], **options)
+    expected = 0.0 if dropped else -p / p_old * advantage
+    assert out == grad == near([expected])
+
+
+def test_dppo_defaults_to_a_fifth_on_both_sides():
+    for p, p_old, advantage, dropped in [
+        (0.61, 0.4, 1.0, True),
+        (0.59, 0.4, 1.0, False),
+        (0.39, 0.6, -1.0, True),
+        (0.41, 0.6, -1.0, False),
+    ]:
+        _, grad = run("dppo", [math.log(p / p_old)], advantage, logps=[math.log(p)])
+        assert (grad == [0.0]) is dropped
+
+
+# Clip regions: what the metrics count
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage", "options", "low", "high"),
+    [
+        ("clip", 1.0, {"epsilon_low": 0.01, "epsilon_high": 0.6}, [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]),
+        ("clip", -1.0, {"epsilon_low": 0.01, "epsilon_high": 0.6}, [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]),
+        ("clip", 0.0, {}, [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
+        ("cispo", 1.0, {"epsilon_high": 1.4}, [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]),
+        ("cispo", -1.0, {"epsilon_high": 1.4}, [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
+        ("gmpo", 1.0, {"epsilon_low": 0.5, "epsilon_high": 0.3}, [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]),
+        ("gmpo", -1.0, {"epsilon_low": 0.04, "epsilon_high": 0.3}, [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]),
+        # pi = e^-1.5 = .223 after, pi_old = pi / r: shifts -.384, -.011, 0, .074, .193
+        ("dppo", 1.0, {"epsilon_low": 0.01, "epsilon_high": 0.1}, [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]),
+        ("dppo", -1.0, {"epsilon_low": 0.01, "epsilon_high": 0.1}, [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]),
+    ],
+)
+def test_clip_regions(name, advantage, options, low, high):
+    assert regions(name, RATIOS, advantage, **options) == (list(map(bool, low)), list(map(bool, high)))
+
+
+def test_every_surrogate_is_worked_out_here():
+    here = {"clip", "reinforce", "cispo", "sapo", "vespo", "gmpo", "topr", "dppo"}
+    assert {name for name in surrogates if surrogates[name].__module__.startswith("grpo_ext")} == here
+    assert set(clip_regions) <= set(surrogates)

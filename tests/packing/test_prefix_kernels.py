@@ -1,0 +1,159 @@
+"""Attention over packed groups: every implementation gives the values and gradients of the whole matrix of scores.
+
+torch's flash kernel for CUDA has no CPU form. Here one stands in that keeps to its contract (sequences by bounds, a
+log-sum-exp of [heads, tokens], a backward from any output and log-sum-exp), so that what is built on it is tested;
+whether the kernel of a GPU keeps to it is what `flash_is_exact` asks on that GPU.
+"""
+
+import logging
+from itertools import pairwise
+
+import pytest
+import torch
+
+from grpo_ext.packing import flash as prefix_flash
+from grpo_ext.packing.attention import attention
+from grpo_ext.packing.flash import EXAMPLE, FlashAttention, flash_is_exact
+from grpo_ext.packing.kernels import MergedAttention, Run, Segments, by_sdpa
+
+TWO_PROMPTS = Segments(
+    (Run(0, 1, 5), Run(5, 1, 3), Run(8, 2, 4, (0, 5)), Run(16, 1, 6, (0, 5)), Run(22, 2, 2, (5, 8)), Run(26, 2, 3))
+)
+LAYOUTS = {
+    "one prompt": Segments((Run(0, 1, 5), Run(5, 2, 3, (0, 5)), Run(11, 1, 4, (0, 5)))),
+    "two prompts and a row of its own": TWO_PROMPTS,
+    "nothing shared": Segments((Run(0, 2, 4), Run(8, 1, 1))),
+}
+IMPLEMENTATIONS = {"cpu": MergedAttention.apply, "cuda": FlashAttention.apply, "sdpa": by_sdpa}
+
+
+def attends(segments, i, j):
+    """Token by token, from the definition."""
+    for run in segments.runs:
+        if run.start <= i < run.stop:
+            begin = i - (i - run.start) % run.length
+            return begin <= j <= i or (run.prefix is not None and run.prefix[0] <= j < run.prefix[1])
+    raise AssertionError(i)
+
+
+def dense(query, key, value, segments, scale):
+    tokens, repeats = query.shape[2], query.shape[1] // key.shape[1]
+    seen = torch.tensor([[attends(segments, i, j) for j in range(tokens)] for i in range(tokens)])
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    scores = (query @ key.mT * scale).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def results(function, key_heads, segments):
+    g = torch.Generator().manual_seed(0)
+    tokens = segments.runs[-1].stop
+    leaves = [torch.randn(1, h, tokens, 8, generator=g, dtype=torch.float64) for h in (4, key_heads, key_heads)]
+    weight = torch.randn(1, tokens, 4, 8, generator=g, dtype=torch.float64)
+    for x in leaves:
+        x.requires_grad_()
+    out = function(*leaves, segments, 0.3)
+    return [out, *torch.autograd.grad((out * weight).sum(), leaves)]
+
+
+@pytest.fixture
+def flash_kernel():
+    """torch's CUDA kernel by its contract, on a CPU."""
+
+    def sequences(bounds_q, bounds_k, longest_q, longest_k):
+        for bounds, longest in ((bounds_q, longest_q), (bounds_k, longest_k)):
+            assert (bounds.dtype, bounds[0], bounds.diff().max()) == (torch.int32, 0, longest)
+        spans = ([slice(a, b) for a, b in pairwise(x)] for x in (bounds_q.tolist(), bounds_k.tolist()))
+        return list(zip(*spans, strict=True))
+
+    def scores(q, k, causal, scale):
+        found = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)) * scale
+        return found.masked_fill(torch.ones(found.shape[1:]).triu(1).bool(), -torch.inf) if causal else found
+
+    def forward(q, k, v, bounds_q, bounds_k, longest_q, longest_k, dropout, causal, debug, *, scale, **_):
+        assert (dropout, debug, bounds_q[-1], bounds_k[-1]) == (0.0, False, len(q), len(k))
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
+        for asking, answering in sequences(bounds_q, bounds_k, longest_q, longest_k):
+            s = scores(q[asking], k[answering], causal, scale)
+            repeated = v[answering].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+            out[asking] = torch.einsum("hij,jhd->ihd", s.softmax(-1), repeated)
+            lse[:, asking] = s.logsumexp(-1)
+        return out, lse, torch.zeros(2, dtype=torch.uint64), q.new_empty(0), q.new_empty(0)
+
+    def backward(
+        grad, q, k, v, out, lse, bounds_q, bounds_k, longest_q, longest_k, dropout, causal, state, _, *, scale, **__
+    ):
+        assert (dropout, state.dtype, lse.is_contiguous(), grad.stride(-1)) == (0.0, torch.uint64, True, 1)
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        repeats = q.shape[1] // k.shape[1]
+        for asking, answering in sequences(bounds_q, bounds_k, longest_q, longest_k):
+            p = (scores(q[asking], k[answering], causal, scale) - lse[:, asking, None]).exp()
+            keys, values = (x[answering].repeat_interleave(repeats, dim=1) for x in (k, v))
+            share = (grad[asking] * out[asking]).sum(-1).T[..., None]
+            ds = p * (torch.einsum("ihd,jhd->hij", grad[asking], values) - share) * scale
+            dq[asking] = torch.einsum("hij,jhd->ihd", ds, keys)
+            dk[answering] = torch.einsum("hij,ihd->jhd", ds, q[asking]).unflatten(1, (-1, repeats)).sum(2)
+            dv[answering] = torch.einsum("hij,ihd->jhd", p, grad[asking]).unflatten(1, (-1, repeats)).sum(2)
+        return dq, dk, dv
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    flash_is_exact.cache_clear()
+    yield
+    library._destroy()
+    flash_is_exact.cache_clear()
+
+
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_values_and_gradients(name, layout, key_heads, flash_kernel):
+    expected = results(dense, key_heads, LAYOUTS[layout])
+    for ours, theirs in zip(results(IMPLEMENTATIONS[name], key_heads, LAYOUTS[layout]), expected, strict=True):
+        assert (ours - theirs).abs().max() < 1e-12
+
+
+def test_the_attention_that_transformers_calls():
+    def ours(query, key, value, segments, scale):
+        return attention(torch.nn.Identity(), query, key, value, None, scale, grpo_ext_segments=segments)[0]
+
+    segments = TWO_PROMPTS
+    for found, expected in zip(results(ours, 2, segments), results(dense, 2, segments), strict=True):
+        assert (found - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_flash_kernel_is_used_where_it_is_exact(flash_kernel, dtype):
+    assert flash_is_exact(torch.device("cpu"), dtype, 64)
+
+
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+def test_a_flash_kernel_is_not_used_where_it_is_off(flash_kernel, fault, monkeypatch, caplog):
+    function = getattr(prefix_flash, f"flash_{fault}")
+
+    def off(*arguments):
+        first, *others = function(*arguments)
+        return first * 1.03, *others
+
+    monkeypatch.setattr(prefix_flash, f"flash_{fault}", off)
+    with caplog.at_level(logging.INFO, "grpo_ext.packing.flash"):
+        assert not flash_is_exact(torch.device("cpu"), torch.bfloat16, 64)
+    assert "SDPA instead of flash attention on cpu in torch.bfloat16: it is off by 0.03" in caplog.text
+
+
+def test_a_device_without_a_flash_kernel_says_so(caplog):
+    flash_is_exact.cache_clear()
+    with caplog.at_level(logging.INFO, "grpo_ext.packing.flash"):
+        assert not flash_is_exact(torch.device("cpu"), torch.float32, 16)
+    assert "SDPA instead of flash attention on cpu in torch.float32: " in caplog.text
+
+
+def test_the_flash_kernel_takes_what_it_is_given():
+    """Its own shape functions, of the torch that is installed."""
+    query, key, value = (
+        torch.empty(1, heads, 509, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+    )
+    out = FlashAttention.apply(query, key, value, EXAMPLE, 0.1)
+    assert (out.shape, out.dtype) == ((1, 509, 4, 64), torch.bfloat16)
+    out.sum().backward()
+    assert [x.grad.shape for x in (query, key, value)] == [x.shape for x in (query, key, value)]

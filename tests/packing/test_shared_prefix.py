@@ -1,0 +1,572 @@
+"""Shared prompts: values and gradients are the plain forward's, on every architecture, and nothing is left behind."""
+
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from test_trainer import build, scripted_rollout, weights
+from torch.nn.functional import rms_norm
+from trl.trainer.utils import add_fused_lm_head
+
+import tiny
+from grpo_ext import GRPOExtConfig
+from grpo_ext.errors import ConfigError
+from grpo_ext.objective.losses import losses
+from grpo_ext.packing import micro_batches as batching
+from grpo_ext.packing.attention import NAME, attention
+from grpo_ext.packing.forward import log_probs
+from grpo_ext.packing.kernels import Run, Segments
+from grpo_ext.packing.layout import pack
+from grpo_ext.packing.lm_head import LabelledLogProbs
+from grpo_ext.packing.obstacles import obstacles
+from grpo_ext.packing.policy import PrefixSharing, Size
+
+TEMPERATURE = 0.7
+COMPLETION = 7
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+ARCHITECTURES = {
+    "llama": (transformers.LlamaConfig, {}),
+    "llama-tied-mha": (transformers.LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen2": (transformers.Qwen2Config, {"num_key_value_heads": 1}),
+    "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": True}),
+    "qwen3-moe": (transformers.Qwen3MoeConfig, MOE),
+    "gemma": (transformers.GemmaConfig, {"tie_word_embeddings": True}),
+    "mistral": (transformers.MistralConfig, {"sliding_window": None}),
+    "phi": (transformers.PhiConfig, {"num_key_value_heads": 4}),
+    "phi3": (transformers.Phi3Config, {}),
+}
+
+
+def network(name: str, dtype=torch.float32, **overrides):
+    torch.manual_seed(0)
+    config_cls, settings = ARCHITECTURES[name]
+    extra = {"experts_implementation": "eager"} if name == "qwen3-moe" else {}
+    model = transformers.AutoModelForCausalLM.from_config(config_cls(**(SIZES | settings | overrides)), **extra)
+    model = model.to(dtype)
+    if dtype == torch.float64:
+        for module in model.modules():
+            if "RMSNorm" in type(module).__name__:
+                module.forward = types.MethodType(_double_norm, module)
+    add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
+    return model
+
+
+def _double_norm(self, x):
+    """transformers rounds its norms to float32, whatever the model's dtype."""
+    weight = 1 + self.weight if "Gemma" in type(self).__name__ else self.weight
+    eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+    return rms_norm(x, x.shape[-1:], weight, eps)
+
+
+GROUPS = [(9, [7, 3, 5, 5]), (4, [2, 0, 6]), (1, [3, 3]), (6, [4])]
+"""Prompts of 9, 4, 1, 6 tokens; completions of these lengths, one with none at all."""
+
+
+def padded_batch():
+    """Rows in no order, padded on both sides."""
+    g = torch.Generator().manual_seed(0)
+    width, ids, mask = max(p for p, _ in GROUPS), [], []
+    for prompt_length, lengths in GROUPS:
+        prompt = torch.randint(3, 50, (width,), generator=g)
+        for n in lengths:
+            ids.append(torch.cat([prompt, torch.randint(3, 50, (COMPLETION,), generator=g)]))
+            row = [0] * (width - prompt_length) + [1] * (prompt_length + n) + [0] * (COMPLETION - n)
+            mask.append(torch.tensor(row))
+    order = torch.randperm(len(ids), generator=g)
+    return (torch.stack(ids) * torch.stack(mask))[order], torch.stack(mask)[order]
+
+
+IDS, MASK = padded_batch()
+
+
+def plain(model):
+    """Log-probabilities and entropies of the completions from the padded batch's logits."""
+    logits = model(input_ids=IDS, attention_mask=MASK).logits[:, -COMPLETION - 1 : -1]
+    log_p = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+    live = MASK[:, -COMPLETION:].bool()
+    logps = log_p.gather(-1, IDS[:, -COMPLETION:, None])[..., 0]
+    return logps * live, -(log_p.exp() * log_p).sum(-1) * live
+
+
+def packed(model, base=None, **options):
+    layout = pack(IDS.numpy(), MASK.numpy(), COMPLETION, whole=bool(options))
+    return log_probs(model, base or model, IDS, layout, COMPLETION, **options)
+
+
+def gradients(model, logps, entropies):
+    g = torch.Generator().manual_seed(1)
+    factors = torch.randn(2, *logps.shape, generator=g, dtype=torch.float64).to(logps.dtype)
+    model.zero_grad()
+    (factors[0] * logps + factors[1] * entropies).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model, run, tolerance, gradient_tolerance=None):
+    gradient_tolerance = gradient_tolerance or tolerance
+    expected, found = plain(model), run()[:2]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() < tolerance
+    expected, found = gradients(model, *expected), gradients(model, *found)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert (found[name] - value).abs().max() < gradient_tolerance * max(1.0, value.abs().max()), name
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["f64", "f32"])
+def test_values_and_gradients_are_the_plain_forwards(name, dtype, tolerance, checkpointing):
+    model = network(name, dtype)
+    if checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers' router computes in float32, whatever the model's dtype
+    assert_same(model, lambda: packed(model), tolerance, 1e-6 if name == "qwen3-moe" and tolerance < 1e-6 else None)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_lora_and_reentrant_checkpointing():
+    model = network("llama", torch.float64)
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    wrapped = get_peft_model(model, adapter)
+    wrapped.train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    wrapped.enable_input_require_grads()
+    assert_same(wrapped, lambda: packed(wrapped, model), 1e-10)
+
+
+def test_the_auxiliary_loss_counts_every_row():
+    """A prompt of four completions weighs four times, as where it is computed four times."""
+    model = network("qwen3-moe")
+    labels = IDS.masked_fill(MASK == 0, -100)
+    stock = model(IDS, attention_mask=MASK, labels=labels, fused_lm_head=True, output_router_logits=True).aux_loss
+    ours = packed(model, output_router_logits=True)[2]
+    assert ours.item() == pytest.approx(stock.item(), rel=1e-6)
+    found = [torch.autograd.grad(loss, model.model.layers[0].mlp.gate.weight)[0] for loss in (stock, ours)]
+    assert (found[0] - found[1]).abs().max() < 1e-6
+
+
+def test_bfloat16_autocast():
+    model = network("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = plain(model), packed(model)
+    assert (found[0] - expected[0]).abs().mean() < 0.05
+    assert math.isfinite(sum(g.sum().item() for g in gradients(model, *found[:2]).values()))
+
+
+def test_only_distinct_tokens_are_computed():
+    layout = pack(IDS.numpy(), MASK.numpy(), COMPLETION)
+    expected = sum((p - 1 + sum(n)) if len(n) > 1 else p - 1 + n[0] for p, n in GROUPS)
+    assert layout.tokens == expected < MASK.sum()
+    assert len(layout.scored) == MASK[:, -COMPLETION:].sum()
+    covered = [t for run in layout.segments.runs for t in range(run.start, run.stop)]
+    assert covered == list(range(layout.tokens))
+
+
+@pytest.mark.parametrize("change", ["hole", "right-padded prompt", "no labels"])
+def test_what_cannot_be_packed_is_not(change):
+    mask = MASK.clone()
+    if change == "hole":
+        mask[0, -COMPLETION:] = torch.tensor([1, 0, 1, 1, 0, 0, 0])
+    elif change == "right-padded prompt":
+        mask[0, -COMPLETION - 1] = 0
+    else:
+        mask[:, -COMPLETION:] = 0
+    assert pack(IDS.numpy(), mask.numpy(), COMPLETION) is None
+
+
+@pytest.mark.parametrize("chunk", [2**25, 30], ids=["kept", "computed again"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_head_over_labelled_positions(softcap, chunk, monkeypatch):
+    monkeypatch.setattr("grpo_ext.packing.lm_head.CHUNK", chunk)
+    x, w, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 5), (11, 5), (11,)))
+    labels = torch.arange(7)
+
+    def direct(x, w, b):
+        logits = (x @ w.T + b) * 0.5
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        log_p = torch.log_softmax(logits / 0.9, dim=-1)
+        return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    def ours(x, w, b):
+        return LabelledLogProbs.apply(x, w, b, labels, 0.9, 0, softcap, 0.5, ("log_probs", "entropy"))[:2]
+
+    for a, e in zip(ours(x, w, b), direct(x, w, b), strict=True):
+        assert torch.allclose(a, e, atol=1e-12)
+    assert torch.autograd.gradcheck(ours, (x, w, b), check_undefined_grad=False)
+
+
+def test_nothing_is_left_behind():
+    model = network("llama")
+    hooks = len(model.model._forward_hooks)
+    layout = pack(IDS.numpy(), MASK.numpy(), COMPLETION)
+    model.lm_head.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(TypeError):
+        log_probs(model, model, IDS, layout, COMPLETION, no_such_argument=object(), input_ids=None)
+    model.model.layers[1].mlp.forward = None
+    with pytest.raises(TypeError):
+        packed(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert len(model.model._forward_hooks) == hooks
+
+
+def test_attention_that_asks_for_more_is_refused():
+    x = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="softcap"):
+        attention(torch.nn.Identity(), x, x, x, None, softcap=3.0, grpo_ext_segments=Segments((Run(0, 1, 3),)))
+
+
+# Where it is used.
+
+
+def test_the_architectures_of_the_exactness_test_have_no_obstacle():
+    for name in ARCHITECTURES:
+        assert list(obstacles(network(name))) == [], name
+
+
+OBSTACLES = {
+    "sliding window": ("mistral", {"sliding_window": 64}),
+    "layers of sliding_attention": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "dynamic rotary": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+}
+
+
+@pytest.mark.parametrize("reason", OBSTACLES)
+def test_obstacles_are_named(reason):
+    name, settings = OBSTACLES[reason]
+    model = network(name, **settings)
+    assert any(reason in obstacle for obstacle in obstacles(model))
+    assert not PrefixSharing("auto", model).possible
+    assert reason in PrefixSharing("auto", model).describe()
+
+
+def test_other_obstacles():
+    model = network("llama")
+    model.config._attn_implementation_internal = "someones_own"
+    assert "someones_own" in next(obstacles(model))
+    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)
+    assert "positions are not rotary" in list(obstacles(transformers.GPT2LMHeadModel(config)))
+    virtual = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert "before the prompt" in next(obstacles(get_peft_model(network("llama"), virtual)))
+    invoked = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5])
+    assert "a token of each completion" in next(obstacles(get_peft_model(network("llama"), invoked)))
+    model.config._attn_implementation_internal, model.config.router_jitter_noise = "sdpa", 0.1
+    assert "noisy" in next(obstacles(model))
+    config = transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)
+    assert any("recurrent" in o for o in obstacles(transformers.MambaForCausalLM(config)))
+
+
+def test_noise_in_the_embeddings_is_an_obstacle(model_path, tmp_path):
+    assert "neftune_noise_alpha" in build(model_path, tmp_path, neftune_noise_alpha=5.0).sharing.reason
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+    ],
+    ids=["embedding", "tokens"],
+)
+@pytest.mark.parametrize("setting", ["true", "false"])
+def test_adapters_of_the_embedding(adapter, setting, model_path, tmp_path):
+    trainer = build(model_path, tmp_path, peft_config=LoraConfig(r=2, **adapter), shared_prefix=setting, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_true_where_it_is_not_exact_is_refused_before_training(tmp_path):
+    model = network("mistral", sliding_window=8, vocab_size=len(tiny.WORDS))
+    with pytest.raises(ConfigError, match="sliding window of 8"):
+        build(model, tmp_path, shared_prefix="true")
+    assert not build(model, tmp_path).sharing.possible
+
+
+@pytest.mark.parametrize(
+    ("value", "setting"), [(True, "true"), (False, "false"), ("auto", "auto"), ("false", "false")]
+)
+def test_the_field_takes_yamls_booleans(value, setting, tmp_path):
+    assert GRPOExtConfig(str(tmp_path), bf16=False, use_cpu=True, shared_prefix=value).prefix_setting == setting
+
+
+def test_a_value_it_does_not_know(tmp_path):
+    with pytest.raises(ConfigError, match="shared_prefix='sometimes'"):
+        GRPOExtConfig(str(tmp_path), bf16=False, use_cpu=True, shared_prefix="sometimes")
+
+
+def test_auto_leaves_alone_what_would_gain_nothing():
+    sharing = PrefixSharing("auto", network("llama"))
+    assert sharing.layout(IDS, MASK, COMPLETION, False, 3) is None
+    assert PrefixSharing("true", network("llama")).layout(IDS, MASK, COMPLETION, False, 3) is not None
+    wide = network("llama", hidden_size=512, intermediate_size=1024, head_dim=128)
+    ids = torch.cat([torch.ones(8, 64), torch.randint(3, 50, (8, 32))], dim=1).long()
+    layout = PrefixSharing("auto", wide).layout(ids, torch.ones_like(ids), 32, False, 3)
+    assert layout.tokens == 63 + 8 * 32
+    alone = torch.cat([torch.arange(8 * 64).view(8, 64) % 47, ids[:, 64:]], dim=1)
+    assert PrefixSharing("auto", wide).layout(alone, torch.ones_like(ids), 32, False, 1) is None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_bound_of_a_gain_is_one(seed):
+    draw = np.random.default_rng(seed)
+    rows, prompt, completion = draw.integers(1, 9), draw.integers(1, 12), draw.integers(1, 8)
+    kinds, lengths = draw.integers(0, draw.integers(1, 5), rows), draw.integers(0, completion + 1, rows)
+    lengths[0] = 1
+    columns = np.arange(prompt + completion)
+    starts = draw.integers(0, prompt, 5)[kinds]
+    live = (columns >= starts[:, None]) & (columns < prompt + lengths[:, None])
+    ids = np.where(columns < prompt, kinds[:, None], draw.integers(5, 50, live.shape))
+    layout, size = pack(ids, live, completion), Size.of(network("llama"))
+    gain = size.gain(layout, "cpu", 3)
+    assert gain <= size.most_of(live, completion, "cpu", 3) <= size.most(live.shape, "cpu", 3)
+
+
+def test_a_model_that_is_not_what_it_seems_is_found_out(tmp_path, caplog):
+    """Without a name in any list: the first forward is compared with the plain one."""
+    model = network("llama", vocab_size=len(tiny.WORDS))
+    layer = model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda module, args, output: output + output.roll(1, dims=1))
+    with pytest.raises(ConfigError, match="off the plain forward"):
+        build(model, tmp_path, shared_prefix="true", max_steps=1).train()
+    trainer = build(model, tmp_path, max_steps=1)
+    trainer.train()
+    assert not trainer.sharing.possible
+    assert "off the plain forward" in caplog.text
+
+
+def test_an_attention_with_a_mask_of_its_own_is_found_out(tmp_path):
+    model = network("llama", vocab_size=len(tiny.WORDS))
+
+    def masked(module, args, kwargs):
+        return args, kwargs | {"attention_mask": torch.zeros(1)} if kwargs["attention_mask"] is None else kwargs
+
+    trainer = build(model, tmp_path, max_steps=1)
+    handle = model.model.layers[1].self_attn.register_forward_pre_hook(masked, with_kwargs=True)
+    ids = torch.ones(2, 8, dtype=torch.long)
+
+    def plain(ids, mask, completion):
+        return torch.zeros(len(ids), completion), None, None
+
+    def forward(ids, layout, completion):
+        return log_probs(model, model, ids, layout, completion)
+
+    trainer.sharing.check(plain, forward, ids.device)
+    handle.remove()
+    assert "asks for a mask" in trainer.sharing.describe()
+
+
+# Batching.
+
+
+def micro_batches(count=4, size=4, groups=4, seed=0):
+    """Rows of groups of 4, shuffled, in micro-batches; every row knows its number."""
+    g = torch.Generator().manual_seed(seed)
+    rows = count * size
+    order = torch.randperm(rows, generator=g)
+    group = torch.arange(rows) // (rows // groups)
+    prompt = 3 + group[:, None].expand(-1, 6)
+    prompt_mask = (torch.arange(6) >= (group % 3)[:, None]).long()
+    lengths = torch.randint(1, 12, (rows,), generator=g)
+    whole = {
+        "prompt_ids": prompt * prompt_mask,
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.arange(rows)[:, None].expand(-1, 12),
+        "completion_mask": (torch.arange(12) < lengths[:, None]).long(),
+        "advantages": torch.arange(rows).float(),
+        "old_per_token_logps": torch.arange(rows)[:, None].expand(-1, 12).float(),
+    }
+    shuffled = {k: v[order] for k, v in whole.items()} | {"num_items_in_batch": lengths.sum(), "names": None}
+    return [
+        {k: v[i * size : (i + 1) * size] if torch.is_tensor(v) and v.ndim else v for k, v in shuffled.items()}
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("count", "size", "groups"), [(4, 4, 4), (2, 8, 4), (8, 2, 4), (4, 6, 4), (1, 12, 3)])
+def test_regrouping_keeps_rows_and_groups_together(count, size, groups):
+    before = micro_batches(count, size, groups)
+    after = batching.regroup(before, count)
+    rows = torch.cat([b["advantages"] for b in after]).long()
+    assert sorted(rows.tolist()) == list(range(count * size))
+    assert [len(b["advantages"]) for b in after] == [size] * count
+    for batch in after:
+        number = batch["advantages"].long()
+        assert (batch["completion_ids"] == number[:, None]).all()
+        assert (batch["old_per_token_logps"] == number[:, None]).all()
+        assert batch["completion_mask"].any(dim=0).all()
+        assert batch["prompt_mask"].any(dim=0).all()
+        assert batch["num_items_in_batch"].ndim == 0
+    scattered = sum(len(set((b["advantages"] // (count * size // groups)).tolist())) for b in before)
+    together = sum(len(set((b["advantages"] // (count * size // groups)).tolist())) for b in after)
+    assert together <= scattered
+    if size % (count * size // groups) == 0:
+        assert together == groups
+
+
+def test_an_optimizer_step_keeps_its_rows():
+    before = micro_batches(4, 4, 4)
+    after = batching.regroup(before, 2)
+    for step in (slice(0, 2), slice(2, 4)):
+        rows = [sorted(torch.cat([b["advantages"] for b in side[step]]).tolist()) for side in (before, after)]
+        assert rows[0] == rows[1]
+
+
+def test_no_token_is_lost():
+    before, after = micro_batches(), batching.regroup(micro_batches(), 4)
+    lengths = [sum(int(b["completion_mask"].sum()) for b in side) for side in (before, after)]
+    assert lengths[0] == lengths[1]
+
+
+def test_regrouping_balances_tokens():
+    spread = []
+    for seed in range(5):
+        sizes = [int(b["completion_mask"].sum()) for b in batching.regroup(micro_batches(8, 2, 4, seed=seed), 8)]
+        spread.append(max(sizes) / (sum(sizes) / len(sizes)))
+    assert np.mean(spread) < 1.5
+
+
+def absolute(log_ratio, advantages):
+    return -log_ratio * (1 + advantages.abs())
+
+
+def half_silent(completions, **_):
+    """Zero variance in every second group of four."""
+    return [0.5 if (i // 4) % 2 else float(i % 4) for i in range(len(completions))]
+
+
+def all_silent(completions, **_):
+    return [1.0] * len(completions)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+def after(model_path, tmp_path, steps=1, rewards=(tiny.count_a, tiny.length), **settings):
+    settings = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": steps, "seed": 3} | settings
+    trainer = build(model_path, tmp_path, rewards, rollout=scripted_rollout, **settings)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_twenty_steps_end_at_the_same_weights(beta, model_path, tmp_path):
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "beta": beta}
+    ends = {
+        shared: weights(after(model_path, tmp_path, 20, shared_prefix=shared, **settings).model)
+        for shared in ("true", "false")
+    }
+    assert (ends["true"] - weights(tiny.load(model_path))).abs().max() > 1e-2
+    assert (ends["true"] - ends["false"]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "vespo", "minimind", "topr"])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_sharing_and_skipping_keep_the_gradient(name, rows, model_path, tmp_path):
+    settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 8 // rows, "loss_type": name}
+    ends = []
+    for shared, skip in (("true", True), ("false", True), ("false", False)):
+        trainer = after(
+            model_path, tmp_path, 2, [half_silent], shared_prefix=shared, skip_zero_advantages=skip, **settings
+        )
+        ends.append(weights(trainer.model))
+    assert (ends[2] - weights(tiny.load(model_path))).abs().max() > 1e-4
+    for end in ends[:2]:
+        assert (end - ends[2]).abs().max() < 1e-5
+
+
+def test_skipped_rows_are_not_computed(model_path, tmp_path, monkeypatch):
+    seen = []
+    forward = batching.of_live_rows
+
+    def spy(run, inputs, live):
+        return forward(lambda rows: (seen.append(len(rows["prompt_ids"])), run(rows))[1], inputs, live)
+
+    monkeypatch.setattr(batching, "of_live_rows", spy)
+    trainer = after(model_path, tmp_path, 1, [half_silent])
+    assert seen == [4]
+    assert "entropy" in trainer.state.log_history[0]
+
+
+def test_a_surrogate_of_ones_own_gets_every_row(model_path, tmp_path):
+    trainer = after(model_path, tmp_path, 1, [half_silent], loss_type="test_shared_prefix:absolute")
+    assert not trainer._skips
+
+
+def test_positions_that_are_not_relative_survive_skipping(tmp_path):
+    config = transformers.GPT2Config(vocab_size=len(tiny.WORDS), n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    torch.manual_seed(0)
+    tiny_gpt = transformers.GPT2LMHeadModel(config)
+    ends = []
+    for skip in (True, False):
+        model = transformers.GPT2LMHeadModel(config)
+        model.load_state_dict(tiny_gpt.state_dict())
+        ends.append(weights(after(model, tmp_path, 1, [half_silent], skip_zero_advantages=skip).model))
+    assert (ends[0] - weights(tiny_gpt)).abs().max() > 1e-3
+    assert (ends[0] - ends[1]).abs().max() < 1e-6
+
+
+def test_a_step_without_any_gradient_stays_connected(model_path, tmp_path):
+    trainer = after(model_path, tmp_path, 1, [all_silent])
+    assert torch.equal(weights(trainer.model), weights(tiny.load(model_path)))
+    inputs = trainer._buffered_inputs[0]
+    assert trainer._live_rows(inputs, "train").sum() == 0
+    trainer.model.zero_grad()
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"beta": 0.1}, {"entropy_coef": 0.01}, {"top_entropy_quantile": 0.5}])
+def test_what_needs_every_row_gets_every_row(settings, model_path, tmp_path):
+    trainer = after(model_path, tmp_path, 1, [half_silent], **settings)
+    assert trainer._live_rows(trainer._buffered_inputs[0], "train") is None
+
+
+def test_stock_defaults_keep_stock_batches(model_path, tmp_path):
+    trainer = after(model_path, tmp_path, 1, loss_defaults="trl", shared_prefix="true")
+    assert not trainer._regroups
+    assert not trainer._skips
+
+
+@pytest.mark.parametrize("name", [n for n in losses if isinstance(losses[n].surrogate, str)])
+def test_a_zero_advantage_has_no_gradient(name):
+    """What skipping relies on, of every surrogate that comes with the package."""
+    from grpo_ext.objective.objective import TENSORS, bind
+
+    tensors = {k: torch.randn(3, 4, requires_grad=True) for k in TENSORS}
+    tensors |= {"advantages": torch.zeros(3, 1), "mask": torch.ones(3, 4)}
+    row = losses[name]
+    loss = bind(row.function, tensors)(**row.options)
+    leaves = [tensors["log_ratio"], tensors["per_token_logps"]]
+    for gradient in torch.autograd.grad(loss.sum(), leaves, allow_unused=True):
+        assert gradient is None or not gradient.any()
+
+
+def test_the_name_is_registered_and_no_model_keeps_it(model_path, tmp_path):
+    trainer = after(model_path, tmp_path, 1, shared_prefix="true", gradient_checkpointing=True)
+    assert trainer.model.config._attn_implementation != NAME
+    assert not any(hasattr(m, "_grpo_ext_before") for m in trainer.model.modules())

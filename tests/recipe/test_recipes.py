@@ -1,0 +1,536 @@
+"""Recipes: each packaged one is what its header says; each bad one is refused with one sentence that helps."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import transformers
+import yaml
+from grpo_ext.commands.plan import plan
+
+from grpo_ext.commands import cli
+from grpo_ext.config import checks
+from grpo_ext.config import run as run_checks
+from grpo_ext.config.launch import planned_processes
+from grpo_ext.errors import ConfigError
+from grpo_ext.objective.losses import losses
+from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
+from grpo_ext.recipe.parsing import all_keys, load_recipe
+from grpo_ext.train import checkpoint_to_resume
+
+BAD = sorted((Path(__file__).parent / "bad_recipes").glob("*.yaml"))
+PACKAGED = packaged_recipes()
+WITH_RECIPES = ("grpo", "deepseek_v3", "bnpo", "beta_bnpo", "dr_grpo", "minimind", "dapo", "gspo")
+SOUND = {
+    "model_name_or_path": "quickstart",
+    "dataset_name": "quickstart/addition",
+    "loss_type": "grpo",
+    "reward_funcs": ["accuracy"],
+    "num_generations": 4,
+    "max_completion_length": 64,
+    "per_device_train_batch_size": 8,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch):
+    """Neither model, tokenizer nor dataset: a recipe is judged before any of them."""
+
+    def load(*args, **kwargs):
+        raise AssertionError(f"loaded {args}")
+
+    for name in ("AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"):
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", load)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+
+
+@pytest.fixture(autouse=True)
+def same_on_every_machine(monkeypatch):
+    monkeypatch.setattr(checks, "is_torch_bf16_gpu_available", lambda: False)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(**changes) -> list[str]:
+        values = {k: v for k, v in (SOUND | changes).items() if v is not ...}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+        return ["--config", str(tmp_path / "recipe.yaml")]
+
+    return write
+
+
+def problems(argv: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load_recipe(argv)
+    return error.value.problems
+
+
+def run(*argv: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(argv))
+    return end.value.code
+
+
+# Bad recipes.
+
+
+def expected(path: Path) -> tuple[str, list[str]]:
+    """`expect` or `warn`, and what the message must contain."""
+    kind, _, needles = path.read_text().splitlines()[0].removeprefix("# ").partition(": ")
+    return kind, needles.split("; ")
+
+
+@pytest.mark.parametrize("path", BAD, ids=lambda p: p.stem)
+def test_a_bad_recipe_is_answered_by_one_helpful_sentence(path, caplog):
+    kind, needles = expected(path)
+    if kind == "expect":
+        messages = problems(["--config", str(path)])
+    else:
+        load_recipe(["--config", str(path)])
+        messages = [r.getMessage() for r in caplog.records if r.name.startswith("grpo_ext")]
+    assert len(messages) == 1, messages
+    assert not [needle for needle in needles if needle not in messages[0]], messages[0]
+    assert kind in ("expect", "warn")
+    assert all(needles)
+
+
+def test_the_bad_recipes_cover_what_they_should():
+    kinds = [expected(path)[0] for path in BAD]
+    assert kinds.count("expect") > 100
+    assert kinds.count("warn") > 15
+
+
+def test_what_the_bad_recipes_are_made_of_is_sound(write, caplog):
+    load_recipe(write())
+    assert not [r for r in caplog.records if r.name.startswith("grpo_ext")]
+
+
+def test_five_mistakes_of_five_kinds_are_told_at_once(write):
+    found = problems(
+        write(
+            num_genrations=4,
+            gradient_accumulation_steps=1.5,
+            temperature=-1.0,
+            kl_estimator="k3+",
+            reward_funcs=["acuracy"],
+        )
+    )
+    assert len(found) == 5
+    for name in (
+        "num_genrations=4",
+        "gradient_accumulation_steps=1.5",
+        "temperature=-1.0",
+        "kl_estimator='k3+'",
+        "reward_funcs[0]='acuracy'",
+    ):
+        assert sum(problem.startswith(name) for problem in found) == 1, name
+
+
+def test_one_broken_field_hides_no_mistake_of_another_rule(write):
+    for num_generations in ("four", 2.5):
+        found = problems(
+            write(num_generations=num_generations, top_p=0, advantage_kwargs={"ddoff": 0}, sapo_temperature_pos=0.5)
+        )
+        assert [re.split("[=.]", problem)[0] for problem in found] == [
+            "num_generations",
+            "top_p",
+            "sapo_temperature_pos",
+            "advantage_kwargs",
+        ]
+
+
+def test_every_value_of_the_wrong_type_is_told_at_once(write):
+    values = {"learning_rate": "abc", "beta": "xyz", "max_steps": "many", "bf16": "maybe", "lora_r": "big"}
+    values |= {"temperature": -1, "loss_type": "grop", "dataset_name": 5, "lora_target_modules": {"a": 1}}
+    found = problems([*write(**values), "--reward_workers", "some"])
+    assert sorted(problem.split("=")[0] for problem in found) == sorted([*values, "reward_workers"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-6", 1e-6), ("5E3", 5000.0), ("1.5e-2", 0.015), ("'1e-6'", "1e-6"), ("e3", "e3"), ("1", 1)]
+)
+def test_numbers_are_read_as_one_writes_them(tmp_path, text, value):
+    (tmp_path / "r.yaml").write_text(f"a: {text}\nb: {{c: {text}}}\n")
+    read = read_yaml(tmp_path / "r.yaml")
+    assert read == {"a": value, "b": {"c": value}}
+    assert type(read["a"]) is type(value)
+
+
+# Packaged recipes.
+
+
+def header(path: Path) -> dict[str, str]:
+    """The labelled lines of the comment at the top, continuation lines joined."""
+    entries: dict[str, str] = {}
+    for line in path.read_text().splitlines()[1:]:
+        if not line.startswith("#"):
+            break
+        found = re.match(r"# (\w+): +(.*)", line)
+        if found:
+            label = found[1]
+            entries[label] = found[2]
+        elif line != "#":
+            entries[label] += " " + line.removeprefix("#").strip()
+    return entries
+
+
+def loss_in_the_name(name: str) -> str:
+    return max((loss for loss in WITH_RECIPES if loss in re.split("[-/]", name)), key=len)
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_a_packaged_recipe_is_what_its_header_says(name):
+    path = PACKAGED[name]
+    with planned_processes(1):
+        recipe = load_recipe(["--config", name])
+        sections = plan(recipe)
+    objective, row = recipe.training.objective, losses[loss_in_the_name(name)]
+    says = header(path)
+
+    assert recipe.training.loss_type == loss_in_the_name(name)
+    assert says["Loss"] == objective.describe().partition(": ")[2].replace("()", "")
+    assert (objective.ratio, objective.advantage, objective.aggregation) == (row.ratio, row.advantage, row.aggregation)
+    assert objective.options.items() >= row.options.items()
+    assert (objective.kl, objective.kl_placement, objective.combination) == (row.kl, row.kl_placement, row.combination)
+    assert f"--config {name}" in says["Run"]
+    papers = re.findall(r"\d{4}\.\d{5}", row.paper)
+    assert papers or row.paper.startswith(("MiniMind", "TRL"))
+    assert all(paper in says["Source"] for paper in papers)
+    assert says["Departures"]
+    assert says["Measured"]
+    sections_of_the_file = re.findall(r"^# (Model and data|Loss and rewards|Training)$", path.read_text(), re.M)
+    assert sections_of_the_file == ["Model and data", "Loss and rewards", "Training"]
+    assert dict(sections["Batch"])["optimizer steps"]
+    assert recipe.training.output_dir == f"outputs/{name.replace('/', '-')}"
+    assert not [w for _, w in sections["Warnings"] if "loss_type='bnpo'" not in w]
+
+
+@pytest.mark.parametrize("name", [n for n in PACKAGED if n.startswith("quickstart/")])
+def test_a_quickstart_recipe_needs_no_gpu_and_no_hub(name):
+    recipe = load_recipe(["--config", name])  # not planned: this machine is to run it
+    assert recipe.training.use_cpu
+    assert (recipe.model.model_name_or_path, recipe.script.dataset_name) == ("quickstart", "quickstart/addition")
+
+
+def test_the_plan_of_a_quickstart_knows_rows_and_parameters():
+    sections = plan(load_recipe(["--config", "quickstart/grpo"]))
+    assert dict(sections["Memory"])["parameters"].startswith("0.57 M")
+    assert dict(sections["Batch"])["training rows"] == "7979"
+
+
+def test_every_loss_of_the_quickstart_has_its_recipe():
+    names = set(PACKAGED)
+    assert {f"quickstart/{loss}" for loss in WITH_RECIPES} <= names
+    for loss in WITH_RECIPES:
+        assert [n for n in names if re.fullmatch(rf"gsm8k/.*-{loss}-vllm-colocate", n)], loss
+    for loss in ("grpo", "dapo", "deepseek_v3"):
+        assert [n for n in names if re.fullmatch(rf"gsm8k/.*-{loss}-vllm-server", n)], loss
+
+
+@pytest.mark.parametrize("name", [n for n in PACKAGED if n.startswith("gsm8k/")])
+def test_the_name_of_a_gsm8k_recipe_tells_how_it_generates(name):
+    with planned_processes(1):
+        recipe = load_recipe(["--config", name])
+    assert recipe.training.bf16 is True
+    assert recipe.training.use_vllm == ("vllm" in name)
+    if recipe.training.use_vllm:
+        assert name.endswith(f"-vllm-{recipe.training.vllm_mode}")
+    assert recipe.model.use_peft == ("-lora-" in name)
+    assert str(recipe.model.model_name_or_path).split("/")[1].lower().startswith(name[6:].split("-")[0])
+    assert (recipe.script.dataset_name, recipe.data.answer_format) == ("openai/gsm8k", "gsm8k")
+
+
+def test_a_gpu_recipe_is_refused_where_there_is_no_gpu():
+    assert problems(["--config", "gsm8k/qwen2.5-0.5b-grpo"])[0].startswith("bf16=True: this machine has no GPU")
+
+
+def test_the_list_of_recipes(capsys):
+    assert run("recipes") == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, path in PACKAGED.items():
+        first = path.read_text().splitlines()[0].removeprefix("# ")
+        assert any(line.split()[0] == name and line.endswith(first) for line in lines), name
+    assert len(lines) == len(PACKAGED)
+
+
+# Finding, parsing, precedence.
+
+
+def test_a_packaged_recipe_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for argv in (["--config", "quickstart/grpo"], ["--config=quickstart/grpo"], ["--config", "quickstart/grpo.yaml"]):
+        assert load_recipe(argv).training.output_dir == "outputs/quickstart-grpo"
+    assert "'quickstart/grpo'" in problems(["--config", "quickstart/gpro"])[0]
+
+
+def test_a_file_wins_over_a_packaged_name(tmp_path, monkeypatch, write):
+    write(seed=77)
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(["--config=recipe.yaml"]).training.seed == 77
+
+
+def test_command_line_over_recipe_over_default(write):
+    recipe = load_recipe([*write(seed=7, learning_rate=1e-4), "--learning_rate", "2e-4", "--lora_r=4", "--use_peft"])
+    assert (recipe.training.seed, recipe.training.learning_rate, recipe.training.top_p) == (7, 2e-4, 1.0)
+    assert (recipe.model.lora_r, recipe.model.use_peft, recipe.model.lora_alpha) == (4, True, 32)
+    assert load_recipe([*write(use_peft=True), "--use_peft", "false"]).model.use_peft is False
+
+
+def test_the_recipe_goes_to_trl_with_its_weights(write):
+    rewards = ["accuracy", {"name": "format", "weight": 0.5, "kwargs": {"style": "boxed"}}]
+    recipe = load_recipe(write(reward_funcs=rewards))
+    assert recipe.training.reward_weights == [1.0, 0.5]
+    assert [(spec.name, spec.kwargs) for spec in recipe.rewards] == [("accuracy", {}), ("format", {"style": "boxed"})]
+    recipe = load_recipe([*write(reward_funcs=["accuracy", "format"]), "--reward_weights", "1.0", "0.25"])
+    assert [spec.weight for spec in recipe.rewards] == recipe.training.reward_weights == [1.0, 0.25]
+
+
+def test_json_on_the_command_line_is_checked_like_yaml(write):
+    recipe = load_recipe([*write(), "--advantage_kwargs", '{"ddof": 0}'])
+    assert recipe.training.objective.advantage_kwargs == {"ddof": 0}
+    assert problems([*write(), "--advantage_kwargs", '{"ddoff": 0}'])[0].startswith("advantage_kwargs.ddoff=0")
+    (found,) = problems([*write(), "--advantage_kwargs", "{ddof: 0}"])
+    assert "is not JSON" in found
+    (found,) = problems([*write(), "--advantage_kwargs", "ddof=0"])
+    assert "--advantage_kwargs '{\"option\": value}'" in found
+    (found,) = problems([*write(), "--generation_kwargs", '{"temperature": 0.5}'])
+    assert found.startswith("generation_kwargs.temperature=0.5")
+
+
+@pytest.mark.parametrize(
+    ("args", "start"),
+    [
+        (["quickstart/grpo"], "'quickstart/grpo' on the command line belongs to no key"),
+        (["--temprature", "1.0"], "temprature: no such key. Did you mean 'temperature'"),
+        (["--kl_coef", "0.1"], "kl_coef: TRL calls it beta"),
+        (["--num_generations", "four"], "num_generations='four': a str where int | None is expected"),
+        (
+            ["--no_log_completions"],
+            "no_log_completions: no such key, and it would be ignored. Write --log_completions fa",
+        ),
+        (["--no-use-peft"], "no_use_peft: no such key, and it would be ignored. Write --use_peft false"),
+        (["--no_beta"], "no_beta: no such key, and it would be ignored. Write --beta VALUE"),
+        (["--model_init_kwargs", "a=b"], "model_init_kwargs='a=b' is no mapping"),
+        (["--liger_kernel_config", "{rope}"], "liger_kernel_config='{rope}' is not JSON"),
+        (
+            ["--lr_scheduler_type", "cosin"],
+            "lr_scheduler_type='cosin' is not one of its values. Did you mean 'cosine'",
+        ),
+        (["--scale_rewards", "Fales"], "scale_rewards='Fales' is not one of its values. Did you mean 'False'"),
+        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere': no such folder"),
+        (["--seed", "1", "2"], "'2' on the command line belongs to no key"),
+    ],
+)
+def test_mistakes_on_the_command_line(write, args, start):
+    (found,) = problems([*write(), *args])
+    assert found.startswith(start)
+
+
+def test_config_without_a_value():
+    assert problems(["--config"])[0].startswith("--config: no value")
+
+
+def test_env_is_applied(write, monkeypatch):
+    monkeypatch.delenv("GRPO_EXT_TEST", raising=False)
+    load_recipe(write(env={"GRPO_EXT_TEST": 3}))
+    assert os.environ.pop("GRPO_EXT_TEST") == "3"
+
+
+def test_resuming_afresh_or_from_the_last_is_no_path(write, tmp_path):
+    for value in ("never", "last", "true", True, str(tmp_path)):
+        assert load_recipe(write(resume_from_checkpoint=value)).training.resume_from_checkpoint == value
+
+
+def test_false_and_never_in_any_case_start_afresh(write, tmp_path):
+    (tmp_path / "out" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    argv = write(output_dir=str(tmp_path / "out"))
+    assert checkpoint_to_resume(load_recipe(argv)) == str(tmp_path / "out" / "checkpoint-1")
+    for word in ("never", "NEVER", "false", "False"):
+        assert checkpoint_to_resume(load_recipe([*argv, "--resume_from_checkpoint", word])) is None
+    assert checkpoint_to_resume(load_recipe(write(output_dir=str(tmp_path), resume_from_checkpoint=False))) is None
+
+
+def test_a_false_on_the_command_line_is_yamls(write):
+    for word in ("False", "false"):
+        recipe = load_recipe([*write(), "--scale_rewards", word, "--shared_prefix", word])
+        assert recipe.training.objective.advantage == "none"
+        assert recipe.training.prefix_setting == "false"
+    assert load_recipe([*write(), "--no_log_multimodal"]).training.log_multimodal is False
+    recipe = load_recipe([*write(), "--use_liger_kernel", "false", "--liger_kernel_config", '{"rope": true}'])
+    assert recipe.training.liger_kernel_config == {"rope": True}
+
+
+def test_a_recipe_in_latin_1_is_refused(tmp_path):
+    (tmp_path / "r.yaml").write_bytes("system_prompt: für\n".encode("latin-1"))
+    (found,) = problems(["--config", str(tmp_path / "r.yaml")])
+    assert "is not UTF-8" in found
+
+
+def test_what_is_not_installed_is_told_where_it_is_to_run(write, monkeypatch):
+    monkeypatch.setattr(run_checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_checks, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    argv = write(report_to=["wandb", "tensorboard"], optim="adamw_bnb_8bit", use_peft=True, load_in_4bit=True)
+    found = problems(argv)
+    assert [re.split("[ :]", problem)[0] for problem in found] == [
+        "report_to='wandb'",
+        "load_in_4bit=True",
+        "optim='adamw_bnb_8bit'",
+    ]
+    with planned_processes(1):
+        load_recipe(argv)
+
+
+def test_a_variable_that_is_exported_already_may_stand_in_env(write, monkeypatch):
+    monkeypatch.setenv("HF_HOME", "here")
+    load_recipe(write(env={"HF_HOME": "here"}))
+    assert os.environ["HF_HOME"] == "here"
+    [problem] = problems(write(env={"HF_HOME": "there"}))
+    assert "HF_HOME has been read before" in problem
+
+
+# grpo-ext check.
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_check_prints_the_plan(capsys):
+    assert run("check", "--config", "quickstart/beta_bnpo", "--num_generations", "16") == 0
+    out = words(capsys.readouterr().out)
+    assert "beta_bnpo: clip(epsilon_low=0.2, epsilon_high=0.28, delta=10.0) at token level" in out
+    assert "64 completions = 4 prompts x 16" in out
+    assert "accuracy x 1, format x 0.5, tags x 0.5" in out
+
+
+@pytest.mark.parametrize("option", [["--num_processes", "2"], ["--num_processes=2"]])
+def test_check_plans_for_another_number_of_processes(capsys, option):
+    assert run("check", "--config", "quickstart/grpo", *option) == 0
+    assert "128 completions = 16 prompts x 8" in words(capsys.readouterr().out)
+    assert run("check", "--config", "quickstart/grpo", "--per_device_train_batch_size", "4") == 2
+    assert "4 x 1 x 1 = 4 completions" in words(capsys.readouterr().err)
+    assert run("check", "--config", "quickstart/grpo", "--per_device_train_batch_size", "4", *option) == 0
+
+
+def test_check_plans_for_a_machine_with_gpus(capsys):
+    assert run("check", "--config", "gsm8k/qwen2.5-1.5b-grpo-vllm-colocate") == 0
+    assert "512 completions = 8 prompts x 64" in words(capsys.readouterr().out)
+
+
+def test_check_warns_once(capsys, caplog):
+    assert run("check", "--config", "quickstart/bnpo", "--lora_r", "32") == 0
+    out = words(capsys.readouterr().out)
+    assert out.count("TRL's token mean over each micro-batch") == 1
+    assert out.count("lora_r: without use_peft: true this has no effect.") == 1
+    assert not [r for r in caplog.records if r.name.startswith("grpo_ext")]
+
+
+@pytest.mark.parametrize(
+    "args", [["--epsilon", "-1"], ["--config", "no/such"], ["--num_processes", "0"], ["--num_processes", "two"]]
+)
+def test_check_ends_with_2_on_problems(capsys, args):
+    config = [] if "--config" in args else ["--config", "quickstart/grpo"]
+    assert run("check", *config, *args) == 2
+    captured = capsys.readouterr()
+    assert args[-1].lstrip("-") in captured.err
+    assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "reason"),
+    [
+        ('{"prompt": "a"}\n{\n', [], "d.jsonl, line 2: broken JSON"),
+        ("", [], "d.jsonl: no rows"),
+        ('{"text": "a"}\n', [], "none of the columns prompt, question, problem"),
+        ('{"prompt": "a", "prompts": "b"}\n', [], "column 'prompts': TRL passes its own"),
+        ('{"prompt": "a"}\n', ["--eval_strategy", "steps"], "has no split 'test' beside it"),
+    ],
+)
+def test_check_names_what_is_wrong_with_the_data(write, capsys, tmp_path, content, options, reason):
+    (tmp_path / "d.jsonl").write_text(content)
+    assert run("check", *write(dataset_name=str(tmp_path / "d.jsonl")), *options) == 2
+    captured = capsys.readouterr()
+    assert reason in captured.err
+    assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"datasets": [{"path": 5}]}, "datasets[0]: path=5: a int where str"),
+        ({"datasets": [{"path": "owner/name", "split": None}]}, "datasets[0]: split=None: a NoneType where str"),
+        ({"datasets": [{"path": "./d.jsonl", "columns": ["nope"]}]}, "columns has 'nope', which is no column"),
+    ],
+)
+def test_check_names_what_is_wrong_with_a_mixture(write, capsys, tmp_path, monkeypatch, changes, reason):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n')
+    assert run("check", *write(dataset_name=..., **changes)) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_train_ends_with_2_on_problems(capsys):
+    assert run("train", "--config", "quickstart/grpo", "--temperature", "0") == 2
+    assert "temperature=0.0 must be positive" in capsys.readouterr().err
+
+
+def test_train_help_lists_every_key(capsys):
+    with contextlib.suppress(SystemExit):
+        cli.main(["train", "--help"])
+    out = capsys.readouterr().out
+    assert not [key for key in all_keys() if f"--{key}" not in out]
+    told = out.partition("The loss: ")[2].partition("package.module")[0]
+    assert not [name for name in losses if name not in re.findall(r"\w+", told)]
+
+
+# Launching.
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "cpu_ddp", "fsdp2", "zero2", "zero3"])
+def test_a_launch_configuration_is_accelerates(name):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = cli.accelerate_config(name)
+    assert path.parent == recipes_folder() / "accelerate_configs"
+    config = load_config_from_file(str(path))
+    assert config.num_processes == {"single": 1, "cpu_ddp": 2}.get(name, 8)
+    assert config.use_cpu == (name == "cpu_ddp")
+
+
+def test_other_launch_configurations_are_trls(capsys):
+    assert cli.accelerate_config("fsdp1").name == "fsdp1.yaml"
+    with pytest.raises(SystemExit, match=r"Did you mean .*'zero2'"):
+        cli.accelerate_config("zerro2")
+
+
+def test_cpu_ddp_starts_two_gloo_ranks(tmp_path):
+    script = tmp_path / "world.py"
+    script.write_text(
+        "from accelerate import PartialState\n"
+        "state = PartialState(cpu=True)\n"
+        "print(f'rank {state.process_index} of {state.num_processes} by {state.backend}\\n', end='')\n"
+        "state.destroy_process_group()\n"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    config = ["--config_file", str(cli.accelerate_config("cpu_ddp"))]
+    out = subprocess.run([*launch, *config, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    assert sorted(out.stdout.split("\n")[:2]) == ["rank 0 of 2 by gloo", "rank 1 of 2 by gloo"]
+
+
+def test_the_slurm_script_is_bash():
+    script = recipes_folder() / "slurm" / "train.sbatch"
+    checked = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert script.read_text().startswith("#!")

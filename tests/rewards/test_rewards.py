@@ -1,0 +1,308 @@
+"""Rule-based rewards: values worked out by hand, laws, and the properties every registered reward shares."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+import trl.rewards
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.library.functions import FORMAT_STYLES
+from grpo_ext.rewards.library.text import TAGS, answer_block, boxed, completion_text
+
+GOOD = "<think>\nreason\n</think>\n<answer>\n42\n</answer>"
+INLINE = "<think>reason</think> <answer>42</answer>"
+TAG_SOUP = st.lists(st.sampled_from([*TAGS, "\n", "a", " "]), max_size=25).map("".join)
+
+
+def test_importing_rewards_loads_nothing_heavy():
+    heavy = ("torch", "trl", "transformers", "math_verify", "sympy", "reasoning_gym")
+    code = f"import sys, grpo_ext.rewards; print([m for m in {heavy!r} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_every_reward_follows_trls_protocol():
+    assert {"format", "tags", "accuracy", "reasoning_steps", "soft_overlong", "repetition"} < set(rewards)
+    for name, function in rewards.items():
+        kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+        assert inspect.Parameter.VAR_KEYWORD in kinds, name
+        assert function.__doc__, name
+        if name != "get_soft_overlong_punishment":  # logged under TRL's name for it
+            assert function.__name__ == name
+
+
+# Text of a completion and the marks in it
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [
+        ("plain", "plain"),
+        ([{"role": "assistant", "content": "a"}], "a"),
+        ([{"content": "a"}], "a"),
+        ([{"role": "assistant", "content": "a"}, {"role": "tool", "content": "t"}], "a"),
+        ([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], "b"),
+        ([{"role": "assistant", "content": None}], ""),
+        ([{"role": "assistant"}], ""),
+        ([{"role": "tool", "content": "t"}], ""),
+        ([], ""),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}, "b"]}], "ab"),
+    ],
+)
+def test_text_of_a_completion(completion, text):
+    assert completion_text(completion) == text
+
+
+def test_marks():
+    assert answer_block("<answer> a </answer><answer>b</answer>") == "b"
+    assert answer_block("<answer>a<answer>b</answer>") == "b"
+    assert answer_block("<answer>a") is None
+    assert boxed(r"\boxed{1} \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert boxed(r"\boxed{1} \boxed{2") == "1"
+    assert boxed(r"\boxed{\{1\}} }") == r"\{1\}"
+    assert boxed(r"\fbox {3}") == "3"
+    assert boxed("{1}") is None
+
+
+# format
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "expected"),
+    [
+        ("think_answer", GOOD, 1.0),
+        ("think_answer", GOOD.replace("</think>\n", "</think>\n\n"), 1.0),
+        ("think_answer", GOOD.replace("</think>\n", "</think>\n\n\n"), 0.0),
+        ("think_answer", GOOD.replace("</think>\n", "</think>"), 0.0),
+        ("think_answer", GOOD + "\n", 0.0),
+        ("think_answer", GOOD + " text", 0.0),
+        ("think_answer", GOOD + "\n" + GOOD, 0.0),
+        ("think_answer", " " + GOOD, 0.0),
+        ("think_answer", "a\n" + GOOD, 0.0),
+        ("think_answer", GOOD.replace("reason", "<think>\nreason"), 0.0),
+        ("think_answer", GOOD.replace("42", "42\n</answer>"), 0.0),
+        ("think_answer", INLINE, 0.0),
+        ("think_answer", GOOD.replace("reason", "two\nlines"), 1.0),
+        ("think_answer_inline", INLINE, 1.0),
+        ("think_answer_inline", GOOD + "\n", 1.0),
+        ("think_answer_inline", INLINE + " text", 0.0),
+        ("think_answer_inline", INLINE.replace("> <", "> or <"), 0.0),
+        ("think_answer_inline", INLINE.replace("42", "42</answer>"), 0.0),
+        ("think_answer_inline", "<answer>42</answer><think>reason</think>", 0.0),
+        ("think", "<think>reason</think>42", 1.0),
+        ("think", "<think>\nreason\n</think>\n\nSo 42.", 1.0),
+        ("think", "<think>reason</think>\n ", 0.0),
+        ("think", "reason</think>42", 0.0),
+        ("think", "a <think>reason</think>42", 0.0),
+        ("think", "<think><think>reason</think>42", 0.0),
+        ("think", "<think>reason</think>42</think>", 0.0),
+        ("answer", "reason <answer>42</answer>\n", 1.0),
+        ("answer", "<answer>42</answer>", 1.0),
+        ("answer", "<answer> </answer>", 0.0),
+        ("answer", "<answer>42</answer> text", 0.0),
+        ("answer", "</answer>42<answer>", 0.0),
+        ("answer", "<answer>41</answer><answer>42</answer>", 0.0),
+        ("boxed", r"so \boxed{42}.", 1.0),
+        ("boxed", r"so \boxed{\frac{1}{2}}", 1.0),
+        ("boxed", r"so \boxed{}", 0.0),
+        ("boxed", r"so \boxed{42", 0.0),
+        ("boxed", "so 42", 0.0),
+    ],
+)
+def test_format_by_hand(style, text, expected):
+    assert rewards["format"](completions=[text], style=style) == [expected]
+    assert rewards["format"](completions=[[{"role": "assistant", "content": text}]], style=style) == [expected]
+
+
+def test_format_defaults_to_think_answer_and_refuses_unknown_styles():
+    assert rewards["format"](completions=[GOOD, INLINE]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"style='think_answers' is not a format. Did you mean 'think_answer'"):
+        rewards["format"](completions=[], style="think_answers")
+
+
+@given(TAG_SOUP)
+def test_a_full_format_has_every_tag_once(text):
+    for style in ("think_answer", "think_answer_inline"):
+        if rewards["format"](completions=[text], style=style) == [1.0]:
+            assert rewards["tags"](completions=[text]) == [1.0]
+            assert [text.find(tag) for tag in TAGS] == sorted(text.find(tag) for tag in TAGS)
+    strict, inline = (
+        rewards["format"](completions=[text], style=s)[0] for s in ("think_answer", "think_answer_inline")
+    )
+    assert strict <= inline
+
+
+@given(TAG_SOUP)
+def test_text_after_the_end_loses_the_format(text):
+    for style in set(FORMAT_STYLES) - {"boxed", "think"}:
+        assert rewards["format"](completions=[text + "."], style=style) == [0.0]
+
+
+# tags, steps, lengths, repetition
+
+
+@pytest.mark.parametrize(
+    ("text", "plain", "with_newlines"),
+    [
+        (GOOD, 1.0, 1.0),
+        (INLINE, 1.0, 0.0),
+        ("", 0.0, 0.0),
+        (GOOD + GOOD, 0.0, 0.0),
+        ("<think>\n", 0.25, 0.25),
+        ("<think>\nr\n</think>\n", 0.5, 0.5),
+        ("<think><think></think>", 0.25, 0.0),
+        (GOOD.replace("\n<answer>\n", "\n\n<answer> "), 1.0, 0.75),
+    ],
+)
+def test_tags_by_hand(text, plain, with_newlines):
+    assert rewards["tags"](completions=[text]) == [plain]
+    assert rewards["tags"](completions=[text], newlines=True) == [with_newlines]
+
+
+@given(TAG_SOUP)
+def test_tags_are_quarters(text):
+    for newlines in (False, True):
+        assert rewards["tags"](completions=[text], newlines=newlines)[0] in (0, 0.25, 0.5, 0.75, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("", 0),
+        ("it is 3.14 and - no", 0),
+        ("Step 1: a", 1),
+        ("Step 1: a\nStep 2: b", 2),
+        ("1. a\n2. b\n3. c", 3),
+        ("- a\n* b\n  • c", 3),
+        ("First, a. Next, b. Finally, c.", 3),
+        ("At first we look.", 0),
+        ("**bold** text", 0),
+        ("1. a\n2. b\n3. c\n4. d\n5. e", 5),
+    ],
+)
+def test_reasoning_steps_by_hand(text, steps):
+    assert rewards["reasoning_steps"](completions=[text]) == [pytest.approx(min(1.0, steps / 3))]
+
+
+def test_soft_overlong_by_hand():
+    lengths = [0, 60, 80, 81, 90, 100, 101, 200]
+    ids = [[1] * n for n in lengths]
+    assert rewards["soft_overlong"](completion_ids=ids, max_length=100, buffer=20) == [
+        0.0, 0.0, 0.0, -0.05, -0.5, -1.0, -1.0, -1.0,
+    ]  # fmt: skip
+
+
+@given(st.integers(1, 50), st.integers(0, 50), st.lists(st.integers(0, 120), min_size=1))
+def test_soft_overlong_falls_with_the_length_and_agrees_with_trl(buffer, rest, lengths):
+    ids = [[0] * n for n in sorted(lengths)]
+    values = rewards["soft_overlong"](completion_ids=ids, max_length=buffer + rest, buffer=buffer)
+    assert values == sorted(values, reverse=True)
+    assert values == pytest.approx(trl.rewards.get_soft_overlong_punishment(buffer + rest, buffer)(completion_ids=ids))
+
+
+@pytest.mark.parametrize("buffer", [0, -1, 101])
+def test_soft_overlong_refuses_a_buffer_outside_the_length(buffer):
+    with pytest.raises(ValueError, match=rf"buffer={buffer}.*1 <= buffer <= 100"):
+        rewards["soft_overlong"](completion_ids=[[1]], max_length=100, buffer=buffer)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ("a b c d e", {}, 0.0),
+        ("a b", {}, 0.0),
+        ("", {}, 0.0),
+        ("a a a a a a", {}, -0.75),
+        ("a b a b a b", {}, -0.5),
+        ("A b a B a b", {"max_penalty": -2.0}, -1.0),
+        ("a a a", {"n": 1, "max_penalty": -0.3}, -0.2),
+        ("a a a a a", {"n": 2, "max_penalty": -1.0}, -0.75),
+    ],
+)
+def test_repetition_by_hand(text, options, expected):
+    assert rewards["repetition"](completions=[text], **options) == [pytest.approx(expected)]
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 5))
+def test_repetition_agrees_with_trl_on_words_as_tokens(ids, n):
+    ours = rewards["repetition"](completions=[" ".join(map(str, ids))], n=n, max_penalty=-0.7)
+    assert ours == pytest.approx(trl.rewards.get_repetition_penalty_reward(n, -0.7)(completion_ids=[ids]))
+
+
+@pytest.mark.parametrize(("option", "value"), [("n", 0), ("max_penalty", 0.5)])
+def test_repetition_refuses_options_out_of_range(option, value):
+    with pytest.raises(ValueError, match=f"{option}={value}"):
+        rewards["repetition"](completions=["a"], **{option: value})
+
+
+# TRL's own names
+
+
+def test_trl_names_are_trls_functions():
+    conversations = [
+        [{"role": "assistant", "content": f"<think>r</think> so {a}"}] for a in (r"\boxed{72}", r"\boxed{7}")
+    ]
+    columns = {"prompts": ["q", "q"], "completions": conversations, "completion_ids": [[1] * 1152, [1]]}
+    for name in ("accuracy_reward", "reasoning_accuracy_reward"):
+        assert rewards[name](**columns, solution=["$72$", "$72$"]) == [1.0, 0.0]
+    assert rewards["think_format_reward"](**columns) == [1.0, 1.0]
+    delimited = rewards["reasoning_accuracy_reward"](**columns, solution=["$72$"] * 2, reasoning_delimiters=["[/T]"])
+    assert delimited == [0.0, 0.0]
+    punishment = rewards["get_soft_overlong_punishment"]
+    assert punishment(**columns) == [-0.5, 0.0]  # 1280 - 256 = 1024 tokens are free
+    assert punishment(**columns, max_completion_len=1152, soft_punish_cache=128) == [-1.0, 0.0]
+    assert punishment.__name__ == trl.rewards.get_soft_overlong_punishment(1, 1).__name__
+
+
+def test_trl_names_pass_on_the_logging_column():
+    logged = []
+    rewards["accuracy_reward"](
+        completions=[[{"content": r"\boxed{1}"}]], solution=["$1$"], log_extra=lambda name, _: logged.append(name)
+    )
+    assert "gold_parsed" in logged
+
+
+# reasoning-gym
+
+
+def gym_entry(task, seed=3):
+    return pytest.importorskip("reasoning_gym").create_dataset(task, size=1, seed=seed)[0]
+
+
+@pytest.mark.parametrize(
+    "task", ["leg_counting", "basic_arithmetic", "spell_backward", "countdown", "rearc", "sudoku"]
+)
+def test_reasoning_gym_scores_by_the_tasks_verifier_after_json(task):
+    entry = gym_entry(task)
+    answer = entry["answer"] or "".join(entry["metadata"].get("expression", ""))
+    column = [json.dumps(entry)] * 3
+    completions = [f"<think>0</think><answer>{answer}</answer>", answer, "<answer>rubbish</answer>"]
+    scores = rewards["reasoning_gym"](completions=completions, reasoning_gym_entry=column)
+    assert scores[:2] == [1.0, 1.0]
+    assert scores[2] is not None
+    assert scores[2] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("extract", "expected"), [("answer", [1.0, 0.0]), ("text", [0.0, 0.0]), ("last_line", [0.0, 1.0])]
+)
+def test_reasoning_gym_extracts_as_told(extract, expected):
+    entry = gym_entry("leg_counting")
+    completions = [f"so\n<answer>{entry['answer']}</answer>\nis it", f"so it is\n{entry['answer']}\n"]
+    column = [json.dumps(entry)] * 2
+    scores = rewards["reasoning_gym"](completions=completions, reasoning_gym_entry=column, extract=extract)
+    assert [float(score == 1.0) for score in scores] == expected
+
+
+@pytest.mark.parametrize("entry", [None, "", "{}", '{"metadata": {"source_dataset": "no_such_task"}}', "[]"])
+def test_reasoning_gym_gives_none_for_an_entry_it_cannot_use(entry):
+    assert rewards["reasoning_gym"](completions=["1"], reasoning_gym_entry=[entry]) == [None]
+
+
+def test_reasoning_gym_refuses_an_unknown_extract():
+    with pytest.raises(ValueError, match=r"extract='lastline' is not known. Did you mean 'last_line'"):
+        rewards["reasoning_gym"](completions=[], reasoning_gym_entry=[], extract="lastline")

@@ -1,0 +1,383 @@
+"""The accuracy reward: a table of answers as models write them, GSM8K's own solutions, hostile texts, threads."""
+
+import json
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.library.math_answers import Value, read
+
+accuracy = rewards["accuracy"]
+
+# (text of the completion, gold, expected)
+NUMBERS = [
+    ("72", "72", 1.0),
+    ("$72", "72", 1.0),
+    ("72$", "72", 1.0),
+    (r"\$72", "72", 1.0),
+    ("72.0", "72", 1.0),
+    ("72.00", "72", 1.0),
+    ("72.", "72", 1.0),
+    ("72", "72.0", 1.0),
+    ("+72", "72", 1.0),
+    ("$72$", "72", 1.0),
+    (r"\(72\)", "72", 1.0),
+    (r"\[72\]", "72", 1.0),
+    ("**72**", "72", 1.0),
+    ("`72`", "72", 1.0),
+    ("(72)", "72", 1.0),
+    ("€72", "72", 1.0),
+    ("720", "72", 0.0),
+    ("7.2", "72", 0.0),
+    ("27", "72", 0.0),
+    ("-72", "72", 0.0),
+    ("72.5", "72", 0.0),
+    ("0.72", "72", 0.0),
+    ("172", "72", 0.0),
+    ("", "72", 0.0),
+    ("no idea", "72", 0.0),
+    ("seventy-three", "72", 0.0),
+    ("1,234", "1234", 1.0),
+    ("1234", "1,234", 1.0),
+    ("1{,}234", "1234", 1.0),
+    ("$1,234.50", "1234.5", 1.0),
+    ("1,234.50", "1234.5", 1.0),
+    ("$1,234.50", "$1234.50", 1.0),
+    ("1,234,567", "1234567", 1.0),
+    ("1,234", "1.234", 0.0),
+    ("1,234", "234", 0.0),
+    ("1,234", "1", 0.0),
+    ("12,34", "34", 0.0),
+    ("1.5e3", "1500", 1.0),
+    ("1.5e3", "1.5", 0.0),
+    ("5 million", "5000000", 1.0),
+    ("5 million", "5", 0.0),
+    ("$5k", "5", 0.0),
+    (".5", "0.5", 1.0),
+    ("-3", "-3", 1.0),
+    ("\u22123", "-3", 1.0),
+    ("-$3", "-3", 1.0),
+    ("$-3$", "-3", 1.0),
+    ("3", "-3", 0.0),
+    ("-3", "3", 0.0),
+    (r"10,\!080", "10080", 1.0),
+    ("10080", r"10,\!080", 1.0),
+    (r"12\,000", "12000", 1.0),
+    ("12000", r"12\,000", 1.0),
+    (r"1\,234\,567", "1234567", 1.0),
+    ("12\u202f000", "12000", 1.0),
+    (r"3\,4", "34", 0.0),
+    ("=> 15", "15", 1.0),
+    ("→ 15", "15", 1.0),
+    ("→ -15", "-15", 1.0),
+    ("A: 15", "15", 1.0),
+    ("A:15", "15", 1.0),
+    ("*15*", "15", 1.0),
+    ("_15_", "15", 1.0),
+    ("“15”", "15", 1.0),
+    ("'15'", "15", 1.0),
+    (": -15", "-15", 1.0),
+    (": -15", "15", 0.0),
+]
+UNITS = [
+    ("72 apples", "72", 1.0),
+    ("72apples", "72", 1.0),
+    ("$72 dollars", "72", 1.0),
+    ("72 cm^2", "72", 1.0),
+    ("72 m^{2}", "72", 1.0),
+    (r"72\text{ cm}", "72", 1.0),
+    (r"72\,\mathrm{kg}", "72", 1.0),
+    ("72kg", "72", 1.0),
+    ("72 m", "72", 1.0),
+    ("60 miles per hour", "60", 1.0),
+    ("60 km/h", "60", 1.0),
+    ("90°", "90", 1.0),
+    (r"90^\circ", "90", 1.0),
+    ("3 m2 of cloth", "3", 1.0),
+    ("72 apples", "72 apples", 1.0),
+    ("72 m^2", "2", 0.0),
+    ("7:30", "30", 0.0),
+    ("7:30", "7", 0.0),
+    ("2 hours and 30 minutes", "2", 0.0),
+    ("72x", "72", 0.0),
+    ("x + 72", "72", 0.0),
+]
+FRACTIONS_AND_PERCENTAGES = [
+    ("3/4", "0.75", 1.0),
+    ("0.75", "3/4", 1.0),
+    ("6/8", "3/4", 1.0),
+    (r"\frac{3}{4}", "3/4", 1.0),
+    (r"$\frac{3}{4}$", "0.75", 1.0),
+    (r"\dfrac34", "3/4", 1.0),
+    (r"-\frac{3}{4}", "-3/4", 1.0),
+    (r"\frac{3}{4} cups", "3/4", 1.0),
+    ("1 1/2", "1.5", 1.0),
+    ("1 1/2 cups", "3/2", 1.0),
+    ("-1 1/2", "-1.5", 1.0),
+    (r"1\frac{1}{2}", "1.5", 1.0),
+    ("0.333333", "1/3", 1.0),
+    ("0.33", "1/3", 0.0),
+    ("4/3", "3/4", 0.0),
+    ("3/4", "3", 0.0),
+    ("3/4", "4", 0.0),
+    ("1 1/2", "1", 0.0),
+    ("1 1/2", "1/2", 0.0),
+    (r"\frac{3}{4}", "4", 0.0),
+    (r"-\frac{3}{4}", "3/4", 0.0),
+    ("50%", "50", 1.0),
+    (r"50\%", "50", 1.0),
+    ("50 percent", "50", 1.0),
+    ("50", "50%", 1.0),
+    ("50%", "50%", 1.0),
+    ("50%", "0.5", 1.0),
+    ("0.5", "50%", 1.0),
+    ("0.5%", "0.5", 0.0),
+    ("5%", "50", 0.0),
+    ("50%", "50.5", 0.0),
+    (r"12.5\%", "12.5", 1.0),
+]
+FORMULAS = [
+    (r"2\sqrt{3}", r"2\sqrt{3}", 1.0),
+    (r"$\sqrt{12}$", r"2\sqrt{3}", 1.0),
+    (r"2\sqrt{3}", "3", 0.0),
+    (r"2\sqrt{3}", "2", 0.0),
+    (r"\frac{\pi}{2}", r"\pi/2", 1.0),
+    ("2x + 1", "1 + 2x", 1.0),
+    ("2x + 1", "1", 0.0),
+    ("(1, 2)", "(1,2)", 1.0),
+    ("(2, 1)", "(1,2)", 0.0),
+    ("x = 5", "5", 1.0),
+    ("5", "x=5", 1.0),
+    ("10^2", "100", 1.0),
+    ("10^2", "10", 0.0),
+    ("10^2", "2", 0.0),
+    ("9 * 8", "72", 1.0),
+    (r"9 \times 8", "72", 1.0),
+    ("3", r"\log_2 8", 1.0),
+    ("8", r"\log_2 8", 0.0),
+    (r"\log_2 8", "8", 0.0),
+    (r"\log_2 8", "3", 1.0),
+    ("log_2 8", "8", 0.0),
+    ("log 100", "100", 0.0),
+    ("sqrt(16)", "16", 0.0),
+    ("sqrt(16)", "4", 1.0),
+    ("√16", "16", 0.0),
+    ("f(16)", "16", 0.0),
+    ("x_1 2", "2", 0.0),
+    (r"x \to 15", "15", 0.0),
+    ("2**3", "3", 0.0),
+    (r"so we pay \log_2 8 dollars", "8", 0.0),
+]
+# Where the answer stands in a longer text; the first group is read as running text only, not as a marked answer.
+PLACES = [
+    ("She has 48 + 24 = 72 clips.", "72", 1.0),
+    ("48 of 72 is a part, so 24", "24", 1.0),
+    ("48 of 72 is a part, so 24", "72", 0.0),
+    ("The answer is 72.", "72", 1.0),
+    ("The answer is $72 for 3 people.", "72", 1.0),
+    ("The answer is $72 for 3 people.", "3", 0.0),
+    ("The final answer is: 9 * 8 = 72", "72", 1.0),
+    ("The answer is: 15", "15", 1.0),
+    ("The final answer is: $15.", "15", 1.0),
+    ("The answer is:15", "15", 1.0),
+    ("The answer is : 15", "15", 1.0),
+    ("The answer is: **15**", "15", 1.0),
+    ("The answer is: **15** because 3 * 5 = 15", "15", 1.0),
+    ("**The answer is:** 15", "15", 1.0),
+    ("**The answer is:** **15** apples", "15", 1.0),
+    ("The answer is: -15", "-15", 1.0),
+    ("The answer is: -15", "15", 0.0),
+    ("The answer is: 1/2", "1/2", 1.0),
+    ("The answer is: 15%", "15%", 1.0),
+    ("The answer is: 1,234", "1234", 1.0),
+    ("The answer is: $15$", "15", 1.0),
+    (r"The answer is: \frac{1}{2}", "1/2", 1.0),
+    (r"The answer is: $\frac{1}{2}$", "1/2", 1.0),
+    ("The answer is:\n\n15\n\nCheck: 3 * 6 = 18", "15", 1.0),
+    ("The answer is “15”", "15", 1.0),
+    ("The answer is, 15", "15", 1.0),
+    ("The answer is,15", "15", 1.0),
+    ("The answer is → 15", "15", 1.0),
+    ("The answer is *15*", "15", 1.0),
+    ("The answer is _15_", "15", 1.0),
+    ("Answer -> 15", "15", 1.0),
+    ("Answer -> -15", "-15", 1.0),
+    ("48 and 24\nTotal:72", "72", 1.0),
+    ("The answer to part 2: 15", "15", 1.0),
+    ("The answer to part 2: 15", "2", 0.0),
+    ("The answer is 15, not 16.", "15", 1.0),
+    ("The answer is 15, not 16.", "16", 0.0),
+    ("It is 15, not 16.", "16", 0.0),
+    (r"The answer is \log_2 8.", "8", 0.0),
+    (r"We pay \log_2 8 dollars.", "8", 0.0),
+    (r"So $x = 5$ \quad 72", "72", 1.0),
+    ("<answer>The answer is: 15</answer>", "15", 1.0),
+    ("<answer>It is red, not blue, and costs 15</answer>", "15", 1.0),
+    (r"\boxed{5!}", "5", 0.0),
+    ("#### 71 #### 72", "72", 1.0),
+    ("So the answer is 72. I checked it 2 times.", "72", 1.0),
+    ("So the answer is 72. I checked it 2 times.", "2", 0.0),
+    ("To answer this we add 48 and 24. That makes 72.", "72", 1.0),
+    ("To answer this we add 48 and 24. That makes 72.", "48", 0.0),
+    ("The answer to the question is 72", "72", 1.0),
+    ("72 or 73", "72", 0.0),
+    ("72 or 73", "73", 0.0),
+    ("The answer is 72 or 73", "72", 0.0),
+    ("The answer is 72 or maybe 73", "73", 0.0),
+    ("The answer is 72 and 73", "73", 0.0),
+    ("It is 72, or possibly 73.", "73", 0.0),
+    ("so the rest is 10-3", "3", 0.0),
+    ("so the rest is 10-3", "7", 1.0),
+    ("the total is (3+4)*2", "2", 0.0),
+    ("the total is (3+4)*2", "14", 1.0),
+    (r"Therefore $\frac{3}{4}$ of the cake is left.", "3/4", 1.0),
+    (r"Therefore \frac{3}{4} of the cake is left.", "3/4", 1.0),
+    (r"it is \boxed{72}", "72", 1.0),
+    (r"it is \boxed{72} and not 73", "72", 1.0),
+    (r"it is \boxed{72} and not 73", "73", 0.0),
+    (r"first \boxed{71}, no: \boxed{72}", "72", 1.0),
+    (r"first \boxed{72}, no: \boxed{71}", "72", 0.0),
+    (r"\boxed{\frac{3}{4}}", "3/4", 1.0),
+    (r"\boxed{\text{72 apples}}", "72", 1.0),
+    (r"\boxed{\$1,234.50}", "1234.5", 1.0),
+    (r"\boxed{72, 73}", "72", 0.0),
+    (r"\boxed{72 or 73}", "72", 0.0),
+    (r"\boxed{72", "71", 0.0),
+    ("work\n#### 72", "72", 1.0),
+    ("work\n#### $1,234", "1234", 1.0),
+    ("#### 2. Heading\nso we get 72", "72", 1.0),
+    ("<answer>72</answer>", "72", 1.0),
+    ("<answer>\n72\n</answer>", "72", 1.0),
+    ("<answer>$72 dollars</answer> 73", "72", 1.0),
+    ("<answer>73</answer> 72", "72", 0.0),
+    ("72 <answer></answer>", "72", 0.0),
+    (r"<answer>\boxed{72}</answer>", "72", 1.0),
+    ("<answer>Janet makes 18 dollars</answer>", "18", 1.0),
+    ("<answer>9 * 2 = 18 dollars</answer>", "18", 1.0),
+    ("<answer>The answer is 18</answer>", "18", 1.0),
+    ("<answer>72 or 73</answer>", "72", 0.0),
+    ("<answer>72 or 73</answer>", "73", 0.0),
+    ("<answer>71 72 73</answer>", "72", 0.0),
+    ("<answer>71, 72, 73</answer>", "72", 0.0),
+    ("<answer>2 hours 30 minutes</answer>", "30", 0.0),
+    ("<answer>70</answer><answer>72</answer>", "72", 1.0),
+    ("<answer>72</answer><answer>70</answer>", "72", 0.0),
+    ("<answer>70<answer>72</answer></answer>", "72", 1.0),
+    ("<answer>18 (dollars)</answer>", "18", 1.0),
+    ("<answer>18, I think</answer>", "18", 1.0),
+    ("<answer>- 18</answer>", "-18", 1.0),
+    ("<answer>18 k</answer>", "18", 0.0),
+    ("<answer>not 18</answer>", "18", 0.0),
+    ("<answer>less than 18</answer>", "18", 0.0),
+    ("<answer>18 or more</answer>", "18", 0.0),
+    ("<answer>18 to 20</answer>", "18", 0.0),
+    ("<answer>18 eggs * 2</answer>", "18", 0.0),
+    ("<answer>20% of 90 is 18</answer>", "18", 0.0),
+    (r"<answer>18 \pm 1</answer>", "18", 0.0),
+    ("<answer>1/0</answer>", "18", 0.0),
+    ("* 72", "72", 1.0),
+    ("**Answer: 72**", "72", 1.0),
+    ("The answer is $\\sqrt{2}$.", r"\sqrt{2}", 1.0),
+    ("<think>72</think>", "72", 0.0),
+    ("<think>maybe 71</think>72", "72", 1.0),
+    ("<think>72</think><answer>71</answer>", "72", 0.0),
+    ("<think><answer>72</answer></think>71", "72", 0.0),
+    ("<think>so far 72", "72", 0.0),
+    ("<think>so far 71 <answer>72</answer>", "72", 1.0),
+]
+MARKED_TOO = NUMBERS + UNITS + FRACTIONS_AND_PERCENTAGES + FORMULAS
+TABLE = MARKED_TOO + PLACES
+
+
+def test_the_table_is_large_and_has_both_outcomes():
+    assert len(TABLE) >= 100
+    assert sum(expected == 0.0 for *_, expected in TABLE) >= 50
+
+
+@pytest.mark.parametrize(("text", "gold", "expected"), TABLE)
+def test_answers_as_written(text, gold, expected):
+    assert accuracy(completions=[text], solution=[gold]) == [expected]
+
+
+@pytest.mark.parametrize(
+    "mark", ["<answer>{}</answer>", r"\boxed{{{}}}", "<think>1 or 2</think>\n<answer>\n{}\n</answer>"]
+)
+@pytest.mark.parametrize(("text", "gold", "expected"), MARKED_TOO)
+def test_the_same_answers_marked(mark, text, gold, expected):
+    assert accuracy(completions=[mark.format(text)], solution=[gold]) == [expected]
+
+
+@pytest.mark.parametrize(
+    "gold", [None, "", "no idea", "Paris", "72 or 73", "72 apples, 3 pears", "7:30 pm", "7!", "max(7)"]
+)
+def test_an_unreadable_gold_is_none_and_never_zero(gold):
+    assert accuracy(completions=["72", str(gold)], solution=[gold, gold]) == [None, None]
+
+
+def test_conversational_completions_and_ignored_columns():
+    completion = [{"role": "assistant", "content": [{"type": "text", "text": "<answer>72</answer>"}]}]
+    assert accuracy(prompts=["?"], completions=[completion], solution=["72"], level=["easy"]) == [1.0]
+
+
+def test_off_the_main_thread_where_signals_cannot_be_set():
+    cases = [(r"\frac{\pi}{2}", r"\pi/2"), ("72", "72"), (r"2\sqrt{3}", r"\sqrt{11}")]
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.extend(accuracy(completions=[a for a, _ in cases], solution=[g for _, g in cases]))
+    )
+    thread.start()
+    thread.join()
+    assert results == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9^{9^{9^9}}", "1e999999999", "9" * 50_000, "(" * 20_000, r"\boxed{" * 20_000, "<answer>" * 20_000,
+        "1 " * 20_000, "a" * 50_000 + " 7", "*" * 20_000,
+        "100000!", "10^{9999999}", "1,234" * 10_000, "answer is " * 10_000, "$\\" * 10_000, "-1+" * 10_000, "1/0",
+        "<<" * 20_000, "**" * 20_000, "####1" * 10_000, "\\frac{" * 10_000,
+    ],
+    ids=lambda text: text[:12],
+)  # fmt: skip
+def test_hostile_texts_are_wrong_quickly(text):
+    for wrapped in (text, f"<answer>{text}</answer>", f"{text} "):
+        assert accuracy(completions=[wrapped], solution=["72"]) == [0.0]
+
+
+def test_read_keeps_percent_signs_apart():
+    assert read("12.5 %") == Value("12.5", percent=True)
+    assert read("12.5") == Value("12.5")
+    assert read("12.5 or 13") is None
+
+
+def gsm8k_problems(count):
+    for folder in Path(__file__).resolve().parents:
+        files = [folder / "shared" / "data" / "gsm8k" / f"{split}.jsonl" for split in ("train", "test")]
+        if all(file.is_file() for file in files):
+            lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+            return [json.loads(line) for line in random.Random(0).sample(lines, count)]
+    return pytest.skip("no shared/data/gsm8k/{train,test}.jsonl above this folder")
+
+
+def test_gsm8k_solutions_score_one_and_perturbed_ones_zero():
+    problems = gsm8k_problems(500)
+    golds = [problem["answer"].rpartition("#### ")[2] for problem in problems]
+    numbers = [int(gold.replace(",", "")) for gold in golds]
+    bodies = [problem["answer"].rpartition("\n####")[0] for problem in problems]
+    full = [problem["answer"] for problem in problems]
+    for solution in (golds, full):
+        assert accuracy(completions=full, solution=solution) == [1.0] * 500
+        tagged = [
+            f"<think>\n{body}\n</think>\n<answer>\n{gold}\n</answer>" for body, gold in zip(bodies, golds, strict=True)
+        ]
+        assert accuracy(completions=tagged, solution=solution) == [1.0] * 500
+    for wrong in (lambda n: n + 1, lambda n: n * 10 + (n == 0), lambda n: -n - 1, lambda n: n + 0.5):
+        hashes = [f"{body}\n#### {wrong(n)}" for body, n in zip(bodies, numbers, strict=True)]
+        assert accuracy(completions=hashes, solution=golds) == [0.0] * 500
+        tagged = [f"{text}\n<answer>{wrong(n)}</answer>" for text, n in zip(full, numbers, strict=True)]
+        assert accuracy(completions=tagged, solution=golds) == [0.0] * 500

@@ -1,0 +1,278 @@
+"""What `reward_funcs` accepts, refuses and turns into callables for TRL."""
+
+import inspect
+import pickle
+
+import pytest
+from trl.trainer.utils import get_callable_name, is_async_callable
+
+from grpo_ext.errors import UnknownNameError
+from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.composition import RewardSpec, parse
+from grpo_ext.rewards.runtime import build
+
+MODULE = """
+import functools
+
+def plain(completions, **kwargs):
+    return [1.0] * len(completions)
+
+def scaled(completions, *, scale: float, names: list[str] | None = None, count: int = 1, log_extra=None, **kwargs):
+    return [scale * len(c) for c in completions]
+
+async def later(completions, *, value: float = 2.0, **kwargs):
+    return [value] * len(completions)
+
+def no_columns(completions):
+    return [0.0] * len(completions)
+
+def untyped(completions, *, anything, **kwargs):
+    return [anything]
+
+def hinted(completions, *, value: "Missing" = 0, **kwargs):
+    return [value]
+
+class Callable_:
+    def __call__(self, completions, **kwargs):
+        return [3.0] * len(completions)
+
+class AsyncCallable:
+    async def __call__(self, completions, **kwargs):
+        return [4.0] * len(completions)
+
+instance = Callable_()
+async_instance = AsyncCallable()
+partial = functools.partial(scaled, scale=2.0)
+number = 3
+"""
+
+
+@pytest.fixture
+def my_rewards(tmp_path, monkeypatch):
+    (tmp_path / "my_reward_lib.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "my_reward_lib"
+
+
+def problems_of(*entries, **options):
+    specs, problems = parse(list(entries), **options)
+    assert len(specs) < len(entries) or "weights" in problems[0] or "log name" in problems[0]
+    return problems
+
+
+def run(coroutine):
+    with pytest.raises(StopIteration) as stop:
+        coroutine.send(None)
+    return stop.value.value
+
+
+# What is accepted
+
+
+def test_names_paths_and_mappings(my_rewards):
+    specs, problems = parse(
+        [
+            "tags",
+            {"name": "format", "weight": 0.5, "kwargs": {"style": "think"}},
+            {"name": "short", "func": "soft_overlong", "kwargs": {"max_length": 10, "buffer": 4}},
+            "my_reward_lib.plain",
+            {"name": "my_reward_lib:scaled", "kwargs": {"scale": 2, "names": ["a"]}, "weight": 3},
+            {"name": "late", "func": "my_reward_lib:later", "kwargs": None},
+            "org/reward-model",
+            {"name": "./folder/model/", "weight": 2.0},
+        ]
+    )
+    assert problems == []
+    assert specs == [
+        RewardSpec("tags", "tags"),
+        RewardSpec("format", "format", 0.5, {"style": "think"}),
+        RewardSpec("short", "soft_overlong", 1.0, {"max_length": 10, "buffer": 4}),
+        RewardSpec("plain", "my_reward_lib.plain"),
+        RewardSpec("scaled", "my_reward_lib:scaled", 3.0, {"scale": 2, "names": ["a"]}),
+        RewardSpec("late", "my_reward_lib:later"),
+        RewardSpec("reward-model", "org/reward-model"),
+        RewardSpec("model", "./folder/model/", 2.0),
+    ]
+
+
+def test_every_registered_name_without_required_options_parses():
+    options = {name: inspect.signature(function).parameters.values() for name, function in rewards.items()}
+    names = [
+        n for n, ps in options.items() if all(p.kind is not p.KEYWORD_ONLY or p.default is not p.empty for p in ps)
+    ]
+    specs, problems = parse(names)
+    assert problems == []
+    assert [spec.function for spec in specs] == names
+
+
+def test_reward_weights_replace_the_weights():
+    specs, problems = parse(["tags", "format"], reward_weights=[0.25, -1])
+    assert problems == []
+    assert [spec.weight for spec in specs] == [0.25, -1.0]
+
+
+def test_one_function_twice_under_two_names():
+    specs, problems = parse(["tags", {"name": "tags_nl", "func": "tags", "kwargs": {"newlines": True}}])
+    assert problems == []
+    text = "<think>\nr</think>"
+    assert [f(prompts=[""], completions=[text]) for f in build(specs)] == [[0.5], [0.25]]
+
+
+def test_callable_objects_and_partials_get_trls_names(my_rewards):
+    specs, problems = parse([f"{my_rewards}:instance", f"{my_rewards}:partial"])
+    assert problems == []
+    assert [spec.name for spec in specs] == ["Callable_", "scaled"]
+
+
+# What is refused: each problem has the value, the reason, the cure
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("acuracy", ["unknown reward 'acuracy'", "Did you mean 'accuracy'", "package.module:function"]),
+        ("no_such_lib.fn", ["cannot import 'no_such_lib'"]),
+        ("my_reward_lib.plane", ["no 'plane'", "Did you mean 'plain'"]),
+        ("my_reward_lib.number", ["'my_reward_lib.number' is a int", "Name a callable"]),
+        ("my_reward_lib.no_columns", ["does not take **kwargs", "Add **kwargs"]),
+        ("soft_overlong", ["option 'max_length' of 'soft_overlong' is not set", "option 'buffer'"]),
+        ("", ["names no reward"]),
+        (3, ["neither a name nor a mapping"]),
+        ({}, ["names no reward"]),
+        ({"name": 3}, ["names no reward"]),
+        ({"name": "tags", "wieght": 1}, ["unknown key 'wieght'", "Did you mean 'weight'"]),
+        ({"name": "tags", "weight": "1"}, ["weight='1' is not a finite number"]),
+        ({"name": "tags", "weight": True}, ["weight=True"]),
+        ({"name": "tags", "weight": float("nan")}, ["weight=nan"]),
+        ({"name": "tags", "weight": float("inf")}, ["weight=inf"]),
+        ({"name": "tags", "weight": None}, ["weight=None"]),
+        ({"name": "tags", "kwargs": ["newlines"]}, ["kwargs=['newlines'] is not a mapping"]),
+        ({"name": "tags", "kwargs": {1: 2}}, ["kwargs={1: 2} is not a mapping from option names"]),
+        (
+            {"name": "tags", "kwargs": {"newline": True}},
+            ["'newline', which is not an option", "Did you mean 'newlines'"],
+        ),
+        ({"name": "accuracy", "kwargs": {"solution": "x"}}, ["'solution', which is not an option", "It has none"]),
+        (
+            {"name": "my_reward_lib.scaled", "kwargs": {"scale": 1, "log_extra": 1}},
+            ["'log_extra', which is not an option"],
+        ),
+        ({"name": "tags", "kwargs": {"newlines": "yes"}}, ["newlines='yes', a str", "Give newlines as bool"]),
+        ({"name": "repetition", "kwargs": {"n": 2.5}}, ["n=2.5, a float", "Give n as int"]),
+        ({"name": "repetition", "kwargs": {"n": True}}, ["n=True, a bool", "Give n as int"]),
+        ({"name": "repetition", "kwargs": {"max_penalty": "1e-3"}}, ["max_penalty='1e-3', a str", "as float"]),
+        ({"name": "my_reward_lib.scaled", "kwargs": {"scale": 1, "names": [1]}}, ["names=[1], a list", "list[str]"]),
+        ({"name": "format", "kwargs": {"style": "boxes"}}, ["style='boxes' is not a format", "Did you mean 'boxed'"]),
+        ({"name": "soft_overlong", "kwargs": {"max_length": 5, "buffer": 6}}, ["buffer=6", "1 <= buffer <= 5"]),
+        ({"name": "minimind", "kwargs": {"scorer": "no_such_lib:f"}}, ["cannot import 'no_such_lib'"]),
+        ({"name": "mine", "func": "org/model"}, ["name='mine'", "under its own id"]),
+        ({"name": "org/model", "kwargs": {"a": 1}}, ["kwargs={'a': 1}", "Remove kwargs"]),
+    ],
+)
+def test_refused_entries(my_rewards, entry, words):
+    problems = problems_of(entry)
+    assert all(problem.startswith(f"reward_funcs[0]={entry!r}: ") for problem in problems)
+    for word in words:
+        assert any(word in problem for problem in problems), problems
+
+
+def test_all_problems_come_together():
+    specs, problems = parse(
+        ["tags", "acuracy", {"name": "repetition", "weight": "x", "kwargs": {"n": "3", "m": 1}, "wait": 0}, "tags"],
+        reward_weights=[1.0, "a"],
+    )
+    assert [spec.name for spec in specs] == ["tags", "tags"]
+    expected = [
+        "'acuracy'",
+        "'wait'",
+        "weight='x'",
+        "'m'",
+        "n='3'",
+        "log name 'tags'",
+        "2 weights for 4",
+        "'a'",
+        "Keep one",
+    ]
+    assert len(problems) == len(expected)
+    assert all(word in problem for word, problem in zip(expected, problems, strict=True)), problems
+
+
+@pytest.mark.parametrize("entries", [None, "tags", {"name": "tags"}, 3, iter(["tags"])])
+def test_what_is_no_list(entries):
+    specs, [problem] = parse(entries)
+    assert specs == []
+    assert "not a list" in problem
+
+
+def test_an_empty_list():
+    assert "nothing would be rewarded" in parse([])[1][0]
+
+
+def test_repeated_log_names(my_rewards):
+    [problem] = problems_of("tags", {"name": "tags", "func": "format"})
+    assert "2 entries have the log name 'tags'" in problem
+    assert "func: format" in problem
+    assert "log name 'model'" in problems_of("a/model", "b/model")[0]
+
+
+@pytest.mark.parametrize(
+    ("entries", "weights", "words"),
+    [
+        (["tags"], [1.0, 2.0], "reward_weights=[1.0, 2.0]: 2 weights for 1 rewards"),
+        (["tags"], [float("nan")], "reward_weights has nan"),
+        (["tags"], [True], "reward_weights has True"),
+        (["tags"], 1.0, "reward_weights=1.0: not a list"),
+        (["tags"], "1", "reward_weights='1': not a list"),
+        ([{"name": "tags", "weight": 1.0}], [1.0], "entries of reward_funcs give weights too"),
+    ],
+)
+def test_refused_reward_weights(entries, weights, words):
+    [problem] = problems_of(*entries, reward_weights=weights)
+    assert words in problem
+
+
+def test_hints_that_cannot_be_resolved_are_not_checked(my_rewards):
+    entries = [f"{my_rewards}:hinted", {"name": f"{my_rewards}:untyped", "kwargs": {"anything": object}}]
+    assert parse([{"name": entries[0], "kwargs": {"value": "x"}}, entries[1]])[1] == []
+
+
+# What TRL gets
+
+
+def test_built_rewards_have_log_names_options_and_model_ids(my_rewards):
+    entries = [{"name": "length", "func": f"{my_rewards}:scaled", "kwargs": {"scale": 0.5}}, "./rm/model", "tags"]
+    length, model, tags = build(parse(entries)[0])
+    assert (length.__name__, model, tags.__name__) == ("length", "./rm/model", "tags")
+    assert (get_callable_name(length), is_async_callable(length)) == ("length", False)
+    assert length(prompts=["", ""], completions=["abcd", ""], log_extra=print, trainer_state=None) == [2.0, 0.0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("later", 5.0), ("async_instance", 4.0)])
+def test_async_functions_stay_async(my_rewards, name, value):
+    kwargs = {"value": 5.0} if name == "later" else {}
+    [reward] = build([RewardSpec("late", f"{my_rewards}:{name}", kwargs=kwargs)])
+    assert (get_callable_name(reward), is_async_callable(reward)) == ("late", True)
+    assert run(reward(prompts=[""], completions=["a"])) == [value]
+
+
+def test_the_recipes_options_win_over_columns_of_the_same_name():
+    [reward] = build([RewardSpec("repetition", "repetition", kwargs={"n": 1})])
+    assert reward(completions=["a a"], n=[7]) == [-0.5]
+
+
+def test_a_column_never_becomes_an_option_silently():
+    [reward] = build([RewardSpec("tags", "tags")])
+    with pytest.raises(ValueError, match="dataset column 'newlines' has the name of an option of reward 'tags'"):
+        reward(completions=["<think>"], newlines=[True])
+
+
+def test_a_built_reward_survives_pickle():
+    [reward] = build([RewardSpec("tags_nl", "tags", kwargs={"newlines": True})])
+    copy = pickle.loads(pickle.dumps(reward))
+    assert copy.__name__ == "tags_nl"
+    assert copy(completions=["<think>\n"]) == [0.25]
+
+
+def test_build_refuses_what_is_not_there():
+    with pytest.raises(UnknownNameError, match="acuracy"):
+        build([RewardSpec("a", "acuracy")])

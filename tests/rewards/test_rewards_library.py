@@ -1,0 +1,340 @@
+"""Lengths, languages, exact answers, letters and JSON: values worked out by hand, and laws."""
+
+import json
+import math
+
+import pytest
+import trl.rewards
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.library.answers import choice, final_answer
+from grpo_ext.rewards.library.lengths import LANGUAGES, script
+
+cosine_length, length_penalty = rewards["cosine_length"], rewards["length_penalty"]
+language_consistency = rewards["language_consistency"]
+exact_match, multiple_choice, json_schema = rewards["exact_match"], rewards["multiple_choice"], rewards["json_schema"]
+
+
+def tokens(*lengths: int) -> list[list[int]]:
+    return [[7] * n for n in lengths]
+
+
+# cosine_length
+
+
+def test_cosine_length_by_hand():
+    lengths = [0, 25, 50, 75, 100, 300]  # of 100: cos 0, pi/4, pi/2, 3pi/4, pi, pi
+    half = math.sqrt(0.5)
+    values = {"min_value_correct": 0.2, "max_value_correct": 1.0, "min_value_wrong": -1.0, "max_value_wrong": -0.4}
+    columns = {"solution": ["72"] * 6, "completion_ids": tokens(*lengths), "max_length": 100, **values}
+    assert cosine_length(completions=["It is 72."] * 6, **columns) == pytest.approx(
+        [1.0, 0.6 + 0.4 * half, 0.6, 0.6 - 0.4 * half, 0.2, 0.2]
+    )
+    assert cosine_length(completions=["It is 73."] * 6, **columns) == pytest.approx(
+        [-1.0, -0.7 - 0.3 * half, -0.7, -0.7 + 0.3 * half, -0.4, -0.4]
+    )
+
+
+def test_cosine_length_is_none_where_accuracy_is():
+    assert cosine_length(
+        completions=["72", "72"], solution=[None, "72"], completion_ids=tokens(1, 0), max_length=9
+    ) == [
+        None,
+        1.0,
+    ]
+
+
+@given(st.lists(st.integers(0, 300), min_size=1), st.integers(1, 200))
+def test_cosine_length_agrees_with_trl_and_is_monotone(lengths, max_length):
+    lengths = sorted(lengths)
+    for text, order in ((r"\boxed{72}", -1), (r"\boxed{73}", 1)):
+        chats = [[{"role": "assistant", "content": text}]] * len(lengths)
+        columns = {"completions": chats, "solution": ["$72$"] * len(lengths), "completion_ids": tokens(*lengths)}
+        ours = cosine_length(**columns, max_length=max_length)
+        assert ours == pytest.approx(trl.rewards.get_cosine_scaled_reward(max_length)(**columns))
+        assert ours == sorted(ours, reverse=order < 0)
+        assert all(0.5 <= v <= 1 if order < 0 else -1 <= v <= -0.5 for v in ours)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 0}, "max_length=0"),
+        ({"max_length": 9, "min_value_correct": 2.0}, "min_value_correct=2.0 > max"),
+        ({"max_length": 9, "max_value_wrong": -2.0}, "min_value_wrong=-1.0 > max"),
+    ],
+)
+def test_cosine_length_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        cosine_length(completions=[], solution=[], completion_ids=[], **options)
+
+
+# length_penalty
+
+
+def test_length_penalty_by_hand():
+    ids = tokens(0, 10, 11, 30, 60, 61, 999)
+    assert length_penalty(completion_ids=ids, target=10, per_token=0.01, max_penalty=-0.5) == pytest.approx(
+        [0.0, 0.0, -0.01, -0.2, -0.5, -0.5, -0.5]
+    )
+    assert length_penalty(completion_ids=tokens(2000), target=1000) == [-1.0]
+    assert length_penalty(completion_ids=tokens(1500), target=1000) == [-0.5]
+
+
+@given(st.lists(st.integers(0, 99), min_size=1), st.integers(0, 50), st.floats(0, 1), st.floats(-2, 0))
+def test_length_penalty_falls_within_its_bounds(lengths, target, per_token, max_penalty):
+    ids = tokens(*sorted(lengths))
+    values = length_penalty(completion_ids=ids, target=target, per_token=per_token, max_penalty=max_penalty)
+    assert values == sorted(values, reverse=True)
+    assert all(max_penalty <= v <= 0 for v in values)
+    assert all(v == 0 for v, row in zip(values, ids, strict=True) if len(row) <= target)
+
+
+@pytest.mark.parametrize(
+    "options", [{"target": -1}, {"target": 1, "per_token": -0.5}, {"target": 1, "max_penalty": 1.0}]
+)
+def test_length_penalty_refuses(options):
+    name, value = list(options.items())[-1]
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        length_penalty(completion_ids=[], **options)
+
+
+# language_consistency
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ("plain words", {}, 1.0),
+        ("naïve café", {}, 1.0),
+        ("ab中文", {}, 0.5),
+        ("ab中文", {"language": "zh"}, 0.5),
+        ("中文。。 123 !", {"language": "zh"}, 1.0),
+        ("ひらがなカタカナ漢字", {"language": "ja"}, 1.0),
+        ("ひら漢字", {"language": "zh"}, 0.5),
+        ("ﾊﾛｰ人々", {"language": "ja"}, 1.0),
+        ("привет abc", {"language": "ru"}, 6 / 9),
+        ("\u03b1\u03b2", {"language": "el"}, 1.0),
+        ("한국어", {"language": "ko"}, 1.0),
+        ("\uff41\uff42", {}, 1.0),  # full width
+        ("\u03b1\u03b2ab中", {"scripts": ["greek", "LATIN"]}, 0.8),
+        ("\u03b1\u03b2ab", {"scripts": ["CYRILLIC"]}, 0.0),
+        ("中 `code words` 文", {"language": "zh"}, 1.0),
+        ("中\n```python\nprint(1)\n```\n文", {"language": "zh"}, 1.0),
+        ("中\n```python\nprint(1)", {"language": "zh"}, 1.0),
+        (r"中 $\alpha x$ 文 \(y\) \[z^2\] $$q$$ \boxed{3}", {"language": "zh"}, 1.0),
+        ("<think>中</think><answer>文</answer>", {"language": "zh"}, 1.0),
+        ("中 https://example.com/page 文", {"language": "zh"}, 1.0),
+        ("it costs $5\nand $6\n中", {}, 10 / 11),
+        ("123 + 4", {}, None),
+        ("", {}, None),
+        ("$x$", {}, None),
+    ],
+)
+def test_language_consistency_by_hand(text, options, expected):
+    assert language_consistency(completions=[text], **options) == [expected and pytest.approx(expected)]
+
+
+@given(st.text())
+def test_language_consistency_is_a_share(text):
+    [english] = language_consistency(completions=[text])
+    [everything] = language_consistency(completions=[text], scripts=sorted({script(c) for c in text} | {"LATIN"}))
+    assert english is None or 0 <= english <= 1
+    assert everything is None or everything == 1.0
+
+
+@given(st.text("$\\([])`x ", max_size=400))
+def test_language_consistency_is_quick_on_broken_markup(text):
+    language_consistency(completions=[text * 50])
+
+
+def test_language_consistency_refuses():
+    with pytest.raises(ValueError, match=r"language='english' has no script here\. Known: ar, .*zh"):
+        language_consistency(completions=[], language="english")
+    with pytest.raises(ValueError, match=r"scripts=\[\]"):
+        language_consistency(completions=[], scripts=[])
+    assert {"en", "zh", "ja", "ru"} < set(LANGUAGES)
+
+
+# exact_match
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "options", "expected"),
+    [
+        ("Paris", "Paris", {}, 1.0),
+        ("  Paris \n", "Paris", {}, 1.0),
+        ("  Paris", "Paris", {"strip": False}, 1.0),  # an answer never carries outer white space
+        ("New  York", "New York", {}, 1.0),
+        ("New  York", "New York", {"strip": False}, 0.0),
+        ("paris", "Paris", {}, 0.0),
+        ("paris", "Paris", {"ignore_case": True}, 1.0),
+        ("STRASSE", "straße", {"ignore_case": True}, 1.0),
+        ("Paris.", "Paris", {}, 0.0),
+        ("Paris.", "Paris", {"ignore_punctuation": True}, 1.0),
+        ("“Paris”", "Paris!", {"ignore_punctuation": True}, 1.0),
+        ("cafe\u0301", "caf\u00e9", {}, 1.0),
+        ("I think <answer> Paris </answer> is it", "Paris", {}, 1.0),
+        ("<think>London</think>Paris", "Paris", {}, 1.0),
+        ("<think><answer>Paris</answer></think>London", "Paris", {}, 0.0),
+        ("The answer is Paris", "Paris", {}, 0.0),
+        ("42", 42, {}, 1.0),
+        ("", "Paris", {}, 0.0),
+        ("Paris", None, {}, None),
+        ("", "", {}, None),
+        ("!", "?!", {"ignore_punctuation": True}, None),
+    ],
+)
+def test_exact_match_by_hand(text, gold, options, expected):
+    assert exact_match(completions=[text], solution=[gold], **options) == [expected]
+
+
+@given(st.text(), st.booleans(), st.booleans())
+def test_exact_match_of_the_solution_itself(text, ignore_case, ignore_punctuation):
+    options = {"ignore_case": ignore_case, "ignore_punctuation": ignore_punctuation}
+    completion = f"<answer>{text}</answer>"
+    gold = final_answer(completion)
+    assert exact_match(completions=[completion], solution=[gold], **options)[0] in (1.0, None)
+    assert exact_match(completions=[completion], solution=[gold + "x"], **options) == [0.0]
+
+
+# multiple_choice
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"), ("b", "B"), ("(B)", "B"), ("(b)", "B"), ("[B]", "B"), ("B.", "B"), ("B:", "B"), ("**B**", "B"),
+        ("$B$", "B"), ("B) the cat", "B"), ("(B) the cat", "B"), ("B. the cat", "B"), ("**B.** the cat", "B"),
+        (r"\boxed{B}", "B"), (r"\boxed{(B)}", "B"), (r"\boxed{\text{B}}", "B"), (r"\boxed{B) the cat}", "B"),
+        (r"So $\boxed{\textbf{(B)}}$.", "B"), (r"A or C? \boxed{B}", "B"), (r"\boxed{A} no, \boxed{B}", "B"),
+        ("Answer: B", "B"), ("answer: (b)", "B"), ("**Answer:** B", "B"), ("**Answer: B**", "B"), ("Answer = B", "B"),
+        ("The answer is B.", "B"), ("The correct answer is (B) the cat.", "B"), ("I choose option B", "B"),
+        ("The answer is A. No, the answer is B.", "B"), ("Final choice: **(B)**", "B"),
+        (r"The answer is \text{B}", "B"),
+        ("First we think.\nA is wrong.\nB", "B"), ("It is warm.\n(B)", "B"), ("text\nB) the cat", "B"),
+        ("<think>A</think>\nB", "B"), ("<think>Answer: A</think><answer>B</answer>", "B"),
+        ("<answer>\n(B)\n</answer>", "B"),
+        ("<answer>A dog</answer>", None), ("A dog", None), ("A", "A"), ("", None), ("F", None),
+        ("cat", None), ("Because", None),
+        ("A and B", None), ("A, B", None), ("(A) or (B)", None), ("A/B", None), ("Answer: A and B", None),
+        ("Answer: A, C", None), (r"\boxed{A, B}", None), (r"\boxed{7}", None), ("The answer is a cat", None),
+        ("The answer is Bob", None), ("B's", None), ("AB", None), ("Answer: B, because it is red", "B"),
+        ("Answer: B, a cat", "B"), ("Answer: a, (b)", None), ("the answer is a", "A"), ("Answer: a) cat", "A"),
+    ],
+)  # fmt: skip
+def test_letters_by_hand(text, letter):
+    assert choice(final_answer(text)) == letter
+    assert multiple_choice(completions=[text] * 2, solution=["B", "(b)"]) == [float(letter == "B")] * 2
+
+
+@pytest.mark.parametrize(
+    ("gold", "choices", "expected"),
+    [("B", "AB", 1.0), ("A", "AB", 0.0), ("F", "ABCDEF", 0.0),
+        ("F", "ABCDE", None), (None, "AB", None), ("", "AB", None),
+     ("A or B", "AB", None), ("B) cat", "AB", 1.0), (r"\boxed{B}", "ab", 1.0)],
+)  # fmt: skip
+def test_the_solution_needs_a_letter(gold, choices, expected):
+    assert multiple_choice(completions=["The answer is B"], solution=[gold], choices=choices) == [expected]
+
+
+@given(
+    st.sampled_from("ABCDE"),
+    st.sampled_from(["{}", "({})", "{}) x", "Answer: {}", r"\boxed{{{}}}", "answer is **{}**"]),
+)
+def test_every_letter_in_every_form(letter, form):
+    assert choice(form.format(letter)) == letter
+    assert choice(form.format(letter.lower())) == letter
+
+
+@given(st.text("ABab() answeris:.\n,*", max_size=60))
+def test_a_choice_is_a_choice(text):
+    assert choice(text, "AB") in ("A", "B", None)
+
+
+@pytest.mark.parametrize("choices", ["", "AA", "Aa", "A1", "A-E"])
+def test_choices_are_distinct_letters(choices):
+    with pytest.raises(ValueError, match=f"choices='{choices}'"):
+        multiple_choice(completions=[], solution=[], choices=choices)
+
+
+# json_schema
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+@pytest.fixture
+def _jsonschema():
+    pytest.importorskip("jsonschema")
+
+
+@pytest.mark.usefixtures("_jsonschema")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"x": 1}', 1.0),
+        ('<think>hm</think>\n{"x": 1}\n', 1.0),
+        ('Here:\n```json\n{"x": 1}\n```\nDone.', 1.0),
+        ('```\n{"x": 1}\n```', 1.0),
+        ('```json\n{"y": 1}\n```\n```json\n{"x": 1}\n```', 1.0),
+        ('<answer>{"x": 1}</answer>', 1.0),
+        ('{"x": "1"}', 0.25),
+        ('{"x": 1, "y": 2}', 0.25),
+        ("[]", 0.25),
+        ("3", 0.25),
+        ('Sure: {"x": 1}', 0.0),
+        ('{"x": 1', 0.0),
+        ("{'x': 1}", 0.0),
+        ('{"x": NaN}', 0.0),
+        ("", 0.0),
+        ("[" * 100_000, 0.0),
+    ],
+)
+def test_json_schema_by_hand(text, expected):
+    assert json_schema(completions=[text], schema=[POINT], valid_json=0.25) == [expected]
+    assert json_schema(completions=[text], schema=[json.dumps(POINT)], valid_json=0.25) == [expected]
+    assert json_schema(completions=[text], default_schema=POINT) == [float(expected == 1)]
+
+
+@pytest.mark.usefixtures("_jsonschema")
+def test_the_rows_schema_comes_before_the_default():
+    texts = ['{"x": 1}', '{"x": 1}', "7"]
+    schemas = [{"type": "array"}, None, {"type": "integer"}]
+    assert json_schema(completions=texts, schema=schemas, default_schema=POINT) == [0.0, 1.0, 1.0]
+    assert json_schema(completions=texts, schema=schemas) == [0.0, None, 1.0]
+
+
+@pytest.mark.usefixtures("_jsonschema")
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "no such type"}, "{", "3", {"$ref": "http://localhost/x.json"}, {"pattern": "("}, {"$ref": "#/nowhere"}],
+)
+def test_json_schema_gives_none_for_a_schema_it_cannot_use(schema):
+    assert json_schema(completions=['"text"'], schema=[schema]) == [None]
+
+
+@pytest.mark.usefixtures("_jsonschema")
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    )
+)
+def test_json_meets_the_schema_that_asks_for_it(document):
+    text = json.dumps(document)
+    assert json_schema(completions=[text] * 2, schema=[{"const": document}, {"not": {}}], valid_json=0.5) == [1.0, 0.5]
+
+
+def test_json_schema_without_its_library(monkeypatch):
+    from grpo_ext.rewards.library import answers
+
+    monkeypatch.setitem(__import__("sys").modules, "jsonschema", None)
+    answers._validator.cache_clear()
+    with pytest.raises(ImportError, match=r"needs jsonschema: pip install"):
+        json_schema(completions=["{}"], schema=[{}])
+
+
+def test_json_schema_refuses():
+    with pytest.raises(ValueError, match=r"valid_json=1\.5"):
+        json_schema(completions=[], valid_json=1.5)

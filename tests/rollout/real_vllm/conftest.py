@@ -1,0 +1,41 @@
+"""Fixtures of the vLLM tests; without vLLM they are skipped, unless GRPO_EXT_REQUIRE_VLLM is 1."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "builders"))
+
+import tiny  # noqa: E402
+from vllm_runs import HEADS, Server  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    if importlib.util.find_spec("vllm") is None and os.environ.get("GRPO_EXT_REQUIRE_VLLM") != "1":
+        skip = pytest.mark.skip(reason="vLLM is not installed: make install-vllm installs its CPU build")
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True, **HEADS)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False, **HEADS)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, tied):
+    server = Server(tmp_path_factory.mktemp("server"), tied)
+    server.start()
+    server.wait()
+    yield server
+    server.stop()

@@ -1,0 +1,143 @@
+"""One training run with vLLM: `run.py OUTPUT SETTINGS_AS_JSON`; the faults that the tests ask for are set here."""
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+
+import torch
+
+torch.set_num_threads(1)
+
+import tiny  # noqa: E402
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer  # noqa: E402
+from grpo_ext.errors import RolloutDrift, ServerLost  # noqa: E402
+from grpo_ext.rollout.vllm import client  # noqa: E402
+from grpo_ext.train import leave_process_group  # noqa: E402
+from vllm_runs import send_all, server_processes  # noqa: E402
+
+
+class Faults:
+    """What befalls the server at `settings["server_port"]`: `settings["faults"]` says during what, from which step on.
+
+    "generation", "push" (of weights) and "joining" (the transfer group, after it has come back) can be struck, once
+    each, by `settings["signal"]`; a SIGSTOP is followed by a SIGCONT after `settings["hang_seconds"]`, if that is set.
+    """
+
+    def __init__(self, trainer, output: Path, settings: dict) -> None:
+        self.trainer, self.output, self.settings = trainer, output, settings
+        self.due = dict(settings.get("faults", {}))
+        trainer.vllm_generation._iter_named_params = self.struck_push(trainer.vllm_generation._iter_named_params)
+        client.Client._post = self.struck_request(client.Client._post)
+
+    def strikes(self, during: str) -> bool:
+        if self.trainer.state.global_step < self.due.get(during, math.inf):
+            return False
+        del self.due[during]
+        return self.trainer.accelerator.is_main_process
+
+    def strike(self, name: str, processes: list) -> None:
+        send_all(processes, getattr(signal, name))
+        (self.output / "struck").write_text(str(time.time()))
+        if "hang_seconds" in self.settings:
+            threading.Timer(self.settings["hang_seconds"], send_all, [processes, signal.SIGCONT]).start()
+
+    def struck_push(self, iterate):
+        def tensors():
+            known = self.trainer.vllm_generation._weight_metadata is not None  # the first round only asks for shapes
+            for i, pair in enumerate(iterate()):
+                if i == 5 and known and self.strikes("push"):
+                    time.sleep(0.1)  # the workers have begun to receive
+                    self.strike(self.settings["signal"], server_processes(self.settings["server_port"]))
+                yield pair
+
+        return tensors
+
+    def struck_request(self, post):
+        def ask(asker, url, **kwargs):
+            generating = url.endswith("/v1/completions") and self.strikes("generation")
+            joining = url.endswith("/init_weight_transfer_engine") and self.strikes("joining")
+            if not generating and not joining:
+                return post(asker, url, **kwargs)
+            processes = server_processes(self.settings["server_port"])
+            if joining:
+                send_all(processes, signal.SIGSTOP)  # it joins in no time
+            outcome = client.attempted(lambda: post(asker, url, **kwargs))
+            time.sleep(0.02)
+            send_all(processes, signal.SIGSTOP)  # so that nothing can arrive any more
+            time.sleep(0.2)
+            assert outcome.empty(), f"{url} was answered before the server was struck"
+            self.strike(self.settings["signal"], processes)
+            attempt = outcome.get()
+            if attempt.error is not None:
+                raise attempt.error
+            return attempt.value
+
+        return ask
+
+
+def main(output: Path, settings: dict) -> None:
+    arguments = tiny.TRAINING | {
+        "use_vllm": True,
+        "vllm_mode": settings["mode"],
+        "vllm_server_port": settings.get("port", 8000),
+        "vllm_group_port": settings.get("group_port", 51216),
+        "vllm_server_timeout": 90.0,
+        "learning_rate": 3e-3,
+        "loss_type": "grpo",
+        "vllm_gpu_memory_utilization": 0.1,
+        "rollout_drift_action": "stop",
+    }
+    if "push" in settings.get("faults", {}):
+        client.BUCKET_BYTES = 4096  # many messages for a tiny model
+    scored = []
+
+    def count_a(completions, **_):
+        scored.append(len(completions))
+        return tiny.count_a(completions)
+
+    peft = None
+    if settings.get("lora"):
+        from peft import LoraConfig
+
+        peft = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = GRPOExtTrainer(
+        settings["model"],
+        [count_a],
+        args=GRPOExtConfig(str(output / "out"), **(arguments | settings.get("config", {}))),
+        train_dataset=tiny.prompts(),
+        processing_class=tiny.tokenizer(),
+        peft_config=peft,
+    )
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+    if settings.get("sync") is False:
+        trainer.vllm_generation.sync_weights = lambda: None
+    if "faults" in settings:
+        Faults(trainer, output, settings)
+    try:
+        trainer.train(resume_from_checkpoint=settings.get("resume"))
+    except (RolloutDrift, ServerLost) as error:  # as grpo-ext train ends
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    finally:
+        rank = os.environ.get("RANK", "0") if settings["mode"] == "server" else trainer.accelerator.process_index
+        (output / f"ended_{rank}").write_text(str(time.time()))
+        (output / f"scored_{rank}").write_text(str(sum(scored)))
+        if trainer.accelerator.is_main_process:
+            (output / "log.json").write_text(json.dumps(trainer.state.log_history))
+    if peft is not None:
+        changed = [n for n, p in trainer.model.named_parameters() if n in before and not torch.equal(p, before[n])]
+        assert not changed, changed
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    finally:
+        leave_process_group()

@@ -1,0 +1,64 @@
+"""vLLM inside the training process."""
+
+import os
+from unittest.mock import patch
+
+import pytest
+from trl.generation.vllm_generation import VLLMGeneration, ensure_master_addr_port
+
+from grpo_ext.rollout.vllm.generation import Generation
+from vllm_runs import DDP, drifts, steps, train
+
+FLOAT32 = 0.02
+
+
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_it_learns_and_does_not_drift(head, request, tmp_path):
+    log, _, _ = train(tmp_path, "colocate", request.getfixturevalue(head), config={"max_steps": 20})
+    rewards = [entry["reward"] for entry in steps(log)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.5
+    assert len(drifts(log)) == 20
+    assert max(drifts(log)) < FLOAT32
+    assert all(entry["sampling/weight_sync_mib"] > 0 for entry in steps(log))
+
+
+def test_weights_that_do_not_arrive_are_noticed_within_three_steps(tied, tmp_path):
+    log, said, code = train(tmp_path, "colocate", tied, check=False, sync=False, config={"max_steps": 8})
+    assert code != 0
+    assert "-> stale weights" in said
+    assert max(entry["step"] for entry in log) <= 3
+
+
+def test_lora_is_merged_for_the_sampler_alone(tied, tmp_path):
+    log, _, _ = train(tmp_path, "colocate", tied, lora=True, config={"max_steps": 5, "learning_rate": 1e-2})
+    assert max(drifts(log)) < FLOAT32  # run.py asserts that the base weights are the same to the last bit
+
+
+def test_two_processes_have_an_engine_each(untied, tmp_path):
+    log, _, _ = train(tmp_path, "colocate", untied, launch=DDP, config={"max_steps": 5})
+    assert len(drifts(log)) == 5
+    assert max(drifts(log)) < FLOAT32
+
+
+def test_runs_that_start_at_the_same_moment_take_ports_of_their_own(monkeypatch):
+    ports = []
+
+    def look_for_a_port(_):
+        ensure_master_addr_port()
+        ports.append(os.environ["MASTER_PORT"])
+
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", look_for_a_port)
+    for _ in range(2):
+        with patch.dict(os.environ):
+            run = Generation.__new__(Generation)
+            run.mode, run.dtype = "colocate", "float32"
+            run._init_vllm()
+    assert ports[0] != ports[1]
+
+
+def test_a_truncated_distribution_is_told_from_stale_weights(tied, tmp_path):
+    _, said, code = train(tmp_path, "colocate", tied, check=False, config={"max_steps": 2, "top_p": 0.7})
+    assert code != 0
+    assert "-> sampling parameters that truncate" in said
+    assert "-> stale" not in said

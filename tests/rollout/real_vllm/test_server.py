@@ -1,0 +1,94 @@
+"""vLLM in a server of its own, started by `grpo-ext serve`, weights sent by gloo."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import tiny
+from vllm_runs import DDP, ENV, FSDP2, HEADS, Server, drifts, free_port, steps, train
+
+FLOAT32 = 0.02
+
+
+@pytest.fixture
+def address(served):
+    return {"port": served.port, "group_port": free_port()}
+
+
+def check(recipe, *overrides):
+    line = [sys.executable, "-m", "grpo_ext.commands.cli", "check", "--config", str(recipe), *overrides]
+    return subprocess.run(line, capture_output=True, text=True, env=ENV, timeout=120)
+
+
+def test_it_learns_and_does_not_drift(tied, address, tmp_path):
+    log, _, _ = train(tmp_path, "server", tied, **address, config={"max_steps": 20})
+    rewards = [entry["reward"] for entry in steps(log)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.5
+    assert len(drifts(log)) == 20
+    assert max(drifts(log)) < FLOAT32
+    assert all(entry["sampling/weight_sync_mib"] > 0 for entry in steps(log))
+
+
+def test_an_untied_head_learns_and_does_not_drift(untied, tmp_path):
+    server = Server(tmp_path, untied)
+    server.start()
+    server.wait()
+    try:
+        settings = {"port": server.port, "group_port": free_port(), "config": {"max_steps": 20}}
+        log, _, _ = train(tmp_path, "server", untied, **settings)
+        # a later run finds an earlier one's weights in the server
+        stale, said, code = train(tmp_path / "later", "server", untied, check=False, sync=False, **settings)
+    finally:
+        assert server.stop() == 0
+    rewards = [entry["reward"] for entry in steps(log)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.5
+    assert max(drifts(log)) < FLOAT32
+    assert code != 0
+    assert "earlier run's weights" in said
+    assert not steps(stale)  # it stopped before it had logged a step
+    assert "Stopping vLLM" in server.log.read_text()
+    assert not server.engine_processes_alive()
+
+
+def test_lora_arrives_merged(tied, address, tmp_path):
+    settings = {"max_steps": 5, "learning_rate": 1e-2}
+    log, _, _ = train(tmp_path, "server", tied, lora=True, **address, config=settings)
+    assert max(drifts(log)) < FLOAT32
+
+
+@pytest.mark.parametrize("launch", [DDP, FSDP2], ids=["ddp", "fsdp2"])
+def test_two_trainer_processes_share_one_server(launch, tied, address, tmp_path):
+    log, _, _ = train(tmp_path, "server", tied, launch=launch, **address, config={"max_steps": 5})
+    assert len(drifts(log)) == 5
+    assert max(drifts(log)) < FLOAT32
+
+
+def test_check_says_that_the_server_fits(served):
+    done = check(served.recipe)
+    assert done.returncode == 0, done.stderr
+    assert "fits the recipe" in done.stdout
+
+
+def test_check_names_every_mismatch(served, tmp_path):
+    other = tmp_path / "other"
+    tiny.save(other, tie_word_embeddings=True, **HEADS)
+    tokens = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(tokens.replace('"a": 3', '"a": 99').replace('"b": 4', '"b": 3'))
+    done = check(
+        served.recipe,
+        *("--model_name_or_path", str(other), "--max_completion_length", "500", "--vllm_dtype", "bfloat16"),
+        *("--max_prompt_length", "64"),
+    )
+    assert done.returncode == 2
+    for word in ("model:", "length:", "dtype:", "vocabulary:"):
+        assert word in done.stderr, done.stderr
+    shutil.rmtree(other)
+
+
+def test_a_server_that_does_not_suit_is_refused_on_all_processes(address, tied, tmp_path):
+    settings = {"max_steps": 1, "max_completion_length": 500}
+    _, said, code = train(tmp_path, "server", tied, launch=DDP, check=False, **address, config=settings)
+    assert code != 0
+    assert "takes 128 tokens" in said

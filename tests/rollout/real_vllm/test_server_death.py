@@ -1,0 +1,135 @@
+"""A vLLM server that is killed, hangs or errs in the middle of a run."""
+
+import http.server
+import signal
+import threading
+
+import pytest
+import requests
+
+from vllm_runs import DDP, Server, drifts, free_port, send_all, server_processes, steps, train
+
+FLOAT32 = 0.02
+STEPS = 4
+BATCH = 32
+LONG = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": BATCH,  # with the next two: enough work to be struck in the middle of it
+    "max_completion_length": 112,
+    "generation_kwargs": {"ignore_eos": True},
+    "vllm_server_timeout": 360.0,
+}
+GRACE = 10.0
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, tied):
+    server = Server(tmp_path_factory.mktemp("server"), tied)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def address(served):
+    """The server runs, or is about to: the trainer waits for it."""
+    if served.process is None or served.process.poll() is not None:
+        served.start()
+    return {"port": served.port, "server_port": served.port, "group_port": free_port()}
+
+
+def number(path) -> float:
+    return float(path.read_text())
+
+
+def assert_nothing_lost_or_counted_twice(log, output):
+    assert [entry["step"] for entry in steps(log)] == list(range(1, STEPS + 1))
+    assert len(drifts(log)) == STEPS
+    assert max(drifts(log)) < FLOAT32
+    assert number(output / "scored_0") == STEPS * BATCH
+
+
+@pytest.mark.parametrize("faults", [{"generation": 2}, {"push": 1, "joining": 1}], ids=["generation", "push"])
+def test_a_run_outlives_the_death_of_its_server(faults, served, tied, address, tmp_path):
+    """During a push it dies twice: once more when it has come back and joins the transfer group."""
+    restarts = served.restarted_after_death(len(faults), pause=5.0)
+    starts = served.starts
+    log, _, _ = train(tmp_path, "server", tied, **address, faults=faults, signal="SIGKILL", config=LONG)
+    restarts.join(1)
+    assert not restarts.is_alive()
+    assert served.starts == starts + len(faults)
+    assert_nothing_lost_or_counted_twice(log, tmp_path)
+
+
+def test_all_processes_end_when_the_server_stays_away_and_resume_when_it_is_back(served, tied, address, tmp_path):
+    served.wait()
+    fault = {"faults": {"generation": 2}, "signal": "SIGKILL", "config": LONG | {"vllm_server_timeout": 15.0}}
+    _, said, code = train(tmp_path, "server", tied, launch=DDP, check=False, **address, **fault)
+    assert code != 0
+    assert "did not recover within vllm_server_timeout=15 s" in said
+    for rank in (0, 1):
+        assert number(tmp_path / f"ended_{rank}") - number(tmp_path / "struck") < 15 + GRACE
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    assert f"resumed from {checkpoint}" in said
+    served.process.wait(60)
+    served.start()
+    again = {"resume": str(checkpoint), "config": LONG}
+    log, _, _ = train(tmp_path, "server", tied, launch=DDP, **address, **again)
+    assert [entry["step"] for entry in steps(log)] == list(range(1, STEPS + 1))
+    assert max(drifts(log)) < FLOAT32
+
+
+def test_a_run_ends_when_its_server_hangs_for_good(served, tied, address, tmp_path):
+    served.wait()
+    fault = {"faults": {"push": 1}, "signal": "SIGSTOP", "config": LONG | {"vllm_server_timeout": 6.0}}
+    try:
+        _, said, code = train(tmp_path, "server", tied, check=False, **address, **fault)
+    finally:
+        send_all(server_processes(served.port), signal.SIGCONT)
+    assert code != 0
+    assert "did not recover within vllm_server_timeout=6 s" in said
+    assert number(tmp_path / "ended_0") - number(tmp_path / "struck") < 6 + GRACE
+    assert (tmp_path / "out" / "checkpoint-1").exists()
+
+
+@pytest.fixture
+def erring(served):
+    """A proxy before the server that answers the first requests for completions by itself, with 500."""
+    errors = [500, 500, 500]
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.forward(requests.get(served.url + self.path))
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if self.path == "/v1/completions" and errors:
+                self.send_error(errors.pop())
+            else:
+                self.forward(requests.post(served.url + self.path, data=body, headers=JSON))
+
+        def forward(self, answer):
+            self.send_response(answer.status_code)
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        def log_message(self, *_):
+            pass
+
+    proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    yield proxy.server_port
+    proxy.shutdown()
+    proxy.server_close()
+    assert not errors
+
+
+def test_a_run_outlives_a_server_that_errs_and_then_hangs_for_a_while(served, erring, tied, address, tmp_path):
+    served.wait()
+    settings = LONG | {"vllm_server_timeout": 15.0}
+    fault = {"faults": {"generation": 2}, "signal": "SIGSTOP", "hang_seconds": 7, "config": settings}
+    log, said, _ = train(tmp_path, "server", tied, **(address | {"port": erring}), **fault)
+    assert said.count("answered 500") == 3
+    assert max(entry["step_time"] for entry in steps(log)) > 7
+    assert_nothing_lost_or_counted_twice(log, tmp_path)

@@ -1,0 +1,425 @@
+"""The grouped engine draws what `generate` draws, greedy to the token, sampled in distribution; or it stands aside."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from scipy.stats import chisquare
+from test_trainer import build
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
+
+import tiny
+from grpo_ext.errors import ConfigError
+from grpo_ext.rollout import prompt_cache, transformers_engine
+from grpo_ext.rollout.prompt_cache import Unsupported
+from grpo_ext.rollout.transformers_engine import Grouped, check_model, distinct, engine_for
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 41, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+SIZES |= {"max_position_embeddings": 128, "initializer_range": 0.3}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+MODELS = {
+    "llama": lambda: tiny.model(max_position_embeddings=128),
+    "llama-eager": lambda: tiny.model(attn_implementation="eager"),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8)),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+    "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, sliding_window=None)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=41, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=None, initializer_range=0.3
+        )
+    ),
+    "lora": lambda: get_peft_model(tiny.model(), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)),
+}
+
+
+def prompts(lengths, seed=1, vocabulary=41):
+    """Left-padded prompts; equal lengths are equal prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    known: dict[int, torch.Tensor] = {}
+    width, rows = max(lengths), []
+    for length in lengths:
+        row = known.setdefault(length, torch.randint(3, vocabulary, (length,), generator=generator))
+        rows.append(torch.cat([torch.zeros(width - length, dtype=torch.long), row]))
+    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    return {"input_ids": torch.stack(rows), "attention_mask": mask.long()}
+
+
+def settings(**overrides):
+    base = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1, "top_k": 0}
+    return GenerationConfig(**(base | overrides))
+
+
+def both(model, inputs, config):
+    """What `generate` makes of it, and what the engine makes of it."""
+    stock = model.generate(**inputs, generation_config=config)
+    with Grouped(required=True).generating(model):
+        ours = model.generate(**inputs, generation_config=config)
+    return stock, ours
+
+
+@pytest.fixture(params=["Shared", "Expanded"])
+def store(request, monkeypatch):
+    """Both stores, whatever the length of the prompt."""
+    chosen = getattr(prompt_cache, request.param)
+    monkeypatch.setattr(transformers_engine, "store_for", lambda *_: chosen)
+    return chosen
+
+
+# The same completions.
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_completions_are_those_of_generate(name, store):
+    """Prompts of five lengths, ends of many lengths, one row at least that never ends."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    inputs = prompts([5, 5, 5, 9, 9, 3, 3, 12, 7, 5])
+    stock, ours = both(model, inputs, settings(eos_token_id=[1, 7, 20], repetition_penalty=1.3))
+    assert torch.equal(stock, ours)
+    lengths = (ours[:, 12:] != 0).sum(dim=1)
+    assert len(lengths.unique()) > 2
+
+
+def test_prompts_of_one_length_and_a_cache_that_grows(store):
+    model = tiny.model(max_position_embeddings=256).eval()
+    inputs = prompts([6] * 4)
+    stock, ours = both(model, inputs, settings(max_new_tokens=150, eos_token_id=None, no_repeat_ngram_size=3))
+    assert ours.shape == (4, 156)
+    assert torch.equal(stock, ours)
+
+
+def test_a_minimum_length_and_suppressed_tokens_are_kept():
+    model = tiny.model().eval()
+    inputs = prompts([4, 4, 8])
+    config = settings(eos_token_id=[1, *range(5, 20)], min_new_tokens=6, suppress_tokens=[22, 23])
+    stock, ours = both(model, inputs, config)
+    assert torch.equal(stock, ours)
+    assert (ours[:, 8:14] != 0).all()
+
+
+def test_left_padding_that_no_row_needs_any_more_goes(store):
+    """The long prompt ends at once; what is left runs without padding, and comes out the same."""
+    model = tiny.model().eval()
+    inputs = prompts([4, 30, 4, 6])
+    first = model.generate(**inputs, generation_config=settings(max_new_tokens=1))[1, -1].item()
+    stock, ours = both(model, inputs, settings(eos_token_id=[first]))
+    assert torch.equal(stock, ours)
+    assert ours[1, 31:].eq(0).all()
+
+
+# The same distribution.
+
+
+def exact(model, inputs, config, length):
+    """Probability of every completion of up to `length` tokens, by plain forwards and transformers' own warpers."""
+    ids = inputs["input_ids"][:1, inputs["attention_mask"][0].bool()]
+    warp = model._get_logits_processor(config, input_ids_seq_length=ids.shape[1])
+    found, open_ = {}, {(): 1.0}
+    for step in range(length):
+        grown = {}
+        for tokens, probability in open_.items():
+            row = torch.cat([ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
+            scores = warp(row, model(row).logits[:, -1].float())
+            for token, p in enumerate(scores.softmax(dim=-1)[0].tolist()):
+                target = found if (token in (config.eos_token_id, 0) and token) or step == length - 1 else grown
+                if p > 0:
+                    target[(*tokens, token)] = probability * p
+        open_ = grown
+    return found
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.6, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2, "repetition_penalty": 1.4}],
+    ids=["plain", "temperature-top_k", "top_p", "min_p-repetition"],
+)
+@torch.no_grad()
+def test_sampled_completions_have_the_exact_probabilities(sampling, store):
+    """Chi-square over all completions of up to three tokens; rows end at different times."""
+    model = tiny.model(vocab_size=7, initializer_range=0.5).eval()
+    config = settings(do_sample=True, max_new_tokens=3, **sampling)
+    one = prompts([5], vocabulary=7)
+    expected = exact(model, one, config, 3)
+    count = 8000
+    inputs = {name: value.repeat(count, 1) for name, value in one.items()}
+    torch.manual_seed(0)
+    with Grouped(required=True).generating(model):
+        drawn = model.generate(**inputs, generation_config=config)[:, 5:].tolist()
+    seen = dict.fromkeys(expected, 0)
+    for row in drawn:
+        ended = row.index(1) + 1 if 1 in row else len(row)
+        seen[tuple(row[:ended])] += 1
+    ranked = sorted(expected, key=expected.__getitem__, reverse=True)
+    common = [key for key in ranked if expected[key] * count >= 5]
+    observed = [seen[key] for key in common] + [count - sum(seen[key] for key in common)]
+    wanted = [expected[key] * count for key in common] + [count * (1 - sum(expected[key] for key in common))]
+    if wanted[-1] < 1:
+        observed, wanted = [*observed[:-2], sum(observed[-2:])], [*wanted[:-2], sum(wanted[-2:])]
+    assert sum(expected.values()) == pytest.approx(1, abs=1e-5)
+    assert len(common) > 5
+    assert chisquare(observed, [w * count / sum(wanted) for w in wanted]).pvalue > 1e-3
+
+
+def test_siblings_are_drawn_independently():
+    model = tiny.model().eval()
+    torch.manual_seed(0)
+    with Grouped(required=True).generating(model):
+        ids = model.generate(**prompts([6] * 64), generation_config=settings(do_sample=True, max_new_tokens=8))
+    assert len({tuple(row) for row in ids.tolist()}) > 60
+
+
+# The work that is spared.
+
+
+def test_a_prompt_runs_once_and_finished_rows_leave(store):
+    model, shapes = tiny.model().eval(), []
+    inputs = prompts([5] * 8 + [9] * 8)
+    torch.manual_seed(0)
+    hook = model.register_forward_pre_hook(
+        lambda _, args, k: shapes.append(tuple(k["input_ids"].shape)), with_kwargs=True
+    )
+    with hook, Grouped(required=True).generating(model):
+        config = settings(do_sample=True, eos_token_id=[1, *range(5, 12)], suppress_tokens=[0])
+        lengths = (model.generate(**inputs, generation_config=config)[:, 9:] != 0).sum(dim=1)
+    assert shapes[0] == (2, 9)
+    rows = [rows for rows, _ in shapes[1:]]
+    assert {width for _, width in shapes[1:]} == {1}
+    assert len(rows) == lengths.max() - 1
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] < 6
+    assert all(n * 7 / 8 <= (lengths > drawn).sum() <= n for drawn, n in enumerate(rows, start=1))
+
+
+def test_prompts_that_differ_in_their_padding_alone_are_two():
+    """Token 0 at the start of a prompt is no padding."""
+    ids = torch.tensor([[0, 3, 4], [0, 3, 4], [0, 3, 4], [5, 3, 4]])
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]])
+    found = distinct(ids, mask)
+    assert found.rows.tolist() == [0, 1, 3]
+    assert found.of_row.tolist() == [0, 1, 0, 2]
+
+
+def test_long_prompts_of_siblings_are_kept_once():
+    """The choice of the store: by length, by siblings, by what the model's attention computes."""
+    model, cpu = tiny.model(), torch.device("cpu")
+    assert prompt_cache.store_for(model, cpu, 256, 8) is prompt_cache.Shared
+    assert prompt_cache.store_for(model, cpu, 255, 8) is prompt_cache.Expanded
+    assert prompt_cache.store_for(model, cpu, 4096, 1) is prompt_cache.Expanded
+    assert prompt_cache.store_for(model, torch.device("cuda"), 4096, 8) is prompt_cache.Expanded
+    model.config._attn_implementation = "flash_attention_2"
+    assert prompt_cache.store_for(model, cpu, 4096, 8) is prompt_cache.Expanded
+
+
+def test_a_shared_prompt_takes_no_room_for_its_siblings(monkeypatch):
+    model, sizes, forward = tiny.model(max_position_embeddings=512).eval(), [], transformers_engine._Batch.forward
+
+    def weighed(batch):
+        logits = forward(batch)
+        sizes.append([(layer.prompt_keys.shape[0], layer.own._keys.shape[2]) for layer in batch.store.layers])
+        return logits
+
+    monkeypatch.setattr(transformers_engine._Batch, "forward", weighed)
+    stock, ours = both(model, prompts([300] * 4 + [260] * 4), settings(max_new_tokens=5))
+    assert torch.equal(stock, ours)
+    assert all(prompts == 2 and room < 100 for step in sizes for prompts, room in step)
+
+
+# Standing aside.
+
+
+def sliding():
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)).eval()
+
+
+def noisy():
+    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.1)
+    return MixtralForCausalLM(config).train()
+
+
+def scaled():
+    return tiny.model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}).eval()
+
+
+def prompt_tuned():
+    return get_peft_model(tiny.model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+
+
+def dropping():
+    return tiny.model(attention_dropout=0.1).train()
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize(
+    ("make", "overrides", "reason"),
+    [
+        (sliding, {}, "DynamicSlidingWindowLayer"),
+        (noisy, {}, "router is noisy"),
+        (scaled, {}, "longest row"),
+        (prompt_tuned, {}, "learned prompt"),
+        (dropping, {}, "dropout"),
+        (tiny.model, {"num_beams": 2}, "beam"),
+        (tiny.model, {"cache_implementation": "static"}, "StaticCache"),
+        (tiny.model, {"use_cache": False}, "use_cache"),
+        (tiny.model, {"forced_eos_token_id": 3}, "ForcedEOSTokenLogitsProcessor"),
+        (tiny.model, {"max_time": 60.0}, "MaxTimeCriteria"),
+    ],
+    ids=["sliding", "jitter", "rope", "prompt", "dropout", "beams", "static", "no-cache", "processor", "criterion"],
+)
+def test_what_it_cannot_do_exactly_is_left_to_generate(make, overrides, reason, caplog):
+    torch.manual_seed(0)
+    model, inputs = make(), prompts([5, 5, 8])
+    config = settings(max_new_tokens=6, disable_compile=True, **overrides)
+    torch.manual_seed(1)
+    stock = model.generate(**inputs, generation_config=config)
+    engine = Grouped()
+    for _ in range(2):
+        torch.manual_seed(1)
+        with caplog.at_level("WARNING"), engine.generating(model):
+            assert torch.equal(model.generate(**inputs, generation_config=config), stock)
+    assert caplog.text.count("rollouts by transformers' own generate") == 1
+    assert reason in engine.refusal
+    with pytest.raises(Unsupported, match=reason), Grouped(required=True).generating(model):
+        model.generate(**inputs, generation_config=config)
+
+
+def test_attention_with_an_extra_term_is_left_to_generate(monkeypatch):
+    """Found out at the second token only: the rollout starts anew."""
+    model, inputs, config = tiny.model().eval(), prompts([5, 5]), settings(max_new_tokens=6)
+    monkeypatch.setattr(transformers_engine, "store_for", lambda *_: prompt_cache.Shared)
+    for name, options in (("softcap", {"softcap": 30.0}), ("own", {})):
+        forward = LlamaAttention.forward
+
+        def changed(self, *args, options=options, forward=forward, **kwargs):
+            cache = kwargs["past_key_values"]
+            if not options and isinstance(cache.layers[0], prompt_cache.PromptLayer):  # an attention of its own
+                cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), self.layer_idx)
+                return torch.zeros(2, 1, 32), None
+            return forward(self, *args, **kwargs, **(options if cache.get_seq_length() else {}))
+
+        with monkeypatch.context() as patched:
+            if options:
+                patched.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", eager_attention_forward)
+            patched.setattr(LlamaAttention, "forward", changed)
+            engine = Grouped()
+            with engine.generating(model):
+                ours = model.generate(**inputs, generation_config=config)
+            assert torch.equal(ours, model.generate(**inputs, generation_config=config)), name
+            assert engine.refusal in ("its attention takes softcap", "its attention is not to be replaced")
+        assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny.model().eval()
+    before = set(vars(model))
+    with pytest.raises(ZeroDivisionError), Grouped().generating(model):
+        raise ZeroDivisionError
+    assert set(vars(model)) == before
+    assert model.generate.__func__ is LlamaForCausalLM.generate
+
+
+# In the trainer.
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "used"),
+    [
+        ({}, True),
+        ({"rollout_engine": "grouped", "loss_defaults": "trl", "scale_rewards": "group"}, True),
+        ({"rollout_engine": "generate"}, False),
+        ({"loss_defaults": "trl"}, False),
+        ({"gradient_checkpointing": True}, True),
+        ({"generation_kwargs": {"num_beams": 2}}, False),
+    ],
+)
+def test_the_trainer_takes_the_engine_that_is_set(overrides, used, model_path, tmp_path, monkeypatch):
+    calls, decode = itertools.count(), transformers_engine._Batch.completed
+    monkeypatch.setattr(transformers_engine._Batch, "completed", lambda self: (next(calls), decode(self))[1])
+    trainer = build(model_path, tmp_path, **overrides)
+    trainer.train()
+    assert next(calls) == (2 if used else 0)
+
+
+@pytest.mark.parametrize("sharding", ["is_deepspeed_zero3_enabled", "is_fsdp_managed_module"])
+def test_sharded_weights_are_left_to_generate(sharding, monkeypatch):
+    """Their forwards are collective: all processes must make as many, which `generate` sees to."""
+    monkeypatch.setattr(transformers_engine, sharding, lambda *_: True)
+    with pytest.raises(Unsupported, match="sharded"):
+        check_model(tiny.model())
+
+
+def test_a_model_that_the_trainer_shards_or_compiles_is_left_to_generate():
+    for fsdp, compiled, reason in ((True, False, "sharded"), (False, True, "compiled")):
+        args = {"use_vllm": False, "use_transformers_continuous_batching": False, "torch_compile": compiled}
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(**args, rollout_engine_resolved="grouped"), is_fsdp_enabled=fsdp
+        )
+        with pytest.raises(Unsupported, match=reason):
+            engine_for(trainer)
+        trainer.args.rollout_engine_resolved = "auto"
+        assert reason in engine_for(trainer).__self__.refusal
+
+
+def test_an_engine_that_is_required_and_cannot_says_so(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, rollout_engine="grouped", generation_kwargs={"num_beams": 2})
+    with pytest.raises(Unsupported, match=r"rollout_engine='grouped'.*beam.*Set rollout_engine: auto"):
+        trainer.train()
+
+
+def test_an_engine_that_does_not_exist_is_named_with_its_cure(model_path, tmp_path):
+    with pytest.raises(ConfigError, match=r"rollout_engine='groped'.*Did you mean 'grouped'"):
+        build(model_path, tmp_path, rollout_engine="groped")
+
+
+def test_a_model_with_an_attention_of_its_own_keeps_its_copies():
+    """Falcon does not take its attention from transformers' interface, whatever its configuration says."""
+    sizes = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")}
+    model = FalconForCausalLM(FalconConfig(**sizes, pad_token_id=0, eos_token_id=1, initializer_range=0.3)).eval()
+    prompt = torch.randint(3, 41, (1, prompt_cache.SHARED_FROM + 4), generator=torch.Generator().manual_seed(0))
+    ids = prompt.expand(4, -1)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 4}
+    expected = model.generate(input_ids=ids, **options)
+    with Grouped(required=True).generating(model):
+        assert torch.equal(model.generate(input_ids=ids, **options), expected)
+
+
+def test_an_adapter_that_begins_later_is_left_to_generate():
+    adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5])
+    with pytest.raises(Unsupported, match="a token of each completion"):
+        check_model(get_peft_model(tiny.model(), adapter))

@@ -1,0 +1,53 @@
+"""Steps with shared prompts, run by accelerate: `shared_rank.py MODEL OUTPUT ROWS_PER_DEVICE SHARED_PREFIX`."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+warnings.filterwarnings("ignore")
+torch.set_num_threads(1)
+
+from test_trainer import build, scripted_rollout, unit_interval  # noqa: E402
+
+from grpo_ext.train import leave_process_group  # noqa: E402
+
+CASES = {
+    "whole groups": {"beta": 0.05, "entropy_coef": 0.01},
+    "silent groups": {"beta": 0.0},
+    "groups over two micro-batches": {"beta": 0.05, "gradient_accumulation_steps": 2},
+}
+
+
+def half_silent(prompts, completions, **_):
+    """No signal for every other prompt."""
+    scores = unit_interval(completions)
+    return [score * (int(prompt.rstrip(":")[1:]) % 2) for prompt, score in zip(prompts, scores, strict=True)]
+
+
+def main(model: str, output: str, rows: str, shared: str) -> None:
+    for name, settings in CASES.items():
+        parts = settings.get("gradient_accumulation_steps", 1)
+        fixed = {
+            "per_device_train_batch_size": int(rows) // parts,
+            "num_generations": 8,
+            "loss_type": "grpo",
+            "shared_prefix": shared,
+            "optim": "sgd",
+            "learning_rate": 0.02,
+            "max_grad_norm": 0.0,
+            "max_steps": 2,
+        }
+        trainer = build(model, Path(output) / name, [half_silent], rollout=scripted_rollout, **fixed, **settings)
+        trainer.train()
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if trainer.accelerator.is_main_process:
+            log = [entry for entry in trainer.state.log_history if "reward" in entry]
+            torch.save({"weights": weights, "log": log, "shared": trainer.sharing.possible}, f"{output}/{name}.pt")
+    leave_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,76 @@
+"""Two real accelerate processes: the same gradient as one process with the same global batch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parents[2] / "builders"
+sys.path.insert(0, str(TESTS))
+import tiny  # noqa: E402
+
+SCRIPT = Path(__file__).parent / "one_step.py"
+CONFIG = TESTS.parent / "recipes" / "accelerate_configs" / "cpu_ddp.yaml"
+LOSSES = ["grpo", "deepseek_v3", "beta_bnpo", "minimind", "dapo", "rloo"]
+
+
+def run(command: list[str], **environment: str) -> str:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    model = tiny.save(folder / "model")
+    one, two = folder / "one", folder / "two"
+    run([sys.executable, str(SCRIPT), model, str(one), "16", *LOSSES])
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG)]
+    run([*launch, str(SCRIPT), model, str(two), "8", *LOSSES])
+    return {name: [torch.load(side / f"{name}.pt") for side in (one, two)] for name in LOSSES} | {"start": model}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_two_processes_make_the_same_step_as_one(name, results):
+    """Groups of 8 over devices of 8 rows in one run, and over both devices' 16 rows in the other."""
+    one, two = results[name]
+    start = torch.cat([p.detach().flatten() for p in tiny.load(results["start"]).parameters()])
+    moved = (one["weights"] - start).abs().max().item()
+    assert moved > 1e-4
+    torch.testing.assert_close(two["weights"], one["weights"], rtol=0, atol=2e-5 * max(1.0, moved))
+    for mine, theirs in zip(one["log"], two["log"], strict=True):
+        for key in ("loss", "reward", "kl", "entropy", "advantages/zero_variance_groups", "log_ratio/clamped_frac"):
+            assert mine[key] == pytest.approx(theirs[key], abs=1e-4), key
+
+
+def test_a_recipe_trains_under_accelerate_launch(results, tmp_path):
+    """`grpo-ext train --accelerate_config`: two ranks, one output, and a second call that resumes."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"""
+model_name_or_path: {results["start"]}
+dataset_name: reasoning_gym/chain_sum
+dataset_kwargs: {{min_terms: 2, max_terms: 2, size: 64, seed: 1}}
+loss_type: dr_grpo
+reward_funcs: [format, tags, accuracy]
+output_dir: {tmp_path / "out"}
+use_cpu: true
+bf16: false
+gradient_checkpointing: false
+per_device_train_batch_size: 4
+num_generations: 8
+max_completion_length: 8
+max_steps: 2
+save_steps: 1
+""")
+    command = [sys.executable, "-m", "grpo_ext.commands.cli", "train", "--accelerate_config", str(CONFIG)]
+    run([*command, "--config", str(recipe)])
+    assert (tmp_path / "out" / "checkpoint-2" / "objective.json").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    output = run([*command, "--config", str(recipe), "--max_steps", "3"])
+    assert "Resuming from" in output
+    assert (tmp_path / "out" / "checkpoint-3").exists()

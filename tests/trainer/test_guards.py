@@ -1,0 +1,176 @@
+"""Defects of stock TRL 1.16 that a run with grpo-ext does not meet. Each test fails on stock TRL."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from test_trainer import binary, build, scripted_rollout, weights
+from transformers import AutoModelForCausalLM, OPTConfig, Starcoder2Config
+from trl import GRPOConfig
+
+import tiny
+from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.rollout.empty_completions import without_empty_completions
+from grpo_ext.trainer import guards
+
+SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+def test_the_reference_is_a_copy_of_the_instance_handed_in(model_path, tmp_path):
+    """Stock TRL reloads it from disk: KL .22 at step 0 for a policy changed in memory."""
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    trainer = build(model, tmp_path, beta=0.1, loss_type="grpo", max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+
+
+def test_a_policy_that_was_never_on_disk_has_a_reference_too(tmp_path):
+    trainer = build(tiny.model(), tmp_path, beta=0.1, loss_type="grpo", max_steps=2, learning_rate=0.01)
+    before = weights(trainer.ref_model)
+    trainer.train()
+    assert torch.equal(weights(trainer.ref_model), before)
+    assert not torch.equal(weights(trainer.model), before)
+
+
+def test_the_reference_of_a_model_that_was_trained_before_is_no_alias(model_path, tmp_path):
+    """TRL's fused head stays on an instance; the plain forward of a copy would run the policy's own weights."""
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    build(model, tmp_path, loss_type="grpo", max_steps=1).train()
+    trainer = build(model, tmp_path, beta=0.1, loss_type="grpo", max_steps=3, learning_rate=0.02)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    before = trainer.ref_model(input_ids=ids).logits
+    trainer.train()
+    log = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+    assert log[0] == pytest.approx(0.0, abs=1e-6)
+    assert log[-1] > 1e-4
+    assert torch.equal(trainer.ref_model(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize(("disable", "clipped"), [(None, False), (False, True)])
+def test_dropout_is_off_in_rollouts_and_loss(disable, clipped, model_path, tmp_path, caplog):
+    """With dropout on, ratios differ from 1 although nothing was learned."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
+    settings = {"loss_type": "grpo", "learning_rate": 0.0, "num_iterations": 2, "max_steps": 2, "epsilon": 1e-4}
+    trainer = build(model_path, tmp_path, peft_config=lora, disable_dropout=disable, **settings)
+    trainer.train()
+    seen = max(entry.get("clip_ratio/region_mean", 0) for entry in trainer.state.log_history)
+    assert (seen > 0) == clipped
+    assert ("dropout is active" in caplog.text) == clipped
+
+
+def test_attention_dropout_is_off_too(tmp_path):
+    trainer = build(tiny.model(attention_dropout=0.5), tmp_path)
+    assert all(getattr(m, "attention_dropout", 0.0) == 0.0 for m in trainer.model.modules())
+
+
+def test_a_second_train_call_starts_from_fresh_rollouts(model_path, tmp_path):
+    rollouts = []
+
+    def spy(prompts, trainer):
+        rollouts.append(trainer.state.global_step)
+        return scripted_rollout(prompts, trainer)
+
+    trainer = build(model_path, tmp_path, rollout=spy, num_iterations=4, max_steps=1)
+    trainer.train()
+    trainer.train()
+    assert rollouts == [0, 0]
+
+
+def test_a_dataset_smaller_than_one_generation_is_refused(model_path, tmp_path):
+    """Stock TRL trains 0 steps and reports success."""
+    with pytest.raises(ConfigError, match=r"1 rows, fewer than the 2 prompts .* 8 / num_generations 4.*Add rows"):
+        build(model_path, tmp_path, rows=1)
+
+
+@pytest.mark.parametrize("column", ["prompts", "completions", "trainer_state", "log_metric"])
+def test_columns_that_collide_with_trls_are_refused(column, model_path, tmp_path):
+    dataset = Dataset.from_list([{"prompt": "a1:", column: "x"}] * 16)
+    args = GRPOExtConfig(output_dir=str(tmp_path), **tiny.TRAINING)
+    with pytest.raises(ConfigError, match=column):
+        GRPOExtTrainer(model_path, [tiny.length], args, dataset, processing_class=tiny.tokenizer())
+
+
+def test_two_rewards_of_one_name_are_refused(model_path, tmp_path):
+    """Stock TRL averages them together in its logs."""
+    with pytest.raises(ConfigError, match="'length' stands for 2 rewards"):
+        build(model_path, tmp_path, [tiny.length, tiny.length])
+
+
+def test_evaluate_checks_that_batches_hold_whole_groups(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, per_device_eval_batch_size=6)
+    with pytest.raises(ConfigError, match=r"per_device_eval_batch_size=6.*4 or 8"):
+        trainer.evaluate(tiny.prompts(4))
+
+
+def test_an_empty_completion_does_not_crash(model_path, tmp_path):
+    def rollout(prompts, trainer):
+        output = scripted_rollout(prompts, trainer)
+        output["completion_ids"][1] = []
+        return output
+
+    trainer = build(model_path, tmp_path, rollout=rollout, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert trainer.state.log_history[0]["completions/min_length"] == 1
+
+
+def test_empty_completions_get_an_unknown_log_probability():
+    filled = without_empty_completions(
+        lambda prompts, trainer: {"completion_ids": [[], [5]], "logprobs": [[], [-0.1]]}, eos_token_id=1
+    )([], None)
+    assert filled == {"completion_ids": [[1], [5]], "logprobs": [[None], [-0.1]]}
+
+
+def test_a_tiny_reward_is_not_blown_up_by_gdpo(model_path, tmp_path):
+    """Stock TRL's normalize_then_sum makes an advantage of 1.47 out of it."""
+
+    def noise(completions, **_):
+        return [1e-6 * (i % 4 == 3) for i in range(len(completions))]
+
+    settings = {"multi_objective_aggregation": "normalize_then_sum", "max_steps": 1, "loss_type": "grpo"}
+    trainer = build(model_path, tmp_path, [noise], rollout=scripted_rollout, **settings)
+    trainer.train()
+    assert max(abs(a) for a in trainer._logs["advantages"]) < 0.01
+
+
+def test_gdpo_equals_stock_trls_where_rewards_have_a_spread(model_path, tmp_path):
+    ends = []
+    for settings in ({"loss_defaults": "trl"}, {"loss_defaults": "paper", "epsilon": 0.2}):
+        settings |= {"multi_objective_aggregation": "normalize_then_sum", "max_steps": 1, "loss_type": "grpo"}
+        trainer = build(model_path, tmp_path, [binary, tiny.length], rollout=scripted_rollout, **settings)
+        trainer.train()
+        ends.append(list(trainer._logs["advantages"]))
+    assert ends[0] == pytest.approx(ends[1], abs=1e-5)
+    assert max(ends[0]) > 0.5
+
+
+def test_a_plain_grpo_config_is_refused(model_path, tmp_path):
+    with pytest.raises(TypeError, match="GRPOExtConfig"):
+        GRPOExtTrainer(model_path, [tiny.length], GRPOConfig(str(tmp_path), use_cpu=True, bf16=False), tiny.prompts())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Starcoder2Config(**SMALL, residual_dropout=0.1, embedding_dropout=0.1, attention_dropout=0.1),
+        OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32, dropout=0.1),
+    ],
+    ids=["starcoder2", "opt"],
+)
+def test_dropout_that_is_no_module_is_seen_and_switched_off(config):
+    model = AutoModelForCausalLM.from_config(config).train()
+    ids = torch.arange(2, 12)[None]
+    assert guards.active_dropout(model)
+    assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    guards.switch_dropout_off(model)
+    assert guards.active_dropout(model) == []
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)

@@ -1,0 +1,396 @@
+"""GRPOExtTrainer on a real tiny model: denominators, advantages, terms that TRL's loss honours, checkpoints."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+import tiny
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.objective.losses import losses
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+def scripted_rollout(prompts, trainer):
+    """Completions that depend on nothing but the row's place in the global batch, some cut, some ended."""
+    rank, local = trainer.accelerator.process_index, len(prompts)
+    tokenizer = trainer.processing_class
+    completions = []
+    for i in range(rank * local, (rank + 1) * local):
+        g = torch.Generator().manual_seed(100 + i + 1000 * trainer.state.global_step)
+        length = int(torch.randint(1, 8, (), generator=g))
+        ids = torch.randint(3, len(tiny.WORDS), (length,), generator=g).tolist()
+        completions.append(ids if i % 5 == 0 else [*ids, tokenizer.eos_token_id])
+    return {"prompt_ids": tokenizer(list(prompts))["input_ids"], "completion_ids": completions, "logprobs": None}
+
+
+def build(model, tmp_path, rewards=(tiny.count_a, tiny.length), rows=16, peft_config=None, rollout=None, **settings):
+    args = GRPOExtConfig(output_dir=str(tmp_path), **(tiny.TRAINING | settings))
+    return GRPOExtTrainer(
+        model=model,
+        reward_funcs=list(rewards),
+        args=args,
+        train_dataset=tiny.prompts(rows),
+        processing_class=tiny.tokenizer(),
+        peft_config=peft_config,
+        rollout_func=rollout,
+    )
+
+
+def weights(model) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+def unit_interval(completions, **_):
+    return [min(1.0, sum(c in "aeiou0123456789" for c in completion) / 4) for completion in completions]
+
+
+def binary(completions, **_):
+    return [float("a" in completion or "7" in completion) for completion in completions]
+
+
+# The loss.
+
+
+@pytest.mark.parametrize("name", losses)
+def test_every_loss_trains(name, model_path, tmp_path):
+    trainer = build(model_path, tmp_path, [unit_interval], loss_type=name, beta=0.02, max_steps=3)
+    before = weights(trainer.model)
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(log) == 3
+    assert all(math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"]) for entry in log)
+    assert max(entry["grad_norm"] for entry in log) > 0
+    assert not torch.equal(before, weights(trainer.model))
+    assert "kl" in log[0]
+
+
+SPLITS = {"8x1": (8, 1), "4x2": (4, 2), "2x4": (2, 4), "1x8": (1, 8)}
+
+
+@pytest.mark.parametrize("name", [name for name in losses if name != "bnpo"])
+def test_gradient_does_not_depend_on_the_split(name, model_path, tmp_path):
+    """One SGD step from the same completions, a truncated one among them, however they are split."""
+    ends = {}
+    for split, (rows, accumulation) in SPLITS.items():
+        settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+        settings |= {"mask_truncated_completions": True, "beta": 0.05, "entropy_coef": 0.01}
+        settings |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 1}
+        trainer = build(
+            model_path, tmp_path, [unit_interval], rollout=scripted_rollout, loss_type=name, seed=3, **settings
+        )
+        trainer.train()
+        ends[split] = weights(trainer.model)
+    moved = (ends["8x1"] - weights(AutoModelForCausalLM.from_pretrained(model_path))).abs().max()
+    assert moved > 1e-5
+    for split in SPLITS:
+        assert (ends[split] - ends["8x1"]).abs().max() < 1e-5 * max(1.0, moved), split
+
+
+def test_bnpo_depends_on_the_split_and_says_so(model_path, tmp_path, caplog):
+    ends = []
+    for rows, accumulation in ((8, 1), (2, 4)):
+        settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation, "max_steps": 1}
+        settings |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "loss_type": "bnpo"}
+        trainer = build(model_path, tmp_path, [unit_interval], rollout=scripted_rollout, **settings)
+        trainer.train()
+        ends.append(weights(trainer.model))
+    assert (ends[0] - ends[1]).abs().max() > 1e-5
+    assert "'dapo' does not" in caplog.text
+
+
+def test_denominators_with_several_optimizer_steps_per_generation(model_path, tmp_path):
+    """Stock TRL scales the tokens of the generation to a window; here each window has its own exact count."""
+    trainer = build(
+        model_path,
+        tmp_path,
+        rollout=scripted_rollout,
+        loss_type="dapo",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+    )
+    seen = []
+    compute = trainer._compute_loss
+
+    def spy(model, inputs):
+        totals = trainer._denominators.of(inputs, inputs["completion_mask"], "train")
+        seen.append((int(inputs["completion_mask"].sum()), float(totals.tokens)))
+        return compute(model, inputs)
+
+    trainer._compute_loss = spy
+    trainer.train()
+    assert len(seen) == 4
+    for first, second in (seen[0:2], seen[2:4]):
+        assert first[1] == second[1] == first[0] + second[0]
+    assert seen[0][1] != seen[2][1]
+
+
+def test_truncated_rows_leave_the_denominator(model_path, tmp_path):
+    trainer = build(
+        model_path, tmp_path, rollout=scripted_rollout, loss_type="grpo", mask_truncated_completions=True, max_steps=1
+    )
+    trainer.train()
+    live = sum(int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer._buffered_inputs)
+    assert live < 8
+    assert [int(t.sequences) for t in trainer._denominators.totals] == [live]
+
+
+def test_large_log_ratios_leave_loss_and_gradient_finite(model_path, tmp_path):
+    """Stock TRL returns a finite loss with a NaN gradient."""
+    for name in losses:
+        trainer = build(model_path, tmp_path, [unit_interval], loss_type=name, beta=0.1)
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.model.train()
+        ids = torch.randint(3, len(tiny.WORDS), (6, 9))
+        shift = torch.tensor([100.0, -100.0, 100.0, -100.0, 100.0, -100.0])[:, None].expand(6, 5)
+        inputs = {
+            "prompt_ids": ids[:, :4],
+            "prompt_mask": torch.ones(6, 4, dtype=torch.long),
+            "completion_ids": ids[:, 4:],
+            "completion_mask": torch.ones(6, 5, dtype=torch.long),
+            "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0]),
+            "num_items_in_batch": torch.tensor(30),
+            "old_per_token_logps": -3.0 - shift,
+            "ref_per_token_logps": -3.0 + shift,
+        }
+        loss = trainer._compute_loss(trainer.model, inputs)
+        loss.backward()
+        assert math.isfinite(loss.item()), name
+        assert all(p.grad.isfinite().all() for p in trainer.model.parameters()), name
+        assert trainer._metrics["train"]["log_ratio/clamped_frac"][-1] > 0.9
+
+
+def test_garbage_under_the_mask_never_reaches_the_gradient(model_path, tmp_path):
+    def gradient(garbage):
+        trainer = build(model_path, tmp_path, loss_type="deepseek_v3", beta=0.1)
+        trainer.current_gradient_accumulation_steps = 1
+        ids = torch.randint(3, len(tiny.WORDS), (4, 9), generator=torch.Generator().manual_seed(1))
+        mask = torch.ones(4, 5, dtype=torch.long)
+        mask[:, 3:] = 0
+        old = torch.full((4, 5), -3.0).masked_fill(mask == 0, garbage)
+        inputs = {
+            "prompt_ids": ids[:, :4],
+            "prompt_mask": torch.ones(4, 4, dtype=torch.long),
+            "completion_ids": ids[:, 4:],
+            "completion_mask": mask,
+            "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5]),
+            "num_items_in_batch": torch.tensor(12),
+            "old_per_token_logps": old,
+            "ref_per_token_logps": old - 0.1,
+        }
+        trainer._compute_loss(trainer.model, inputs).backward()
+        return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+    clean = gradient(0.0)
+    assert clean.abs().max() > 0
+    for garbage in (math.nan, math.inf, -math.inf, 1e30):
+        assert torch.equal(gradient(garbage), clean)
+
+
+def test_top_entropy_mask_above_the_limit_of_torch_quantile(model_path, tmp_path):
+    trainer = build(model_path, tmp_path)
+    n = 2**24 + 10
+    entropies = torch.rand(1, n)
+    mask = trainer.get_high_entropy_mask(entropies, torch.ones(1, n), 0.8)
+    assert abs(mask.float().mean().item() - 0.2) < 1e-3
+
+
+def test_mixture_of_experts_aux_loss_is_stock_trls(tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tiny.WORDS), hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4,
+        num_experts_per_tok=2, router_aux_loss_coef=0.5, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    ends = []
+    for cls, args_cls, extra in (
+        (GRPOTrainer, GRPOConfig, {}),
+        (GRPOExtTrainer, GRPOExtConfig, {"loss_defaults": "trl"}),
+    ):
+        args = args_cls(output_dir=str(tmp_path), **(tiny.TRAINING | {"loss_type": "dapo", **extra}))
+        trainer = cls(str(tmp_path / "moe"), [tiny.count_a], args, tiny.prompts(), processing_class=tiny.tokenizer())
+        trainer.train()
+        assert trainer.state.log_history[0]["aux_loss"] > 0
+        ends.append(weights(trainer.model))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-5)
+
+
+# Advantages.
+
+
+@pytest.mark.parametrize(("name", "reward"), [("beta_bnpo", binary), ("minimind", tiny.length), ("rloo", tiny.length)])
+def test_the_logged_advantages_are_those_that_train(name, reward, model_path, tmp_path):
+    trainer = build(model_path, tmp_path, [reward], rollout=scripted_rollout, loss_type=name, max_steps=1)
+    trainer.train()
+    trained = torch.cat([batch["advantages"] for batch in trainer._buffered_inputs])
+    logged = torch.tensor(list(trainer._logs["advantages"]))
+    assert sorted(trained.tolist()) == pytest.approx(sorted(logged.tolist()))
+    rewards = torch.tensor(list(trainer._logs["rewards"][reward.__name__]), dtype=torch.float64).view(-1, 4)
+    expected = trainer.objective.advantages(rewards[..., None], torch.ones(1, dtype=torch.float64)).flatten()
+    assert logged.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert expected.abs().max() > 0.1
+
+
+def test_beta_parameters_are_logged_and_the_window_survives_a_checkpoint(model_path, tmp_path):
+    settings = {"loss_type": "beta_bnpo", "advantage_kwargs": {"window": 3}, "save_strategy": "steps", "save_steps": 1}
+    first = build(model_path, tmp_path, [unit_interval], max_steps=2, **settings)
+    first.train()
+    entry = first.state.log_history[0]
+    assert {"advantages/beta_alpha", "advantages/beta_beta", "advantages/beta_degenerate"} <= set(entry)
+    assert len(first._history) == 2
+    saved = json.loads((tmp_path / "checkpoint-2" / "objective.json").read_text())
+    assert saved["loss_type"] == "beta_bnpo"
+    assert saved["advantage_kwargs"] == {"window": 3}
+
+    second = build(model_path, tmp_path, [unit_interval], max_steps=3, **settings)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert second.state.global_step == 3
+    assert len(second._history) == 2
+    torch.testing.assert_close(second._history[0], first._history[1])
+
+
+def test_partial_none_is_left_out_of_the_weighted_sum(model_path, tmp_path):
+    """Stock TRL counts it as a reward of 0."""
+
+    def sometimes(completions, **_):
+        return [None if i % 2 else 4.0 for i in range(len(completions))]
+
+    def always(completions, **_):
+        return [4.0] * len(completions)
+
+    trainer = build(model_path, tmp_path, [always, sometimes], loss_type="grpo", max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == pytest.approx(8.0)
+    assert trainer.state.log_history[0]["advantages/zero_variance_groups"] == 1.0
+    assert set(trainer._logs["advantages"]) == {0.0}
+    stock = build(model_path, tmp_path, [always, sometimes], loss_type="grpo", max_steps=1, missing_rewards="zero")
+    stock.train()
+    assert stock.state.log_history[0]["reward"] == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("defaults", ["paper", "trl"])
+def test_an_infinite_reward_is_unscorable(defaults, model_path, tmp_path, caplog):
+    """Stock TRL trains on advantages of 3e38 and logs a loss of 0."""
+
+    def exploding(completions, **_):
+        return [math.inf if i == 0 else float(i % 3) for i in range(len(completions))]
+
+    trainer = build(
+        model_path,
+        tmp_path,
+        [exploding],
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        loss_defaults=defaults,
+        max_steps=1,
+    )
+    trainer.train()
+    assert weights(trainer.model).isfinite().all()
+    assert max(abs(a) for a in trainer._logs["advantages"]) <= 2
+    assert "'exploding' returned 1 infinite" in caplog.text
+
+
+def test_kl_in_the_reward(model_path, tmp_path):
+    """RLOO: the total is lowered by beta times the summed k1 before the baseline is taken."""
+    settings = {"loss_type": "rloo", "beta": 0.5, "num_iterations": 1, "max_steps": 2, "learning_rate": 0.01}
+    trainer = build(model_path, tmp_path, [binary], rollout=scripted_rollout, **settings)
+    penalties, totals = [], []
+    reward_kl, advantages = trainer._reward_kl, trainer._advantages
+
+    def spy_kl(output, mode):
+        penalties.append(reward_kl(output, mode))
+        return penalties[-1]
+
+    def spy_advantages(rewards, weights, total, mode):
+        totals.append((rewards, advantages(rewards, weights, total, mode)))
+        return totals[-1][1]
+
+    trainer._reward_kl, trainer._advantages = spy_kl, spy_advantages
+    trainer.train()
+    assert penalties[0].abs().max() < 1e-5
+    assert penalties[1].abs().max() > 1e-3
+    rewards = torch.tensor(list(trainer._logs["rewards"]["binary"]), dtype=torch.float64).view(-1, 4)
+    total = rewards - 0.5 * penalties[1].view(-1, 4)
+    torch.testing.assert_close(totals[1][0].squeeze(-1), total)
+    torch.testing.assert_close(totals[1][1], 4 / 3 * (total - total.mean(dim=1, keepdim=True)))
+
+
+def test_evaluation_uses_its_own_number_of_generations(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, loss_type="beta_bnpo", rewards=[binary], num_generations_eval=2)
+    trainer.train()
+    before = list(trainer._history)
+    metrics = trainer.evaluate(tiny.prompts(4))
+    assert math.isfinite(metrics["eval_loss"])
+    assert list(trainer._history) == before
+
+
+# The sampler.
+
+
+def test_a_rollout_function_without_log_probabilities_leaves_nothing_to_compare(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, rollout=scripted_rollout, max_steps=1)
+    trainer._drift = SimpleNamespace(due=False)  # where a trainer with vLLM has a DriftCheck
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert not trainer._drift.due
+
+
+# PEFT.
+
+
+@pytest.fixture
+def lora():
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.3)
+
+
+def test_lora_trains_adapters_against_the_base_model(model_path, tmp_path, lora):
+    trainer = build(
+        model_path, tmp_path, peft_config=lora, beta=0.1, loss_type="grpo", max_steps=3, learning_rate=0.05
+    )
+    base = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora" not in n}
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "kl" in entry]
+    assert log[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert log[-1]["kl"] > 1e-5
+    for name, parameter in trainer.model.named_parameters():
+        if "lora" not in name:
+            assert torch.equal(parameter, base[name]), name
+    assert any(p.abs().max() > 0 for n, p in trainer.model.named_parameters() if "lora_B" in n)
+
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "saved"))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    trainer.model.eval()
+    expected = trainer.model.get_base_model()(input_ids=ids).logits
+    torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pretrained_adapter_is_its_own_reference(model_path, tmp_path, lora):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_path), lora)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    trainer = build(model, tmp_path, beta=0.1, loss_type="grpo", max_steps=1)
+    assert isinstance(trainer.model, PeftModel)
+    assert "ref" in trainer.model.peft_config
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_saved_model_loads_with_plain_transformers(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, loss_type="dr_grpo")
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = AutoModelForCausalLM.from_pretrained(str(tmp_path / "saved"))
+    assert torch.equal(weights(loaded), weights(trainer.model))

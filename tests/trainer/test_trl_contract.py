@@ -1,0 +1,124 @@
+"""What grpo-ext relies on in TRL, pinned: a new TRL fails here, in one place, before anything subtle goes wrong.
+
+After reading what changed: `python tests/test_trl_contract.py` prints the new table.
+"""
+
+import hashlib
+import inspect
+
+import pytest
+import trl
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer, utils
+
+from grpo_ext import GRPOExtTrainer
+from grpo_ext.rollout.vllm.client import Client
+from grpo_ext.rollout.vllm.generation import Generation
+
+CONTRACT = {
+    "GRPOTrainer.__init__": "18f01b7a46c9544b",
+    "GRPOTrainer._calculate_rewards": "736ae29b083840b5",
+    "GRPOTrainer._compute_loss": "80295546bbdbf6f7",
+    "GRPOTrainer._generate": "2a27fdf8f5e6f356",
+    "GRPOTrainer._generate_and_score_completions": "1fa48922792dcd5c",
+    "GRPOTrainer._generate_single_turn": "e0f02e4fc094cefd",
+    "GRPOTrainer._get_per_token_logps_and_entropies": "ea73c3909275851d",
+    "GRPOTrainer._load_optimizer_and_scheduler": "5c1772becdfd7fdb",
+    "GRPOTrainer._prepare_inputs": "f824e7fb07147956",
+    "GRPOTrainer._save_checkpoint": "ec91bde123649111",
+    "GRPOTrainer.get_high_entropy_mask": "ce6e86287bac23d6",
+    "GRPOTrainer.get_off_policy_mask": "8ee1e196461141a7",
+    "utils.add_fused_lm_head": "422d009f04b66659",
+    "utils.create_model_from_path": "5a78af7066b90c38",
+    "utils.disable_dropout_in_model": "7e551ab8e455d5c5",
+    "utils.nanmax": "3a1321313d7be8b6",
+    "utils.nanmin": "1b3edb64304e73f6",
+    "utils.nanstd": "081b874388d813a0",
+    "VLLMClient.__init__": "5d0ecab3e9b8f52b",
+    "VLLMClient._get": "a33e6d43e6be1386",
+    "VLLMClient._post": "6d49fa01931d2298",
+    "VLLMClient.check_server": "1e1fad44d5d4cfd3",
+    "VLLMClient.get_server_info": "45488d3788dca516",
+    "VLLMClient.generate": "63635cf59ca8bb70",
+    "VLLMClient.init_communicator": "5cbce8e8cedbad5c",
+    "VLLMClient._start_weight_update": "c6ec295b8c2c09f9",
+    "VLLMClient._finish_weight_update": "639f600c219ad0da",
+    "VLLMClient.update_named_params": "6acaa216cc7e2174",
+    "VLLMClient.close_communicator": "70cd79521a6987bb",
+    "VLLMGeneration.__init__": "3b2cda6d35bb97b4",
+    "VLLMGeneration._init_vllm": "0e584002e0f6a9c0",
+    "VLLMGeneration._fix_param_name_to_vllm": "c42c3965795e12dc",
+    "VLLMGeneration._iter_named_params": "baab615d5c7bc3e1",
+    "VLLMGeneration.sync_weights": "63d669fb32304ff5",
+    "VLLMGeneration.generate": "2d2ac2be5b1309c4",
+    "ChunkedLogProbFunction.forward": "1d8220b44273cdf3",
+    "GRPOConfig.__post_init__": "e833cd8d6b4619ad",
+    "TrlParser.set_defaults_with_config": "6ca8d6b566990510",
+}
+
+
+def targets() -> dict[str, object]:
+    methods = (
+        "__init__",
+        "_calculate_rewards",
+        "_compute_loss",
+        "_generate",
+        "_generate_and_score_completions",
+        "_generate_single_turn",
+        "_get_per_token_logps_and_entropies",
+        "_load_optimizer_and_scheduler",
+        "_prepare_inputs",
+        "_save_checkpoint",
+        "get_high_entropy_mask",
+        "get_off_policy_mask",
+    )
+    functions = ["add_fused_lm_head", "create_model_from_path", "disable_dropout_in_model"]
+    functions += ["nanmax", "nanmin", "nanstd"]
+    found = {f"GRPOTrainer.{name}": getattr(trl.GRPOTrainer, name) for name in methods}
+    found |= {f"utils.{name}": getattr(utils, name) for name in functions}
+    for theirs, ours in ((VLLMClient, Client), (VLLMGeneration, Generation)):
+        for name, function in vars(theirs).items():
+            if inspect.isfunction(function) and name in (*vars(ours), "_fix_param_name_to_vllm"):
+                found[f"{theirs.__name__}.{name}"] = function
+    found["ChunkedLogProbFunction.forward"] = utils._ChunkedLogProbFunction.forward
+    found["GRPOConfig.__post_init__"] = trl.GRPOConfig.__post_init__
+    found["TrlParser.set_defaults_with_config"] = trl.TrlParser.set_defaults_with_config
+    return found
+
+
+def fingerprint(function) -> str:
+    """Hash of the source, the signature included."""
+    return hashlib.sha256(inspect.getsource(inspect.unwrap(function)).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", targets())
+def test_trl_is_the_one_that_was_read(name):
+    now = fingerprint(targets()[name])
+    assert now == CONTRACT[name], (
+        f"{name} has changed: read it against grpo_ext.trainer.grpo_trainer, then print the table anew"
+    )
+
+
+OVERRIDDEN = [name.partition(".")[2] for name in targets() if name.partition(".")[2] in vars(GRPOExtTrainer)]
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_an_override_takes_what_trl_passes(name):
+    theirs = list(inspect.signature(getattr(trl.GRPOTrainer, name)).parameters)
+    ours = inspect.signature(getattr(GRPOExtTrainer, name)).parameters
+    named = [p for p, kind in ours.items() if kind.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)]
+    assert named == theirs[: len(named)]
+    assert named == theirs or any(p.kind is p.VAR_KEYWORD for p in ours.values())
+
+
+def test_the_reference_is_created_under_the_name_that_is_replaced():
+    assert grpo_trainer.create_model_from_path is utils.create_model_from_path
+    assert "self.ref_model = create_model_from_path(" in inspect.getsource(trl.GRPOTrainer.__init__)
+
+
+if __name__ == "__main__":
+    print("CONTRACT = {")
+    for key, function in targets().items():
+        print(f'    "{key}": "{fingerprint(function)}",')
+    print("}")
