@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from test_trainer import build, scripted_rollout, weights
 from torch.nn.functional import rms_norm
 from trl.trainer.utils import add_fused_lm_head
 
@@ -24,6 +23,7 @@ from grpo_ext.packing.layout import pack
 from grpo_ext.packing.lm_head import LabelledLogProbs
 from grpo_ext.packing.obstacles import obstacles
 from grpo_ext.packing.policy import PrefixSharing, Size
+from trainers import build, scripted_rollout, weights
 
 TEMPERATURE = 0.7
 COMPLETION = 7

@@ -18,9 +18,9 @@ import faulty
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.containment import contained
 from grpo_ext.rewards.signatures import asks
 from grpo_ext.rewards.workers import pool
-from grpo_ext.trainer import guards
 
 BOTH = pytest.mark.parametrize("workers", [1, 0])
 
@@ -250,10 +250,10 @@ def test_a_column_that_json_cannot_hold_is_saved_as_text(runtime, tmp_path):
 )
 def test_a_plain_function_is_contained_with_its_values(values, reason):
     errors = []
-    reward = guards.contained(lambda completions, **_: values, errors)
+    reward = contained(lambda completions, **_: values, errors)
     assert reward(completions=["a", "b"]) == [None, None]
     assert reason in errors[0]
-    assert guards.contained(lambda completions, **_: (1, None), errors)(completions=["a", "b"]) == [1, None]
+    assert contained(lambda completions, **_: (1, None), errors)(completions=["a", "b"]) == [1, None]
 
 
 def test_a_reward_that_no_row_can_be_scored_by_is_told():

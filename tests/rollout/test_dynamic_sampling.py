@@ -1,18 +1,18 @@
 """Dynamic sampling: which groups are refilled, with what, on whom, and that TRL then sees one ordinary batch."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import IterableDataset
-from test_trainer import build
 
 import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import ConfigError
 from grpo_ext.rollout.dynamic_sampling import FreshPrompts, groups_to_draw, judge_problems, judged, replacements
+from processes import launcher, run
+from trainers import build, number, record
 
 NAN = float("nan")
 
@@ -67,10 +67,6 @@ def test_fresh_prompts_visit_every_row_once_an_epoch_and_resume_anywhere():
 # In the trainer.
 
 
-def number(prompt: str) -> int:
-    return int("".join(c for c in prompt if c.isdigit()))
-
-
 def odd_only(prompts, completions, **_):
     """Completions of an odd prompt score by their length, those of an even prompt all the same."""
     return [len(c) + 0.01 * c.count("a") if number(p) % 2 else 1.0 for p, c in zip(prompts, completions, strict=True)]
@@ -84,22 +80,6 @@ def place(completions, log_extra, solution, **_):
     """Different everywhere; logs a column, which has to follow its row."""
     log_extra("place", solution)
     return [0.1 * i for i in range(len(completions))]
-
-
-class Recorder(GRPOExtTrainer):
-    """Keeps what TRL was given and what it made of it."""
-
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        self.outputs = [*getattr(self, "outputs", []), output]
-        return output
-
-
-def record(model, tmp_path, rewards, rows=64, **settings):
-    args = GRPOExtConfig(output_dir=str(tmp_path), **(tiny.TRAINING | settings))
-    return Recorder(
-        model, list(rewards), args, tiny.prompts(rows), processing_class=tiny.tokenizer()
-    )  # fmt: skip
 
 
 def test_the_batch_that_trains_has_no_dead_group(model_path, tmp_path):
@@ -223,11 +203,7 @@ def test_tools_are_refused(model_path, tmp_path):
 def test_two_processes_settle_on_one_batch(model_path, tmp_path):
     """Groups of 8 over two devices of 12 rows: one group spans both; rows move between the processes."""
     script = Path(__file__).parents[1] / "trainer" / "distributed" / "dynamic_rank.py"
-    sys.path.insert(0, str(script.parent))
-    from distributed.test_two_processes import CONFIG, run
-
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG)]
-    run([*launch, str(script), model_path, str(tmp_path)])
+    run([*launcher(), str(script), model_path, str(tmp_path)])
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
     for step in range(2):
         rows = [row for rank in ranks for row in rank["rows"][step]]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from scipy.stats import chisquare
-from test_trainer import build
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
@@ -40,6 +39,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.rollout import prompt_cache, transformers_engine
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.transformers_engine import Grouped, check_model, distinct, engine_for
+from trainers import build
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 41, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}

@@ -4,14 +4,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from test_trainer import binary, build, scripted_rollout, weights
 from transformers import AutoModelForCausalLM, OPTConfig, Starcoder2Config
 from trl import GRPOConfig
 
 import tiny
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.rollout.empty_completions import without_empty_completions
-from grpo_ext.trainer import guards
+from trainers import binary, build, scripted_rollout, weights
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -169,8 +169,8 @@ def test_a_plain_grpo_config_is_refused(model_path, tmp_path):
 def test_dropout_that_is_no_module_is_seen_and_switched_off(config):
     model = AutoModelForCausalLM.from_config(config).train()
     ids = torch.arange(2, 12)[None]
-    assert guards.active_dropout(model)
+    assert active_dropout(model)
     assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
-    guards.switch_dropout_off(model)
-    assert guards.active_dropout(model) == []
+    switch_dropout_off(model)
+    assert active_dropout(model) == []
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)

@@ -10,9 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-from test_dynamic_sampling import number, record  # noqa: E402
-
 from grpo_ext.train import leave_process_group  # noqa: E402
+from trainers import number, record  # noqa: E402
 
 
 def one_in_three(prompts, completions, **_):

@@ -11,10 +11,9 @@ warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
 
-from test_trainer import build, scripted_rollout, unit_interval, weights  # noqa: E402
-
 import tiny  # noqa: E402
 from grpo_ext.train import leave_process_group  # noqa: E402
+from trainers import build, scripted_rollout, unit_interval, weights  # noqa: E402
 
 
 def main(model: str, output: str, rows: str, *names: str) -> None:

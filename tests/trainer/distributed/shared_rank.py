@@ -10,9 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-from test_trainer import build, scripted_rollout, unit_interval  # noqa: E402
-
 from grpo_ext.train import leave_process_group  # noqa: E402
+from trainers import build, scripted_rollout, unit_interval  # noqa: E402
 
 CASES = {
     "whole groups": {"beta": 0.05, "entropy_coef": 0.01},

@@ -3,21 +3,19 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import faulty
 import tiny
-from distributed.test_two_processes import CONFIG
+from processes import ENVIRONMENT, launcher
 
 SCRIPT = Path(__file__).parent / "faults.py"
 
 
 def launch(model, output, *faults, timeout=500) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG), str(SCRIPT)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command, env = [*launcher(), str(SCRIPT)], os.environ | ENVIRONMENT
     return subprocess.run(
         [*command, str(model), str(output), *faults], capture_output=True, text=True, env=env, timeout=timeout
     )

@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from distributed.shared_rank import CASES
-from distributed.test_two_processes import CONFIG, run
+from processes import CONFIG, launcher, run
 
 SCRIPT = Path(__file__).parent / "shared_rank.py"
 LAUNCHES = {"ddp": CONFIG, "fsdp2": Path(__file__).parent / "fsdp2_cpu.yaml"}
@@ -28,8 +28,7 @@ def plain(model, tmp_path_factory):
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_two_processes_that_share_make_the_step_of_one_that_does_not(launch, model, plain, tmp_path):
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES[launch])]
-    run([*launcher, str(SCRIPT), model, str(tmp_path), "8", "true"])
+    run([*launcher(LAUNCHES[launch]), str(SCRIPT), model, str(tmp_path), "8", "true"])
     start = tiny.load(model).state_dict()
     for case in CASES:
         one, two = torch.load(plain / f"{case}.pt"), torch.load(tmp_path / f"{case}.pt")

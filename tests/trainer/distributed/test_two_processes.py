@@ -1,27 +1,16 @@
 """Two real accelerate processes: the same gradient as one process with the same global batch."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-TESTS = Path(__file__).parents[2] / "builders"
-sys.path.insert(0, str(TESTS))
-import tiny  # noqa: E402
+import tiny
+from processes import CONFIG, launcher, run
 
 SCRIPT = Path(__file__).parent / "one_step.py"
-CONFIG = TESTS.parent / "recipes" / "accelerate_configs" / "cpu_ddp.yaml"
 LOSSES = ["grpo", "deepseek_v3", "beta_bnpo", "minimind", "dapo", "rloo"]
-
-
-def run(command: list[str], **environment: str) -> str:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +19,7 @@ def results(tmp_path_factory):
     model = tiny.save(folder / "model")
     one, two = folder / "one", folder / "two"
     run([sys.executable, str(SCRIPT), model, str(one), "16", *LOSSES])
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG)]
-    run([*launch, str(SCRIPT), model, str(two), "8", *LOSSES])
+    run([*launcher(), str(SCRIPT), model, str(two), "8", *LOSSES])
     return {name: [torch.load(side / f"{name}.pt") for side in (one, two)] for name in LOSSES} | {"start": model}
 
 
