@@ -100,7 +100,8 @@ def test_a_class_of_main_is_named_too(tmp_path):
     """It was told as a death by SIGKILL."""
     code = (
         "import logging, sys; logging.basicConfig(stream=sys.stdout)\n"
-        "from grpo_ext.rewards import RewardSpec, Runtime\n"
+        "from grpo_ext.rewards.composition import RewardSpec\n"
+        "from grpo_ext.rewards.runtime import Runtime\n"
         "class Mine: pass\n"
         "print(Runtime([RewardSpec('c', 'faulty:curious')], workers=1).functions[0](completions=['x'], k=[Mine()]))\n"
     )

@@ -89,7 +89,8 @@ def test_nothing_is_left_behind(runtime):
 def test_a_worker_dies_with_its_parent(tmp_path):
     code = (
         "import os, signal, sys; sys.path.insert(0, os.environ['TESTS'])\n"
-        "from grpo_ext.rewards import RewardSpec, Runtime\n"
+        "from grpo_ext.rewards.composition import RewardSpec\n"
+        "from grpo_ext.rewards.runtime import Runtime\n"
         "r = Runtime([RewardSpec('pid', 'faulty:pid')], workers=1)\n"
         "print(int(r.functions[0](completions=['x'])[0]), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
