@@ -7,7 +7,7 @@ ends with (rows, completions, rewards) is handed to TRL as if it had been genera
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate.utils import gather_object
@@ -146,6 +146,28 @@ class Settled:
         return {name: [row.logged.get(name) for row in self.rows] for name in self.columns}
 
 
+class Generates(Protocol):
+    """A trainer, as far as a batch is made and scored by it."""
+
+    accelerator: Any
+    args: Any
+    environment_factories: Any
+    num_generations: int
+    objective: Any
+    reward_func_names: list[str]
+    reward_weights: Tensor
+    tools: Any
+    train_dataset: Any
+    _metrics: Any
+    _pending_extra_logs: dict[str, Any]
+
+    def _generate(self, prompts: list) -> tuple[Any, ...]: ...
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
+    ) -> Tensor: ...
+
+
 class DynamicSampler:
     """Refills what is dead in a generation batch; the same rounds on every process.
 
@@ -156,7 +178,7 @@ class DynamicSampler:
         ConfigError: an unknown reward, or a trainer whose batches cannot be put together anew.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Generates) -> None:
         """Check that it can be done."""
         self.trainer, self.by = trainer, trainer.args.dynamic_sampling
         self.rounds = trainer.args.dynamic_sampling_max_rounds
@@ -244,7 +266,7 @@ class DynamicSampler:
 _NO_IMAGES = "dynamic_sampling={!r}: batches with images cannot be put together anew. Remove it."
 
 
-def _unfit(trainer: Any) -> Iterator[str]:
+def _unfit(trainer: Generates) -> Iterator[str]:
     by, dataset = trainer.args.dynamic_sampling, trainer.train_dataset
     if trainer.tools or trainer.environment_factories is not None:
         yield f"dynamic_sampling={by!r} with tools or environments: a row cannot take their state along. Remove one."

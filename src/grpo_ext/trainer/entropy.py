@@ -1,6 +1,6 @@
 """Entropy in the loss: bonus, adaptive coefficient, and the tokens of highest entropy."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,8 +16,21 @@ QUANTILE_LIMIT = 2**24
 """Elements beyond which `torch.quantile` gives up."""
 
 
+class HasEntropyBonus(Protocol):
+    """What TRL's trainer keeps of its bonus, and checkpoints: `_entropy_window_stats` is (sum, count) of the step."""
+
+    accelerator: Any
+    args: Any
+    current_gradient_accumulation_steps: Any
+    entropy_coef: float
+    use_adaptive_entropy: bool
+    _entropy_window_stats: Tensor | None
+    _last_world_entropy: float
+    _metrics: Any
+
+
 def entropy_bonus(
-    trainer: Any,
+    trainer: HasEntropyBonus,
     entropies: Float[Tensor, "batch time"],
     mask: Tensor,
     entropy_mask: Tensor | None,
@@ -40,7 +53,7 @@ def entropy_bonus(
     return coefficient * mean
 
 
-def _update_coefficient(trainer: Any, local: Tensor) -> None:
+def _update_coefficient(trainer: HasEntropyBonus, local: Tensor) -> None:
     """At an optimizer step, move the coefficient towards the target entropy. Skywork-OR1, arXiv:2505.22312."""
     args = trainer.args
     if trainer.use_adaptive_entropy:

@@ -1,7 +1,7 @@
 """The drift check of a trainer with vLLM: once after every push, at no forward of its own."""
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,16 @@ NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 """Values that leave the sampler's distribution as it is."""
 
 
-def monitor_for(trainer: Any) -> DriftMonitor:
+class HasSampler(Protocol):
+    """A trainer whose completions come from vLLM."""
+
+    accelerator: Any
+    args: Any
+    vllm_generation: Any
+    _metrics: Any
+
+
+def monitor_for(trainer: HasSampler) -> DriftMonitor:
     """With the tolerance that suits the dtypes of both sides."""
     generation, args = trainer.vllm_generation, trainer.args
     computes = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else generation.policy_dtype
@@ -33,7 +42,7 @@ class DriftCheck:
         due: whether completions have come since the last comparison.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: HasSampler) -> None:
         """For a trainer whose engine is up."""
         self.trainer, self.monitor = trainer, monitor_for(trainer)
         self.due = False
