@@ -9,12 +9,12 @@ import sys
 
 from torch import Tensor
 
-from grpo_ext.objective.losses import register
+from grpo_ext import register_loss
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
 
 
-@register(
+@register_loss(
     "spo",
     paper="SPO, arXiv:2401.16025",
     formula="-(1/B) sum_i (1/n_i) sum_t (r A - |A| (r - 1)^2 / (2 width))",

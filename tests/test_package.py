@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import grpo_ext
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.recipe.parsing import load_recipe
 
@@ -49,6 +50,12 @@ def test_public_names_come_on_first_use():
             print(error)
     """
     assert "no attribute 'GRPOTrainer'" in python(program)
+
+
+def test_every_public_name_is_there_and_on_its_page():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert sorted(grpo_ext.__all__) == sorted(re.findall(r"^\| `(\w+)` \|", page, re.M))
+    assert all(getattr(grpo_ext, name) is not None for name in grpo_ext.__all__)
 
 
 # The wheel.
