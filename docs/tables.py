@@ -136,7 +136,8 @@ def reward_table() -> str:
     """Name, meaning, columns that the dataset must have, options."""
     own = ("prompts", "completions", "completion_ids")
     rows = []
-    for names, function in by_entry(rewards).items():
+    # by module, so that the order does not depend on which was imported first
+    for names, function in sorted(by_entry(rewards).items(), key=lambda entry: entry[1].__module__):
         parameters = inspect.signature(function).parameters.values()
         columns = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in own]
         rows.append((names, summary(function), ", ".join(map(code, columns)), options(function)))

@@ -73,8 +73,9 @@ def wheel(tmp_path_factory) -> Path:
 def test_wheel_holds_the_package_and_the_recipes_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     source = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
-    recipes = {f"grpo_ext/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").rglob("*.yaml")}
-    assert "grpo_ext/recipes/quickstart/grpo.yaml" in recipes
+    packaged = ROOT / "recipes"
+    recipes = {f"grpo_ext/recipe/packaged/{path.relative_to(packaged)}" for path in packaged.rglob("*.yaml")}
+    assert "grpo_ext/recipe/packaged/quickstart/grpo.yaml" in recipes
     assert names >= source | recipes | {"grpo_ext/py.typed"}
     assert {name.split("/")[0] for name in names} == {"grpo_ext", f"grpo_ext-{metadata.version('grpo-ext')}.dist-info"}
     assert not [name for name in names if "test" in Path(name).name or name.endswith(".pyc")]
@@ -177,7 +178,8 @@ def test_a_loss_in_three_steps_as_contributing_says():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     surrogate, row = map(textwrap.dedent, blocks)
     program = f"""
-from grpo_ext import GRPOExtConfig, losses, surrogates
+from grpo_ext import GRPOExtConfig
+from grpo_ext.objective import losses, surrogates
 exec({surrogate!r}, vars(surrogates))
 exec({row!r}, vars(losses))
 config = GRPOExtConfig("out", loss_type="spo", loss_kwargs={{"width": 0.3}}, use_cpu=True, bf16=False)
@@ -192,7 +194,7 @@ print(config.objective.describe())
 def files() -> list[Path]:
     folders = ("src", "tests", "docs", "examples", "recipes", "benchmarks", ".ci")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
-    return [path for path in [*ROOT.iterdir(), *found] if path.is_file()]
+    return [path for path in [*ROOT.iterdir(), *found] if path.is_file() and path.name != ".git"]
 
 
 def test_no_file_names_a_machine():

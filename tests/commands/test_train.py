@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 import tiny
 from grpo_ext import ConfigError
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.train import checkpoint_to_resume, train
+from grpo_ext.train import train
+from grpo_ext.trainer.checkpoints import checkpoint_to_resume
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +82,9 @@ def test_a_half_written_checkpoint_is_passed_over(recipe, tmp_path, caplog):
     broken = tmp_path / "out" / "checkpoint-3"
     broken.mkdir()
     (broken / "trainer_state.json").write_text('{"global_step": 3, ')
-    assert checkpoint_to_resume(load_recipe(arguments)) == str(tmp_path / "out" / "checkpoint-2")
+    assert checkpoint_to_resume(tmp_path / "out", None) == str(tmp_path / "out" / "checkpoint-2")
     assert "checkpoint-3 is incomplete" in caplog.text
-    assert checkpoint_to_resume(load_recipe([*arguments, "--resume_from_checkpoint", "never"])) is None
+    assert checkpoint_to_resume(tmp_path / "out", "never") is None
 
 
 def test_another_objective_does_not_resume(recipe):
@@ -103,7 +104,7 @@ def test_a_killed_run_goes_on(recipe, tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    resumed = checkpoint_to_resume(load_recipe(recipe(max_steps=60)))
+    resumed = checkpoint_to_resume(tmp_path / "out", None)
     last = int(resumed.rpartition("-")[2])
     assert 2 <= last < 60
     trainer = train(load_recipe(recipe(max_steps=last + 2)))

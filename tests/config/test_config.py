@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from trl import GRPOConfig, TrlParser
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.config import checks
+from grpo_ext.config import machine
 from grpo_ext.config.fields import CHOICES, RANGES
-from grpo_ext.config.launch import planned_processes
+from grpo_ext.config.launch import planned_processes, planning, world_size
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -253,20 +253,20 @@ def test_the_processes_of_the_launch_count(monkeypatch):
     settings = {"per_device_train_batch_size": 2, "num_generations": 8, "gradient_accumulation_steps": 2}
     assert "2 x 1 x 2 = 4 completions" in problems(**settings)[0]
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert checks.world_size() == 2
+    assert world_size() == 2
     with planned_processes(None):
-        assert checks.world_size() == 2
+        assert world_size() == 2
     monkeypatch.delenv("WORLD_SIZE")
     with planned_processes(2):
         assert config(**settings).generation_batch_size == 8
     with planned_processes(4):
         assert config(**settings).generation_batch_size == 16
         assert config(**settings, use_vllm=True, vllm_tensor_parallel_size=2).world_size == 4
-    assert checks.planning() is False
+    assert planning() is False
 
 
 def test_a_planned_gpu_is_asked_of_no_machine(monkeypatch):
-    monkeypatch.setattr(checks, "is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr(machine, "is_torch_bf16_gpu_available", lambda: False)
     gpu = {"report_to": "none", "gradient_checkpointing": False}
     with pytest.raises(ConfigError, match="bf16=True: this machine has no GPU"):
         GRPOExtConfig(**gpu)

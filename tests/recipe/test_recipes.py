@@ -11,17 +11,17 @@ import datasets
 import pytest
 import transformers
 import yaml
-from grpo_ext.commands.plan import plan
 
 from grpo_ext.commands import cli
-from grpo_ext.config import checks
-from grpo_ext.config import run as run_checks
+from grpo_ext.commands.check import plan
+from grpo_ext.commands.train import accelerate_config
+from grpo_ext.config import machine
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
 from grpo_ext.recipe.parsing import all_keys, load_recipe
-from grpo_ext.train import checkpoint_to_resume
+from grpo_ext.trainer.checkpoints import checkpoint_to_resume
 
 BAD = sorted((Path(__file__).parent / "bad_recipes").glob("*.yaml"))
 PACKAGED = packaged_recipes()
@@ -55,7 +55,7 @@ def nothing_is_loaded(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def same_on_every_machine(monkeypatch):
-    monkeypatch.setattr(checks, "is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr(machine, "is_torch_bf16_gpu_available", lambda: False)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -74,6 +74,11 @@ def problems(argv: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as error:
         load_recipe(argv)
     return error.value.problems
+
+
+def resumed(argv: list[str]) -> str | None:
+    training = load_recipe(argv).training
+    return checkpoint_to_resume(Path(training.output_dir), training.resume_from_checkpoint)
 
 
 def run(*argv: str) -> int:
@@ -356,10 +361,10 @@ def test_false_and_never_in_any_case_start_afresh(write, tmp_path):
     (tmp_path / "out" / "checkpoint-1").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint-1" / "trainer_state.json").write_text("{}")
     argv = write(output_dir=str(tmp_path / "out"))
-    assert checkpoint_to_resume(load_recipe(argv)) == str(tmp_path / "out" / "checkpoint-1")
+    assert resumed(argv) == str(tmp_path / "out" / "checkpoint-1")
     for word in ("never", "NEVER", "false", "False"):
-        assert checkpoint_to_resume(load_recipe([*argv, "--resume_from_checkpoint", word])) is None
-    assert checkpoint_to_resume(load_recipe(write(output_dir=str(tmp_path), resume_from_checkpoint=False))) is None
+        assert resumed([*argv, "--resume_from_checkpoint", word]) is None
+    assert resumed(write(output_dir=str(tmp_path), resume_from_checkpoint=False)) is None
 
 
 def test_a_false_on_the_command_line_is_yamls(write):
@@ -379,8 +384,8 @@ def test_a_recipe_in_latin_1_is_refused(tmp_path):
 
 
 def test_what_is_not_installed_is_told_where_it_is_to_run(write, monkeypatch):
-    monkeypatch.setattr(run_checks.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(run_checks, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "get_available_reporting_integrations", lambda: ["tensorboard"])
     argv = write(report_to=["wandb", "tensorboard"], optim="adamw_bnb_8bit", use_peft=True, load_in_4bit=True)
     found = problems(argv)
     assert [re.split("[ :]", problem)[0] for problem in found] == [
@@ -502,7 +507,7 @@ def test_train_help_lists_every_key(capsys):
 def test_a_launch_configuration_is_accelerates(name):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    path = cli.accelerate_config(name)
+    path = accelerate_config(name)
     assert path.parent == recipes_folder() / "accelerate_configs"
     config = load_config_from_file(str(path))
     assert config.num_processes == {"single": 1, "cpu_ddp": 2}.get(name, 8)
@@ -510,9 +515,9 @@ def test_a_launch_configuration_is_accelerates(name):
 
 
 def test_other_launch_configurations_are_trls(capsys):
-    assert cli.accelerate_config("fsdp1").name == "fsdp1.yaml"
+    assert accelerate_config("fsdp1").name == "fsdp1.yaml"
     with pytest.raises(SystemExit, match=r"Did you mean .*'zero2'"):
-        cli.accelerate_config("zerro2")
+        accelerate_config("zerro2")
 
 
 def test_cpu_ddp_starts_two_gloo_ranks(tmp_path):
@@ -524,7 +529,7 @@ def test_cpu_ddp_starts_two_gloo_ranks(tmp_path):
         "state.destroy_process_group()\n"
     )
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    config = ["--config_file", str(cli.accelerate_config("cpu_ddp"))]
+    config = ["--config_file", str(accelerate_config("cpu_ddp"))]
     out = subprocess.run([*launch, *config, str(script)], capture_output=True, text=True, timeout=120, check=True)
     assert sorted(out.stdout.split("\n")[:2]) == ["rank 0 of 2 by gloo", "rank 1 of 2 by gloo"]
 
