@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
@@ -23,7 +24,6 @@ from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.trainer.checkpoints import checkpoint_to_resume
 
-BAD = sorted((Path(__file__).parent / "bad_recipes").glob("*.yaml"))
 PACKAGED = packaged_recipes()
 WITH_RECIPES = ("grpo", "deepseek_v3", "bnpo", "beta_bnpo", "dr_grpo", "minimind", "dapo", "gspo")
 SOUND = {
@@ -90,30 +90,42 @@ def run(*argv: str) -> int:
 # Bad recipes.
 
 
-def expected(path: Path) -> tuple[str, list[str]]:
-    """`expect` or `warn`, and what the message must contain."""
-    kind, _, needles = path.read_text().splitlines()[0].removeprefix("# ").partition(": ")
-    return kind, needles.split("; ")
+@dataclass(frozen=True)
+class BadRecipe:
+    """A case of bad_recipes.yaml, which says what each key means."""
+
+    recipe: dict = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    text: str = ""
+    refused: tuple[str, ...] = ()
+    warned: tuple[str, ...] = ()
+
+    def written(self) -> str:
+        values = {key: value for key, value in (SOUND | self.recipe).items() if key not in self.without}
+        return self.text or yaml.safe_dump(values, sort_keys=False)
 
 
-@pytest.mark.parametrize("path", BAD, ids=lambda p: p.stem)
-def test_a_bad_recipe_is_answered_by_one_helpful_sentence(path, caplog):
-    kind, needles = expected(path)
-    if kind == "expect":
+BAD = {name: BadRecipe(**case) for name, case in read_yaml(Path(__file__).parent / "bad_recipes.yaml").items()}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_recipe_is_answered_by_one_helpful_sentence(name, tmp_path, caplog):
+    bad, path = BAD[name], tmp_path / "recipe.yaml"
+    path.write_text(bad.written())
+    if bad.refused:
         messages = problems(["--config", str(path)])
     else:
         load_recipe(["--config", str(path)])
         messages = [r.getMessage() for r in caplog.records if r.name.startswith("grpo_ext")]
     assert len(messages) == 1, messages
-    assert not [needle for needle in needles if needle not in messages[0]], messages[0]
-    assert kind in ("expect", "warn")
-    assert all(needles)
+    assert not [word for word in (*bad.refused, *bad.warned) if word not in messages[0]], messages[0]
 
 
 def test_the_bad_recipes_cover_what_they_should():
-    kinds = [expected(path)[0] for path in BAD]
-    assert kinds.count("expect") > 100
-    assert kinds.count("warn") > 15
+    assert all(bool(bad.refused) != bool(bad.warned) for bad in BAD.values())
+    assert all(word for bad in BAD.values() for word in (*bad.refused, *bad.warned))
+    assert sum(bool(bad.refused) for bad in BAD.values()) > 100
+    assert sum(bool(bad.warned) for bad in BAD.values()) > 15
 
 
 def test_what_the_bad_recipes_are_made_of_is_sound(write, caplog):
