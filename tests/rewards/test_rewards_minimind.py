@@ -1,6 +1,8 @@
 """MiniMind's composite rewards against values worked out by hand."""
 
 import math
+import random
+import re
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,14 @@ from hypothesis import strategies as st
 
 from grpo_ext.errors import UnknownNameError
 from grpo_ext.rewards.catalogue import rewards
-from grpo_ext.rewards.library.minimind import minimind_format, minimind_lengths, minimind_repetition, minimind_tags
+from grpo_ext.rewards.library.minimind import (
+    minimind_format,
+    minimind_lengths,
+    minimind_repetition,
+    minimind_tags,
+    one_question,
+)
+from grpo_ext.rewards.library.text import TAGS
 from grpo_ext.rewards.models.scoring import blend, clipped_score
 
 minimind, minimind_current = rewards["minimind"], rewards["minimind_current"]
@@ -29,9 +38,11 @@ TABLE = [
     (GOOD, -9.0, -9.0, -1.5, 0.25 - 3.0),
     (GOOD, 9.0, -9.0, 1.5 + 1.2 - 1.8, 0.25 - 3.0),
     (GOOD, -9.0, 1.0, 1.5 - 1.2 + 0.6, 0.25 + 1.0),
+    # one newline may follow, as in MiniMind
+    (GOOD + "\n", 1.0, 2.0, 1.5 + 1.6, 0.25 + 2.0),
     # layout broken, tags right: 1 + .4 f + .6 a
+    (GOOD + "\n\n", 1.0, 2.0, 1.0 + 1.6, 0.25 + 2.0),
     ("<think>\nreason\n</think>\n\n\n<answer>\n42\n</answer>", 1.0, 2.0, 1.0 + 1.6, 0.25 + 2.0),
-    (GOOD + "\n", 1.0, 2.0, 1.0 + 1.6, 0.25 + 2.0),
     (GOOD + " and more", 1.0, 2.0, 1.0 + 1.6, 0.25 + 2.0),
     ("well: " + GOOD, 1.0, 2.0, 1.0 + 1.6, 0.25 + 1.0 + 0.5 + 2.0),  # thinking is 20 characters now: 1 for -.5
     (ALL_TAGS, 1.0, 2.0, 1.0 + 1.6, 0.25 + 2.0),
@@ -44,11 +55,17 @@ TABLE = [
     ("<think>\nreason\n</think>\n42", 1.0, 2.0, 0.5 + 1.0, 0.25 + 2.0),
     ("forty-two", 1.0, 2.0, 1.0, -0.5 + 2.0),
     ("", 1.0, 2.0, 1.0, -0.5 + 2.0),
-    # duplicated and nested tags: only the tags that occur once count, and the layout is lost
-    (GOOD + GOOD, 1.0, 2.0, 1.6, 0.5 - 0.5 - 0.25 - 6 / 22 + 2.0),  # the answer block comes twice: 6 of 22 trigrams
-    ("<think>\n<think>\nr\n</think>\n</think>\n<answer>\n42\n</answer>", 1.0, 2.0, 0.5 + 1.6, 0.5 - 0.5 - 0.25 + 2.0),
+    # duplicated and nested tags: only the tags that occur once count; the layout is kept, as in MiniMind
+    (
+        GOOD + GOOD,
+        1.0,
+        2.0,
+        0.5 + 1.6,
+        0.5 - 0.5 - 0.25 - 6 / 22 + 2.0,
+    ),  # the answer block comes twice: 6 of 22 trigrams
+    ("<think>\n<think>\nr\n</think>\n</think>\n<answer>\n42\n</answer>", 1.0, 2.0, 1.0 + 1.6, 0.5 - 0.5 - 0.25 + 2.0),
     # trigrams "< answer >", "< / answer", "/ answer >", "answer > <" come twice among the 13 of the answer
-    ("<think>\nr\n</think>\n<answer>\n<answer>\n42\n</answer>\n</answer>", 1.0, 2.0, 0.5 + 1.6, 0.25 - 4 / 13 + 2.0),
+    ("<think>\nr\n</think>\n<answer>\n<answer>\n42\n</answer>\n</answer>", 1.0, 2.0, 1.0 + 1.6, 0.25 - 4 / 13 + 2.0),
     # contents empty: the layout asks for the newlines only
     ("<think>\n\n</think>\n<answer>\n42\n</answer>", 1.0, 2.0, 1.5 + 1.6, 0.25 + 2.0),
     ("<think>\n</think>\n<answer>\n42\n</answer>", 1.0, 2.0, 1.0 + 1.6, 0.25 + 2.0),
@@ -128,7 +145,8 @@ def test_the_scorer_sees_chats_of_prompt_and_reply_in_one_call():
     ]
     calls.clear()
     minimind_current(prompts=[prompt], completions=[reply], scorer=lambda c: calls.append(c) or [0.0] * len(c))
-    assert calls == [[[*prompt, {"role": "assistant", "content": "<answer>\n42\n</answer>"}]]]
+    question = {"role": "user", "content": "system: s\n以上是对话历史。我的新问题是：\nq"}  # noqa: RUF001
+    assert calls == [[[question, {"role": "assistant", "content": "<answer>\n42\n</answer>"}]]]
 
 
 def test_the_scorer_may_be_a_path(tmp_path, monkeypatch):
@@ -151,6 +169,7 @@ def test_a_scorer_that_miscounts_is_an_error(version):
     [
         (minimind, {"score_clip": 0.0}, "score_clip=0.0"),
         (minimind, {"answer_weight": 1.5}, "answer_weight=1.5"),
+        (minimind, {"strict": True, "reasoning": False}, "strict=True, reasoning=False"),
         (minimind_current, {"score_clip": NAN}, "score_clip=nan"),
         (minimind_current, {"n": 0}, "n=0"),
         (minimind_current, {"repetition_cap": -0.5}, "repetition_cap=-0.5"),
@@ -162,7 +181,9 @@ def test_options_out_of_range_are_errors(version, options, words):
 
 
 def test_the_parts_by_hand():
-    assert [minimind_format(t) for t in (GOOD, BLANK, ALL_TAGS, GOOD + "\n", GOOD + GOOD)] == [0.5, 0.5, 0, 0, 0]
+    texts = (GOOD, BLANK, ALL_TAGS, GOOD + "\n", GOOD + GOOD)
+    assert [minimind_format(t) for t in texts] == [0.5, 0.5, 0, 0.5, 0.5]
+    assert [minimind_format(t, strict=True) for t in texts] == [0.5, 0.5, 0, 0, 0]
     assert [minimind_tags(t) for t in (GOOD, GOOD + GOOD, "<think></think></think>", "")] == [1.0, 0, 0.25, 0]
     assert [clipped_score(s) for s in (-4, -3, 0.5, 3, 4, None, NAN, -INF)] == [-3, -3, 0.5, 3, 3, None, None, None]
     assert blend(1.0, 2.0) == pytest.approx(1.6)
@@ -172,6 +193,52 @@ def test_the_parts_by_hand():
     assert minimind_repetition("a a a") == 0.0
     assert minimind_repetition("A, a, A, a,") == pytest.approx(0.5)  # 8 tokens, 6 trigrams, 2 unique: min(.5, 4/6)
     assert minimind_repetition("a b") == 0.0
+
+
+def widely_read(text):
+    """Format and tags of jingyaogong/minimind, trainer/train_grpo.py, before 24 March 2026."""
+    one, two = (rf"^<think>\n.*?\n</think>\n{blank}<answer>\n.*?\n</answer>$" for blank in ("", "\n"))
+    layout = re.match(one, text, re.S) or re.match(two, text, re.S)
+    return (0.5 if layout else 0.0) + sum(0.25 for tag in TAGS if text.count(tag) == 1)
+
+
+def random_text(rng):
+    """A layout with its parts repeated, left out or exchanged, so that about half of the texts still fit it."""
+    pieces = ["<think>", "\n", "a", "\n", "</think>", "\n", "<answer>", "\n", "b", "\n", "</answer>"]
+    for _ in range(rng.randrange(4)):
+        place = rng.randrange(len(pieces) + 1)
+        pieces[place : place + rng.randrange(2)] = rng.choices([*TAGS, "\n", "\n\n", "x", GOOD], k=rng.randrange(3))
+    return "".join(pieces)
+
+
+def test_the_widely_read_version_to_the_letter_on_ten_thousand_random_texts():
+    rng = random.Random(0)
+    texts = [random_text(rng) for _ in range(10_000)]
+    expected = [widely_read(text) for text in texts]
+    assert minimind(prompts=["q"] * len(texts), completions=texts) == expected
+    strict = minimind(prompts=["q"] * len(texts), completions=texts, strict=True)
+    assert sum(s < e for s, e in zip(strict, expected, strict=True)) > 1000  # the texts do tell the two apart
+    assert 2000 < sum(minimind_format(text) > 0 for text in texts) < 8000
+
+
+@pytest.mark.timeout(10)
+def test_the_layout_takes_linear_time():
+    assert minimind_format("<think>\n" + "\n</think>\n<answer>\n" * 20_000) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "question"),
+    [
+        (" q ", "q"),
+        ([{"role": "user", "content": [{"type": "text", "text": "q"}]}], "q"),
+        (
+            [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", " b "), ("user", "c"))],
+            "user: a\nassistant: b\n以上是对话历史。我的新问题是：\nc",  # noqa: RUF001
+        ),
+    ],
+)
+def test_the_current_version_asks_the_reward_model_one_question(prompt, question):
+    assert one_question(prompt) == question
 
 
 PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "\n", "a b", "c "]), max_size=30)

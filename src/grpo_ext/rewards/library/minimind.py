@@ -11,14 +11,21 @@ from typing import Any
 
 from grpo_ext.registry import import_path
 from grpo_ext.rewards.library.functions import matches_format
-from grpo_ext.rewards.library.text import TAGS, Completion, completion_text
+from grpo_ext.rewards.library.text import TAGS, Completion, completion_text, content_text
 from grpo_ext.rewards.models.scoring import Chat, blended_scores, chat_of, clipped_score
 from grpo_ext.rewards.protocol import rewards
 
+# Both of MiniMind's expressions in one. The atomic group changes no outcome, since the first opening of an answer
+# leaves the most room for its end, and keeps a text of nothing but tags from taking quadratic time.
+_LAYOUT = re.compile(r"(?><think>\n.*?\n</think>\n\n?<answer>\n).*?\n</answer>$", re.DOTALL)
 
-def minimind_format(text: str) -> float:
-    r"""0.5 if the whole text is `<think>\n...\n</think>\n<answer>\n...\n</answer>`, each tag once, otherwise 0."""
-    return 0.5 * matches_format(text, "think_answer")
+
+def minimind_format(text: str, strict: bool = False) -> float:
+    r"""0.5 for `<think>\n...\n</think>\n<answer>\n...\n</answer>`, with or without a blank line inside, otherwise 0.
+
+    As in MiniMind, tags may come again inside and a newline at the end; `strict`: each tag once, and nothing after it.
+    """
+    return 0.5 * (matches_format(text, "think_answer") if strict else _LAYOUT.match(text) is not None)
 
 
 def minimind_tags(text: str) -> float:
@@ -40,6 +47,14 @@ def minimind_lengths(text: str) -> float:
     return reward
 
 
+def one_question(prompt: Completion) -> str:
+    """The prompt as the current version shows it to the reward model: one user message, earlier ones quoted above."""
+    *history, last = chat_of(prompt, [])
+    question = content_text(last.get("content")).strip()
+    said = "\n".join(f"{message['role']}: {content_text(message.get('content')).strip()}" for message in history)
+    return f"{said}\n以上是对话历史。我的新问题是：\n{question}" if said else question  # noqa: RUF001
+
+
 def minimind_repetition(text: str, n: int = 3, cap: float = 0.5) -> float:
     """Penalty to subtract, min(cap, 2 cap repeated / total), over n-grams of lower-cased words and punctuation."""
     tokens = re.findall(r"\w+|[^\w\s]", text.lower())
@@ -55,6 +70,7 @@ def minimind(
     scorer: Callable[..., Any] | str | None = None,
     reward_model: Mapping[str, Any] | None = None,
     reasoning: bool = True,
+    strict: bool = False,
     score_clip: float = 3.0,
     answer_weight: float = 0.6,
     **_: Any,
@@ -63,19 +79,22 @@ def minimind(
 
     The score is that of prompt + completion, clipped; in reasoning mode a completion with `<answer>...</answer>` gets
     (1 - answer_weight) of it and answer_weight of the clipped score of the answer's content alone. Format and tags
-    count in reasoning mode only. Without a scorer (a callable or "package.module:function") or a reward_model the
-    score part is 0. A completion that the scorer cannot score, in full or in its answer, is None.
+    count in reasoning mode only, and with `strict` the format wants each tag once and nothing after the last. Without
+    a scorer (a callable or "package.module:function") or a reward_model the score part is 0. A completion that the
+    scorer cannot score, in full or in its answer, is None.
 
     Raises:
-        ValueError: score_clip <= 0, answer_weight outside [0, 1], a scorer and a reward_model, an option of the
-            reward_model out of range, or the scorer does not give one value per chat.
+        ValueError: score_clip <= 0, answer_weight outside [0, 1], strict without reasoning, a scorer and a
+            reward_model, an option of the reward_model out of range, or the scorer does not give one value per chat.
     """
     if not 0 <= answer_weight <= 1:
         raise ValueError(f"answer_weight={answer_weight}: it is a share of the score. Set it in [0, 1].")
+    if strict and not reasoning:
+        raise ValueError("strict=True, reasoning=False: no format is looked at. Set reasoning=True or remove strict.")
     score = _clipped_scores(scorer, reward_model, score_clip)
     texts = [completion_text(c) for c in completions]
     parts = blended_scores(score, prompts, completions, answer_weight if reasoning else 0.0)
-    bonuses = [minimind_format(t) + minimind_tags(t) if reasoning else 0.0 for t in texts]
+    bonuses = [minimind_format(t, strict) + minimind_tags(t) if reasoning else 0.0 for t in texts]
     return [None if part is None else part + bonus for part, bonus in zip(parts, bonuses, strict=True)]
 
 
@@ -94,7 +113,8 @@ def minimind_current(
     """Lengths - repetition of the answer + reward-model score of the answer, the current version: in [-4.75, 4.75].
 
     The answer is what follows the first `</think>`, stripped, or the whole text without one; only it is scored and
-    checked for repeated n-grams. Terms: `minimind_lengths`, `minimind_repetition`. Without a scorer or a reward_model
+    checked for repeated n-grams. Terms: `minimind_lengths`, `minimind_repetition`; the scorer sees the prompt as
+    `one_question`. Without a scorer or a reward_model
     the score part is 0; a completion that the scorer cannot score is None.
 
     Raises:
@@ -108,7 +128,7 @@ def minimind_current(
     score = _clipped_scores(scorer, reward_model, score_clip)
     texts = [completion_text(c) for c in completions]
     answers = [text.split("</think>", 1)[1].strip() if "</think>" in text else text for text in texts]
-    scores = score([chat_of(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)])
+    scores = score([chat_of(one_question(prompt), answer) for prompt, answer in zip(prompts, answers, strict=True)])
     return [
         None if s is None else minimind_lengths(text) - minimind_repetition(answer, n, repetition_cap) + s
         for text, answer, s in zip(texts, answers, scores, strict=True)

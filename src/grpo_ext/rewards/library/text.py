@@ -22,11 +22,12 @@ def completion_text(completion: Completion) -> str:
         return completion
     for message in reversed(completion):
         if message.get("role", "assistant") == "assistant":
-            return _content_text(message.get("content"))
+            return content_text(message.get("content"))
     return ""
 
 
-def _content_text(content: Any) -> str:
+def content_text(content: Any) -> str:
+    """Text of a message's content: itself, its text blocks joined, "" for None."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(b if isinstance(b, str) else b.get("text") or "" for b in content)
