@@ -7,18 +7,18 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_ext.commands.console import print_sections, take_option
+from grpo_ext.commands.console import print_sections, take_processes
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.config.launch import planned_processes, world_size
 from grpo_ext.config.warnings import warnings
 from grpo_ext.data.files import is_path
 from grpo_ext.data.mixture import check_mixture, is_local
 from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.recipe.loading import datasets_of, model_path
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import QUICKSTART_MODEL, Recipe
 from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.rollout.vllm.server import ServerUnreachable, mismatches, server_facts
-from grpo_ext.train import datasets_of, model_path
 
 Section = list[tuple[str, str]]
 
@@ -144,12 +144,8 @@ def plan(recipe: Recipe) -> dict[str, Section]:
 
 def run(argv: list[str]) -> int:
     """Print the plan; 2 when the recipe has problems."""
-    processes = take_option(argv, "--num_processes")
-    if processes is not None and not (processes.isdecimal() and int(processes)):
-        print(f"--num_processes {processes}: not a number of processes. Give 1 or more.", file=sys.stderr)
-        return 2
     try:
-        with planned_processes(int(processes) if processes else None):
+        with planned_processes(take_processes(argv)):
             recipe = load_recipe(argv)
             print_sections(plan(recipe))
             return _check_server(recipe)

@@ -2,6 +2,8 @@
 
 import sys
 
+from grpo_ext.errors import ConfigError
+
 
 def take_option(argv: list[str], option: str) -> str | None:
     """Remove `option VALUE` or `option=VALUE` from argv and return the value."""
@@ -16,6 +18,18 @@ def take_option(argv: list[str], option: str) -> str | None:
     value = argv[i + 1]
     del argv[i : i + 2]
     return value
+
+
+def take_processes(argv: list[str]) -> int | None:
+    """Remove `--num_processes N` from argv and return N.
+
+    Raises:
+        ConfigError: it is no number of processes.
+    """
+    given = take_option(argv, "--num_processes")
+    if given is None or (given.isdecimal() and int(given)):
+        return None if given is None else int(given)
+    raise ConfigError([f"--num_processes {given}: not a number of processes. Give 1 or more."])
 
 
 def print_sections(sections: dict[str, list[tuple[str, str]]]) -> None:

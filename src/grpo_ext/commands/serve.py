@@ -17,11 +17,11 @@ import torch
 
 from grpo_ext.commands.console import take_option
 from grpo_ext.errors import ConfigError
+from grpo_ext.recipe.loading import load_tokenizer, model_path
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rollout.vllm.gloo import BACKEND
 from grpo_ext.rollout.vllm.server import PROBE, Wanted
-from grpo_ext.train import load_tokenizer, model_path
 
 STOP_SECONDS = 20.0
 

@@ -1,29 +1,54 @@
 """`grpo-ext train`: a recipe, in this process or by accelerate."""
 
+import os
 import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
 
-from grpo_ext.commands.console import take_option
-from grpo_ext.recipe.files import recipes_folder
+from grpo_ext.commands.console import take_option, take_processes
+from grpo_ext.errors import ConfigError
+from grpo_ext.recipe.files import find_recipe, read_yaml, recipes_folder, split_config
 from grpo_ext.registry import did_you_mean
 
 
 def run(argv: list[str]) -> int:
-    """In this process, or by accelerate when a launch configuration is named."""
-    config, processes = take_option(argv, "--accelerate_config"), take_option(argv, "--num_processes")
-    if config is None and processes is None:
-        from grpo_ext.train import main as train_main
+    """In this process, or by accelerate when a launch configuration or a number of processes is named."""
+    try:
+        name, processes = take_option(argv, "--accelerate_config"), take_processes(argv)
+        if name is None and processes is None:
+            from grpo_ext.train import main as train_main
 
-        train_main(argv)
-        return 0
-    launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    if config is not None:
-        launch += ["--config_file", str(accelerate_config(config))]
-    if processes is not None:
-        launch += ["--num_processes", processes]
-    return subprocess.call([*launch, "-m", "grpo_ext.train", *argv])
+            train_main(argv)
+            return 0
+        return launch(accelerate_config(name) if name else default_config(processes or 1, argv), processes, argv)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def launch(config: Path | None, processes: int | None, argv: list[str]) -> int:
+    """Train by accelerate, and have each process check that as many came as were asked for."""
+    from grpo_ext.config.launch import ASKED
+
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += [] if config is None else ["--config_file", str(config)]
+    command += [] if processes is None else ["--num_processes", str(processes)]
+    asked = processes or (read_yaml(config).get("num_processes") if config else None)
+    environment = os.environ if asked is None else os.environ | {ASKED: str(asked)}
+    return subprocess.call([*command, "-m", "grpo_ext.train", *argv], env=environment)
+
+
+def default_config(processes: int, argv: list[str]) -> Path | None:
+    """`cpu_ddp` for several processes on a CPU, where accelerate would start one; else None: accelerate's own."""
+    import torch
+    from accelerate.commands.config.config_args import default_config_file
+
+    if processes == 1 or Path(default_config_file).is_file():
+        return None
+    recipe, _ = split_config(argv)
+    on_cpu = not torch.accelerator.device_count() or (recipe and read_yaml(find_recipe(recipe)).get("use_cpu"))
+    return accelerate_config("cpu_ddp") if on_cpu else None
 
 
 def accelerate_config(name: str) -> Path:

@@ -2,15 +2,15 @@
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from accelerate import PartialState
 from trl import GRPOConfig
 
 from grpo_ext.config import checks
-from grpo_ext.config.launch import planning, world_size
+from grpo_ext.config.launch import check_joined, planning, rank, world_size
 from grpo_ext.config.machine import OF_THE_GPU
 from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ConfigError as ConfigError
@@ -199,7 +199,10 @@ class GRPOExtConfig(GRPOConfig):
                 super().__post_init__()
             except (OSError, TypeError, ValueError, NotImplementedError) as error:
                 raise ConfigError([str(error)]) from error
-        if int(os.environ.get("RANK", "0")) == 0 and not planning():
+        if planning():
+            return
+        check_joined(PartialState().num_processes)
+        if rank() == 0:
             for warning in warnings(self):
                 logger.warning(warning)
 

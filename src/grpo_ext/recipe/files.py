@@ -1,6 +1,7 @@
 """Finding a recipe, and reading its YAML."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ def packaged_recipes() -> dict[str, Path]:
     root = recipes_folder()
     found = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
     return {name: path for name, path in found.items() if not name.startswith("accelerate_configs")}
+
+
+def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of `--config` (either form) and the other arguments."""
+    rest = [piece for arg in argv for piece in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    if "--config" not in rest:
+        return None, rest
+    i = rest.index("--config")
+    if i + 1 == len(rest):
+        raise ConfigError(["--config: no value. Give a path or the name of a packaged recipe."])
+    return rest[i + 1], rest[:i] + rest[i + 2 :]
 
 
 def find_recipe(name: str) -> Path:

@@ -12,14 +12,11 @@ from trl import TrlParser
 
 from grpo_ext.config.fields import sound_values
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.launch import planning
+from grpo_ext.config.launch import planning, rank
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.checks import ALSO, mixture_problems, part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
-from grpo_ext.recipe.files import (
-    find_recipe,
-    read_yaml,
-)
+from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
 from grpo_ext.recipe.parts import PARTS, Recipe
 from grpo_ext.recipe.replaced_keys import REPLACED
 from grpo_ext.recipe.warnings import recipe_warnings
@@ -54,17 +51,6 @@ def all_keys() -> list[str]:
     return sorted({f.name for part in PARTS for f in dataclasses.fields(part) if f.init})
 
 
-def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of `--config` (either form) and the other arguments."""
-    rest = [piece for arg in argv for piece in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    if "--config" not in rest:
-        return None, rest
-    i = rest.index("--config")
-    if i + 1 == len(rest):
-        raise ConfigError(["--config: no value. Give a path or the name of a packaged recipe."])
-    return rest[i + 1], rest[:i] + rest[i + 2 :]
-
-
 def load_recipe(argv: Sequence[str]) -> Recipe:
     """Parse `--config recipe.yaml [--key value ...]`; what stands on the command line wins.
 
@@ -89,7 +75,7 @@ def load_recipe(argv: Sequence[str]) -> Recipe:
     if any(spec.weight != 1.0 for spec in rewards):
         training.reward_weights = [spec.weight for spec in rewards]
     recipe = Recipe(script, data, training, model, mixture, rewards)
-    if int(os.environ.get("RANK", "0")) == 0 and not planning():
+    if rank() == 0 and not planning():
         for warning in recipe_warnings(recipe):
             logger.warning(warning)
     return recipe

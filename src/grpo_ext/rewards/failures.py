@@ -1,11 +1,11 @@
 """What is told and kept of completions that a reward failed on."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.config.launch import rank
 from grpo_ext.rewards.columns import singular, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.library.text import completion_text
@@ -16,11 +16,11 @@ def report(
     spec: RewardSpec, columns: Mapping[str, Any], failed: Sequence[tuple[int, str]], folder: Path | None
 ) -> str:
     """One line on the failed rows (row, reason), which are saved in `folder`."""
-    rank, step = int(os.environ.get("RANK", "0")), getattr(columns.get("trainer_state"), "global_step", 0)
+    process, step = rank(), getattr(columns.get("trainer_state"), "global_step", 0)
     row, reason = failed[0]
     kept = ""
     if folder is not None:
-        path = folder / f"step{step:06d}-rank{rank}-{_file_name(spec.name)}.jsonl"
+        path = folder / f"step{step:06d}-rank{process}-{_file_name(spec.name)}.jsonl"
         try:
             _save(spec, columns, failed, path)
             kept = f" | saved to {path}"
@@ -28,7 +28,7 @@ def report(
             kept = f" | not saved to {path}: {error}"
     return (
         f"reward {spec.name!r} ({spec.function}) failed on {len(failed)} of {len(columns['completions'])} "
-        f"completions (rank {rank}, step {step}): {reason.strip()} | "
+        f"completions (rank {process}, step {step}): {reason.strip()} | "
         f"first: {completion_text(columns['completions'][row])[:200]!r}{kept}"
     )
 

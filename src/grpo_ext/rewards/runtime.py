@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from grpo_ext.config.launch import local_world_size
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.columns import CALLBACKS, asked, check_clash, scorable_rows, take, with_plain_state
 from grpo_ext.rewards.composition import RewardSpec
@@ -27,7 +28,7 @@ ISOLATION_BUDGET = 2.0
 def default_workers() -> int:
     """Workers for each training process: the cores it may use, shared with the processes beside it, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(8, cores // local_world_size()))
 
 
 class Runtime:

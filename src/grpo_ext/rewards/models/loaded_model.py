@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from grpo_ext.config.launch import local_rank
 from grpo_ext.rewards.models.scoring import Chat
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,8 @@ def _default_device() -> str:
     if not torch.accelerator.is_available():
         return "cpu"
     kind = torch.accelerator.current_accelerator()
-    rank = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+    rank = local_rank()
+    rank = torch.accelerator.current_device_index() if rank is None else rank
     return f"{kind.type if kind else 'cuda'}:{rank % torch.accelerator.device_count()}"
 
 

@@ -1,0 +1,105 @@
+"""`grpo-ext train` by accelerate: which launch configuration, and the number of processes that travels with it."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config import config_args
+
+import tiny
+from grpo_ext.commands import train
+from grpo_ext.config.launch import ASKED
+from grpo_ext.train import main
+from processes import CONFIG, run
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """Without GPUs, without a configuration of accelerate's that the user has made."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "default_config.yaml"))
+    monkeypatch.delenv(ASKED, raising=False)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Arguments of `grpo-ext train` -> configuration, its number of processes, and the number that travels."""
+
+    def call(*argv: str) -> tuple[str | None, str | None, str | None]:
+        calls = []
+        monkeypatch.setattr(subprocess, "call", lambda command, env: calls.append((command, env)) or 7)
+        assert train.run(list(argv)) == 7
+        [(command, env)] = calls
+        assert command[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+        own, _, rest = " ".join(command[3:]).partition("-m grpo_ext.train")
+        assert "--accelerate_config" not in rest
+        assert "--num_processes" not in rest
+        options = dict(zip(own.split()[::2], own.split()[1::2], strict=True))
+        return options.get("--config_file"), options.get("--num_processes"), env.get(ASKED)
+
+    return call
+
+
+def test_several_processes_on_a_cpu_are_several(launched):
+    assert launched("--num_processes", "3", "--config", "quickstart/grpo") == (str(CONFIG), "3", "3")
+    assert launched("--num_processes=1", "--config", "quickstart/grpo") == (None, "1", "1")
+
+
+def test_a_recipe_that_asks_for_the_cpu_gets_it_beside_a_gpu_too(launched, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    for use_cpu, expected in ((True, str(CONFIG)), (False, None)):
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"use_cpu": use_cpu}))
+        assert launched("--num_processes", "2", "--config", str(tmp_path / "recipe.yaml")) == (expected, "2", "2")
+
+
+def test_the_users_own_default_configuration_is_left_to_accelerate(launched, tmp_path):
+    (tmp_path / "default_config.yaml").touch()
+    assert launched("--num_processes", "2", "--config", "quickstart/grpo") == (None, "2", "2")
+
+
+def test_the_number_is_the_configurations_where_none_is_given(launched):
+    config = str(CONFIG.parent / "zero2.yaml")
+    assert launched("--accelerate_config", "zero2") == (config, None, "8")
+    assert launched("--accelerate_config", "zero2", "--num_processes", "4") == (config, "4", "4")
+
+
+@pytest.mark.parametrize("count", ["0", "two", "-1"])
+def test_what_is_no_number_of_processes(count, capsys):
+    assert train.run(["--num_processes", count]) == 2
+    assert f"--num_processes {count}: not a number of processes. Give 1 or more." in capsys.readouterr().err
+
+
+def test_a_run_that_lacks_a_process_ends_before_the_recipe_is_read(monkeypatch, capsys):
+    monkeypatch.setenv(ASKED, "2")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--config", "no/such"])
+    assert "num_processes=2: the launch has 1" in capsys.readouterr().err
+
+
+@pytest.fixture
+def command(tmp_path) -> list[str]:
+    """Trains a recipe whose groups of eight take two processes with four rows each."""
+    batch = {"per_device_train_batch_size": 4, "num_generations": 8, "gradient_accumulation_steps": 1, "max_steps": 1}
+    named = {"dataset_name": "quickstart/addition", "reward_funcs": ["format"], "output_dir": str(tmp_path / "out")}
+    recipe = tiny.TRAINING | batch | named | {"model_name_or_path": tiny.save(tmp_path / "model")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return [sys.executable, "-m", "grpo_ext.commands.cli", "train", "--config", str(tmp_path / "recipe.yaml")]
+
+
+@pytest.mark.slow
+def test_two_processes_on_a_cpu_train_together(command, tmp_path):
+    run([*command, "--num_processes", "2"], HF_HOME=str(tmp_path))  # where accelerate's own default would lie
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_configuration_that_starts_one_process_of_two_is_refused(command, tmp_path):
+    alone = yaml.safe_load(CONFIG.read_text()) | {"distributed_type": "MULTI_CPU"}
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(alone))
+    command += ["--accelerate_config", str(tmp_path / "launch.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode != 0
+    assert "num_processes=2: the launch has 1" in done.stderr
+    assert not (tmp_path / "out").exists()
