@@ -14,12 +14,12 @@ from grpo_ext.objective.combinations import combinations
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import Loss, find, losses, register
 from grpo_ext.objective.ratios import ratios
-from grpo_ext.objective.surrogates import clip_regions, surrogates
+from grpo_ext.objective.surrogates import surrogates
 from grpo_ext.registry import Registry, did_you_mean, import_path
 from pure import batch, loss_and_gradient, objective
 
 OBJECTIVE = Path(grpo_ext.objective.__file__).parent
-REGISTRIES = [losses, surrogates, ratios, kl_estimators, estimators, combinations, aggregations, clip_regions]
+REGISTRIES = [losses, surrogates, ratios, kl_estimators, estimators, combinations, aggregations]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from grpo_ext.errors import UnknownNameError
@@ -42,8 +43,15 @@ def import_path(path: str) -> Any:
         ) from None
 
 
+@dataclass(frozen=True)
+class NoTraits:
+    """Nothing that others need to know."""
+
+
 class Registry(Mapping[str, T], Generic[T]):
     """Mapping from name to entry, filled by a decorator and open to `package.module:name` paths.
+
+    What others must know of an entry stands beside it: fields of the dataclass `traits`, given where it is registered.
 
     >>> surrogates = Registry("surrogate")
     >>> @surrogates.register("clip")
@@ -52,26 +60,36 @@ class Registry(Mapping[str, T], Generic[T]):
     True
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, traits: Callable[..., Any] = NoTraits) -> None:
         """`kind` is what error messages call an entry, for example "loss_type"."""
         self.kind = kind
         self._entries: dict[str, T] = {}
+        self._described = traits
+        self._traits: dict[str, Any] = {}
 
-    def register(self, *names: str) -> Callable[[T], T]:
-        """Decorator that files its target under each of `names`.
+    def register(self, *names: str, **traits: Any) -> Callable[[T], T]:
+        """Decorator that files its target under each of `names`; `traits` are fields of this registry's traits.
 
         Raises:
             ValueError: a name is taken by another entry.
         """
+        described = self._described(**traits)
 
         def add(entry: T) -> T:
             for name in names:
                 if _is_another(self._entries.get(name), entry):
                     raise ValueError(f"{self.kind} {name!r} is already registered: choose another name.")
                 self._entries[name] = entry
+                self._traits[name] = described
             return entry
 
         return add
+
+    def traits(self, name: str) -> Any:
+        """Traits of the entry of that name or path; the defaults where it was never registered."""
+        entry = self[name]
+        named = (self._traits[other] for other, known in self._entries.items() if known is entry)
+        return next(named, self._described())
 
     def __getitem__(self, name: str) -> T:
         """Entry of that name, or the object at that import path.

@@ -23,6 +23,7 @@ UNSET = (
     "multi_objective_aggregation",
     "missing_rewards",
     "loss_aggregation",
+    "loss_aggregation_kwargs",
 )
 
 

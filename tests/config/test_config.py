@@ -12,6 +12,7 @@ from trl import GRPOConfig, TrlParser
 from grpo_ext import GRPOExtConfig
 from grpo_ext.config import machine
 from grpo_ext.config.fields import CHOICES, RANGES
+from grpo_ext.config.grpo_config import KWARGS
 from grpo_ext.config.launch import planned_processes, planning, world_size
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
@@ -176,6 +177,7 @@ OURS = {
     "advantage_kwargs",
     "missing_rewards",
     "loss_aggregation",
+    "loss_aggregation_kwargs",
     "dynamic_sampling",
     "dynamic_sampling_max_rounds",
     "rollout_engine",
@@ -240,9 +242,9 @@ def test_what_transformers_refuses_is_a_config_error_too():
     assert "dataloader_prefetch_factor" in problems(dataloader_prefetch_factor=2)[0]
 
 
-@pytest.mark.parametrize("field", ["loss_kwargs", "advantage_kwargs"])
+@pytest.mark.parametrize("field", KWARGS)
 def test_options_may_come_as_json_text(field):
-    option = {"loss_kwargs": "klip", "advantage_kwargs": "ddoff"}[field]
+    option = {"loss_kwargs": "klip", "advantage_kwargs": "ddoff"}.get(field, "decay")
     assert problems(**{field: f'{{"{option}": 0}}'})[0].startswith(f"{field}.{option}=0")
     assert "is not JSON" in problems(**{field: "{klip: 0}"})[0]
     assert "is no mapping" in problems(**{field: "[1]"})[0]

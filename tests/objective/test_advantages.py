@@ -15,6 +15,7 @@ from scipy.stats import beta as beta_distribution
 
 from grpo_ext.objective.advantages import estimators, fit_beta, group_means, zero_variance
 from grpo_ext.objective.combinations import combinations, weighted_total
+from grpo_ext.objective.estimate import estimate
 
 QUICK = settings(max_examples=30, deadline=None, derandomize=True)
 DTYPES = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
@@ -25,6 +26,12 @@ def tensor(groups, dtype=torch.float64):
         return [number(y) for y in x] if isinstance(x, (list, tuple)) else math.nan if x is None else float(x)
 
     return torch.tensor(number(groups), dtype=dtype)
+
+
+def advantages(name, rewards, history=None, log_metric=None, mask=None, kl_rewards=None, **options):
+    """By an estimator under the rules of all."""
+    offered = {"history": history, "log_metric": log_metric, "mask": mask, "kl_rewards": kl_rewards}
+    return estimate(name, rewards, offered, **options)
 
 
 def live(group):
@@ -65,9 +72,24 @@ def ref_loo(groups):
     return fill(groups, lambda g, r: r - (sum(live(g)) - r) / (len(live(g)) - 1))  # minus the mean of the others
 
 
-def ref_reinforce_pp(groups, ddof=1):
-    centred = [0.0 if silent(g) else r - mean(live(g)) for g in groups for r in live(g)]
-    return fill(groups, lambda g, r: (r - mean(live(g))) / (stdev if ddof else pstdev)(centred))
+def whitened(groups, tokens, ddof, floor):
+    """(r - mean) / std over tokens, of which completion (i, j) has tokens[i][j]; None where unscorable."""
+    counted = [r for g, counts in zip(groups, tokens, strict=True) for r, n in zip(g, counts, strict=True)
+               for _ in range(0 if r is None else n)]  # fmt: skip
+    if len(set(counted)) < 2:
+        return [[0.0 for _ in g] for g in groups]
+    centre, scale = mean(counted), max((stdev if ddof else pstdev)(counted), floor)
+    return [[0.0 if r is None else (r - centre) / scale for r in g] for g in groups]
+
+
+def ref_reinforce_pp(groups, tokens=None, ddof=0, floor=1e-4):
+    return whitened(groups, tokens or [[1] * len(g) for g in groups], ddof, floor)
+
+
+def ref_reinforce_pp_baseline(groups, tokens=None, ddof=0, floor=1e-4):
+    centred = [[None if r is None else 0.0 if silent(g) else r - mean(live(g)) for r in g] for g in groups]
+    out = whitened(centred, tokens or [[1] * len(g) for g in groups], ddof, floor)
+    return [[0.0 if silent(g) else a for a in o] for g, o in zip(groups, out, strict=True)]
 
 
 def ref_maxrl(groups, eps=1e-6):
@@ -137,6 +159,7 @@ REFERENCES = {
     "batch": ref_batch,
     "loo": ref_loo,
     "reinforce_pp": ref_reinforce_pp,
+    "reinforce_pp_baseline": ref_reinforce_pp_baseline,
     "maxrl": ref_maxrl,
     "minimind": ref_minimind,
     "beta": ref_beta,
@@ -159,7 +182,9 @@ CASES = [
     ("batch", {"ddof": 0, "eps": 0.02}, MIXED),
     ("loo", {}, MIXED),
     ("reinforce_pp", {}, MIXED),
-    ("reinforce_pp", {"ddof": 0}, MIXED),
+    ("reinforce_pp", {"ddof": 1}, MIXED),
+    ("reinforce_pp_baseline", {}, MIXED),
+    ("reinforce_pp_baseline", {"ddof": 1}, MIXED),
     ("maxrl", {}, MIXED),
     ("maxrl", {"eps": 0.02}, MIXED),
     ("minimind", {}, MIXED),
@@ -181,7 +206,7 @@ def test_every_estimator_is_worked_out_here():
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize(("name", "options", "groups"), CASES)
 def test_against_the_definition(name, options, groups, dtype, tolerance):
-    out = estimators[name](tensor(groups, dtype), **options)
+    out = advantages(name, tensor(groups, dtype), **options)
     assert out.dtype == dtype
     expected = tensor(REFERENCES[name](groups, **options), dtype)
     assert expected.abs().max() > 0.1
@@ -204,9 +229,9 @@ BITS = st.integers(0, 1).map(float)
 def test_any_rewards_against_the_definition(name, data):
     groups = data.draw(batches(BITS if name == "pass_at_k" else EIGHTHS))
     expected = tensor([[0.0] * len(g) for g in groups])
-    if not all(silent(g) for g in groups):
+    if not all(silent(g) for g in groups) or not estimators.traits(name).group_baseline:
         expected = tensor(REFERENCES[name](groups))
-    torch.testing.assert_close(estimators[name](tensor(groups)), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(advantages(name, tensor(groups)), expected, rtol=1e-9, atol=1e-9)
 
 
 # By hand
@@ -221,7 +246,8 @@ def test_any_rewards_against_the_definition(name, data):
         ("none", {}, [-0.25, -0.25, -0.25, 0.75]),
         ("batch", {"eps": 0.0}, [-0.5, -0.5, -0.5, 1.5]),
         ("loo", {}, [-1 / 3, -1 / 3, -1 / 3, 1.0]),
-        ("reinforce_pp", {}, [-0.5, -0.5, -0.5, 1.5]),
+        ("reinforce_pp", {}, [-(3**-0.5)] * 3 + [3**0.5]),
+        ("reinforce_pp_baseline", {"ddof": 1}, [-0.5, -0.5, -0.5, 1.5]),
         ("maxrl", {"eps": 0.0}, [-1.0, -1.0, -1.0, 3.0]),
         ("minimind", {"eps": 0.0, "batch_eps": 0.0}, [-0.5, -0.5, -0.5, 1.5]),
         ("beta", {}, [-0.25, -0.25, -0.25, 0.75]),  # one prompt alone: alpha = beta = 1
@@ -233,23 +259,98 @@ def test_any_rewards_against_the_definition(name, data):
     ],
 )
 def test_one_success_in_four(name, options, expected):
-    out = estimators[name](tensor([[0, 0, 0, 1]]), **options)
+    out = advantages(name, tensor([[0, 0, 0, 1]]), **options)
     assert out[0].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-def test_batch_divides_by_the_spread_of_the_raw_rewards_and_reinforce_pp_by_that_of_the_centred():
+def test_batch_divides_by_the_spread_of_the_raw_rewards_and_reinforce_pp_baseline_by_that_of_the_centred():
     groups = tensor([[0, 2], [10, 12]])
-    raw, centred = stdev([0, 2, 10, 12]), stdev([-1, 1, -1, 1])
-    assert estimators["batch"](groups, eps=0.0)[1].tolist() == pytest.approx([-1 / raw, 1 / raw], rel=1e-12)
-    assert estimators["reinforce_pp"](groups)[1].tolist() == pytest.approx([-1 / centred, 1 / centred], rel=1e-12)
+    raw, centred = stdev([0, 2, 10, 12]), pstdev([-1, 1, -1, 1])
+    assert advantages("batch", groups, eps=0.0)[1].tolist() == pytest.approx([-1 / raw, 1 / raw], rel=1e-12)
+    assert advantages("reinforce_pp_baseline", groups)[1].tolist() == pytest.approx([-1 / centred, 1 / centred])
+    assert advantages("reinforce_pp", groups)[1].tolist() == pytest.approx([4 / 26**0.5, 6 / 26**0.5])
 
 
-def test_reinforce_pp_does_not_whiten_rounding():
-    out = estimators["reinforce_pp"](tensor([[0.3, 0.1 + 0.2], [0.0, 1e-9]]))
-    assert out.abs().max() < 1e-4  # [+-5e-9, ...] over the floor of 1e-4
-    out = estimators["reinforce_pp"](tensor([[0.0, 1e-30]], torch.float32))
-    assert out.isfinite().all()
-    assert estimators["reinforce_pp"](tensor([[0, 1]]), floor=2.0)[0].tolist() == [-0.25, 0.25]
+# REINFORCE++
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_reinforce_pp_does_not_whiten_rounding(name):
+    assert advantages(name, tensor([[0.3, 0.1 + 0.2], [0.3, 0.3]])).abs().max() < 1e-11
+    assert advantages(name, tensor([[0.0, 1e-30]], torch.float32)).isfinite().all()
+    assert advantages(name, tensor([[0, 1]]), floor=2.0)[0].tolist() == [-0.25, 0.25]
+    assert advantages(name, tensor([[0.1] * 7, [0.1] * 7])).eq(0).all()  # their mean is not .1
+
+
+def test_reinforce_pp_compares_with_the_batch_and_its_baseline_with_the_group():
+    groups = tensor([[1, 1], [0, 1], [0, 0]])
+    plain, baseline = (advantages(name, groups).tolist() for name in ("reinforce_pp", "reinforce_pp_baseline"))
+    assert plain == [[1, 1], [-1, 1], [-1, -1]]
+    assert baseline == [[0, 0], [pytest.approx(-(3**0.5)), pytest.approx(3**0.5)], [0, 0]]
+
+
+def test_reinforce_pp_by_hand():
+    """Returns 1 - .2 + .4, 1 + .4 | 0 - .6: of tokens, mean 2/3 and population variance .8067."""
+    mask = torch.tensor([[[1, 1], [1, 0]]])
+    kl_rewards = tensor([[[-0.2, 0.4], [-0.6, math.nan]]])
+    out = advantages("reinforce_pp", tensor([[1, 0]]), mask=mask, kl_rewards=kl_rewards.nan_to_num())
+    centre = (1.2 + 1.4 - 0.6) / 3
+    scale = math.sqrt(((1.2 - centre) ** 2 + (1.4 - centre) ** 2 + (-0.6 - centre) ** 2) / 3)
+    assert out[0, 0].tolist() == pytest.approx([(1.2 - centre) / scale, (1.4 - centre) / scale], rel=1e-12)
+    assert out[0, 1].tolist() == pytest.approx([(-0.6 - centre) / scale, 0.0], rel=1e-12)
+
+
+def ref_returns(rewards, mask, kl, beta):
+    """Return of each live token, backwards as the recursion goes; None where the completion has no reward."""
+    out = []
+    for r, live_tokens, k in zip(rewards, mask, kl, strict=True):
+        running, row = r, []
+        for m, x in reversed(list(zip(live_tokens, k, strict=True))):
+            if r is not None and m:
+                running -= beta * x
+            row.append(running if m and r is not None else None)
+        out.append(row[::-1])
+    return out
+
+
+@QUICK
+@given(data=st.data())
+def test_reinforce_pp_whitens_the_returns_of_live_tokens(data):
+    """Against the recursion R_t = -beta KL_t + R_(t+1), with holes of tools and completions nobody scored."""
+    groups, size, time, beta = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 4)), 4, 0.3
+    count = groups * size
+    rewards = data.draw(st.lists(st.one_of(st.none(), EIGHTHS), min_size=count, max_size=count))
+    mask = data.draw(
+        st.lists(st.lists(st.integers(0, 1), min_size=time, max_size=time), min_size=count, max_size=count)
+    )
+    numbers = st.floats(-2, 2).map(lambda x: round(x, 3))
+    kl = data.draw(st.lists(st.lists(numbers, min_size=time, max_size=time), min_size=count, max_size=count))
+    returns = ref_returns(rewards, mask, kl, beta)
+    counted = [x for row in returns for x in row if x is not None]
+    expected = [[0.0] * time for _ in range(count)]
+    if len(set(counted)) > 1:
+        centre, scale = fmean(counted), max(pstdev(counted), 1e-4)
+        expected = [[0.0 if x is None else (x - centre) / scale for x in row] for row in returns]
+    live_mask = torch.tensor(mask).view(groups, size, time)
+    out = advantages(
+        "reinforce_pp",
+        tensor(rewards).view(groups, size),
+        mask=live_mask,
+        kl_rewards=-beta * tensor(kl).view(groups, size, time) * live_mask,
+    )
+    torch.testing.assert_close(out.view(count, time), tensor(expected), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_reinforce_pp_counts_a_completion_on_each_of_its_live_tokens(name, ddof):
+    mask = torch.tensor([[[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 0, 1]]]).repeat(len(MIXED), 1, 1)
+    mask[1, 0] = 0
+    out = advantages(name, tensor(MIXED), mask=mask, ddof=ddof)
+    expected = REFERENCES[name](MIXED, tokens=mask.sum(-1).tolist(), ddof=ddof)
+    torch.testing.assert_close(out, tensor(expected), rtol=1e-10, atol=1e-12)
+    assert (out - advantages(name, tensor(MIXED), ddof=ddof)).abs().max() > 0.01
+    assert advantages(name, tensor(MIXED), mask=0 * mask).eq(0).all()  # all of them truncated and masked
 
 
 def test_minimind_whitens_twice_and_its_clamp_bites_from_102_completions():
@@ -257,9 +358,9 @@ def test_minimind_whitens_twice_and_its_clamp_bites_from_102_completions():
     unclamped = [(g - 1) / math.sqrt(g) for g in (101, 103)]
     assert unclamped[0] < 10 < unclamped[1]
     with_noise = [[*lone[0], None, None], lone[1]]
-    out = estimators["minimind"](tensor(with_noise), eps=0.0)
+    out = advantages("minimind", tensor(with_noise), eps=0.0)
     torch.testing.assert_close(out, tensor(ref_minimind(with_noise, eps=0.0)), rtol=1e-10, atol=1e-10)
-    free = estimators["minimind"](tensor(with_noise), eps=0.0, clamp=1e9)
+    free = advantages("minimind", tensor(with_noise), eps=0.0, clamp=1e9)
     assert free[1, -1] / free[0, 100] == pytest.approx(unclamped[1] / unclamped[0], rel=1e-2)
     assert out[1, -1] / out[0, 100] == pytest.approx(10 / unclamped[0], rel=1e-2)
 
@@ -268,10 +369,10 @@ def test_minimind_whitens_twice_and_its_clamp_bites_from_102_completions():
 @pytest.mark.parametrize("successes", [1, 2, 3, 5])
 def test_pass_at_k_enumerates_subsets(k, successes):
     groups = [[1.0] * successes + [0.0] * (6 - successes)]
-    out = estimators["pass_at_k"](tensor(groups), k=k)
+    out = advantages("pass_at_k", tensor(groups), k=k)
     torch.testing.assert_close(out, tensor(ref_pass_at_k(groups, k)), rtol=1e-12, atol=1e-12)
     if k == 1:
-        torch.testing.assert_close(out, estimators["loo"](tensor(groups)), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(out, advantages("loo", tensor(groups)), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -281,7 +382,7 @@ def test_pass_at_k_is_the_gradient_of_pass_at_k(k):
     for outcome in itertools.product([0.0, 1.0], repeat=n):
         probability = math.prod(p if r else 1 - p for r in outcome)
         scores = tensor([1 / p if r else -1 / (1 - p) for r in outcome])
-        total += probability * (estimators["pass_at_k"](tensor([outcome]), k=k)[0] * scores).mean().item()
+        total += probability * (advantages("pass_at_k", tensor([outcome]), k=k)[0] * scores).mean().item()
     assert total == pytest.approx(k * (1 - p) ** (k - 1), rel=1e-9)
 
 
@@ -290,7 +391,7 @@ def test_pass_at_k_is_the_gradient_of_pass_at_k(k):
 
 def logged(groups, **kwargs):
     metrics = {}
-    out = estimators["beta"](tensor(groups), log_metric=metrics.__setitem__, **kwargs)
+    out = advantages("beta", tensor(groups), log_metric=metrics.__setitem__, **kwargs)
     prefix = "advantages/beta_"
     return out, [metrics[prefix + name] for name in ("alpha", "beta", "degenerate")]
 
@@ -299,14 +400,14 @@ def test_bnpo_with_alpha_beta_1_is_reinforce_with_a_mean_baseline():
     groups = [[0, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]]  # m (1 - m) < v: the moments fall below 1
     out, (a, b, degenerate) = logged(groups)
     assert (a, b, degenerate) == (1.0, 1.0, 0.0)
-    torch.testing.assert_close(out, estimators["none"](tensor(groups)), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(out, advantages("none", tensor(groups)), rtol=1e-12, atol=1e-15)
 
 
 def test_bnpo_with_alpha_beta_3_2_is_pi_8_grpo_with_the_population_std():
     groups = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]  # p = 1/4, 1/2, 3/4: v = 1/16, c = 3, a = b = 3/2
     out, (a, b, degenerate) = logged(groups)
     assert (a, b, degenerate) == pytest.approx((1.5, 1.5, 0.0), rel=1e-12)
-    grpo = estimators["group"](tensor(groups), ddof=0, eps=0.0)
+    grpo = advantages("group", tensor(groups), ddof=0, eps=0.0)
     torch.testing.assert_close(out, math.pi / 8 * grpo, rtol=1e-12, atol=1e-12)
 
 
@@ -336,7 +437,7 @@ def test_bnpo_by_scipy_with_unequal_alpha_beta():
 def test_bnpo_falls_back_and_says_so_where_there_is_nothing_to_fit(groups):
     out, (a, b, degenerate) = logged(groups)
     assert (a, b, degenerate) == (1.0, 1.0, 1.0)
-    torch.testing.assert_close(out, estimators["none"](tensor(groups)), rtol=0, atol=1e-15)
+    torch.testing.assert_close(out, advantages("none", tensor(groups)), rtol=0, atol=1e-15)
 
 
 def test_bnpo_caps_the_factor():
@@ -351,9 +452,9 @@ def test_bnpo_caps_the_factor():
 
 def test_bnpo_maps_rewards_to_the_unit_interval_first():
     groups = [[-1.0, 2.0, 0.5, 2.0], [3.0, -1.0, 0.0, 1.0], [0.5, 0.6, -0.7, 3.0]]
-    out = estimators["beta"](tensor(groups), reward_range=[-1.0, 3.0])
+    out = advantages("beta", tensor(groups), reward_range=[-1.0, 3.0])
     torch.testing.assert_close(out, tensor(ref_beta(groups, low=-1.0, high=3.0)), rtol=1e-10, atol=1e-10)
-    unit = estimators["beta"]((tensor(groups) + 1) / 4)
+    unit = advantages("beta", (tensor(groups) + 1) / 4)
     torch.testing.assert_close(out, unit, rtol=1e-12, atol=1e-12)
 
 
@@ -390,14 +491,14 @@ def test_bernoulli_differs_from_bnpo_by_prior_and_posterior():
     """mu = (a + sum r) / (a + b + G) with the Beta of the batch's p: here a = b = 3/2."""
     groups = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
     metrics = {}
-    out = estimators["bernoulli"](tensor(groups), None, metrics.__setitem__, eps=0.0)
+    out = advantages("bernoulli", tensor(groups), None, metrics.__setitem__, eps=0.0)
     mu = (1.5 + 1) / (3 + 4)
     assert metrics == pytest.approx({"advantages/bernoulli_alpha": 1.5, "advantages/bernoulli_beta": 1.5})
     assert out[0, 0].item() == pytest.approx((1 - mu) / math.sqrt(mu * (1 - mu)), rel=1e-12)
     assert out[1].tolist() == pytest.approx([1, 1, -1, -1], rel=1e-12)
-    past = estimators["bernoulli"](tensor(groups[:1]), tensor([0.5, 0.75]), eps=0.0)
+    past = advantages("bernoulli", tensor(groups[:1]), tensor([0.5, 0.75]), eps=0.0)
     torch.testing.assert_close(past, out[:1], rtol=1e-12, atol=0)
-    wide = estimators["bernoulli"](2 * tensor(groups) - 1, reward_range=[-1.0, 1.0], eps=0.0)
+    wide = advantages("bernoulli", 2 * tensor(groups) - 1, reward_range=[-1.0, 1.0], eps=0.0)
     torch.testing.assert_close(wide, out, rtol=1e-12, atol=0)
 
 
@@ -413,7 +514,7 @@ def test_bernoulli_differs_from_bnpo_by_prior_and_posterior():
 )
 def test_rewards_an_estimator_is_not_defined_for_are_refused(name, rewards, options, message):
     with pytest.raises(ValueError, match=message):
-        estimators[name](tensor(rewards), **options)
+        advantages(name, tensor(rewards), **options)
 
 
 def in_float32(weights):
@@ -425,14 +526,14 @@ def in_float32(weights):
 def test_a_sum_that_rounding_puts_beyond_1_counts_as_1(name, weights):
     rewards = tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
     sums = weighted_total(rewards[..., None].expand(-1, -1, len(weights)), in_float32(weights), missing="zero")
-    found = estimators[name](sums)
-    torch.testing.assert_close(found, estimators[name](rewards), rtol=1e-6, atol=1e-6)
+    found = advantages(name, sums)
+    torch.testing.assert_close(found, advantages(name, rewards), rtol=1e-6, atol=1e-6)
 
 
 def test_a_reward_at_the_end_of_its_range_in_float32():
     rewards = torch.tensor([[1.1, 0.0, 0.0], [1.1, 1.1, 0.0]])
-    found = estimators["beta"](rewards.double(), reward_range=[0.0, 1.1])
-    torch.testing.assert_close(found, estimators["beta"]((rewards > 0).double()), rtol=1e-6, atol=1e-6)
+    found = advantages("beta", rewards.double(), reward_range=[0.0, 1.1])
+    torch.testing.assert_close(found, advantages("beta", (rewards > 0).double()), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("missing", ["zero", "renormalize"])
@@ -442,7 +543,7 @@ def test_totals_that_rounding_alone_keeps_apart_are_equal(missing):
     assert len(set((rewards * weights).sum(-1).flatten().tolist())) == 2
     assert zero_variance(total).all()
     assert (
-        combinations["sum_then_normalize"](rewards, weights, lambda r, _: estimators["minimind"](r), missing=missing)
+        combinations["sum_then_normalize"](rewards, weights, lambda r, _: advantages("minimind", r), missing=missing)
         .eq(0)
         .all()
     )
@@ -452,18 +553,18 @@ def test_totals_that_rounding_alone_keeps_apart_are_equal(missing):
 
 def test_a_mean_that_rounding_puts_beyond_1_has_a_density():
     beyond = tensor([[1.0 + 5e-7, 1.0 + 4e-7], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
-    assert estimators["beta"](beyond).isfinite().all()
+    assert advantages("beta", beyond).isfinite().all()
 
 
 def test_more_degrees_of_freedom_than_rewards_give_nothing():
     rewards = tensor([[1.0, 0.0, None, None], [1.0, 0.0, 0.5, None]])
-    assert estimators["group"](rewards, ddof=2)[0].tolist() == [0.0] * 4
-    assert estimators["group"](rewards, ddof=3).eq(0).all()
+    assert advantages("group", rewards, ddof=2)[0].tolist() == [0.0] * 4
+    assert advantages("group", rewards, ddof=3).eq(0).all()
 
 
 def test_average_advantages_without_a_weight_is_0():
     rewards = tensor([[[1.0], [0.0]]])
-    assert combinations["average_advantages"](rewards, tensor([0.0]), lambda r, _: estimators["none"](r)).eq(0).all()
+    assert combinations["average_advantages"](rewards, tensor([0.0]), lambda r, _: advantages("none", r)).eq(0).all()
 
 
 def test_zero_variance_and_group_means():
@@ -510,7 +611,7 @@ def test_a_function_of_weight_0_watches_and_does_not_score():
 
 
 def estimator(rewards, k):
-    return estimators["group"](rewards, ddof=0, eps=0.01)
+    return advantages("group", rewards, ddof=0, eps=0.01)
 
 
 def combine(name, dtype, rewards=REWARDS, weights=WEIGHTS, **options):
@@ -571,7 +672,7 @@ def test_average_advantages_gives_each_function_its_own_fit():
 
     def each(values, k):
         seen.append(k)
-        return estimators["beta"](values)
+        return advantages("beta", values)
 
     out = combinations["average_advantages"](tensor(rewards), tensor([1.0, 1.0]), each)
     expected = (tensor(ref_beta(column(0, rewards))) + tensor(ref_beta(column(1, rewards)))) / 2

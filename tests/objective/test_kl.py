@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_ext.objective.kl import kl_estimators
-from grpo_ext.objective.objective import bind
+from grpo_ext.objective.options import bind
 
 LOG_RATIO = [0.3, -0.7, 0.0]  # of the policy to the sampler, for r_k3
 RATIO = [math.exp(x) for x in LOG_RATIO]

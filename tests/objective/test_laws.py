@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals, aggregations, step_totals
 from grpo_ext.objective.combinations import combinations
+from grpo_ext.objective.estimate import estimate
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
-from grpo_ext.objective.objective import TENSORS, option_names
+from grpo_ext.objective.objective import TENSORS
+from grpo_ext.objective.options import option_defaults
 from pure import L_MAX, batch, loss, loss_and_gradient, objective, rows
 
 ROWS = [name for i, name in enumerate(losses) if losses[name] not in list(losses.values())[:i]]  # no second names
@@ -208,20 +210,23 @@ def test_any_uneven_split_too(data):
 
 OPTIONS = {"pass_at_k": {"k": 2}}
 BOUNDED = ("maxrl", "beta", "bernoulli", "pass_at_k")  # need [0, 1]: no shift by a constant
-OF_ALL_GROUPS = ("batch",)  # divides by the spread of the raw rewards of all groups: shifts with them all
+OF_ALL_GROUPS = ("batch", "reinforce_pp")  # compare the raw rewards of all groups: shift with them all
 NAN = math.nan
 GROUPS = torch.tensor(
     [[1, 0, 0, 1], [0, 0, 1, 0], [1, 1, 1, 1], [NAN, 0, 1, 1], [0, 1, NAN, NAN], [0, 0, 0, 0], [1, 1, 1, 0]]
 ).double()  # 0 or 1: every estimator takes them
 every_estimator = pytest.mark.parametrize("estimator", estimators)
+every_group_baseline = pytest.mark.parametrize(
+    "estimator", [name for name in estimators if estimators.traits(name).group_baseline]
+)
 
 
 def advantages(estimator, groups, **more):
-    return estimators[estimator](groups, **(OPTIONS.get(estimator, {}) | more))
+    return estimate(estimator, groups, **(OPTIONS.get(estimator, {}) | more))
 
 
 def settings_of(combination):
-    return {"missing": "renormalize"} if "missing" in option_names(combinations[combination]) else {}
+    return {"missing": "renormalize"} if "missing" in option_defaults(combinations[combination]) else {}
 
 
 def combined(combination, estimator, rewards, weights=(1.0, 0.5)):
@@ -275,7 +280,7 @@ FAR = [[1e6 + 0.1] * 7, [-1e6 - 0.3] * 7, [3e-8] * 7]
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("groups", [LEVEL, FAR], ids=["level", "far"])
-@every_estimator
+@every_group_baseline
 def test_a_group_without_variance_gets_exact_zeros(estimator, groups, dtype):
     if estimator in BOUNDED and (groups is FAR or estimator == "pass_at_k"):
         groups = [[1.0] * 7, [0.0] * 7]
@@ -292,7 +297,7 @@ def test_a_group_without_variance_gets_exact_zeros(estimator, groups, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@every_estimator
+@every_group_baseline
 @every_combination
 def test_a_group_without_variance_gets_exact_zeros_combined(combination, estimator, dtype):
     rewards = TWO.to(dtype).clone()
@@ -330,7 +335,7 @@ def test_a_completion_no_function_scored_is_as_if_it_were_not_there(combination,
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@every_estimator
+@every_group_baseline
 def test_fewer_than_two_scored_give_0(estimator, dtype):
     alone = torch.tensor([[NAN, 1, NAN], [NAN, NAN, NAN], [0, NAN, NAN]], dtype=dtype)
     out = advantages(estimator, torch.cat([alone, torch.tensor([[1, 0, NAN]], dtype=dtype)]))

@@ -271,12 +271,13 @@ def test_kl_in_the_reward(model_path, tmp_path):
     penalties, totals = [], []
     reward_kl, advantages = trainer._reward_kl, trainer._advantages
 
-    def spy_kl(output, mode):
-        penalties.append(reward_kl(output, mode))
-        return penalties[-1]
+    def spy_kl(output, mask, mode):
+        per_token = reward_kl(output, mask, mode)
+        penalties.append(per_token.sum(dim=1))
+        return per_token
 
-    def spy_advantages(rewards, weights, total, mode):
-        totals.append((rewards, advantages(rewards, weights, total, mode)))
+    def spy_advantages(rewards, *rest):
+        totals.append((rewards, advantages(rewards, *rest)))
         return totals[-1][1]
 
     trainer._reward_kl, trainer._advantages = spy_kl, spy_advantages

@@ -1,15 +1,12 @@
 """The rules of advantage estimators and their options."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from grpo_ext.config.options import option_problems
 from grpo_ext.objective.advantages import estimators
-from grpo_ext.objective.objective import resolve
-
-UNIT_REWARDS = ("maxrl", "beta", "bernoulli", "pass_at_k")
-"""Estimators that are defined for rewards in [0, 1] only."""
+from grpo_ext.objective.objective import Objective, resolve
+from grpo_ext.objective.options import option_defaults
 
 
 def advantage_problems(config: Any) -> Iterator[str]:
@@ -32,29 +29,19 @@ def advantage_problems(config: Any) -> Iterator[str]:
             f"multi_objective_aggregation={objective.combination!r} does not form. Remove one of them."
         )
     yield from option_problems("advantage_kwargs", config.advantage_kwargs, estimators[objective.advantage], {})
-    yield from _advantage_options(objective.advantage_kwargs)
-    yield from _pass_at_k(config, objective.advantage_kwargs.get("k"))
+    yield from _group_sizes(config, objective)
 
 
-def _advantage_options(options: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("window", "k", "ddof", "eps", "batch_eps", "clamp", "cap", "floor"):
-        least = 1 if name in ("window", "k") else 0
-        value = options.get(name, least)
-        if isinstance(value, (int, float)) and value < least:
-            yield f"advantage_kwargs.{name}={value} must be {least} or more. Correct it, or leave it unset."
-    if isinstance(options.get("ddof"), int) and options["ddof"] > 1:
-        yield f"advantage_kwargs.ddof={options['ddof']}: a standard deviation has 0 or 1. Set one of them."
-    bounds = options.get("reward_range")
-    if isinstance(bounds, list) and not (len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf):
-        yield f"advantage_kwargs.reward_range={bounds} must be [lowest, highest]. Set it to the reward's own range."
-
-
-def _pass_at_k(config: Any, k: Any) -> Iterator[str]:
-    """Evaluation takes its advantages by the same estimator."""
+def _group_sizes(config: Any, objective: Objective) -> Iterator[str]:
+    """Whether groups are as large as the estimator needs them; evaluation takes its advantages by the same one."""
+    option = estimators.traits(objective.advantage).outnumbered
+    if option is None:
+        return
+    k = (option_defaults(estimators[objective.advantage]) | dict(objective.advantage_kwargs))[option]
     evaluated = config.num_generations_eval if config.eval_strategy != "no" else None
     for name, size in (("num_generations", config.num_generations), ("num_generations_eval", evaluated)):
         if isinstance(k, int) and size is not None and k >= size:
             yield (
-                f"advantage_kwargs.k={k}: leave-one-out pass@k needs more than k completions, {name} is {size}. "
-                f"Set k <= {size - 1}."
+                f"advantage_kwargs.{option}={k}: {objective.advantage} needs more than {k} completions, {name} is "
+                f"{size}. Set {name} > {k}, or {option} <= {size - 1}."
             )

@@ -10,6 +10,7 @@ from grpo_ext.config.idle import idle_problems
 from grpo_ext.config.loss import LOSS_RULES
 from grpo_ext.config.machine import hardware_problems
 from grpo_ext.config.mappings import keyword_problems, mapping_problems
+from grpo_ext.config.rehearsal import rehearsal_problems
 from grpo_ext.config.run import run_problems
 from grpo_ext.config.vllm import vllm_problems
 
@@ -21,7 +22,8 @@ def problems(config: Any) -> list[str]:
         for problem in rule(config):
             found.setdefault(_field(problem), problem)
     broken = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in found) or "(?!)")
-    return [*found.values(), *(p for p in _relations(config, sound=not found) if not broken.search(p))]
+    told = [*found.values(), *(p for p in _relations(config, sound=not found) if not broken.search(p))]
+    return told or rehearsal_problems(config)
 
 
 def _field(problem: str) -> str:

@@ -14,11 +14,16 @@ from grpo_ext.config.launch import check_joined, planning, rank, world_size
 from grpo_ext.config.machine import OF_THE_GPU
 from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ConfigError as ConfigError
+from grpo_ext.objective.advantages import estimators
+from grpo_ext.objective.aggregation import aggregations
+from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import Objective, resolve
 
 logger = logging.getLogger(__name__)
 
+KWARGS = ("loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs")
+"""Fields that hold the options of a function."""
 AS_THE_ROW_SAYS = "None (default): as the row of `loss_type` says (see `loss_defaults`)."
 
 
@@ -30,7 +35,7 @@ class GRPOExtConfig(GRPOConfig):
         ConfigError: everything that is wrong with the settings, at once, each with its value, reason and cure.
     """
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "advantage_kwargs"]  # noqa: RUF012
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, *KWARGS]  # noqa: RUF012
 
     loss_type: str = field(
         default=GRPOConfig.loss_type,
@@ -71,7 +76,10 @@ class GRPOExtConfig(GRPOConfig):
     )
     kl_estimator: str | None = field(
         default=None,
-        metadata={"help": f"One of k1, k2, k3, k3+, r_k3, abs, sequence_k3. Needs `beta` > 0. {AS_THE_ROW_SAYS}"},
+        metadata={
+            "help": f"One of {', '.join(kl_estimators)}, or 'package.module:function'. Needs `beta` > 0. "
+            f"{AS_THE_ROW_SAYS}"
+        },
     )
     kl_placement: str | None = field(
         default=None, metadata={"help": f"'loss', or 'reward' (as RLOO and REINFORCE++ do). {AS_THE_ROW_SAYS}"}
@@ -82,10 +90,7 @@ class GRPOExtConfig(GRPOConfig):
     )
     advantage_estimator: str | None = field(
         default=None,
-        metadata={
-            "help": "One of group, none, batch, loo, reinforce_pp, maxrl, minimind, beta, bernoulli, pass_at_k, or "
-            f"'package.module:function'. {AS_THE_ROW_SAYS}"
-        },
+        metadata={"help": f"One of {', '.join(estimators)}, or 'package.module:function'. {AS_THE_ROW_SAYS}"},
     )
     advantage_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Options of the advantage estimator, such as {'ddof': 0}."}
@@ -110,10 +115,10 @@ class GRPOExtConfig(GRPOConfig):
     )
     loss_aggregation: str | None = field(
         default=None,
-        metadata={
-            "help": "One of seq-mean-token-mean, token-mean, seq-mean-token-sum, seq-mean-token-sum-norm, "
-            f"micro-batch-token-mean. {AS_THE_ROW_SAYS}"
-        },
+        metadata={"help": f"One of {', '.join(aggregations)}, or 'package.module:function'. {AS_THE_ROW_SAYS}"},
+    )
+    loss_aggregation_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Options of an aggregation of your own."}
     )
     disable_dropout: bool | None = field(  # type: ignore[assignment]
         default=None,
@@ -215,7 +220,7 @@ class GRPOExtConfig(GRPOConfig):
 
     def _decode_json(self) -> Iterator[str]:
         """Read those dict fields of ours that the command line gives as JSON text; yield what cannot be read."""
-        for name in ("loss_kwargs", "advantage_kwargs", "liger_kernel_config"):
+        for name in (*KWARGS, "liger_kernel_config"):
             text = getattr(self, name)
             if not isinstance(text, str) or not text.startswith("{"):
                 continue

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_ext.config.launch import world_size
+from grpo_ext.objective.losses import find
 
 
 def vllm_problems(config: Any) -> Iterator[str]:
@@ -23,10 +24,11 @@ def vllm_problems(config: Any) -> Iterator[str]:
             "vllm_importance_sampling_clip_max is set. Set one."
         )
     corrected = config.use_vllm and config.vllm_importance_sampling_correction
-    if config.loss_type == "vespo" and corrected and mode.startswith("sequence"):
+    level, _, how = mode.partition("_")
+    if corrected and level not in (levels := find(config.loss_type).sampler_levels):
         yield (
-            f"vllm_importance_sampling_mode={mode!r}: vespo takes the correction per token. "
-            "Set 'token_truncate' or 'token_mask'."
+            f"vllm_importance_sampling_mode={mode!r}: {config.loss_type} takes the correction per {levels[0]}. "
+            f"Set '{levels[0]}_{how}'."
         )
 
 

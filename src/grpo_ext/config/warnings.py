@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 from grpo_ext.config.idle import is_set
 from grpo_ext.config.mappings import reshaped_sampling
+from grpo_ext.config.rehearsal import rehearsal_warnings
+from grpo_ext.objective.aggregation import aggregations
+from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.objective import resolve
 
 
@@ -100,6 +103,7 @@ def warnings(config: Any) -> list[str]:
         *_truncated_sampling(config),
         *reshaped_sampling(config),
         *_loss(config),
+        *rehearsal_warnings(config),
     ]
 
 
@@ -139,27 +143,40 @@ def _truncated_sampling(config: Any) -> Iterator[str]:
 
 def _loss(config: Any) -> Iterator[str]:
     objective = resolve(config)
-    if config.loss_type == "bnpo":
+    aggregation, kl = aggregations.traits(objective.aggregation), kl_estimators.traits(objective.kl)
+    if aggregation.local:
         yield (
-            "loss_type='bnpo' is TRL's token mean over each micro-batch: its gradient depends on "
-            "per_device_train_batch_size. 'dapo' does not; the BNPO paper is 'beta_bnpo'."
+            f"loss_type={config.loss_type!r} with loss_aggregation={objective.aggregation!r}, a mean over each "
+            "micro-batch: its gradient depends on per_device_train_batch_size. 'dapo' does not; the BNPO paper is "
+            "'beta_bnpo'."
         )
-    if objective.ratio != "token" and objective.aggregation in ("token-mean", "micro-batch-token-mean"):
+    if objective.ratio != "token" and aggregation.token_mean:
         yield (
             f"importance_sampling_level={objective.ratio!r} with loss_aggregation={objective.aggregation!r} weighs "
             "each completion by its length. GSPO uses seq-mean-token-mean."
         )
-    if objective.kl_in_loss and objective.kl == "k1":
-        yield "kl_estimator='k1' in the loss: its gradient averages to 0. Use k3+, or kl_placement: reward."
-    if objective.kl_in_loss and objective.kl == "r_k3" and objective.ratio != "token":
+    if objective.kl_in_loss and not kl.in_loss:
+        cure = "Use k3+, or kl_placement: reward"
+        yield f"kl_estimator={objective.kl!r} in the loss: its gradient averages to 0. {cure}."
+    if objective.kl_in_loss and objective.ratio not in kl.levels:
         yield (
             f"use_bias_correction_kl with importance_sampling_level={objective.ratio!r} is biased, as in stock TRL. "
             "Set use_bias_correction_kl: false."
         )
-    if objective.row.surrogate == "reinforce" and config.num_iterations > 1:
+    updates = _updates_of_a_rollout(config)
+    if not objective.row.off_policy and updates:
         yield (
-            f"num_iterations={config.num_iterations}: {config.loss_type!r} has no importance ratio, so every update "
-            "after the first is off-policy and uncorrected. Set num_iterations: 1."
+            f"{updates}: {config.loss_type!r} has no importance ratio, so every update after the first of a rollout "
+            "is off-policy and uncorrected. Set num_iterations: 1, and leave steps_per_generation unset."
         )
     if config.use_bias_correction_kl and config.beta == 0.0:
         yield "use_bias_correction_kl=True: with beta=0.0 there is no KL term. Set beta > 0 or remove it."
+
+
+def _updates_of_a_rollout(config: Any) -> str:
+    """The settings by which a rollout is used for more than one optimizer step."""
+    several = {
+        "num_iterations": config.num_iterations > 1,
+        "steps_per_generation": config.steps_per_generation > config.gradient_accumulation_steps,
+    }
+    return ", ".join(f"{name}={getattr(config, name)}" for name, used in several.items() if used)

@@ -1,30 +1,54 @@
 r"""Advantage estimators: rewards [groups, completions] of a whole generation batch to advantages of the same shape.
 
-Notation: r are the rewards of one prompt's G completions. Rules that hold for every estimator:
+Notation: r are the rewards of one prompt's G completions, NaN where one could not be scored: it is left out of all
+statistics. Permuting groups permutes advantages. What holds for every estimator, a user's own included, is seen to by
+`estimate.estimate`, once.
 
-- a completion that could not be scored (NaN) is left out of all statistics and gets 0;
-- a group with fewer than two scorable completions, or whose scorable rewards are all equal, gets exactly 0 (max is
-  compared with min: rounding in a standard deviation would otherwise make advantages out of nothing);
-- permuting groups permutes advantages.
+Positional parameters beyond `rewards` are asked for by name, as in `surrogates`:
 
-Positional parameters beyond `rewards` are asked for by name, as in `surrogates`: `history` holds the group means of
-earlier generation batches (NaN where unscorable), `log_metric(name, value)` records a figure. After the star stand
-the options a recipe may set through `advantage_kwargs`.
+- `history`: the group means of the `window` - 1 generation batches before (NaN where unscorable), or None;
+- `log_metric(name, value)`: records a figure;
+- `mask` [groups, completions, time]: the live completion tokens, or None where every completion counts as one;
+- `kl_rewards` [groups, completions, time]: -beta KL of each token where `kl_placement` is 'reward', else None. An
+  estimator that does not ask for it gets rewards that hold the sum.
+
+After the star stand the options a recipe may set through `advantage_kwargs`.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from grpo_ext.objective.options import Ascending, Count, Ddof, NotNegative, Within
 from grpo_ext.registry import Registry
 
-estimators: Registry = Registry("advantage_estimator")
+
+@dataclass(frozen=True)
+class EstimatorTraits:
+    """What others must know of an estimator."""
+
+    unit_rewards: bool = False
+    """Whether it is defined for rewards in [0, 1] only."""
+    group_baseline: bool = True
+    """Whether rewards are compared within their group, so that a group of equal rewards has no signal."""
+    outnumbered: str | None = None
+    """The option that a group must hold more completions than."""
+    trl: bool = False
+    """Whether `scale_rewards` of stock TRL has it, under this name."""
+
+
+estimators: Registry = Registry("advantage_estimator", EstimatorTraits)
 
 Rewards = Float[Tensor, "groups completions"]
+UnitRange = Annotated[list[float], Ascending(because="it is the reward's own range")]
+Cap = Annotated[float, Within(above=0.0, because="at 0 every advantage is 0")]
+TokenRewards = Float[Tensor, "groups completions #time"]
+Mask = Shaped[Tensor, "groups completions time"]
 GroupMeans = Float[Tensor, " past_groups"]
 LogMetric = Callable[[str, float], None]
 
@@ -35,11 +59,11 @@ ROUNDING = 1e-6
 
 def zero_variance(rewards: Rewards) -> Bool[Tensor, " groups"]:
     """Groups without a learning signal: fewer than two scorable rewards, or all of them equal."""
-    highest, lowest = _extremes(rewards)
+    highest, lowest = extremes(rewards)
     return ((~rewards.isnan()).sum(dim=-1) < 2) | (highest == lowest)
 
 
-def _extremes(rewards: Rewards) -> tuple[Tensor, Tensor]:
+def extremes(rewards: Rewards) -> tuple[Tensor, Tensor]:
     """Highest and lowest scorable reward of each group."""
     scorable = ~rewards.isnan()
     highest = torch.where(scorable, rewards, -math.inf).amax(dim=-1)
@@ -59,14 +83,15 @@ def _std(values: Tensor, ddof: int, dim: int | None = None) -> Tensor:
     return torch.where(degrees > 0, squares / degrees.to(values.dtype), math.inf).sqrt()
 
 
-def _only_signal(advantages: Rewards, rewards: Rewards) -> Rewards:
+def only_signal(advantages: Rewards, rewards: Rewards) -> Rewards:
     """`advantages` with exact zeros for unscorable completions and for groups without a signal."""
     silent = rewards.isnan() | zero_variance(rewards)[:, None]
     return torch.where(silent, torch.zeros_like(advantages), advantages)
 
 
 def _centred(rewards: Rewards) -> Rewards:
-    return rewards - group_means(rewards)[:, None]
+    """r - mean of the group, exactly 0 in a group without a signal; NaN stays NaN."""
+    return torch.where(zero_variance(rewards)[:, None], 0 * rewards, rewards - group_means(rewards)[:, None])
 
 
 def _in_unit_interval(rewards: Rewards, estimator: str, cure: str) -> Rewards:
@@ -80,63 +105,99 @@ def _in_unit_interval(rewards: Rewards, estimator: str, cure: str) -> Rewards:
     return rewards.clamp(0, 1)
 
 
-@estimators.register("group")
-def group(rewards: Rewards, *, ddof: int = 1, eps: float = 1e-4) -> Rewards:
+@estimators.register("group", trl=True)
+def group(rewards: Rewards, *, ddof: Ddof = 1, eps: NotNegative = 1e-4) -> Rewards:
     r"""(r - mean) / (std + eps) within the group. GRPO, arXiv:2402.03300 (no paper fixes ddof)."""
-    return _only_signal(_centred(rewards) / (_std(rewards, ddof, dim=-1)[:, None] + eps), rewards)
+    return _centred(rewards) / (_std(rewards, ddof, dim=-1)[:, None] + eps)
 
 
-@estimators.register("none")
+@estimators.register("none", trl=True)
 def none(rewards: Rewards) -> Rewards:
     r"""r - mean of the group: no division, hence no bias towards too easy or too hard prompts. arXiv:2503.20783."""
-    return _only_signal(_centred(rewards), rewards)
+    return _centred(rewards)
 
 
-@estimators.register("batch")
-def batch(rewards: Rewards, *, ddof: int = 1, eps: float = 1e-4) -> Rewards:
+@estimators.register("batch", trl=True)
+def batch(rewards: Rewards, *, ddof: Ddof = 1, eps: NotNegative = 1e-4) -> Rewards:
     r"""(r - group mean) / (std of all raw rewards of the generation batch + eps). PPO Lite, arXiv:2508.08221."""
-    return _only_signal(_centred(rewards) / (_std(rewards, ddof) + eps), rewards)
+    return _centred(rewards) / (_std(rewards, ddof) + eps)
 
 
 @estimators.register("loo")
 def leave_one_out(rewards: Rewards) -> Rewards:
     r"""r_i - mean of the others = G/(G-1) (r_i - mean). RLOO, arXiv:2402.14740."""
     g = (~rewards.isnan()).sum(dim=-1, keepdim=True).to(rewards.dtype)
-    return _only_signal(_centred(rewards) * (g / (g - 1)), rewards)
+    return _centred(rewards) * (g / (g - 1))
 
 
-@estimators.register("reinforce_pp")
-def reinforce_pp(rewards: Rewards, *, ddof: int = 1, floor: float = 1e-4) -> Rewards:
-    r"""(r - group mean) / (std of those over the generation batch). REINFORCE++-baseline, arXiv:2501.03262.
+@estimators.register("reinforce_pp", group_baseline=False)
+def reinforce_pp(
+    rewards: Rewards,
+    mask: Mask | None = None,
+    kl_rewards: TokenRewards | None = None,
+    *,
+    ddof: Ddof = 0,
+    floor: NotNegative = 1e-4,
+) -> TokenRewards | Rewards:
+    r"""(R_t - mean) / std over the live tokens of the generation batch, R_t = r - beta sum_{s >= t} KL_s.
 
-    The std counts as `floor` at least, as in the authors' code: rounding is not whitened to +-1.
+    The baseline is the batch's: a group of equal rewards has advantages too. The std counts as `floor` at least, as
+    in the authors' code: rounding is not whitened to +-1. REINFORCE++, arXiv:2501.03262, section 3.1.
     """
-    centred = _only_signal(_centred(rewards), rewards)
-    std = _std(centred.masked_fill(rewards.isnan(), math.nan), ddof)
-    return _only_signal(centred / std.clamp(min=floor), rewards)
+    if kl_rewards is None:
+        return _whitened(rewards, mask, ddof, floor)
+    to_go = kl_rewards.flip(-1).cumsum(dim=-1).flip(-1)
+    return _whitened(rewards[..., None] + to_go, mask, ddof, floor)
 
 
-@estimators.register("maxrl")
-def maxrl(rewards: Rewards, *, eps: float = 1e-6) -> Rewards:
+@estimators.register("reinforce_pp_baseline")
+def reinforce_pp_baseline(
+    rewards: Rewards, mask: Mask | None = None, *, ddof: Ddof = 0, floor: NotNegative = 1e-4
+) -> Rewards:
+    r"""(a - mean) / std over the live tokens of the generation batch, a = r - group mean, the same on all its tokens.
+
+    The std counts as `floor` at least. In the authors' code a group of equal rewards has the advantage -mean / std;
+    here, as everywhere, it has no signal. REINFORCE++ with baseline, arXiv:2501.03262, section 3.2.
+    """
+    return _whitened(_centred(rewards), mask, ddof, floor)
+
+
+def _whitened(returns: Tensor, mask: Mask | None, ddof: int, floor: float) -> Tensor:
+    """(x - mean) / max(std, floor) of returns [groups, completions (, time)], each counted on every live token."""
+    mask = torch.ones_like(returns)[..., None] if mask is None else mask
+    tokens = torch.where(mask.bool(), returns if returns.dim() == 3 else returns[..., None], math.nan)
+    counted = tokens[~tokens.isnan()]
+    if not len(counted) or counted.min() == counted.max():
+        return 0 * returns
+    return (returns - counted.mean()) / _std(counted, ddof).clamp(min=floor)
+
+
+@estimators.register("maxrl", unit_rewards=True)
+def maxrl(rewards: Rewards, *, eps: NotNegative = 1e-6) -> Rewards:
     r"""(r - mean) / (mean + eps) for rewards in [0, 1]. MaxRL, arXiv:2602.02710.
 
     Raises:
         ValueError: a reward outside [0, 1].
     """
     rewards = _in_unit_interval(rewards, "maxrl", "Rescale the reward.")
-    return _only_signal(_centred(rewards) / (group_means(rewards)[:, None] + eps), rewards)
+    return _centred(rewards) / (group_means(rewards)[:, None] + eps)
 
 
 @estimators.register("minimind")
-def minimind(rewards: Rewards, *, clamp: float = 10.0, eps: float = 1e-4, batch_eps: float = 1e-8) -> Rewards:
+def minimind(
+    rewards: Rewards,
+    *,
+    clamp: Cap = 10.0,
+    eps: NotNegative = 1e-4,
+    batch_eps: NotNegative = 1e-8,
+) -> Rewards:
     r"""Normalised twice: a = clamp((r - mean) / (std + eps), +-clamp), then (a - mean) / (std + batch_eps).
 
     The first mean and std are the group's, the second run over the whole generation batch, all processes; both std
     have ddof 1. The clamp cannot bite below G = 102, since |a| <= (G - 1) / sqrt(G). MiniMind, widely read version.
     """
-    per_group = group(rewards, eps=eps).clamp(-clamp, clamp).masked_fill(rewards.isnan(), math.nan)
-    whitened = (per_group - per_group.nanmean()) / (_std(per_group, ddof=1) + batch_eps)
-    return _only_signal(whitened, rewards)
+    per_group = group(rewards, eps=eps).clamp(-clamp, clamp)
+    return (per_group - per_group.nanmean()) / (_std(per_group, ddof=1) + batch_eps)
 
 
 class BetaFit(NamedTuple):
@@ -172,15 +233,15 @@ def _unit_rewards(rewards: Rewards, history: GroupMeans | None, reward_range: li
     return unit, means
 
 
-@estimators.register("beta")
+@estimators.register("beta", unit_rewards=True)
 def beta(
     rewards: Rewards,
     history: GroupMeans | None = None,
     log_metric: LogMetric | None = None,
     *,
-    reward_range: list[float] = [0.0, 1.0],  # noqa: B006 (read only; a list because YAML has no tuples)
-    window: int = 1,
-    cap: float = 1e6,
+    reward_range: UnitRange = [0.0, 1.0],  # noqa: B006 (read only; a list because YAML has no tuples)
+    window: Count = 1,
+    cap: Cap = 1e6,
 ) -> Rewards:
     r"""(r - p) / BetaPDF(p; alpha, beta), p the group mean, the distribution fitted to the batch's p by `fit_beta`.
 
@@ -200,22 +261,22 @@ def beta(
             log_metric(f"advantages/beta_{name}", float(value))
     p = group_means(unit)[:, None]
     log_pdf = torch.xlogy(fit.alpha - 1, p) + torch.xlogy(fit.beta - 1, 1 - p) - _log_beta(fit.alpha, fit.beta)
-    return _only_signal((unit - p) * (-log_pdf).exp().clamp(max=cap), rewards)
+    return (unit - p) * (-log_pdf).exp().clamp(max=cap)
 
 
 def _log_beta(alpha: float, beta: float) -> float:
     return math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
 
 
-@estimators.register("bernoulli")
+@estimators.register("bernoulli", unit_rewards=True)
 def bernoulli(
     rewards: Rewards,
     history: GroupMeans | None = None,
     log_metric: LogMetric | None = None,
     *,
-    reward_range: list[float] = [0.0, 1.0],  # noqa: B006
-    window: int = 1,
-    eps: float = 1e-4,
+    reward_range: UnitRange = [0.0, 1.0],  # noqa: B006
+    window: Count = 1,
+    eps: NotNegative = 1e-4,
 ) -> Rewards:
     r"""(r - mu) / sqrt(mu (1 - mu) + eps), mu the posterior mean of the prompt's success rate.
 
@@ -237,11 +298,11 @@ def bernoulli(
         log_metric("advantages/bernoulli_beta", b)
     g = (~unit.isnan()).sum(dim=-1, keepdim=True).to(unit.dtype)
     mu = (a + unit.nansum(dim=-1, keepdim=True)) / (a + b + g)
-    return _only_signal((unit - mu) / (mu * (1 - mu) + eps).sqrt(), rewards)
+    return (unit - mu) / (mu * (1 - mu) + eps).sqrt()
 
 
-@estimators.register("pass_at_k")
-def pass_at_k(rewards: Rewards, *, k: int = 2) -> Rewards:
+@estimators.register("pass_at_k", unit_rewards=True, outnumbered="k")
+def pass_at_k(rewards: Rewards, *, k: Count = 2) -> Rewards:
     r"""G (pass@k of the group - pass@k of the others) for rewards 0 or 1: leave-one-out credit for pass@k.
 
     pass@k(n, c) = 1 - C(n - c, k) / C(n, k) for c successes among n (Chen et al., arXiv:2107.03374). Its expectation,
@@ -261,7 +322,7 @@ def pass_at_k(rewards: Rewards, *, k: int = 2) -> Rewards:
     n = (~rewards.isnan()).sum(dim=-1, keepdim=True)
     c = binary.nansum(dim=-1, keepdim=True)
     credit = n * (_pass_rate(n, c, k) - _pass_rate(n - 1, c - binary.nan_to_num(), k))
-    return _only_signal(torch.where(n > k, credit, 0.0).to(rewards.dtype), rewards)
+    return torch.where(n > k, credit, 0.0)
 
 
 def _pass_rate(n: Tensor, c: Tensor, k: int) -> Tensor:

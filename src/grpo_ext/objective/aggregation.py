@@ -5,16 +5,33 @@ micro-batches of the accumulation window on all processes. Shares add up to the 
 depend on how the same completions are split over processes, micro-batches and accumulation steps.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from grpo_ext.objective.options import Count
 from grpo_ext.objective.ratios import live_tokens
 from grpo_ext.registry import Registry
 
-aggregations: Registry = Registry("loss_aggregation")
+
+@dataclass(frozen=True)
+class AggregationTraits:
+    """What others must know of an aggregation."""
+
+    additive: bool = False
+    """Whether a step's loss is the same however its rows are split, so that they may be grouped otherwise."""
+    local: bool = False
+    """Whether by definition it is not."""
+    token_mean: bool = False
+    """Whether a completion counts by its length."""
+    completion_mean: bool = False
+    """Whether every completion counts the same."""
+
+
+aggregations: Registry = Registry("loss_aggregation", AggregationTraits)
 
 
 class StepTotals(NamedTuple):
@@ -45,7 +62,7 @@ def token_sums(
     return torch.where(mask.bool(), per_token_loss, torch.zeros_like(per_token_loss)).sum(dim=-1)
 
 
-@aggregations.register("seq-mean-token-mean")
+@aggregations.register("seq-mean-token-mean", additive=True, completion_mean=True)
 def seq_mean_token_mean(
     per_token_loss: Float[Tensor, "batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
@@ -54,7 +71,7 @@ def seq_mean_token_mean(
     return (token_sums(per_token_loss, mask) / n).sum() / totals.sequences.clamp(min=1)
 
 
-@aggregations.register("token-mean")
+@aggregations.register("token-mean", additive=True, token_mean=True)
 def token_mean(
     per_token_loss: Float[Tensor, "batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
@@ -62,7 +79,7 @@ def token_mean(
     return token_sums(per_token_loss, mask).sum() / totals.tokens.clamp(min=1)
 
 
-@aggregations.register("seq-mean-token-sum")
+@aggregations.register("seq-mean-token-sum", additive=True)
 def seq_mean_token_sum(
     per_token_loss: Float[Tensor, "batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
@@ -70,19 +87,19 @@ def seq_mean_token_sum(
     return token_sums(per_token_loss, mask).sum() / totals.sequences.clamp(min=1)
 
 
-@aggregations.register("seq-mean-token-sum-norm")
+@aggregations.register("seq-mean-token-sum-norm", additive=True)
 def seq_mean_token_sum_norm(
     per_token_loss: Float[Tensor, "batch #time"],
     mask: Shaped[Tensor, "batch time"],
     totals: StepTotals,
     *,
-    max_completion_length: int,
+    max_completion_length: Count,
 ) -> Float[Tensor, ""]:
     r"""(1/B) sum_i sum_t loss_it / L_max, L_max the generation limit. Dr. GRPO, arXiv:2503.20783."""
     return seq_mean_token_sum(per_token_loss, mask, totals) / max_completion_length
 
 
-@aggregations.register("micro-batch-token-mean")
+@aggregations.register("micro-batch-token-mean", local=True, token_mean=True)
 def micro_batch_token_mean(
     per_token_loss: Float[Tensor, "batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:

@@ -7,18 +7,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_ext.objective.advantages import (
-    ROUNDING,
-    Rewards,
-    _extremes,
-    _only_signal,
-    _std,
-)
+from grpo_ext.objective.advantages import ROUNDING, Rewards, _std, extremes, only_signal
 from grpo_ext.registry import Registry
 
 combinations: Registry = Registry("multi_objective_aggregation")
 FunctionRewards = Float[Tensor, "groups completions functions"]
-Estimator = Callable[[Rewards, int], Rewards]
+Advantages = Rewards | Float[Tensor, "groups completions time"]
+Estimator = Callable[[Rewards, int], Advantages]
 """An estimator with its options bound; the integer is the column of the history that belongs to these rewards."""
 
 
@@ -36,7 +31,7 @@ def weighted_total(rewards: FunctionRewards, weights: Float[Tensor, " functions"
         scored = scored & (weights != 0)
         total = total * weights.abs().sum() / (scored * weights.abs()).sum(dim=-1).clamp(min=1e-30)
     total = torch.where(scored.any(dim=-1), total, math.nan)
-    highest, lowest = (bound[:, None] for bound in _extremes(total))
+    highest, lowest = (bound[:, None] for bound in extremes(total))
     rounded = highest - lowest <= ROUNDING * torch.maximum(highest.abs(), lowest.abs())
     return torch.where(rounded & ~total.isnan(), highest, total)
 
@@ -48,7 +43,7 @@ def sum_then_normalize(
     estimator: Estimator,
     *,
     missing: str = "renormalize",
-) -> Rewards:
+) -> Advantages:
     """The estimator of the weighted total."""
     return estimator(weighted_total(rewards, weights, missing=missing), -1)
 
@@ -75,13 +70,13 @@ def normalize_then_sum(
     total = torch.where(scorable, (columns * weights[:, None, None]).sum(dim=0), math.nan)
     centred = total - total.nanmean()
     whitened = centred / (_std(total, ddof=1) + eps)
-    return _only_signal(torch.where((spread & (weights != 0)).any(), whitened, centred), total)
+    return only_signal(torch.where((spread & (weights != 0)).any(), whitened, centred), total)
 
 
 @combinations.register("average_advantages")
 def average_advantages(
     rewards: FunctionRewards, weights: Float[Tensor, " functions"], estimator: Estimator
-) -> Rewards:
+) -> Advantages:
     r"""sum_k w_k A_k / sum_k |w_k|, each A_k estimated from its own function's rewards. BNPO, arXiv:2506.02864."""
     columns = [estimator(rewards[..., k], k) * weights[k] for k in range(rewards.shape[-1])]
     return torch.stack(columns).sum(dim=0) / weights.abs().sum().clamp(min=1e-30)

@@ -5,6 +5,8 @@ its expectation is chi-squared - KL. Like a surrogate, an estimator asks for its
 `log_ref_ratio` (d, zero under the mask), `log_ratio` (see `ratios`) and `mask`.
 """
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,10 +14,25 @@ from torch import Tensor
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND
 from grpo_ext.registry import Registry
 
-kl_estimators: Registry = Registry("kl_estimator")
+
+@dataclass(frozen=True)
+class KLTraits:
+    """What others must know of an estimator."""
+
+    in_loss: bool = True
+    """Whether its gradient means something."""
+    in_reward: bool = True
+    """Whether its value, without a gradient, is all there is to it."""
+    levels: tuple[str, ...] = ("token", "sequence", "product")
+    """The ratio levels at which it is what it says."""
+    per_completion: bool = False
+    """Whether it is one term for a whole completion."""
 
 
-@kl_estimators.register("k1")
+kl_estimators: Registry = Registry("kl_estimator", KLTraits)
+
+
+@kl_estimators.register("k1", in_loss=False)
 def k1(log_ref_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
     """-d: unbiased, of either sign. Its gradient in the loss averages to 0; it belongs in the reward."""
     return -log_ref_ratio
@@ -37,14 +54,14 @@ def k3(log_ref_ratio: Float[Tensor, "batch #time"]) -> Float[Tensor, "batch #tim
     return torch.expm1(d) - d
 
 
-@kl_estimators.register("k3+")
+@kl_estimators.register("k3+", in_reward=False)
 def k3_plus(log_ref_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
     """The value of k3 with the gradient of k2, -d: the reverse KL's in expectation."""
     surrogate = k2(log_ref_ratio)
     return k3(log_ref_ratio).detach() + (surrogate - surrogate.detach())
 
 
-@kl_estimators.register("r_k3")
+@kl_estimators.register("r_k3", in_reward=False, levels=("token",))
 def r_k3(
     log_ref_ratio: Float[Tensor, "batch time"], log_ratio: Float[Tensor, "batch #time"]
 ) -> Float[Tensor, "batch time"]:
@@ -61,7 +78,7 @@ def absolute(log_ref_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch
     return log_ref_ratio.abs()
 
 
-@kl_estimators.register("sequence_k3")
+@kl_estimators.register("sequence_k3", in_reward=False, per_completion=True)
 def sequence_k3(log_ref_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch 1"]:
     """exp(D) - D - 1 per completion; gradient 1 - exp(D) on every token. DeepSeek-V2/V3, arXiv:2405.04434."""
     return k3(log_ref_ratio.sum(dim=-1, keepdim=True))

@@ -18,9 +18,16 @@ from grpo_ext.registry import Registry
 ANY_LEVEL = ("token", "sequence", "product")
 
 
+OPTION_FIELDS = {"epsilon_low": "epsilon", "epsilon_high": "epsilon_high", "delta": "delta"}
+"""Options of any surrogate -> the config field that sets them."""
+
+
 @dataclass(frozen=True)
 class Loss:
-    """One row: a surrogate and what its paper says about every other axis."""
+    """One row: a surrogate, what its paper says about every other axis, and all that is special about it.
+
+    No other module knows a loss by its name, so that one of your own may have whatever one of these has.
+    """
 
     surrogate: str | Callable[..., Tensor]
     paper: str = ""
@@ -37,13 +44,39 @@ class Loss:
     aggregation: str = "token-mean"
     options: Mapping[str, Any] = field(default_factory=dict)
     """The surrogate's options where the paper departs from the surrogate's own defaults."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Options that config fields of another name set, beside `OPTION_FIELDS`: {"k_pos": "vespo_k_pos"}."""
+    conflict: Callable[..., str | None] | None = None
+    """Takes the options as keywords, returns what is wrong with them together."""
+    clip_regions: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """Asks for tensors and options as a surrogate does, returns the tokens (cut from below, cut from above)."""
+    metrics: Callable[..., Mapping[str, Tensor]] | None = None
+    """Asks for the same, returns further figures by name, each [batch, time] or [batch, 1]."""
+    per_completion: bool = False
+    """Whether it has one term for a whole completion at every level, of which no token can be left out."""
+    off_policy: bool = True
+    """Whether it corrects for a policy that has moved since it sampled."""
+    silent_at_zero: bool = False
+    """Whether a completion with an advantage of 0 has no gradient, and need not be computed."""
+    sampler_levels: tuple[str, ...] = ("token", "sequence")
+    """The levels at which it can take the sampler's correction."""
     trl: bool = False
     """Whether stock TRL has this loss, so that `loss_defaults: trl` means something."""
+    trl_options: Mapping[str, Any] = field(default_factory=dict)
+    """Stock TRL's defaults of options where they depart from the surrogate's own."""
+    trl_float32: bool = False
+    """Whether stock TRL holds the options in float32."""
+    trl_name: str = ""
+    """How stock TRL, which lacks this loss, is told to compute its formula."""
 
     @property
     def function(self) -> Callable[..., Tensor]:
         """The surrogate itself."""
         return self.surrogate if callable(self.surrogate) else surrogates.surrogates[self.surrogate]
+
+    def field_of(self, option: str) -> str | None:
+        """The config field that sets an option, if it has one."""
+        return self.fields.get(option) or OPTION_FIELDS.get(option)
 
 
 losses: Registry = Registry("loss_type")
@@ -77,13 +110,22 @@ def find(loss_type: str) -> Loss:
 
 
 def _row(*names: str, **row: Any) -> None:
-    losses.register(*names)(Loss(**row))
+    losses.register(*names)(Loss(silent_at_zero=True, **row))
+
+
+_CLIP: Mapping[str, Any] = {
+    "surrogate": "clip",
+    "clip_regions": surrogates.clip_regions,
+    "conflict": surrogates.clip_conflict,
+}
+_CISPO: Mapping[str, Any] = {"surrogate": "cispo", "metrics": surrogates.cispo_metrics}
+_REINFORCE: Mapping[str, Any] = {"surrogate": "reinforce", "levels": ("token",), "off_policy": False}
 
 
 _row(
     "grpo",
     "deepseek_math",
-    surrogate="clip",
+    **_CLIP,
     paper="DeepSeekMath, arXiv:2402.03300",
     formula="-(1/G) sum_i (1/n_i) sum_t min(r A, clip(r, 1-eps, 1+eps) A)",
     aggregation="seq-mean-token-mean",
@@ -91,7 +133,7 @@ _row(
 )
 _row(
     "deepseek_v3",
-    surrogate="clip",
+    **_CLIP,
     paper="DeepSeek-V2/V3/R1, arXiv:2405.04434, 2412.19437, 2501.12948",
     formula="-(1/G) sum_i min(S A, clip(S, 1-eps, 1+eps) A), S = prod_t r_t",
     ratio="product",
@@ -101,7 +143,7 @@ _row(
 )
 _row(
     "dr_grpo",
-    surrogate="clip",
+    **_CLIP,
     paper="Dr. GRPO, arXiv:2503.20783",
     formula="-(1/B) sum_i sum_t min(r A, clip(r, 1-eps, 1+eps) A) / L_max",
     advantage="none",
@@ -110,7 +152,7 @@ _row(
 )
 _row(
     "bnpo",
-    surrogate="clip",
+    **_CLIP,
     paper="TRL's name; unrelated to the BNPO paper, which is `beta_bnpo`",
     formula="-(1/N_micro) sum_it min(r A, clip(r, 1-eps, 1+eps) A), a mean over each micro-batch",
     aggregation="micro-batch-token-mean",
@@ -118,7 +160,7 @@ _row(
 )
 _row(
     "beta_bnpo",
-    surrogate="clip",
+    **_CLIP,
     paper="BNPO, arXiv:2506.02864",
     formula="-(1/G) sum_i sum_t min(min(r, delta) A, clip(r, 1-eps_low, 1+eps_high) A), A = (R - p) / BetaPDF(p)",
     advantage="beta",
@@ -128,7 +170,7 @@ _row(
 )
 _row(
     "dapo",
-    surrogate="clip",
+    **_CLIP,
     paper="DAPO, arXiv:2503.14476",
     formula="-(1/N) sum_it min(r A, clip(r, 1-eps_low, 1+eps_high) A), N the tokens of the step",
     aggregation="token-mean",
@@ -137,20 +179,22 @@ _row(
 )
 _row(
     "gspo",
-    surrogate="clip",
+    **_CLIP,
     paper="GSPO, arXiv:2507.18071",
     formula="-(1/G) sum_i min(s A, clip(s, 1-eps_low, 1+eps_high) A), s = (prod_t r_t)^(1/n)",
     ratio="sequence",
     aggregation="seq-mean-token-mean",
     options={"epsilon_low": 3e-4, "epsilon_high": 4e-4},
+    trl_name="loss_type: grpo with importance_sampling_level: sequence",
 )
 _row(
     "cispo",
-    surrogate="cispo",
+    **_CISPO,
     paper="MiniMax-M1, arXiv:2506.13585; cap of 5: ScaleRL, arXiv:2510.13786",
     formula="-(1/N) sum_it stopgrad(min(r, cap)) A l",
     options={"epsilon_high": 5.0},
     trl=True,
+    trl_options={"epsilon_high": 0.2},
 )
 _row(
     "sapo",
@@ -158,11 +202,13 @@ _row(
     paper="SAPO, arXiv:2511.20347",
     formula="-(1/B) sum_i (1/n_i) sum_t (4/tau) sigmoid(tau (r - 1)) A",
     aggregation="seq-mean-token-mean",
+    fields={"temperature_pos": "sapo_temperature_pos", "temperature_neg": "sapo_temperature_neg"},
     trl=True,
+    trl_float32=True,
 )
 _row(
     "luspo",
-    surrogate="clip",
+    **_CLIP,
     paper="LUSPO, arXiv:2602.05261",
     formula="-(1/B) sum_i n_i min(s A, clip(s, 1-eps_low, 1+eps_high) A)",
     ratio="sequence",
@@ -177,20 +223,23 @@ _row(
     paper="VESPO, arXiv:2602.10693",
     formula="-(1/N) sum_it stopgrad(phi(S)) A l, phi(S) = e^lam S^k e^(-lam S)",
     levels=("token",),
+    fields={name: f"vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+    metrics=surrogates.vespo_metrics,
+    sampler_levels=("token",),
     trl=True,
+    trl_float32=True,
 )
 _row(
     "minimind",
-    surrogate="reinforce",
+    **_REINFORCE,
     paper="MiniMind, the widely read version",
     formula="-(1/B) sum_i (1/n_i) sum_t exp(l - stopgrad(l)) A",
-    levels=("token",),
     advantage="minimind",
     aggregation="seq-mean-token-mean",
 )
 _row(
     "minimind_cispo",
-    surrogate="cispo",
+    **_CISPO,
     paper="MiniMind, the current version",
     formula="-(1/B) sum_i (1/n_i) sum_t stopgrad(min(r, cap)) A l",
     advantage_kwargs={"ddof": 0},
@@ -199,10 +248,9 @@ _row(
 )
 _row(
     "rloo",
-    surrogate="reinforce",
+    **_REINFORCE,
     paper="RLOO, arXiv:2402.14740",
     formula="-(1/B) sum_i A log pi(o_i), A = R - mean of the others, KL in the reward",
-    levels=("token",),
     kl="k1",
     kl_placement="reward",
     advantage="loo",
@@ -210,12 +258,20 @@ _row(
 )
 _row(
     "reinforce_pp",
-    surrogate="clip",
-    paper="REINFORCE++-baseline, arXiv:2501.03262",
-    formula="-(1/N) sum_it min(r A, clip(r, 1-eps, 1+eps) A), A whitened over the batch, KL in the reward",
+    **_CLIP,
+    paper="REINFORCE++, arXiv:2501.03262",
+    formula="-(1/N) sum_it min(r A, clip(r, 1-eps, 1+eps) A), A_t = R - beta sum_{s>=t} KL_s, whitened over N tokens",
     kl="k1",
     kl_placement="reward",
     advantage="reinforce_pp",
+)
+_row(
+    "reinforce_pp_baseline",
+    **_CLIP,
+    paper="REINFORCE++ with baseline, arXiv:2501.03262",
+    formula="-(1/N) sum_it min(r A, clip(r, 1-eps, 1+eps) A), A = R - group mean, whitened over N tokens",
+    kl="k2",
+    advantage="reinforce_pp_baseline",
 )
 _row(
     "gmpo",
@@ -224,6 +280,8 @@ _row(
     formula="-(1/G) sum_i A exp(mean_t c), c = min(log r, eps_high) if A > 0 else max(log r, -eps_low)",
     levels=("token",),
     aggregation="seq-mean-token-mean",
+    clip_regions=surrogates.gmpo_regions,
+    per_completion=True,
 )
 _row(
     "topr",
@@ -241,10 +299,11 @@ _row(
     paper="DPPO-TV, arXiv:2602.04879",
     formula="-(1/N) sum_it r A, without tokens with A (pi - pi_old) > 0 and |pi - pi_old| > eps",
     levels=("token",),
+    clip_regions=surrogates.dppo_regions,
 )
 _row(
     "maxrl",
-    surrogate="clip",
+    **_CLIP,
     paper="MaxRL, arXiv:2602.02710",
     formula="-(1/N) sum_it min(r A, clip(r, 1-eps, 1+eps) A), A = (R - mean) / mean",
     advantage="maxrl",

@@ -1,9 +1,9 @@
 """An objective: a row of the table with every axis settled by the recipe, put to work on tensors."""
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,24 +12,12 @@ from torch import Tensor
 
 from grpo_ext.objective.advantages import LogMetric, Rewards, estimators
 from grpo_ext.objective.aggregation import StepTotals, aggregations
-from grpo_ext.objective.combinations import combinations
+from grpo_ext.objective.combinations import combinations, weighted_total
+from grpo_ext.objective.estimate import estimate
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import Loss, find
+from grpo_ext.objective.options import asked_for, bind, option_defaults
 from grpo_ext.objective.ratios import full_precision, masked, ratios
-from grpo_ext.objective.surrogates import clip_regions
-
-
-def bind(function: Callable[..., Any], tensors: Mapping[str, Any]) -> Callable[..., Any]:
-    """`function` with those of `tensors` that it names as positional parameters filled in."""
-    wanted = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    return partial(function, **{name: tensors[name] for name in wanted if name in tensors})
-
-
-def option_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The options a recipe may set: the keyword-only parameters."""
-    parameters = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-
 
 TENSORS = (
     "log_ratio",
@@ -39,7 +27,9 @@ TENSORS = (
     "mask",
     "importance_sampling_ratio",
 )
-"""What a surrogate may ask for."""
+"""What a surrogate, its clip regions and its metrics may ask for."""
+KL_INPUTS = ("log_ref_ratio", "log_ratio", "mask")
+ESTIMATOR_INPUTS = ("history", "log_metric", "mask", "kl_rewards")
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,7 @@ class Objective:
     def stock_advantages(self) -> bool:
         """Whether stock TRL computes these very advantages."""
         return (
-            self.advantage in ("group", "batch", "none")
+            estimators.traits(self.advantage).trl
             and not self.advantage_kwargs
             and self.combination != "average_advantages"
             and self.missing_rewards == "zero"
@@ -102,7 +92,30 @@ class Objective:
     @property
     def corrects_sampler(self) -> bool:
         """Whether the surrogate itself applies the sampler's importance ratio."""
-        return "importance_sampling_ratio" in inspect.signature(self.row.function).parameters
+        return "importance_sampling_ratio" in asked_for(self.row.function)
+
+    @property
+    def one_term(self) -> bool:
+        """Whether a completion is one term of the loss, of which no token can be left out."""
+        return self.row.per_completion or self.ratio == "product"
+
+    @property
+    def additive(self) -> bool:
+        """Whether the loss of an optimizer step is the same however its rows are split."""
+        return aggregations.traits(self.aggregation).additive
+
+    @property
+    def remembered_batches(self) -> int:
+        """How many generation batches before the current one the estimator sees the group means of."""
+        function = estimators[self.advantage]
+        if "history" not in asked_for(function):
+            return 0
+        return ({"window": 1} | option_defaults(function) | dict(self.advantage_kwargs))["window"] - 1
+
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether advantages depend on which tokens are live, or on their KL."""
+        return self.kl_in_reward or "mask" in asked_for(estimators[self.advantage])
 
     def log_ratio(
         self, log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"]
@@ -148,10 +161,13 @@ class Objective:
         return bind(kl_estimators[self.kl], tensors)()
 
     def clip_regions(self, tensors: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-        """Tokens cut from below and from above, or None for a surrogate without a clip."""
-        if not isinstance(self.row.surrogate, str) or self.row.surrogate not in clip_regions:
-            return None
-        return bind(clip_regions[self.row.surrogate], tensors)(**self.options)
+        """Tokens cut from below and from above, or None for a loss without a clip."""
+        regions = self.row.clip_regions
+        return None if regions is None else bind(regions, tensors)(**self.options)
+
+    def metrics(self, tensors: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Further figures of the loss, by name, each [batch, time] or [batch, 1]."""
+        return {} if self.row.metrics is None else bind(self.row.metrics, tensors)(**self.options)
 
     def aggregate(
         self,
@@ -169,51 +185,76 @@ class Objective:
         weights: Float[Tensor, " functions"],
         history: Float[Tensor, "past_groups columns"] | None = None,
         log_metric: LogMetric | None = None,
-    ) -> Float[Tensor, "groups completions"]:
-        """Advantages of a generation batch; column -1 of `history` belongs to the weighted total."""
-        function = estimators[self.advantage]
+        mask: Shaped[Tensor, "groups completions time"] | None = None,
+        kl: Float[Tensor, "groups completions time"] | None = None,
+    ) -> Float[Tensor, "groups completions"] | Float[Tensor, "groups completions time"]:
+        """Advantages of a generation batch; column -1 of `history` belongs to the weighted total.
 
-        def estimate(values: Rewards, column: int) -> Rewards:
+        `mask` are the live tokens of its completions, wanted where the objective `sees_tokens`; `kl` is the KL
+        estimate of each where it is `kl_in_reward`, then `rewards` are those of `less_kl`.
+
+        Raises:
+            ValueError: the estimator is not defined for these rewards, or breaks a rule of all estimators.
+        """
+        offered = {"log_metric": log_metric, "mask": mask, "kl_rewards": None if kl is None else -self.beta * kl}
+
+        def estimated(values: Rewards, column: int) -> Tensor:
             past = None if history is None else history[:, column]
-            return bind(function, {"history": past, "log_metric": log_metric})(values, **self.advantage_kwargs)
+            return estimate(self.advantage, values, offered | {"history": past}, **self.advantage_kwargs)
 
         combine = combinations[self.combination]
-        kwargs = {"missing": self.missing_rewards} if "missing" in option_names(combine) else {}
-        return combine(rewards, weights, estimate, **kwargs)
+        kwargs = {"missing": self.missing_rewards} if "missing" in option_defaults(combine) else {}
+        return combine(rewards, weights, estimated, **kwargs)
+
+    def less_kl(
+        self,
+        rewards: Float[Tensor, "groups completions functions"],
+        weights: Float[Tensor, " functions"],
+        mask: Shaped[Tensor, "groups completions time"],
+        kl: Float[Tensor, "groups completions time"],
+    ) -> Float[Tensor, "groups completions 1"]:
+        """The weighted total, less beta times the KL of a completion unless its estimator places that itself.
+
+        A completion without a live token (a truncated one that is masked) has no KL that could be known, hence no
+        total: like one that was not scored it stays out of its group's statistics, instead of standing out in them.
+        """
+        total = weighted_total(rewards, weights, missing=self.missing_rewards)
+        if "kl_rewards" not in asked_for(estimators[self.advantage]):
+            total = total - self.beta * kl.sum(dim=-1)
+        return torch.where(mask.any(dim=-1), total, math.nan)[..., None]
 
 
 def _arguments(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
 
 
-_FIELD_OF_OPTION = {"epsilon_low": "epsilon", "epsilon_high": "epsilon_high", "delta": "delta"}
-_MAX_COMPLETION_LENGTH = "max_completion_length"
-
-
-def field_of_option(row: Loss, option: str) -> str | None:
-    """The config field that sets a surrogate's option, if it has one: `epsilon`, `delta`, `sapo_temperature_pos`."""
-    if row.surrogate in ("sapo", "vespo"):
-        return f"{row.surrogate}_{option}"
-    return _FIELD_OF_OPTION.get(option)
-
-
 def surrogate_options(config: Any, row: Loss) -> dict[str, Any]:
-    """The surrogate's options: the recipe's, else the row's, else (by absence) the surrogate's own defaults."""
-    parameters = inspect.signature(row.function).parameters
-    options = {name: parameters[name].default for name in option_names(row.function)}
-    if config.loss_defaults == "paper":
-        options |= row.options
-    elif row.surrogate == "cispo":
-        del options["epsilon_high"]  # stock TRL's default is a cap of 0.2 on the ratio itself: nothing to fall back on
-    for option in option_names(row.function):
-        name = field_of_option(row, option)
+    """The surrogate's options: the recipe's, else the row's (or TRL's), else the surrogate's own defaults."""
+    paper = config.loss_defaults == "paper"
+    options = option_defaults(row.function) | dict(row.options if paper else row.trl_options)
+    for option in option_defaults(row.function):
+        name = row.field_of(option)
         if name is not None and getattr(config, name, None) is not None:
             options[option] = getattr(config, name)
-        if config.loss_defaults == "trl" and row.surrogate in ("sapo", "vespo"):
-            options[option] = torch.tensor(options[option]).item()  # stock TRL holds these in float32
+        if not paper and row.trl_float32:
+            options[option] = torch.tensor(options[option]).item()
     if config.epsilon is not None and config.epsilon_high is None and "epsilon_low" in options:
         options["epsilon_high"] = config.epsilon
     options |= _as_mapping(config.loss_kwargs)
+    return _without_missing(options)
+
+
+def aggregation_options(config: Any, aggregation: str) -> dict[str, Any]:
+    """The aggregation's options: the recipe's, and the generation limit where it asks for that."""
+    options = option_defaults(aggregations[aggregation]) | dict(_as_mapping(config.loss_aggregation_kwargs))
+    return _without_missing(options | {name: getattr(config, name) for name in AGGREGATION_FIELDS if name in options})
+
+
+AGGREGATION_FIELDS = ("max_completion_length",)
+"""Options of any aggregation that the config field of the same name sets."""
+
+
+def _without_missing(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not inspect.Parameter.empty}
 
 
@@ -225,7 +266,7 @@ def resolve(config: Any) -> Objective:
     """Settle every axis: the recipe's own setting, else TRL's name for it, else the row (or TRL's default).
 
     Raises:
-        UnknownNameError: `loss_type` names no loss.
+        UnknownNameError: `loss_type` or `loss_aggregation` names nothing.
     """
     row = find(config.loss_type)
     paper = config.loss_defaults == "paper"
@@ -233,8 +274,7 @@ def resolve(config: Any) -> Objective:
     advantage = config.advantage_estimator or scale or (row.advantage if paper else "group")
     row_kwargs = row.advantage_kwargs if paper and advantage == row.advantage else {}
     bias_corrected = {True: "r_k3", False: "k3", None: row.kl if paper else "r_k3"}[config.use_bias_correction_kl]
-    aggregate = config.loss_aggregation or row.aggregation
-    needs_length = aggregate in aggregations and _MAX_COMPLETION_LENGTH in option_names(aggregations[aggregate])
+    aggregation = config.loss_aggregation or row.aggregation
     return Objective(
         loss_type=config.loss_type,
         row=row,
@@ -247,6 +287,6 @@ def resolve(config: Any) -> Objective:
         advantage_kwargs={**row_kwargs, **_as_mapping(config.advantage_kwargs)},
         combination=config.multi_objective_aggregation or (row.combination if paper else "sum_then_normalize"),
         missing_rewards=config.missing_rewards or ("renormalize" if paper else "zero"),
-        aggregation=aggregate,
-        aggregation_kwargs={_MAX_COMPLETION_LENGTH: config.max_completion_length} if needs_length else {},
+        aggregation=aggregation,
+        aggregation_kwargs=aggregation_options(config, aggregation),
     )

@@ -11,20 +11,34 @@ recipe may set. The tensors on offer, all free of garbage under the mask:
   care of it, all others are multiplied by it.
 
 A loss of shape [batch, 1] stands for the same value on every token of the completion. Losses are minimised.
+
+What is logged beside a surrogate (its clip regions, its metrics) asks for tensors and options in the same way, and
+stands beside it; `losses` says which surrogate has which.
 """
 
 import math
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from grpo_ext.objective.options import Within
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, live_tokens
 from grpo_ext.registry import Registry
 
 surrogates: Registry = Registry("surrogate")
-clip_regions: Registry = Registry("clip region")
-"""Surrogate name -> (cut from below, cut from above), the tokens whose gradient clipping has changed."""
+
+Regions = tuple[Bool[Tensor, "batch #time"], Bool[Tensor, "batch #time"]]
+"""Tokens whose gradient clipping has changed: (cut from below, cut from above)."""
+RatioCap = Annotated[
+    float,
+    Within(
+        least=1.0,
+        because="it is the upper bound of the ratio itself, and one below 1 shrinks even the on-policy gradient "
+        "(stock TRL's default of 0.2 makes it 5 times too small)",
+    ),
+]
 
 
 @surrogates.register("clip")
@@ -50,17 +64,25 @@ def clip(
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
-@clip_regions.register("clip")
-def _clip_regions(
+def clip_regions(
     log_ratio: Float[Tensor, "batch #time"],
     advantages: Float[Tensor, "batch #time"],
     *,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     delta: float | None = None,
-) -> tuple[Bool[Tensor, "batch #time"], Bool[Tensor, "batch #time"]]:
+) -> Regions:
+    """Where `clip` cuts; `delta` is not counted, as in TRL."""
     ratio = log_ratio.exp()
     return (ratio < 1 - epsilon_low) & (advantages < 0), (ratio > 1 + epsilon_high) & (advantages > 0)
+
+
+def clip_conflict(*, epsilon_high: float, delta: float | None, **_: float) -> str | None:
+    """What is wrong with options of `clip` that do not go together."""
+    if delta is None or delta >= 1 + epsilon_high:
+        return None
+    low = f"delta={delta} is below 1 + epsilon_high = {1 + epsilon_high:g}: it would cut positive advantages too."
+    return f"{low} Set delta >= {1 + epsilon_high:g}."
 
 
 @surrogates.register("reinforce")
@@ -80,7 +102,7 @@ def cispo(
     advantages: Float[Tensor, "batch #time"],
     per_token_logps: Float[Tensor, "batch time"],
     *,
-    epsilon_high: float = 5.0,
+    epsilon_high: RatioCap = 5.0,
 ) -> Float[Tensor, "batch time"]:
     r"""-stopgrad(min(r, epsilon_high)) A l: the weight is cut, the gradient never dies.
 
@@ -90,12 +112,11 @@ def cispo(
     return -log_ratio.exp().clamp(max=epsilon_high).detach() * advantages * per_token_logps
 
 
-@clip_regions.register("cispo")
-def _cispo_regions(
+def cispo_metrics(
     log_ratio: Float[Tensor, "batch #time"], advantages: Float[Tensor, "batch #time"], *, epsilon_high: float = 5.0
-) -> tuple[Bool[Tensor, "batch #time"], Bool[Tensor, "batch #time"]]:
-    high = (log_ratio.exp() > epsilon_high) & (advantages > 0)
-    return torch.zeros_like(high), high
+) -> dict[str, Float[Tensor, "batch #time"]]:
+    """`cispo_clip_ratio`, the tokens that the cap holds back, under TRL's name."""
+    return {"cispo_clip_ratio": ((log_ratio.exp() > epsilon_high) & (advantages > 0)).float()}
 
 
 @surrogates.register("sapo")
@@ -175,6 +196,17 @@ def vespo_weight(
     return (lam + k * log_s - lam * log_s.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
+def vespo_metrics(
+    log_ratio: Float[Tensor, "batch time"],
+    advantages: Float[Tensor, "batch #time"],
+    mask: Shaped[Tensor, "batch time"],
+    importance_sampling_ratio: Float[Tensor, "batch #time"] | None = None,
+    **options: float,
+) -> dict[str, Float[Tensor, "batch #time"]]:
+    """`vespo/phi_seq_mean`, the weight of each completion, under TRL's name."""
+    return {"vespo/phi_seq_mean": vespo_weight(log_ratio, advantages, mask, importance_sampling_ratio, **options)}
+
+
 @surrogates.register("gmpo")
 def gmpo(
     log_ratio: Float[Tensor, "batch time"],
@@ -193,14 +225,14 @@ def gmpo(
     return -(clipped.sum(dim=-1, keepdim=True) / live_tokens(mask, clipped.dtype)).exp() * advantages
 
 
-@clip_regions.register("gmpo")
-def _gmpo_regions(
+def gmpo_regions(
     log_ratio: Float[Tensor, "batch time"],
     advantages: Float[Tensor, "batch #time"],
     *,
     epsilon_low: float = 0.4,
     epsilon_high: float = 0.4,
-) -> tuple[Bool[Tensor, "batch time"], Bool[Tensor, "batch time"]]:
+) -> Regions:
+    """Where `gmpo` cuts."""
     return (log_ratio < -epsilon_low) & (advantages < 0), (log_ratio > epsilon_high) & (advantages > 0)
 
 
@@ -233,21 +265,21 @@ def dppo(
     Dropped: A > 0 and pi - pi_old > eps_high, or A < 0 and pi - pi_old < -eps_low. The trust region is in total
     variation, not in the ratio. DPPO-TV, arXiv:2602.04879.
     """
-    low, high = _dppo_regions(
+    low, high = dppo_regions(
         advantages, per_token_logps, old_per_token_logps, epsilon_low=epsilon_low, epsilon_high=epsilon_high
     )
     return torch.where(low | high, 0.0, -log_ratio.exp() * advantages)
 
 
-@clip_regions.register("dppo")
 @torch.no_grad()
-def _dppo_regions(
+def dppo_regions(
     advantages: Float[Tensor, "batch #time"],
     per_token_logps: Float[Tensor, "batch time"],
     old_per_token_logps: Float[Tensor, "batch time"],
     *,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
-) -> tuple[Bool[Tensor, "batch time"], Bool[Tensor, "batch time"]]:
+) -> Regions:
+    """Where `dppo` drops."""
     shift = per_token_logps.exp() - old_per_token_logps.exp()
     return (advantages < 0) & (shift < -epsilon_low), (advantages > 0) & (shift > epsilon_high)

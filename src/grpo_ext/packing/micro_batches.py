@@ -11,9 +11,6 @@ from grpo_ext.packing.layout import groups_of
 
 Batch = dict[str, Any]
 
-ADDITIVE = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-"""Aggregations of a step's loss that do not depend on how its rows are split."""
-
 ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from grpo_ext.config.advantages import UNIT_REWARDS
 from grpo_ext.config.idle import is_set
 from grpo_ext.config.warnings import no_effect
+from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.objective import resolve
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _rewards(recipe: "Recipe") -> Iterator[str]:
             )
     total = sum(spec.weight for spec in recipe.rewards)
     summed = objective.combination == "sum_then_normalize" and "reward_range" not in objective.advantage_kwargs
-    if objective.advantage in UNIT_REWARDS and summed and len(recipe.rewards) > 1 and total > 1:
+    if estimators.traits(objective.advantage).unit_rewards and summed and len(recipe.rewards) > 1 and total > 1:
         yield (
             f"advantage_estimator={objective.advantage!r} needs a total reward in [0, 1], but the weights add up to "
             f"{total:g}. Scale them down to 1, or keep one reward."

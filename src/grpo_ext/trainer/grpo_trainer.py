@@ -18,8 +18,7 @@ from trl.trainer.utils import nanstd
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, RewardError, RolloutDrift, ServerLost
-from grpo_ext.objective import surrogates
-from grpo_ext.objective.advantages import group_means, zero_variance
+from grpo_ext.objective.advantages import estimators, group_means, zero_variance
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import masked
@@ -111,7 +110,7 @@ class GRPOExtTrainer(GRPOTrainer):
         self._engine = engine_for(self)
         self._sampler = DynamicSampler(self) if args.dynamic_sampling is not None else None
         self._settled: Settled | None = None
-        self._history: deque[Tensor] = deque(maxlen=self.objective.advantage_kwargs.get("window", 1) - 1)
+        self._history: deque[Tensor] = deque(maxlen=self.objective.remembered_batches)
         self._rewards_per_func: Tensor | None = None
         self._denominators = Denominators(self)
         self._arranged: list[dict[str, Any]] | None = None
@@ -119,7 +118,7 @@ class GRPOExtTrainer(GRPOTrainer):
     def _name_objective(self) -> None:
         """Tell the user, the model card, and those attributes that stock TRL goes on to read."""
         objective = self.objective
-        self.scale_rewards = objective.advantage if objective.advantage in ("group", "batch", "none") else "group"
+        self.scale_rewards = objective.advantage if estimators.traits(objective.advantage).trl else "group"
         in_trl = ("sum_then_normalize", "normalize_then_sum")
         self.multi_objective_aggregation = objective.combination if objective.combination in in_trl else in_trl[0]
         self._name = f"GRPO ({objective.loss_type})"
@@ -214,13 +213,15 @@ class GRPOExtTrainer(GRPOTrainer):
         self._log_rewards(total, mode)
         if self.objective.stock_advantages and self.args.loss_defaults == "trl":
             return output
+        tokens = self._tokens(output, rewards.shape[1], mode) if self.objective.sees_tokens else {}
         if self.objective.kl_in_reward:
-            total = total - self.objective.beta * self._reward_kl(output, mode).view_as(total)
-            rewards, weights = total[..., None], weights.new_ones(1)
-        values = self._advantages(rewards, weights, total, mode).flatten().to(output["advantages"].dtype)
-        local = len(output["advantages"])
-        output["advantages"] = values[self.accelerator.process_index * local :][:local].clone()
-        self._replace_logged_advantages(values.tolist())
+            rewards, weights = self.objective.less_kl(rewards, weights, **tokens), weights.new_ones(1)
+            total = rewards.squeeze(-1)
+        values = self._advantages(rewards, weights, total, mode, tokens).flatten(0, 1)
+        self._replace_logged_advantages(_per_completion(values, tokens.get("mask")).tolist())
+        local, width = output["completion_ids"].shape
+        mine = values[self.accelerator.process_index * local :][:local]
+        output["advantages"] = (mine if mine.dim() == 1 else mine[:, :width]).to(output["advantages"].dtype)
         return output
 
     def _grouped_rewards(self, mode: str) -> Tensor:
@@ -237,13 +238,15 @@ class GRPOExtTrainer(GRPOTrainer):
             metrics["reward_std"][-1] = nanstd(total).item()
         metrics["advantages/zero_variance_groups"].append(zero_variance(total).float().mean().item())
 
-    def _advantages(self, rewards: Tensor, weights: Tensor, total: Tensor, mode: str) -> Tensor:
+    def _advantages(
+        self, rewards: Tensor, weights: Tensor, total: Tensor, mode: str, tokens: dict[str, Tensor]
+    ) -> Tensor:
         history = torch.cat(list(self._history)).to(rewards.device) if self._history else None
 
         def log_metric(name: str, value: float) -> None:
             self._metrics[mode][name].append(value)
 
-        values = self.objective.advantages(rewards, weights, history, log_metric)
+        values = self.objective.advantages(rewards, weights, history, log_metric, **tokens)
         if mode == "train" and self._history.maxlen:
             columns = [*rewards.unbind(dim=-1), total]
             self._history.append(torch.stack([group_means(column) for column in columns], dim=-1).cpu())
@@ -256,18 +259,29 @@ class GRPOExtTrainer(GRPOTrainer):
             logged.pop()
         logged.extend(values)
 
+    def _tokens(self, output: dict[str, Any], group: int, mode: str) -> dict[str, Tensor]:
+        """Mask and, where the reward is lowered by it, KL [groups, completions, time] of all processes' tokens."""
+        tokens = {"mask": output["completion_mask"] * output.get("tool_mask", 1)}
+        if self.objective.kl_in_reward:
+            tokens["kl"] = self._reward_kl(output, tokens["mask"], mode)
+        padded = (self.accelerator.pad_across_processes(values, dim=1) for values in tokens.values())
+        gathered = (self.accelerator.gather(values.contiguous()) for values in padded)
+        return {name: values.view(-1, group, values.shape[1]) for name, values in zip(tokens, gathered, strict=True)}
+
     @torch.no_grad()
-    def _reward_kl(self, output: dict[str, Any], mode: str) -> Tensor:
-        """KL estimate of each completion of all processes, summed over its tokens."""
-        mask = output["completion_mask"] * output.get("tool_mask", 1)
+    def _reward_kl(self, output: dict[str, Any], mask: Tensor, mode: str) -> Tensor:
+        """KL estimate of each token of this process's completions."""
         old = output.get("old_per_token_logps")
         if old is None:
             old, _, _ = self._forward(self.model, output, batch_size=self.args.per_device_train_batch_size)
             output["old_per_token_logps"] = old
-        per_token = self.objective.kl_penalty({"log_ref_ratio": masked(output["ref_per_token_logps"] - old, mask)})
-        penalty = self.accelerator.gather(per_token.sum(dim=-1)).double()
-        self._metrics[mode]["kl"].append(penalty.mean().item())
-        return penalty
+        per_token = self.objective.kl_penalty(
+            {"log_ref_ratio": masked(output["ref_per_token_logps"] - old, mask), "mask": mask}
+        )
+        of_each = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)
+        total, known = self.accelerator.gather(of_each).double().sum(dim=0).tolist()
+        self._metrics[mode]["kl"].append(total / max(known, 1.0))
+        return per_token
 
     # The loss.
 
@@ -323,8 +337,7 @@ class GRPOExtTrainer(GRPOTrainer):
         """Whether a completion without an advantage has no part in the loss, nor in what steers the run."""
         terms = self.objective.kl_in_loss or self._entropy_bonus_enabled or self.aux_loss_enabled
         coupled = self.top_entropy_quantile < 1.0 or self.off_policy_mask_threshold is not None
-        own = self.objective.row.function.__module__ == surrogates.__name__
-        return self.args.zero_advantages_skipped and own and not terms and not coupled
+        return self.args.zero_advantages_skipped and self.objective.row.silent_at_zero and not terms and not coupled
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         objective, mode = self.objective, "train" if self.model.training else "eval"
@@ -404,7 +417,7 @@ class GRPOExtTrainer(GRPOTrainer):
         Not where a micro-batch's part of the loss depends on which rows it holds.
         """
         text_only = not any(name in MULTIMODAL_INPUTS for name in self._buffered_inputs[0])
-        additive = self.objective.aggregation in micro_batches.ADDITIVE and self.top_entropy_quantile == 1.0
+        additive = self.objective.additive and self.top_entropy_quantile == 1.0
         additive = additive and not self.aux_loss_enabled
         return self.sharing.possible and self.args.exact_denominators and text_only and additive
 
@@ -446,3 +459,10 @@ class GRPOExtTrainer(GRPOTrainer):
         path = Path(checkpoint or "") / SAMPLING_FILE
         if checkpoint is not None and self._sampler is not None and path.exists():
             self._sampler.prompts.drawn = json.loads(path.read_text())["drawn"]
+
+
+def _per_completion(advantages: Tensor, mask: Tensor | None) -> Tensor:
+    """Advantages [completions (, time)] as one number for each completion: the mean over its live tokens."""
+    if advantages.dim() == 1 or mask is None:
+        return advantages
+    return advantages.sum(dim=1) / mask.flatten(0, 1).sum(dim=1).clamp(min=1)

@@ -8,7 +8,6 @@ from torch import Tensor
 from trl.trainer.utils import nanmax, nanmin
 
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND
-from grpo_ext.objective.surrogates import vespo_weight
 
 
 def log_loss_metrics(
@@ -21,21 +20,17 @@ def log_loss_metrics(
     """Append KL, entropy, clip and clamp figures of a micro-batch, averaged over all processes' live tokens.
 
     `tensors` are the trainer's; a figure of shape [batch, 1] counts once per completion. Rows that are not `live` were
-    not computed: they are never clipped (as ever where the advantage is 0), have a ratio of 1 in `vespo/phi_seq_mean`,
-    and have no part in the entropy and the clamped ratios.
+    not computed: they are never clipped (as ever where the advantage is 0), have a ratio of 1 in the metrics of the
+    loss itself, and have no part in the entropy and the clamped ratios.
     """
     mask, accelerator, objective = tensors["mask"], trainer.accelerator, trainer.objective
-    means: dict[str, Tensor] = {"entropy": entropies.detach()}
+    means = {name: values.detach() for name, values in objective.metrics(tensors).items()}
+    means["entropy"] = entropies.detach()
     if "kl" in tensors:
         means["kl"] = tensors["kl"].detach()
     means["log_ratio/clamped_frac"] = (tensors["log_ratio"].detach().abs() >= LOG_RATIO_BOUND).float()
     regions = objective.clip_regions(tensors)
-    if objective.row.surrogate == "cispo":
-        means["cispo_clip_ratio"] = regions[1].float()
-    elif objective.row.surrogate == "vespo":
-        wanted = ("log_ratio", "advantages", "mask", "importance_sampling_ratio")
-        means["vespo/phi_seq_mean"] = vespo_weight(*(tensors[name] for name in wanted), **objective.options)
-    elif regions is not None:
+    if regions is not None:
         low, high = (region.float() for region in regions)
         means |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
         metrics["clip_ratio/low_min"].append(nanmin(accelerator.gather(_sequence_means(low, mask))).item())

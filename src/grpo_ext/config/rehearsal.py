@@ -1,0 +1,136 @@
+"""The functions of a loss, called once on a few tokens: what would fail after the first rollouts fails at once."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_ext.objective.advantages import estimators
+from grpo_ext.objective.aggregation import aggregations, step_totals
+from grpo_ext.objective.estimate import BrokenRule
+from grpo_ext.objective.kl import kl_estimators
+from grpo_ext.objective.objective import ESTIMATOR_INPUTS, KL_INPUTS, TENSORS, Objective, resolve
+from grpo_ext.objective.options import asked_for, bind
+from grpo_ext.registry import did_you_mean
+
+ROWS, TIME = 2, 3
+PER_TOKEN = ((ROWS, TIME), (ROWS, 1))
+
+
+def rehearsal_problems(config: Any) -> list[str]:
+    """What is wrong with the functions that a config without problems names: their arguments, shapes, gradients."""
+    objective = resolve(config)
+    if problems := list(_arguments(objective)):
+        return problems
+    try:
+        _advantages(objective, config.num_generations)
+        _loss(objective, config)
+    except _Told as told:
+        return [str(told)]
+    return []
+
+
+def rehearsal_warnings(config: Any) -> Iterator[str]:
+    """Whether one reward of None would end the run."""
+    objective = resolve(config)
+    try:
+        _advantages(objective, config.num_generations, unscored=True)
+    except _Told as told:
+        yield f"{told} One reward of None would end the run."
+
+
+class _Told(Exception):
+    """A problem, with its cure."""
+
+
+def _arguments(objective: Objective) -> Iterator[str]:
+    """Names before the star that nothing is offered under; the first of an estimator are the rewards."""
+    row, kl, estimator = objective.row, kl_estimators[objective.kl], estimators[objective.advantage]
+    for setting, function, offered, skipped in (
+        (f"loss_type={objective.loss_type!r}", row.function, TENSORS, 0),
+        (f"loss_type={objective.loss_type!r}, clip_regions", row.clip_regions, TENSORS, 0),
+        (f"loss_type={objective.loss_type!r}, metrics", row.metrics, TENSORS, 0),
+        (f"kl_estimator={objective.kl!r}", kl, KL_INPUTS, 0),
+        (f"advantage_estimator={objective.advantage!r}", estimator, ESTIMATOR_INPUTS, 1),
+    ):
+        for name in asked_for(function)[skipped:] if function is not None else ():
+            if name not in offered:
+                yield (
+                    f"{setting} asks for {name!r}, which is not on offer. {did_you_mean(name, offered)} An option "
+                    "stands after the star."
+                )
+
+
+def _called(setting: str, function: Callable[[], Any]) -> Any:
+    """What the function returns."""
+    try:
+        return function()
+    except _Told:
+        raise
+    except Exception as error:  # whatever a function of the user's raises is the news
+        raise _Told(f"{setting} raised {type(error).__name__}: {error} Correct the function.") from error
+
+
+def _shaped(setting: str, found: Any, *shapes: tuple[int, ...]) -> Tensor:
+    """A tensor of one of these shapes."""
+    if isinstance(found, Tensor) and tuple(found.shape) in shapes:
+        return found
+    what = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    expected = " or ".join(str(list(shape)) for shape in shapes)
+    raise _Told(f"{setting} returned {what} for {ROWS} completions of {TIME} tokens. Return a tensor {expected}.")
+
+
+def _advantages(objective: Objective, group: int, *, unscored: bool = False) -> None:
+    rewards = torch.zeros(2, group, 1, dtype=torch.float64)
+    rewards[0, 0] = rewards[1, 1:] = 1.0
+    if unscored:
+        rewards[:, -1] = torch.nan
+    tokens = {"mask": torch.ones(2, group, TIME, dtype=torch.long)} if objective.sees_tokens else {}
+    if objective.kl_in_reward:
+        tokens["kl"] = torch.zeros(2, group, TIME, dtype=torch.float64)
+    weights, log_metric = torch.ones(1, dtype=torch.float64), lambda *_: None
+
+    def estimated() -> None:
+        try:
+            objective.advantages(rewards, weights, None, log_metric, **tokens)
+        except BrokenRule as error:
+            raise _Told(str(error)) from error
+        except ValueError:
+            pass  # an estimator may be undefined for rewards of 0 and 1
+
+    _called(f"advantage_estimator={objective.advantage!r}", estimated)
+
+
+def _loss(objective: Objective, config: Any) -> None:
+    """Surrogate, KL, aggregation and figures, in the order of the trainer's loss."""
+    logps = torch.full((ROWS, TIME), -1.0).requires_grad_()
+    inputs = {
+        "advantages": torch.tensor([1.0, -1.0]),
+        "old_per_token_logps": torch.full((ROWS, TIME), -1.1),
+        "ref_per_token_logps": torch.full((ROWS, TIME), -1.2),
+    }
+    if config.use_vllm and config.vllm_importance_sampling_correction:
+        time = 1 if config.vllm_importance_sampling_mode.startswith("sequence") else TIME
+        inputs["importance_sampling_ratio"] = torch.ones(ROWS, time)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    tensors = objective.tensors(logps, inputs, mask)
+    name = f"loss_type={objective.loss_type!r}"
+    loss = _shaped(name, _called(name, lambda: bind(objective.row.function, tensors)(**objective.options)), *PER_TOKEN)
+    if not loss.requires_grad:
+        raise _Told(f"{name} has no gradient in per_token_logps. Compute it from them, without detach() or no_grad().")
+    kl = f"kl_estimator={objective.kl!r}"
+    if objective.kl_in_loss:
+        loss = loss + _shaped(kl, _called(kl, bind(kl_estimators[objective.kl], tensors)), *PER_TOKEN)
+    elif objective.kl_in_reward:
+        known = {"log_ref_ratio": torch.full((ROWS, TIME), -0.1), "mask": mask}
+        _shaped(kl, _called(kl, bind(kl_estimators[objective.kl], known)), PER_TOKEN[0])
+    given = (loss, mask, step_totals([mask]))
+    aggregate = partial(aggregations[objective.aggregation], *given, **objective.aggregation_kwargs)
+    aggregation = f"loss_aggregation={objective.aggregation!r}"
+    _shaped(aggregation, _called(aggregation, aggregate), ())
+    for region in _called(f"{name}, clip_regions", lambda: objective.clip_regions(tensors)) or ():
+        _shaped(f"{name}, clip_regions", region, *PER_TOKEN)
+    for figure, values in _called(f"{name}, metrics", lambda: objective.metrics(tensors)).items():
+        _shaped(f"{name}, metrics, {figure!r}", values, *PER_TOKEN)

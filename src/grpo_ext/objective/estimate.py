@@ -1,0 +1,55 @@
+"""What holds for the advantages of every estimator, a user's own included."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_ext.objective.advantages import Rewards, TokenRewards, estimators, zero_variance
+from grpo_ext.objective.options import bind
+
+
+class BrokenRule(ValueError):
+    """An estimator returned what no estimator may."""
+
+
+def estimate(name: str, rewards: Rewards, offered: Mapping[str, Any] = {}, **options: Any) -> TokenRewards | Rewards:
+    """Advantages by the estimator of that name or path, under the rules that hold for every one of them.
+
+    A completion that could not be scored gets exactly 0, so does a group without a signal (unless the estimator's
+    baseline is not the group's), and a token that is not live; all others are finite, one for each completion or one
+    for each of its tokens.
+
+    Raises:
+        BrokenRule: the estimator returned something else.
+    """
+    found = bind(estimators[name], offered)(rewards, **options)
+    mask = offered.get("mask")
+    per_token = None if mask is None else tuple(mask.shape)
+    if not isinstance(found, Tensor) or tuple(found.shape) not in (tuple(rewards.shape), per_token):
+        what = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise BrokenRule(
+            f"advantage_estimator={name}: it returned {what} for rewards {list(rewards.shape)}. Return a tensor "
+            "[groups, completions]; or, if it asks for `mask`, of the shape of that."
+        )
+    found = found.to(rewards.dtype)
+    silent = rewards.isnan()
+    if estimators.traits(name).group_baseline:
+        silent = silent | zero_variance(rewards)[:, None]
+    if found.dim() == 3:
+        silent = silent[..., None] | (mask == 0)
+    found = torch.where(silent, torch.zeros_like(found), found)
+    _refuse_infinite(name, found, rewards)
+    return found
+
+
+def _refuse_infinite(name: str, advantages: Tensor, rewards: Rewards) -> None:
+    wrong = ~advantages.isfinite()
+    if wrong.any():
+        group, value = int(wrong.nonzero()[0, 0]), advantages[wrong][0].item()
+        cure = "Leave NaN, which is a completion that could not be scored, out of its statistics (nanmean, nansum)"
+        raise BrokenRule(
+            f"advantage_estimator={name}: an advantage of {value:g} for the rewards {rewards[group].tolist()} of one "
+            f"group. {cure}, and divide by nothing that can be 0."
+        )

@@ -1,0 +1,69 @@
+"""What a function asks for by name, and what it lets a recipe set: its keyword-only parameters, with their bounds.
+
+Bounds stand where the option is, `clamp: Annotated[float, Within(above=0.0)]`, and are checked before a run begins. An
+option without any, a user's own of whatever name included, may be anything of its type.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+
+def asked_for(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The tensors and the like that a function asks for: its parameters before the star."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
+
+
+def option_defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """The options a recipe may set, the keyword-only parameters, with their defaults (`inspect.Parameter.empty`)."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def bind(function: Callable[..., Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
+    """`function` with what it asks for filled in, as far as it is offered."""
+    return partial(function, **{name: offered[name] for name in asked_for(function) if name in offered})
+
+
+@dataclass(frozen=True)
+class Within:
+    """Numbers from `least` to `most`, and above `above`; `because` says what is wrong with the others."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    because: str = ""
+
+    def __contains__(self, value: float | int) -> bool:
+        """Whether `value` lies inside."""
+        return self.least <= value <= self.most and value > self.above
+
+    def __str__(self) -> str:
+        """The bounds in words: "0 or more"."""
+        if math.isfinite(self.above):
+            return f"above {self.above:g}"
+        return f"{self.least:g} or more" if self.most == math.inf else f"{self.least:g} to {self.most:g}"
+
+
+@dataclass(frozen=True)
+class Ascending:
+    """A list of two finite numbers, the lower one first."""
+
+    because: str = ""
+
+    def __contains__(self, value: list) -> bool:
+        """Whether `value` is such a list."""
+        return len(value) == 2 and -math.inf < value[0] < value[1] < math.inf
+
+    def __str__(self) -> str:
+        """The bounds in words."""
+        return "[lowest, highest]"
+
+
+NotNegative = Annotated[float, Within(least=0.0)]
+Count = Annotated[int, Within(least=1.0)]
+Ddof = Annotated[int, Within(least=0.0, most=1.0, because="a standard deviation has 0 or 1")]
