@@ -318,14 +318,26 @@ def test_a_value_it_does_not_know(tmp_path):
 
 def test_auto_leaves_alone_what_would_gain_nothing():
     sharing = PrefixSharing("auto", network("llama"))
-    assert sharing.layout(IDS, MASK, COMPLETION, False, 3) is None
-    assert PrefixSharing("true", network("llama")).layout(IDS, MASK, COMPLETION, False, 3) is not None
+    assert sharing.layout(IDS, MASK, COMPLETION, False) is None
+    assert PrefixSharing("true", network("llama")).layout(IDS, MASK, COMPLETION, False) is not None
     wide = network("llama", hidden_size=512, intermediate_size=1024, head_dim=128)
     ids = torch.cat([torch.ones(8, 64), torch.randint(3, 50, (8, 32))], dim=1).long()
-    layout = PrefixSharing("auto", wide).layout(ids, torch.ones_like(ids), 32, False, 3)
+    layout = PrefixSharing("auto", wide).layout(ids, torch.ones_like(ids), 32, False)
     assert layout.tokens == 63 + 8 * 32
     alone = torch.cat([torch.arange(8 * 64).view(8, 64) % 47, ids[:, 64:]], dim=1)
-    assert PrefixSharing("auto", wide).layout(alone, torch.ones_like(ids), 32, False, 1) is None
+    pairs = [PrefixSharing("auto", wide).layout(x[:2], torch.ones_like(x[:2]), 32, False) for x in (ids, alone)]
+    assert [pair is None for pair in pairs] == [False, True]
+
+
+@pytest.mark.parametrize("factor", [0.999, 1.001])
+def test_a_micro_batch_has_one_layout_with_a_gradient_and_without(factor, monkeypatch):
+    """Old log-probabilities are those of the layout that the loss computes, also where packing hardly pays."""
+    sharing = PrefixSharing("auto", network("llama"))
+    gain = sharing.size.gain(pack(IDS.numpy(), MASK.numpy(), COMPLETION), "cpu")
+    monkeypatch.setattr("grpo_ext.packing.policy.MARGIN", factor * gain)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            assert (sharing.layout(IDS, MASK, COMPLETION, False) is None) == (factor > 1)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -339,8 +351,8 @@ def test_the_bound_of_a_gain_is_one(seed):
     live = (columns >= starts[:, None]) & (columns < prompt + lengths[:, None])
     ids = np.where(columns < prompt, kinds[:, None], draw.integers(5, 50, live.shape))
     layout, size = pack(ids, live, completion), Size.of(network("llama"))
-    gain = size.gain(layout, "cpu", 3)
-    assert gain <= size.most_of(live, completion, "cpu", 3) <= size.most(live.shape, "cpu", 3)
+    gain = size.gain(layout, "cpu")
+    assert gain <= size.most_of(live, completion, "cpu") <= size.most(live.shape, "cpu")
 
 
 def test_a_model_that_is_not_what_it_seems_is_found_out(tmp_path, caplog):

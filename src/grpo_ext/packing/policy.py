@@ -32,6 +32,8 @@ CALL_SECONDS = 3e-5
 """One attention call, with the views and copies around it."""
 PACK_SECONDS = 1e-3
 """To lay out a micro-batch."""
+PASSES = 3
+"""A forward, and a backward of twice its cost. Also where no backward follows: one layout for one micro-batch."""
 MARGIN = 2.0
 """How many times its cost a packed forward must save."""
 
@@ -59,32 +61,32 @@ class Size:
         head = base.get_output_embeddings().weight.numel()
         return cls(body=int(body - experts * (1 - min(1.0, active))), head=head, layers=config.num_hidden_layers)
 
-    def gain(self, layout: Layout, device: str, passes: int) -> float:
-        """Seconds saved over seconds spent by a packed forward, and its backward if there are 3 `passes`."""
+    def gain(self, layout: Layout, device: str) -> float:
+        """Seconds saved over seconds spent by a packed forward and its backward."""
         rows, width = layout.shape
         calls = len(layout.segments.runs) + len({run.prefix for run in layout.segments.runs})
         tokens, scores = rows * width - layout.tokens, rows * (width - 1) - len(layout.scored)
-        return self._gain(tokens, scores, calls, device, passes)
+        return self._gain(tokens, scores, calls, device)
 
-    def most(self, shape: tuple[int, ...], device: str, passes: int) -> float:
+    def most(self, shape: tuple[int, ...], device: str) -> float:
         """A bound of the gain for any batch of this shape."""
-        return self._gain(math.prod(shape), math.prod(shape), 2, device, passes)
+        return self._gain(math.prod(shape), math.prod(shape), 2, device)
 
-    def most_of(self, live: Bool[np.ndarray, "rows width"], completion: int, device: str, passes: int) -> float:
+    def most_of(self, live: Bool[np.ndarray, "rows width"], completion: int, device: str) -> float:
         """A bound of the gain for a batch with this mask, before it is laid out: one prompt for all, or no sharing."""
         lengths = live[:, -completion:].sum(axis=1)
         labels, prompts = int(lengths.sum()), live[:, :-completion].sum(axis=1)[lengths > 0] - 1
         if not labels:
             return 0.0
         scores = live.size - len(live) - labels
-        shared = self._gain(live.size - labels - int(prompts.min()), scores, 4, device, passes)
-        return max(shared, self._gain(live.size - labels - int(prompts.sum()), scores, 2, device, passes))
+        shared = self._gain(live.size - labels - int(prompts.min()), scores, 4, device)
+        return max(shared, self._gain(live.size - labels - int(prompts.sum()), scores, 2, device))
 
-    def _gain(self, tokens: int, scores: int, calls: int, device: str, passes: int) -> float:
+    def _gain(self, tokens: int, scores: int, calls: int, device: str) -> float:
         """`tokens` and `scores` are those saved; on a CPU stock TRL scores every position."""
         saved = 2 * self.body * tokens + (2 * self.head * scores if device == "cpu" else 0)
-        spent = PACK_SECONDS + self.layers * calls * CALL_SECONDS * passes
-        return saved * passes / SPEED.get(device, SPEED_ELSEWHERE) / spent
+        spent = PACK_SECONDS + self.layers * calls * CALL_SECONDS * PASSES
+        return saved * PASSES / SPEED.get(device, SPEED_ELSEWHERE) / spent
 
 
 CURE = "Set shared_prefix to auto or false."
@@ -149,20 +151,20 @@ class PrefixSharing:
             raise ConfigError([f"shared_prefix=true is not exact here: {reason}. {CURE}"])
         logger.warning(self.describe())
 
-    def layout(self, input_ids: Tensor, mask: Tensor, completion: int, whole: bool, passes: int) -> Layout | None:
+    def layout(self, input_ids: Tensor, mask: Tensor, completion: int, whole: bool) -> Layout | None:
         """The packed form of a micro-batch; None where it is to be computed as it is."""
         if self.size is None:
             return None
         shape, device, auto = tuple(input_ids.shape), input_ids.device.type, self.setting != "true"
-        if auto and self.size.most(shape, device, passes) <= MARGIN:
+        if auto and self.size.most(shape, device) <= MARGIN:
             return None
         live = mask.bool().cpu().numpy()
-        if auto and self.size.most_of(live, completion, device, passes) <= MARGIN:
+        if auto and self.size.most_of(live, completion, device) <= MARGIN:
             return None
         layout = shared_prefix.pack(input_ids.cpu().numpy(), live, completion, whole=whole)
         if layout is None or not auto:
             return layout
-        return layout if self.size.gain(layout, device, passes) > MARGIN else None
+        return layout if self.size.gain(layout, device) > MARGIN else None
 
     def scores(
         self,
@@ -176,12 +178,10 @@ class PrefixSharing:
         compute_aux_loss: bool,
     ) -> Scores:
         """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time."""
-        if not self.checked:
-            self.check(plain, packed, input_ids.device)
         parts: list[Scores] = []
         extra = {"output_router_logits": True} if compute_aux_loss else {}
         for ids, live in zip(input_ids.split(batch_size), mask.split(batch_size), strict=True):
-            layout = self.layout(ids, live, completion, compute_aux_loss, 3 if torch.is_grad_enabled() else 1)
+            layout = self.layout(ids, live, completion, compute_aux_loss)
             if layout is None:
                 parts.append(plain(ids, live, completion))
             else:

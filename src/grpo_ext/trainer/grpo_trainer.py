@@ -35,6 +35,7 @@ from grpo_ext.rollout.empty_completions import fill_empty, without_empty_complet
 from grpo_ext.rollout.transformers_engine import engine_for
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
+from grpo_ext.trainer import old_policy
 from grpo_ext.trainer.arguments import check_data, check_reward_names
 from grpo_ext.trainer.checkpoints import HISTORY_FILE, OBJECTIVE_FILE, SAMPLING_FILE, accept_numbered_cpu
 from grpo_ext.trainer.denominators import Denominators
@@ -201,19 +202,21 @@ class GRPOExtTrainer(GRPOTrainer):
             self._settled = self._sampler.settle(inputs)
             inputs = self._settled.examples
         try:
-            output = super()._generate_and_score_completions(inputs)
+            with old_policy.no_early_pass(self.args):
+                output = super()._generate_and_score_completions(inputs)
         finally:
             self._settled = None
+        early = output.pop("old_per_token_logps", None)  # over other micro-batches than the loss: not for its ratio
         if mode == "train" and self._drift is not None and "sampling_per_token_logps" in output:
             self._drift.due = True
-            if "old_per_token_logps" in output:
-                self._drift(output["old_per_token_logps"], output)
+            if early is not None:
+                self._drift(early, output)
         rewards, weights = self._grouped_rewards(mode), self.reward_weights.double().to(self.accelerator.device)
         total = weighted_total(rewards, weights, missing=self.objective.missing_rewards)
         self._log_rewards(total, mode)
         if self.objective.stock_advantages and self.args.loss_defaults == "trl":
             return output
-        tokens = self._tokens(output, rewards.shape[1], mode) if self.objective.sees_tokens else {}
+        tokens = self._tokens(output, early, rewards.shape[1], mode) if self.objective.sees_tokens else {}
         if self.objective.kl_in_reward:
             rewards, weights = self.objective.less_kl(rewards, weights, **tokens), weights.new_ones(1)
             total = rewards.squeeze(-1)
@@ -259,25 +262,25 @@ class GRPOExtTrainer(GRPOTrainer):
             logged.pop()
         logged.extend(values)
 
-    def _tokens(self, output: dict[str, Any], group: int, mode: str) -> dict[str, Tensor]:
-        """Mask and, where the reward is lowered by it, KL [groups, completions, time] of all processes' tokens."""
+    def _tokens(self, output: dict[str, Any], logps: Tensor | None, group: int, mode: str) -> dict[str, Tensor]:
+        """Mask and, where the reward is lowered by it, KL [groups, completions, time] of all processes' tokens.
+
+        `logps` are the policy's log-probabilities where they are known.
+        """
         tokens = {"mask": output["completion_mask"] * output.get("tool_mask", 1)}
         if self.objective.kl_in_reward:
-            tokens["kl"] = self._reward_kl(output, tokens["mask"], mode)
+            tokens["kl"] = self._reward_kl(output, logps, tokens["mask"], mode)
         padded = (self.accelerator.pad_across_processes(values, dim=1) for values in tokens.values())
         gathered = (self.accelerator.gather(values.contiguous()) for values in padded)
         return {name: values.view(-1, group, values.shape[1]) for name, values in zip(tokens, gathered, strict=True)}
 
     @torch.no_grad()
-    def _reward_kl(self, output: dict[str, Any], mask: Tensor, mode: str) -> Tensor:
+    def _reward_kl(self, output: dict[str, Any], logps: Tensor | None, mask: Tensor, mode: str) -> Tensor:
         """KL estimate of each token of this process's completions."""
-        old = output.get("old_per_token_logps")
-        if old is None:
-            old, _, _ = self._forward(self.model, output, batch_size=self.args.per_device_train_batch_size)
-            output["old_per_token_logps"] = old
-        per_token = self.objective.kl_penalty(
-            {"log_ref_ratio": masked(output["ref_per_token_logps"] - old, mask), "mask": mask}
-        )
+        if logps is None:
+            logps, _, _ = self._forward(self.model, output, batch_size=self.args.per_device_train_batch_size)
+        log_ref_ratio = masked(output["ref_per_token_logps"] - logps, mask)
+        per_token = self.objective.kl_penalty({"log_ref_ratio": log_ref_ratio, "mask": mask})
         of_each = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)
         total, known = self.accelerator.gather(of_each).double().sum(dim=0).tolist()
         self._metrics[mode]["kl"].append(total / max(known, 1.0))
@@ -320,17 +323,36 @@ class GRPOExtTrainer(GRPOTrainer):
             with self.accelerator.autocast():
                 return log_probs(model, base, ids, layout, completion, **extra)
 
+        if not self.sharing.checked:
+            with old_policy.forward_only(self):
+                self.sharing.check(plain, packed, input_ids.device)
         rows = batch_size or len(input_ids)
         return self.sharing.scores(plain, packed, input_ids, attention_mask, logits_to_keep, rows, **options)
+
+    def _scores(self, model: Any, inputs: dict[str, Any], live: Tensor | None) -> tuple[Tensor, Any, Any]:
+        """Log-probabilities, entropies, auxiliary loss: one forward for the loss and for old log-probabilities."""
+        if live is None:
+            return self._forward(model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
+        forward = partial(self._forward, model, compute_entropy=True)
+        return *micro_batches.of_live_rows(forward, inputs, live), None
 
     def _live_rows(self, inputs: dict[str, Any], mode: str) -> Tensor | None:
         """Rows that have a gradient, or None where all are to be computed."""
         if mode != "train" or not self._skips or any(name in inputs for name in MULTIMODAL_INPUTS):
             return None
-        if self._drift is not None and self._drift.due:
+        if self._shows_drift(inputs):
             return None
         live = ~micro_batches.silent(inputs["advantages"])
         return None if live.all() else live
+
+    def _shows_drift(self, inputs: dict[str, Any]) -> bool:
+        """Whether the drift check reads all rows of this micro-batch, no pass having come before it."""
+        unread = self._drift is not None and "sampling_per_token_logps" in inputs and not self._sampler_corrected
+        return unread and inputs is self._buffered_inputs[0]
+
+    @property
+    def _sampler_corrected(self) -> bool:
+        return self.use_vllm and self.vllm_importance_sampling_correction
 
     @property
     def _skips(self) -> bool:
@@ -342,13 +364,9 @@ class GRPOExtTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         objective, mode = self.objective, "train" if self.model.training else "eval"
         live = self._live_rows(inputs, mode)
-        if live is None:
-            logps, entropies, aux_loss = self._forward(
-                model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-            )
-        else:
-            forward = partial(self._forward, model, compute_entropy=True)
-            logps, entropies = micro_batches.of_live_rows(forward, inputs, live)
+        logps, entropies, aux_loss = self._scores(model, inputs, live)
+        if mode == "train" and any(inputs is batch for batch in self._buffered_inputs or ()):
+            inputs.setdefault("old_per_token_logps", logps.detach())
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         if mode == "train" and self._drift is not None and self._drift.due:
             self._drift(logps.detach(), inputs)
@@ -392,8 +410,7 @@ class GRPOExtTrainer(GRPOTrainer):
             )
         if entropy_mask is not None:
             yield entropy_mask
-        corrected = self.use_vllm and self.vllm_importance_sampling_correction
-        if corrected and not self.objective.corrects_sampler:
+        if self._sampler_corrected and not self.objective.corrects_sampler:
             yield tensors["importance_sampling_ratio"]
 
     # Micro-batches.
@@ -408,6 +425,8 @@ class GRPOExtTrainer(GRPOTrainer):
         self._arranged = self._buffered_inputs
         if self.model.training:
             self._denominators.count(self._buffered_inputs)
+            if self.accelerator.sync_gradients:  # the policy is about to move
+                old_policy.remember(self, [batch for batch in self._buffered_inputs if batch is not inputs])
         return inputs
 
     @property

@@ -1,0 +1,221 @@
+"""At learning rate 0 the policy that learns is the one that sampled: every log-ratio is 0 to the last bit."""
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig
+from test_trainer import build
+
+import tiny
+from grpo_ext.objective.losses import losses
+from grpo_ext.objective.objective import Objective
+
+WINDOWS = {
+    "one window": {"gradient_accumulation_steps": 2},
+    "two windows": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "four windows": {"steps_per_generation": 4},
+    "two iterations": {"steps_per_generation": 2, "num_iterations": 2},
+}
+PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}}
+WEIGHTS = {"bf16 weights": torch.bfloat16, "fp16 weights": torch.float16}
+SHARING = {"shared": "true", "auto": "auto", "plain": "false"}
+SAMPLING = {"": {}, "dynamic": {"dynamic_sampling": "reward", "dynamic_sampling_max_rounds": 1}}
+ADAPTER = {"": False, "lora": True}
+EVERYTHING = list(itertools.product(losses, PRECISIONS, SHARING, SAMPLING, WINDOWS, ADAPTER))
+
+FEATURES = {
+    "KL in the loss": {"beta": 0.05, "kl_placement": "loss"},
+    "KL in the reward": {"beta": 0.05, "kl_placement": "reward"},
+    "entropy bonus": {"entropy_coef": 0.01},
+    "top entropy": {"top_entropy_quantile": 0.5},
+    "no row skipped": {"skip_zero_advantages": False},
+    "off-policy mask": {"off_policy_mask_threshold": 0.1},
+    "checkpointing": {"gradient_checkpointing": True},
+    "reentrant checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "truncated completions masked": {"mask_truncated_completions": True},
+    "stock TRL's defaults": {
+        "loss_defaults": "trl",
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 1e-6,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {d: tiny.save(tmp_path_factory.mktemp("model"), dtype=d) for d in (torch.float32, *WEIGHTS.values())}
+
+
+@pytest.fixture
+def log_ratios(monkeypatch):
+    """Largest absolute log-ratio of each micro-batch that a loss is computed of."""
+    found, tensors = [], Objective.tensors
+
+    def spy(self, *args):
+        result = tensors(self, *args)
+        found.append(result["log_ratio"].detach().abs().max().item())
+        return result
+
+    monkeypatch.setattr(Objective, "tensors", spy)
+    return found
+
+
+def rollout(prompts, trainer):
+    """Ragged completions, of which those of one prompt differ; a log-probability for each token, off by some noise."""
+    tokenizer, g = trainer.processing_class, torch.Generator().manual_seed(trainer.state.global_step)
+    lengths = torch.randint(2, 16, (len(prompts),), generator=g).tolist()
+    ids = [torch.randint(3, len(tiny.WORDS), (n,), generator=g).tolist() for n in lengths]
+    ids = [[*row, tokenizer.eos_token_id] if i % 5 else row for i, row in enumerate(ids)]
+    logprobs = [[-3.0 - 0.1 * (t % 3) for t in row] for row in ids]
+    return {"prompt_ids": tokenizer(list(prompts))["input_ids"], "completion_ids": ids, "logprobs": logprobs}
+
+
+def rewards(completions, **_):
+    """In [0, 1]; every third group of four is silent."""
+    return [0.5 if (i // 4) % 3 == 1 else (sum(map(ord, c)) % 17) / 17 for i, c in enumerate(completions)]
+
+
+def train(folder, tmp_path, adapter=False, run=True, **settings):
+    settings = {"learning_rate": 0.0, "max_steps": 4, "max_completion_length": 16, "temperature": 0.7, **settings}
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    trainer = build(folder, tmp_path, [rewards], 16, lora if adapter else None, rollout, **settings)
+    if run:
+        trainer.train()
+    return trainer
+
+
+def assert_on_policy(trainer, log_ratios):
+    assert len(log_ratios) == trainer.state.max_steps * trainer.args.gradient_accumulation_steps
+    assert max(log_ratios) == 0.0
+    clipped = {k: v for entry in trainer.state.log_history for k, v in entry.items() if "clip_ratio" in k}
+    assert not any(clipped.values()), clipped
+
+
+def check(combination, folders, tmp_path, log_ratios):
+    loss, precision, sharing, sampling, windows, adapter = combination
+    settings = PRECISIONS[precision] | SAMPLING[sampling] | WINDOWS[windows]
+    trainer = train(
+        folders[torch.float32],
+        tmp_path,
+        ADAPTER[adapter],
+        loss_type=loss,
+        shared_prefix=SHARING[sharing],
+        **settings,
+    )
+    assert_on_policy(trainer, log_ratios)
+
+
+SAMPLE = [
+    combination
+    for loss in losses
+    for combination in random.Random(loss).sample([c for c in EVERYTHING if c[0] == loss], 3)
+]
+
+
+@pytest.mark.parametrize("combination", SAMPLE, ids=" ".join)
+def test_the_log_ratio_is_zero(combination, folders, tmp_path, log_ratios):
+    check(combination, folders, tmp_path, log_ratios)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combination", EVERYTHING, ids=" ".join)
+def test_the_log_ratio_is_zero_in_every_combination(combination, folders, tmp_path, log_ratios):
+    check(combination, folders, tmp_path, log_ratios)
+
+
+BF16 = {"loss_type": "gspo", "bf16": True, "shared_prefix": "auto"}
+
+
+@pytest.mark.parametrize("windows", ["two windows", "two iterations"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_with_every_feature(feature, windows, folders, tmp_path, log_ratios):
+    trainer = train(folders[torch.float32], tmp_path, **(BF16 | WINDOWS[windows] | FEATURES[feature]))
+    assert_on_policy(trainer, log_ratios)
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_with_weights_in_half_precision(weights, sharing, folders, tmp_path, log_ratios):
+    folder, settings = folders[WEIGHTS[weights]], {"shared_prefix": SHARING[sharing], "loss_type": "gspo"}
+    trainer = train(
+        folder, tmp_path, model_init_kwargs={"dtype": WEIGHTS[weights]}, **settings, **WINDOWS["two windows"]
+    )
+    assert trainer.model.dtype == WEIGHTS[weights]
+    assert_on_policy(trainer, log_ratios)
+
+
+class Drift:
+    """In the place of a DriftCheck: remembers how many tokens it was shown a log-probability of."""
+
+    def __init__(self):
+        self.due, self.shown = False, []
+
+    def __call__(self, logps, inputs):
+        self.due = False
+        self.shown.append(int((logps * inputs["completion_mask"] != 0).sum() - inputs["completion_mask"].sum()))
+
+
+@pytest.mark.parametrize("windows", ["one window", "two windows", "two iterations"])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_with_vllm(corrected, windows, folders, tmp_path, log_ratios):
+    """TRL's early pass, if it corrects the sampler, is not the loss's; the drift check sees every row, once."""
+    trainer = train(folders[torch.float32], tmp_path, run=False, **(BF16 | WINDOWS[windows]))
+    trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, corrected
+    trainer.vllm_generation, trainer._last_loaded_step = SimpleNamespace(sync_weights=lambda: None), -1
+    trainer._drift = Drift()
+    trainer.train()
+    assert_on_policy(trainer, log_ratios)
+    generations = 4 * trainer.args.gradient_accumulation_steps // trainer.args.steps_per_generation
+    assert trainer._drift.shown == [0] * (generations // trainer.args.num_iterations)
+    assert ("sampling/importance_sampling_ratio/mean" in trainer.state.log_history[0]) is corrected
+
+
+# What it costs.
+
+
+def computed_early(trainer, monkeypatch):
+    """How many micro-batches were computed without a gradient, by the only way to compute any."""
+    counts, scores = {True: 0, False: 0}, trainer._scores
+
+    def spy(*args):
+        counts[torch.is_grad_enabled()] += 1
+        return scores(*args)
+
+    monkeypatch.setattr(trainer, "_scores", spy)
+    every, forward = [], trainer._get_per_token_logps_and_entropies
+    monkeypatch.setattr(
+        trainer,
+        "_get_per_token_logps_and_entropies",
+        lambda *args, **kwargs: every.append(0) or forward(*args, **kwargs),
+    )
+    trainer.train()
+    assert len(every) == sum(counts.values())
+    return counts[False]
+
+
+@pytest.mark.parametrize(
+    ("windows", "extra"), {"one window": 0, "two windows": 2, "four windows": 3, "two iterations": 1}.items()
+)
+def test_only_what_is_reached_later_is_computed_early(windows, extra, folders, tmp_path, monkeypatch):
+    """Of k micro-batches stock TRL computes k early where a generation lasts for more than an optimizer step."""
+    steps = {"two windows": 2, "one window": 1}.get(windows, 4)
+    trainer = train(folders[torch.float32], tmp_path, run=False, max_steps=steps, **WINDOWS[windows])
+    assert computed_early(trainer, monkeypatch) == extra
+
+
+def test_the_ratio_is_to_the_policy_that_sampled(folders, tmp_path, log_ratios):
+    """With a learning rate the first window is on-policy, what follows is not, and a second train() begins anew."""
+    settings = {"learning_rate": 0.05, "lr_scheduler_type": "constant", "max_steps": 4}
+    trainer = train(folders[torch.float32], tmp_path, run=False, **settings, **WINDOWS["two iterations"])
+    for _ in range(2):
+        log_ratios.clear()
+        trainer.train()
+        assert log_ratios[0] == 0.0
+        assert min(log_ratios[1:]) > 1e-4
