@@ -2,9 +2,10 @@
 
 Sent into two sandboxes as source, hence the standard library only. The code under test never sees a test or an
 expected value, only the arguments of each call; what it sends back is decoded into plain data (numbers, strings,
-containers) or stays on its side behind a `Proxy`. Such an object is compared by its plain content if its class derives
-from a plain one, and is otherwise unequal to plain data. So a program passes a test only by answering right: an
-`__eq__` that always agrees, a patched builtin, a printed marker, an early exit all stay on its own side.
+containers) or stays on its side behind a `Proxy`. Such an object is judged here by its plain content if its class
+derives from a plain one, and is otherwise unequal to plain data. So a program passes a test only by answering right:
+an `__eq__` that always agrees, a patched builtin, a printed marker, an early exit all stay on its own side. THREATS.md
+says what that leaves open. The tests' side takes nothing for granted of what arrives on its pipe.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _MAX_MESSAGE = 1 << 24
 _PLAIN = (type(None), bool, float, str)
 _SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
 _MAPPINGS: dict[str, Any] = {"C": collections.Counter, "d": dict}
+_CHANGING = {list, set, collections.deque, collections.Counter, dict, bytearray}
 # tag -> module, class, text of an instance, instance from a text
 _BY_TEXT: dict[str, tuple[str, str, Callable[[Any], str], Callable[[Any, str], Any]]] = {
     "b": ("builtins", "bytes", lambda v: v.hex(), lambda kind, text: kind.fromhex(text)),
@@ -78,7 +80,11 @@ class Gone(BaseException):
 
 
 class Proxy:
-    """An object that stays on the other side: attributes, calls, items, and operators among such objects."""
+    """An object that stays on the other side: attributes, calls, items, and operators among such objects.
+
+    An operator between it and an object of this side is worked out here, on its plain content, or not at all: the
+    other side never gets to see the operand.
+    """
 
     def __init__(self, peer: Peer, handle: int, derived: bool) -> None:
         """`handle` is its number on the other side, `derived` whether its class derives from a plain one."""
@@ -88,12 +94,18 @@ class Proxy:
 
     def _plain(self) -> Any:
         """Its content as plain data, which has no methods of its own. Raises: TypeError, its class is no plain one."""
-        plain = self._peer.ask("plain", self._handle) if self._derived else self
-        if isinstance(plain, Proxy):
+        if not self._derived:
             raise TypeError("an object of the code under test does not mix with plain data")
-        return plain
+        return self._peer.content(self._handle)
+
+    def _ask(self, name: str, *operands: Any) -> Any:
+        return self._peer.ask("apply", name, self, *operands)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _JUDGING:
+            return getattr(self._plain(), name)
+        if name.startswith("__") and "array" in name:  # NumPy reads memory at the address that these name
+            raise AttributeError(name)
         return self._peer.ask("get", self._handle, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -113,16 +125,43 @@ class Proxy:
         """Its word does not count: it could silence a failed assertion."""
         self.__getattr__("__exit__")(None, None, None)
 
+    def __bool__(self) -> bool:
+        """Of an object that is no plain data: True, as of any object; `__bool__` is the other side's word."""
+        return not self._derived or bool(self._plain())
+
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Proxy):
-            return bool(self._peer.ask("apply", "eq", self, other))
-        return self._derived and bool(self._plain() == other)
+        if _foreign(self, other):
+            return self._ask("eq", other) is True
+        return self._derived and bool(self._plain() == _content(other))
 
     def __hash__(self) -> int:
         return hash(self._plain() if self._derived else self._handle)
 
+    def __contains__(self, item: object) -> bool:
+        return item in self._plain() if self._derived else any(each is item or each == item for each in self)
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._derived:
+            try:
+                return self._plain()[key]
+            except (LookupError, TypeError):  # there may be a `__missing__`, or keys of its own
+                pass
+        return self._ask("getitem", key)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain(), spec) if spec else str(self)
+
     def __instancecheck__(self, instance: object) -> bool:
-        return isinstance(instance, Proxy) and bool(self._peer.ask("apply", "isinstance", instance, self))
+        return isinstance(instance, Proxy) and instance._ask("isinstance", self) is True
+
+
+def _content(value: Any) -> Any:
+    return value._plain() if isinstance(value, Proxy) else value
+
+
+def _foreign(one: Proxy, other: object) -> bool:
+    """Whether both objects are the other side's, and not both of them have a plain content."""
+    return isinstance(other, Proxy) and not (one._derived and other._derived)
 
 
 def _update(mine: Any, theirs: Any) -> Any:
@@ -147,49 +186,58 @@ def _update(mine: Any, theirs: Any) -> Any:
 
 def _forward(name: str) -> Callable[..., Any]:
     """What the object alone decides: the test's expectation has no part in it."""
-    return lambda self, *operands: self._peer.ask("apply", name, self, *operands)
+    return lambda self, *operands: self._ask(name, *operands)
 
 
-def _convert(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *operands: function(self._plain(), *operands)
+def _convert(function: Callable[..., Any], otherwise: str = "") -> Callable[..., Any]:
+    def method(self: Proxy, *operands: Any) -> Any:
+        return self._ask(otherwise) if otherwise and not self._derived else function(self._plain(), *operands)
+
+    return method
 
 
 def _compare(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+
     def method(self: Proxy, other: object) -> Any:
-        if isinstance(other, Proxy):
-            return self._peer.ask("apply", name, self, other)
-        return getattr(operator, name)(self._plain(), other)
+        return self._ask(name, other) if _foreign(self, other) else function(self._plain(), _content(other))
 
     return method
 
 
 def _compute(name: str, reflected: bool) -> Callable[..., Any]:
-    """Arithmetic: on plain contents here; there, only if the result is again an object of a class that is not plain.
+    """Arithmetic: on plain contents here; there, only among objects of the other side, and if it gives another.
 
-    Otherwise `abs(f(2) - 4) < 1e-6` would take the word of the object's own `__sub__`.
+    Otherwise `abs(f(2) - 4) < 1e-6` would show the program what is expected and then take its word.
     """
 
     def method(self: Proxy, other: Any) -> Any:
-        if self._derived and not isinstance(other, Proxy):
-            pair = (other, self._plain()) if reflected else (self._plain(), other)
-            return getattr(operator, name)(*pair)
-        result = self._peer.ask("apply", name, *((other, self) if reflected else (self, other)))
+        pair = (other, self) if reflected else (self, other)
+        if not _foreign(self, other):
+            return getattr(operator, name)(*map(_content, pair))
+        result = self._peer.ask("apply", name, *pair)
         if isinstance(result, Proxy) and not result._derived:
             return result
-        raise TypeError("arithmetic of an object of the code under test gave plain data")
+        raise TypeError("arithmetic of objects of the code under test gave plain data")
 
     return method
 
 
-_FORWARDED = ("len", "bool", "str", "repr", "iter", "next", "getitem", "setitem", "delitem")
+_FORWARDED = ("len", "iter", "str", "repr", "next", "setitem", "delitem")
 _COMPARED = ("lt", "le", "gt", "ge")
 _COMPUTED = ("add", "sub", "mul", "truediv", "mod", "floordiv", "pow", "matmul", "and_", "or_", "xor")
 _APPLY: dict[str, Callable[..., Any]] = {
-    **{name: getattr(builtins, name) for name in (*_FORWARDED[:6], "isinstance")},
-    **{name: getattr(operator, name) for name in (*_FORWARDED[6:], "eq", *_COMPARED, *_COMPUTED)},
+    **{name: getattr(builtins, name) for name in (*_FORWARDED[:5], "isinstance")},
+    **{name: getattr(operator, name) for name in (*_FORWARDED[5:], "getitem", "eq", *_COMPARED, *_COMPUTED)},
 }
-for _name in _FORWARDED:
+# Questions that plain data answers by yes or no, such as `startswith`: an object that is none has no say in them.
+_JUDGING = {
+    name for kind in (float, str, bytes, set) for name in vars(kind) if name.startswith(("is", "starts", "ends"))
+}
+for _name in _FORWARDED[2:]:
     setattr(Proxy, f"__{_name}__", _forward(_name))
+for _function in (len, iter):
+    setattr(Proxy, f"__{_function.__name__}__", _convert(_function, otherwise=_function.__name__))
 for _name in _COMPARED:
     setattr(Proxy, f"__{_name}__", _compare(_name))
 for _name in _COMPUTED:
@@ -208,6 +256,9 @@ class Peer:
         self._trusting = trusting
         self._objects: list[Any] = []
         self._handles: dict[int, int] = {}  # by id, for the objects stay alive
+        self._contents: dict[int, Any] = {}  # of the other side's objects, by handle: the first, for ever
+        self._passing: dict[int, Any] = {}  # of those that may change, until the other side's code runs again
+        self.gone = False
 
     def send(self, kind: str, value: Any) -> None:
         """One message. Raises: Gone."""
@@ -215,35 +266,54 @@ class Peer:
             self._writer.write(json.dumps([kind, self._encode(value)]).encode() + b"\n")
             self._writer.flush()
         except OSError:
+            self.gone = True
             raise Gone from None
 
     def receive(self) -> tuple[str, Any]:
         """One message. Raises: Gone. ValueError, RecursionError: it is not one."""
         line = self._reader.readline(_MAX_MESSAGE)
         if not line.endswith(b"\n"):
+            self.gone = True
             raise Gone
         kind, value = json.loads(line)
         return kind, self._decode(value)
 
     def ask(self, *request: Any) -> Any:
         """What the other side answers; it may call us back first."""
+        self._passing.clear()
         self.send("ask", list(request))
         while True:
             kind, value = self.receive()
             if kind == "ask":
                 self.answer(value)
             elif kind == "raise":
-                raise _exception(*value)
+                error = _exception(*value)
+                # it would end a `map` in the tests as if all was well
+                stray = isinstance(error, StopIteration) and request[:2] != ("apply", "next")
+                raise RemoteError("StopIteration") if stray else error
             else:
                 return value
 
+    def content(self, handle: int) -> Any:
+        """The plain content of the other side's object. Raises: TypeError, it has none that may still be asked for."""
+        if handle in self._contents:
+            return self._contents[handle]
+        if handle not in self._passing:
+            content = self.ask("plain", handle)
+            if type(content) not in _CHANGING:
+                raise TypeError("a number or a text shows its content at once")
+            self._passing[handle] = content
+        return self._passing[handle]
+
     def answer(self, request: list[Any]) -> None:
-        """Do what the other side asks."""
+        """Do what the other side asks; it can neither read nor silence a failed assertion of the tests."""
         try:
             self.send("value", self._do(*request))
         except Gone:
             raise
         except BaseException as error:
+            if isinstance(error, AssertionError) and not self._trusting:
+                raise
             self.send("raise", [type(error).__name__, str(error)[:500]])
 
     def _do(self, verb: str, *rest: Any) -> Any:
@@ -275,9 +345,15 @@ class Peer:
         if plain is None:
             handle = self._handles.setdefault(id(value), len(self._objects))
             self._objects += [value] if handle == len(self._objects) else []
-            bases = (int, float, str, dict, *_SEQUENCES.values(), *(kind for _, kind, _ in _text_kinds()))
-            return {"mine": [handle, isinstance(value, bases)]}
+            return {"mine": [handle, self._derived(value)]}
         return plain[0]
+
+    def _derived(self, value: Any) -> list[Any] | None:
+        """Its content in a list, an empty one if that may change; None if its class derives from no plain one."""
+        bases = {int, float, str, dict, *_SEQUENCES.values(), *(kind for _, kind, _ in _text_kinds())}
+        if bases.isdisjoint(type(value).__mro__):
+            return None
+        return list(self._encode_plain(value) or ()) if _CHANGING.isdisjoint(type(value).__mro__) else []
 
     def _encode_plain(self, value: Any) -> tuple[Any] | None:
         if isinstance(value, int):
@@ -310,7 +386,10 @@ class Peer:
             return value
         [(tag, content)] = value.items()
         if tag == "mine":
-            return Proxy(self, int(content[0]), content[1] is True)
+            handle, derived = int(content[0]), content[1]
+            if derived:
+                self._contents.setdefault(handle, self._decode(derived[0]))
+            return Proxy(self, handle, derived is not None)
         if tag == "yours":
             return self._objects[content]
         if tag == "i":
@@ -358,7 +437,7 @@ def run_tests(tests: list[str], first: int, peer: Peer, say: Callable[[bytes], o
     if type(program) is not Proxy:
         raise TypeError("no module")
     say(b"r")
-    module, names = types.ModuleType("__main__"), _Names(program)
+    module, names = types.ModuleType("__main__"), _Names(program, tests)
     sys.modules["__main__"], sys.modules["solution"], sys.argv = module, _solution(names), ["tests"]
     module.__dict__["__builtins__"] = names
     for index, test in enumerate(tests):
@@ -367,26 +446,57 @@ def run_tests(tests: list[str], first: int, peer: Peer, say: Callable[[bytes], o
             tree.body = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom | ast.FunctionDef)]
         names.learn(tree)
         verdict = _verdict(tree, module.__dict__)
+        if peer.gone:  # a bare `except` takes that for the exception which it expects
+            raise Gone
         if index >= first:
             say(verdict)
 
 
-class _Names(dict[str, "Any"]):
-    """What a name means that a test does not define: a builtin, a standard module, last what the program has now."""
+# What a test means that says it without an import. A program that could answer to such a name would be its own judge.
+_MODULES = {"np": "numpy", "pd": "pandas", "sp": "scipy"}
+_PACKAGES = {*_MODULES.values(), "sympy", "torch", "pytest"}
+_MEMBERS = {
+    **dict.fromkeys(("isclose", "sqrt", "pi", "inf", "nan", "floor", "ceil"), "math"),
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque"), "collections"),
+    **{"Decimal": "decimal", "Fraction": "fractions", "deepcopy": "copy"},
+    **dict.fromkeys(("allclose", "array_equal"), "numpy"),
+    **dict.fromkeys(("approx", "raises"), "pytest"),
+}
 
-    def __init__(self, program: Proxy) -> None:
+
+class _Names(dict[str, "Any"]):
+    """What a name means that a test has not bound: a builtin, a module, a module's member, or what the program has."""
+
+    def __init__(self, program: Proxy, tests: list[str]) -> None:
+        """`tests` are all of them: what one binds is never the program's, even if that statement has not run."""
+        import symtable
+
         super().__init__(vars(builtins))
-        self._program, self._modules = program, set[str]()
+        self._program, self._dotted, self._asked = program, set[str](), set[str]()
+        symbols = [s for test in tests for s in symtable.symtable(test, "test", "exec").get_symbols()]
+        self._own = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
 
     def learn(self, tree: ast.Module) -> None:
-        """A test that says `math.floor` means the standard module, imported or not."""
+        """The next test: where it says `math.floor`, it means the module."""
         import ast
 
-        dotted = {n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
-        self._modules |= dotted & sys.stdlib_module_names
+        nodes = list(ast.walk(tree))
+        self._dotted |= {n.value.id for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
+        loaded = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        self._asked = loaded - self.keys() - self._own - sys.stdlib_module_names - _MODULES.keys() - _PACKAGES
 
     def __missing__(self, name: str) -> Any:
-        return importlib.import_module(name) if name in self._modules else self.ask(name)
+        if name in self._own or name.startswith(("__", "assert")):
+            raise KeyError(name)
+        if name in _MEMBERS and not name in self._asked <= _MEMBERS.keys():  # else it is what the test is about
+            return getattr(importlib.import_module(_MEMBERS[name]), name)
+        if name in self._dotted:
+            try:
+                return importlib.import_module(_MODULES.get(name, name))
+            except ImportError:
+                if name in _MODULES.keys() | _PACKAGES:
+                    raise
+        return self.ask(name)
 
     def ask(self, name: str) -> Any:
         """The program's global of that name. Raises: KeyError."""
