@@ -62,6 +62,7 @@ SHAPES = {
     "member of a set": "assert fact(7) in {5040} and fact(7) not in {120}",
     "key of a dictionary": "assert {5040: 'yes'}[fact(7)] == 'yes'",
     "index": "assert 'abc'[pair(0)[1]] == 'b'",
+    "bounds of a list, chained": "assert [3, 1] < digits(312) <= [3, 1, 2]",
     "list": "assert digits(312) == [3, 1, 2]",
     "sorted": "assert sorted(digits(312)) == [1, 2, 3] and max(digits(312)) == 3",
     "length": "assert len(digits(312)) == 3 and digits(312)[0] == 3 and digits(312)[-1] == 2",
@@ -77,6 +78,8 @@ SHAPES = {
     "dictionary's items": "assert sorted(table('aab').items()) == [('a', 2), ('b', 1)]",
     "Counter, no import": "assert Counter(digits(3131)) == Counter([1, 1, 3, 3])",
     "text": "assert name(3) == 'n3' and name(3).startswith('n') and name(3)[1] == '3' and len(name(3)) == 2",
+    "beginning of a text": "assert name(3).startswith('n') and name(3).endswith('3')",
+    "subset": "assert unique([3]).issubset({3, 4}) and not unique([3, 5]).issubset({3, 4})",
     "str": "assert str(fact(7)) == '5040' and repr(fact(7)) == '5040'",
     "f-string": "assert f'{fact(7)}' == '5040' and '%d' % fact(7) == '5040' and f'{root(4):.2f}' == '2.00'",
     "joined": "assert ' '.join(map(str, digits(312))) == '3 1 2'",
@@ -178,7 +181,7 @@ CHEATS = {
     "lies by turns": liar(
         more="import itertools\nturns = itertools.cycle([True, False])\nLiar.__bool__ = lambda s: next(turns)"
     ),
-    "lies about its class": liar(more="Liar.__class__ = property(lambda s: int)"),
+    "lies about its class": liar(more="class Liar(Liar): __class__ = property(lambda s: int)"),
     "is an endless stream of one": liar(more="import itertools\nLiar.__iter__ = lambda s: itertools.repeat(-1)"),
     "is no items": liar(more="Liar.__iter__ = lambda s: iter(())\nLiar.__len__ = lambda s: 0"),
     "is an int": liar("int", "(5,)"),
@@ -214,8 +217,10 @@ peers.Peer._encode, peers.Peer._do = promise, do
 {_ALL} = lambda *a, **k: Number(5)
 """,
     "content of a list that changes": f"""{_WIRE}
-def lie(self, value, rows=itertools.cycle([[], [9] * 3])):
-    return ({{'l': next(rows)}},) if isinstance(value, List) else encode_plain(self, value)
+def lie(self, value):
+    if not isinstance(value, List): return encode_plain(self, value)
+    value.asked = not getattr(value, 'asked', False)
+    return ({{'l': [9] * 3 if value.asked else []}},)
 peers.Peer._encode_plain = lie
 {_ALL} = lambda *a, **k: List()
 """,
@@ -243,7 +248,6 @@ for key in ('abs', 'all', 'any', 'bool', 'len', 'round', 'sorted', 'sum', 'list'
 sys.modules['math'] = sys.modules['solution'] = yes
 {_ALL} = yes
 """,
-    "dies": f"import os\ncases = []\nnear = lambda a, b: True\n{_ALL} = lambda *a: os._exit(0)",
     "stops every iteration": f"def stop(*a, **k): raise StopIteration\ncases = []\n{_ALL} = stop",
     "raises what is expected": f"def fail(*a, **k): raise ValueError('negative')\n{_ALL} = fail",
     "fails without an exception": f"def fail(*a, **k): raise SystemExit(0)\n{_ALL} = fail",

@@ -22,6 +22,7 @@ import types
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # imports are most of what a test costs; hence also those inside functions
     import ast
+    import symtable
     from collections.abc import Callable, Iterator
     from typing import Any
 
@@ -73,10 +74,6 @@ _CLASSES: dict[str, type] = {
 
 class RemoteError(Exception):
     """An exception of the code under test that is no builtin `Exception`."""
-
-
-class Gone(BaseException):
-    """The other side has ended."""
 
 
 class Proxy:
@@ -131,7 +128,7 @@ class Proxy:
 
     def __eq__(self, other: object) -> bool:
         if _foreign(self, other):
-            return self._ask("eq", other) is True
+            return bool(self._ask("eq", other))
         return self._derived and bool(self._plain() == _content(other))
 
     def __hash__(self) -> int:
@@ -152,7 +149,7 @@ class Proxy:
         return format(self._plain(), spec) if spec else str(self)
 
     def __instancecheck__(self, instance: object) -> bool:
-        return isinstance(instance, Proxy) and instance._ask("isinstance", self) is True
+        return isinstance(instance, Proxy) and bool(instance._ask("isinstance", self))
 
 
 def _content(value: Any) -> Any:
@@ -258,23 +255,21 @@ class Peer:
         self._handles: dict[int, int] = {}  # by id, for the objects stay alive
         self._contents: dict[int, Any] = {}  # of the other side's objects, by handle: the first, for ever
         self._passing: dict[int, Any] = {}  # of those that may change, until the other side's code runs again
-        self.gone = False
 
     def send(self, kind: str, value: Any) -> None:
-        """One message. Raises: Gone."""
+        """One message. If the other side has ended, so does this process: an exception could be caught by a test."""
+        message = json.dumps([kind, self._encode(value)]).encode()
         try:
-            self._writer.write(json.dumps([kind, self._encode(value)]).encode() + b"\n")
+            self._writer.write(message + b"\n")
             self._writer.flush()
         except OSError:
-            self.gone = True
-            raise Gone from None
+            os._exit(1)
 
     def receive(self) -> tuple[str, Any]:
-        """One message. Raises: Gone. ValueError, RecursionError: it is not one."""
+        """One message. Raises: ValueError, RecursionError and others, it is not one."""
         line = self._reader.readline(_MAX_MESSAGE)
         if not line.endswith(b"\n"):
-            self.gone = True
-            raise Gone
+            os._exit(1)
         kind, value = json.loads(line)
         return kind, self._decode(value)
 
@@ -309,8 +304,6 @@ class Peer:
         """Do what the other side asks; it can neither read nor silence a failed assertion of the tests."""
         try:
             self.send("value", self._do(*request))
-        except Gone:
-            raise
         except BaseException as error:
             if isinstance(error, AssertionError) and not self._trusting:
                 raise
@@ -336,19 +329,18 @@ class Peer:
             return value
         if type(value) is Proxy:
             return {"yours": value._handle}
-        plain = None
         if type(value) is _Plain:
             value = value.content
             plain = self._encode_plain(value)
-        elif type(value).__module__ != "solution":
-            plain = self._encode_plain(value)
-        if plain is None:
-            handle = self._handles.setdefault(id(value), len(self._objects))
-            self._objects += [value] if handle == len(self._objects) else []
-            return {"mine": [handle, self._derived(value)]}
-        return plain[0]
+        else:
+            plain = self._encode_plain(value) if type(value).__module__ != "solution" else None
+        if plain:
+            return plain[0]
+        handle = self._handles.setdefault(id(value), len(self._objects))
+        self._objects += [value] if handle == len(self._objects) else []
+        return {"mine": [handle, self._shown(value)]}
 
-    def _derived(self, value: Any) -> list[Any] | None:
+    def _shown(self, value: Any) -> list[Any] | None:
         """Its content in a list, an empty one if that may change; None if its class derives from no plain one."""
         bases = {int, float, str, dict, *_SEQUENCES.values(), *(kind for _, kind, _ in _text_kinds())}
         if bases.isdisjoint(type(value).__mro__):
@@ -368,7 +360,8 @@ class Peer:
                 return ({tag: [self._encode(v) for v in kind.__iter__(value)]},)
         for tag, kind in _MAPPINGS.items():
             if isinstance(value, kind):
-                return ({tag: [[self._encode(k), self._encode(v)] for k, v in dict.items(value)]},)
+                base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+                return ({tag: [[self._encode(k), self._encode(v)] for k, v in base.items(value)]},)
         for name, kind in _CLASSES.items() if type(value) is type else ():
             if value is kind:
                 return ({"k": name},)
@@ -386,10 +379,10 @@ class Peer:
             return value
         [(tag, content)] = value.items()
         if tag == "mine":
-            handle, derived = int(content[0]), content[1]
-            if derived:
-                self._contents.setdefault(handle, self._decode(derived[0]))
-            return Proxy(self, handle, derived is not None)
+            handle, shown = int(content[0]), content[1]
+            if shown:
+                self._contents.setdefault(handle, self._decode(shown[0]))
+            return Proxy(self, handle, derived=shown is not None)
         if tag == "yours":
             return self._objects[content]
         if tag == "i":
@@ -444,10 +437,8 @@ def run_tests(tests: list[str], first: int, peer: Peer, say: Callable[[bytes], o
         tree = ast.parse(test)
         if index < first:  # judged before, by a pair that has ended: only what it defines counts
             tree.body = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom | ast.FunctionDef)]
-        names.learn(tree)
+        names.learn(index, tree)
         verdict = _verdict(tree, module.__dict__)
-        if peer.gone:  # a bare `except` takes that for the exception which it expects
-            raise Gone
         if index >= first:
             say(verdict)
 
@@ -473,17 +464,18 @@ class _Names(dict[str, "Any"]):
 
         super().__init__(vars(builtins))
         self._program, self._dotted, self._asked = program, set[str](), set[str]()
-        symbols = [s for test in tests for s in symtable.symtable(test, "test", "exec").get_symbols()]
+        self._tables = [symtable.symtable(test, "test", "exec") for test in tests]
+        symbols = [symbol for table in self._tables for symbol in table.get_symbols()]
         self._own = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
 
-    def learn(self, tree: ast.Module) -> None:
+    def learn(self, index: int, tree: ast.Module) -> None:
         """The next test: where it says `math.floor`, it means the module."""
         import ast
 
-        nodes = list(ast.walk(tree))
-        self._dotted |= {n.value.id for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
-        loaded = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        self._asked = loaded - self.keys() - self._own - sys.stdlib_module_names - _MODULES.keys() - _PACKAGES
+        nodes = [n.value for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+        self._dotted |= {n.id for n in nodes if isinstance(n, ast.Name)}
+        modules = self._dotted & (sys.stdlib_module_names | _MODULES.keys() | _PACKAGES)
+        self._asked = set(_looked_up(self._tables[index])) - self.keys() - self._own - modules
 
     def __missing__(self, name: str) -> Any:
         if name in self._own or name.startswith(("__", "assert")):
@@ -508,6 +500,13 @@ class _Names(dict[str, "Any"]):
         raise KeyError(name)
 
 
+def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:
+    """Every name that the code asks of its globals, at any depth."""
+    yield from (symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced())
+    for inner in table.get_children():
+        yield from _looked_up(inner)
+
+
 def _solution(names: _Names) -> types.ModuleType:
     """What a test imports by `from solution import name`: its own choice, also over a builtin; a star chooses none."""
 
@@ -525,8 +524,6 @@ def _solution(names: _Names) -> types.ModuleType:
 def _verdict(tree: ast.Module, names: dict[str, Any]) -> bytes:
     try:
         exec(compile(tree, "test", "exec", dont_inherit=True), names)
-    except Gone:
-        raise
     except SystemExit as error:  # unittest.main; a SystemExit of the program arrives as a RemoteError
         return b"0" if error.code else b"1"
     except BaseException:
@@ -542,19 +539,15 @@ def main() -> None:
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site` would
     peer = Peer(read_fd, write_fd, trusting=role == "program")
     if role == "program":
-        try:
-            run_program(path, peer)
-        except Gone:
-            os._exit(0)
+        run_program(path, peer)
     with open(path, encoding="utf-8") as file:
         tests = json.load(file)
     verdicts, nowhere = os.dup(1), os.open("/dev/null", os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:
         run_tests(tests, int(sys.argv[5]), peer, lambda verdict: os.write(verdicts, verdict))
-    except (Gone, ValueError, RecursionError, LookupError, TypeError):
-        os._exit(1)
-    os._exit(0)
+    finally:
+        os._exit(0)  # whatever threads the tests have left
 
 
 if __name__ == "__main__":
