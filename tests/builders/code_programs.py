@@ -42,11 +42,11 @@ def f(): return C.A, D.A
         """
 class V:
     def __init__(s, x): s.x = x
-    def __mul__(s, k): return V(s.x * k)
-    __rmul__ = __mul__
+    def __mul__(s, o): return V(s.x * o.x)
+    def times(s, k): return V(s.x * k)
     def __eq__(s, o): return s.x == o.x
 """,
-        "assert V(2) * 3 == V(6) and 3 * V(2) == V(6) and not V(2) * 3 == V(5) and V(2) * 3 != 6",
+        "assert V(2) * V(3) == V(6) and V(2).times(3) == V(6) and not V(2) * V(3) == V(5) and V(2).times(3) != 6",
     ),
     (
         """
@@ -268,6 +268,80 @@ def f(text): return Counter(text)
         "def f(items): return sorted(items)",
         "assert f(iter([2, 1])) == f(x for x in (1, 2)) == f({2: 0, 1: 0}.keys()) == f(map(int, '12')) == [1, 2]",
     ),
+    (
+        """
+from collections import OrderedDict, defaultdict
+class LRUCache(OrderedDict):
+    def __init__(self, size): self.size = size
+    def get(self, key):
+        if key not in self: return -1
+        self.move_to_end(key)
+        return self[key]
+    def put(self, key, value):
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self.size: self.popitem(last=False)
+class Zeros(dict):
+    def __missing__(self, key): return 0
+""",
+        """
+c = LRUCache(2)
+assert not c and len(c) == 0
+c.put(1, 1); c.put(2, 2)
+assert c.get(1) == 1 and len(c) == 2 and c and list(c) == [2, 1] and 2 in c and c[2] == 2
+c.put(3, 3)
+assert c.get(2) == -1 and 2 not in c and c == {1: 1, 3: 3}
+assert Zeros(a=1)['a'] == 1 and Zeros()['b'] == 0
+""",
+    ),
+    (
+        """
+from enum import IntEnum
+from typing import NamedTuple
+class C(IntEnum): A = 1; B = 3
+class P(NamedTuple):
+    x: int
+    y: int
+class Money(float): pass
+def f(): return P(1, 2)
+""",
+        """
+assert C.B - C.A == 2 and C.A < C.B and C.A + 1 == 2 and [10, 20][C.A] == 20 and C.A in (1, 2)
+assert f() + P(3, 4) == (1, 2, 3, 4) and 2 in f() and f()[1] == 2 and f()[:1] == (1,) and str(f()) == 'P(x=1, y=2)'
+assert f'{Money(2.5):.2f}' == '2.50' and round(Money(2.4)) == 2 and not Money(0) and abs(Money(-1) - 2) == 3
+""",
+    ),
+    (
+        """
+class Down:
+    def __init__(self, n): self.n = n
+    def __iter__(self): return self
+    def __next__(self):
+        if not self.n: raise StopIteration
+        self.n -= 1
+        return self.n + 1
+class Node:
+    def __init__(self, value, left=None, right=None): self.value, self.left, self.right = value, left, right
+    def __iter__(self):
+        for child in (self.left, self.right): yield from child or ()
+        yield self.value
+    def __len__(self): return sum(1 for _ in self)
+def build(items):
+    return Node(items[0], build(items[1::2]), build(items[2::2])) if items else None
+""",
+        """
+assert list(Down(3)) == [3, 2, 1] and next(Down(2)) == 2 and 1 in Down(3) and [*map(str, Down(1))] == ['1']
+root, level, levels = build([1, 2, 3, 4]), [build([1, 2, 3, 4])], []
+while level:
+    levels.append([node.value for node in level])
+    level = [child for node in level for child in (node.left, node.right) if child]
+assert levels == [[1], [2, 3], [4]] and sorted(root) == [1, 2, 3, 4] and len(root) == 4 and 4 in root and 5 not in root
+""",
+    ),
+    ("def sqrt(x): return int(x ** .5)", "assert sqrt(8) == 2 and all(sqrt(n * n) == n for n in range(9))"),
+    ("def sqrt(x): return x", "from solution import sqrt\nassert sqrt(2) == len(range(2))"),
+    ("class Counter:\n    n = 0\n    def tick(s): s.n += 1", "c = Counter()\nc.tick()\nassert c.n == 1"),
+    ("def copy(x): return x[:]\nstring = 'abc'", "assert copy([1]) == [1] and string == 'abc'"),
     (
         """
 class Node: pass

@@ -190,7 +190,7 @@ def test_children_are_refused_where_nothing_holds_them(method):
 @on_each_method
 def test_the_program_dies_with_its_parent(method, world):
     code = (
-        "from grpo_ext.rewards import sandbox\n"
+        "from grpo_ext.rewards.code import sandbox\n"
         f"sandbox.run('import time; print(1); time.sleep(1e6)', method={method!r}, limits=sandbox.Limits(timeout=300))"
     )
     before = descendants()
@@ -328,7 +328,7 @@ def test_a_run_is_safe_from_a_thread():
 def test_the_callers_signals_and_limits_do_not_matter(method):
     code = (
         "import resource, signal\n"
-        "from grpo_ext.rewards import sandbox\n"
+        "from grpo_ext.rewards.code import sandbox\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         f"ended = sandbox.run('while True: pass', method={method!r}, limits=sandbox.Limits(timeout=0.5))\n"

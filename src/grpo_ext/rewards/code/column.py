@@ -76,6 +76,8 @@ def _programs(tests: Sequence[str]) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
             trees = [ast.parse(test) for test in tests]
+            for tree in trees:
+                compile(tree, "test", "exec", dont_inherit=True)
     except _NO_PYTHON:
         return []
     if not _asserts(trees):
