@@ -86,7 +86,7 @@ def test_denominators_with_several_optimizer_steps_per_generation(model_path, tm
     compute = trainer._compute_loss
 
     def spy(model, inputs):
-        totals = trainer._denominators.of(inputs, inputs["completion_mask"], "train")
+        totals = trainer._totals(inputs, inputs["completion_mask"], "train")
         seen.append((int(inputs["completion_mask"].sum()), float(totals.tokens)))
         return compute(model, inputs)
 
@@ -105,7 +105,7 @@ def test_truncated_rows_leave_the_denominator(model_path, tmp_path):
     trainer.train()
     live = sum(int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer._buffered_inputs)
     assert live < 8
-    assert [int(t.sequences) for t in trainer._denominators.totals] == [live]
+    assert [int(t.sequences) for t in trainer._generation.totals] == [live]
 
 
 def test_large_log_ratios_leave_loss_and_gradient_finite(model_path, tmp_path):
@@ -211,7 +211,7 @@ def test_beta_parameters_are_logged_and_the_window_survives_a_checkpoint(model_p
     first.train()
     entry = first.state.log_history[0]
     assert {"advantages/beta_alpha", "advantages/beta_beta", "advantages/beta_degenerate"} <= set(entry)
-    assert len(first._history) == 2
+    assert len(first._group_means.batches) == 2
     saved = json.loads((tmp_path / "checkpoint-2" / "objective.json").read_text())
     assert saved["loss_type"] == "beta_bnpo"
     assert saved["advantage_kwargs"] == {"window": 3}
@@ -219,8 +219,8 @@ def test_beta_parameters_are_logged_and_the_window_survives_a_checkpoint(model_p
     second = build(model_path, tmp_path, [unit_interval], max_steps=3, **settings)
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert second.state.global_step == 3
-    assert len(second._history) == 2
-    torch.testing.assert_close(second._history[0], first._history[1])
+    assert len(second._group_means.batches) == 2
+    torch.testing.assert_close(second._group_means.batches[0], first._group_means.batches[1])
 
 
 def test_partial_none_is_left_out_of_the_weighted_sum(model_path, tmp_path):
@@ -293,10 +293,10 @@ def test_kl_in_the_reward(model_path, tmp_path):
 def test_evaluation_uses_its_own_number_of_generations(model_path, tmp_path):
     trainer = build(model_path, tmp_path, loss_type="beta_bnpo", rewards=[binary], num_generations_eval=2)
     trainer.train()
-    before = list(trainer._history)
+    before = list(trainer._group_means.batches)
     metrics = trainer.evaluate(tiny.prompts(4))
     assert math.isfinite(metrics["eval_loss"])
-    assert list(trainer._history) == before
+    assert list(trainer._group_means.batches) == before
 
 
 # The sampler.

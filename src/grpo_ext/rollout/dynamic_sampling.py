@@ -6,6 +6,7 @@ ends with (rows, completions, rewards) is handed to TRL as if it had been genera
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -186,6 +187,17 @@ class DynamicSampler:
         if problems:
             raise ConfigError(problems)
         self.prompts = FreshPrompts(len(trainer.train_dataset), trainer.args.seed)
+        self.settled: Settled | None = None
+
+    @contextmanager
+    def settling(self, examples: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+        """While it lasts `settled` is the batch that came of `examples`, for TRL to find; yields its examples."""
+        settled = self.settle(examples)
+        self.settled = settled
+        try:
+            yield settled.examples
+        finally:
+            self.settled = None
 
     def settle(self, examples: list[dict[str, Any]]) -> Settled:
         """Generate and score `examples`; replace dead groups until none is left or the bound is reached."""

@@ -3,8 +3,8 @@
 import inspect
 import json
 import logging
-from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from trl.trainer.utils import nanstd
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, RewardError, RolloutDrift, ServerLost
-from grpo_ext.objective.advantages import estimators, group_means, zero_variance
+from grpo_ext.objective.advantages import estimators, zero_variance
+from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import masked
@@ -36,10 +37,11 @@ from grpo_ext.rollout.transformers_engine import engine_for
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
 from grpo_ext.trainer import old_policy
+from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
 from grpo_ext.trainer.arguments import check_data, check_reward_names
 from grpo_ext.trainer.checkpoints import HISTORY_FILE, OBJECTIVE_FILE, SAMPLING_FILE, accept_numbered_cpu
-from grpo_ext.trainer.denominators import Denominators
 from grpo_ext.trainer.entropy import entropy_bonus, high_entropy_mask
+from grpo_ext.trainer.generation import Generation, counted, counted_alone, live_mask, stock
 from grpo_ext.trainer.metrics import log_loss_metrics
 from grpo_ext.trainer.reference import reference_copied_from
 
@@ -110,11 +112,9 @@ class GRPOExtTrainer(GRPOTrainer):
         self._drift = DriftCheck(self) if self.use_vllm and args.rollout_drift != 0 else None
         self._engine = engine_for(self)
         self._sampler = DynamicSampler(self) if args.dynamic_sampling is not None else None
-        self._settled: Settled | None = None
-        self._history: deque[Tensor] = deque(maxlen=self.objective.remembered_batches)
+        self._group_means = GroupMeans(self.objective.remembered_batches)
         self._rewards_per_func: Tensor | None = None
-        self._denominators = Denominators(self)
-        self._arranged: list[dict[str, Any]] | None = None
+        self._generation = Generation()
 
     def _name_objective(self) -> None:
         """Tell the user, the model card, and those attributes that stock TRL goes on to read."""
@@ -158,7 +158,13 @@ class GRPOExtTrainer(GRPOTrainer):
         return completion_ids, logprobs
 
     def _generate(self, prompts: list) -> tuple[Any, ...]:
-        return super()._generate(prompts) if self._settled is None else self._settled.generation
+        settled = self._settled
+        return super()._generate(prompts) if settled is None else settled.generation
+
+    @property
+    def _settled(self) -> Settled | None:
+        """The batch that dynamic sampling has settled and TRL is being handed, if any."""
+        return None if self._sampler is None else self._sampler.settled
 
     # Advantages: from the rewards that TRL gathers, by the objective's estimator.
 
@@ -177,10 +183,10 @@ class GRPOExtTrainer(GRPOTrainer):
             self.reward_runtime.close()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self._settled is not None:
-            self._pending_extra_logs.update(self._settled.logged)
-            self._rewards_per_func = self._settled.rewards
-            return self._rewards_per_func
+        if (settled := self._settled) is not None:
+            self._pending_extra_logs.update(settled.logged)
+            self._rewards_per_func = settled.rewards
+            return settled.rewards
         for i, function in enumerate(self.reward_funcs):
             if isinstance(function, Component) and function.spec.weight_schedule is not None:
                 self.reward_weights[i] = function.weight(self.state.global_step, self.state.max_steps)
@@ -198,14 +204,11 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
+        settling: AbstractContextManager[list[dict[str, Any]]] = nullcontext(inputs)
         if self._sampler is not None and mode == "train":
-            self._settled = self._sampler.settle(inputs)
-            inputs = self._settled.examples
-        try:
-            with old_policy.no_early_pass(self.args):
-                output = super()._generate_and_score_completions(inputs)
-        finally:
-            self._settled = None
+            settling = self._sampler.settling(inputs)
+        with settling as inputs, old_policy.no_early_pass(self.args):
+            output = super()._generate_and_score_completions(inputs)
         early = output.pop("old_per_token_logps", None)  # over other micro-batches than the loss: not for its ratio
         if mode == "train" and self._drift is not None and "sampling_per_token_logps" in output:
             self._drift.due = True
@@ -221,7 +224,7 @@ class GRPOExtTrainer(GRPOTrainer):
             rewards, weights = self.objective.less_kl(rewards, weights, **tokens), weights.new_ones(1)
             total = rewards.squeeze(-1)
         values = self._advantages(rewards, weights, total, mode, tokens).flatten(0, 1)
-        self._replace_logged_advantages(_per_completion(values, tokens.get("mask")).tolist())
+        replace_tail(self._logs["advantages"], per_completion(values, tokens.get("mask")).tolist())
         local, width = output["completion_ids"].shape
         mine = values[self.accelerator.process_index * local :][:local]
         output["advantages"] = (mine if mine.dim() == 1 else mine[:, :width]).to(output["advantages"].dtype)
@@ -244,35 +247,24 @@ class GRPOExtTrainer(GRPOTrainer):
     def _advantages(
         self, rewards: Tensor, weights: Tensor, total: Tensor, mode: str, tokens: dict[str, Tensor]
     ) -> Tensor:
-        history = torch.cat(list(self._history)).to(rewards.device) if self._history else None
-
         def log_metric(name: str, value: float) -> None:
             self._metrics[mode][name].append(value)
 
+        history = self._group_means.on(rewards.device)
         values = self.objective.advantages(rewards, weights, history, log_metric, **tokens)
-        if mode == "train" and self._history.maxlen:
-            columns = [*rewards.unbind(dim=-1), total]
-            self._history.append(torch.stack([group_means(column) for column in columns], dim=-1).cpu())
+        if mode == "train":
+            self._group_means.remember(rewards, total)
         return values
-
-    def _replace_logged_advantages(self, values: list[float]) -> None:
-        """Swap the tail that TRL has just appended to the table of completions."""
-        logged = self._logs["advantages"]
-        for _ in range(min(len(values), len(logged))):
-            logged.pop()
-        logged.extend(values)
 
     def _tokens(self, output: dict[str, Any], logps: Tensor | None, group: int, mode: str) -> dict[str, Tensor]:
         """Mask and, where the reward is lowered by it, KL [groups, completions, time] of all processes' tokens.
 
         `logps` are the policy's log-probabilities where they are known.
         """
-        tokens = {"mask": output["completion_mask"] * output.get("tool_mask", 1)}
+        tokens = {"mask": live_mask(output)}
         if self.objective.kl_in_reward:
             tokens["kl"] = self._reward_kl(output, logps, tokens["mask"], mode)
-        padded = (self.accelerator.pad_across_processes(values, dim=1) for values in tokens.values())
-        gathered = (self.accelerator.gather(values.contiguous()) for values in padded)
-        return {name: values.view(-1, group, values.shape[1]) for name, values in zip(tokens, gathered, strict=True)}
+        return gathered(tokens, group, self.accelerator)
 
     @torch.no_grad()
     def _reward_kl(self, output: dict[str, Any], logps: Tensor | None, mask: Tensor, mode: str) -> Tensor:
@@ -365,9 +357,9 @@ class GRPOExtTrainer(GRPOTrainer):
         objective, mode = self.objective, "train" if self.model.training else "eval"
         live = self._live_rows(inputs, mode)
         logps, entropies, aux_loss = self._scores(model, inputs, live)
-        if mode == "train" and any(inputs is batch for batch in self._buffered_inputs or ()):
+        if inputs in self._generation:
             inputs.setdefault("old_per_token_logps", logps.detach())
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        mask = live_mask(inputs)
         if mode == "train" and self._drift is not None and self._drift.due:
             self._drift(logps.detach(), inputs)
         tensors = objective.tensors(logps, inputs, mask)
@@ -383,7 +375,7 @@ class GRPOExtTrainer(GRPOTrainer):
             per_token_loss = per_token_loss + objective.beta * tensors["kl"]
 
         world = self.accelerator.num_processes  # processes average their gradients; the shares are to be added
-        totals = self._denominators.of(inputs, mask, mode)
+        totals = self._totals(inputs, mask, mode)
         loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
         if self._entropy_bonus_enabled:
@@ -417,17 +409,29 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
-        fresh = self._buffered_inputs is not None and self._buffered_inputs is not self._arranged
-        if self.model.training and fresh and self._regroups:
-            window = self.args.gradient_accumulation_steps
-            self._buffered_inputs = micro_batches.regroup(self._buffered_inputs, window, self._skips)
+        if not self.model.training:
+            return inputs
+        if self._buffered_inputs is not self._generation.micro_batches:  # TRL has just generated
+            self._generation = self._arranged(self._buffered_inputs)
+            self._buffered_inputs = self._generation.micro_batches
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
-        self._arranged = self._buffered_inputs
-        if self.model.training:
-            self._denominators.count(self._buffered_inputs)
-            if self.accelerator.sync_gradients:  # the policy is about to move
-                old_policy.remember(self, [batch for batch in self._buffered_inputs if batch is not inputs])
+        if self.accelerator.sync_gradients:  # the policy is about to move
+            old_policy.remember(self, [batch for batch in self._buffered_inputs if batch is not inputs])
         return inputs
+
+    def _arranged(self, batches: list[dict[str, Any]]) -> Generation:
+        window = self.args.gradient_accumulation_steps
+        if self._regroups:
+            batches = micro_batches.regroup(batches, window, self._skips)
+        return Generation(batches, counted(batches, window, self.accelerator) if self.args.exact_denominators else ())
+
+    def _totals(self, inputs: dict[str, Any], mask: Tensor, mode: str) -> StepTotals:
+        """Denominators of the optimizer step that a micro-batch belongs to."""
+        steps = self.current_gradient_accumulation_steps if mode == "train" else 1
+        if self.args.exact_denominators:
+            return self._generation.totals_of(inputs) or counted_alone(mask, steps, self.accelerator)
+        share = steps / len(self._buffered_inputs) if mode == "train" else 1.0
+        return stock(inputs, steps, share, self.accelerator.num_processes)
 
     @property
     def _regroups(self) -> bool:
@@ -455,8 +459,8 @@ class GRPOExtTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         self.save_objective(folder)
-        if self._history.maxlen and self.args.should_save:
-            (folder / HISTORY_FILE).write_text(json.dumps([h.tolist() for h in self._history]))
+        if self.objective.remembered_batches and self.args.should_save:
+            (folder / HISTORY_FILE).write_text(json.dumps(self._group_means.to_list()))
         if self._sampler is not None and self.args.should_save:
             (folder / SAMPLING_FILE).write_text(json.dumps({"drawn": self._sampler.prompts.drawn}))
 
@@ -474,14 +478,7 @@ class GRPOExtTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         path = Path(checkpoint or "") / HISTORY_FILE
         if checkpoint is not None and path.exists():
-            self._history.extend(torch.tensor(h, dtype=torch.float64) for h in json.loads(path.read_text()))
+            self._group_means.load(json.loads(path.read_text()))
         path = Path(checkpoint or "") / SAMPLING_FILE
         if checkpoint is not None and self._sampler is not None and path.exists():
             self._sampler.prompts.drawn = json.loads(path.read_text())["drawn"]
-
-
-def _per_completion(advantages: Tensor, mask: Tensor | None) -> Tensor:
-    """Advantages [completions (, time)] as one number for each completion: the mean over its live tokens."""
-    if advantages.dim() == 1 or mask is None:
-        return advantages
-    return advantages.sum(dim=1) / mask.flatten(0, 1).sum(dim=1).clamp(min=1)

@@ -1,0 +1,60 @@
+"""What lies between the rewards that TRL gathers and the advantages that it hands on."""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_ext.objective.advantages import group_means
+
+
+class GroupMeans:
+    """Group means of the last generation batches, a column for each reward and one for the total, in checkpoints too.
+
+    Args:
+        batches: how many batches are remembered.
+    """
+
+    def __init__(self, batches: int) -> None:
+        """Nothing is remembered yet."""
+        self.batches: deque[Tensor] = deque(maxlen=batches)
+
+    def remember(self, rewards: Tensor, total: Tensor) -> None:
+        """Take in a batch: rewards [groups, completions, functions], total [groups, completions]."""
+        if self.batches.maxlen:
+            columns = [group_means(column) for column in (*rewards.unbind(dim=-1), total)]
+            self.batches.append(torch.stack(columns, dim=-1).cpu())
+
+    def on(self, device: torch.device) -> Tensor | None:
+        """All of them [past groups, columns], or None where there are none."""
+        return torch.cat(list(self.batches)).to(device) if self.batches else None
+
+    def to_list(self) -> list[list[list[float]]]:
+        """For JSON."""
+        return [batch.tolist() for batch in self.batches]
+
+    def load(self, batches: list[list[list[float]]]) -> None:
+        """From what `to_list` gave."""
+        self.batches.extend(torch.tensor(batch, dtype=torch.float64) for batch in batches)
+
+
+def gathered(values: dict[str, Tensor], group: int, accelerator: Any) -> dict[str, Tensor]:
+    """Tensors [rows, time] of each process as [groups, completions, time] of all."""
+    padded = (accelerator.pad_across_processes(tensor, dim=1) for tensor in values.values())
+    every = (accelerator.gather(tensor.contiguous()) for tensor in padded)
+    return {name: tensor.view(-1, group, tensor.shape[1]) for name, tensor in zip(values, every, strict=True)}
+
+
+def per_completion(advantages: Tensor, mask: Tensor | None) -> Tensor:
+    """Advantages [completions (, time)] as one number for each completion: the mean over its live tokens."""
+    if advantages.dim() == 1 or mask is None:
+        return advantages
+    return advantages.sum(dim=1) / mask.flatten(0, 1).sum(dim=1).clamp(min=1)
+
+
+def replace_tail(logged: deque, values: list[float]) -> None:
+    """Swap what has just been appended to a column of the table of completions."""
+    for _ in range(min(len(values), len(logged))):
+        logged.pop()
+    logged.extend(values)
