@@ -65,3 +65,18 @@ def _shared(base: Any, scored: Tensor, device: torch.device) -> Iterator[None]:
         stack.enter_context(labelled_positions_only(device))
         stack.callback(base.base_model.register_forward_hook(narrow).remove)
         yield
+
+
+@contextmanager
+def positions_moved(base: Any, by: int) -> Iterator[None]:
+    """Positions of a plain forward `by` further on: the same but for rounding, where positions are relative."""
+
+    def moved(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        ids = kwargs["input_ids"]
+        return args, kwargs | {"position_ids": torch.arange(by, by + ids.shape[1], device=ids.device)[None]}
+
+    handle = base.base_model.register_forward_pre_hook(moved, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -104,8 +104,7 @@ class GRPOExtTrainer(GRPOTrainer):
         elif dropout := active_dropout(self.model):
             logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
         obstacle = forward_obstacle(self.model, args)
-        precise = self.accelerator.mixed_precision == "no"
-        self.sharing = PrefixSharing(args.prefix_setting, self.model, further=obstacle, full_precision=precise)
+        self.sharing = PrefixSharing(args.prefix_setting, self.model, further=obstacle)
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {CURE}"])
         self._name_objective()
@@ -310,14 +309,15 @@ class GRPOExtTrainer(GRPOTrainer):
         def plain(ids: Tensor, mask: Tensor, completion: int) -> Any:
             return stock(model, ids, mask, completion, **options)
 
+        base = causal_lm(self.accelerator.unwrap_model(model))
+
         def packed(ids: Tensor, layout: Layout, completion: int, **extra: Any) -> Any:
-            base = causal_lm(self.accelerator.unwrap_model(model))
             with self.accelerator.autocast():
                 return log_probs(model, base, ids, layout, completion, **extra)
 
         if not self.sharing.checked:
             with old_policy.forward_only(self):
-                self.sharing.check(plain, packed, input_ids.device)
+                self.sharing.check(plain, packed, base, input_ids.device)
         rows = batch_size or len(input_ids)
         return self.sharing.scores(plain, packed, input_ids, attention_mask, logits_to_keep, rows, **options)
 
