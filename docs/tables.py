@@ -17,6 +17,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.options import bound_problems
 from grpo_ext.data.config import DataConfig
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -114,6 +115,8 @@ def settled(loss_type: str, loss_defaults: str) -> dict[str, Any]:
     names = {"ratio": "importance_sampling_level", "kl": "kl_estimator", "advantage": "advantage_estimator"}
     axes = {names[axis]: getattr(objective, axis) for axis in names}
     for name, value in objective.options.items():
+        if any(bound_problems(name, objective.row.function, name, value)):
+            continue  # a default that is refused is none
         shown = f"{value:g}" if isinstance(value, float) else value  # float32's 1.05 is 1.05
         axes["epsilon" if name == "epsilon_low" else name] = shown
     return axes

@@ -18,8 +18,7 @@ from grpo_ext.train import train
 def wins(rewards: Tensor, *, margin: float = 0.0) -> Tensor:
     """(wins - losses) / (G - 1) for rewards [groups, completions]; NaN is a completion that could not be scored.
 
-    The rules of estimators hold by construction: comparing with NaN is neither a win nor a loss, and in a group
-    of equals nobody wins.
+    Comparing with NaN is neither a win nor a loss; what no estimator may give an advantage to gets 0 from its caller.
     """
     lead = rewards[:, :, None] - rewards[:, None, :]
     scorable = (~rewards.isnan()).sum(dim=-1, keepdim=True)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from statistics import mean, variance
+from statistics import mean, pstdev, variance
 
 import pytest
 import torch
@@ -360,6 +360,43 @@ def test_the_objective_asks_the_estimator_and_the_combination_it_names():
         m, v = mean(ps), variance(ps)
         assert name == "advantages/beta_alpha"
         assert alpha == pytest.approx(1 + m * (m * (1 - m) / v - 1) / 3, rel=1e-12)
+
+
+def test_kl_lowers_the_total_of_each_completion_unless_its_estimator_places_it_itself():
+    """A completion without a live token has no total, so that its group is as if it were not there."""
+    rewards = torch.tensor([[[1.0, 3.0], [0.0, 2.0], [5.0, 5.0]]], dtype=torch.float64)
+    weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    mask = torch.tensor([[[1, 1], [1, 0], [0, 0]]])
+    kl = torch.tensor([[[0.25, -0.75], [2.0, 0.0], [0.0, 0.0]]], dtype=torch.float64)
+    rloo, plain = objective("rloo", beta=0.2), objective("reinforce_pp", beta=0.2)
+    lowered = rloo.less_kl(rewards, weights, mask, kl)
+    assert lowered[0, :, 0].tolist() == pytest.approx([2.5 + 0.1, 1.0 - 0.4, math.nan], nan_ok=True)
+    whole = plain.less_kl(rewards, weights, mask, kl)
+    assert whole[0, :2, 0].tolist() == [2.5, 1.0]
+    assert whole[0, 2].isnan().all()
+    out = rloo.advantages(lowered, torch.ones(1).double(), mask=mask, kl=kl)
+    assert out[0].tolist() == pytest.approx([2.0, -2.0, 0.0])
+    out = plain.advantages(whole, torch.ones(1).double(), mask=mask, kl=kl)
+    returns = [2.5 - 0.2 * (0.25 - 0.75), 2.5 + 0.2 * 0.75, 1.0 - 0.4]
+    expected = [(r - mean(returns)) / pstdev(returns) for r in returns]
+    assert out[0].flatten().tolist() == pytest.approx([*expected, 0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "one_term", "additive", "sees_tokens"),
+    [
+        ("grpo", {}, False, True, False),
+        ("deepseek_v3", {}, True, True, False),
+        ("gmpo", {}, True, True, False),
+        ("bnpo", {}, False, False, False),
+        ("rloo", {"beta": 0.1}, False, True, True),
+        ("rloo", {}, False, True, False),
+        ("reinforce_pp_baseline", {}, False, True, True),
+    ],
+)
+def test_what_the_trainer_asks_of_an_objective(name, settings, one_term, additive, sees_tokens):
+    settled = objective(name, **settings)
+    assert (settled.one_term, settled.additive, settled.sees_tokens) == (one_term, additive, sees_tokens)
 
 
 def test_missing_rewards_are_renormalized_or_0():

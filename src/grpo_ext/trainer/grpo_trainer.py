@@ -222,11 +222,11 @@ class GRPOExtTrainer(GRPOTrainer):
         if self.objective.kl_in_reward:
             rewards, weights = self.objective.less_kl(rewards, weights, **tokens), weights.new_ones(1)
             total = rewards.squeeze(-1)
-        values = self._advantages(rewards, weights, total, mode, tokens).flatten(0, 1)
+        values = self._advantages(rewards, weights, total, mode, tokens).flatten(0, 1).to(output["advantages"].dtype)
         replace_tail(self._logs["advantages"], per_completion(values, tokens.get("mask")).tolist())
         local, width = output["completion_ids"].shape
         mine = values[self.accelerator.process_index * local :][:local]
-        output["advantages"] = (mine if mine.dim() == 1 else mine[:, :width]).to(output["advantages"].dtype)
+        output["advantages"] = (mine if mine.dim() == 1 else mine[:, :width]).clone()
         return output
 
     def _grouped_rewards(self, mode: str) -> Tensor:

@@ -10,7 +10,7 @@ import tiny
 from processes import CONFIG, launcher, run
 
 SCRIPT = Path(__file__).parent / "one_step.py"
-LOSSES = ["grpo", "deepseek_v3", "beta_bnpo", "minimind", "dapo", "rloo"]
+LOSSES = ["grpo", "deepseek_v3", "beta_bnpo", "minimind", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,48 @@
+"""Settings by which nothing would be trained are refused, with or without being written down."""
+
+import pytest
+
+from grpo_ext import GRPOExtConfig
+from grpo_ext.errors import ConfigError
+
+CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"advantage_estimator": "pass_at_k", "num_generations": 2},
+            ["advantage_kwargs.k=2", "num_generations is 2", "Set num_generations > 2, or k <= 1"],
+        ),
+        (
+            {"advantage_estimator": "pass_at_k", "eval_strategy": "steps", "num_generations_eval": 2},
+            ["advantage_kwargs.k=2", "num_generations_eval is 2"],
+        ),
+        (
+            {"loss_type": "minimind", "advantage_kwargs": {"clamp": 0}},
+            ["advantage_kwargs.clamp=0 must be above 0: at 0 every advantage is 0", "clamp: 10.0"],
+        ),
+        ({"loss_type": "beta_bnpo", "advantage_kwargs": {"cap": 0.0}}, ["advantage_kwargs.cap=0.0 must be above 0"]),
+        ({"loss_type": "minimind", "advantage_kwargs": {"clamp": -1.0}}, ["advantage_kwargs.clamp=-1.0"]),
+    ],
+)
+def test_a_setting_that_trains_nothing_is_refused(settings, words):
+    with pytest.raises(ConfigError) as error:
+        GRPOExtConfig(**CPU | {"num_generations": 4} | settings)
+    (problem,) = error.value.problems
+    for word in words:
+        assert word in problem
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"advantage_estimator": "pass_at_k", "num_generations": 4},
+        {"advantage_estimator": "pass_at_k", "num_generations": 2, "advantage_kwargs": {"k": 1}},
+        {"loss_type": "minimind", "advantage_kwargs": {"clamp": 0.5}},
+        {"loss_type": "beta_bnpo", "advantage_kwargs": {"cap": 1}},
+    ],
+)
+def test_its_neighbour_is_not(settings):
+    GRPOExtConfig(**CPU | {"num_generations": 4} | settings)

@@ -1,0 +1,143 @@
+"""Advantages where they arrive: of tokens, lowered by the KL, and never anything but a number for each."""
+
+import math
+from statistics import fmean, pstdev
+
+import pytest
+import torch
+
+import tiny
+from grpo_ext.config import checks
+from grpo_ext.objective import estimate
+from trainers import binary, build, scripted_rollout, weights
+
+BETA = 0.5
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+def second_step(model_path, tmp_path, **settings):
+    """Rewards, k1 of each token (None where none is live), the advantages that train and those that are logged."""
+    settings = {"beta": BETA, "max_steps": 2, "learning_rate": 0.01, "mask_truncated_completions": True} | settings
+    trainer = build(model_path, tmp_path, [binary], rollout=scripted_rollout, **settings)
+    make, outputs = trainer._generate_and_score_completions, []
+
+    def kept(inputs):
+        outputs.append(make(inputs))
+        return outputs[-1]
+
+    trainer._generate_and_score_completions = kept
+    trainer.train()
+    output = outputs[1]
+    k1 = (output.get("old_per_token_logps", 0) - output["ref_per_token_logps"]).tolist()
+    kl = [
+        [x if m else None for x, m in zip(*row, strict=True)]
+        for row in zip(k1, output["completion_mask"].tolist(), strict=True)
+    ]
+    rewards = list(trainer._logs["rewards"]["binary"])
+    return rewards, kl, output["advantages"], list(trainer._logs["advantages"]), trainer
+
+
+def test_reinforce_pp_whitens_what_is_to_come_of_reward_and_kl(model_path, tmp_path):
+    rewards, kl, trained, logged, trainer = second_step(model_path, tmp_path, loss_type="reinforce_pp")
+    returns = [
+        [None if x is None else r - BETA * sum(y for y in row[t:] if y is not None) for t, x in enumerate(row)]
+        for r, row in zip(rewards, kl, strict=True)
+    ]
+    live = [x for row in returns for x in row if x is not None]
+    assert max(live) - min(live) > 1.01  # more than the rewards alone
+    centre, scale = fmean(live), pstdev(live)
+    expected = [[0.0 if x is None else (x - centre) / scale for x in row] for row in returns]
+    torch.testing.assert_close(trained, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    means = [fmean([a for a, x in zip(e, r, strict=True) if x is not None] or [0.0])
+             for e, r in zip(expected, returns, strict=True)]  # fmt: skip
+    assert logged == pytest.approx(means, abs=1e-5)
+    of_each = [sum(x for x in row if x is not None) for row in kl if any(x is not None for x in row)]
+    assert trainer.state.log_history[1]["kl"] == pytest.approx(fmean(of_each), abs=1e-5)
+
+
+def test_reinforce_pp_baseline_has_its_kl_in_the_loss(model_path, tmp_path):
+    rewards, kl, trained, logged, trainer = second_step(model_path, tmp_path, loss_type="reinforce_pp_baseline")
+    assert (trainer.objective.kl, trainer.objective.kl_in_loss, trainer.objective.kl_in_reward) == ("k2", True, False)
+    groups = [rewards[i : i + 4] for i in (0, 4)]
+    centred = [r - fmean(g) for g in groups for r in g]
+    lengths = [sum(x is not None for x in row) for row in kl]
+    tokens = [a for a, n in zip(centred, lengths, strict=True) for _ in range(n)]
+    assert 0 in lengths
+    assert abs(fmean(tokens)) > 0.01
+    expected = [
+        0.0 if len(set(groups[i // 4])) == 1 else (a - fmean(tokens)) / pstdev(tokens) for i, a in enumerate(centred)
+    ]
+    assert trained.tolist() == logged == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_masked_truncated_completion_has_no_kl_and_no_part_in_its_groups_baseline(model_path, tmp_path):
+    """Rows 0 and 5 are cut: with a KL of 0 they would stand out of groups whose others pay for theirs."""
+    rewards, kl, trained, _, trainer = second_step(model_path, tmp_path, loss_type="rloo")
+    cut = [all(x is None for x in row) for row in kl]
+    assert [i for i, c in enumerate(cut) if c] == [0, 5]
+    totals = [r - BETA * sum(x for x in row if x is not None) for r, row in zip(rewards, kl, strict=True)]
+    for g in (range(4), range(4, 8)):
+        live = [totals[i] for i in g if not cut[i]]
+        expected = [0.0 if cut[i] else totals[i] - (sum(live) - totals[i]) / (len(live) - 1) for i in g]
+        assert trained[list(g)].tolist() == pytest.approx(expected, abs=1e-5)
+    assert trainer.state.log_history[1]["reward"] == pytest.approx(fmean(rewards))  # which says what was earned
+
+
+def nearly(rewards):
+    return rewards - rewards.mean(dim=1, keepdim=True)
+
+
+def of_groups(rewards):
+    return rewards.mean(dim=1)
+
+
+def sometimes_none(completions, **_):
+    return [None if i == 2 else float(i) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("combination", ["sum_then_normalize", "average_advantages"])
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (
+            "nearly",
+            r"advantage_estimator=test_advantages:nearly: an advantage of nan for the rewards \[0\.0, 1\.0, n",
+        ),
+        ("of_groups", r"advantage_estimator=test_advantages:of_groups: it returned \[2\] for rewards \[2, 4\]"),
+    ],
+)
+def test_an_estimator_that_breaks_a_rule_ends_the_run_before_a_step(
+    estimator, message, combination, model_path, tmp_path, monkeypatch
+):
+    """Before, one None made all weights NaN beside a logged loss of 0, and a wrong shape died in the shuffle."""
+    monkeypatch.setattr(checks, "rehearsal_problems", lambda config: [])
+    settings = {"loss_type": "grpo", "advantage_estimator": f"test_advantages:{estimator}", "max_steps": 1}
+    settings["multi_objective_aggregation"] = combination
+    trainer = build(model_path, tmp_path, [sometimes_none], rollout=scripted_rollout, **settings)
+    before = weights(trainer.model)
+    with pytest.raises(estimate.BrokenRule, match=message):
+        trainer.train()
+    assert torch.equal(weights(trainer.model), before)
+    assert math.isfinite(before.sum())
+
+
+def half_of_it(rewards, mask, kl_rewards, *, share: float = 0.5):
+    """An estimator of one's own that sees tokens."""
+    return (rewards[..., None] + share * kl_rewards) * mask
+
+
+def test_an_estimator_of_ones_own_sees_mask_and_kl_of_tokens(model_path, tmp_path):
+    settings = {"loss_type": "rloo", "advantage_estimator": "test_advantages:half_of_it"}
+    rewards, kl, trained, _, _ = second_step(model_path, tmp_path, **settings)
+    live = [[i for i in range(4 * j, 4 * j + 4) if any(x is not None for x in kl[i])] for j in (0, 1)]
+    silent = [len({rewards[i] for i in rows}) == 1 for rows in live]
+    assert not all(silent)
+    expected = [
+        [0.0 if x is None or silent[i // 4] else r - 0.5 * BETA * x for x in row]
+        for i, (r, row) in enumerate(zip(rewards, kl, strict=True))
+    ]
+    torch.testing.assert_close(trained, torch.tensor(expected), rtol=1e-5, atol=1e-6)
