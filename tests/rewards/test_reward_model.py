@@ -421,7 +421,7 @@ def test_a_scorer_travels_to_another_process(tmp_path):
 def test_importing_the_rewards_imports_no_torch():
     code = """
         import sys, grpo_ext.rewards
-        print([name for name in ("torch", "transformers", "httpx2") if name in sys.modules])
+        print([name for name in ("torch", "transformers", "httpx") if name in sys.modules])
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
-import psutil
-
 from grpo_ext.errors import ConfigError
 
 ASKED = "GRPO_EXT_NUM_PROCESSES"
@@ -81,6 +79,8 @@ def _lost_by_accelerate() -> bool:
     """Whether `accelerate launch` gave this process the address at which several meet, but started it alone."""
     if not os.environ.keys() >= {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}:
         return False
+    import psutil  # here, because reward workers import this module and start often
+
     with suppress(psutil.Error):  # whose environment says whether the address is accelerate's or the user's
         return "MASTER_ADDR" not in psutil.Process(os.getppid()).environ()
     return False

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
@@ -16,7 +17,15 @@ OF_THE_GPU = ("bf16", "bf16_full_eval", "tf32")
 
 def hardware_problems(config: Any) -> Iterator[str]:
     """Precisions that this machine cannot compute in, unless the launch is only planned."""
-    if config.use_cpu or planning() or is_torch_bf16_gpu_available() or is_torch_xla_available():
+    if config.use_cpu or planning():
+        return
+    if torch.backends.mps.is_available():
+        yield (
+            "use_cpu=False: this machine's accelerator is MPS, which has no float64, in which rewards become "
+            "advantages. Set use_cpu: true and bf16: false."
+        )
+        return
+    if is_torch_bf16_gpu_available() or is_torch_xla_available():
         return
     bf16 = not config.fp16 if config.bf16 is None else config.bf16
     for name, value in (("bf16", bf16), ("bf16_full_eval", config.bf16_full_eval)):

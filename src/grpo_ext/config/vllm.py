@@ -17,11 +17,11 @@ def vllm_problems(config: Any) -> Iterator[str]:
             f"vllm_importance_sampling_clip_min={low} is not below "
             f"vllm_importance_sampling_clip_max={high}. Swap them."
         )
-    mode = config.vllm_importance_sampling_mode
-    if config.vllm_importance_sampling_correction and mode.endswith("truncate") and low is None and high is None:
+    mode, bounds = config.vllm_importance_sampling_mode, (low, high, config.vllm_importance_sampling_cap)
+    if config.vllm_importance_sampling_correction and all(bound is None for bound in bounds):
         yield (
-            f"vllm_importance_sampling_mode={mode!r} truncates, but neither vllm_importance_sampling_clip_min nor "
-            "vllm_importance_sampling_clip_max is set. Set one."
+            f"vllm_importance_sampling_mode={mode!r} {mode.rpartition('_')[2]}s what lies outside of its bounds, but "
+            "neither vllm_importance_sampling_clip_min nor vllm_importance_sampling_clip_max is set. Set one."
         )
     corrected = config.use_vllm and config.vllm_importance_sampling_correction
     level, _, how = mode.partition("_")

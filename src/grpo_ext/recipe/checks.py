@@ -1,6 +1,7 @@
 """Rules between the parts of a recipe: model, data, rewards and training; each answered with value, reason, cure."""
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,11 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
         yield from _loading(training, model)
     if script is not None:
         yield from outside(script, {"reward_workers": NOT_NEGATIVE, "reward_memory_gib": NOT_NEGATIVE})
+        if sys.platform == "win32" and script.reward_workers != 0:
+            yield (
+                f"reward_workers={script.reward_workers}: Windows has not the pipes and process groups of reward "
+                "workers. Set reward_workers: 0, which scores in the training process, or train on Linux or in WSL."
+            )
     if script is not None and data is not None and mixture is not None:
         yield from _data(script, data, mixture)
 

@@ -148,9 +148,9 @@ class Runtime:
         if spec.on_error != "raise":
             logger.warning(f"{message} | counted as {spec.on_error}")
             return
-        self.errors.append(message)
         if not self.deferred:
             raise RewardError(message)
+        self.errors.append(message)
 
 
 class Component:

@@ -38,7 +38,7 @@ from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
 from grpo_ext.trainer import old_policy
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
-from grpo_ext.trainer.arguments import check_data, check_reward_names
+from grpo_ext.trainer.arguments import check_data, check_reward_names, check_trained
 from grpo_ext.trainer.checkpoints import HISTORY_FILE, OBJECTIVE_FILE, SAMPLING_FILE, accept_numbered_cpu
 from grpo_ext.trainer.entropy import entropy_bonus, high_entropy_mask
 from grpo_ext.trainer.generation import Generation, counted, counted_alone, live_mask, stock
@@ -130,14 +130,20 @@ class GRPOExtTrainer(GRPOTrainer):
     # Rollouts: stock TRL's, guarded where it would crash or reuse what is stale.
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; a second call starts from fresh rollouts."""
+        """As TRL's; a second call starts from fresh rollouts.
+
+        Raises:
+            DataError: the stream ended before the first step.
+        """
         self._buffered_inputs = None
         self._step = 0
         try:
-            return super().train(*args, **kwargs)
+            output = super().train(*args, **kwargs)
         except (ServerLost, RolloutDrift) as error:
             self._save_and_explain(error)
             raise
+        check_trained(self.args, self.train_dataset, self.state.global_step)
+        return output
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As TRL's, after a check that evaluation batches hold whole groups.
@@ -190,7 +196,8 @@ class GRPOExtTrainer(GRPOTrainer):
             if isinstance(function, Component) and function.spec.weight_schedule is not None:
                 self.reward_weights[i] = function.weight(self.state.global_step, self.state.max_steps)
         rewards = super()._calculate_rewards(*args, **kwargs)
-        errors = gather_object(self._reward_errors) if self.accelerator.num_processes > 1 else self._reward_errors
+        errors = gather_object(self._reward_errors) if self.accelerator.num_processes > 1 else [*self._reward_errors]
+        self._reward_errors.clear()  # told once: a later call of train starts without them
         if errors:
             raise RewardError("\n".join(errors))
         for column in rewards.isinf().any(dim=0).nonzero().flatten().tolist():

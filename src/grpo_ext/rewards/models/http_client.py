@@ -79,14 +79,14 @@ class Client:
         """
         if not bodies:
             return []
-        import httpx2
+        import httpx
 
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        limits = httpx2.Limits(max_connections=self.max_concurrency)
+        limits = httpx.Limits(max_connections=self.max_concurrency)
         async with (
-            httpx2.AsyncClient(headers=headers, limits=limits, timeout=None, verify=_tls()) as http,
+            httpx.AsyncClient(headers=headers, limits=limits, timeout=None, verify=_tls()) as http,
             asyncio.TaskGroup() as group,
         ):
             calls = _Calls(self, http)
@@ -123,17 +123,17 @@ class _Calls:
         return failure
 
     async def _attempt(self, body: str) -> _Attempt:
-        import httpx2
+        import httpx
 
         try:
             async with asyncio.timeout(self.client.timeout):
                 response = await self.http.post(self.client.url, content=body)
         except TimeoutError:
             return _Attempt(error=f"no answer within {self.client.timeout} s", again=True)
-        except httpx2.ConnectError as error:
+        except httpx.ConnectError as error:
             return _Attempt(error=f"cannot connect: {error}", again=True, hopeless=True)
-        except httpx2.RequestError as error:
-            again = isinstance(error, httpx2.TransportError)
+        except httpx.RequestError as error:
+            again = isinstance(error, httpx.TransportError)
             return _Attempt(error=f"{type(error).__name__}: {error}", again=again)
         return self._read(response)
 
@@ -171,6 +171,6 @@ def _retry_after(header: str | None) -> float:
 
 @functools.cache  # a quarter of a second each
 def _tls() -> Any:
-    import httpx2
+    import httpx
 
-    return httpx2.create_ssl_context()
+    return httpx.create_ssl_context()

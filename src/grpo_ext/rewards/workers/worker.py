@@ -10,7 +10,6 @@ import ctypes
 import inspect
 import os
 import pickle
-import resource
 import signal
 import struct
 import sys
@@ -87,6 +86,8 @@ def die_with_parent() -> None:
 def limit_memory(gib: float) -> None:
     """Make an allocation beyond `gib` a MemoryError instead of a machine that swaps."""
     if gib > 0:
+        import resource  # not on Windows, where this module is imported for what else it has
+
         size = int(gib * 2**30)
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 

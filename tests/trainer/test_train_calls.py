@@ -1,0 +1,61 @@
+"""What a call of `train` may leave behind for the next, and what it may not end with in silence."""
+
+import pytest
+
+import tiny
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.errors import DataError, RewardError
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.runtime import Runtime
+from trainers import build, scripted_rollout
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+class Flaky:
+    """A reward that fails while it is broken."""
+
+    broken = True
+
+    def score(self, completions, **_):
+        if self.broken:
+            raise RuntimeError("the judge is away")
+        return tiny.count_a(completions)
+
+
+def of_the_users_own(flaky):
+    return [flaky.score]
+
+
+def of_a_recipe(flaky, monkeypatch):
+    monkeypatch.setattr(RewardSpec, "callable", property(lambda self: flaky.score))
+    return Runtime([RewardSpec("flaky", "tiny:count_a", on_error="raise")], workers=0).functions
+
+
+@pytest.mark.parametrize("recipe", [False, True])
+def test_a_failed_reward_is_told_once(recipe, model_path, tmp_path, monkeypatch):
+    flaky = Flaky()
+    rewards = of_a_recipe(flaky, monkeypatch) if recipe else of_the_users_own(flaky)
+    trainer = build(model_path, tmp_path, rewards, rollout=scripted_rollout, max_steps=1)
+    for _ in range(2):
+        with pytest.raises(RewardError, match=r"^[^\n]*the judge is away[^\n]*$"):
+            trainer.train()
+    flaky.broken = False
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_stream_shorter_than_one_generation_is_an_error(rows, model_path, tmp_path):
+    """Stock TRL trains 0 steps and reports success; as many prompts as one generation takes are enough."""
+    args = GRPOExtConfig(output_dir=str(tmp_path), **(tiny.TRAINING | {"max_steps": 1}))
+    stream = tiny.prompts(rows).to_iterable_dataset()
+    trainer = GRPOExtTrainer(model_path, [tiny.length], args, stream, processing_class=tiny.tokenizer())
+    if rows == 1:
+        with pytest.raises(DataError, match=r"before the 2 prompts .* 8 / num_generations 4\), so that 0 steps"):
+            trainer.train()
+    else:
+        assert trainer.train().global_step == 1
