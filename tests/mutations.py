@@ -263,8 +263,8 @@ MUTATIONS = [
             ("(token_sums(per_token_loss, mask) / n).sum()", "token_sums(per_token_loss, mask).sum()"),
             ("/ totals.tokens.clamp(min=1)", "/ mask.sum()"),
             (
-                'sum() / totals.sequences.clamp(min=1)\n\n\n@aggregations.register("seq-mean-token-sum-norm")',
-                'sum() / len(mask)\n\n\n@aggregations.register("seq-mean-token-sum-norm")',
+                'sum() / totals.sequences.clamp(min=1)\n\n\n@aggregations.register("seq-mean-token-sum-norm"',
+                'sum() / len(mask)\n\n\n@aggregations.register("seq-mean-token-sum-norm"',
             ),
             ("/ max_completion_length", "/ mask.shape[1]"),
             ("/ tokens / totals.micro_batches.clamp(min=1)", "/ tokens"),

@@ -271,6 +271,14 @@ def test_batch_divides_by_the_spread_of_the_raw_rewards_and_reinforce_pp_baselin
     assert advantages("reinforce_pp", groups)[1].tolist() == pytest.approx([4 / 26**0.5, 6 / 26**0.5])
 
 
+def test_the_level_of_a_silent_group_does_not_reach_the_others():
+    """In float32 the mean of seven times 1000000.1 is off by more than a reward."""
+    signal = [1.0, 0, 1, 1, 0, 0, 0]
+    far, near = (torch.tensor([[level] * 7, signal]) for level in (1e6 + 0.1, 0.0))
+    for name in ("minimind", "reinforce_pp_baseline"):
+        torch.testing.assert_close(advantages(name, far)[1], advantages(name, near)[1], rtol=1e-5, atol=0)
+
+
 # REINFORCE++
 
 
@@ -279,7 +287,7 @@ def test_reinforce_pp_does_not_whiten_rounding(name):
     assert advantages(name, tensor([[0.3, 0.1 + 0.2], [0.3, 0.3]])).abs().max() < 1e-11
     assert advantages(name, tensor([[0.0, 1e-30]], torch.float32)).isfinite().all()
     assert advantages(name, tensor([[0, 1]]), floor=2.0)[0].tolist() == [-0.25, 0.25]
-    assert advantages(name, tensor([[0.1] * 7, [0.1] * 7])).eq(0).all()  # their mean is not .1
+    assert advantages(name, tensor([[0.7] * 3] * 3)).eq(0).all()  # whose mean is not .7
 
 
 def test_reinforce_pp_compares_with_the_batch_and_its_baseline_with_the_group():

@@ -7,7 +7,7 @@ import torch
 
 from grpo_ext.objective.losses import losses
 from grpo_ext.objective.options import bind
-from grpo_ext.objective.surrogates import cispo_metrics, surrogates, vespo_metrics, vespo_weight
+from grpo_ext.objective.surrogates import cispo_metrics, clip_conflict, surrogates, vespo_metrics, vespo_weight
 
 DTYPES = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
 e = math.e
@@ -313,6 +313,13 @@ def test_dppo_defaults_to_a_fifth_on_both_sides():
 )
 def test_clip_regions(name, advantage, options, low, high):
     assert regions(name, RATIOS, advantage, **options) == (list(map(bool, low)), list(map(bool, high)))
+
+
+@pytest.mark.parametrize(("delta", "refused"), [(None, False), (1.25, True), (1.28, False), (10.0, False)])
+def test_a_cap_below_the_clip_is_refused(delta, refused):
+    problem = clip_conflict(epsilon_low=0.2, epsilon_high=0.28, delta=delta)
+    assert (problem is not None) is refused
+    assert problem is None or "delta=1.25 is below 1 + epsilon_high = 1.28" in problem
 
 
 @pytest.mark.parametrize(("advantage", "held_back"), [(1.0, [0, 0, 0, 1, 1]), (-1.0, [0] * 5), (0.0, [0] * 5)])
