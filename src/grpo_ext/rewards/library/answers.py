@@ -26,7 +26,7 @@ _SECOND = r"[)\]}}*$.:\s]*(?i:,|;|/|&|\band\b|\bor\b)\s*(?i:option\s+)?(?:\(?[{0
 
 
 def final_answer(text: str) -> str:
-    """Content of the last `<answer>`, else what follows the last `</think>`, stripped."""
+    """What follows the last `</think>`, of that the content of the last `<answer>` where there is one, stripped."""
     answer = text.rpartition("</think>")[2]
     block = answer_block(answer)
     return answer.strip() if block is None else block

@@ -38,8 +38,9 @@ def matches_format(text: str, style: str) -> bool:
     r"""Whether the whole text has the layout `style`, each of the style's tags occurring exactly once.
 
     think_answer: `<think>\n...\n</think>\n<answer>\n...\n</answer>`, one blank line allowed before `<answer>`.
-    think_answer_inline: the same, newlines optional. think: `<think>...</think>`, then an answer.
-    answer: any text, then a non-empty `<answer>...</answer>` at the end. boxed: a non-empty \boxed{...} anywhere.
+    think_answer_inline: the same with any white space, or none, around the tags. think: `<think>...</think>`, then an
+    answer. answer: any text, then a non-empty `<answer>...</answer>` at the end. boxed: a last \boxed{...} that is not
+    empty, wherever it stands.
 
     Raises:
         ValueError: unknown style.
@@ -82,7 +83,8 @@ def accuracy(completions: list[Completion], solution: list[str | None], **_: Any
 
     The final answer is `<answer>...</answer>` if present, then the last \boxed{...}, then `#### N` on the last line,
     then what follows "answer is", then the last number or formula. A marked answer that holds several different
-    values is wrong, and so are answers found only inside the reasoning. Details: `math_answers.read`.
+    values is wrong, and so are answers found only inside the reasoning. An equation answers an equation that it is a
+    multiple of, `x = 5` answers 5, and a list is compared whole. Details: `math_answers.read`, `math_equality.equal`.
     """
     return [
         math_answers.score(completion_text(completion), gold)
@@ -92,7 +94,7 @@ def accuracy(completions: list[Completion], solution: list[str | None], **_: Any
 
 @rewards.register("reasoning_steps")
 def reasoning_steps(completions: list[Completion], **_: Any) -> list[float]:
-    """min(1, count / 3) of step markers: "Step 1:", "1.", bullets, "First,", "Next,", "Finally,"."""
+    """min(1, count / 3) of "Step 1:", "1.", bullets, "First," to "Third,", "Next,", "Then,", "Finally,", "Lastly,"."""
     return [min(1.0, len(_STEP.findall(completion_text(c))) / 3) for c in completions]
 
 
@@ -112,7 +114,7 @@ def soft_overlong(completion_ids: list[list[int]], *, max_length: int, buffer: i
 
 @rewards.register("repetition")
 def repetition(completions: list[Completion], *, n: int = 3, max_penalty: float = -1.0, **_: Any) -> list[float]:
-    """max_penalty (1 - unique / total) over the word n-grams; 0 for fewer than n words.
+    """max_penalty (1 - unique / total) over the n-grams of lower-cased words; 0 for fewer than n words.
 
     After "Demystifying Long Chain-of-Thought Reasoning", arXiv:2502.03373, which counts tokens instead of words.
 

@@ -1,0 +1,52 @@
+"""One spelling for what models write in many: minus signs, percent, fractions, thousands, arrows, emphasis."""
+
+import re
+from typing import Any
+
+IMPLIES = "⇒"  # what stands before it led to what stands after it
+# Letters side by side that are no word and no unit.
+PRODUCT = r"(?:(?!by|up|us|at|as|yr|qt|pt|pc|cc|ct|sq|tv)[abcpqrstuvwxyz]{2}|mn|abc|xyz)(?![A-Za-z])"
+# What a number is multiplied by where it stands before it: no unit, and not the article of "5 a day".
+FACTOR = rf"(?:(?![ai]\s+[A-Za-z]{{2}})[a-fi-kn-rt-z](?![A-Za-z'])|{PRODUCT})"
+_SCALES = {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9, "trillion": 12}
+_FUNCTIONS = "sqrt|log|ln|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|sinh|cosh|tanh"
+_REWRITES: list[tuple[re.Pattern[str], Any]] = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"<<[^<>]*>>", ""),  # GSM8K's calculator annotations
+        (r"(?:[\u2212\ufe63]|(?<!\d)(?<!\d )\u2013)(?=\s*[\d.$\\(])", "-"),  # minus signs; 5\u20138 is a range
+        (r"\b(?:[Mm]inus|[Nn]egative)\s+(?=[\d.$\\(])", "-"),
+        (r"(?<=\d)(?:,?\\!|\\,|[\u2009\u202f])(?=\d{3}(?!\d))", ","),
+        (r"\\\\(?=\s*[A-Za-z]\w*\s*=)|\\q?quad(?![A-Za-z])", "\n"),
+        (r"[\u00a0\u2009\u202f]|\\[,!;: ]|~|\\(?:displaystyle|boxed)(?![A-Za-z])", " "),
+        (r"\\(?:implies|therefore|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])|<?[-=]>|[→⇒⟹∴]", IMPLIES),
+        (r"(?:,|(?<=\d))\s*(?:and )?(?:so|thus|hence|therefore)\b", IMPLIES),
+        (r"[≈∈]|\\(?:approx|in)(?![A-Za-z])", "="),
+        (r"\u00d7|\\times\b|\\cdot\b|(?<=[\w)%]) x (?=\\?[$\d.])|(?<=\d)x(?=\d)", "*"),
+        (r"\u00f7|\\div\b", "/"),
+        (r"\{,\}", ","),
+        (r"(?<=\d)\\?[$€£¥](?=[\d,])", " "),  # two amounts, not one number
+        (r"\\[$]|[$€£¥]|\\[()\[\]]", ""),
+        (r"\s+", lambda m: "\n" if "\n" in m[0] else " "),  # runs of it would take what follows cubic time
+        (r"\\%|\bper ?cent\b|\bpct\b", "%"),
+        (r"\^? ?\{? ?(?:\\circ|°) ?\}?|\bdegrees?\b", " "),
+        (r"\\[dt]frac", r"\\frac"),
+        (r"\\(?:text|mathrm|textbf|mathbf|operatorname|mbox)\s*\{([^{}]*)\}", r" \1 "),
+        (r"^\s*[*\u2022]\s+", ""),  # the bullet of a list
+        (r"(?<![\d)}])(\*\*|__|`)(?=\S)(.+?)(?<=\S)\1", r"\2"),
+        (r"(?<![\w)}])([*_])(?=\S)([^*_\n]+)(?<=\S)\1(?![\w({])", r"\2"),
+        (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1"),
+        (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)", lambda m: m[0].replace(",", "")),
+        (r"(?<![\w}^/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"\1 \2/\3"),
+        (rf"(?<![\w}}^])\\frac\s*\{{\s*(\d+)\s*\}}\s*\{{\s*(\d+)\s*\}}(?!\w|\s*(?:[(\\^{{]|{FACTOR}))", r"\1/\2"),
+        (rf"(?<=\d)\s+({'|'.join(_SCALES)})\b", lambda m: f"*{10 ** _SCALES[m[1]]}"),
+    )
+]
+
+
+def clean(text: str) -> str:
+    """Text in that spelling, without currency signs, thousands separators and what closes a sentence."""
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text.strip().rstrip('.,;:?*"”»').strip()
