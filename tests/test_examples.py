@@ -13,6 +13,7 @@ from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.losses import find
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.rewards.composition import parse
+from processes import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -35,7 +36,7 @@ def test_runs_as_a_script(name, model, tmp_path):
     small = {"max_steps": 1, "per_device_train_batch_size": 8, "model_name_or_path": model, "output_dir": "out"}
     overrides = [word for key, value in small.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *overrides]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "Model saved to out." in run.stdout
     assert (tmp_path / "out" / "model.safetensors").exists()

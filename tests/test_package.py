@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 import grpo_ext
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.recipe.parsing import load_recipe
+from processes import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -25,7 +26,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 def python(program: str, executable: str = sys.executable, **options) -> str:
     run = subprocess.run(
-        [executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300, **options
+        [executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=PATIENCE, **options
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout
@@ -65,7 +66,7 @@ def test_every_public_name_is_there_and_on_its_page():
 def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return next(out.glob("*.whl"))
 
@@ -95,10 +96,10 @@ def test_wheel_says_what_it_needs(wheel):
 def installed(wheel, tmp_path_factory) -> str:
     """Python of an environment that has the wheel, and everything else from the one the tests run in."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=PATIENCE)
     own = str(folder / "bin" / "python")
     install = [sys.executable, "-m", "pip", "--python", own, "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*install, str(wheel)], check=True, timeout=300)
+    subprocess.run([*install, str(wheel)], check=True, timeout=PATIENCE)
     packages = next(folder.glob("lib/*/site-packages"))
     (packages / "everything_else.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth files stay out
     return own
@@ -117,7 +118,7 @@ def test_installed_wheel_trains_a_packaged_recipe_anywhere(installed, tmp_path):
         env=env,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "Model saved to out." in run.stdout

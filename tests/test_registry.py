@@ -16,6 +16,7 @@ from grpo_ext.objective.losses import Loss, find, losses, register
 from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
 from grpo_ext.registry import Registry, did_you_mean, import_path
+from processes import PATIENCE
 from pure import batch, loss_and_gradient, objective
 
 OBJECTIVE = Path(grpo_ext.objective.__file__).parent
@@ -227,7 +228,9 @@ def imported(statement: str, *packages: str) -> set[str]:
     """Which of these packages a fresh interpreter has loaded after `statement`."""
     report = f"{statement}\nimport sys\nprint(*({packages} & sys.modules.keys()))"
     report = report.replace(str(packages), str(set(packages)))
-    out = subprocess.run([sys.executable, "-W", "error", "-c", report], capture_output=True, text=True, timeout=120)
+    out = subprocess.run(
+        [sys.executable, "-W", "error", "-c", report], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert out.returncode == 0, out.stderr
     return set(out.stdout.split())
 

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "accelerate_configs" / "cpu_ddp.yaml"
+PATIENCE = 1200
+"""Seconds that a process may take: room for a machine three times slower than ours that is busy besides."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -15,6 +17,6 @@ def launcher(config: Path = CONFIG) -> list[str]:
 
 def run(command: list[str], **environment: str) -> str:
     env = os.environ | ENVIRONMENT | environment
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr

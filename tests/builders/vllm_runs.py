@@ -13,13 +13,14 @@ from pathlib import Path
 import psutil
 import requests
 
+from processes import PATIENCE
+
 TESTS = Path(__file__).parents[1]
 RUN = TESTS / "rollout" / "real_vllm" / "run.py"
 DDP = TESTS.parent / "recipes" / "accelerate_configs" / "cpu_ddp.yaml"
 FSDP2 = TESTS / "trainer" / "distributed" / "fsdp2_cpu.yaml"
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-START_SECONDS = 300
 
 
 def free_port() -> int:
@@ -76,7 +77,7 @@ class Server:
             self.process = subprocess.Popen(line, env=ENV, stdout=log, stderr=log, start_new_session=True)
 
     def wait(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()[-5000:]
             try:
@@ -98,7 +99,7 @@ class Server:
         self.stopped = True
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-        return self.process.wait(60)
+        return self.process.wait(PATIENCE)
 
     def restarted_after_death(self, times: int, pause: float) -> threading.Thread:
         """A thread that starts the server again, each time `pause` seconds after it has died."""
@@ -124,7 +125,7 @@ def train(output: Path, mode: str, model: str, *, launch: Path | None = None, ch
         line = [sys.executable, *arguments]
     else:
         line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch), *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, env=ENV | (env or {}), timeout=600)
+    done = subprocess.run(line, capture_output=True, text=True, env=ENV | (env or {}), timeout=PATIENCE)
     said = done.stdout[-4000:] + done.stderr[-8000:]
     assert not check or done.returncode == 0, said
     written = output / "log.json"

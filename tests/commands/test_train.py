@@ -17,6 +17,7 @@ from grpo_ext import ConfigError
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
 from grpo_ext.trainer.checkpoints import checkpoint_to_resume
+from processes import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_a_killed_run_goes_on(recipe, tmp_path):
     command = [sys.executable, "-m", "grpo_ext.train", *recipe(max_steps=60, save_steps=1, save_total_limit=2)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.time() + 200
+    deadline = time.time() + PATIENCE
     while not (tmp_path / "out" / "checkpoint-3").exists():
         assert process.poll() is None
         assert time.time() < deadline
@@ -113,7 +114,7 @@ def test_a_killed_run_goes_on(recipe, tmp_path):
 
 def test_mistakes_end_with_exit_code_2_and_all_of_them(recipe):
     command = [sys.executable, "-m", "grpo_ext.train", *recipe(loss_type="gropo", temperature=0)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert "2 problems" in done.stderr
     assert "Did you mean 'grpo'" in done.stderr

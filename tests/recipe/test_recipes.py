@@ -23,6 +23,7 @@ from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.trainer.checkpoints import checkpoint_to_resume
+from processes import PATIENCE
 
 PACKAGED = packaged_recipes()
 WITH_RECIPES = ("grpo", "deepseek_v3", "bnpo", "beta_bnpo", "dr_grpo", "minimind", "dapo", "gspo")
@@ -542,7 +543,7 @@ def test_cpu_ddp_starts_two_gloo_ranks(tmp_path):
     )
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     config = ["--config_file", str(accelerate_config("cpu_ddp"))]
-    out = subprocess.run([*launch, *config, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    out = subprocess.run([*launch, *config, str(script)], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert sorted(out.stdout.split("\n")[:2]) == ["rank 0 of 2 by gloo", "rank 1 of 2 by gloo"]
 
 

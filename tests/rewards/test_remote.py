@@ -289,7 +289,7 @@ def test_retry_after_is_honoured(serve, header):
 
     server = serve(answer)
     assert score(server, batch_size=N) == LENGTHS
-    assert 0.95 <= server.times[1] - server.times[0] < 3.5
+    assert 0.95 <= server.times[1] - server.times[0] < 30
 
 
 @pytest.mark.parametrize(("header", "attempts"), [("3600", 1), ("soon", 2), ("-5", 2), ("nan", 2)])
@@ -297,9 +297,9 @@ def test_retry_after_that_asks_too_much_or_nonsense(serve, header, attempts):
     server = serve(lambda *_: (429, "later", {"Retry-After": header}))
     started = time.monotonic()
     with pytest.raises(RemoteRewardError, match=r"after 3600 s: 'later'" if attempts == 1 else "429: 'later'"):
-        score(server, batch_size=N, retries=1, timeout=5.0)
+        score(server, batch_size=N, retries=1, timeout=60.0)
     assert len(server.requests) == attempts
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 50
 
 
 def drip(handler):
@@ -316,9 +316,9 @@ def drip(handler):
 def test_a_server_that_hangs_or_drips_costs_the_timeout(serve, answer):
     server = serve(lambda *_: answer(server))
     started = time.monotonic()
-    with pytest.raises(RemoteRewardError, match=r"no answer within 0.3 s \(2 attempts\)"):
-        score(server, batch_size=N, retries=1, timeout=0.3)
-    assert 0.6 <= time.monotonic() - started < 3
+    with pytest.raises(RemoteRewardError, match=r"no answer within 1.5 s \(2 attempts\)"):
+        score(server, batch_size=N, retries=1, timeout=1.5)
+    assert 3.0 <= time.monotonic() - started < 15
     assert len(server.requests) == 2
 
 
@@ -329,7 +329,7 @@ def test_nobody_there_ends_all_requests_at_once(serve):
     started = time.monotonic()
     with pytest.raises(RemoteRewardError, match=r"cannot connect.*\(3 attempts\)"):
         score(server, batch_size=1, max_concurrency=1, retries=2, backoff=0.1)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,7 @@ def test_off_the_main_thread_where_signals_cannot_be_set():
     assert results == [1.0, 1.0, 0.0]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "text",
     [

@@ -21,6 +21,7 @@ from grpo_ext.rewards.composition import parse
 from grpo_ext.rewards.containment import contained
 from grpo_ext.rewards.signatures import asks
 from grpo_ext.rewards.workers import pool
+from processes import PATIENCE
 
 BOTH = pytest.mark.parametrize("workers", [1, 0])
 
@@ -106,7 +107,7 @@ def test_a_class_of_main_is_named_too(tmp_path):
         "print(Runtime([RewardSpec('c', 'faulty:curious')], workers=1).functions[0](completions=['x'], k=[Mine()]))\n"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [os.path.dirname(faulty.__file__), *sys.path]))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=PATIENCE)
     assert "[None]" in done.stdout
     assert "'k' cannot be read in a worker process (AttributeError" in done.stdout
 

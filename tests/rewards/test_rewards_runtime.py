@@ -16,6 +16,7 @@ from grpo_ext.rewards.composition import RewardSpec, parse
 from grpo_ext.rewards.outcomes import to_number
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.schedule import schedule_problems, weight_at
+from processes import PATIENCE
 
 BATCH = ["good", "fine", "bad", "well"]
 
@@ -39,7 +40,8 @@ def score(runtime: Runtime, completions=BATCH, **columns) -> dict[str, list]:
 def test_a_bad_completion_costs_itself_alone(fault, on_error, value, runtime, tmp_path, caplog):
     kind, reason = faulty.FAULTS[fault]
     metrics = {}
-    rewards = runtime(spec(fault, on_error=on_error, timeout=0.5), failures=tmp_path)
+    patience = 4.0 if kind == "timeout" else 60.0  # of a good completion too, on a machine that is busy
+    rewards = runtime(spec(fault, on_error=on_error, timeout=patience), failures=tmp_path)
     assert score(rewards, log_metric=metrics.__setitem__) == {fault: [1.0, 1.0, value, 1.0]}
     assert metrics[f"rewards/{fault}/errors"] == 1
     assert metrics[f"rewards/{fault}/timeouts"] == (kind == "timeout")
@@ -59,7 +61,7 @@ def test_raise_ends_at_once_and_names_the_culprit(fault, runtime):
     with pytest.raises(RewardError, match=rf"'{fault}'.*first: 'good'") as caught:
         score(runtime(spec(fault, on_error="raise", timeout=1.0)))
     assert faulty.FAULTS[fault][1] in str(caught.value)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
 
 
 def test_none_is_a_value_and_no_failure(runtime, caplog):
@@ -69,9 +71,9 @@ def test_none_is_a_value_and_no_failure(runtime, caplog):
 
 def test_a_batch_of_hanging_completions_takes_bounded_time(runtime):
     start = time.monotonic()
-    values = score(runtime(spec("sleep", timeout=0.3)), ["bad"] * 40)["sleep"]
+    values = score(runtime(spec("sleep", timeout=1.5)), ["bad"] * 40)["sleep"]
     assert values == [None] * 40
-    assert time.monotonic() - start < 0.3 * 3 + 10  # not 40 timeouts; 10 s for starting workers on a busy machine
+    assert time.monotonic() - start < 1.5 * 3 + 45  # not 40 timeouts; 45 s for starting workers on a busy machine
 
 
 def test_nothing_is_left_behind(runtime):
@@ -96,9 +98,9 @@ def test_a_worker_dies_with_its_parent(tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     env = os.environ | {"TESTS": os.path.dirname(faulty.__file__)}
-    done = subprocess.run([os.sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run([os.sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=PATIENCE)
     assert done.returncode == -signal.SIGKILL
-    worker, deadline = int(done.stdout), time.monotonic() + 5
+    worker, deadline = int(done.stdout), time.monotonic() + 60
     while os.path.exists(f"/proc/{worker}") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{worker}"), "the worker outlived its parent"

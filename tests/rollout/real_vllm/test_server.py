@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import tiny
+from processes import PATIENCE
 from vllm_runs import DDP, ENV, FSDP2, HEADS, Server, drifts, free_port, steps, train
 
 FLOAT32 = 0.02
@@ -19,7 +20,7 @@ def address(served):
 
 def check(recipe, *overrides):
     line = [sys.executable, "-m", "grpo_ext.commands.cli", "check", "--config", str(recipe), *overrides]
-    return subprocess.run(line, capture_output=True, text=True, env=ENV, timeout=120)
+    return subprocess.run(line, capture_output=True, text=True, env=ENV, timeout=PATIENCE)
 
 
 def test_it_learns_and_does_not_drift(tied, address, tmp_path):

@@ -19,7 +19,7 @@ LONG = {
     "generation_kwargs": {"ignore_eos": True},
     "vllm_server_timeout": 360.0,
 }
-GRACE = 10.0
+GRACE = 60.0
 JSON = {"Content-Type": "application/json"}
 
 

@@ -12,10 +12,12 @@ torch.set_num_threads(1)
 
 
 import tiny  # noqa: E402
+from float64 import FLOAT64, float64_throughout  # noqa: E402
 from grpo_ext.train import leave_process_group  # noqa: E402
 from trainers import build, scripted_rollout, unit_interval, weights  # noqa: E402
 
 
+@float64_throughout()
 def main(model: str, output: str, rows: str, *names: str) -> None:
     for name in names:
         trainer = build(
@@ -33,6 +35,7 @@ def main(model: str, output: str, rows: str, *names: str) -> None:
             learning_rate=0.02,
             max_grad_norm=0.0,
             max_steps=2,
+            **FLOAT64,
         )
         trainer.train()
         if trainer.accelerator.is_main_process:

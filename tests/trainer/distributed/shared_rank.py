@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
+from float64 import FLOAT64, float64_throughout  # noqa: E402
 from grpo_ext.train import leave_process_group  # noqa: E402
 from trainers import build, scripted_rollout, unit_interval  # noqa: E402
 
@@ -26,6 +27,7 @@ def half_silent(prompts, completions, **_):
     return [score * (int(prompt.rstrip(":")[1:]) % 2) for prompt, score in zip(prompts, scores, strict=True)]
 
 
+@float64_throughout()
 def main(model: str, output: str, rows: str, shared: str) -> None:
     for name, settings in CASES.items():
         parts = settings.get("gradient_accumulation_steps", 1)
@@ -38,6 +40,7 @@ def main(model: str, output: str, rows: str, shared: str) -> None:
             "learning_rate": 0.02,
             "max_grad_norm": 0.0,
             "max_steps": 2,
+            **FLOAT64,
         }
         trainer = build(model, Path(output) / name, [half_silent], rollout=scripted_rollout, **fixed, **settings)
         trainer.train()

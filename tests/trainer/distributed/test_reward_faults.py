@@ -9,12 +9,12 @@ import pytest
 
 import faulty
 import tiny
-from processes import ENVIRONMENT, launcher
+from processes import ENVIRONMENT, PATIENCE, launcher
 
 SCRIPT = Path(__file__).parent / "faults.py"
 
 
-def launch(model, output, *faults, timeout=500) -> subprocess.CompletedProcess:
+def launch(model, output, *faults, timeout=PATIENCE) -> subprocess.CompletedProcess:
     command, env = [*launcher(), str(SCRIPT)], os.environ | ENVIRONMENT
     return subprocess.run(
         [*command, str(model), str(output), *faults], capture_output=True, text=True, env=env, timeout=timeout
@@ -58,7 +58,7 @@ def test_nothing_is_left_behind(survived):
 @pytest.mark.parametrize("fault", ["sleep", "segfault"])
 def test_raise_ends_both_processes_with_the_culprits_name(fault, model, tmp_path):
     """The timeout is 2 s; without an agreement the other rank would wait for half an hour."""
-    done = launch(model, tmp_path, f"raise:{fault}", timeout=240)
+    done = launch(model, tmp_path, f"raise:{fault}")
     text = done.stdout + done.stderr
     assert done.returncode != 0
     assert text.count(f"RewardError: reward '{fault}' (faulty:{fault}) failed on") == 2, text[-4000:]
@@ -66,4 +66,4 @@ def test_raise_ends_both_processes_with_the_culprits_name(fault, model, tmp_path
     assert "closed by peer" not in text.lower()
     began = float((tmp_path / "fault_began").read_text())
     for rank in (0, 1):
-        assert float((tmp_path / f"ended_{rank}").read_text()) - began < 2 + 15
+        assert float((tmp_path / f"ended_{rank}").read_text()) - began < 2 + 120

@@ -1,0 +1,34 @@
+"""Training in float64 throughout, so that a comparison of trained weights measures no rounding."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from trl.trainer import utils
+
+from grpo_ext.packing.lm_head import LabelledLogProbs
+
+FLOAT64 = {"model_init_kwargs": {"dtype": torch.float64}}
+"""Settings of a trainer whose model is loaded in float64."""
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """Llama's norm and rotary angles and TRL's LM head compute in float32 whatever the model is; here they do not."""
+    with (
+        patch.object(LlamaRMSNorm, "forward", _norm),
+        patch.object(LlamaRotaryEmbedding, "forward", _rotary),
+        patch.object(utils, "_ChunkedLogProbFunction", LabelledLogProbs),
+    ):
+        yield
+
+
+def _norm(self, hidden):
+    return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+
+
+def _rotary(self, hidden, position_ids):
+    angles = (position_ids[..., None].to(hidden.dtype) * self.inv_freq.to(hidden.dtype)).repeat(1, 1, 2)
+    return angles.cos(), angles.sin()
