@@ -70,11 +70,23 @@ def test_the_cheats_are_paid_by_a_judge_in_the_same_process(name):
             ["try: f(-1)\nexcept: pass\nelse: raise AssertionError"] * 2,
             [False, False],
         ),
+        (  # a test may give the function's name to its result, and the next one means that
+            "def f(x): return 2 * x",
+            ["assert f(2) == 4", "f = f(3)\nassert f == 6", "assert f(1) == 2"],
+            [True, True, False],
+        ),
+        ("x = 1", ["sqrt = sqrt(4)\nassert sqrt == 2"], [False]),
         ("def assert_equal(a, b): pass\ndef f(x): return 5", ["assert_equal(f(2), 4)"], [False]),
         (
             "x = 1",
             ["assert sqrt(4) == 2", "assert sqrt(4) == sqrt(2) ** 2", "assert all(sqrt(i) == i for i in [1])"],
             [False] * 3,
+        ),
+        ("x = 1", ["assert math.floor(sqrt(4)) == 2"], [False]),
+        (
+            "class E:\n    def __bool__(s): return False\nf = lambda x: E()",
+            ["assert not f(8)", "assert f(7)"],
+            [False, True],
         ),
         ("def sqrt(x): return 5\nf = sqrt", ["assert f(4) == sqrt(4)"], [False]),
         ("class Solution:\n    f = lambda s, x: 5\nisclose = print", ["assert isclose(Solution().f(4), 4)"], [False]),
@@ -82,6 +94,18 @@ def test_the_cheats_are_paid_by_a_judge_in_the_same_process(name):
 )
 def test_what_a_test_binds_or_judges_by_is_never_the_programs(program, tests, expected):
     assert verdicts(program, tests) == expected
+
+
+def test_an_object_whose_class_derives_from_list_is_one_list():
+    """Iterated twice, it could hold nothing for one half of a test and everything for the other."""
+    source = (
+        "class L(list):\n    turns = 0\n    def __len__(s): return 3\n"
+        "    def __iter__(s):\n        s.turns += 1\n        return iter(s.items if s.turns > 1 else ())\n"
+        "def f(items):\n    r = L()\n    r.items = items\n    return r"
+    )
+    r = "r = f([3, 1, 2])\n"
+    tests = [r + "assert r == sorted(r) and sorted(r) == [1, 2, 3]", r + "assert r == [] and len(r) == 3"]
+    assert verdicts(source, tests) == [False, False]
 
 
 FAKE = "class np:\n    allclose = staticmethod(lambda *_: True)\nallclose = np.allclose\ndef f(x): return 5"

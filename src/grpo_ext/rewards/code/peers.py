@@ -134,6 +134,12 @@ class Proxy:
     def __hash__(self) -> int:
         return hash(self._plain() if self._derived else self._handle)
 
+    def __len__(self) -> int:
+        return len(self._plain()) if self._derived else self._ask("len")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._plain()) if self._derived else self._ask("iter")
+
     def __contains__(self, item: object) -> bool:
         return item in self._plain() if self._derived else any(each is item or each == item for each in self)
 
@@ -186,11 +192,8 @@ def _forward(name: str) -> Callable[..., Any]:
     return lambda self, *operands: self._ask(name, *operands)
 
 
-def _convert(function: Callable[..., Any], otherwise: str = "") -> Callable[..., Any]:
-    def method(self: Proxy, *operands: Any) -> Any:
-        return self._ask(otherwise) if otherwise and not self._derived else function(self._plain(), *operands)
-
-    return method
+def _convert(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *operands: function(self._plain(), *operands)
 
 
 def _compare(name: str) -> Callable[..., Any]:
@@ -220,21 +223,19 @@ def _compute(name: str, reflected: bool) -> Callable[..., Any]:
     return method
 
 
-_FORWARDED = ("len", "iter", "str", "repr", "next", "setitem", "delitem")
+_FORWARDED = ("str", "repr", "next", "setitem", "delitem")
 _COMPARED = ("lt", "le", "gt", "ge")
 _COMPUTED = ("add", "sub", "mul", "truediv", "mod", "floordiv", "pow", "matmul", "and_", "or_", "xor")
 _APPLY: dict[str, Callable[..., Any]] = {
-    **{name: getattr(builtins, name) for name in (*_FORWARDED[:5], "isinstance")},
-    **{name: getattr(operator, name) for name in (*_FORWARDED[5:], "getitem", "eq", *_COMPARED, *_COMPUTED)},
+    **{name: getattr(builtins, name) for name in ("len", "iter", "isinstance", *_FORWARDED[:3])},
+    **{name: getattr(operator, name) for name in ("getitem", "eq", *_FORWARDED[3:], *_COMPARED, *_COMPUTED)},
 }
 # Questions that plain data answers by yes or no, such as `startswith`: an object that is none has no say in them.
 _JUDGING = {
     name for kind in (float, str, bytes, set) for name in vars(kind) if name.startswith(("is", "starts", "ends"))
 }
-for _name in _FORWARDED[2:]:
+for _name in _FORWARDED:
     setattr(Proxy, f"__{_name}__", _forward(_name))
-for _function in (len, iter):
-    setattr(Proxy, f"__{_function.__name__}__", _convert(_function, otherwise=_function.__name__))
 for _name in _COMPARED:
     setattr(Proxy, f"__{_name}__", _compare(_name))
 for _name in _COMPUTED:
@@ -430,14 +431,14 @@ def run_tests(tests: list[str], first: int, peer: Peer, say: Callable[[bytes], o
     if type(program) is not Proxy:
         raise TypeError("no module")
     say(b"r")
-    module, names = types.ModuleType("__main__"), _Names(program, tests)
+    module, names = types.ModuleType("__main__"), _Names(program)
     sys.modules["__main__"], sys.modules["solution"], sys.argv = module, _solution(names), ["tests"]
     module.__dict__["__builtins__"] = names
     for index, test in enumerate(tests):
         tree = ast.parse(test)
         if index < first:  # judged before, by a pair that has ended: only what it defines counts
             tree.body = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom | ast.FunctionDef)]
-        names.learn(index, tree)
+        names.learn(test, tree)
         verdict = _verdict(tree, module.__dict__)
         if index >= first:
             say(verdict)
@@ -458,24 +459,22 @@ _MEMBERS = {
 class _Names(dict[str, "Any"]):
     """What a name means that a test has not bound: a builtin, a module, a module's member, or what the program has."""
 
-    def __init__(self, program: Proxy, tests: list[str]) -> None:
-        """`tests` are all of them: what one binds is never the program's, even if that statement has not run."""
+    def __init__(self, program: Proxy) -> None:
+        super().__init__(vars(builtins))
+        self._program = program
+        self._own, self._now, self._dotted, self._asked = (set[str]() for _ in range(4))
+
+    def learn(self, test: str, tree: ast.Module) -> None:
+        """Read the next test. What those before it bind is never the program's, even if that statement did not run."""
+        import ast
         import symtable
 
-        super().__init__(vars(builtins))
-        self._program, self._dotted, self._asked = program, set[str](), set[str]()
-        self._tables = [symtable.symtable(test, "test", "exec") for test in tests]
-        symbols = [symbol for table in self._tables for symbol in table.get_symbols()]
-        self._own = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
-
-    def learn(self, index: int, tree: ast.Module) -> None:
-        """The next test: where it says `math.floor`, it means the module."""
-        import ast
-
+        table = symtable.symtable(test, "test", "exec")
+        self._own, self._now = self._own | self._now, _bound(table)
         nodes = [n.value for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
         self._dotted |= {n.id for n in nodes if isinstance(n, ast.Name)}
         modules = self._dotted & (sys.stdlib_module_names | _MODULES.keys() | _PACKAGES)
-        self._asked = set(_looked_up(self._tables[index])) - self.keys() - self._own - modules
+        self._asked = set(_looked_up(table)) - self.keys() - modules - self._own - (self._now - _MEMBERS.keys())
 
     def __missing__(self, name: str) -> Any:
         if name in self._own or name.startswith(("__", "assert")):
@@ -498,6 +497,11 @@ class _Names(dict[str, "Any"]):
         except AttributeError:
             pass
         raise KeyError(name)
+
+
+def _bound(table: symtable.SymbolTable) -> set[str]:
+    """Every name to which a test gives a meaning at its top level."""
+    return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
 
 
 def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:

@@ -56,8 +56,8 @@ def code(
     {input, output} or one {inputs, outputs} (or any of these as JSON). `timeout` is in seconds per test; a test that
     is not over after `total_timeout` of one program (at least `timeout`) has failed: keep it below the entry's own
     timeout, or a program that hangs is no 0.0 but None. `workers`: how many programs run at once (default: the number
-    of cores). `packages` lets programs import what is installed here. See `sandbox` for `min_protection` and
-    `_code_peers` for why a program cannot forge a verdict. Without code: 0.0.
+    of cores). `packages` lets programs import what is installed here. See `sandbox` for `min_protection`; THREATS.md
+    says what a program can and cannot do to be paid. Without code: 0.0.
     None: no tests, or tests that are none of the above or assert nothing.
 
     Raises:
