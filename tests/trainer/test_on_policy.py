@@ -177,43 +177,58 @@ def test_with_vllm(corrected, windows, folders, tmp_path, log_ratios):
     assert ("sampling/importance_sampling_ratio/mean" in trainer.state.log_history[0]) is corrected
 
 
-# What it costs.
+# What it costs, and what it is.
 
 
-def computed_early(trainer, monkeypatch):
-    """How many micro-batches were computed without a gradient, by the only way to compute any."""
-    counts, scores = {True: 0, False: 0}, trainer._scores
+def forwards(trainer, monkeypatch):
+    """Token ids and mask of each forward without a gradient, and of each with one."""
+    found, forward = {False: [], True: []}, trainer._get_per_token_logps_and_entropies
 
-    def spy(*args):
-        counts[torch.is_grad_enabled()] += 1
-        return scores(*args)
+    def spy(model, input_ids, attention_mask, *args, **kwargs):
+        found[torch.is_grad_enabled()].append((input_ids.tolist(), attention_mask.tolist()))
+        return forward(model, input_ids, attention_mask, *args, **kwargs)
 
-    monkeypatch.setattr(trainer, "_scores", spy)
-    every, forward = [], trainer._get_per_token_logps_and_entropies
-    monkeypatch.setattr(
-        trainer,
-        "_get_per_token_logps_and_entropies",
-        lambda *args, **kwargs: every.append(0) or forward(*args, **kwargs),
-    )
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", spy)
     trainer.train()
-    assert len(every) == sum(counts.values())
-    return counts[False]
+    return found[False], found[True]
 
 
 @pytest.mark.parametrize(
-    ("windows", "extra"), {"one window": 0, "two windows": 2, "four windows": 3, "two iterations": 1}.items()
+    ("windows", "steps", "extra"),
+    [("one window", 1, 0), ("two windows", 2, 2), ("four windows", 4, 3), ("two iterations", 4, 1)],
 )
-def test_only_what_is_reached_later_is_computed_early(windows, extra, folders, tmp_path, monkeypatch):
-    """Of k micro-batches stock TRL computes k early where a generation lasts for more than an optimizer step."""
-    steps = {"two windows": 2, "one window": 1}.get(windows, 4)
+def test_only_what_is_reached_later_is_computed_early(windows, steps, extra, folders, tmp_path, monkeypatch):
+    """Of k micro-batches stock TRL computes k early where a generation lasts for more than an optimizer step.
+
+    The same rows and columns as in the loss: some processors round alike whatever else is in a micro-batch.
+    """
     trainer = train(folders[torch.float32], tmp_path, run=False, max_steps=steps, **WINDOWS[windows])
-    assert computed_early(trainer, monkeypatch) == extra
+    early, of_loss = forwards(trainer, monkeypatch)
+    assert len(early) == extra
+    assert all(forward in of_loss for forward in early)
+    assert any(len(ids) < 8 for ids, _ in of_loss)  # rows without an advantage are left out
 
 
-def test_the_ratio_is_to_the_policy_that_sampled(folders, tmp_path, log_ratios):
-    """With a learning rate the first window is on-policy, what follows is not, and a second train() begins anew."""
-    settings = {"learning_rate": 0.05, "lr_scheduler_type": "constant", "max_steps": 4}
-    trainer = train(folders[torch.float32], tmp_path, run=False, **settings, **WINDOWS["two iterations"])
+@pytest.mark.parametrize(("windows", "steps"), [("two windows", 2), ("two iterations", 4)])
+def test_the_ratio_is_to_the_policy_that_sampled(windows, steps, folders, tmp_path, monkeypatch):
+    """However far the policy moves within a generation, old log-probabilities are those of a policy that does not."""
+    old, tensors = {0.0: [], 0.05: []}, Objective.tensors
+    for rate, seen in old.items():
+
+        def spy(self, *args, seen=seen):
+            found = tensors(self, *args)
+            seen.append(found["old_per_token_logps"])
+            return found
+
+        monkeypatch.setattr(Objective, "tensors", spy)
+        train(folders[torch.float32], tmp_path, learning_rate=rate, max_steps=steps, **WINDOWS[windows])
+    assert len(old[0.0]) == 4
+    assert all(torch.equal(still, moving) for still, moving in zip(*old.values(), strict=True))
+
+
+def test_a_second_training_begins_anew(folders, tmp_path, log_ratios):
+    settings = {"learning_rate": 0.05, "lr_scheduler_type": "constant"} | WINDOWS["two iterations"]
+    trainer = train(folders[torch.float32], tmp_path, run=False, **settings)
     for _ in range(2):
         log_ratios.clear()
         trainer.train()
