@@ -18,7 +18,7 @@ from processes import CONFIG, run
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
     """Without GPUs, without a configuration of accelerate's that the user has made."""
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "default_config.yaml"))
     monkeypatch.delenv(ASKED, raising=False)
 
@@ -48,7 +48,7 @@ def test_several_processes_on_a_cpu_are_several(launched):
 
 
 def test_a_recipe_that_asks_for_the_cpu_gets_it_beside_a_gpu_too(launched, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     for use_cpu, expected in ((True, str(CONFIG)), (False, None)):
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"use_cpu": use_cpu}))
         assert launched("--num_processes", "2", "--config", str(tmp_path / "recipe.yaml")) == (expected, "2", "2")

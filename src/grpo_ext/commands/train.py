@@ -47,7 +47,7 @@ def default_config(processes: int, argv: list[str]) -> Path | None:
     if processes == 1 or Path(default_config_file).is_file():
         return None
     recipe, _ = split_config(argv)
-    on_cpu = not torch.accelerator.device_count() or (recipe and read_yaml(find_recipe(recipe)).get("use_cpu"))
+    on_cpu = not torch.accelerator.is_available() or (recipe and read_yaml(find_recipe(recipe)).get("use_cpu"))
     return accelerate_config("cpu_ddp") if on_cpu else None
 
 

@@ -105,7 +105,7 @@ _OPEN_TO_PATHS = {"kl_estimator", "advantage_estimator", "loss_aggregation"}
 def choice_problems(config: Any) -> Iterator[str]:
     """Names that are none of a field's."""
     for name, known in CHOICES.items():
-        value = getattr(config, name)
+        value = getattr(config, name, None)  # not every release of transformers that will do has every field
         if not isinstance(value, (str, bool)) or value in known:  # what is no name is of the wrong type
             continue
         if name in _OPEN_TO_PATHS and isinstance(value, str):

@@ -64,7 +64,8 @@ def prepare_split(
     if collisions:
         raise DataError("\n".join(f"{split.source}: {problem}" for problem in collisions))
     if config.max_samples is not None:
-        dataset = dataset.take(config.max_samples)
+        counted = isinstance(dataset, Dataset)  # take before datasets 5.2 wants no more than there are
+        dataset = dataset.take(min(config.max_samples, len(dataset)) if counted else config.max_samples)
     dataset = _convert_all(dataset, plan, split.place, split.source, renamed)
     return _drop_long(dataset, config, tokenizer, split.source, template_kwargs or {})
 
