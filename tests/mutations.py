@@ -341,6 +341,8 @@ MUTATIONS = [
             ("dict(row.options if paper else row.trl_options)", "dict(row.trl_options)"),
             ("**self.aggregation_kwargs)", "**dict.fromkeys(self.aggregation_kwargs, 1))"),
             ("self.row.per_completion or self.ratio", "self.ratio"),
+            ("if not paper and row.trl_float32:", "if False:"),
+            ("dict(row.options if paper else row.trl_options)", "dict(row.options if paper else {})"),
             ("aggregations.traits(self.aggregation).additive", "True"),
             ('return self.kl_in_reward or "mask" in', 'return "mask" in'),
             ("total - self.beta * kl.sum(dim=-1)", "total - kl.sum(dim=-1)"),

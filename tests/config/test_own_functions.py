@@ -171,7 +171,7 @@ BROKEN = {
         "@grpo_ext.register_loss('f', sampler_levels=('sequence',))\n"
         "def f(per_token_logps, advantages): return -per_token_logps * advantages",
         LOSS | {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
-        ["vllm_importance_sampling_mode='token_mask'", "Set 'sequence_mask'"],
+        ["vllm_importance_sampling_mode='token_mask'", "Set 'sequence_truncate' or 'sequence_mask'"],
     ),
     "a field of another loss": (
         "def f(per_token_logps, advantages): return -per_token_logps * advantages",

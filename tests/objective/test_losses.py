@@ -242,6 +242,15 @@ def test_a_row_with_the_recipes_own_bounds(name, settings, options):
     check(name, settings, options, torch.float64, 1e-10)
 
 
+def test_fields_of_another_name_set_the_options_of_the_losses_that_say_so():
+    sapo = objective("sapo", sapo_temperature_pos=0.5, vespo_k_pos=9.0).options
+    assert sapo == {"temperature_pos": 0.5, "temperature_neg": 1.05}
+    assert objective("vespo", vespo_k_pos=9.0).options["k_pos"] == 9.0
+    stock = objective("sapo", loss_defaults="trl").options
+    assert stock["temperature_neg"] == torch.tensor(1.05).item() != 1.05  # which holds it in float32
+    assert objective("cispo", loss_defaults="trl").options == {"epsilon_high": 0.2}
+
+
 @pytest.mark.parametrize("name", BY_HAND)
 def test_the_other_axes_of_a_row(name):
     row = losses[name]

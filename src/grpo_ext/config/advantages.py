@@ -43,5 +43,5 @@ def _group_sizes(config: Any, objective: Objective) -> Iterator[str]:
         if isinstance(k, int) and size is not None and k >= size:
             yield (
                 f"advantage_kwargs.{option}={k}: {objective.advantage} needs more than {k} completions, {name} is "
-                f"{size}. Set {name} > {k}, or {option} <= {size - 1}."
+                f"{size}. Set {option} <= {size - 1}, or {name} > {k}."
             )

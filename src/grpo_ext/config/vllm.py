@@ -24,11 +24,11 @@ def vllm_problems(config: Any) -> Iterator[str]:
             "neither vllm_importance_sampling_clip_min nor vllm_importance_sampling_clip_max is set. Set one."
         )
     corrected = config.use_vllm and config.vllm_importance_sampling_correction
-    level, _, how = mode.partition("_")
+    level = mode.partition("_")[0]
     if corrected and level not in (levels := find(config.loss_type).sampler_levels):
         yield (
             f"vllm_importance_sampling_mode={mode!r}: {config.loss_type} takes the correction per {levels[0]}. "
-            f"Set '{levels[0]}_{how}'."
+            f"Set '{levels[0]}_truncate' or '{levels[0]}_mask'."
         )
 
 
