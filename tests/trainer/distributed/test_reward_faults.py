@@ -11,6 +11,7 @@ import faulty
 import tiny
 from processes import ENVIRONMENT, PATIENCE, launcher
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "faults.py"
 
 
