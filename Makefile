@@ -15,18 +15,20 @@ VLLM_STAMP := $(VENV)/.installed-vllm
 # One thread per process: on few cores more threads make a step slower, not faster. No hub: nothing is downloaded.
 QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 RUN_TESTS := $(QUIET_ENV) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-vllm test-lowest lint tables bench bench-grid bench-vllm bench-losses clean
+.PHONY: help install install-vllm demo test test-all test-vllm test-lowest lint tables bench bench-grid bench-vllm bench-losses clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
 	@echo "make install-vllm  add vLLM's CPU build (Linux only), for its tests and for trying it without a GPU"
 	@echo "make demo          train a tiny model on this machine (CPU, nothing to download) and report what it learned"
-	@echo "make test          run the tests ($(WORKERS) processes; PYTEST_ARGS='-k name' passes options on)"
+	@echo "make test          run the tests but the long ones: 8 minutes on two cores, no vLLM (PYTEST_ARGS='-k name' passes options on)"
+	@echo "make test-all      run all tests, with those that start processes, build environments and start a real vLLM"
 	@echo "make test-vllm     run those that start a real vLLM, alone"
 	@echo "make test-lowest   run the quick tests with the lowest version of each dependency, in $(LOWEST)"
-	@echo "make lint          ruff (rules and format) and mypy"
+	@echo "make lint          ruff (rules and format), mypy, and the arrows between the wings (import-linter)"
 	@echo "make tables        rewrite the generated tables of README.md and docs/"
 	@echo "make bench         time steps side by side with stock TRL, and rewrite README's table of them"
 	@echo "make bench-grid    time a step over a grid of sizes, beside a plain forward and without shared prompts"
@@ -61,13 +63,17 @@ demo: install
 	@echo "demo: train the quickstart model and report what it learned"
 	$(QUIET_ENV) $(BIN)/grpo-ext demo
 
-test: install-vllm
-	@echo "test: pytest in $(WORKERS) processes"
+test: install
+	@echo "test: the tests but the long ones, in $(WORKERS) processes"
+	$(RUN_TESTS) $(QUICK) $(PYTEST_ARGS)
+
+test-all: install-vllm
+	@echo "test-all: all tests in $(WORKERS) processes"
 	$(RUN_TESTS) $(PYTEST_ARGS)
 
 test-vllm: install-vllm
-	@echo "test-vllm: pytest of tests/rollout/real_vllm in $(WORKERS) processes"
-	$(RUN_TESTS) tests/rollout/real_vllm $(PYTEST_ARGS)
+	@echo "test-vllm: the tests that start a real vLLM, in $(WORKERS) processes"
+	$(RUN_TESTS) -m vllm $(PYTEST_ARGS)
 
 # LOWEST_TORCH=torch==2.13.0, say, where only that has a CPU build.
 test-lowest:
@@ -76,13 +82,14 @@ test-lowest:
 	$(LOWEST)/bin/python .ci/lowest.py | grep --invert-match '^torch==' > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python -m pip install --quiet $(LOWEST_TORCH)
 	$(LOWEST)/bin/python -m pip install --quiet --editable '.[dev]' --constraint $(LOWEST)/constraints.txt
-	$(subst $(BIN),$(LOWEST)/bin,$(RUN_TESTS)) -m "not slow and not vllm" $(PYTEST_ARGS)
+	$(subst $(BIN),$(LOWEST)/bin,$(RUN_TESTS)) $(QUICK) $(PYTEST_ARGS)
 
 lint: install
-	@echo "lint: ruff check, ruff format --check, mypy"
+	@echo "lint: ruff check, ruff format --check, mypy, lint-imports"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 tables: install
 	@echo "tables: rewrite the generated tables of README.md and docs/"

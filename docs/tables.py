@@ -1,14 +1,16 @@
-"""Rewrite the tables of README.md and docs/*.md: `python docs/tables.py` (`make tables`).
+"""Rewrite the tables of README.md, CONTRIBUTING.md and docs/*.md: `python docs/tables.py` (`make tables`).
 
 They come from the code and from benchmarks/results. A table stands between `<!-- name -->` and `<!-- /name -->`, where
 name is a key of `TABLES`. `--check` only says which files are out of date, and fails if there are any.
 """
 
+import ast
 import dataclasses
 import inspect
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,12 +179,25 @@ def speed_table() -> str:
     return table(("work", "stock TRL", "grpo-ext", "times faster", "spread", "times less arithmetic"), rows)
 
 
+def house_table() -> str:
+    """The wings, from the top floor to the ground, each in its own words."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    rows = []
+    for name in contracts[0]["layers"]:
+        wing = ROOT / "src" / "grpo_ext" / name
+        path = wing / "__init__.py" if wing.is_dir() else wing.with_suffix(".py")
+        inside, _, knows = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
+        rows.append((code(f"{name}/" if wing.is_dir() else path.name), plain(inside), plain(knows)))
+    return table(("from the top floor to the ground", "what is inside", "what it may know, where to begin"), rows)
+
+
 def ratio(median: float, spread: tuple[float, float] | None = None) -> tuple[str, str]:
     """Two cells."""
     return f"**{median:.2f}**", f"{spread[0]:.2f} to {spread[1]:.2f}" if spread else ""
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "house": house_table,
     "speed": speed_table,
     "losses": loss_table,
     "axes": axes_table,
@@ -214,7 +229,7 @@ def rewritten(text: str) -> str:
 def stale(write: bool = False) -> list[str]:
     """Files whose tables are out of date; with `write` they are no longer."""
     found = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text()
         new = rewritten(text)
         if new != text:

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -193,7 +194,7 @@ print(config.objective.describe())
 
 
 def files() -> list[Path]:
-    folders = ("src", "tests", "docs", "examples", "recipes", "benchmarks", ".ci")
+    folders = ("src", "tests", "docs", "examples", "recipes", "benchmarks", ".ci", ".github")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
     return [path for path in [*ROOT.iterdir(), *found] if path.is_file() and path.name != ".git"]
 
@@ -207,6 +208,22 @@ def test_no_file_names_a_machine():
         except UnicodeDecodeError:  # a picture
             continue
     assert named == []
+
+
+def test_what_is_cited_is_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["title"], citation["version"]) == ("grpo-ext", metadata.version("grpo-ext"))
+    assert citation["license"] == metadata.metadata("grpo-ext")["License-Expression"]
+
+
+@pytest.mark.parametrize("form", ROOT.glob(".github/ISSUE_TEMPLATE/[!c]*.yml"), ids=lambda path: path.stem)
+def test_a_form_for_issues_is_complete(form):
+    """As GitHub reads it: without any of these keys it drops the form."""
+    read = yaml.safe_load(form.read_text())
+    assert read["name"]
+    assert read["description"]
+    assert all(field["type"] in ("input", "textarea") and field["attributes"]["label"] for field in read["body"])
+    assert len({field["id"] for field in read["body"]}) == len(read["body"])
 
 
 def pins() -> dict[str, str]:
@@ -254,4 +271,4 @@ def test_ci_script_runs_make():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    assert {"make lint", "make test"} <= set(re.findall(r"^make \w+", script.read_text(), re.MULTILINE))
+    assert {"make lint", "make test-all"} <= set(re.findall(r"^make [\w-]+", script.read_text(), re.MULTILINE))

@@ -12,7 +12,7 @@ import tiny
 from grpo_ext.commands import train
 from grpo_ext.config.launch import ASKED
 from grpo_ext.train import main
-from processes import CONFIG, run
+from processes import CONFIG, PATIENCE, run
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_a_configuration_that_starts_one_process_of_two_is_refused(command, tmp_
     alone = yaml.safe_load(CONFIG.read_text()) | {"distributed_type": "MULTI_CPU"}
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(alone))
     command += ["--accelerate_config", str(tmp_path / "launch.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode != 0
     assert "num_processes=2: the launch has 1" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -49,7 +49,8 @@ def recipe(model_path, tmp_path):
 
 
 def weights(folder) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def test_a_recipe_becomes_a_saved_model(recipe, model_path, tmp_path):
@@ -67,14 +68,17 @@ def test_a_recipe_becomes_a_saved_model(recipe, model_path, tmp_path):
 
 def test_a_second_call_resumes_where_the_first_stopped(recipe, tmp_path, capsys):
     """And ends at the very weights of a run that was never stopped."""
-    steady = {"lr_scheduler_type": "constant", "reward_funcs": [{"name": "spread", "func": "tiny:spread"}]}
+    model = tiny.save(tmp_path / "model", dtype=torch.float64, max_position_embeddings=1024)
+    steady = {"model_name_or_path": model, "dtype": "auto", "lr_scheduler_type": "constant"}
+    steady |= {"reward_funcs": [{"name": "spread", "func": "tiny:spread"}], "reward_workers": 0}
     whole = train(load_recipe(recipe(**steady, output_dir=str(tmp_path / "whole"))))
     train(load_recipe(recipe(**steady, max_steps=2)))
     trainer = train(load_recipe(recipe(**steady, max_steps=4)))
     assert "Resuming from" in capsys.readouterr().out
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]
     assert whole.state.log_history[0]["grad_norm"] > 0
-    torch.testing.assert_close(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    assert weights(tmp_path / "out").dtype == torch.float64
+    torch.testing.assert_close(weights(tmp_path / "out"), weights(tmp_path / "whole"), rtol=0, atol=1e-9)
 
 
 def test_a_half_written_checkpoint_is_passed_over(recipe, tmp_path, caplog):
@@ -94,6 +98,7 @@ def test_another_objective_does_not_resume(recipe):
         train(load_recipe(recipe(loss_type="dr_grpo")))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(recipe, tmp_path):
     command = [sys.executable, "-m", "grpo_ext.train", *recipe(max_steps=60, save_steps=1, save_total_limit=2)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -112,6 +117,7 @@ def test_a_killed_run_goes_on(recipe, tmp_path):
     assert trainer.state.global_step == last + 2
 
 
+@pytest.mark.slow
 def test_mistakes_end_with_exit_code_2_and_all_of_them(recipe):
     command = [sys.executable, "-m", "grpo_ext.train", *recipe(loss_type="gropo", temperature=0)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)

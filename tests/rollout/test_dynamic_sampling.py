@@ -200,6 +200,7 @@ def test_tools_are_refused(model_path, tmp_path):
 # Two processes.
 
 
+@pytest.mark.slow
 def test_two_processes_settle_on_one_batch(model_path, tmp_path):
     """Groups of 8 over two devices of 12 rows: one group spans both; rows move between the processes."""
     script = Path(__file__).parents[1] / "trainer" / "distributed" / "dynamic_rank.py"

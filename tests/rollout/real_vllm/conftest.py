@@ -1,4 +1,4 @@
-"""Fixtures of the vLLM tests; without vLLM they are skipped, unless GRPO_EXT_REQUIRE_VLLM is 1."""
+"""All tests here are marked `vllm`; without vLLM they are skipped, unless GRPO_EXT_REQUIRE_VLLM is 1."""
 
 import importlib.util
 import os
@@ -14,12 +14,10 @@ import tiny  # noqa: E402
 from vllm_runs import HEADS, Server  # noqa: E402
 
 
-def pytest_collection_modifyitems(items):
+def pytest_itemcollected(item):
+    item.add_marker("vllm")
     if importlib.util.find_spec("vllm") is None and os.environ.get("GRPO_EXT_REQUIRE_VLLM") != "1":
-        skip = pytest.mark.skip(reason="vLLM is not installed: make install-vllm installs its CPU build")
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(skip)
+        item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make install-vllm installs its CPU build"))
 
 
 @pytest.fixture(scope="module")

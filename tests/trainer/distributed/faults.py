@@ -34,7 +34,7 @@ def rollout(prompts, trainer):
 
 
 def run(model: str, output: Path, on_error: str, fault: str) -> None:
-    timeout = 2.0 if fault in ("loop", "sleep", "hang") else 60.0
+    timeout = 8.0 if fault in ("loop", "sleep", "hang") else 60.0
     specs = [
         RewardSpec("letters", "faulty:letters"),
         RewardSpec(fault, f"faulty:{fault}", on_error=on_error, timeout=timeout),

@@ -10,6 +10,7 @@ import tiny
 from distributed.shared_rank import CASES
 from processes import CONFIG, launcher, run
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "shared_rank.py"
 LAUNCHES = {"ddp": CONFIG, "fsdp2": Path(__file__).parent / "fsdp2_cpu.yaml"}
 

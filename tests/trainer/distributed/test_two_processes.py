@@ -10,6 +10,7 @@ import tiny
 from processes import CONFIG, launcher, run
 
 SCRIPT = Path(__file__).parent / "one_step.py"
+pytestmark = pytest.mark.slow
 LOSSES = ["grpo", "deepseek_v3", "beta_bnpo", "minimind", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 
 
