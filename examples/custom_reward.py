@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.rewards.library.text import completion_text
+from grpo_ext.rewards.text import completion_text
 from grpo_ext.train import train
 
 

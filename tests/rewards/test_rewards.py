@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.library.functions import FORMAT_STYLES
-from grpo_ext.rewards.library.text import TAGS, answer_block, boxed, completion_text
+from grpo_ext.rewards.text import TAGS, answer_block, boxed, completion_text
 
 GOOD = "<think>\nreason\n</think>\n<answer>\n42\n</answer>"
 INLINE = "<think>reason</think> <answer>42</answer>"

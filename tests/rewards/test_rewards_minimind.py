@@ -17,8 +17,8 @@ from grpo_ext.rewards.library.minimind import (
     minimind_tags,
     one_question,
 )
-from grpo_ext.rewards.library.text import TAGS
 from grpo_ext.rewards.models.scoring import blend, clipped_score
+from grpo_ext.rewards.text import TAGS
 
 minimind, minimind_current = rewards["minimind"], rewards["minimind_current"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_ext.config.launch import rank
 from grpo_ext.rewards.columns import singular, take
 from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.library.text import completion_text
+from grpo_ext.rewards.text import completion_text
 from grpo_ext.rewards.workers.worker import shown
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from grpo_ext.rewards.code import sandbox
 from grpo_ext.rewards.code.column import Pair, Tests, parse_tests
-from grpo_ext.rewards.library.text import Completion, answer_block, completion_text
 from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.text import Completion, answer_block, completion_text
 
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 _POLL_SECONDS = 0.05

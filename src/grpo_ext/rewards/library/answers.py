@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from grpo_ext.rewards.library.text import Completion, answer_block, boxed, completion_text
 from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.text import Completion, answer_block, boxed, completion_text
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.library import math_answers
-from grpo_ext.rewards.library.text import TAGS, Completion, answer_block, boxed, completion_text, each_once
 from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.text import TAGS, Completion, answer_block, boxed, completion_text, each_once
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.library.functions import accuracy
-from grpo_ext.rewards.library.text import Completion, completion_text
 from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.text import Completion, completion_text
 
 _LATIN = "en de fr es it pt nl sv da no fi pl cs sk hu ro hr sl et lv lt tr vi id ms sw ca eu gl"
 # language -> the first words of the Unicode names of its letters

@@ -10,7 +10,7 @@ from dataclasses import replace
 from grpo_ext.rewards.library.math_equality import MAX_FORMULA, Value, equal, readable
 from grpo_ext.rewards.library.math_equations import EQUALS, concluded
 from grpo_ext.rewards.library.math_notation import FACTOR, PRODUCT, clean
-from grpo_ext.rewards.library.text import answer_block, boxed
+from grpo_ext.rewards.text import answer_block, boxed
 
 _TAIL = 2000  # characters: an unmarked answer is looked for at the end of the text, whatever its length
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from grpo_ext.registry import import_path
 from grpo_ext.rewards.library.functions import matches_format
-from grpo_ext.rewards.library.text import TAGS, Completion, completion_text, content_text
 from grpo_ext.rewards.models.scoring import Chat, blended_scores, chat_of, clipped_score
 from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.text import TAGS, Completion, completion_text, content_text
 
 # Both of MiniMind's expressions in one. The atomic group changes no outcome, since the first opening of an answer
 # leaves the most room for its end, and keeps a text of nothing but tags from taking quadratic time.

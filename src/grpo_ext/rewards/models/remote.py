@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.library.text import Completion, completion_text
 from grpo_ext.rewards.models.http_client import Client, RemoteRewardError
 from grpo_ext.rewards.models.scoring import Chat, chat_of
 from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.text import Completion, completion_text
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.library.text import Completion, completion_text
 from grpo_ext.rewards.models.loaded_model import LoadedModel, Source, shared
 from grpo_ext.rewards.models.scoring import Chat, blended_scores, clipped_score
 from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.text import Completion, completion_text
 
 logger = logging.getLogger(__name__)
 

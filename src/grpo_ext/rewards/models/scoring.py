@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from grpo_ext.rewards.library.text import Completion, Message, completion_text
+from grpo_ext.rewards.text import Completion, Message, completion_text
 
 Chat: TypeAlias = list[Message]
 Scorer: TypeAlias = Callable[[list[Chat]], Sequence[float | None]]
