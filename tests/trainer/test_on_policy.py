@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig
-from test_trainer import build
 
 import tiny
 from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import Objective
+from trainers import build
 
 WINDOWS = {
     "one window": {"gradient_accumulation_steps": 2},
