@@ -147,8 +147,8 @@ def _loss(config: Any) -> Iterator[str]:
     if aggregation.local:
         yield (
             f"loss_type={config.loss_type!r} with loss_aggregation={objective.aggregation!r}, TRL's token mean over "
-            "each micro-batch: its gradient depends on per_device_train_batch_size. 'dapo' does not; the BNPO paper is "
-            "'beta_bnpo'."
+            "each micro-batch: its gradient depends on per_device_train_batch_size. 'dapo' does not; the BNPO paper "
+            "is 'beta_bnpo'."
         )
     if objective.ratio != "token" and aggregation.token_mean:
         yield (
