@@ -437,7 +437,7 @@ class GRPOExtTrainer(GRPOTrainer):
         steps = self.current_gradient_accumulation_steps if mode == "train" else 1
         if self.args.exact_denominators:
             return self._generation.totals_of(inputs) or counted_alone(mask, steps, self.accelerator)
-        share = steps / len(self._buffered_inputs) if mode == "train" else 1.0
+        share = steps / int(self.args.steps_per_generation or 1) if mode == "train" else 1.0
         return stock(inputs, steps, share, self.accelerator.num_processes)
 
     @property
