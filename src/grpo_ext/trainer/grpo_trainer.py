@@ -101,7 +101,7 @@ class GRPOExtTrainer(GRPOTrainer):
             switch_dropout_off(self.model)
         elif dropout := active_dropout(self.model):
             logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
-        obstacle = forward_obstacle(self.model, args)
+        obstacle = forward_obstacle(args)
         precise = self.accelerator.mixed_precision == "no"
         self.sharing = PrefixSharing(args.prefix_setting, self.model, further=obstacle, full_precision=precise)
         if args.prefix_setting == "true" and not self.sharing.possible:
