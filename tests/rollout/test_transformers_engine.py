@@ -8,8 +8,6 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from scipy.stats import chisquare
 from transformers import (
-    FalconConfig,
-    FalconForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     GenerationConfig,
@@ -24,6 +22,8 @@ from transformers import (
     Phi3ForCausalLM,
     PhiConfig,
     PhiForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -31,14 +31,14 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
+import architectures
 import tiny
 from grpo_ext.errors import ConfigError
-from grpo_ext.rollout import prompt_cache, transformers_engine
+from grpo_ext.packing.obstacles import Forward, obstacles
+from grpo_ext.rollout import transformers_engine
 from grpo_ext.rollout.prompt_cache import Unsupported
-from grpo_ext.rollout.transformers_engine import Grouped, check_model, distinct, engine_for
+from grpo_ext.rollout.transformers_engine import Grouped, distinct, engine_for
 from trainers import build
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -89,19 +89,11 @@ def both(model, inputs, config):
     return stock, ours
 
 
-@pytest.fixture(params=["Shared", "Expanded"])
-def store(request, monkeypatch):
-    """Both stores, whatever the length of the prompt."""
-    chosen = getattr(prompt_cache, request.param)
-    monkeypatch.setattr(transformers_engine, "store_for", lambda *_: chosen)
-    return chosen
-
-
 # The same completions.
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_completions_are_those_of_generate(name, store):
+def test_greedy_completions_are_those_of_generate(name):
     """Prompts of five lengths, ends of many lengths, one row at least that never ends."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
@@ -112,7 +104,7 @@ def test_greedy_completions_are_those_of_generate(name, store):
     assert len(lengths.unique()) > 2
 
 
-def test_prompts_of_one_length_and_a_cache_that_grows(store):
+def test_prompts_of_one_length_and_a_cache_that_grows():
     model = tiny.model(max_position_embeddings=256).eval()
     inputs = prompts([6] * 4)
     stock, ours = both(model, inputs, settings(max_new_tokens=150, eos_token_id=None, no_repeat_ngram_size=3))
@@ -129,7 +121,7 @@ def test_a_minimum_length_and_suppressed_tokens_are_kept():
     assert (ours[:, 8:14] != 0).all()
 
 
-def test_left_padding_that_no_row_needs_any_more_goes(store):
+def test_left_padding_that_no_row_needs_any_more_goes():
     """The long prompt ends at once; what is left runs without padding, and comes out the same."""
     model = tiny.model().eval()
     inputs = prompts([4, 30, 4, 6])
@@ -166,7 +158,7 @@ def exact(model, inputs, config, length):
     ids=["plain", "temperature-top_k", "top_p", "min_p-repetition"],
 )
 @torch.no_grad()
-def test_sampled_completions_have_the_exact_probabilities(sampling, store):
+def test_sampled_completions_have_the_exact_probabilities(sampling):
     """Chi-square over all completions of up to three tokens; rows end at different times."""
     model = tiny.model(vocab_size=7, initializer_range=0.5).eval()
     config = settings(do_sample=True, max_new_tokens=3, **sampling)
@@ -203,7 +195,7 @@ def test_siblings_are_drawn_independently():
 # The work that is spared.
 
 
-def test_a_prompt_runs_once_and_finished_rows_leave(store):
+def test_a_prompt_runs_once_and_finished_rows_leave():
     model, shapes = tiny.model().eval(), []
     inputs = prompts([5] * 8 + [9] * 8)
     torch.manual_seed(0)
@@ -231,29 +223,18 @@ def test_prompts_that_differ_in_their_padding_alone_are_two():
     assert found.of_row.tolist() == [0, 1, 0, 2]
 
 
-def test_long_prompts_of_siblings_are_kept_once():
-    """The choice of the store: by length, by siblings, by what the model's attention computes."""
-    model, cpu = tiny.model(), torch.device("cpu")
-    assert prompt_cache.store_for(model, cpu, 256, 8) is prompt_cache.Shared
-    assert prompt_cache.store_for(model, cpu, 255, 8) is prompt_cache.Expanded
-    assert prompt_cache.store_for(model, cpu, 4096, 1) is prompt_cache.Expanded
-    assert prompt_cache.store_for(model, torch.device("cuda"), 4096, 8) is prompt_cache.Expanded
-    model.config._attn_implementation = "flash_attention_2"
-    assert prompt_cache.store_for(model, cpu, 4096, 8) is prompt_cache.Expanded
-
-
-def test_a_shared_prompt_takes_no_room_for_its_siblings(monkeypatch):
-    model, sizes, forward = tiny.model(max_position_embeddings=512).eval(), [], transformers_engine._Batch.forward
-
-    def weighed(batch):
-        logits = forward(batch)
-        sizes.append([(layer.prompt_keys.shape[0], layer.own._keys.shape[2]) for layer in batch.store.layers])
-        return logits
-
-    monkeypatch.setattr(transformers_engine._Batch, "forward", weighed)
-    stock, ours = both(model, prompts([300] * 4 + [260] * 4), settings(max_new_tokens=5))
-    assert torch.equal(stock, ours)
-    assert all(prompts == 2 and room < 100 for step in sizes for prompts, room in step)
+def test_no_mask_is_built_where_nothing_is_padded():
+    """From the start, or from where the row that needed it is gone."""
+    model, masks = tiny.model().eval(), []
+    first = model.generate(**prompts([4, 30]), generation_config=settings(max_new_tokens=1))[1, -1].item()
+    hook = model.register_forward_pre_hook(lambda _, args, k: masks.append(k["attention_mask"]), with_kwargs=True)
+    with hook, Grouped(required=True).generating(model):
+        model.generate(**prompts([6, 6]), generation_config=settings(max_new_tokens=3))
+        assert [mask is None for mask in masks] == [False, True, True]
+        masks.clear()
+        model.generate(**prompts([4, 30, 4, 6]), generation_config=settings(max_new_tokens=3, eos_token_id=[first]))
+    assert [mask is None for mask in masks] == [False, False, False]
+    assert masks[-1].shape == (3, 6 + 2)
 
 
 # Standing aside.
@@ -284,10 +265,10 @@ def dropping():
 @pytest.mark.parametrize(
     ("make", "overrides", "reason"),
     [
-        (sliding, {}, "DynamicSlidingWindowLayer"),
+        (sliding, {}, "sliding window of 4"),
         (noisy, {}, "router is noisy"),
-        (scaled, {}, "longest row"),
-        (prompt_tuned, {}, "learned prompt"),
+        (scaled, {}, "length of the batch"),
+        (prompt_tuned, {}, "tokens of its own"),
         (dropping, {}, "dropout"),
         (tiny.model, {"num_beams": 2}, "beam"),
         (tiny.model, {"cache_implementation": "static"}, "StaticCache"),
@@ -314,30 +295,15 @@ def test_what_it_cannot_do_exactly_is_left_to_generate(make, overrides, reason, 
         model.generate(**inputs, generation_config=config)
 
 
-def test_attention_with_an_extra_term_is_left_to_generate(monkeypatch):
-    """Found out at the second token only: the rollout starts anew."""
-    model, inputs, config = tiny.model().eval(), prompts([5, 5]), settings(max_new_tokens=6)
-    monkeypatch.setattr(transformers_engine, "store_for", lambda *_: prompt_cache.Shared)
-    for name, options in (("softcap", {"softcap": 30.0}), ("own", {})):
-        forward = LlamaAttention.forward
-
-        def changed(self, *args, options=options, forward=forward, **kwargs):
-            cache = kwargs["past_key_values"]
-            if not options and isinstance(cache.layers[0], prompt_cache.PromptLayer):  # an attention of its own
-                cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), self.layer_idx)
-                return torch.zeros(2, 1, 32), None
-            return forward(self, *args, **kwargs, **(options if cache.get_seq_length() else {}))
-
-        with monkeypatch.context() as patched:
-            if options:
-                patched.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", eager_attention_forward)
-            patched.setattr(LlamaAttention, "forward", changed)
-            engine = Grouped()
-            with engine.generating(model):
-                ours = model.generate(**inputs, generation_config=config)
-            assert torch.equal(ours, model.generate(**inputs, generation_config=config)), name
-            assert engine.refusal in ("its attention takes softcap", "its attention is not to be replaced")
-        assert model.config._attn_implementation == "sdpa"
+def test_a_forward_that_draws_is_left_to_generate():
+    """PhiMoE samples its experts in training, whatever `router_jitter_noise` says."""
+    config = PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0)
+    model = PhimoeForCausalLM(config)
+    assert next(obstacles(model, Forward.ROLLOUT), None) is None
+    stock, ours = both(model.eval(), prompts([5, 5, 8]), settings(max_new_tokens=6))
+    assert torch.equal(stock, ours)
+    with pytest.raises(Unsupported, match="draws random numbers"), Grouped(required=True).generating(model.train()):
+        model.generate(**prompts([5, 5]), generation_config=settings(max_new_tokens=2))
 
 
 def test_the_model_is_left_as_it_was():
@@ -378,22 +344,29 @@ def test_the_trainer_takes_the_engine_that_is_set(overrides, used, model_path, t
 
 @pytest.mark.parametrize("sharding", ["is_deepspeed_zero3_enabled", "is_fsdp_managed_module"])
 def test_sharded_weights_are_left_to_generate(sharding, monkeypatch):
-    """Their forwards are collective: all processes must make as many, which `generate` sees to."""
-    monkeypatch.setattr(transformers_engine, sharding, lambda *_: True)
-    with pytest.raises(Unsupported, match="sharded"):
-        check_model(tiny.model())
+    """Their forwards are collective: all processes must make as many, which `generate` sees to. The loss does so."""
+    monkeypatch.setattr(f"grpo_ext.packing.obstacles.{sharding}", lambda *_: True)
+    assert "sharded" in next(obstacles(tiny.model(), Forward.ROLLOUT))
+    assert next(obstacles(tiny.model()), None) is None
 
 
-def test_a_model_that_the_trainer_shards_or_compiles_is_left_to_generate():
-    for fsdp, compiled, reason in ((True, False, "sharded"), (False, True, "compiled")):
-        args = {"use_vllm": False, "use_transformers_continuous_batching": False, "torch_compile": compiled}
-        trainer = SimpleNamespace(
-            args=SimpleNamespace(**args, rollout_engine_resolved="grouped"), is_fsdp_enabled=fsdp
-        )
-        with pytest.raises(Unsupported, match=reason):
-            engine_for(trainer)
-        trainer.args.rollout_engine_resolved = "auto"
-        assert reason in engine_for(trainer).__self__.refusal
+@pytest.mark.parametrize(
+    ("fsdp", "setting", "reason"),
+    [
+        (True, {}, "sharded"),
+        (False, {"torch_compile": True}, "compiles"),
+        (False, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        (False, {"parallelism_config": SimpleNamespace(cp_enabled=True, sp_enabled=False)}, "spread over processes"),
+    ],
+)
+def test_a_run_that_shards_compiles_or_adds_noise_is_left_to_generate(fsdp, setting, reason):
+    args = {"use_vllm": False, "use_transformers_continuous_batching": False, "rollout_engine_resolved": "grouped"}
+    args |= {"torch_compile": False, "neftune_noise_alpha": None, "parallelism_config": None}
+    trainer = SimpleNamespace(args=SimpleNamespace(**args | setting), is_fsdp_enabled=fsdp)
+    with pytest.raises(Unsupported, match=reason):
+        engine_for(trainer)
+    trainer.args.rollout_engine_resolved = "auto"
+    assert reason in engine_for(trainer).__self__.refusal
 
 
 def test_an_engine_that_is_required_and_cannot_says_so(model_path, tmp_path):
@@ -407,19 +380,14 @@ def test_an_engine_that_does_not_exist_is_named_with_its_cure(model_path, tmp_pa
         build(model_path, tmp_path, rollout_engine="groped")
 
 
-def test_a_model_with_an_attention_of_its_own_keeps_its_copies():
-    """Falcon does not take its attention from transformers' interface, whatever its configuration says."""
-    sizes = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")}
-    model = FalconForCausalLM(FalconConfig(**sizes, pad_token_id=0, eos_token_id=1, initializer_range=0.3)).eval()
-    prompt = torch.randint(3, 41, (1, prompt_cache.SHARED_FROM + 4), generator=torch.Generator().manual_seed(0))
-    ids = prompt.expand(4, -1)
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 4}
-    expected = model.generate(input_ids=ids, **options)
-    with Grouped(required=True).generating(model):
-        assert torch.equal(model.generate(input_ids=ids, **options), expected)
-
-
 def test_an_adapter_that_begins_later_is_left_to_generate():
     adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5])
-    with pytest.raises(Unsupported, match="a token of each completion"):
-        check_model(get_peft_model(tiny.model(), adapter))
+    assert "a token of each completion" in next(obstacles(get_peft_model(tiny.model(), adapter), Forward.ROLLOUT))
+
+
+def test_a_mask_that_a_model_makes_itself_is_kept():
+    """Doge weighs its keys by what they say, which is a mask to the attention; prompts of 260 tokens."""
+    model = architectures.model("doge")
+    inputs, config = prompts([260, 260, 251, 260, 251]), settings(max_new_tokens=12, repetition_penalty=1.3)
+    stock, ours = both(model, inputs, config)
+    assert torch.equal(stock, ours)

@@ -15,12 +15,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from grpo_ext.packing.dropout import active_dropout
-from grpo_ext.packing.obstacles import GROWING_ROPE, invoked_later
-from grpo_ext.rollout.prompt_cache import Store, Unsupported, check_layers, store_for
+from grpo_ext.packing.obstacles import Forward, forward_obstacle, obstacles
+from grpo_ext.rollout.prompt_cache import RowCache, Unsupported, check_layers
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +69,11 @@ class Grouped:
         def generate(**kwargs: Any) -> Tensor:
             try:
                 if not self.refusal:
-                    check_model(model)
+                    for reason in obstacles(model, Forward.ROLLOUT):
+                        raise Unsupported(reason)
                     return stock(**kwargs, custom_generate=decode)
-            except Unsupported as reason:
-                self.refuse(str(reason))
+            except Unsupported as error:
+                self.refuse(str(error))
             return stock(**kwargs)
 
         with patch.object(model, "generate", generate):
@@ -90,31 +88,12 @@ def engine_for(trainer: Any) -> Callable[[Any], AbstractContextManager[None]]:
     engine = Grouped(required=args.rollout_engine_resolved == "grouped")
     if trainer.is_fsdp_enabled:
         engine.refuse("the weights are sharded over processes")
-    elif args.torch_compile:
-        engine.refuse("the model is compiled")
+    elif reason := forward_obstacle(args):
+        engine.refuse(reason)
     return engine.generating
 
 
 # What applies.
-
-
-def check_model(model: Any) -> None:
-    """Raise `Unsupported` for what shows in the model itself."""
-    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
-        raise Unsupported("the weights are sharded over processes")
-    peft = getattr(model, "active_peft_config", None)
-    if getattr(peft, "is_prompt_learning", False):
-        raise Unsupported("the adapter is a learned prompt")
-    if invoked_later(peft):
-        raise Unsupported("the adapter begins to act at a token of each completion")
-    if model.training and (dropout := active_dropout(model)):
-        raise Unsupported(f"dropout is active in {dropout[0]}, and siblings would share its draw over the prompt")
-    config = model.config.get_text_config(decoder=True)
-    if model.training and getattr(config, "router_jitter_noise", 0):
-        raise Unsupported("the router is noisy in training")
-    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
-    if any(kind in rope for kind in GROWING_ROPE):
-        raise Unsupported("its rotary embedding depends on the longest row of the batch")
 
 
 def check_call(
@@ -198,8 +177,7 @@ class _Batch:
     ) -> None:
         self.model, self.processors, self.criteria, self.config = model, processors, criteria, config
         self.cache: DynamicCache = inputs["past_key_values"]
-        self.store: Store | None = None
-        self.text_config = model.config.get_text_config(decoder=True)
+        self.rows_kept: RowCache | None = None
         self.options = {name: inputs[name] for name in ("logits_to_keep",) if name in inputs}
         self.mask: Tensor | None = inputs.get("attention_mask")
         self.positions: Tensor = inputs["position_ids"]
@@ -212,32 +190,35 @@ class _Batch:
         self.finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
 
     def prefill(self) -> Tensor:
-        """Logits of the first token, from one forward over each distinct prompt."""
+        """Logits of the first token, from one forward over each distinct prompt.
+
+        Raises:
+            Unsupported: the cache or the forward is not one that siblings can share.
+        """
         prompts = distinct(self.ids[:, : self.length], self.mask)
+        mask = None if self.mask is None else self.mask[prompts.rows]
+        before = _random_state(self.ids.device)
         logits = self._logits(
             input_ids=self.ids[prompts.rows, : self.length],
-            attention_mask=None if self.mask is None else self.mask[prompts.rows],
+            attention_mask=mask,
             position_ids=self.positions[prompts.rows],
         )
+        if not torch.equal(before, _random_state(self.ids.device)):
+            raise Unsupported("its forward draws random numbers, and siblings would share them")
         check_layers(self.cache)
-        of_row, order = prompts.of_row.sort(stable=True)
-        mask = None if self.mask is None else self.mask[prompts.rows]
-        store = store_for(self.model, of_row.device, self.length, len(of_row) / len(prompts.rows))
-        self.store = store(self.cache, of_row, mask)
-        self._order(order)
+        self.rows_kept = RowCache(self.cache, prompts.of_row, mask)
         self.positions = self.positions[:, -1:]
-        return logits[of_row]
+        return logits[prompts.of_row]
 
     def forward(self) -> Tensor:
         """Logits of the next token."""
-        assert self.store is not None
+        assert self.rows_kept is not None
         self.positions = self.positions + 1
-        with self.store.reading(self.text_config):
-            return self._logits(
-                input_ids=self.ids[:, self.length - 1 : self.length],
-                attention_mask=self.store.next_mask(),
-                position_ids=self.positions,
-            )
+        return self._logits(
+            input_ids=self.ids[:, self.length - 1 : self.length],
+            attention_mask=self.rows_kept.next_mask(),
+            position_ids=self.positions,
+        )
 
     def _logits(self, **inputs: Any) -> Tensor:
         output = self.model(**inputs, **self.options, past_key_values=self.cache, use_cache=True, return_dict=True)
@@ -262,23 +243,24 @@ class _Batch:
 
     def _keep(self, live: Bool[Tensor, " rows"]) -> None:
         """Only these rows go on."""
-        chosen = live.nonzero()[:, 0]
-        self._order(chosen)
-        if len(chosen) and self.store is not None:
-            self.store.take(chosen)
-
-    def _order(self, rows: Int[Tensor, " rows"]) -> None:
-        """Take these rows, in this order, of all that is kept for each row."""
+        rows = live.nonzero()[:, 0]
         self.rows, self.ids, self.finished = self.rows[rows], self.ids[rows], self.finished[rows]
         self.positions = self.positions[rows]
         for processor in self.processors:
             ignored = getattr(processor, "prompt_ignore_length", None)
             if isinstance(ignored, Tensor):
                 processor.prompt_ignore_length = ignored.to(rows.device)[rows]
+        if len(rows) and self.rows_kept is not None:
+            self.rows_kept.take(rows)
 
     def completed(self) -> Int[Tensor, "batch time"]:
         """All rows in their order, padded on the right."""
         return self.output[:, : self.length]
+
+
+def _random_state(device: torch.device) -> Tensor:
+    source = torch if device.type == "cpu" else torch.get_device_module(device)
+    return source.get_rng_state()
 
 
 def padding(config: GenerationConfig) -> int:

@@ -103,7 +103,7 @@ class GRPOExtTrainer(GRPOTrainer):
             switch_dropout_off(self.model)
         elif dropout := active_dropout(self.model):
             logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
-        obstacle = forward_obstacle(self.model, args)
+        obstacle = forward_obstacle(args)
         self.sharing = PrefixSharing(args.prefix_setting, self.model, further=obstacle)
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {CURE}"])

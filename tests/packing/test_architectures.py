@@ -1,0 +1,215 @@
+"""Every causal architecture of transformers shares prompts exactly, in loss and in rollouts, or is refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from trl.trainer.utils import add_fused_lm_head
+
+import architectures
+from grpo_ext.packing.attention import ForeignAttention
+from grpo_ext.packing.dropout import switch_dropout_off
+from grpo_ext.packing.forward import log_probs
+from grpo_ext.packing.layout import pack
+from grpo_ext.packing.obstacles import obstacles
+from grpo_ext.rollout.prompt_cache import Unsupported
+from grpo_ext.rollout.transformers_engine import Grouped
+
+BOTH = {
+    "": (
+        "apertus arcee aria_text bitnet cohere dbrx diffllama dots1 emu3 ernie4_5 ernie4_5_moe flex_olmo gemma glm "
+        "glm4 glm4_moe gpt_neox granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe "
+        "hy_v3 hyperclovax jais2 jetmoe laguna llama mellum minimax_m2 minimax_m3_vl_text ministral3 mixtral "
+        "nanochat olmo olmo2 olmoe persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open "
+        "starcoder2"
+    ),
+    "the model carries a recurrent state": (
+        "bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 nemotron_h "
+        "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text "
+        "recurrent_gemma rwkv zamba zamba2 zaya"
+    ),
+    "the model has layers of sliding_attention": (
+        "afmoe cohere2 cohere2_moe cohere_compass_text cwm exaone4 exaone_moe gemma2 gemma3_text gemma3n_text "
+        "gemma4_text gemma4_unified_text gpt_oss granite_swa granitemoe_swa mimo_v2_flash ministral "
+        "modernbert-decoder olmo3 vaultgemma"
+    ),
+    "the model has layers of deepseek_sparse_attention": "axk2 deepseek_v32 glm_moe_dsa hy_v4",
+    "the model has layers of conv": "lfm2 lfm2_moe",
+    "the model has layers of chunked_attention": "llama4 llama4_text",
+    "attention is limited to a sliding window of 16 tokens": "mistral moshi",
+    "the model has layers of hybrid_sliding": "inkling_text",
+    "the model has layers of linear_attention": "minimax",
+    "the router is noisy in training": "phimoe",
+}
+"""What is said of these, in the loss and in rollouts, with transformers 5.17; nothing where a prompt is shared."""
+LOSS = {
+    "does not take its attention from": (
+        "bart big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom codegen cpmant falcon gpt_neo "
+        "gpt_neox_japanese gptj marian mbart megatron-bert mpt mvp openai-gpt pegasus plbart prophetnet rembert "
+        "roformer stablelm trocr whisper xglm xlm xlnet"
+    ),
+    "positions are not rotary": (
+        "bert bert-generation camembert ctrl data2vec-text electra ernie gpt-sw3 gpt2 gpt_bigcode opt roberta "
+        "roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
+    ),
+    "keys and values are of different sizes": (
+        "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu"
+    ),
+    "asks for a mask": "doge",
+    "has no base model": "mllama",
+    "asks for an attention of its own": "nemotron",
+}
+"""The others, in the loss."""
+ROLLOUTS = {
+    "": (
+        "axk1 bert bert-generation big_bird camembert codegen ctrl data2vec-text deepseek_v2 deepseek_v3 doge "
+        "electra ernie falcon glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese gptj longcat_flash "
+        "megatron-bert minicpm3 nemotron rembert roberta roberta-prelayernorm roc_bert stablelm xlm-roberta "
+        "xlm-roberta-xl xmod youtu"
+    ),
+    "the model takes no position_ids of one dimension": (
+        "bigbird_pegasus bloom cpmant mvp prophetnet roformer trocr xlnet"
+    ),
+    "ForcedEOSTokenLogitsProcessor may look beyond a row": "bart blenderbot-small marian mbart pegasus plbart",
+    "its forward draws random numbers": "biogpt opt xglm",
+    "some of its layers keep nothing in the cache": "mllama openai-gpt xlm",
+    "EncoderNoRepeatNGramLogitsProcessor may look beyond a row": "blenderbot",
+    "return_dict_in_generate, prefill_chunk_size or use_cache is set": "mpt",
+    "SuppressTokensAtBeginLogitsProcessor may look beyond a row": "whisper",
+}
+"""The others, in rollouts of a model that is in training."""
+TOLERANCE = 1e-4
+"""Nats: norms and routers round to float32 in float64 models; a mask that is lost is off by tenths and more."""
+COMPLETION = 7
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+# In the loss.
+
+
+def padded(groups: list[tuple[int, list[int]]]) -> tuple[Tensor, Tensor]:
+    """Rows in no order, padded on both sides: prompts of these lengths, completions of those."""
+    generator = torch.Generator().manual_seed(0)
+    width, ids, masks = max(length for length, _ in groups), [], []
+    for length, completions in groups:
+        prompt = torch.randint(3, architectures.VOCABULARY, (width,), generator=generator)
+        for n in completions:
+            own = torch.randint(3, architectures.VOCABULARY, (COMPLETION,), generator=generator)
+            ids.append(torch.cat([prompt, own]))
+            masks.append(torch.tensor([0] * (width - length) + [1] * (length + n) + [0] * (COMPLETION - n)))
+    order = torch.randperm(len(ids), generator=generator)
+    mask = torch.stack(masks)[order]
+    return torch.stack(ids)[order] * mask, mask
+
+
+def plain(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the completions from the logits of the padded batch."""
+    log_p = model(input_ids=ids, attention_mask=mask).logits[:, -COMPLETION - 1 : -1].log_softmax(-1)
+    live = mask[:, -COMPLETION:].bool()
+    return log_p.gather(-1, ids[:, -COMPLETION:, None])[..., 0] * live, -(log_p.exp() * log_p).sum(-1) * live
+
+
+def gradients(model: Any, logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
+    factors = torch.randn(2, *logps.shape, generator=torch.Generator().manual_seed(1)).to(logps.dtype)
+    model.zero_grad()
+    (factors[0] * logps + factors[1] * entropies).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def in_the_loss(model: Any) -> str:
+    """Why prompts are not shared; nothing, after both forwards have been found the same, where they are."""
+    switch_dropout_off(model)
+    if reason := next(obstacles(model), ""):
+        return reason
+    add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
+    for groups in ([(9, [7, 3, 5, 5]), (4, [2, 0, 6]), (1, [3, 3]), (6, [4])], [(40, [7, 7, 4])]):
+        ids, mask = padded(groups)
+        layout = pack(ids.numpy(), mask.numpy(), COMPLETION)
+        assert layout is not None
+        try:
+            packed = log_probs(model, model, ids, layout, COMPLETION)[:2]
+        except ForeignAttention as foreign:
+            return str(foreign)
+        expected = plain(model, ids, mask)
+        for ours, theirs in zip(packed, expected, strict=True):
+            assert (ours - theirs).abs().max() < TOLERANCE
+        wanted, found = gradients(model, *expected), gradients(model, *packed)
+        assert wanted.keys() == found.keys()
+        for name, gradient in wanted.items():
+            assert (found[name] - gradient).abs().max() < TOLERANCE * max(1.0, gradient.abs().max()), name
+    return ""
+
+
+# In rollouts.
+
+
+class TemperatureLogitsWarper(LogitsProcessor):
+    """Keeps the logits after every row of tokens; the engine takes it by its name for one that it knows."""
+
+    def __init__(self) -> None:
+        self.logits: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.logits |= dict(zip(map(tuple, ids.tolist()), scores.double(), strict=True))
+        return scores
+
+
+def prompts(lengths: list[int]) -> dict[str, Tensor]:
+    """Padded on the left; equal lengths are equal prompts."""
+    generator, width, known = torch.Generator().manual_seed(1), max(lengths), {}
+    for length in lengths:
+        row = torch.randint(3, architectures.VOCABULARY, (length,), generator=generator)
+        known.setdefault(length, torch.cat([torch.zeros(width - length, dtype=torch.long), row]))
+    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    return {"input_ids": torch.stack([known[length] for length in lengths]), "attention_mask": mask.long()}
+
+
+def in_rollouts(model: Any) -> str:
+    """Why prompts are not shared; nothing, after greedy tokens and logits have been found the same, where they are."""
+    switch_dropout_off(model.train())
+    for lengths, tokens in (([5, 5, 5, 9, 9, 3, 3, 12, 7, 5], 24), ([260, 260, 251, 251, 260, 200, 200], 10)):
+        config = GenerationConfig(
+            max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=[1, 7, 20, 30], disable_compile=True
+        )
+        found = []
+        for engine in (None, Grouped(required=True)):
+            seen = TemperatureLogitsWarper()
+            options = {"generation_config": config, "logits_processor": LogitsProcessorList([seen])}
+            try:
+                if engine is None:
+                    ids = model.generate(**prompts(lengths), **options)
+                else:
+                    with engine.generating(model):
+                        ids = model.generate(**prompts(lengths), **options)
+            except Unsupported as reason:
+                return str(reason)
+            found.append((ids, seen.logits))
+        (stock, expected), (ours, logits) = found
+        assert torch.equal(stock, ours)
+        assert logits.keys() <= expected.keys()
+        for ids, values in logits.items():
+            assert (values - expected[ids])[values.isfinite()].abs().max() < TOLERANCE
+    return ""
+
+
+# The tables.
+
+BUILT = [name for name in architectures.CAUSAL if name not in architectures.NOT_BUILT]
+
+
+def expected(table: dict[str, str], model_type: str) -> str | None:
+    return next((words for words, types in [*BOTH.items(), *table.items()] if model_type in types.split()), None)
+
+
+@pytest.mark.parametrize("model_type", BUILT)
+@pytest.mark.parametrize(
+    ("outcome", "table"), [(in_the_loss, LOSS), (in_rollouts, ROLLOUTS)], ids=["loss", "rollouts"]
+)
+def test_prompts_are_shared_exactly_or_refused_by_name(outcome, table, model_type):
+    found, words = outcome(architectures.model(model_type)), expected(table, model_type)
+    assert words is not None, f"{model_type} is new: write it down under {found!r}"
+    assert words in found
+    assert bool(words) == bool(found)
