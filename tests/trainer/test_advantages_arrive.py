@@ -105,9 +105,9 @@ def sometimes_none(completions, **_):
     [
         (
             "nearly",
-            r"advantage_estimator=test_advantages:nearly: an advantage of nan for the rewards \[0\.0, 1\.0, n",
+            r"advantage_estimator=test_advantages_arrive:nearly: an advantage of nan for the rewards \[0\.0, 1\.0, n",
         ),
-        ("of_groups", r"advantage_estimator=test_advantages:of_groups: it returned \[2\] for rewards \[2, 4\]"),
+        ("of_groups", r"advantage_estimator=test_advantages_arrive:of_groups: it returned \[2\] for rewards \[2, 4\]"),
     ],
 )
 def test_an_estimator_that_breaks_a_rule_ends_the_run_before_a_step(
@@ -115,7 +115,7 @@ def test_an_estimator_that_breaks_a_rule_ends_the_run_before_a_step(
 ):
     """Before, one None made all weights NaN beside a logged loss of 0, and a wrong shape died in the shuffle."""
     monkeypatch.setattr(checks, "rehearsal_problems", lambda config: [])
-    settings = {"loss_type": "grpo", "advantage_estimator": f"test_advantages:{estimator}", "max_steps": 1}
+    settings = {"loss_type": "grpo", "advantage_estimator": f"test_advantages_arrive:{estimator}", "max_steps": 1}
     settings["multi_objective_aggregation"] = combination
     trainer = build(model_path, tmp_path, [sometimes_none], rollout=scripted_rollout, **settings)
     before = weights(trainer.model)
@@ -131,7 +131,7 @@ def half_of_it(rewards, mask, kl_rewards, *, share: float = 0.5):
 
 
 def test_an_estimator_of_ones_own_sees_mask_and_kl_of_tokens(model_path, tmp_path):
-    settings = {"loss_type": "rloo", "advantage_estimator": "test_advantages:half_of_it"}
+    settings = {"loss_type": "rloo", "advantage_estimator": "test_advantages_arrive:half_of_it"}
     rewards, kl, trained, _, _ = second_step(model_path, tmp_path, **settings)
     live = [[i for i in range(4 * j, 4 * j + 4) if any(x is not None for x in kl[i])] for j in (0, 1)]
     silent = [len({rewards[i] for i in rows}) == 1 for rows in live]
