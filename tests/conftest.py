@@ -16,8 +16,11 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 ROOT = Path(__file__).parent.parent
 
