@@ -23,16 +23,20 @@ def second_step(model_path, tmp_path, **settings):
     """Rewards, k1 of each token (None where none is live), the advantages that train and those that are logged."""
     settings = {"beta": BETA, "max_steps": 2, "learning_rate": 0.01, "mask_truncated_completions": True} | settings
     trainer = build(model_path, tmp_path, [binary], rollout=scripted_rollout, **settings)
-    make, outputs = trainer._generate_and_score_completions, []
+    outputs, penalties = [], []
 
-    def kept(inputs):
-        outputs.append(make(inputs))
-        return outputs[-1]
+    def keep(method, kept):
+        def spy(*args):
+            kept.append(method(*args))
+            return kept[-1]
 
-    trainer._generate_and_score_completions = kept
+        return spy
+
+    trainer._generate_and_score_completions = keep(trainer._generate_and_score_completions, outputs)
+    trainer._reward_kl = keep(trainer._reward_kl, penalties)
     trainer.train()
     output = outputs[1]
-    k1 = (output.get("old_per_token_logps", 0) - output["ref_per_token_logps"]).tolist()
+    k1 = (penalties[1] if penalties else torch.zeros(output["completion_mask"].shape)).tolist()
     kl = [
         [x if m else None for x, m in zip(*row, strict=True)]
         for row in zip(k1, output["completion_mask"].tolist(), strict=True)
