@@ -112,21 +112,20 @@ def check(combination, folders, tmp_path, log_ratios):
     assert_on_policy(trainer, log_ratios)
 
 
-SAMPLE = [
-    combination
-    for loss in losses
-    for combination in random.Random(loss).sample([c for c in EVERYTHING if c[0] == loss], 3)
-]
+def sample(count):
+    """Combinations of every loss: between them the losses see nearly all of a loss's 96 settings."""
+    each = [[c for c in EVERYTHING if c[0] == loss] for loss in losses]
+    return [c for combinations in each for c in random.Random(combinations[0][0]).sample(combinations, count)]
 
 
-@pytest.mark.parametrize("combination", SAMPLE, ids=" ".join)
+@pytest.mark.parametrize("combination", sample(3), ids=" ".join)
 def test_the_log_ratio_is_zero(combination, folders, tmp_path, log_ratios):
     check(combination, folders, tmp_path, log_ratios)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("combination", EVERYTHING, ids=" ".join)
-def test_the_log_ratio_is_zero_in_every_combination(combination, folders, tmp_path, log_ratios):
+@pytest.mark.parametrize("combination", sample(24), ids=" ".join)
+def test_the_log_ratio_is_zero_in_many_combinations(combination, folders, tmp_path, log_ratios):
     check(combination, folders, tmp_path, log_ratios)
 
 
