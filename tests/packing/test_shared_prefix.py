@@ -411,6 +411,7 @@ BELOW_ROUNDING = {
     ("bf16", "hardly begun", "positions off by one"),  # 2e-4 nats
     ("autocast", "hardly begun", "positions off by one"),
     ("bf16", "hardly begun", "tokens that see their neighbours"),
+    ("autocast", "hardly begun", "tokens that see their neighbours"),  # seen with AVX-512 and without, not with AVX2
 }
 
 
