@@ -37,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from grpo_ext.packing import micro_batches as batching
+from grpo_ext.packing.micro_batches import regroup
 from grpo_ext.packing.policy import PrefixSharing, Size
 from step_overhead import tokenizer
 
@@ -150,7 +150,7 @@ class Side:
     def arranged(self, batch: dict) -> dict:
         """As the trainer's own `_prepare_inputs` leaves it."""
         if isinstance(self.trainer, GRPOExtTrainer) and self.trainer.sharing.possible:
-            return batching.regroup([batch], 1, skip_silent=True)[0]
+            return regroup([batch], 1, skip_silent=True)[0]
         return batch
 
     def __call__(self) -> float:

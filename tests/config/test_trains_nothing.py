@@ -45,4 +45,5 @@ def test_a_setting_that_trains_nothing_is_refused(settings, words):
     ],
 )
 def test_its_neighbour_is_not(settings):
-    GRPOExtConfig(**CPU | {"num_generations": 4} | settings)
+    objective = GRPOExtConfig(**CPU | {"num_generations": 4} | settings).objective
+    assert objective.advantage_kwargs.items() >= settings.get("advantage_kwargs", {}).items()

@@ -1,4 +1,4 @@
-"""`prefix_kernels` on CUDA: torch's flash kernel over sequences of different lengths.
+"""`kernels` on CUDA: torch's flash kernel over sequences of different lengths.
 
 One call for what is causal and one for the prompts, whatever the number of completions, merged in the same way; half
 precision only, as the kernel.

@@ -4,7 +4,7 @@ The packed row of a micro-batch holds real tokens only,
 
     [prompt_1[:-1] | prompt_2[:-1] | ... | last token of prompt_1 + completion[:-1] | ... ],
 
-so that every position behind a prompt has exactly one label. `prefix_attention` lets each completion see its prompt
+so that every position behind a prompt has exactly one label. `attention` lets each completion see its prompt
 and itself; positions are those of the padded batch; only labelled positions reach the LM head.
 """
 

@@ -12,10 +12,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.packing import layout as shared_prefix
 from grpo_ext.packing.attention import ForeignAttention
 from grpo_ext.packing.forward import positions_moved
-from grpo_ext.packing.layout import Layout
+from grpo_ext.packing.layout import Layout, pack
 from grpo_ext.packing.obstacles import (
     causal_lm,
     obstacles,
@@ -111,7 +110,7 @@ Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Plain = Callable[[Tensor, Tensor, int], Scores]
 """TRL's forward: tokens and mask [rows, width], columns of completions."""
 Packed = Callable[..., Scores]
-"""`shared_prefix.log_probs` of a model: tokens, layout, columns of completions."""
+"""`forward.log_probs` of a model: tokens, layout, columns of completions."""
 
 
 class PrefixSharing:
@@ -152,7 +151,7 @@ class PrefixSharing:
         self.checked = True
         ids = _probe(self.vocabulary).to(device)
         mask, completion = torch.ones_like(ids), ids.shape[1] // 2
-        layout = shared_prefix.pack(ids.cpu().numpy(), mask.cpu().numpy(), completion)
+        layout = pack(ids.cpu().numpy(), mask.cpu().numpy(), completion)
         assert layout is not None
         with torch.no_grad():
             expected = plain(ids, mask, completion)[0]
@@ -182,7 +181,7 @@ class PrefixSharing:
         live = mask.bool().cpu().numpy()
         if auto and self.size.most_of(live, completion, device) <= MARGIN:
             return None
-        layout = shared_prefix.pack(input_ids.cpu().numpy(), live, completion, whole=whole)
+        layout = pack(input_ids.cpu().numpy(), live, completion, whole=whole)
         if layout is None or not auto:
             return layout
         return layout if self.size.gain(layout, device) > MARGIN else None
