@@ -17,7 +17,7 @@ from grpo_ext.recipe.parsing import load_recipe, print_help
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.runtime import Runtime
-from grpo_ext.trainer.checkpoints import check_same_objective, checkpoint_to_resume
+from grpo_ext.trainer.checkpoints.choice import check_same_objective, checkpoint_to_resume
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import tiny
 from grpo_ext import ConfigError
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
-from grpo_ext.trainer.checkpoints import checkpoint_to_resume
+from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
 from processes import PATIENCE
 
 

@@ -22,7 +22,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
 from grpo_ext.recipe.parsing import all_keys, load_recipe
-from grpo_ext.trainer.checkpoints import checkpoint_to_resume
+from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
 from processes import PATIENCE
 
 PACKAGED = packaged_recipes()

@@ -1,27 +1,24 @@
 """GRPOExtTrainer: TRL's GRPOTrainer with the loss and the advantages of `grpo_ext.objective.losses`."""
 
 import inspect
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.errors import ConfigError, RewardError, RolloutDrift, ServerLost
+from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.objective.advantages import estimators, zero_variance
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
-from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import masked
 from grpo_ext.packing import micro_batches
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
@@ -38,12 +35,13 @@ from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
 from grpo_ext.trainer import old_policy
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
-from grpo_ext.trainer.arguments import check_data, check_reward_names, check_trained
-from grpo_ext.trainer.checkpoints import HISTORY_FILE, OBJECTIVE_FILE, SAMPLING_FILE, accept_numbered_cpu
+from grpo_ext.trainer.arguments import check_data, check_reward_names
+from grpo_ext.trainer.checkpoints.choice import accept_numbered_cpu
 from grpo_ext.trainer.entropy import entropy_bonus, high_entropy_mask
 from grpo_ext.trainer.generation import Generation, counted, counted_alone, live_mask, stock
 from grpo_ext.trainer.metrics import log_loss_metrics
 from grpo_ext.trainer.reference import reference_copied_from
+from grpo_ext.trainer.resumable import ResumableTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ MULTIMODAL_INPUTS = _FORWARD[_FORWARD.index("compute_aux_loss") + 1 :]
 """What TRL's forward takes beside tokens: images and all that belongs to them."""
 
 
-class GRPOExtTrainer(GRPOTrainer):
+class GRPOExtTrainer(ResumableTrainer):
     """`trl.GRPOTrainer` whose `loss_type` names a row of `grpo_ext.objective.losses`; takes the same arguments.
 
     Raises:
@@ -60,12 +58,9 @@ class GRPOExtTrainer(GRPOTrainer):
     """
 
     _tag_names = ["trl", "grpo", "grpo-ext"]  # noqa: RUF012 (TRL's own declaration)
-    args: GRPOExtConfig
-    model: Any
     _logs: dict[str, Any]
     _pending_extra_logs: Any
     model_wrapped: Any
-    _buffered_inputs: Any
     _entropy_window_stats: Any
     num_generations: Any
     num_generations_eval: Any
@@ -89,7 +84,7 @@ class GRPOExtTrainer(GRPOTrainer):
             raise TypeError(
                 f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more."
             )
-        self.objective: Objective = args.objective
+        self.objective = args.objective
         check_data(args, train_dataset, eval_dataset)
         accept_numbered_cpu()
         ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
@@ -128,22 +123,6 @@ class GRPOExtTrainer(GRPOTrainer):
         self.accelerator.print(self.sharing.describe())
 
     # Rollouts: stock TRL's, guarded where it would crash or reuse what is stale.
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; a second call starts from fresh rollouts.
-
-        Raises:
-            DataError: the stream ended before the first step.
-        """
-        self._buffered_inputs = None
-        self._step = 0
-        try:
-            output = super().train(*args, **kwargs)
-        except (ServerLost, RolloutDrift) as error:
-            self._save_and_explain(error)
-            raise
-        check_trained(self.args, self.train_dataset, self.state.global_step)
-        return output
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As TRL's, after a check that evaluation batches hold whole groups.
@@ -454,38 +433,3 @@ class GRPOExtTrainer(GRPOTrainer):
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """As TRL's, also above the 2^24 tokens at which `torch.quantile` gives up."""
         return high_entropy_mask(self.accelerator, entropies, mask, threshold)
-
-    # Checkpoints carry what the objective was and what its estimator remembers.
-
-    def save_objective(self, folder: str | Path) -> None:
-        """Write the resolved loss beside a model."""
-        if self.args.should_save:
-            (Path(folder) / OBJECTIVE_FILE).write_text(json.dumps(self.objective.to_dict(), indent=2))
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        self.save_objective(folder)
-        if self.objective.remembered_batches and self.args.should_save:
-            (folder / HISTORY_FILE).write_text(json.dumps(self._group_means.to_list()))
-        if self._sampler is not None and self.args.should_save:
-            (folder / SAMPLING_FILE).write_text(json.dumps({"drawn": self._sampler.prompts.drawn}))
-
-    def _save_and_explain(self, error: Exception) -> None:
-        """Before a run ends for want of a sound sampler, keep what it has learned."""
-        folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"
-        saved = [folder.exists()]
-        broadcast_object_list(saved, from_process=0)  # all processes save or none: one may be creating it already
-        if self.state.global_step and not saved[0]:
-            self._save_checkpoint(self.model, trial=None)
-        kept = f"The run can be resumed from {folder}." if self.state.global_step else "No step had been made."
-        error.args = (f"{error}\n{kept}",)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        path = Path(checkpoint or "") / HISTORY_FILE
-        if checkpoint is not None and path.exists():
-            self._group_means.load(json.loads(path.read_text()))
-        path = Path(checkpoint or "") / SAMPLING_FILE
-        if checkpoint is not None and self._sampler is not None and path.exists():
-            self._sampler.prompts.drawn = json.loads(path.read_text())["drawn"]
