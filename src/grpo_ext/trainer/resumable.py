@@ -3,17 +3,23 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from accelerate.utils import broadcast_object_list
+from datasets import IterableDataset
 from trl import GRPOTrainer
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import RolloutDrift, ServerLost
+from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
+from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.trainer.advantages import GroupMeans
 from grpo_ext.trainer.arguments import check_trained
-from grpo_ext.trainer.checkpoints.choice import HISTORY_FILE, OBJECTIVE_FILE, SAMPLING_FILE
+from grpo_ext.trainer.checkpoints import state
+from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
+from grpo_ext.trainer.generation import Generation
 
 
 class ResumableTrainer(GRPOTrainer):
@@ -22,25 +28,74 @@ class ResumableTrainer(GRPOTrainer):
     args: GRPOExtConfig
     model: Any
     objective: Objective
+    num_iterations: int
+    ref_model: Any
     _buffered_inputs: Any
+    _drift: DriftCheck | None
+    _generation: Generation
     _group_means: GroupMeans
     _sampler: DynamicSampler | None
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; a second call starts from fresh rollouts.
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; a second call starts from fresh rollouts, and a resumed one evaluates no second time at its start.
 
         Raises:
             DataError: the stream ended before the first step.
         """
-        self._buffered_inputs = None
+        self._buffered_inputs, self._generation = None, Generation()
         self._step = 0
+        self._epoch_began = (0, 0)
+        starts = self.args.eval_on_start and not resume_from_checkpoint
         try:
-            output = super().train(*args, **kwargs)
+            with patch.object(self.args, "eval_on_start", starts):
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
         except (ServerLost, RolloutDrift) as error:
             self._save_and_explain(error)
             raise
         check_trained(self.args, self.train_dataset, self.state.global_step)
         return output
+
+    # Where a run goes on.
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._train_sampler
+
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Epochs that are over, and batches taken of the one that is not."""
+        place = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
+        self._resumed = None
+        if checkpoint is None:
+            return place
+        self.state.compute_steps(self.args, max_steps)  # how often to log, save and evaluate: the recipe's, not its
+        self._resumed = state.read(Path(checkpoint), self)
+        self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        if self._resumed is not None and isinstance(self.train_dataset, IterableDataset):
+            return tuple(self._resumed["place"])  # a stream may have ended, and begun anew, at any step
+        for _ in range(place[0]):
+            next(iter(self._train_sampler), None)  # draws the order of an epoch that is over
+        return place
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # resumed after its last step
+            self.control.should_training_stop = True
+            return
+        epoch, checkpoint, taken = kwargs["epoch"], kwargs["resume_from_checkpoint"], 0
+        if checkpoint is not None and epoch == kwargs["epochs_trained"]:
+            taken = kwargs["steps_trained_in_current_epoch"]
+            if self._resumed is not None:
+                state.restore(self, self._resumed, Path(checkpoint))
+        self._epoch_began = (epoch, self._step - taken)
+        super()._run_epoch(*args, **kwargs)
+
+    def _continue(self, micro_batches: list[dict[str, Any]], totals: list[StepTotals]) -> None:
+        """Train on a generation from where it was left."""
+        self._generation = Generation(micro_batches, totals)
+        self._buffered_inputs = self._generation.micro_batches
+
+    # What a checkpoint holds.
 
     def save_objective(self, folder: str | Path) -> None:
         """Write the resolved loss beside a model."""
@@ -51,10 +106,8 @@ class ResumableTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         self.save_objective(folder)
-        if self.objective.remembered_batches and self.args.should_save:
-            (folder / HISTORY_FILE).write_text(json.dumps(self._group_means.to_list()))
-        if self._sampler is not None and self.args.should_save:
-            (folder / SAMPLING_FILE).write_text(json.dumps({"drawn": self._sampler.prompts.drawn}))
+        epoch, began = self._epoch_began
+        state.write(self, folder, (epoch, self._step - began))
 
     def _save_and_explain(self, error: Exception) -> None:
         """Before a run ends for want of a sound sampler, keep what it has learned."""
@@ -65,12 +118,3 @@ class ResumableTrainer(GRPOTrainer):
             self._save_checkpoint(self.model, trial=None)
         kept = f"The run can be resumed from {folder}." if self.state.global_step else "No step had been made."
         error.args = (f"{error}\n{kept}",)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        path = Path(checkpoint or "") / HISTORY_FILE
-        if checkpoint is not None and path.exists():
-            self._group_means.load(json.loads(path.read_text()))
-        path = Path(checkpoint or "") / SAMPLING_FILE
-        if checkpoint is not None and self._sampler is not None and path.exists():
-            self._sampler.prompts.drawn = json.loads(path.read_text())["drawn"]

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -88,6 +88,15 @@ class DriftMonitor:
         """Keep one measurement."""
         self.first = self.first or drift
         self.history.append(drift)
+
+    def to_list(self) -> list[list[float]]:
+        """The first measurement and those of the window, for a checkpoint."""
+        return [list(astuple(drift)) for drift in (self.first, *self.history) if drift is not None]
+
+    def load(self, measured: list[list[float]]) -> None:
+        """From what `to_list` gave."""
+        drifts = [Drift(int(tokens), *figures) for tokens, *figures in measured]
+        self.first, self.history = next(iter(drifts), None), deque(drifts[1:], maxlen=WINDOW)
 
     @property
     def trend(self) -> float:

@@ -16,8 +16,6 @@ from grpo_ext.objective.objective import Objective
 logger = logging.getLogger(__name__)
 
 OBJECTIVE_FILE = "objective.json"
-HISTORY_FILE = "advantage_history.json"
-SAMPLING_FILE = "dynamic_sampling.json"
 
 
 @cache

@@ -1,0 +1,167 @@
+"""What the next step depends on beside weights, optimizer and random streams, in a file for each process.
+
+The open generation with its position, what estimators and samplers remember, the sums since the last log, a reference
+that follows the policy. Restored where as many processes go on with as many micro-batches as it was taken from.
+"""
+
+import logging
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_ext.objective.aggregation import StepTotals
+
+logger = logging.getLogger(__name__)
+
+TABLE = ("prompt", "completion", "advantages")
+"""Columns of TRL's table of completions; `rewards` and `extra` hold further ones, images are not kept."""
+TRAIN_SUMS = ("_total_loss_scalar", "_globalstep_last_logged")
+
+
+class HasState(Protocol):
+    """A trainer, as far as its next step depends on what it holds."""
+
+    accelerator: Any
+    args: Any
+    num_iterations: int
+    ref_model: Any
+    _buffered_inputs: Any
+    _drift: Any
+    _generation: Any
+    _group_means: Any
+    _logs: dict[str, Any]
+    _metrics: dict[str, Any]
+    _sampler: Any
+    _step: int
+    _tr_loss: Tensor
+
+    def _continue(self, micro_batches: list[dict[str, Any]], totals: list[StepTotals]) -> None: ...
+
+
+def write(trainer: HasState, folder: Path, place: tuple[int, int]) -> None:
+    """Write this process's state.
+
+    Args:
+        trainer: between two optimizer steps.
+        folder: of the checkpoint.
+        place: epoch, and batches of the dataloader that it has taken.
+    """
+    folder.mkdir(parents=True, exist_ok=True)  # a process may come here before the one that saves the model
+    torch.save(_taken(trainer, place), _file(folder, trainer.accelerator.process_index))
+    _write_reference(trainer, folder)
+
+
+def read(folder: Path, trainer: HasState) -> dict[str, Any] | None:
+    """This process's state, or None (and a warning) where the checkpoint was made by another split of the batch."""
+    path, accelerator = _file(folder, trainer.accelerator.process_index), trainer.accelerator
+    state = torch.load(path, map_location=accelerator.device, weights_only=True) if path.exists() else {}
+    if state.get("split") == _split(trainer):
+        return state
+    if accelerator.is_main_process:
+        logger.warning(
+            f"{folder} was made by another number of processes or micro-batches: random streams and, inside of a "
+            "generation, completions are new ones from here on; weights, optimizer and data go on where they were."
+        )
+    return None
+
+
+def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> None:
+    """Give a trainer at the start of its loop what `write` took."""
+    trainer._step = state["step"]
+    if state["micro_batches"]:
+        totals = [StepTotals(*row) for row in state["totals"]]
+        trainer._continue(state["micro_batches"], totals)
+    trainer._metrics["train"].update({name: list(values) for name, values in state["metrics"].items()})
+    _fill_table(trainer._logs, state["table"])
+    trainer._tr_loss.copy_(state["loss"])
+    for name in TRAIN_SUMS:
+        setattr(trainer, name, state[name])
+    trainer._group_means.load(state["group_means"])
+    if trainer._sampler is not None:
+        trainer._sampler.prompts.drawn = state["drawn"]
+    if trainer._drift is not None:
+        trainer._drift.monitor.load(state["drift"])
+    _restore_reference(trainer, folder)
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"run_state_{rank}.pt"
+
+
+def _split(trainer: HasState) -> list[int]:
+    args = trainer.args
+    sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, int(args.steps_per_generation)
+    return [trainer.accelerator.num_processes, *sizes, trainer.num_iterations]
+
+
+def _taken(trainer: HasState, place: tuple[int, int]) -> dict[str, Any]:
+    generation = trainer._generation
+    closed = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+    main = trainer.accelerator.is_main_process
+    return {
+        "split": _split(trainer),
+        "place": list(place),
+        "step": trainer._step,
+        "micro_batches": [] if closed else [dict(batch) for batch in generation.micro_batches],
+        "totals": [] if closed else [list(totals) for totals in generation.totals],
+        "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
+        "table": _table(trainer._logs) if main and trainer.args.log_completions else {},
+        "loss": trainer._tr_loss,
+        **{name: getattr(trainer, name) for name in TRAIN_SUMS},
+        "group_means": trainer._group_means.to_list(),
+        "drawn": 0 if trainer._sampler is None else trainer._sampler.prompts.drawn,
+        "drift": [] if trainer._drift is None else trainer._drift.monitor.to_list(),
+    }
+
+
+def _table(logs: dict[str, Any]) -> dict[str, Any]:
+    columns: dict[str, Any] = {name: list(logs[name]) for name in TABLE}
+    for kind in ("rewards", "extra"):
+        columns[kind] = {name: list(values) for name, values in logs[kind].items()}
+    return columns
+
+
+def _fill_table(logs: dict[str, Any], table: dict[str, Any]) -> None:
+    for name, column in table.items():
+        into: dict[str, deque] | defaultdict[str, deque] = logs if name in TABLE else logs[name]
+        for key, values in ({name: column} if name in TABLE else column).items():
+            into[key].extend(values)
+
+
+# A reference that follows the policy (`sync_ref_model`) is nowhere else.
+
+
+def _local(parameter: Any) -> Tensor:
+    """This process's part of a parameter, under FSDP2 (DTensor) and ZeRO-3 too."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
+
+
+def _reference_file(trainer: HasState, folder: Path) -> Path:
+    sharded = any(_local(parameter) is not parameter.data for parameter in _reference(trainer).values())
+    return folder / (f"reference_{trainer.accelerator.process_index}.pt" if sharded else "reference.pt")
+
+
+def _reference(trainer: HasState) -> dict[str, Any]:
+    follows = trainer.args.sync_ref_model and trainer.ref_model is not None
+    return dict(trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters()) if follows else {}
+
+
+def _write_reference(trainer: HasState, folder: Path) -> None:
+    parameters, path = _reference(trainer), _reference_file(trainer, folder)
+    if parameters and (trainer.args.should_save or path.name != "reference.pt"):
+        torch.save({name: _local(parameter).detach() for name, parameter in parameters.items()}, path)
+
+
+def _restore_reference(trainer: HasState, folder: Path) -> None:
+    parameters = _reference(trainer)
+    if not parameters:
+        return
+    saved = torch.load(_reference_file(trainer, folder), map_location="cpu", weights_only=True)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            _local(parameter).copy_(saved[name])
