@@ -1,85 +1,8 @@
 """A run that is stopped after any step and goes on elsewhere ends at the same bits and has logged the same figures."""
 
-import json
-from pathlib import Path
-
 import pytest
-import torch
-from datasets import IterableDataset
-from peft import LoraConfig
 
-import tiny
-from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from trainers import weights
-
-CLOCKS = ("step_time", "runtime", "per_second", "total_flos")
-"""What a clock gives, or counts from the start of the process."""
-
-WINDOWS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-CASES = {
-    "plain": {},
-    "window of 4": WINDOWS | {"steps_per_generation": 8},
-    "two iterations": WINDOWS | {"num_iterations": 2},
-    "both": WINDOWS | {"steps_per_generation": 4, "num_iterations": 2},
-    "beta": WINDOWS | {"steps_per_generation": 4, "beta": 0.1},
-    "sync_ref_model": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "steps_per_generation": 2},
-    "dynamic sampling": WINDOWS | {"dynamic_sampling": "reward", "steps_per_generation": 4},
-    "lora": WINDOWS | {"peft": True, "steps_per_generation": 4},
-    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 3.0},
-    "remembered batches": {
-        "loss_type": "beta_bnpo",
-        "advantage_kwargs": {"reward_range": [0.0, 9.0], "window": 3},
-        "steps_per_generation": 2,
-    },
-    "logging every third": WINDOWS | {"logging_steps": 3, "steps_per_generation": 4},
-    "stream": {"stream": True, "steps_per_generation": 2},
-    "evaluation": WINDOWS | {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
-    "sharing off": WINDOWS | {"shared_prefix": "false", "steps_per_generation": 4},
-    "completions": WINDOWS | {"log_completions": True, "logging_steps": 2, "steps_per_generation": 4},
-    "linear schedule, clip": {"lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 0.1},
-}
-
-
-def prompts(stream: bool):
-    """Eight prompts: two epochs in eight steps of two; as a stream, one that ends."""
-    data = tiny.prompts(8)
-    return IterableDataset.from_generator(lambda: iter(data.to_list())) if stream else data
-
-
-def trainer(folder: Path, *, peft: bool = False, stream: bool = False, **settings) -> GRPOExtTrainer:
-    args = GRPOExtConfig(
-        output_dir=str(folder),
-        **(tiny.TRAINING | {"max_steps": 8, "save_strategy": "steps", "save_steps": 1} | settings),
-    )
-    return GRPOExtTrainer(
-        model=tiny.model(),
-        reward_funcs=[tiny.count_a, tiny.length],
-        args=args,
-        train_dataset=prompts(stream),
-        eval_dataset=tiny.prompts(4),
-        processing_class=tiny.tokenizer(),
-        peft_config=LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1) if peft else None,
-    )
-
-
-def logged(trainer: GRPOExtTrainer) -> list[str]:
-    """All that was logged but what clocks say; as text, in which NaN is equal to NaN."""
-    rows = trainer.state.log_history
-    rows = [{k: v for k, v in row.items() if not any(clock in k for clock in CLOCKS)} for row in rows]
-    return [json.dumps(row, sort_keys=True) for row in rows]
-
-
-def check(case: str, tmp_path: Path, steps) -> None:
-    """Stop after each of `steps`, go on in another trainer, and compare with the run that was never stopped."""
-    settings = CASES[case]
-    whole = trainer(tmp_path / "whole", **settings)
-    whole.train()
-    assert torch.isfinite(weights(whole.model)).all()
-    for step in steps:
-        resumed = trainer(tmp_path / "resumed", **settings)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        assert logged(resumed) == logged(whole), step
-        assert torch.equal(weights(resumed.model), weights(whole.model)), step
+from interrupted import CASES, check
 
 
 @pytest.mark.parametrize("case", CASES)
