@@ -13,7 +13,6 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
-from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.objective.advantages import estimators, zero_variance
@@ -38,10 +37,11 @@ from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, re
 from grpo_ext.trainer.arguments import check_data, check_reward_names
 from grpo_ext.trainer.checkpoints.choice import accept_numbered_cpu
 from grpo_ext.trainer.entropy import entropy_bonus, high_entropy_mask
+from grpo_ext.trainer.evaluated import batch_weight
+from grpo_ext.trainer.evaluating import EvaluatingTrainer
 from grpo_ext.trainer.generation import Generation, counted, counted_alone, live_mask, stock
-from grpo_ext.trainer.metrics import log_loss_metrics
+from grpo_ext.trainer.metrics import Figures, loss_figures
 from grpo_ext.trainer.reference import reference_copied_from
-from grpo_ext.trainer.resumable import ResumableTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ MULTIMODAL_INPUTS = _FORWARD[_FORWARD.index("compute_aux_loss") + 1 :]
 """What TRL's forward takes beside tokens: images and all that belongs to them."""
 
 
-class GRPOExtTrainer(ResumableTrainer):
+class GRPOExtTrainer(EvaluatingTrainer):
     """`trl.GRPOTrainer` whose `loss_type` names a row of `grpo_ext.objective.losses`; takes the same arguments.
 
     Raises:
@@ -109,6 +109,7 @@ class GRPOExtTrainer(ResumableTrainer):
         self._group_means = GroupMeans(self.objective.remembered_batches)
         self._rewards_per_func: Tensor | None = None
         self._generation = Generation()
+        self._figures = Figures()
 
     def _name_objective(self) -> None:
         """Tell the user, the model card, and those attributes that stock TRL goes on to read."""
@@ -123,17 +124,6 @@ class GRPOExtTrainer(ResumableTrainer):
         self.accelerator.print(self.sharing.describe())
 
     # Rollouts: stock TRL's, guarded where it would crash or reuse what is stale.
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As TRL's, after a check that evaluation batches hold whole groups.
-
-        Raises:
-            ConfigError: they do not.
-        """
-        problems = list(eval_batch_problems(self.args))
-        if problems:
-            raise ConfigError(problems)
-        return super().evaluate(*args, **kwargs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
         with self._engine(self.accelerator.unwrap_model(self.model_wrapped)):
@@ -194,6 +184,8 @@ class GRPOExtTrainer(ResumableTrainer):
             settling = self._sampler.settling(inputs)
         with settling as inputs, old_policy.no_early_pass(self.args):
             output = super()._generate_and_score_completions(inputs)
+        if self._evaluated is not None and self._rewards_per_func is not None:
+            self._mask_fillers(output, self._rewards_per_func)
         early = output.pop("old_per_token_logps", None)  # over other micro-batches than the loss: not for its ratio
         if mode == "train" and self._drift is not None and "sampling_per_token_logps" in output:
             self._drift.due = True
@@ -364,14 +356,21 @@ class GRPOExtTrainer(ResumableTrainer):
         totals = self._totals(inputs, mask, mode)
         loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
+        stock = self.args.loss_defaults == "trl"
+        figures, regions = loss_figures(objective, tensors, entropies, live, as_stock=stock)
+        weight = loss.new_ones(()) if mode == "train" else batch_weight(objective, totals)
         if self._entropy_bonus_enabled:
-            logged = policy_loss.detach() * (1.0 if objective.aggregation == "token-mean" else accumulation)  # as TRL
-            self._metrics[mode]["policy_loss"].append(self.accelerator.gather(logged).nanmean().item())
+            as_trl = stock and objective.aggregation == "token-mean"  # whose shares TRL logs as they are
+            figures["policy_loss"] = policy_loss.detach() * (1.0 if as_trl else accumulation), weight
             loss = loss - entropy_bonus(self, entropies, mask, entropy_mask, totals, mode)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
-        log_loss_metrics(self, tensors, entropies, self._metrics[mode], live)
+        if self._evaluated is not None:
+            figures["loss"] = loss.detach(), weight
+        self._figures.add(figures, regions, mask)
+        if self._evaluated is None and (mode == "eval" or stock or self.accelerator.sync_gradients):
+            self._figures.log(self._metrics[mode], self.accelerator)
         return loss
 
     def _loss_factors(

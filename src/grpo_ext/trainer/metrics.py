@@ -1,56 +1,109 @@
 """Figures of a loss, under TRL's names where TRL has one, for every ratio level."""
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
-from trl.trainer.utils import nanmax, nanmin
 
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND
 
+Regions = tuple[Tensor, Tensor]
+"""Where a ratio is clipped from below and from above, [batch, time] or [batch, 1]."""
 
-def log_loss_metrics(
-    trainer: Any,
-    tensors: dict[str, Any],
-    entropies: Tensor,
-    metrics: MutableMapping[str, list[float]],
-    live: Tensor | None = None,
-) -> None:
-    """Append KL, entropy, clip and clamp figures of a micro-batch, averaged over all processes' live tokens.
 
-    `tensors` are the trainer's; a figure of shape [batch, 1] counts once per completion. Rows that are not `live` were
+class Figures:
+    """Sums over micro-batches, of which one mean is logged: over all tokens (or completions) of all of them.
+
+    So a figure does not depend on how a step or an evaluation is split over processes and micro-batches.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is counted yet."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self.names: tuple[str, ...] = ()
+        self.sums: Tensor | None = None
+        self.extremes: Tensor | None = None
+
+    def add(self, figures: Mapping[str, tuple[Tensor, Tensor]], regions: Regions | None, mask: Tensor) -> None:
+        """Count a micro-batch.
+
+        Args:
+            figures: by name values [batch, time] and the mask of those that count, or [batch, 1], which count once for
+                a completion, or two scalars: a mean and its weight.
+            regions: of which the least and the greatest share of a completion's tokens are figures.
+            mask: live tokens [batch, time].
+        """
+        self.names = tuple(figures)
+        sums = torch.stack([_sum_and_count(values, weight) for values, weight in figures.values()])
+        self.sums = sums if self.sums is None else self.sums + sums
+        if regions is not None:
+            low, high = (_sequence_means(region.float(), mask) for region in regions)
+            extremes = torch.stack([-_largest(-low), _largest(high)])
+            kept = extremes if self.extremes is None else self.extremes
+            self.extremes = torch.stack([torch.minimum(kept[0], extremes[0]), torch.maximum(kept[1], extremes[1])])
+
+    def log(self, metrics: MutableMapping[str, list[float]], accelerator: Any) -> None:
+        """Append the means over all processes, and begin anew."""
+        if self.sums is not None:
+            totals = accelerator.reduce(self.sums, reduction="sum").tolist()
+            for name, (total, count) in zip(self.names, totals, strict=True):
+                metrics[name].append(total / count if count else 0.0)
+        if self.extremes is not None:
+            low, high = accelerator.gather(self.extremes[None]).unbind(dim=1)
+            for name, value in (("clip_ratio/low_min", low.min()), ("clip_ratio/high_max", high.max())):
+                metrics[name].append(value.item() if value.isfinite() else float("nan"))
+        self.clear()
+
+
+def loss_figures(
+    objective: Any, tensors: dict[str, Any], entropies: Tensor, live: Tensor | None, *, as_stock: bool
+) -> tuple[dict[str, tuple[Tensor, Tensor]], Regions | None]:
+    """KL, entropy, clip and clamp figures of a micro-batch, each with its mask, and the clip regions.
+
+    `tensors` are the trainer's; a figure of shape [batch, 1] counts once for a completion that has a live token, with
+    `as_stock` for every completion. Rows that are not `live` were
     not computed: they are never clipped (as ever where the advantage is 0), have a ratio of 1 in the metrics of the
     loss itself, and have no part in the entropy and the clamped ratios.
     """
-    mask, accelerator, objective = tensors["mask"], trainer.accelerator, trainer.objective
-    means = {name: values.detach() for name, values in objective.metrics(tensors).items()}
-    means["entropy"] = entropies.detach()
+    mask = tensors["mask"]
+    computed = mask if live is None else mask * live[:, None]
+    clamped = (tensors["log_ratio"].detach().abs() >= LOG_RATIO_BOUND).float()
+    figures = {name: (values.detach(), mask) for name, values in objective.metrics(tensors).items()}
+    figures |= {"entropy": (entropies.detach(), computed), "log_ratio/clamped_frac": (clamped, computed)}
     if "kl" in tensors:
-        means["kl"] = tensors["kl"].detach()
-    means["log_ratio/clamped_frac"] = (tensors["log_ratio"].detach().abs() >= LOG_RATIO_BOUND).float()
+        figures["kl"] = tensors["kl"].detach(), mask
     regions = objective.clip_regions(tensors)
     if regions is not None:
         low, high = (region.float() for region in regions)
-        means |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
-        metrics["clip_ratio/low_min"].append(nanmin(accelerator.gather(_sequence_means(low, mask))).item())
-        metrics["clip_ratio/high_max"].append(nanmax(accelerator.gather(_sequence_means(high, mask))).item())
-    computed = dict.fromkeys(("entropy", "log_ratio/clamped_frac"), mask if live is None else mask * live[:, None])
-    sums = torch.stack([_sum_and_count(x, computed.get(name, mask)) for name, x in means.items()])
-    totals = accelerator.reduce(sums, reduction="sum")
-    for name, (total, count) in zip(means, totals.tolist(), strict=True):
-        metrics[name].append(total / max(count, 1.0))
+        figures |= {"clip_ratio/low_mean": (low, mask), "clip_ratio/high_mean": (high, mask)}
+        figures["clip_ratio/region_mean"] = low + high, mask
+    if as_stock:
+        every = torch.ones_like(mask)
+        figures = {name: (x, every if x.shape[1] == 1 else among) for name, (x, among) in figures.items()}
+    return figures, regions
 
 
-def _sum_and_count(values: Tensor, mask: Tensor) -> Tensor:
-    if values.shape[1] == 1:
-        return torch.stack([values.sum(), values.new_tensor(float(len(values)))]).double()
+def _sum_and_count(values: Tensor, mask: Tensor) -> Float[Tensor, "2"]:
+    if values.dim() == 0:
+        return torch.stack([values * mask, mask]).double()
     live = mask.bool()
+    if values.shape[1] == 1:  # counts once for each completion that has a live token
+        live = live.any(dim=1, keepdim=True)
     return torch.stack([torch.where(live, values, 0.0).sum(), live.sum().to(values.dtype)]).double()
 
 
 def _sequence_means(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over each completion's live tokens, NaN where it has none."""
     if values.shape[1] == 1:
-        return values.squeeze(1)
+        return values.squeeze(1).masked_fill(~mask.bool().any(dim=1), torch.nan)
     return torch.where(mask.bool(), values, 0.0).sum(dim=-1) / mask.sum(dim=-1)
+
+
+def _largest(values: Float[Tensor, " rows"]) -> Float[Tensor, ""]:
+    """Maximum of what is a number, minus infinity where nothing is."""
+    return values.masked_fill(values.isnan(), -torch.inf).amax()

@@ -1,0 +1,71 @@
+"""EvaluatingTrainer: TRL's GRPOTrainer whose evaluation gives one figure, on any number of processes."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.trainer_utils import has_length
+
+from grpo_ext.config.batches import eval_batch_problems
+from grpo_ext.errors import ConfigError
+from grpo_ext.trainer.evaluated import Evaluated
+from grpo_ext.trainer.metrics import Figures
+from grpo_ext.trainer.resumable import ResumableTrainer
+
+
+class EvaluatingTrainer(ResumableTrainer):
+    """`evaluate` over whole groups, each completion counted once; with `loss_defaults: trl` as stock TRL."""
+
+    num_generations_eval: Any
+    _evaluated: Evaluated | None = None
+    """The evaluation that is going on."""
+    _figures: Figures
+    _metrics: dict[str, defaultdict[str, list[float]]]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As TRL's, after a check that evaluation batches hold whole groups.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        problems = list(eval_batch_problems(self.args))
+        if problems:
+            raise ConfigError(problems)
+        return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, with figures over all completions in the place of those over batches."""
+        if self.args.loss_defaults == "trl":
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        self._figures.clear()  # a step that failed may have left its own
+        known = has_length(dataloader)  # not of a stream
+        rows = len(dataloader.dataset) * self.num_generations_eval if known else None
+        evaluated = self._evaluated = Evaluated(rows)
+        try:
+            output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            self._evaluated = None
+        metrics, weights = self._metrics["eval"], self.reward_weights.double()
+        figures = evaluated.figures(self.reward_func_names, weights, self.num_generations_eval, self.objective)
+        metrics.update({name: [value] for name, value in figures.items()})
+        self._figures.log(metrics, self.accelerator)
+        [name] = [name for name in output.metrics if name.endswith("_loss")]
+        output.metrics[name] = metrics.pop("loss")[-1]
+        return output
+
+    def _generate(self, prompts: list) -> tuple[Any, ...]:
+        generated = super()._generate(prompts)
+        if self._evaluated is not None:
+            _, completions, tool_mask, *_ = generated
+            ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+            tokens = [len(ids) for ids in completions] if tool_mask is None else [sum(mask) for mask in tool_mask]
+            self._evaluated.take_lengths(tokens, [ids[-1] not in ends for ids in completions], self.accelerator)
+        return generated
+
+    def _mask_fillers(self, output: dict[str, Any], rewards: Tensor) -> None:
+        """Rows that only fill up the last batch of an evaluation have no part in its figures."""
+        assert self._evaluated is not None
+        real, local = self._evaluated.take(rewards), len(output["completion_mask"])
+        mine = torch.arange(local, device=self.accelerator.device) + self.accelerator.process_index * local
+        output["completion_mask"] = output["completion_mask"] * (mine < real)[:, None]
