@@ -1,0 +1,105 @@
+"""`kill -9` anywhere, again and again: the run ends at the bits of one that was never killed. KILLS=30 for more."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+import tiny
+from interrupted import without_clocks
+from processes import ENVIRONMENT, PATIENCE
+
+pytestmark = pytest.mark.slow
+KILLS = int(os.environ.get("KILLS", "4"))
+STEPS = 4 * KILLS
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """Generations of two steps, a reward whose weight moves, dynamic sampling, and a log of every third step."""
+    folder = tmp_path_factory.mktemp("kills")
+    values = tiny.TRAINING | {
+        "model_name_or_path": tiny.save(folder / "model", max_position_embeddings=1024),
+        "dataset_name": "quickstart/addition",
+        "reward_funcs": [
+            {"name": "spread", "func": "tiny:spread", "weight": 1.0, "weight_schedule": {"kind": "linear", "to": 0.2}},
+            {"name": "again", "func": "tiny:spread"},
+        ],
+        "reward_workers": 0,
+        "dynamic_sampling": "reward",
+        "steps_per_generation": 2,
+        "logging_steps": 3,
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return folder / "recipe.yaml"
+
+
+def start(recipe: Path, output: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "grpo_ext.train", "--config", str(recipe), "--output_dir", str(output)]
+    path = os.pathsep.join([str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def newest(output: Path) -> int:
+    return max((int(path.name.partition("-")[2]) for path in output.glob("checkpoint-*")), default=0)
+
+
+def wait(condition, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def killed(recipe: Path, output: Path, moment) -> None:
+    """Start, let it go on by a step or two, wait for the `moment`, kill."""
+    process, before = start(recipe, output), newest(output)
+    wait(lambda: newest(output) > before + random.randint(0, 1), process)
+    moment(process)
+    process.send_signal(signal.SIGKILL)
+    printed, _ = process.communicate()
+    assert process.returncode in (-signal.SIGKILL, 0), printed[-3000:]
+    assert "Traceback" not in printed, printed[-3000:]
+
+
+def ended(recipe: Path, output: Path) -> tuple[dict, list[str]]:
+    """Weights and log of the run, which is let go on to its end."""
+    process = start(recipe, output)
+    printed, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, printed[-3000:]
+    state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    return load_file(output / "model.safetensors"), without_clocks(state["log_history"])
+
+
+@pytest.fixture(scope="module")
+def never_killed(recipe):
+    return ended(recipe, recipe.parent / "whole")
+
+
+@pytest.mark.parametrize("when", ["anywhere", "in mid save"])
+def test_killed_again_and_again(when, recipe, never_killed, tmp_path):
+    random.seed(0)
+    saving = tmp_path / "out" / "_saving"
+    for _ in range(KILLS):
+        if when == "anywhere":
+            killed(recipe, tmp_path / "out", lambda process: time.sleep(random.uniform(0, 0.4)))
+        else:
+            killed(recipe, tmp_path / "out", lambda process: wait(saving.exists, process))
+            print(f"left half done: {sorted(p.name for p in saving.glob('*/*'))}")
+    weights, log = ended(recipe, tmp_path / "out")
+    assert log == never_killed[1]
+    assert weights.keys() == never_killed[0].keys()
+    assert all((weights[name] == tensor).all() for name, tensor in never_killed[0].items())
