@@ -2,7 +2,7 @@
 
 import pytest
 
-from interrupted import CASES, check
+from interrupted import CASES, check, trainer
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -15,3 +15,24 @@ def test_from_two_steps_to_the_same_bits(case, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_from_every_step_to_the_same_bits(case, tmp_path):
     check(case, tmp_path, (1, 2, 4, 6, 7))
+
+
+def test_another_split_goes_on_with_the_same_prompts(tmp_path, caplog):
+    """Half the rows in twice the micro-batches: the open generation is sampled anew, the data goes on where it was."""
+    settings = {"steps_per_generation": 2, "per_device_train_batch_size": 8}
+    seen: dict[str, list] = {}
+    for name, split in {"whole": {}, "resumed": {"per_device_train_batch_size": 4}}.items():
+        if split:
+            split |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
+        one = trainer(tmp_path / name, **settings | split)
+        rewarded, prompts = one._calculate_rewards, seen.setdefault(name, [])
+
+        def note(inputs, *args, rewarded=rewarded, prompts=prompts):
+            prompts.append(sorted(row["prompt"] for row in inputs))
+            return rewarded(inputs, *args)
+
+        one._calculate_rewards = note
+        one.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3") if split else None)
+        assert one.state.global_step == 8
+    assert "are new ones from here on" in caplog.text
+    assert seen["resumed"] == seen["whole"][1:]
