@@ -78,20 +78,19 @@ def newest_sound(output_dir: Path) -> Sound | None:
     Raises:
         ConfigError: there are some, and all are damaged.
     """
-    damaged = []
+    damaged: list[str] = []
     for path in numbered(output_dir):
         if not (found := damage(path)):
-            for _, message in damaged:
+            for message in damaged:
                 logger.warning(f"{message} It is passed over.")
             _mention_strangers(path)
             return Sound(path)
-        damaged.append((found, f"{path} is damaged: {_listed(found)}."))
+        damaged.append(f"{path} is damaged: {_listed(found)}.")
     if not damaged:
         return None
     whole = [f"--resume_from_checkpoint {path} takes it as it is." for path in numbered(output_dir) if unsealed(path)]
     cure = f"--resume_from_checkpoint {FRESH_START} moves the old run aside and starts afresh."
-    problems = [message for _, message in damaged]
-    raise ConfigError([*problems, " ".join([f"No sound checkpoint in {output_dir}.", *whole[:1], cure])])
+    raise ConfigError([*damaged, " ".join([f"No sound checkpoint in {output_dir}.", *whole[:1], cure])])
 
 
 def named(checkpoint: Path) -> Sound:

@@ -86,8 +86,8 @@ class Changes:
             yield f"Changed since, so that numbers differ by rounding: {', '.join(self.rounding)}."
         if self.length:
             yield (
-                f"Changed since: {', '.join(self.length)}. The learning-rate schedule runs to the new end, as if it had "
-                "been so from the beginning; steps already made keep theirs."
+                f"Changed since: {', '.join(self.length)}. The learning-rate schedule runs to the new end, as if that "
+                "had been so from the beginning; steps already made keep theirs."
             )
         if self.split:
             yield (
@@ -99,9 +99,9 @@ class Changes:
         """What cannot be honoured half way, all at once, and the ways on."""
         return ConfigError(
             [
-                f"{checkpoint} is of another run: {'; '.join(self.harmful)}. Give it its own values again; or set another "
-                f"output_dir (with model_name_or_path: {checkpoint} there, training begins from its weights); or "
-                f"--resume_from_checkpoint {FRESH_START} moves the old run aside and starts afresh."
+                f"{checkpoint} is of another run: {'; '.join(self.harmful)}. Give it its own values again; or set "
+                f"another output_dir (with model_name_or_path: {checkpoint} there, training begins from its weights); "
+                f"or --resume_from_checkpoint {FRESH_START} moves the old run aside and starts afresh."
             ]
         )
 
@@ -271,9 +271,11 @@ def changes_since(checkpoint: str | Path, here: Mapping[str, Any]) -> Changes | 
     """
     try:
         there = json.loads((Path(checkpoint) / RECIPE_FILE).read_text())
+        found = changes(there, here)
     except FileNotFoundError:
         return None
-    found = changes(there, here)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError([f"{checkpoint}: its {RECIPE_FILE} cannot be read ({error}). Name another one."]) from error
     if found.harmful:
         raise found.refusal(checkpoint)
     return found

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: each file with its size and hash, so that what is damaged is known before it is read."""
+"""The manifest of a checkpoint: each file with its size and hash, so that damage is known before anything is read."""
 
 import hashlib
 import json
@@ -110,7 +110,7 @@ def damage(folder: Path, *, hashes: bool = True) -> list[str]:
     """What is wrong with a checkpoint, in words; [] if it is sound. Without `hashes`, by names and sizes alone."""
     if not folder.is_dir():
         return [
-            "it is a broken link" if folder.is_symlink() else "it is no folder" if folder.exists() else "is missing"
+            "it is a broken link" if folder.is_symlink() else "it is no folder" if folder.exists() else "it is missing"
         ]
     content = read(folder / MANIFEST)
     if isinstance(content, str):

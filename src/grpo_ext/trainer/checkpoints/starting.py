@@ -62,8 +62,8 @@ def _check_length(checkpoint: Path, max_steps: int) -> None:
     if step is not None and 0 < max_steps < step:
         raise ConfigError(
             [
-                f"max_steps={max_steps}: {checkpoint} is already beyond it. Raise max_steps, name an earlier checkpoint by "
-                "resume_from_checkpoint, or start afresh by --resume_from_checkpoint never."
+                f"max_steps={max_steps}: {checkpoint} is already beyond it. Raise max_steps, name an earlier "
+                "checkpoint by resume_from_checkpoint, or start afresh by --resume_from_checkpoint never."
             ]
         )
 

@@ -134,9 +134,9 @@ class WritingTrainer(GRPOTrainer):
         self._contained(super()._save_rng_state, output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._aside and (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # these write together, or not at all
-            if any(everywhere(self._unwritten is not None)):
-                return
+        together = self._aside and (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if together and any(everywhere(self._unwritten is not None)):
+            return
         self._contained(super()._save_optimizer_and_scheduler, output_dir)
 
     def _contained(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -182,8 +182,8 @@ def unwritten(error: Exception, final: Path) -> str:
     kept = f"Untouched: {', '.join(elder)}." if elder else "No checkpoint was there before."
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return (
-        f"{final} could not be written (process on {socket.gethostname()}): {type(error).__name__}: {reason}. The disk has "
-        f"{free:,.2f} GB free; it may be full, over a quota, or not yours to write to. {kept} Make room "
+        f"{final} could not be written (process on {socket.gethostname()}): {type(error).__name__}: {reason}. The "
+        f"disk has {free:,.2f} GB free; it may be full, over a quota, or not yours to write to. {kept} Make room "
         "(save_total_limit keeps fewer), or correct output_dir, and start the same command again: it goes on from the "
         "newest checkpoint."
     )
