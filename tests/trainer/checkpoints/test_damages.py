@@ -96,11 +96,7 @@ VERBS = {
 
 def place(run: Path, word: str) -> Path:
     """A path in checkpoint-3, or (`checkpoint-1/...`) beside it, or (`../...`) of the run."""
-    return run / word if word.startswith("checkpoint-") else run / "checkpoint-3" / word if word != "." else newest(run)
-
-
-def newest(run: Path) -> Path:
-    return run / "checkpoint-3"
+    return run / word if word.startswith("checkpoint-") else run / "checkpoint-3" / word
 
 
 def inflict(run: Path, do: str) -> None:

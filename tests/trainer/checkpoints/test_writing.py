@@ -13,7 +13,7 @@ import transformers
 from transformers import TrainerCallback
 
 import tiny
-from grpo_ext import ConfigError
+from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import SaveError
 from grpo_ext.trainer.checkpoints.choice import newest_sound, numbered
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST, damage, files_in, seal
@@ -159,21 +159,14 @@ def test_rotation_goes_by_when_they_were_written(tmp_path):
 
 
 def test_a_checkpoint_holds_ours_and_trls_and_nothing_stays_aside(model_path, tmp_path):
-    trainer = build(
-        model_path, tmp_path, max_steps=3, save_total_limit=2, loss_type="beta_bnpo", rewards=[tiny_unit], **STEPS
-    )
-    trainer.train()
+    build(model_path, tmp_path, max_steps=3, save_total_limit=2, **STEPS).train()
     assert [path.name for path in numbered(tmp_path)] == ["checkpoint-3", "checkpoint-2"]
     assert not (tmp_path / SAVING).exists()
     manifest = json.loads((tmp_path / "checkpoint-3" / MANIFEST).read_text())
     assert manifest["step"] == 3
     assert set(manifest["files"]) == set(files_in(tmp_path / "checkpoint-3"))
-    for name in ("advantage_history.json", "objective.json", "recipe.json", "optimizer.pt", "model.safetensors"):
+    for name in ("run_state_0.pt", "objective.json", "recipe.json", "optimizer.pt", "model.safetensors"):
         assert manifest["files"][name]["size"] == (tmp_path / "checkpoint-3" / name).stat().st_size
-
-
-def tiny_unit(completions, **_):
-    return [min(1.0, sum(c in "aeiou0123456789" for c in completion) / 4) for completion in completions]
 
 
 class At(TrainerCallback):
@@ -242,9 +235,11 @@ def test_a_damaged_checkpoint_is_written_anew(model_path, tmp_path, caplog):
 def test_the_best_checkpoint_is_known_by_its_final_name(model_path, tmp_path):
     """And is spared, and so is the last one, which transformers deletes before the model has been saved."""
     evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    limits = {"max_steps": 3, "save_total_limit": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "num_tokens", "greater_is_better": False}
-    trainer = build(model_path, tmp_path, max_steps=3, save_total_limit=1, **STEPS, **evaluation, **best)
-    trainer.eval_dataset = tiny.prompts(2)
+    args = GRPOExtConfig(str(tmp_path), **(tiny.TRAINING | STEPS | evaluation | best | limits))
+    data = {"train_dataset": tiny.prompts(16), "eval_dataset": tiny.prompts(2)}
+    trainer = GRPOExtTrainer(model_path, [tiny.count_a], args, processing_class=tiny.tokenizer(), **data)
     trainer.train()
     at_best = tmp_path / f"checkpoint-{trainer.state.best_global_step}"
     assert trainer.state.best_global_step < 3
@@ -261,12 +256,12 @@ def test_the_hub_is_sent_what_has_its_final_name(model_path, tmp_path, monkeypat
         transformers.Trainer, "_push_from_checkpoint", lambda _, folder: sent.append((folder, damage(Path(folder))))
     )
     trainer = build(model_path, tmp_path, max_steps=2, **STEPS)
-    trainer.args.push_to_hub = True
-    trainer._save_checkpoint(trainer.model, trial=None)
-    assert sent == [(str(tmp_path / "checkpoint-0"), [])]
+    trainer.add_callback(At(1, lambda: setattr(trainer.args, "push_to_hub", True)))
+    trainer.train()
+    assert sent == [(str(tmp_path / f"checkpoint-{step}"), []) for step in (1, 2)]
 
 
 def test_weights_alone_are_not_gone_on_from(model_path, tmp_path):
     build(model_path, tmp_path, max_steps=1, save_only_model=True, **STEPS).train()
-    with pytest.raises(ConfigError, match="holds weights alone .save_only_model."):
+    with pytest.raises(ConfigError, match=r"holds weights alone \(save_only_model\)"):
         build(model_path, tmp_path, max_steps=2, **STEPS).train(resume_from_checkpoint=True)
