@@ -50,7 +50,7 @@ HARMLESS = {
 """Settings that change no trained number."""
 
 ROUNDING = {
-    *("attn_implementation", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "device"),
+    *("attn_implementation", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb"),
     *("ddp_find_unused_parameters", "ddp_static_graph", "full_determinism", "gradient_checkpointing"),
     *("gradient_checkpointing_kwargs", "shared_prefix", "torch_compile", "torch_compile_backend"),
     *("torch_compile_mode", "use_cpu", "vllm_tensor_parallel_size"),
