@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import yaml
 from trl import GRPOConfig
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -30,6 +31,7 @@ from grpo_ext.objective.objective import resolve
 from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
 from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.trainer.checkpoints import identity
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -196,6 +198,32 @@ def ratio(median: float, spread: tuple[float, float] | None = None) -> tuple[str
     return f"**{median:.2f}**", f"{spread[0]:.2f} to {spread[1]:.2f}" if spread else ""
 
 
+def resumable_table() -> str:
+    """Settings that may differ when a run goes on, by what the difference does."""
+    kinds = {
+        "listed; changes no trained number": identity.HARMLESS | {"rewards: timeout, retries, isolate"},
+        "listed; numbers differ by rounding": identity.ROUNDING,
+        "honoured; the learning-rate schedule runs to the new end": identity.LENGTH,
+        "honoured while a step and a generation have as many rows as before; random streams are other ones": (
+            identity.SPLIT
+        ),
+        "free, where the base model is the same": identity.NAMES,
+    }
+    return table(
+        ("changed", "what happens"), [(", ".join(map(code, sorted(keys))), kind) for kind, keys in kinds.items()]
+    )
+
+
+def damage_table() -> str:
+    """What the tests inflict on checkpoints, and what happens then."""
+    cases = yaml.safe_load((ROOT / "tests/trainer/checkpoints/damages.yaml").read_text())
+    rows = []
+    for case in cases:
+        place = case.get("from", "checkpoint-2")
+        rows.append((case["damage"], case["told"] or "nothing", place if place == "refused" else code(place)))
+    return table(("damage", "what the user is told", "goes on from"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "house": house_table,
     "speed": speed_table,
@@ -213,6 +241,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rewards": reward_table,
     "config": lambda: field_table(GRPOExtConfig, GRPOConfig),
     "data": lambda: field_table(DataConfig),
+    "resumable": resumable_table,
+    "damages": damage_table,
 }
 
 

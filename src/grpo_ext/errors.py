@@ -29,3 +29,7 @@ class RolloutDrift(RuntimeError):
 
 class ServerLost(RuntimeError):
     """The vLLM server is gone for good; raised on all processes."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint or the model could not be written; raised on all processes, elder checkpoints are untouched."""

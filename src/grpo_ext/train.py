@@ -11,13 +11,15 @@ from accelerate import PartialState
 from trl import get_peft_config, get_quantization_config
 
 from grpo_ext.config.launch import check_announced
-from grpo_ext.errors import ConfigError, DataError, RewardError, RolloutDrift, ServerLost
+from grpo_ext.errors import ConfigError, DataError, RewardError, RolloutDrift, SaveError, ServerLost
 from grpo_ext.recipe.loading import datasets_of, load_tokenizer, model_path
 from grpo_ext.recipe.parsing import load_recipe, print_help
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.runtime import Runtime
-from grpo_ext.trainer.checkpoints.choice import check_same_objective, checkpoint_to_resume
+from grpo_ext.trainer.checkpoints.choice import asks_afresh
+from grpo_ext.trainer.checkpoints.identity import record_of
+from grpo_ext.trainer.checkpoints.starting import beginning, make_room
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 
 logger = logging.getLogger(__name__)
@@ -54,23 +56,37 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     )
 
 
-def train(recipe: Recipe) -> GRPOExtTrainer:
-    """Train a recipe to its end, resuming where an earlier run was stopped, and save the model."""
-    checkpoint = checkpoint_to_resume(Path(recipe.training.output_dir or "."), recipe.training.resume_from_checkpoint)
-    if checkpoint:
-        check_same_objective(checkpoint, recipe.training.objective)
+def train(recipe: Recipe) -> GRPOExtTrainer | None:
+    """Train a recipe to its end, resuming where an earlier run was stopped, and save the model.
+
+    None where a finished run leaves nothing to do.
+
+    Raises:
+        ConfigError: the checkpoint to go on from is damaged, or of another run.
+        SaveError: a checkpoint or the model could not be written.
+    """
+    training, say = recipe.training, PartialState().print
+    parts = (recipe.script, recipe.data, recipe.model, recipe.mixture)
+    record = record_of(training, *parts, rewards=recipe.rewards, model=model_path(recipe))
+    begin = beginning(training, record)
+    if begin.over:
+        say(begin.over)
+        return None
     trainer = build_trainer(recipe)
-    if checkpoint:
-        trainer.accelerator.print(f"Resuming from {checkpoint}.")
+    trainer.recipe_record = record
+    if begin.checkpoint:
+        say(f"Resuming from {begin.checkpoint}.")
+    elif asks_afresh(training.resume_from_checkpoint) and (moved := make_room(training)):
+        say(moved)
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=begin.checkpoint)
     finally:
         trainer.close_rewards()
-    trainer.save_model(recipe.training.output_dir)
-    trainer.save_objective(str(recipe.training.output_dir))
-    trainer.accelerator.print(f"Model saved to {recipe.training.output_dir}.")
-    if recipe.training.push_to_hub:
+    trainer.save_final(str(training.output_dir))
+    say(f"Model saved to {training.output_dir}.")
+    if training.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.script.dataset_name)
+    trainer.finish(str(training.output_dir))
     return trainer
 
 
@@ -96,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         check_announced()
         train(load_recipe(argv))
-    except (ConfigError, DataError, RewardError, RolloutDrift, ServerLost) as error:
+    except (ConfigError, DataError, RewardError, RolloutDrift, SaveError, ServerLost) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     finally:

@@ -81,21 +81,79 @@ def test_a_second_call_resumes_where_the_first_stopped(recipe, tmp_path, capsys)
     torch.testing.assert_close(weights(tmp_path / "out"), weights(tmp_path / "whole"), rtol=0, atol=1e-9)
 
 
-def test_a_half_written_checkpoint_is_passed_over(recipe, tmp_path, caplog):
-    arguments = recipe(max_steps=2)
-    train(load_recipe(arguments))
-    broken = tmp_path / "out" / "checkpoint-3"
-    broken.mkdir()
-    (broken / "trainer_state.json").write_text('{"global_step": 3, ')
-    assert checkpoint_to_resume(tmp_path / "out", None) == str(tmp_path / "out" / "checkpoint-2")
-    assert "checkpoint-3 is incomplete" in caplog.text
-    assert checkpoint_to_resume(tmp_path / "out", "never") is None
+def contents(folder) -> dict[str, tuple[int, bytes]]:
+    """Each file with when it was written and what it holds."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def test_another_objective_does_not_resume(recipe):
-    train(load_recipe(recipe(max_steps=2)))
-    with pytest.raises(ConfigError, match=r"another objective .*'grpo' there, 'dr_grpo' here.*output_dir"):
-        train(load_recipe(recipe(loss_type="dr_grpo")))
+STEADY = {"reward_funcs": [{"name": "spread", "func": "tiny:spread"}], "reward_workers": 0}
+
+
+def test_the_life_of_a_run(recipe, tmp_path, capsys, caplog):
+    """Finished, asked again, its model lost, prolonged, refused, and begun afresh."""
+    out = tmp_path / "out"
+    train(load_recipe(recipe(**STEADY, max_steps=2, save_steps=1)))
+    done, model = contents(out), weights(out)
+    assert json.loads((out / "finished.json").read_text())["step"] == 2
+    capsys.readouterr()
+
+    assert train(load_recipe(recipe(**STEADY, max_steps=2, save_steps=1))) is None
+    assert train(load_recipe(recipe(**STEADY, max_steps=2, save_steps=5))) is None
+    said = capsys.readouterr().out
+    assert "This run is finished: 2 steps, model in" in said
+    assert "Changed since: save_steps 1 -> 5." in said
+    assert "Loading weights" not in said
+    assert contents(out) == done
+
+    for lost in ("finished.json", "model.safetensors"):  # as after a kill between the last checkpoint and the model
+        (out / lost).unlink()
+        trainer = train(load_recipe(recipe(**STEADY, max_steps=2, save_steps=1)))
+        assert trainer.state.global_step == 2
+        assert torch.equal(weights(out), model)
+        assert sorted(contents(out)) == sorted(done)
+    assert [name for name in done if name.startswith("checkpoint")] == [
+        name for name, content in contents(out).items() if name.startswith("checkpoint") and content == done[name]
+    ]
+
+    with pytest.raises(ConfigError, match=r"rate: .* loss_type: 'grpo' there, 'dr_grpo' here\. .*another output_dir"):
+        train(load_recipe(recipe(**STEADY, max_steps=2, loss_type="dr_grpo", learning_rate=0.5)))
+    with pytest.raises(ConfigError, match=r"out is of another run: dataset_name: .*seed: 7 there, 8 here"):
+        train(load_recipe(recipe(**STEADY, max_steps=3, seed=8, dataset_name="reasoning_gym/chain_sum")))
+    with pytest.raises(ConfigError, match=r"max_steps=1: .*checkpoint-2 is already beyond it"):
+        train(load_recipe([*recipe(**STEADY, max_steps=1), "--resume_from_checkpoint", str(out / "checkpoint-2")]))
+
+    trainer = train(load_recipe(recipe(**STEADY, max_steps=3, save_steps=1)))
+    assert trainer.state.global_step == json.loads((out / "finished.json").read_text())["step"] == 3
+    assert "The learning-rate schedule runs to the new end" in caplog.text
+
+    prolonged = contents(out)
+    (out / "mine.txt").write_text("a note")
+    train(load_recipe([*recipe(**STEADY, max_steps=1, save_steps=1), "--resume_from_checkpoint", "never"]))
+    said = capsys.readouterr().out
+    (aside,) = out.glob("_before-*")
+    assert f"The run that was in {out} is now in {aside}." in said
+    assert set(contents(aside)) == set(prolonged) - {"README.md"}
+    names = {path.name for path in out.iterdir()}
+    assert {"checkpoint-1", "finished.json", "model.safetensors", "mine.txt"} <= names
+    assert "checkpoint-2" not in names
+    trainer = train(load_recipe(recipe(**STEADY, max_steps=2, save_steps=1)))
+    assert trainer.state.global_step == 2
+    assert f"Resuming from {out / 'checkpoint-1'}" in capsys.readouterr().out
+
+
+def test_a_finished_run_without_checkpoints_does_not_begin_again_over_its_model(recipe, tmp_path):
+    train(load_recipe(recipe(**STEADY, max_steps=1, save_strategy="no")))
+    with pytest.raises(ConfigError, match="finished at step 1 and left no checkpoint to go on from"):
+        train(load_recipe(recipe(**STEADY, max_steps=2, save_strategy="no")))
+
+
+def test_another_model_of_the_same_shape_is_refused(recipe, tmp_path):
+    model = tiny.save(tmp_path / "model", max_position_embeddings=1024)
+    train(load_recipe(recipe(**STEADY, model_name_or_path=model, max_steps=1)))
+    tiny.save(tmp_path / "model", seed=1, max_position_embeddings=1024)
+    with pytest.raises(ConfigError, match=r"model: 'folder .* there, 'folder .* here"):
+        train(load_recipe(recipe(**STEADY, model_name_or_path=model, max_steps=2)))
 
 
 @pytest.mark.slow

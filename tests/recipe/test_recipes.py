@@ -23,6 +23,7 @@ from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
+from grpo_ext.trainer.checkpoints.manifest import seal
 from processes import PATIENCE
 
 PACKAGED = packaged_recipes()
@@ -372,7 +373,7 @@ def test_resuming_afresh_or_from_the_last_is_no_path(write, tmp_path):
 
 def test_false_and_never_in_any_case_start_afresh(write, tmp_path):
     (tmp_path / "out" / "checkpoint-1").mkdir(parents=True)
-    (tmp_path / "out" / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    seal(tmp_path / "out" / "checkpoint-1", step=1)
     argv = write(output_dir=str(tmp_path / "out"))
     assert resumed(argv) == str(tmp_path / "out" / "checkpoint-1")
     for word in ("never", "NEVER", "false", "False"):

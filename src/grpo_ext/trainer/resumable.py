@@ -1,15 +1,14 @@
 """ResumableTrainer: TRL's GRPOTrainer whose run survives being stopped at any moment."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
-from trl import GRPOTrainer
 
-from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import RolloutDrift, ServerLost
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
@@ -17,15 +16,17 @@ from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.trainer.advantages import GroupMeans
 from grpo_ext.trainer.arguments import check_trained
-from grpo_ext.trainer.checkpoints import state
+from grpo_ext.trainer.checkpoints import identity, state
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
+from grpo_ext.trainer.checkpoints.manifest import MANIFEST
+from grpo_ext.trainer.checkpoints.starting import start
+from grpo_ext.trainer.checkpoints.writing import WritingTrainer
 from grpo_ext.trainer.generation import Generation
 
 
-class ResumableTrainer(GRPOTrainer):
+class ResumableTrainer(WritingTrainer):
     """`trl.GRPOTrainer` with checkpoints that hold all that the next step depends on."""
 
-    args: GRPOExtConfig
     model: Any
     objective: Objective
     num_iterations: int
@@ -35,20 +36,25 @@ class ResumableTrainer(GRPOTrainer):
     _generation: Generation
     _group_means: GroupMeans
     _sampler: DynamicSampler | None
+    recipe_record: Mapping[str, Any] | None = None
+    """What defines the run, where a recipe does; else the trainer's own arguments do."""
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; a second call starts from fresh rollouts, and a resumed one evaluates no second time at its start.
 
         Raises:
+            ConfigError: the checkpoint is damaged, or of another run.
             DataError: the stream ended before the first step.
         """
         self._buffered_inputs, self._generation = None, Generation()
         self._step = 0
         self._epoch_began = (0, 0)
-        starts = self.args.eval_on_start and not resume_from_checkpoint
+        self._record = self._identity()
+        checkpoint = start(self.args, resume_from_checkpoint, self._record)
+        starts = self.args.eval_on_start and not checkpoint
         try:
             with patch.object(self.args, "eval_on_start", starts):
-                output = super().train(resume_from_checkpoint, *args, **kwargs)
+                output = super().train(checkpoint, *args, **kwargs)
         except (ServerLost, RolloutDrift) as error:
             self._save_and_explain(error)
             raise
@@ -102,17 +108,26 @@ class ResumableTrainer(GRPOTrainer):
         if self.args.should_save:
             (Path(folder) / OBJECTIVE_FILE).write_text(json.dumps(self.objective.to_dict(), indent=2))
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+    def _identity(self) -> dict[str, Any]:
+        """What defines the run, its data included."""
+        name = getattr(getattr(self.model, "config", None), "_name_or_path", None) or None
+        record = self.recipe_record or identity.record_of(self.args, model=name)
+        return {**record, "data": identity.data_digest(self.train_dataset)}
+
+    def _save_beside_model(self, folder: Path) -> None:
         self.save_objective(folder)
+
+    def _save_own(self, folder: Path) -> None:
+        self.save_objective(folder)
+        if self.args.should_save:
+            identity.write_record(folder, self._record)
         epoch, began = self._epoch_began
         state.write(self, folder, (epoch, self._step - began))
 
     def _save_and_explain(self, error: Exception) -> None:
         """Before a run ends for want of a sound sampler, keep what it has learned."""
         folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"
-        saved = [folder.exists()]
+        saved = [(folder / MANIFEST).exists()]
         broadcast_object_list(saved, from_process=0)  # all processes save or none: one may be creating it already
         if self.state.global_step and not saved[0]:
             self._save_checkpoint(self.model, trial=None)

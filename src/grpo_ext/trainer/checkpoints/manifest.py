@@ -1,0 +1,161 @@
+"""The manifest of a checkpoint: each file with its size and hash, so that damage is known before anything is read."""
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+STATE = "trainer_state.json"
+FORMAT = 1
+NAME = re.compile(r"checkpoint-(\d+)")
+UNSEALED = f"it has no {MANIFEST}: it was written by another program, or not to its end"
+_THREADS = 4
+_READ_WITHOUT_BEING_NAMED = re.compile(
+    r"(model|pytorch_model|adapter_model|adapter_config|optimizer|scheduler|scaler|rng_state|rank|global_step|trainer_"
+    r"state|entropy_ctrl|run_state|reference)[^/]*(/.*)?"
+)
+"""Files and folders that loading looks for, whether the manifest names them or not."""
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """N of `checkpoint-N`; None for any other name."""
+    match = NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None
+
+
+def seal(folder: Path, **facts: Any) -> None:
+    """Bring all files to the disk, and write the manifest last: a folder that has one was written to its end.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    content = {"format": FORMAT, **facts, "written": time.time_ns(), "files": entries(folder, files_in(folder))}
+    write_synced(folder / MANIFEST, json.dumps(content | {"digest": _digest(content)}, indent=1))
+    for parent in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
+        sync(parent)
+
+
+def files_in(folder: Path) -> list[str]:
+    """Relative names of all files but the manifest and hidden ones, which file managers and NFS leave behind."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    return sorted(p.as_posix() for p in found if p.as_posix() != MANIFEST and not p.name.startswith("."))
+
+
+def entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Size and hash of each file, which is on the disk when this returns."""
+    names = list(names)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: _entry(folder / name), names), strict=True))
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    sync(path)
+    return {"size": path.stat().st_size, "sha256": _hash(path)}
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Have the disk take a file, or what a folder names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        aside.write_text(text)
+        sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def read(path: Path) -> dict[str, Any] | str:
+    """A manifest, or in words why it is none."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return UNSEALED
+    except (OSError, ValueError) as error:
+        return f"its {path.name} cannot be read ({_reason(error)})"
+    if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
+        return f"its {path.name} is no manifest"
+    if content.get("format") != FORMAT:
+        return f"its {path.name} has format {content.get('format')!r}, and this version reads {FORMAT}"
+    if content.pop("digest", None) != _digest(content):
+        return f"its {path.name} has been changed"
+    return content
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def damage(folder: Path, *, hashes: bool = True) -> list[str]:
+    """What is wrong with a checkpoint, in words; [] if it is sound. Without `hashes`, by names and sizes alone."""
+    if not folder.is_dir():
+        return [
+            "it is a broken link" if folder.is_symlink() else "it is no folder" if folder.exists() else "it is missing"
+        ]
+    content = read(folder / MANIFEST)
+    if isinstance(content, str):
+        return [content]
+    found = []
+    if step_of(folder) not in (None, content.get("step")):
+        found.append(f"its {MANIFEST} is that of checkpoint-{content.get('step')}")
+    if content.get("weights_alone"):
+        found.append("it holds weights alone (save_only_model), from which a run cannot be continued")
+    found += changes(folder, content["files"], hashes=hashes)
+    found += [f"{name} does not belong to it" for name in strangers(folder, content["files"]) if _would_be_read(name)]
+    return found
+
+
+def changes(folder: Path, files: dict[str, dict[str, Any]], *, hashes: bool = True) -> list[str]:
+    """Which of the files are not any more what a manifest says, and how."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda item: _change(folder / item[0], item[0], item[1], hashes), files.items())
+        return [change for change in found if change]
+
+
+def _change(path: Path, name: str, entry: dict[str, Any], hashes: bool) -> str | None:
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            return f"{name} is no file"
+        if size != entry["size"]:
+            return f"{name} has {size:,} bytes instead of {entry['size']:,}"
+        if hashes and _hash(path) != entry["sha256"]:
+            return f"{name} has been changed (its hash is another)"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({_reason(error)})"
+    return None
+
+
+def strangers(folder: Path, files: Iterable[str]) -> list[str]:
+    """Files that the manifest does not name."""
+    return sorted(set(files_in(folder)) - set(files))
+
+
+def _would_be_read(name: str) -> bool:
+    return _READ_WITHOUT_BEING_NAMED.fullmatch(name) is not None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

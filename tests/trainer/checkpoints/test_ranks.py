@@ -1,0 +1,57 @@
+"""Two processes: one decision, one manifest over both's files, and neither waits for the other for ever."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tiny
+from grpo_ext.trainer.checkpoints.choice import numbered
+from grpo_ext.trainer.checkpoints.manifest import damage
+from processes import launcher, run
+
+SCRIPT = Path(__file__).parent / "checkpoint_rank.py"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+def two_ranks(model_path: str, folder: Path, case: str) -> tuple[list[str], str]:
+    """What each rank says at its end, and all that was printed."""
+    printed = run([*launcher(), str(SCRIPT), model_path, str(folder), case])
+    return [(folder / f"rank-{rank}.txt").read_text() for rank in (0, 1)], printed
+
+
+def test_one_manifest_and_one_decision(model_path, tmp_path):
+    said, _ = two_ranks(model_path, tmp_path, "whole")
+    assert said == ["step 3", "step 3"]
+    last = tmp_path / "out" / "checkpoint-3"
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= json.loads((last / "manifest.json").read_text())["files"].keys()
+    assert damage(last) == []
+
+    said, printed = two_ranks(model_path, tmp_path, "one random state lost")
+    assert said == ["step 3", "step 3"]
+    assert printed.count("checkpoint-3 is damaged: rng_state_1.pth is missing") == 1
+    assert damage(last) == []  # written anew
+
+    said, _ = two_ranks(model_path, tmp_path, "own folders")
+    for text in said:
+        assert "checkpoint-3 is what process 0 on" in text
+        assert "1 on" in text
+        assert "no such folder" in text
+        assert "output_dir to a folder that all machines share" in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_of_one_process_is_told_to_both(rank, model_path, tmp_path):
+    said, _ = two_ranks(model_path, tmp_path, f"full disk of {rank}")
+    for text in said:
+        assert "checkpoint-2 could not be written" in text
+        assert "Untouched: checkpoint-1." in text
+    assert [path.name for path in numbered(tmp_path / "out")] == ["checkpoint-1"]
+    assert not (tmp_path / "out" / "_saving").exists()
+    said, _ = two_ranks(model_path, tmp_path, "go on")
+    assert said == ["step 3", "step 3"]
