@@ -23,6 +23,10 @@ class RewardError(RuntimeError):
     """A reward with `on_error: raise` failed; the message names it and says why."""
 
 
+class NonFiniteError(RuntimeError):
+    """NaN or inf where the optimizer would have seen it; raised on all processes, with what was found first."""
+
+
 class RolloutDrift(RuntimeError):
     """The sampler is not the policy, and `rollout_drift_action` says to stop."""
 

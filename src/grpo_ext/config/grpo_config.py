@@ -191,6 +191,22 @@ class GRPOExtConfig(GRPOConfig):
         metadata={"help": "'warn' (default) or 'stop' when the difference is larger than `rollout_drift`."},
     )
 
+    on_nonfinite: str = field(
+        default="stop",
+        metadata={
+            "help": "What NaN or inf in rewards, log-probabilities, loss or gradients does, before the optimizer sees "
+            "it: 'stop' (default) ends the run on all processes, 'skip' drops the optimizer step (a reward: the "
+            "completion counts as not scored). The batch is kept in `output_dir`/failures."
+        },
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={
+            "help": "transformers' filter, which logs a loss of NaN or inf as the mean of those before. False "
+            "(default): the log says what was."
+        },
+    )
+
     def __post_init__(self) -> None:
         """Check everything, report everything, then let TRL do its own."""
         self._words_to_bools()

@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
-from trl import GRPOTrainer
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import RolloutDrift, ServerLost
@@ -20,9 +19,10 @@ from grpo_ext.trainer.arguments import check_trained
 from grpo_ext.trainer.checkpoints import state
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
 from grpo_ext.trainer.generation import Generation
+from grpo_ext.trainer.guarded import GuardedTrainer
 
 
-class ResumableTrainer(GRPOTrainer):
+class ResumableTrainer(GuardedTrainer):
     """`trl.GRPOTrainer` with checkpoints that hold all that the next step depends on."""
 
     args: GRPOExtConfig
@@ -46,6 +46,7 @@ class ResumableTrainer(GRPOTrainer):
         self._step = 0
         self._epoch_began = (0, 0)
         starts = self.args.eval_on_start and not resume_from_checkpoint
+        self._guard.start()
         try:
             with patch.object(self.args, "eval_on_start", starts):
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -53,6 +54,7 @@ class ResumableTrainer(GRPOTrainer):
             self._save_and_explain(error)
             raise
         check_trained(self.args, self.train_dataset, self.state.global_step)
+        self._guard.tell()
         return output
 
     # Where a run goes on.

@@ -1,0 +1,46 @@
+"""GuardedTrainer: TRL's GRPOTrainer whose optimizer sees no NaN."""
+
+import math
+from functools import partial
+from typing import Any
+
+from trl import GRPOTrainer
+
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
+
+
+class GuardedTrainer(GRPOTrainer):
+    """`trl.GRPOTrainer` that looks at each micro-batch, decides before each step, and logs what was."""
+
+    args: GRPOExtConfig
+    model: Any
+    _guard: NonFiniteGuard
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, and watched."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return self._guard.watch(inputs, loss) if self.model.training else loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return self._guard.clip(model, self.args.max_grad_norm, partial(super()._clip_grad_norm, model))
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is None:  # max_grad_norm is 0
+            grad_norm = self._guard.clip(model, math.inf, partial(super()._get_grad_norm, model))
+        return super()._get_grad_norm(model, grad_norm)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        total = self._total_loss_scalar
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._guard.skipped_since_log and self._globalstep_last_logged == self.state.global_step:
+            self._guard.skipped_since_log = False
+            self._tr_loss.zero_()  # nan less nan is no 0
+            self._total_loss_scalar = total
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As TRL's, with the number of steps that were skipped since the last time."""
+        skipped = self._metrics["train"].pop(SKIPPED, []) if self.model.training else []
+        if skipped and self.args.on_nonfinite == "skip":
+            logs = {**logs, SKIPPED: sum(skipped)}
+        super().log(logs, start_time)
