@@ -1,5 +1,8 @@
 """What a user is told of: each is raised with the value, the reason and the cure in its message."""
 
+NOT_FINISHED = 75
+"""Exit code of a run that was told to end, or lost a process: the same command goes on (EX_TEMPFAIL)."""
+
 
 class UnknownNameError(ValueError):
     """A name that no registry entry and no importable path answers to."""
@@ -33,3 +36,20 @@ class RolloutDrift(RuntimeError):
 
 class ServerLost(RuntimeError):
     """The vLLM server is gone for good; raised on all processes."""
+
+
+class RankLost(RuntimeError):
+    """Another process of the launch is gone, or did not come within `ddp_timeout`."""
+
+
+class RunInterrupted(SystemExit):
+    """A run was told to end and has saved what it had; uncaught, its process ends with `NOT_FINISHED`."""
+
+    def __init__(self, line: str) -> None:
+        """`line` says what was saved."""
+        super().__init__(NOT_FINISHED)
+        self.line = line
+
+    def __str__(self) -> str:
+        """What was saved."""
+        return self.line

@@ -1,7 +1,13 @@
 """`python -m grpo_ext.train --config recipe.yaml [--key value ...]`: what `accelerate launch` runs."""
 
+from grpo_ext.trainer.signals import signals
+
+if __name__ == "__main__":
+    signals.watch()  # before what takes seconds to import
+
 import gc
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,15 +16,28 @@ from pathlib import Path
 from accelerate import PartialState
 from trl import get_peft_config, get_quantization_config
 
-from grpo_ext.config.launch import check_announced
-from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, RolloutDrift, ServerLost
+from grpo_ext.config.launch import EXIT_CODE_FILE, check_announced
+from grpo_ext.errors import (
+    NOT_FINISHED,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    RankLost,
+    RewardError,
+    RolloutDrift,
+    RunInterrupted,
+    ServerLost,
+)
 from grpo_ext.recipe.loading import datasets_of, load_tokenizer, model_path
 from grpo_ext.recipe.parsing import load_recipe, print_help
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.runtime import Runtime
+from grpo_ext.rewards.workers.pool import end_workers
 from grpo_ext.trainer.checkpoints.choice import check_same_objective, checkpoint_to_resume
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+from grpo_ext.trainer.output_lock import output_lock
+from grpo_ext.trainer.parent_watch import watch_parent
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +75,11 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
 
 def train(recipe: Recipe) -> GRPOExtTrainer:
     """Train a recipe to its end, resuming where an earlier run was stopped, and save the model."""
+    with output_lock(Path(recipe.training.output_dir or ".")):
+        return _train(recipe)
+
+
+def _train(recipe: Recipe) -> GRPOExtTrainer:
     checkpoint = checkpoint_to_resume(Path(recipe.training.output_dir or "."), recipe.training.resume_from_checkpoint)
     if checkpoint:
         check_same_objective(checkpoint, recipe.training.objective)
@@ -66,6 +90,7 @@ def train(recipe: Recipe) -> GRPOExtTrainer:
         trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         trainer.close_rewards()
+    signals.phase = "ending"  # a signal lets the model be saved
     trainer.save_model(recipe.training.output_dir)
     trainer.save_objective(str(recipe.training.output_dir))
     trainer.accelerator.print(f"Model saved to {recipe.training.output_dir}.")
@@ -93,14 +118,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "--help" in argv or "-h" in argv:
         print_help()
         return
+    watching, signals.phase = signals.watch(), "loading"
+    signals.cleanups[:] = [end_workers]
+    watch_parent()
     try:
         check_announced()
         train(load_recipe(argv))
     except (ConfigError, DataError, NonFiniteError, RewardError, RolloutDrift, ServerLost) as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        leave(2)
+    except RankLost as error:
+        print(error, file=sys.stderr)
+        leave(NOT_FINISHED)
+    except RunInterrupted:
+        leave(NOT_FINISHED)
     finally:
+        signals.phase = "ending"
         leave_process_group()
+        if watching:
+            signals.rest()
+
+
+def leave(code: int) -> None:
+    """End by an exit code that reaches `grpo-ext train` also through a launcher, whose own is always 1."""
+    if EXIT_CODE_FILE in os.environ:
+        Path(os.environ[EXIT_CODE_FILE]).write_text(str(code))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

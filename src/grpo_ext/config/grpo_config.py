@@ -11,7 +11,7 @@ from trl import GRPOConfig
 
 from grpo_ext.config import checks
 from grpo_ext.config.launch import check_joined, planning, rank, world_size
-from grpo_ext.config.machine import OF_THE_GPU
+from grpo_ext.config.machine import OF_THE_GPU, meet_within
 from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ConfigError as ConfigError
 from grpo_ext.objective.advantages import estimators
@@ -215,6 +215,7 @@ class GRPOExtConfig(GRPOConfig):
             raise ConfigError(problems)
         if self.steps_per_generation is not None:  # agreeing, both may stand in a copy of a config; TRL wants one
             self.generation_batch_size = None
+        meet_within(self)
         with self._hardware_set_aside():
             try:
                 super().__post_init__()

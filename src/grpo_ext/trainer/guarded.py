@@ -1,4 +1,4 @@
-"""GuardedTrainer: TRL's GRPOTrainer whose optimizer sees no NaN."""
+"""GuardedTrainer: TRL's GRPOTrainer whose optimizer sees no NaN, and which leaves after a step when it is told to."""
 
 import math
 from functools import partial
@@ -7,7 +7,9 @@ from typing import Any
 from trl import GRPOTrainer
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.trainer.leaving import interrupted, leave_after_this_step, told_of_lost_ranks
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
+from grpo_ext.trainer.signals import signals
 
 
 class GuardedTrainer(GRPOTrainer):
@@ -16,6 +18,25 @@ class GuardedTrainer(GRPOTrainer):
     args: GRPOExtConfig
     model: Any
     _guard: NonFiniteGuard
+    _left_at: int | None = None
+    """The step after which this run was told to end."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, to its end or until it is told to end.
+
+        Raises:
+            NonFiniteError: NaN or inf was found, and the run is to stop.
+            RankLost: another process is gone.
+            RunInterrupted: it was told to end, and has saved a checkpoint.
+        """
+        self._guard.start()
+        self._left_at = None
+        with signals.training(), told_of_lost_ranks(self.args):
+            output = super().train(*args, **kwargs)
+        if self._guard.requested:
+            raise interrupted(self)
+        self._guard.tell()
+        return output
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As TRL's, and watched."""
@@ -32,6 +53,8 @@ class GuardedTrainer(GRPOTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         total = self._total_loss_scalar
+        if self._guard.requested:
+            leave_after_this_step(self)
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self._guard.skipped_since_log and self._globalstep_last_logged == self.state.global_step:
             self._guard.skipped_since_log = False

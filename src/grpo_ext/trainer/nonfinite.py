@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.trainer.generation import live_mask
+from grpo_ext.trainer.signals import signals
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,7 @@ class NonFiniteGuard:
 
     Attributes:
         skipped: steps that were not made since training began.
+        requested: the signal by which one of the processes was told to end, 0 for none; the same on all.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -142,7 +144,7 @@ class NonFiniteGuard:
         self._window: deque[Watched] = deque()
         self._bad: Tensor | None = None
         self._computed: dict[str, Tensor] = {}
-        self.skipped = self._in_a_row = 0
+        self.skipped = self._in_a_row = self.requested = 0
         self.skipped_since_log = False
 
     def tell(self) -> None:
@@ -219,12 +221,14 @@ class NonFiniteGuard:
         looks = accelerator.mixed_precision != "fp16"  # where inf is how the scale of the loss is found
         gradient = ~norm.isfinite() if looks else torch.zeros_like(norm, dtype=torch.bool)
         forward = torch.zeros_like(gradient) if self._bad is None else self._bad.to(gradient.device)
-        flags = torch.stack([forward.view(()), gradient.view(())]).int()
+        told = torch.full_like(forward, signals.requested, dtype=torch.int)
+        flags = torch.stack([forward.view(()).int(), gradient.view(()).int(), told.view(())])
         verdicts = accelerator.gather(flags[None]) if accelerator.num_processes > 1 else flags[None]
         verdicts = verdicts.tolist()
-        sound = not any(map(any, verdicts))
+        self.requested = max(requested for *_, requested in verdicts)
+        sound = not any(forward or gradient for forward, gradient, _ in verdicts)
         if not sound:
-            of_a_batch = any(forward for forward, _ in verdicts)
+            of_a_batch = any(forward for forward, *_ in verdicts)
             self._unsound(named, mine=bool(verdicts[accelerator.process_index][0]) or not of_a_batch)
         else:
             self._in_a_row = 0

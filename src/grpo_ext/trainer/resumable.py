@@ -46,7 +46,6 @@ class ResumableTrainer(GuardedTrainer):
         self._step = 0
         self._epoch_began = (0, 0)
         starts = self.args.eval_on_start and not resume_from_checkpoint
-        self._guard.start()
         try:
             with patch.object(self.args, "eval_on_start", starts):
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -54,7 +53,6 @@ class ResumableTrainer(GuardedTrainer):
             self._save_and_explain(error)
             raise
         check_trained(self.args, self.train_dataset, self.state.global_step)
-        self._guard.tell()
         return output
 
     # Where a run goes on.
