@@ -91,10 +91,10 @@ def test_without_a_fault_the_guard_changes_no_bit(model_path, tmp_path, clean, m
     """The clip is torch's own two halves: stock transformers' comes to the same bits."""
     from trl import GRPOTrainer
 
-    from grpo_ext.trainer.resumable import ResumableTrainer
+    from grpo_ext.trainer.guarded import GuardedTrainer
 
     for name in ("_clip_grad_norm", "_get_grad_norm", "compute_loss"):
-        monkeypatch.setattr(ResumableTrainer, name, getattr(GRPOTrainer, name))
+        monkeypatch.setattr(GuardedTrainer, name, getattr(GRPOTrainer, name))
     trainer = poisoned.build(model_path, tmp_path)
     trainer.train()
     assert same({k: v for k, v in state(trainer).items() if k in clean[4]}, clean[4])
