@@ -98,6 +98,7 @@ tables: install
 bench: install
 	@echo "bench: an optimizer step of grpo-ext and of stock TRL, side by side"
 	$(QUIET_ENV) $(BIN)/python benchmarks/step_overhead.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/guard_overhead.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/whole_step.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts steps memory

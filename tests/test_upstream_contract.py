@@ -51,6 +51,11 @@ TARGETS = {
     "TrainingArguments._setup_devices": transformers.TrainingArguments._setup_devices,
     "TrainingArguments.__post_init__": transformers.TrainingArguments.__post_init__,
     "AcceleratorConfig": trainer_pt_utils.AcceleratorConfig,
+    # trainer/nonfinite.py, trainer/leaving.py: what comes before and after the optimizer's step
+    "Trainer._run_epoch": transformers.Trainer._run_epoch,
+    "Trainer._clip_grad_norm": transformers.Trainer._clip_grad_norm,
+    "Trainer._get_grad_norm": transformers.Trainer._get_grad_norm,
+    "Trainer._maybe_log_save_evaluate": transformers.Trainer._maybe_log_save_evaluate,
     # config/launch.py, commands/train.py: which processes there are, and which accelerate starts
     "get_cpu_distributed_information": accelerate.utils.environment.get_cpu_distributed_information,
     "PartialState._prepare_backend": accelerate.PartialState._prepare_backend,
@@ -83,6 +88,10 @@ CONTRACT = {
     "TrainingArguments._setup_devices": "4ed7bb1b14e5050d 4a6325d187d508f5 27905a47c35fdc82",
     "TrainingArguments.__post_init__": "cfedc2a22f4fcaf4 c2e905ca748d31fe f3f6772df914c89a",
     "AcceleratorConfig": "28bbd8cfc414cdfb",
+    "Trainer._run_epoch": "c704c082dae4b742 ebe374933064ecd6 31aff00f34c302a2",
+    "Trainer._clip_grad_norm": "ec94a9cde081a825 ebfa9dc91d3088ab",
+    "Trainer._get_grad_norm": "159a31c7dfa2beaa 913ba6f52f074d10",
+    "Trainer._maybe_log_save_evaluate": "af101534f0f7b2d7",
     "get_cpu_distributed_information": "df9c75c1e5f9236a",
     "PartialState._prepare_backend": "a6ec770a6a4e8194 e81abbeaafee66d9",
     "PartialState.destroy_process_group": "8a9c849d33ac9548",

@@ -1,5 +1,8 @@
 """What a user is told of: each is raised with the value, the reason and the cure in its message."""
 
+NOT_FINISHED = 75
+"""Exit code of a run that was told to end, or lost a process: the same command goes on (EX_TEMPFAIL)."""
+
 
 class UnknownNameError(ValueError):
     """A name that no registry entry and no importable path answers to."""
@@ -23,6 +26,10 @@ class RewardError(RuntimeError):
     """A reward with `on_error: raise` failed; the message names it and says why."""
 
 
+class NonFiniteError(RuntimeError):
+    """NaN or inf where the optimizer would have seen it; raised on all processes, with what was found first."""
+
+
 class RolloutDrift(RuntimeError):
     """The sampler is not the policy, and `rollout_drift_action` says to stop."""
 
@@ -33,3 +40,20 @@ class ServerLost(RuntimeError):
 
 class SaveError(RuntimeError):
     """A checkpoint or the model could not be written; raised on all processes, elder checkpoints are untouched."""
+
+
+class RankLost(RuntimeError):
+    """Another process of the launch is gone, or did not come within `ddp_timeout`."""
+
+
+class RunInterrupted(SystemExit):
+    """A run was told to end and has saved what it had; uncaught, its process ends with `NOT_FINISHED`."""
+
+    def __init__(self, line: str) -> None:
+        """`line` says what was saved."""
+        super().__init__(NOT_FINISHED)
+        self.line = line
+
+    def __str__(self) -> str:
+        """What was saved."""
+        return self.line

@@ -1,7 +1,13 @@
 """`python -m grpo_ext.train --config recipe.yaml [--key value ...]`: what `accelerate launch` runs."""
 
+from grpo_ext.trainer.signals import signals
+
+if __name__ == "__main__":
+    signals.watch()  # before what takes seconds to import
+
 import gc
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,17 +16,31 @@ from pathlib import Path
 from accelerate import PartialState
 from trl import get_peft_config, get_quantization_config
 
-from grpo_ext.config.launch import check_announced
-from grpo_ext.errors import ConfigError, DataError, RewardError, RolloutDrift, SaveError, ServerLost
+from grpo_ext.config.launch import EXIT_CODE_FILE, check_announced
+from grpo_ext.errors import (
+    NOT_FINISHED,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    RankLost,
+    RewardError,
+    RolloutDrift,
+    RunInterrupted,
+    SaveError,
+    ServerLost,
+)
 from grpo_ext.recipe.loading import datasets_of, load_tokenizer, model_path
 from grpo_ext.recipe.parsing import load_recipe, print_help
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.runtime import Runtime
+from grpo_ext.rewards.workers.pool import end_workers
 from grpo_ext.trainer.checkpoints.choice import asks_afresh
 from grpo_ext.trainer.checkpoints.identity import record_of
 from grpo_ext.trainer.checkpoints.starting import beginning, make_room
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+from grpo_ext.trainer.output_lock import output_lock
+from grpo_ext.trainer.parent_watch import watch_parent
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +85,11 @@ def train(recipe: Recipe) -> GRPOExtTrainer | None:
         ConfigError: the checkpoint to go on from is damaged, or of another run.
         SaveError: a checkpoint or the model could not be written.
     """
+    with output_lock(Path(recipe.training.output_dir or ".")):
+        return _train(recipe)
+
+
+def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     training, say = recipe.training, PartialState().print
     parts = (recipe.script, recipe.data, recipe.model, recipe.mixture)
     record = record_of(training, *parts, rewards=recipe.rewards, model=model_path(recipe))
@@ -82,6 +107,7 @@ def train(recipe: Recipe) -> GRPOExtTrainer | None:
         trainer.train(resume_from_checkpoint=begin.checkpoint)
     finally:
         trainer.close_rewards()
+    signals.phase = "ending"  # a signal lets the model be saved
     trainer.save_final(str(training.output_dir))
     say(f"Model saved to {training.output_dir}.")
     if training.push_to_hub:
@@ -109,14 +135,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "--help" in argv or "-h" in argv:
         print_help()
         return
+    watching, signals.phase = signals.watch(), "loading"
+    signals.cleanups[:] = [end_workers]
+    watch_parent()
     try:
         check_announced()
         train(load_recipe(argv))
-    except (ConfigError, DataError, RewardError, RolloutDrift, SaveError, ServerLost) as error:
+    except (ConfigError, DataError, NonFiniteError, RewardError, RolloutDrift, SaveError, ServerLost) as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        leave(2)
+    except RankLost as error:
+        print(error, file=sys.stderr)
+        leave(NOT_FINISHED)
+    except RunInterrupted:
+        leave(NOT_FINISHED)
     finally:
+        signals.phase = "ending"
         leave_process_group()
+        if watching:
+            signals.rest()
+
+
+def leave(code: int) -> None:
+    """End by an exit code that reaches `grpo-ext train` also through a launcher, whose own is always 1."""
+    if EXIT_CODE_FILE in os.environ:
+        Path(os.environ[EXIT_CODE_FILE]).write_text(str(code))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -252,10 +252,10 @@ def test_a_column_that_json_cannot_hold_is_saved_as_text(runtime, tmp_path):
 )
 def test_a_plain_function_is_contained_with_its_values(values, reason):
     errors = []
-    reward = contained(lambda completions, **_: values, errors)
+    reward = contained(lambda completions, **_: values, errors, {})
     assert reward(completions=["a", "b"]) == [None, None]
     assert reason in errors[0]
-    assert contained(lambda completions, **_: (1, None), errors)(completions=["a", "b"]) == [1, None]
+    assert contained(lambda completions, **_: (1, None), errors, {})(completions=["a", "b"]) == [1, None]
 
 
 def test_a_reward_that_no_row_can_be_scored_by_is_told():

@@ -6,6 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -52,6 +53,15 @@ def test_what_is_packed_comes_out_again(kinds, limit):
         assert tensor.dtype == sent.dtype
         assert torch.equal(tensor, sent)
     assert next(left, None) is None
+
+
+def test_the_store_listens_at_its_address_alone():
+    """torch's own listens at every address of the machine, whatever host it is given."""
+    store = open_store("127.0.0.1", 0, 20, trainer=True)
+    listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.laddr.port == store.port}
+    assert listening == {"127.0.0.1"}
+    with pytest.raises(RuntimeError, match=rf"127\.0\.0\.1:{store.port}: Address already in use"):
+        open_store("127.0.0.1", store.port, 20, trainer=True)
 
 
 def test_buckets_are_as_full_as_they_may_be():

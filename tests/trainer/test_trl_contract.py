@@ -27,8 +27,10 @@ CONTRACT = {
     "GRPOTrainer._load_optimizer_and_scheduler": "5c1772becdfd7fdb",
     "GRPOTrainer._prepare_inputs": "f824e7fb07147956",
     "GRPOTrainer._save_checkpoint": "ec91bde123649111",
+    "GRPOTrainer.compute_loss": "a2d6ef8bd29c3e26",
     "GRPOTrainer.get_high_entropy_mask": "ce6e86287bac23d6",
     "GRPOTrainer.get_off_policy_mask": "8ee1e196461141a7",
+    "GRPOTrainer.log": "1e7772819cc8cf09",
     "utils.add_fused_lm_head": "422d009f04b66659",
     "utils.create_model_from_path": "5a78af7066b90c38",
     "utils.disable_dropout_in_model": "7e551ab8e455d5c5",
@@ -70,8 +72,10 @@ def targets() -> dict[str, object]:
         "_load_optimizer_and_scheduler",
         "_prepare_inputs",
         "_save_checkpoint",
+        "compute_loss",
         "get_high_entropy_mask",
         "get_off_policy_mask",
+        "log",
     )
     functions = ["add_fused_lm_head", "create_model_from_path", "disable_dropout_in_model"]
     functions += ["nanmax", "nanmin", "nanstd"]

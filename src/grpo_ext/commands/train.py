@@ -1,8 +1,13 @@
 """`grpo-ext train`: a recipe, in this process or by accelerate."""
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,6 +22,9 @@ def run(argv: list[str]) -> int:
     try:
         name, processes = take_option(argv, "--accelerate_config"), take_processes(argv)
         if name is None and processes is None:
+            from grpo_ext.trainer.signals import signals
+
+            signals.watch()  # before what takes seconds to import
             from grpo_ext.train import main as train_main
 
             train_main(argv)
@@ -36,7 +44,50 @@ def launch(config: Path | None, processes: int | None, argv: list[str]) -> int:
     command += [] if processes is None else ["--num_processes", str(processes)]
     asked = processes or (read_yaml(config).get("num_processes") if config else None)
     environment = os.environ if asked is None else os.environ | {ASKED: str(asked)}
-    return subprocess.call([*command, "-m", "grpo_ext.train", *argv], env=environment)
+    return call([*command, "-m", "grpo_ext.train", *argv], environment)
+
+
+def call(command: list[str], environment: Mapping[str, str]) -> int:
+    """Run a launcher to its end, in a session of its own; what ends us is handed on to the processes that train.
+
+    The launcher itself gives those 30 seconds and not more, and answers 1 for whatever they end by.
+
+    Returns:
+        The exit code by which the processes say that they end, else the launcher's.
+    """
+    from grpo_ext.config.launch import EXIT_CODE_FILE
+    from grpo_ext.rewards.workers.pool import remove_left_behind
+
+    with tempfile.TemporaryDirectory(prefix="grpo_ext_launch_") as folder:
+        said = Path(folder) / "exit_code"
+        environment = {**environment, EXIT_CODE_FILE: str(said)}
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        earlier = {number: signal.signal(number, partial(_hand_on, process)) for number in _ending_signals()}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+            remove_left_behind()  # by a process that was killed
+        return int(said.read_text()) if code and said.exists() else code
+
+
+def _ending_signals() -> list[int]:
+    """Signals that end us; what is ignored (nohup, a script's background job) stays so."""
+    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name)]
+    return [number for number in known if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def _hand_on(launcher: "subprocess.Popen[bytes]", number: int, _: object) -> None:
+    import psutil
+
+    training = []
+    with suppress(psutil.Error):
+        children = psutil.Process(launcher.pid).children()
+        training = [child for child in children if "grpo_ext.train" in child.cmdline()]
+    for process in training or [launcher]:
+        with suppress(psutil.Error, ProcessLookupError):
+            process.send_signal(number)
 
 
 def default_config(processes: int, argv: list[str]) -> Path | None:

@@ -85,6 +85,7 @@ CHOICES: dict[str, Any] = {
     "vllm_weight_transfer": ("auto", "nccl", "gloo"),
     "vllm_dtype": ("auto", "float32", "bfloat16", "float16"),
     "rollout_drift_action": ("warn", "stop"),
+    "on_nonfinite": ("stop", "skip"),
     "vllm_model_impl": ("vllm", "transformers"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "log_level": tuple(trainer_log_levels),

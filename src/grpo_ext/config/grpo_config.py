@@ -11,7 +11,7 @@ from trl import GRPOConfig
 
 from grpo_ext.config import checks
 from grpo_ext.config.launch import check_joined, planning, rank, world_size
-from grpo_ext.config.machine import OF_THE_GPU
+from grpo_ext.config.machine import OF_THE_GPU, meet_within
 from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ConfigError as ConfigError
 from grpo_ext.objective.advantages import estimators
@@ -191,6 +191,22 @@ class GRPOExtConfig(GRPOConfig):
         metadata={"help": "'warn' (default) or 'stop' when the difference is larger than `rollout_drift`."},
     )
 
+    on_nonfinite: str = field(
+        default="stop",
+        metadata={
+            "help": "What NaN or inf in rewards, log-probabilities, loss or gradients does, before the optimizer sees "
+            "it: 'stop' (default) ends the run on all processes, 'skip' drops the optimizer step (a reward: the "
+            "completion counts as not scored). The batch is kept in `output_dir`/failures."
+        },
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={
+            "help": "transformers' filter, which logs a loss of NaN or inf as the mean of those before. False "
+            "(default): the log says what was."
+        },
+    )
+
     def __post_init__(self) -> None:
         """Check everything, report everything, then let TRL do its own."""
         self._words_to_bools()
@@ -199,6 +215,7 @@ class GRPOExtConfig(GRPOConfig):
             raise ConfigError(problems)
         if self.steps_per_generation is not None:  # agreeing, both may stand in a copy of a config; TRL wants one
             self.generation_batch_size = None
+        meet_within(self)
         with self._hardware_set_aside():
             try:
                 super().__post_init__()

@@ -10,6 +10,9 @@ from grpo_ext.errors import ConfigError
 ASKED = "GRPO_EXT_NUM_PROCESSES"
 """Environment variable by which `grpo-ext train` tells the processes that it starts how many they should be."""
 
+EXIT_CODE_FILE = "GRPO_EXT_EXIT_CODE_FILE"
+"""Environment variable by which `grpo-ext train` learns with what code a process ended that a launcher started."""
+
 _PLANNED: ContextVar[int | None] = ContextVar("planned processes", default=None)  # None: this launch is no plan
 
 

@@ -29,6 +29,11 @@ def run_problems(config: Any) -> Iterator[str]:
         )
     if config.deepspeed and importlib.util.find_spec("deepspeed") is None:
         yield "deepspeed is set, but not installed. Install it (pip install deepspeed), or remove the setting."
+    if config.enable_jit_checkpoint:
+        yield (
+            "enable_jit_checkpoint=True: two processes may stop at different steps, and one ends with 0, as if done. "
+            "Remove it: SIGTERM, SIGHUP and Ctrl-C save a checkpoint and end with 75 by themselves."
+        )
     cap, high = config.vllm_importance_sampling_cap, config.vllm_importance_sampling_clip_max
     if cap is not None and is_set(config, "vllm_importance_sampling_clip_max") and high != cap:
         yield (

@@ -69,10 +69,13 @@ def asked(spec: RewardSpec, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_plain_state(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns whose `trainer_state` holds only what can be sent to a worker."""
+    """Columns whose `trainer_state` holds only what can be sent to a worker, and of the log, which grows, its end."""
     if columns.get("trainer_state") is None:
         return dict(columns)
-    plain = {name: value for name, value in vars(columns["trainer_state"]).items() if _can_be_sent(value)}
+    state = dict(vars(columns["trainer_state"]))
+    if isinstance(state.get("log_history"), list):
+        state["log_history"] = state["log_history"][-1:]
+    plain = {name: value for name, value in state.items() if _can_be_sent(value)}
     return {**columns, "trainer_state": SimpleNamespace(**plain)}
 
 

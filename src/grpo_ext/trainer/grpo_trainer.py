@@ -41,6 +41,7 @@ from grpo_ext.trainer.evaluated import batch_weight
 from grpo_ext.trainer.evaluating import EvaluatingTrainer
 from grpo_ext.trainer.generation import Generation, counted, counted_alone, live_mask, stock
 from grpo_ext.trainer.metrics import Figures, loss_figures
+from grpo_ext.trainer.nonfinite import Finding, NonFiniteGuard
 from grpo_ext.trainer.reference import reference_copied_from
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._rewards_per_func: Tensor | None = None
         self._generation = Generation()
         self._figures = Figures()
+        self._guard = NonFiniteGuard(self)
 
     def _name_objective(self) -> None:
         """Tell the user, the model card, and those attributes that stock TRL goes on to read."""
@@ -149,7 +151,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         if self.reward_runtime is not None:
             self.reward_runtime.deferred = True
             self._reward_errors = self.reward_runtime.errors
-        self.reward_funcs = [contained(f, self._reward_errors) for f in self.reward_funcs]
+        self._nonfinite_rewards: dict[str, list[int]] = {}
+        self.reward_funcs = [contained(f, self._reward_errors, self._nonfinite_rewards) for f in self.reward_funcs]
 
     def close_rewards(self) -> None:
         """End the processes that score rewards; they would otherwise wait for the next batch."""
@@ -165,17 +168,27 @@ class GRPOExtTrainer(EvaluatingTrainer):
             if isinstance(function, Component) and function.spec.weight_schedule is not None:
                 self.reward_weights[i] = function.weight(self.state.global_step, self.state.max_steps)
         rewards = super()._calculate_rewards(*args, **kwargs)
-        errors = gather_object(self._reward_errors) if self.accelerator.num_processes > 1 else [*self._reward_errors]
+        found, problem = self._no_numbers(rewards, *args[1:3])
+        said = [(self._reward_errors.copy(), found, problem)]
+        said = gather_object(said) if self.accelerator.num_processes > 1 else said
         self._reward_errors.clear()  # told once: a later call of train starts without them
-        if errors:
+        if errors := [error for errors, _, _ in said for error in errors]:
             raise RewardError("\n".join(errors))
-        for column in rewards.isinf().any(dim=0).nonzero().flatten().tolist():
-            logger.warning(
-                f"reward {self.reward_func_names[column]!r} returned {int(rewards[:, column].isinf().sum())} infinite "
-                "values: those completions count as not scored by it."
-            )
+        if findings := [Finding(**finding) for _, found, _ in said for finding in found]:
+            self._guard.rewards(findings, next((problem for _, _, problem in said if problem), ""))
         self._rewards_per_func = rewards.masked_fill(rewards.isinf(), torch.nan)
         return self._rewards_per_func
+
+    def _no_numbers(self, rewards: Tensor, prompts: list, completions: list) -> tuple[list[dict[str, Any]], str]:
+        """What this process's rewards returned that is NaN or inf, and why it could not be saved if it could not."""
+        rank, names = self.accelerator.process_index, self.reward_func_names
+        mine = rewards[rank * len(completions) :][: len(completions)]
+        rows = {n: self._nonfinite_rewards.get(n, []) for n in names}
+        for i, function in enumerate(self.reward_funcs):
+            if isinstance(function, Component | torch.nn.Module):  # of which a Component says None by NaN
+                bad = mine[:, i].isinf() if isinstance(function, Component) else ~mine[:, i].isfinite()
+                rows[names[i]] = bad.nonzero().flatten().tolist()
+        return self._guard.of_rewards(mine, rows, names, prompts, completions) if any(rows.values()) else ([], "")
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
@@ -352,6 +365,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
             tensors["kl"] = objective.kl_penalty(tensors)
             per_token_loss = per_token_loss + objective.beta * tensors["kl"]
 
+        self._guard.note(per_token_logps=logps, per_token_loss=per_token_loss)
         world = self.accelerator.num_processes  # processes average their gradients; the shares are to be added
         totals = self._totals(inputs, mask, mode)
         loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world

@@ -20,11 +20,11 @@ from grpo_ext.trainer.checkpoints import identity, state
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST
 from grpo_ext.trainer.checkpoints.starting import start
-from grpo_ext.trainer.checkpoints.writing import WritingTrainer
 from grpo_ext.trainer.generation import Generation
+from grpo_ext.trainer.guarded import GuardedTrainer
 
 
-class ResumableTrainer(WritingTrainer):
+class ResumableTrainer(GuardedTrainer):
     """`trl.GRPOTrainer` with checkpoints that hold all that the next step depends on."""
 
     model: Any

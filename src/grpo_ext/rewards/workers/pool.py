@@ -14,11 +14,14 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from grpo_ext.rewards.workers.worker import LENGTH, packed
 
 WORKER = "from grpo_ext.rewards.workers.worker import main; main()"
+FOLDER = "grpo_ext_worker_"
+"""How the names of workers' folders begin; the namespace and the number of their process follow."""
 LOADING_SECONDS = 120.0
 """How long a function's module may take to import, on top of its own timeout."""
 LAST_SECONDS = 5.0
@@ -47,6 +50,44 @@ class Outcome:
     seconds: float = 0.0
 
 
+_living: set["Worker"] = set()
+"""Workers of this process."""
+
+
+def end_workers() -> None:
+    """End all workers of this process at once, for one that does not come to its own end."""
+    for worker in list(_living):
+        with contextlib.suppress(Exception):
+            worker.kill()
+
+
+def remove_left_behind() -> None:
+    """Remove folders of workers whose process was killed, and could not."""
+    mine = f"{FOLDER}{_namespace()}_"
+    for folder in Path(tempfile.gettempdir()).glob(f"{mine}*_*"):
+        owner = folder.name.removeprefix(mine).partition("_")[0]
+        if owner.isdecimal() and not _alive(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _namespace() -> int:
+    """Of the numbers of processes: containers may share a temporary folder, but not these."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
 class Worker:
     """One worker process, its two pipes and its folder for temporary files."""
 
@@ -56,7 +97,7 @@ class Worker:
         self.answers, answers = os.pipe()
         os.set_blocking(self.requests, False)  # whoever does not read must not stop us
         self._open = [self.requests, self.answers]
-        self._folder = tempfile.mkdtemp(prefix="grpo_ext_worker_")
+        self._folder = tempfile.mkdtemp(prefix=f"{FOLDER}{_namespace()}_{os.getpid()}_")
         command = [sys.executable, "-c", WORKER, str(requests), str(answers)]
         path = os.pathsep.join(filter(None, sys.path))  # it imports what we can import
         try:
@@ -77,6 +118,7 @@ class Worker:
         self._received = bytearray()
         self.job: Job | None = None
         self.started = self.deadline = 0.0
+        _living.add(self)
 
     def give(self, job: Job, request: bytes) -> bool:
         """Begin to send a job; False when the worker is dead."""
@@ -133,6 +175,7 @@ class Worker:
 
     def _discard(self) -> None:
         """Close the pipes and remove the folder, in which a sandboxed program may have closed its own to us."""
+        _living.discard(self)
         while self._open:
             os.close(self._open.pop())
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
@@ -151,6 +194,7 @@ class Pool:
         self.memory_gib = memory_gib
         self._idle: list[Worker] = []
         self._owner = os.getpid()
+        remove_left_behind()
         atexit.register(self.close)
 
     def run(self, jobs: Sequence[Job], *, deadline: float | None = None) -> list[Outcome]:

@@ -1,5 +1,6 @@
 """Weights from the trainer to vLLM's workers over TCP, by gloo: no GPU, no NCCL."""
 
+import socket
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -18,8 +19,38 @@ TRAINER_RANK = 0
 
 
 def open_store(address: str, port: int, timeout: float, *, trainer: bool) -> TCPStore:
-    """The meeting point: the trainer's main process listens at `port`, vLLM's workers come to `address`."""
-    return TCPStore(address, port, is_master=trainer, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    """The meeting point: the trainer's main process listens at `address` alone, vLLM's workers come there."""
+    limit = timedelta(seconds=timeout)
+    if not trainer:
+        return TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+    listening = _listening(address, port)  # a store would listen at every address of the machine
+    port = listening.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    """A socket that listens at `address`.
+
+    Raises:
+        RuntimeError: the port is taken, or the address none of this machine's.
+    """
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise RuntimeError(f"{address}:{port}: {error.strerror}") from error
+    return listening
 
 
 def open_group(store: TCPStore, name: str, rank: int, size: int, timeout: float) -> ProcessGroupGloo:

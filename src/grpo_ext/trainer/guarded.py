@@ -1,0 +1,94 @@
+"""GuardedTrainer: TRL's GRPOTrainer whose optimizer sees no NaN, and which leaves after a step when it is told to."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from grpo_ext.errors import NonFiniteError
+from grpo_ext.trainer.checkpoints.agreement import everywhere
+from grpo_ext.trainer.checkpoints.writing import WritingTrainer
+from grpo_ext.trainer.leaving import interrupted, leave_after_this_step, told_of_lost_ranks
+from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard, local
+from grpo_ext.trainer.signals import signals
+
+
+class GuardedTrainer(WritingTrainer):
+    """`trl.GRPOTrainer` that looks at each micro-batch, decides before each step, and logs what was."""
+
+    model: Any
+    _guard: NonFiniteGuard
+    _left_at: int | None = None
+    """The step after which this run was told to end."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, to its end or until it is told to end.
+
+        Raises:
+            NonFiniteError: NaN or inf was found, and the run is to stop.
+            RankLost: another process is gone.
+            RunInterrupted: it was told to end, and has saved a checkpoint.
+        """
+        self._guard.start()
+        self._left_at = None
+        with signals.training(), told_of_lost_ranks(self.args):
+            output = super().train(*args, **kwargs)
+        if self._guard.requested:
+            raise interrupted(self)
+        self._guard.tell()
+        return output
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, and watched."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return self._guard.watch(inputs, loss) if self.model.training else loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return self._guard.clip(model, self.args.max_grad_norm, partial(super()._clip_grad_norm, model))
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is None:  # max_grad_norm is 0
+            grad_norm = self._guard.clip(model, math.inf, partial(super()._get_grad_norm, model))
+        return super()._get_grad_norm(model, grad_norm)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        total = self._total_loss_scalar
+        if self._guard.requested:
+            leave_after_this_step(self)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._guard.skipped_since_log and self._globalstep_last_logged == self.state.global_step:
+            self._guard.skipped_since_log = False
+            self._tr_loss.zero_()  # nan less nan is no 0
+            self._total_loss_scalar = total
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._check_weights()
+        super()._save_checkpoint(model, trial)
+
+    def save_final(self, output_dir: str | Path) -> None:
+        """As ever, if the weights are numbers.
+
+        Raises:
+            NonFiniteError: they are not, and nothing is written; on all processes.
+        """
+        self._check_weights()
+        super().save_final(output_dir)
+
+    def _check_weights(self) -> None:
+        """A step may overflow by itself, from gradients that were finite."""
+        trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        bad = next((name for name, p in trained if not local(p.detach()).isfinite().all()), None)
+        named = next((name for name in everywhere(bad) if name is not None), None)
+        if named is not None:
+            raise NonFiniteError(
+                f"After step {self.state.global_step} of {self.state.max_steps} the weights {named} hold NaN or inf, "
+                "although every gradient was finite: a step was too large. They are not saved; the run goes on from "
+                "the last checkpoint. Lower learning_rate, or train in another precision."
+            )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As TRL's, with the number of steps that were skipped since the last time."""
+        skipped = self._metrics["train"].pop(SKIPPED, []) if self.model.training else []
+        if skipped and self.args.on_nonfinite == "skip":
+            logs = {**logs, SKIPPED: sum(skipped)}
+        super().log(logs, start_time)

@@ -1,0 +1,268 @@
+"""Runs that are told to end, or lose a process: what is saved and said, the exit code, and that nothing is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+import tiny
+from grpo_ext.errors import NOT_FINISHED
+from processes import ENVIRONMENT, PATIENCE, launcher
+
+pytestmark = pytest.mark.slow
+BUILDERS = Path(tiny.__file__).parent
+STEPS = 200
+ENDS = 300
+"""Seconds within which a run that was told to end has ended, on a busy machine."""
+
+
+class Run:
+    """A run of a slow recipe."""
+
+    def __init__(self, folder: Path, start: list[str], **changes):
+        self.folder, self.out, self.temp = folder, folder / "out", folder / "temp"
+        self.temp.mkdir(exist_ok=True)
+        recipe = tiny.TRAINING | {
+            "model_name_or_path": tiny.save(folder / "model"),
+            "dataset_name": "quickstart/addition",
+            "reward_funcs": [{"name": "slow_rewards:slow", "isolate": True}],
+            "reward_workers": 1,
+            "output_dir": str(self.out),
+            "max_steps": STEPS,
+            "num_generations": 4,
+            "per_device_train_batch_size": 4,
+            "save_strategy": "no",
+        }
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | changes))
+        path = os.pathsep.join([str(BUILDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {"SLOW_SIGN": str(folder / "sign"), "PYTHONPATH": path, "TMPDIR": str(self.temp), "HF_HOME": str(folder)}
+        self.log = folder / f"log{time.time_ns()}"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *start, "--config", str(folder / "recipe.yaml")],
+                stdout=log,
+                stderr=log,
+                env=os.environ | ENVIRONMENT | env,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def until(self, holds, seconds=PATIENCE):
+        """Wait until something holds, while the run lives."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert self.process.poll() is None, self.text[-6000:]
+            assert time.monotonic() < deadline, self.text[-6000:]
+            time.sleep(0.05)
+
+    def training(self, step=2):
+        sign = self.folder / "sign"
+        self.until(lambda: sign.exists() and (sign.read_text() or "0") >= str(step))
+        return self
+
+    def processes(self) -> list[psutil.Process]:
+        """All that belong to this run: they have its temporary folder in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("SLOW_SIGN") == str(self.folder / "sign") and process.status() != "zombie":
+                    found.append(process)
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        trains = [p for p in self.processes() if "grpo_ext.train" in p.cmdline() and "RANK" in p.environ()]
+        return sorted(trains, key=lambda p: p.environ()["RANK"])
+
+    def ended(self, seconds=ENDS) -> int:
+        return self.process.wait(seconds)
+
+    def nothing_left(self, seconds=60):
+        deadline = time.monotonic() + seconds
+        while left := self.processes():
+            assert time.monotonic() < deadline, [p.cmdline() for p in left]
+            time.sleep(0.2)
+        assert not list(self.temp.glob("grpo_ext_*")), list(self.temp.iterdir())
+
+    def kill(self):
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.kill()
+
+
+ALONE = ["-m", "grpo_ext.train"]
+COMMAND = ["-m", "grpo_ext.commands.cli", "train"]
+TWO = [*COMMAND, "--num_processes", "2"]
+ACCELERATE = [*launcher()[1:], "-m", "grpo_ext.train"]
+
+
+@pytest.fixture
+def start(tmp_path):
+    runs = []
+
+    def begin(how, **changes):
+        runs.append(Run(tmp_path, how, **changes))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.kill()
+
+
+def saved(run, name) -> int:
+    """The step of the one checkpoint, which the one line that was said names."""
+    [folder] = run.out.glob("checkpoint-*")
+    step = json.loads((folder / "trainer_state.json").read_text())["global_step"]
+    assert f"{name}: saved checkpoint-{step} of {STEPS} steps; the same command goes on." in run.text
+    assert "Traceback" not in run.text, run.text[-6000:]
+    assert "Model saved" not in run.text
+    assert not (run.out / "model.safetensors").exists()
+    return step
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_saves_and_leaves_with_75(number, start):
+    run = start(ALONE).training()
+    run.process.send_signal(number)
+    assert run.ended() == NOT_FINISHED
+    assert saved(run, number.name) >= 2
+    run.nothing_left()
+
+
+def test_the_same_command_goes_on(start):
+    run = start(ALONE, max_steps=6).training(2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.ended() == NOT_FINISHED
+    [folder] = run.out.glob("checkpoint-*")
+    again = start(ALONE, max_steps=6)
+    assert again.ended(PATIENCE) == 0, again.text[-4000:]
+    assert f"Resuming from {folder}" in again.text
+    assert "Model saved" in again.text
+
+
+@pytest.mark.parametrize("how", [COMMAND, TWO])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_grpo_ext_train_hands_it_on_and_ends_with_75(how, number, start):
+    run = start(how).training()
+    run.process.send_signal(number)
+    assert run.ended() == NOT_FINISHED, run.text[-4000:]
+    assert saved_by_launcher(run, number.name)
+    run.nothing_left()
+
+
+def saved_by_launcher(run, name) -> bool:
+    """As `saved`; a launcher adds a report of its own."""
+    [folder] = run.out.glob("checkpoint-*")
+    return f"{name}: saved {folder.name} of {STEPS} steps" in run.text and "Model saved" not in run.text
+
+
+def test_accelerate_launch_hands_sigterm_on(start):
+    run = start(ACCELERATE).training()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.ended() != 0
+    assert saved_by_launcher(run, "SIGTERM")
+    run.nothing_left()
+
+
+def test_a_signal_to_one_rank_ends_both_at_one_step(start):
+    run = start(TWO).training()
+    run.ranks()[1].send_signal(signal.SIGTERM)
+    assert run.ended() == NOT_FINISHED, run.text[-4000:]
+    assert saved_by_launcher(run, "SIGTERM")
+    run.nothing_left()
+
+
+@pytest.mark.parametrize("how", [ALONE, COMMAND])
+def test_while_it_loads_it_leaves_at_once(how, start):
+    run = start(how)
+    run.until(lambda: any("libtorch" in m.path for m in psutil.Process(run.process.pid).memory_maps()))
+    run.process.send_signal(signal.SIGINT)
+    assert run.ended(60) == NOT_FINISHED
+    assert run.text.strip().splitlines()[-1].startswith("SIGINT before the first step")
+    assert "Traceback" not in run.text
+
+
+def test_a_second_signal_leaves_at_once_and_clears_up(start, monkeypatch):
+    monkeypatch.setenv("SLOW_SECONDS", "500")
+    run = start(ALONE).training(0)
+    run.process.send_signal(signal.SIGTERM)
+    time.sleep(5)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGTERM)
+    assert run.ended(60) == 128 + signal.SIGTERM
+    run.nothing_left()
+
+
+def test_what_nohup_ignores_stays_ignored(start):
+    shell = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    shell += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    run = start(["-c", shell, *ALONE], max_steps=4).training(1)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.ended(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("how", [TWO, ACCELERATE])
+def test_a_killed_launcher_leaves_no_rank(how, start):
+    run = start(how).training()
+    ranks = run.ranks()
+    assert len(ranks) == 2
+    launching = psutil.Process(ranks[0].ppid())
+    launching.kill()
+    psutil.wait_procs(ranks, timeout=ENDS)
+    run.nothing_left()
+    assert "The launcher is gone: saved checkpoint-" in run.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_lost_rank_ends_the_others_within_ddp_timeout(number, start):
+    """20 s, and the 30 that a launcher gives the stopped one; with accelerate's default it would be half an hour."""
+    run = start(TWO, ddp_timeout=20).training()
+    began = time.monotonic()
+    run.ranks()[1].send_signal(number)
+    assert run.ended() != 0
+    assert time.monotonic() - began < 20 + 30 + 120
+    if number == signal.SIGSTOP:  # a killed one is noticed by the launcher too, which is sooner at times
+        assert run.process.returncode == NOT_FINISHED
+        assert "Rank 0 has lost another process: one was killed or stopped, hangs" in run.text, run.text[-5000:]
+        assert "ddp_timeout=20 s" in run.text
+    run.nothing_left()
+
+
+def test_a_second_run_into_one_folder_is_refused(start):
+    run = start(ALONE).training(0)
+    second = start(ALONE)
+    assert second.ended(PATIENCE) == 2
+    assert f"another run writes there (process {run.process.pid} on " in second.text
+    assert "Loading" not in second.text
+    run.process.kill()
+    run.ended()
+    third = start(ALONE, max_steps=1)
+    assert third.ended(PATIENCE) == 0, third.text[-3000:]
+
+
+def test_a_folder_that_cannot_be_written_is_noticed_before_a_model_is_loaded(start, tmp_path):
+    (tmp_path / "file").write_text("")
+    run = start(ALONE, output_dir=str(tmp_path / "file" / "out"))
+    assert run.ended(PATIENCE) == 2
+    assert "nothing can be written there (Not a directory). Name a folder of yours." in run.text
+    assert "Loading" not in run.text
+
+
+def test_a_killed_run_leaves_folders_that_the_next_removes(start):
+    run = start(ALONE).training(0)
+    run.process.kill()
+    run.ended()
+    assert list(run.temp.glob("grpo_ext_worker_*"))
+    again = start(ALONE, max_steps=1)
+    assert again.ended(PATIENCE) == 0, again.text[-3000:]
+    again.nothing_left()

@@ -1,0 +1,59 @@
+"""Folders of workers go with them, and those of processes that were killed with the next start."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from grpo_ext.rewards.columns import with_plain_state
+from grpo_ext.rewards.workers import pool
+from grpo_ext.rewards.workers.pool import Job, Pool, end_workers, remove_left_behind
+
+
+@pytest.fixture
+def temp(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def folder(temp: Path, process: int, namespace: int) -> Path:
+    made = temp / f"{pool.FOLDER}{namespace}_{process}_abc"
+    made.mkdir()
+    (made / "file").write_text("")
+    return made
+
+
+def test_only_what_belongs_to_nobody_is_removed(temp):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here = pool._namespace()
+    left, ours, another = (
+        folder(temp, gone.pid, here),
+        folder(temp, os.getpid(), here),
+        folder(temp, gone.pid, here + 1),
+    )
+    remove_left_behind()
+    assert (left.exists(), ours.exists(), another.exists()) == (False, True, True)
+
+
+def test_all_workers_of_a_process_end_at_once(temp):
+    with Pool(2) as workers:
+        workers.run([Job("faulty:letters", {"completions": ["a"]}, 60.0)] * 2)
+        processes = [worker.process for worker in workers._idle]
+        assert len(list(temp.glob(f"{pool.FOLDER}*"))) == len(processes) > 0
+        end_workers()
+        assert all(process.poll() is not None for process in processes)
+        assert not list(temp.glob(f"{pool.FOLDER}*"))
+
+
+def test_the_state_that_travels_does_not_grow_with_the_log():
+    class State:
+        def __init__(self, entries):
+            self.global_step, self.log_history = entries, [{"loss": i} for i in range(entries)]
+
+    sent = [with_plain_state({"trainer_state": State(n)})["trainer_state"] for n in (3, 2000)]
+    assert [state.log_history for state in sent] == [[{"loss": 2}], [{"loss": 1999}]]
+    assert [state.global_step for state in sent] == [3, 2000]

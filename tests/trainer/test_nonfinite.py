@@ -1,0 +1,213 @@
+"""NaN and inf, wherever they arise, are found before the optimizer sees them."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import poisoned
+import tiny
+from grpo_ext.errors import ConfigError, NonFiniteError
+from grpo_ext.train import main
+from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT
+from trainers import weights
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def clean(model_path, tmp_path_factory):
+    """Weights of every step of a run in which nothing fails."""
+    folder = tmp_path_factory.mktemp("clean")
+    trainer = poisoned.build(model_path, folder)
+    trainer.train()
+    return {i: load_file(folder / f"checkpoint-{i}" / "model.safetensors") for i in range(1, 5)}
+
+
+def same(these, those) -> bool:
+    return these.keys() == those.keys() and all(torch.equal(these[name], those[name]) for name in those)
+
+
+def state(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.state_dict().items()}
+
+
+WHERE = {  # place: what the message says of it
+    "loss": "{value} in the loss of micro-batch {m} on rank 0, no row of its own",
+    "gradient": f"{{value}} in the gradient of {poisoned.PARAMETER}",
+    "logps": "{value} in log-probabilities of micro-batch {m} on rank 0, row 1 (the first begins '",
+}
+
+
+@pytest.mark.parametrize(("value", "step"), [(math.nan, 1), (math.inf, 2), (math.nan, 4)])
+@pytest.mark.parametrize("place", WHERE)
+def test_the_run_stops_before_the_step_and_names_what_was_first(place, value, step, model_path, tmp_path, clean):
+    m = 1 + step % 2
+    trainer = poisoned.build(model_path, tmp_path).arm(place, value=value, step=step, micro_batch=m)
+    before = state(trainer)
+    with pytest.raises(NonFiniteError) as told:
+        trainer.train()
+    shown = WHERE[place].format(value="inf" if value == math.inf else "nan", m=m)
+    assert str(told.value).startswith(f"Step {step} of 4: {shown}"), told.value
+    assert f"{tmp_path}/failures/step_{step}" in str(told.value)
+    expected = clean[step - 1] if step > 1 else before
+    assert same({k: v for k, v in state(trainer).items() if k in expected}, expected)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{i}" for i in range(1, step)}
+    for i in range(1, step):
+        assert same(load_file(tmp_path / f"checkpoint-{i}" / "model.safetensors"), clean[i])
+    kept = torch.load(tmp_path / "failures" / f"step_{step}" / "rank_0.pt")
+    assert kept["step"] == step
+    assert len(kept["micro_batches"]) == 2
+    assert {"completion_ids", "advantages", "per_token_logps", "loss"} <= kept["micro_batches"][0].keys()
+    assert kept["parameters"] == ([poisoned.PARAMETER] if place == "gradient" else kept["parameters"])
+    assert "torch.load" in (tmp_path / "failures" / f"step_{step}" / "README.txt").read_text()
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3])
+@pytest.mark.parametrize("place", WHERE)
+def test_a_skipped_step_moves_neither_weights_nor_moments(place, max_grad_norm, model_path, tmp_path):
+    settings = {"on_nonfinite": "skip", "max_grad_norm": max_grad_norm}
+    trainer = poisoned.build(model_path, tmp_path, **settings).arm(place, step=2)
+    trainer.train()
+    there = {i: tmp_path / f"checkpoint-{i}" for i in range(1, 5)}
+    files = {i: load_file(path / "model.safetensors") for i, path in there.items()}
+    assert same(files[1], files[2])
+    assert not same(files[2], files[3])
+    moments = [torch.load(there[i] / "optimizer.pt")["state"] for i in (1, 2)]
+    assert all(torch.equal(moments[0][p][k], moments[1][p][k]) for p in moments[0] for k in moments[0][p])
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["nonfinite/skipped_steps"] for entry in log] == [0, 1, 0, 0]
+    assert [math.isfinite(entry["loss"]) for entry in log] == [True, place == "gradient", True, True]
+    assert math.isfinite(log[1]["grad_norm"]) == (place == "logps")  # whose gradient the overwriting has cut off
+    assert all(math.isfinite(w) for w in weights(trainer.model).tolist())
+
+
+def test_without_a_fault_the_guard_changes_no_bit(model_path, tmp_path, clean, monkeypatch):
+    """The clip is torch's own two halves: stock transformers' comes to the same bits."""
+    from trl import GRPOTrainer
+
+    from grpo_ext.trainer.guarded import GuardedTrainer
+
+    for name in ("_clip_grad_norm", "_get_grad_norm", "compute_loss"):
+        monkeypatch.setattr(GuardedTrainer, name, getattr(GRPOTrainer, name))
+    trainer = poisoned.build(model_path, tmp_path)
+    trainer.train()
+    assert same({k: v for k, v in state(trainer).items() if k in clean[4]}, clean[4])
+
+
+def test_the_log_says_nan_and_the_next_interval_is_sound(model_path, tmp_path):
+    settings = {"on_nonfinite": "skip", "logging_steps": 2, "max_steps": 6}
+    trainer = poisoned.build(model_path, tmp_path, **settings).arm("loss", step=3)
+    output = trainer.train()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [math.isnan(entry["loss"]) for entry in log] == [False, True, False]
+    assert [entry["nonfinite/skipped_steps"] for entry in log] == [0, 1, 0]
+    assert math.isfinite(output.training_loss)
+
+
+def test_three_in_a_row_stop_the_run(model_path, tmp_path):
+    steps = range(2, 2 + IN_A_ROW)
+    trainer = poisoned.build(model_path, tmp_path, on_nonfinite="skip", max_steps=8).arm("loss", also=steps)
+    with pytest.raises(NonFiniteError, match=r"Step 4 of 8: .*3rd step in a row that is skipped"):
+        trainer.train()
+
+
+def test_two_in_a_row_do_not(model_path, tmp_path, capsys):
+    trainer = poisoned.build(model_path, tmp_path, on_nonfinite="skip", max_steps=6).arm("loss", also=(3, 5))
+    trainer.train()
+    assert "3 of 6 steps were skipped for NaN or inf" in capsys.readouterr().out
+
+
+def test_at_most_ten_batches_are_kept(model_path, tmp_path):
+    steps = [step for step in range(2, 40) if step % 3]
+    settings = {"on_nonfinite": "skip", "max_steps": 20, "save_strategy": "no"}
+    poisoned.build(model_path, tmp_path, **settings).arm("loss", also=steps).train()
+    assert len(list((tmp_path / "failures").iterdir())) == KEPT < sum(step <= 20 for step in steps)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_stops_the_run(value, model_path, tmp_path):
+    rewards = [poisoned.bad_reward(value, at=3)]
+    trainer = poisoned.build(model_path, tmp_path, rewards)
+    with pytest.raises(NonFiniteError) as told:
+        trainer.train()
+    said = "nan" if math.isnan(value) else "inf"
+    assert str(told.value).startswith(f"Step 3 of 4: {said} returned by reward 'judged' on rank 0, row 1 (")
+    kept = torch.load(tmp_path / "failures" / "step_3" / "rank_0.pt")
+    assert not math.isfinite(kept["rewards"][1, 0])
+    assert len(kept["completions"]) == 16
+    assert (tmp_path / "checkpoint-2").exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_or_counts_as_not_scored(value, model_path, tmp_path, caplog):
+    def run(value, folder):
+        trainer = poisoned.build(model_path, folder, [poisoned.bad_reward(value, at=3)], on_nonfinite="skip")
+        trainer.train()
+        return weights(trainer.model)
+
+    assert torch.equal(run(value, tmp_path / "bad"), run(None, tmp_path / "none"))
+    assert "returned by reward 'judged' on rank 0, row 1" in caplog.text
+    assert "count as not scored by it" in caplog.text
+    assert not (tmp_path / "bad" / "failures").exists()
+
+
+def test_none_still_means_not_scored(model_path, tmp_path):
+    poisoned.build(model_path, tmp_path, [poisoned.bad_reward(None, at=3)]).train()
+
+
+def test_a_run_goes_on_from_before_the_fault(model_path, tmp_path, clean):
+    with pytest.raises(NonFiniteError):
+        poisoned.build(model_path, tmp_path).arm("gradient", step=3).train()
+    trainer = poisoned.build(model_path, tmp_path)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert same({k: v for k, v in state(trainer).items() if k in clean[4]}, clean[4])
+
+
+def test_a_disk_that_is_full_does_not_hide_it(model_path, tmp_path):
+    (tmp_path / "failures").write_text("in the way")
+    trainer = poisoned.build(model_path, tmp_path).arm("loss")
+    with pytest.raises(NonFiniteError, match=r"nan in the loss .* could not be saved to .*rank_0\.pt"):
+        trainer.train()
+
+
+def test_what_is_masked_may_be_anything(model_path, tmp_path, clean):
+    """A log-probability of -inf behind the end of a completion has no part in the loss."""
+
+    class Padded(poisoned.Poisoned):
+        def _scores(self, model, inputs, live):
+            logps, *rest = super()._scores(model, inputs, live)
+            return logps.masked_fill(inputs["completion_mask"] == 0, -math.inf), *rest
+
+    trainer = poisoned.build(model_path, tmp_path)
+    trainer.__class__ = Padded
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_a_poisoned_last_step_of_a_recipe_ends_with_2_and_saves_no_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "grpo_ext.train.GRPOExtTrainer",
+        type("P", (poisoned.Poisoned,), {"place": "loss", "step": 2, "micro_batch": 1}),
+    )
+    argv = ["--config", "quickstart/grpo", "--max_steps", "2", "--output_dir", str(tmp_path), "--save_steps", "1"]
+    with pytest.raises(SystemExit) as left:
+        main([*argv, "--report_to", "none", "--eval_strategy", "no"])
+    assert left.value.code == 2
+    said = capsys.readouterr()
+    assert "Step 2 of 2: nan in the loss" in said.err
+    assert "Model saved" not in said.out
+    assert not (tmp_path / "model.safetensors").exists()
+    assert json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())["global_step"] == 1
+
+
+def test_the_setting_has_two_values(tmp_path):
+    from grpo_ext import GRPOExtConfig
+
+    with pytest.raises(ConfigError, match="on_nonfinite='ignore' is not one of its values"):
+        GRPOExtConfig(str(tmp_path), use_cpu=True, bf16=False, on_nonfinite="ignore")

@@ -1,0 +1,63 @@
+"""One run for each `output_dir`."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from grpo_ext import ConfigError
+from grpo_ext.trainer.output_lock import LOCK_FILE, output_lock
+
+HOLD = "import sys, time; from pathlib import Path; from grpo_ext.trainer.output_lock import output_lock\n"
+HOLD += "with output_lock(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_the_second_is_told_who_is_the_first(holder, tmp_path):
+    told = rf"another run writes there \(process {holder.pid} on .*, since 2"
+    with pytest.raises(ConfigError, match=told), output_lock(tmp_path):
+        pass
+
+
+def test_a_killed_holder_holds_nothing(holder, tmp_path):
+    holder.kill()
+    holder.wait()
+    with output_lock(tmp_path):
+        assert str(os.getpid()) in (tmp_path / LOCK_FILE).read_text()
+    assert not (tmp_path / LOCK_FILE).read_text()
+
+
+def test_only_the_main_process_holds_it(holder, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with output_lock(tmp_path):
+        pass
+
+
+def test_one_after_the_other(tmp_path):
+    for _ in range(2):
+        with output_lock(tmp_path / "new" / "folder"):
+            pass
+
+
+def test_a_folder_that_cannot_be_made_is_told_of(tmp_path):
+    (tmp_path / "file").write_text("")
+    told = r"file/out': nothing can be written there \(Not a directory\)"
+    with pytest.raises(ConfigError, match=told), output_lock(tmp_path / "file" / "out"):
+        pass
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_told_of(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"), output_lock(tmp_path):
+        pass

@@ -1,0 +1,103 @@
+"""What a process is told, by whom it may be told, and what stays another's."""
+
+import os
+import signal
+import time
+
+import pytest
+
+import tiny
+from grpo_ext.errors import NOT_FINISHED, RunInterrupted
+from grpo_ext.trainer.signals import REPEATED_WITHIN, Signals, signals
+from trainers import build, weights
+
+
+@pytest.fixture
+def watched():
+    own = Signals()
+    assert own.watch()
+    yield own
+    own.rest()
+
+
+def until(holds):
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_first_is_noted_and_its_echo_is_none(watched, monkeypatch):
+    left = []
+    monkeypatch.setattr(watched, "leave_now", lambda code, line: left.append(code))
+    watched.phase = "training"
+    os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: watched.requested)
+    os.kill(os.getpid(), signal.SIGINT)  # as a launcher adds its own to the terminal's
+    time.sleep(0.2)
+    assert (watched.requested, left) == (signal.SIGTERM, [])
+    watched._first -= REPEATED_WITHIN
+    os.kill(os.getpid(), signal.SIGINT)
+    until(lambda: left)
+    assert left == [128 + signal.SIGINT]
+
+
+@pytest.mark.parametrize(("phase", "code"), [("loading", [NOT_FINISHED]), ("training", []), ("ending", [])])
+def test_only_while_loading_the_first_ends_the_process(phase, code, watched, monkeypatch):
+    left = []
+    monkeypatch.setattr(watched, "leave_now", lambda code, line: left.append(code))
+    watched.phase = phase
+    watched.arrived(signal.SIGTERM)
+    assert left == code
+
+
+def test_handlers_are_given_back_and_those_of_others_kept():
+    def of_another(*_):
+        """Somebody's own."""
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGHUP, of_another)
+    try:
+        own = Signals()
+        own.watch()
+        assert signal.getsignal(signal.SIGHUP) is of_another
+        assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
+        own.rest()
+        assert {number: signal.getsignal(number) for number in before} == before
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_the_handlers_of_before():
+    signals.watch()
+    try:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not signals.requested
+    finally:
+        signals.rest()
+
+
+def test_a_trainer_of_python_saves_and_leaves_too_and_goes_on(tmp_path):
+    """In the middle of an interval, on another step than those that save; the evaluation that is due is left out."""
+    path, settings = tiny.save(tmp_path / "model"), {"max_steps": 6, "save_strategy": "steps", "save_steps": 4}
+
+    def told(completions, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            signals.arrived(signal.SIGTERM)
+        return tiny.count_a(completions)
+
+    trainer = build(path, tmp_path / "out", [told], **settings)
+    with pytest.raises(RunInterrupted, match="SIGTERM: saved checkpoint-3 of 6 steps") as left:
+        trainer.train()
+    assert left.value.code == NOT_FINISHED
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    trainer = build(path, tmp_path / "out", [tiny.count_a], **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
+    whole = build(path, tmp_path / "whole", [tiny.count_a], **settings)
+    whole.train()
+    assert (weights(trainer.model) == weights(whole.model)).all()
