@@ -17,6 +17,7 @@ from grpo_ext import ConfigError
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
 from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
+from grpo_ext.trainer.output_lock import LOCK_FILE
 from processes import PATIENCE
 
 
@@ -82,8 +83,8 @@ def test_a_second_call_resumes_where_the_first_stopped(recipe, tmp_path, capsys)
 
 
 def contents(folder) -> dict[str, tuple[int, bytes]]:
-    """Each file with when it was written and what it holds."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    """Each file but the lock, with when it was written and what it holds."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK_FILE]
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 

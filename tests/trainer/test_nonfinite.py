@@ -211,3 +211,11 @@ def test_the_setting_has_two_values(tmp_path):
 
     with pytest.raises(ConfigError, match="on_nonfinite='ignore' is not one of its values"):
         GRPOExtConfig(str(tmp_path), use_cpu=True, bf16=False, on_nonfinite="ignore")
+
+
+def test_a_step_that_overflows_is_not_saved(model_path, tmp_path):
+    """Finite gradients, and a rate at which the weights become infinite."""
+    trainer = poisoned.build(model_path, tmp_path, learning_rate=3e38, weight_decay=100.0)
+    with pytest.raises(NonFiniteError, match=r"After step 1 of 4 the weights .* a step was too large"):
+        trainer.train()
+    assert not list(tmp_path.glob("checkpoint-*"))

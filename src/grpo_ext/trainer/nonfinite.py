@@ -369,7 +369,7 @@ class NonFiniteGuard:
 
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor."""
-    return gradient.tolocal() if isinstance(gradient, DTensor) else gradient
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _on_cpu(tensors: dict[str, Any]) -> dict[str, Tensor]:

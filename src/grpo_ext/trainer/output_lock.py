@@ -12,7 +12,8 @@ from typing import Any
 from grpo_ext.config.launch import rank
 from grpo_ext.errors import ConfigError
 
-LOCK_FILE = ".grpo_ext.lock"
+LOCK_FILE = "_grpo_ext.lock"
+"""What begins with `_` transformers never pushes to the hub."""
 
 
 @contextmanager
