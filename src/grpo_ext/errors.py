@@ -29,3 +29,7 @@ class RolloutDrift(RuntimeError):
 
 class ServerLost(RuntimeError):
     """The vLLM server is gone for good; raised on all processes."""
+
+
+class NotSaved(RuntimeError):
+    """A model of which no weights were written."""

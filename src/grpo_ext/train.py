@@ -11,7 +11,7 @@ from accelerate import PartialState
 from trl import get_peft_config, get_quantization_config
 
 from grpo_ext.config.launch import check_announced
-from grpo_ext.errors import ConfigError, DataError, RewardError, RolloutDrift, ServerLost
+from grpo_ext.errors import ConfigError, DataError, NotSaved, RewardError, RolloutDrift, ServerLost
 from grpo_ext.recipe.loading import datasets_of, load_tokenizer, model_path
 from grpo_ext.recipe.parsing import load_recipe, print_help
 from grpo_ext.recipe.parts import Recipe
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         check_announced()
         train(load_recipe(argv))
-    except (ConfigError, DataError, RewardError, RolloutDrift, ServerLost) as error:
+    except (ConfigError, DataError, NotSaved, RewardError, RolloutDrift, ServerLost) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     finally:

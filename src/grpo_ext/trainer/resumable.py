@@ -19,6 +19,7 @@ from grpo_ext.trainer.advantages import GroupMeans
 from grpo_ext.trainer.arguments import check_trained
 from grpo_ext.trainer.checkpoints import state
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
+from grpo_ext.trainer.checkpoints.whole_model import check_saved, gathered
 from grpo_ext.trainer.generation import Generation
 
 
@@ -54,6 +55,20 @@ class ResumableTrainer(GRPOTrainer):
             raise
         check_trained(self.args, self.train_dataset, self.state.global_step)
         return output
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers', and by every engine a model that loads; in a checkpoint its shards are enough.
+
+        Raises:
+            NotSaved: no weights were written.
+        """
+        if _internal_call:
+            super().save_model(output_dir, _internal_call)
+            return
+        with gathered(self):
+            super().save_model(output_dir)
+        if self.args.should_save:
+            check_saved(Path(output_dir or str(self.args.output_dir)))
 
     # Where a run goes on.
 
