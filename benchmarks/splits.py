@@ -82,7 +82,9 @@ class Case:
 
     def key(self) -> str:
         trainer = "stock-" if self.stock else ""
-        return f"{trainer}{self.loss}-{self.feature}-{self.processes}x{self.rows}x{self.accumulation}".replace(" ", "_")
+        return f"{trainer}{self.loss}-{self.feature}-{self.processes}x{self.rows}x{self.accumulation}".replace(
+            " ", "_"
+        )
 
     def settings(self) -> dict:
         """Of either trainer's config."""
@@ -208,10 +210,10 @@ def judged(case: Case, folder: Path, dtype: torch.dtype) -> float:
     return max(differences(watched, gradients, RATE))
 
 
-def measured(launch: str, names: list[str], folder: Path, stock: bool = True) -> list[dict]:
-    """Train and judge all cases of a launch."""
+def measured(launch: str, chosen: list[Case], folder: Path) -> list[dict]:
+    """Have a launch train cases, and judge them."""
     dtype = torch.float32 if launch.startswith("zero") else torch.float64
-    chosen, begin = list(cases(launch, names, stock)), time.monotonic()
+    begin = time.monotonic()
     trained(launch, chosen, folder, dtype)
     middle = time.monotonic()
     found = [asdict(case) | {"launch": launch, "difference": judged(case, folder, dtype)} for case in chosen]
@@ -242,16 +244,21 @@ def main() -> None:
     launches = options.launches or [n for n in LAUNCHES if not n.startswith("zero") or find_spec("deepspeed")]
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    python_logging.getLogger("grpo_ext").setLevel("ERROR")  # that a loss without a ratio is used off-policy is meant here
+    python_logging.getLogger("grpo_ext").setLevel(
+        "ERROR"
+    )  # that a loss without a ratio is used off-policy is meant here
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for launch in launches:
-            found += measured(launch, options.losses, Path(folder) / launch)
+            chosen = list(cases(launch, options.losses, stock=True))
+            found += measured(launch, chosen, Path(folder) / launch)
             write(options.output, found)
     for launch in launches:
         ours = [c for c in found if c["launch"] == launch and not c["stock"]]
         worst = max(ours, key=lambda c: c["difference"])
-        print(f"{launch:6} {len(ours)} cases, largest difference {worst['difference']:.1e} ({worst['loss']}, {worst['feature']})")
+        print(
+            f"{launch:6} {len(ours)} cases, largest difference {worst['difference']:.1e} ({worst['loss']}, {worst['feature']})"
+        )
 
 
 if __name__ == "__main__":

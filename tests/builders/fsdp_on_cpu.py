@@ -1,7 +1,7 @@
 """Real FSDP2 over gloo: accelerate sets FSDP beside types of GPU only, and is plain DDP on a CPU otherwise.
 
-A rank script calls `make_fsdp_real()` before its first `Accelerator`; `fsdp_on_cpu.py MODULE [ARGS]` does so and runs a
-module, as `accelerate launch fsdp_on_cpu.py grpo_ext.train --config ...`.
+A rank script calls `make_fsdp_real()` before its first `Accelerator`; `fsdp_on_cpu.py MODULE [ARGS]` does so and runs
+a module, as `accelerate launch fsdp_on_cpu.py grpo_ext.train --config ...`.
 """
 
 import os
@@ -11,6 +11,7 @@ from functools import wraps
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 
@@ -18,6 +19,7 @@ def make_fsdp_real() -> None:
     """Where the launch configuration says FSDP, let accelerate take two CPU processes for two GPUs'."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return
+    CPUOffloadPolicy.__init__.__defaults__ = (False,)  # pinned memory is a GPU's
     plain = AcceleratorState.__init__
 
     @wraps(plain)

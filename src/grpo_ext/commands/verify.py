@@ -241,7 +241,9 @@ def _print(recipe: Any, plan: Plan, lines: list[tuple[str, ...]], resumed: tuple
     from rich.table import Table
 
     console = Console()
-    table = Table("split", "processes x rows x accumulation", "relative difference of the gradient", "verdict", box=None)
+    table = Table(
+        "split", "processes x rows x accumulation", "relative difference of the gradient", "verdict", box=None
+    )
     for line in lines:
         table.add_row(*line)
     table.add_row("resumed", "after the first step", f"{resumed[0]} (of weights)", resumed[1])

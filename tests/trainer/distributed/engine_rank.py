@@ -1,4 +1,4 @@
-"""Train, save, resume, save by the engine of the launch: `engine_rank.py MODEL OUTPUT`; each saved model is to load."""
+"""Train, save, resume and save again by the engine of the launch: `engine_rank.py MODEL OUTPUT`."""
 
 import sys
 import warnings

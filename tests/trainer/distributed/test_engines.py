@@ -23,6 +23,7 @@ ENGINES = {
         FSDP,
         True,
     ),
+    "fsdp2 that keeps its weights in memory": ("cpu_fsdp2", {"fsdp_offload_params": True}, FSDP, True),
     "zero1": ("cpu_zero1", {}, ZERO, False),
     "zero2": ("cpu_zero2", {}, ZERO, False),
     "zero3": ("cpu_zero3", {}, ZERO, True),

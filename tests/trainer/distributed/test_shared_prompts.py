@@ -12,7 +12,7 @@ from processes import CONFIG, launcher, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "shared_rank.py"
-LAUNCHES = {"ddp": CONFIG, "fsdp2": Path(__file__).parent / "fsdp2_cpu.yaml"}
+LAUNCHES = {"ddp": CONFIG, "fsdp2": CONFIG.parent / "cpu_fsdp2.yaml"}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def test_two_processes_that_share_make_the_step_of_one_that_does_not(launch, mod
     for case in CASES:
         one, two = torch.load(plain / f"{case}.pt"), torch.load(tmp_path / f"{case}.pt")
         assert (one["shared"], two["shared"]) == (False, True)
+        assert two["sharded"] == (launch == "fsdp2")
         assert max((one["weights"][name] - start[name]).abs().max() for name in start) > 1e-4
         torch.testing.assert_close(two["weights"], one["weights"], rtol=0, atol=1e-9)
         for mine, theirs in zip(one["log"], two["log"], strict=True):

@@ -219,7 +219,10 @@ def differences(watched: Mapping[str, Any], gradients: Sequence[Weights], learni
     found = []
     for (before, after), gradient in zip(pairwise(watched["weights"]), gradients, strict=True):
         error = torch.cat(
-            [((before[n].double() - after[n].double()) / learning_rate - g.double()).flatten() for n, g in gradient.items()]
+            [
+                ((before[n].double() - after[n].double()) / learning_rate - g.double()).flatten()
+                for n, g in gradient.items()
+            ]
         )
         size = torch.cat([g.double().flatten() for g in gradient.values()]).norm()
         found.append((error.norm() / size).item() if size else error.norm().item())

@@ -11,18 +11,17 @@ from grpo_ext.errors import ConfigError
 
 VOCABULARY = 48
 LAYERS = 2
-SIZES = {
-    32: ("hidden_size", "d_model", "n_embd"),
-    48: ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner"),
-    LAYERS: ("num_hidden_layers", "n_layer", "max_window_layers"),
-    4: ("num_attention_heads", "n_head", "num_experts", "num_local_experts", "n_routed_experts"),
-    2: ("num_key_value_heads", "num_experts_per_tok"),
-    8: ("head_dim",),
-    512: ("max_position_embeddings", "n_positions"),
-    VOCABULARY: ("vocab_size",),
-    0: ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "pad_token_id"),
-    1: ("eos_token_id",),
-}
+SIZES: tuple[tuple[int | float, str], ...] = (
+    (32, "hidden_size d_model n_embd"),
+    (48, "intermediate_size moe_intermediate_size shared_expert_intermediate_size ffn_dim n_inner"),
+    (LAYERS, "num_hidden_layers n_layer max_window_layers"),
+    (4, "num_attention_heads n_head num_experts num_local_experts n_routed_experts"),
+    (2, "num_key_value_heads num_experts_per_tok"),
+    (8, "head_dim"),
+    (512, "max_position_embeddings n_positions"),
+    (VOCABULARY, "vocab_size"),
+    (0.0, "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop"),
+)
 """What is made small, under the names that architectures give it."""
 SPREAD = 0.3
 """Initial spread of the weights: enough for probabilities, and gradients, that differ between tokens."""
@@ -31,13 +30,15 @@ SPREAD = 0.3
 def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The same architecture with sizes of a toy."""
     settings = config.get_text_config().to_dict()
-    small = {name: size for size, names in SIZES.items() for name in names if settings.get(name) is not None}
+    small = {name: size for size, names in SIZES for name in names.split() if settings.get(name) is not None}
     small |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "initializer_range": SPREAD}
     if settings.get("layer_types"):
         small["layer_types"] = settings["layer_types"][:LAYERS]
     if settings.get("num_attention_heads") == settings.get("num_key_value_heads"):
         small["num_key_value_heads"] = small.get("num_attention_heads")
-    kept = {k: v for k, v in settings.items() if k not in ("quantization_config", "torch_dtype", "dtype", "_name_or_path")}
+    kept = {
+        k: v for k, v in settings.items() if k not in ("quantization_config", "torch_dtype", "dtype", "_name_or_path")
+    }
     return type(config.get_text_config())(**kept | small)
 
 
@@ -51,7 +52,9 @@ def save_small(source: str, folder: Path, *, trust_remote_code: bool = False) ->
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         cure = "Name a local folder, or let this machine reach the hub once."
-        raise ConfigError([f"model_name_or_path={source}: its config.json cannot be read ({error}). {cure}"]) from error
+        raise ConfigError(
+            [f"model_name_or_path={source}: its config.json cannot be read ({error}). {cure}"]
+        ) from error
     try:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(small_config(config), trust_remote_code=trust_remote_code)
