@@ -1,4 +1,4 @@
-"""The losses once more, as their papers write them, for one row and in the plainest torch: what a split is judged by."""
+"""The losses once more, as their papers write them, for one row in the plainest torch: what splits are judged by."""
 
 from typing import Any
 

@@ -17,7 +17,7 @@ from grpo_ext.errors import ConfigError, DataError
 FOLDER = "GRPO_EXT_VERIFY_FOLDER"
 """Environment variable by which the processes are told where the plan is, and where to leave what was watched."""
 TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1, "float64": 1e-9}
-"""Relative difference of a gradient; that of float32 has room for the rounding of an update of learning rate `RATE`."""
+"""Relative difference of a gradient; float32's has room for the rounding of an update by learning rate `RATE`."""
 MOST_ROWS = 64
 RATE = 0.05
 LEFT_OUT: dict[str, Any] = {
@@ -176,7 +176,8 @@ class Plan:
         from grpo_ext.config.launch import planned_processes
 
         allowed = TOLERANCES[self.precision]
-        lines, sound = [], True
+        lines: list[tuple[str, ...]] = []
+        sound = True
         with planned_processes(self.splits[0].processes):
             for split in self.splits:
                 worst = self._difference(recipe, split, folder)

@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from grpo_ext.errors import ConfigError
+
 SPREAD = {
     "tp_size": "tensor parallelism",
     "cp_size": "context parallelism",
@@ -31,6 +33,21 @@ def engine_problems(config: Any) -> Iterator[str]:
     given = config.model_init_kwargs
     if isinstance(given, Mapping) and given.get("tp_plan") is not None:
         yield f"model_init_kwargs={dict(given)!r}: tp_plan spreads each row over processes. {CURE}, and remove it."
+
+
+def check_started(distributed_type: str) -> None:
+    """Refuse an engine that was asked for and is not there.
+
+    Raises:
+        ConfigError: accelerate sets FSDP beside GPUs only, and on a CPU would train by plain DDP in silence.
+    """
+    if _announced("ACCELERATE_USE_FSDP") and distributed_type != "FSDP":
+        raise ConfigError(
+            [
+                f"the launch asks for FSDP, and accelerate has started {distributed_type}: it knows FSDP on GPUs only. "
+                "On a CPU launch by --accelerate_config cpu_ddp."
+            ]
+        )
 
 
 def _sizes(config: Any) -> dict[str, int]:

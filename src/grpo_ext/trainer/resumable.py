@@ -9,6 +9,7 @@ from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from trl import GRPOTrainer
 
+from grpo_ext.config.engines import check_started
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import RolloutDrift, ServerLost
 from grpo_ext.objective.aggregation import StepTotals
@@ -41,8 +42,10 @@ class ResumableTrainer(GRPOTrainer):
         """As TRL's; a second call starts from fresh rollouts, and a resumed one evaluates no second time at its start.
 
         Raises:
+            ConfigError: the engine that the launch asks for is not there.
             DataError: the stream ended before the first step.
         """
+        check_started(self.accelerator.distributed_type.value)
         self._buffered_inputs, self._generation = None, Generation()
         self._step = 0
         self._epoch_began = (0, 0)

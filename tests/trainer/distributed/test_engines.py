@@ -1,39 +1,38 @@
 """Every engine of recipes/accelerate_configs, on two processes: it trains, resumes, and leaves a model that loads."""
 
 import os
-from importlib.util import find_spec
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import tiny
-from processes import CONFIG, launcher, run
+from processes import ENVIRONMENT, PATIENCE, has_deepspeed, launcher, on_cpu, run, with_deepspeed
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "engine_rank.py"
 FSDP, ZERO = "DistributedType.FSDP", "DistributedType.DEEPSPEED"
 ENGINES = {
-    "ddp": ("cpu_ddp", {}, "DistributedType.MULTI_CPU", False),
-    "fsdp2": ("cpu_fsdp2", {}, FSDP, True),
+    "ddp": ("ddp", {}, "DistributedType.MULTI_CPU", False),
+    "fsdp2": ("fsdp2", {}, FSDP, True),
     "fsdp2 in shards, activations computed again": (
-        "cpu_fsdp2",
+        "fsdp2",
         {"fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_activation_checkpointing": True},
         FSDP,
         True,
     ),
-    "fsdp2 that keeps its weights in memory": ("cpu_fsdp2", {"fsdp_offload_params": True}, FSDP, True),
-    "zero1": ("cpu_zero1", {}, ZERO, False),
-    "zero2": ("cpu_zero2", {}, ZERO, False),
-    "zero3": ("cpu_zero3", {}, ZERO, True),
-    "zero3 that leaves its weights apart": ("cpu_zero3", {"zero3_save_16bit_model": False}, ZERO, True),
+    "fsdp2_offload": ("fsdp2_offload", {}, FSDP, True),
+    "zero1": ("zero1", {}, ZERO, False),
+    "zero2": ("zero2", {}, ZERO, False),
+    "zero3": ("zero3", {}, ZERO, True),
+    "zero3 that leaves its weights apart": ("zero3", {"zero3_save_16bit_model": False}, ZERO, True),
 }
 
 
 def needs_deepspeed(engine: str) -> None:
-    if engine.startswith("zero") and not find_spec("deepspeed"):
-        if os.environ.get("GRPO_EXT_REQUIRE_DEEPSPEED"):
+    if engine.startswith("zero") and not has_deepspeed():
+        if os.environ.get("GRPO_EXT_REQUIRE_DEEPSPEED") == "1":
             pytest.fail("DeepSpeed is not installed, and is required here")
         pytest.skip("DeepSpeed is not installed")
 
@@ -47,13 +46,8 @@ def model(tmp_path_factory):
 def test_it_trains_resumes_and_leaves_a_model_that_loads(engine, model, tmp_path):
     needs_deepspeed(engine)
     name, changed, kind, sharded = ENGINES[engine]
-    config = yaml.safe_load((CONFIG.parent / f"{name}.yaml").read_text())
-    for section in ("fsdp_config", "deepspeed_config"):
-        if section in config:
-            config[section] |= changed
-    file = tmp_path / "engine.yaml"
-    file.write_text(yaml.safe_dump(config))
-    run([*launcher(file), str(SCRIPT), model, str(tmp_path)], DS_ACCELERATOR="cpu")
+    file = on_cpu(name, tmp_path, **changed)
+    run([*launcher(file), str(SCRIPT), model, str(tmp_path)], **(with_deepspeed() if kind == ZERO else {}))
     facts = torch.load(tmp_path / "facts.pt")
     start = tiny.load(model).state_dict()
     for end in ("whole", "resumed"):
@@ -64,3 +58,17 @@ def test_it_trains_resumes_and_leaves_a_model_that_loads(engine, model, tmp_path
             assert torch.equal(loaded[parameter], value), parameter
             assert torch.equal(value, facts["whole"]["weights"][parameter]), parameter
     assert max((facts["whole"]["weights"][p] - start[p]).abs().max() for p in start) > 1e-4
+
+
+def test_fsdp_that_would_be_ddp_in_silence_is_refused(model, tmp_path):
+    """Without our shim, which is what a user on a CPU has."""
+    script = tmp_path / "plain.py"
+    script.write_text(
+        SCRIPT.read_text()
+        .replace("    make_fsdp_real()\n", "")
+        .replace('Path(__file__).parents[2] / "builders"', repr(str(SCRIPT.parents[2] / "builders")))
+    )
+    command = [*launcher(on_cpu("fsdp2", tmp_path)), str(script), model, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=PATIENCE)
+    assert done.returncode != 0
+    assert "the launch asks for FSDP, and accelerate has started MULTI_CPU" in done.stderr

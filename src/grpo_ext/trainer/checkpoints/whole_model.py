@@ -39,7 +39,7 @@ def check_saved(folder: Path) -> None:
     """
     if not any((folder / name).is_file() for name in WEIGHTS):
         raise NotSaved(
-            f"{folder}: the engine wrote no weights of the model that from_pretrained could load ({', '.join(WEIGHTS)}). "
-            "The last checkpoint holds them in shards: resume by a launch of another engine configuration, such as "
+            f"{folder}: the engine wrote no weights that from_pretrained could load ({', '.join(WEIGHTS)}). The last "
+            "checkpoint holds them in shards: resume by a launch of another engine configuration, such as "
             "ddp, fsdp2 or zero3, and it is saved at the end."
         )

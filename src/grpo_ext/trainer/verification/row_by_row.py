@@ -1,4 +1,4 @@
-"""The gradient of an optimizer step, one row at a time: no padding, no batch, no process, and the papers' denominators.
+"""The gradient of an optimizer step, one row at a time: no padding, no batch, and the papers' denominators.
 
 What the trainer watched says which rows made a step and which weights it began and ended with. Everything else is
 computed anew: log-probabilities by a plain forward of one row, advantages of whole generations, the loss of a row

@@ -30,7 +30,9 @@ SPREAD = 0.3
 def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The same architecture with sizes of a toy."""
     settings = config.get_text_config().to_dict()
-    small = {name: size for size, names in SIZES for name in names.split() if settings.get(name) is not None}
+    small: dict[str, Any] = {
+        name: size for size, names in SIZES for name in names.split() if settings.get(name) is not None
+    }
     small |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "initializer_range": SPREAD}
     if settings.get("layer_types"):
         small["layer_types"] = settings["layer_types"][:LAYERS]
@@ -61,8 +63,8 @@ def save_small(source: str, folder: Path, *, trust_remote_code: bool = False) ->
     except Exception as error:  # whatever an architecture makes of sizes that it does not expect
         raise ConfigError(
             [
-                f"model_name_or_path={source}: a small {config.model_type} cannot be built ({error}). Give the folder of "
-                "a small model of this class, which is then taken for it."
+                f"model_name_or_path={source}: a small {config.model_type} cannot be built ({error}), so "
+                "this architecture is not verified. Verify the recipe with --model_name_or_path of another."
             ]
         ) from error
     model.float().save_pretrained(folder)
