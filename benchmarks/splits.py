@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--launches", nargs="*", default=None)
     parser.add_argument("--losses", nargs="*", default=NAMES)
+    parser.add_argument("--features", nargs="*", default=list(FEATURES))
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.folder is not None:
@@ -241,7 +242,7 @@ def main() -> None:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for launch in launches:
-            chosen = list(cases(launch, options.losses, stock=True))
+            chosen = [c for c in cases(launch, options.losses, stock=True) if c.feature in options.features]
             found += measured(launch, chosen, Path(folder) / launch)
             write(options.output, found)
     for launch in launches:

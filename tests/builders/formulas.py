@@ -21,9 +21,17 @@ def loss_of_row(objective: Objective, inputs: dict[str, Any]) -> Tensor:
     return loss.expand_as(logps)[None]
 
 
+def least(x, bound):
+    return torch.where(x < bound, x, torch.full_like(x, bound))
+
+
+def most(x, bound):
+    return torch.where(x > bound, x, torch.full_like(x, bound))
+
+
 def clip(r, a, epsilon_low, epsilon_high, delta=None, **_):
-    capped = r if delta is None else torch.minimum(r, torch.tensor(delta))
-    clipped = torch.minimum(torch.maximum(r, torch.tensor(1 - epsilon_low)), torch.tensor(1 + epsilon_high))
+    capped = r if delta is None else least(r, delta)
+    clipped = least(most(r, 1 - epsilon_low), 1 + epsilon_high)
     return -torch.minimum(capped * a, clipped * a)
 
 
@@ -32,7 +40,7 @@ def reinforce(a, logps, **_):
 
 
 def cispo(r, a, logps, epsilon_high, **_):
-    return -torch.minimum(r.detach(), torch.tensor(epsilon_high)) * a * logps
+    return -least(r.detach(), epsilon_high) * a * logps
 
 
 def sapo(r, a, temperature_pos, temperature_neg, **_):
@@ -52,8 +60,8 @@ def vespo(a, logps, old, k_pos, lambda_pos, k_neg, lambda_neg, **_):
 
 
 def gmpo(a, logps, old, epsilon_low, epsilon_high, **_):
-    up = torch.minimum(logps - old, torch.tensor(epsilon_high))
-    down = torch.maximum(logps - old, torch.tensor(-epsilon_low))
+    up = least(logps - old, epsilon_high)
+    down = most(logps - old, -epsilon_low)
     return -a * torch.where(a > 0, up, down).mean().exp()
 
 

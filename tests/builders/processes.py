@@ -1,6 +1,7 @@
 """Scripts in processes of their own: alone, or as two ranks on a CPU by accelerate."""
 
 import os
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -52,3 +53,35 @@ def with_deepspeed() -> dict[str, str]:
 
 def has_deepspeed() -> bool:
     return (Path(DEEPSPEED) / "deepspeed").is_dir() if DEEPSPEED else find_spec("deepspeed") is not None
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def machines(*command: str) -> None:
+    """Run a script by two launchers on this host, each told that it is one of two machines (docs/launching.md)."""
+    port, env = free_port(), os.environ | ENVIRONMENT
+    launched = [
+        subprocess.Popen(
+            [
+                *launcher(),
+                *("--num_machines", "2", "--num_processes", "2", "--machine_rank", rank),
+                *("--main_process_ip", "127.0.0.1", "--main_process_port", port),
+                *command,
+            ],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        said = [machine.communicate(timeout=PATIENCE)[0] for machine in launched]
+    finally:
+        for machine in launched:
+            machine.kill()
+    assert [machine.returncode for machine in launched] == [0, 0], "\n".join(text[-3000:] for text in said)

@@ -44,7 +44,7 @@ def check_started(distributed_type: str) -> None:
     if _announced("ACCELERATE_USE_FSDP") and distributed_type != "FSDP":
         raise ConfigError(
             [
-                f"the launch asks for FSDP, and accelerate has started {distributed_type}: it knows FSDP on GPUs only. "
+                f"the launch asks for FSDP, and accelerate has started {distributed_type}: it has FSDP on GPUs only. "
                 "On a CPU launch by --accelerate_config cpu_ddp."
             ]
         )

@@ -1,8 +1,5 @@
 """Two launches on this host, each told that it is one of two machines: the step of one process."""
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,42 +7,10 @@ import pytest
 import torch
 
 import tiny
-from processes import ENVIRONMENT, PATIENCE, launcher, run
+from processes import machines, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "one_step.py"
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def machines(*command: str) -> None:
-    """Run a command on both; each is a launcher of its own, as on two hosts (docs/launching.md)."""
-    port, env = free_port(), os.environ | ENVIRONMENT
-    launched = [
-        subprocess.Popen(
-            [
-                *launcher(),
-                *("--num_machines", "2", "--num_processes", "2", "--machine_rank", rank),
-                *("--main_process_ip", "127.0.0.1", "--main_process_port", port),
-                *command,
-            ],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        said = [machine.communicate(timeout=PATIENCE)[0] for machine in launched]
-    finally:
-        for machine in launched:
-            machine.kill()
-    assert [machine.returncode for machine in launched] == [0, 0], "\n".join(text[-3000:] for text in said)
 
 
 def test_two_machines_make_the_step_of_one_process(tmp_path):
