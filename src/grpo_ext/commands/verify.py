@@ -96,7 +96,7 @@ def run(argv: list[str]) -> int:
 
 
 def _verify(argv: list[str], name: str | None, processes: int | None, precision: str) -> int:
-    from grpo_ext.commands.train import accelerate_config, default_config
+    from grpo_ext.commands.train import accelerate_command, accelerate_config, default_config
     from grpo_ext.config.launch import planned_processes
     from grpo_ext.recipe.files import read_yaml
     from grpo_ext.recipe.parsing import load_recipe
@@ -109,7 +109,11 @@ def _verify(argv: list[str], name: str | None, processes: int | None, precision:
         plan = Plan.of(recipe, argv, several, precision)
         plan.write(Path(folder))
         plan.build(recipe, Path(folder))
-        _launch(config if several > 1 or name else None, processes, Path(folder), precision)
+        command = [sys.executable]
+        if name is not None or processes is not None:
+            command = accelerate_command(config, processes)
+            command += ["--mixed_precision", "bf16" if precision == "bfloat16" else "no"]
+        _launch(command, Path(folder))
         return plan.judge(recipe, Path(folder))
 
 
@@ -220,15 +224,10 @@ def _resumed(folder: Path) -> float:
     return max((whole[name].double() - resumed[name].double()).abs().max().item() for name in whole)
 
 
-def _launch(config: Path | None, processes: int | None, folder: Path, precision: str) -> None:
+def _launch(command: list[str], folder: Path) -> None:
     """Run this module's `main` by the user's launcher."""
     from grpo_ext.config.launch import ASKED
 
-    command = [sys.executable]
-    if config is not None:
-        command += ["-m", "accelerate.commands.launch", "--config_file", str(config)]
-        command += ["--mixed_precision", "bf16" if precision == "bfloat16" else "no"]
-        command += [] if processes is None else ["--num_processes", str(processes)]
     environment = {k: v for k, v in os.environ.items() if k != ASKED} | {FOLDER: str(folder)}
     done = subprocess.run(
         [*command, "-m", "grpo_ext.commands.verify"], env=environment, capture_output=True, text=True
