@@ -4,6 +4,7 @@ import pytest
 from accelerate.parallelism_config import ParallelismConfig
 
 from grpo_ext import GRPOExtConfig
+from grpo_ext.config.engines import check_started
 from grpo_ext.errors import ConfigError
 
 LAUNCHES = {
@@ -54,3 +55,14 @@ def test_the_config_says_so_too():
         config(parallelism_config=ParallelismConfig(cp_size=2))
     with pytest.raises(ConfigError, match="tp_plan"):
         config(model_init_kwargs={"tp_plan": "auto"})
+
+
+def test_a_reference_that_only_one_process_has_loaded_is_refused(monkeypatch):
+    """Without it the gradient was 8 times its own size off (make bench-splits, KL by FSDP2)."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    check_started("FSDP", reference=False)
+    with pytest.raises(ConfigError, match="fsdp_cpu_ram_efficient_loading=true"):
+        check_started("FSDP", reference=True)
+    with pytest.raises(ConfigError, match="accelerate has started MULTI_CPU"):
+        check_started("MULTI_CPU", reference=False)

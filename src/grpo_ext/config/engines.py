@@ -35,12 +35,20 @@ def engine_problems(config: Any) -> Iterator[str]:
         yield f"model_init_kwargs={dict(given)!r}: tp_plan spreads each row over processes. {CURE}, and remove it."
 
 
-def check_started(distributed_type: str) -> None:
+def check_started(distributed_type: str, reference: bool) -> None:
     """Refuse an engine that was asked for and is not there.
 
     Raises:
-        ConfigError: accelerate sets FSDP beside GPUs only, and on a CPU would train by plain DDP in silence.
+        ConfigError: accelerate sets FSDP beside GPUs only, and on a CPU would train by plain DDP in silence; or TRL
+            has shared out a `reference` model whose weights only the first process has loaded.
     """
+    if reference and distributed_type == "FSDP" and _announced("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        raise ConfigError(
+            [
+                "fsdp_cpu_ram_efficient_loading=true: only the first process loads weights, and TRL never gives those "
+                "of the reference model (beta > 0) to the others, so that the KL is one to noise. Set it to false."
+            ]
+        )
     if _announced("ACCELERATE_USE_FSDP") and distributed_type != "FSDP":
         raise ConfigError(
             [

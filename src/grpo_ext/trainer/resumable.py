@@ -45,7 +45,7 @@ class ResumableTrainer(GRPOTrainer):
             ConfigError: the engine that the launch asks for is not there.
             DataError: the stream ended before the first step.
         """
-        check_started(self.accelerator.distributed_type.value)
+        check_started(self.accelerator.distributed_type.value, self.ref_model is not None)
         self._buffered_inputs, self._generation = None, Generation()
         self._step = 0
         self._epoch_began = (0, 0)
