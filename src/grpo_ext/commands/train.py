@@ -39,9 +39,7 @@ def launch(config: Path | None, processes: int | None, argv: list[str]) -> int:
     """Train by accelerate, and have each process check that as many came as were asked for."""
     from grpo_ext.config.launch import ASKED
 
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += [] if config is None else ["--config_file", str(config)]
-    command += [] if processes is None else ["--num_processes", str(processes)]
+    command = accelerate_command(config, processes)
     asked = processes or (read_yaml(config).get("num_processes") if config else None)
     environment = os.environ if asked is None else os.environ | {ASKED: str(asked)}
     return call([*command, "-m", "grpo_ext.train", *argv], environment)
@@ -88,6 +86,13 @@ def _hand_on(launcher: "subprocess.Popen[bytes]", number: int, _: object) -> Non
     for process in training or [launcher]:
         with suppress(psutil.Error, ProcessLookupError):
             process.send_signal(number)
+
+
+def accelerate_command(config: Path | None, processes: int | None) -> list[str]:
+    """`accelerate launch` with a launch configuration, or accelerate's own, and a number of processes, or its own."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += [] if config is None else ["--config_file", str(config)]
+    return command + ([] if processes is None else ["--num_processes", str(processes)])
 
 
 def default_config(processes: int, argv: list[str]) -> Path | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_ext.config.batches import batch_problems
+from grpo_ext.config.engines import engine_problems
 from grpo_ext.config.fields import choice_problems, range_problems, type_problems
 from grpo_ext.config.idle import idle_problems
 from grpo_ext.config.loss import LOSS_RULES
@@ -36,6 +37,7 @@ def _relations(config: Any, *, sound: bool) -> Iterator[str]:
     for rule in (
         batch_problems,
         hardware_problems,
+        engine_problems,
         vllm_problems,
         run_problems,
         keyword_problems,

@@ -131,7 +131,7 @@ def sapo(
 
     SAPO, arXiv:2511.20347.
     """
-    tau = _by_sign(advantages > 0, advantages, temperature_pos, temperature_neg)
+    tau = _by_sign(advantages > 0, log_ratio, temperature_pos, temperature_neg)
     return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages
 
 
@@ -191,8 +191,8 @@ def vespo_weight(
     if importance_sampling_ratio is not None:
         log_s = log_s + importance_sampling_ratio.log().clamp(floor, LOG_RATIO_BOUND).sum(dim=-1, keepdim=True)
     log_s = log_s.clamp(floor, LOG_RATIO_BOUND)
-    k = _by_sign(advantages >= 0, advantages, k_pos, k_neg)
-    lam = _by_sign(advantages >= 0, advantages, lambda_pos, lambda_neg).clamp(min=1e-4)
+    k = _by_sign(advantages >= 0, log_s, k_pos, k_neg)
+    lam = _by_sign(advantages >= 0, log_s, lambda_pos, lambda_neg).clamp(min=1e-4)
     return (lam + k * log_s - lam * log_s.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 

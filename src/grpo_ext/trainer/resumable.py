@@ -9,6 +9,7 @@ from unittest.mock import patch
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 
+from grpo_ext.config.engines import check_started
 from grpo_ext.errors import RolloutDrift, ServerLost
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
@@ -43,9 +44,10 @@ class ResumableTrainer(GuardedTrainer):
         """As TRL's; a second call starts from fresh rollouts, and a resumed one evaluates no second time at its start.
 
         Raises:
-            ConfigError: the checkpoint is damaged, or of another run.
+            ConfigError: the launch's engine is not there, or the checkpoint is damaged or of another run.
             DataError: the stream ended before the first step.
         """
+        check_started(self.accelerator.distributed_type.value, self.ref_model is not None)
         self._buffered_inputs, self._generation = None, Generation()
         self._step = 0
         self._epoch_began = (0, 0)

@@ -16,6 +16,7 @@ import torch
 torch.set_num_threads(1)
 
 import tiny  # noqa: E402
+from fsdp_on_cpu import make_fsdp_real  # noqa: E402
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer  # noqa: E402
 from grpo_ext.errors import RolloutDrift, ServerLost  # noqa: E402
 from grpo_ext.rollout.vllm import client  # noqa: E402
@@ -137,6 +138,7 @@ def main(output: Path, settings: dict) -> None:
 
 
 if __name__ == "__main__":
+    make_fsdp_real()
     try:
         main(Path(sys.argv[1]), json.loads(sys.argv[2]))
     finally:

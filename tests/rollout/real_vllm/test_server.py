@@ -1,5 +1,6 @@
 """vLLM in a server of its own, started by `grpo-ext serve`, weights sent by gloo."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -7,8 +8,8 @@ import sys
 import pytest
 
 import tiny
-from processes import PATIENCE
-from vllm_runs import DDP, ENV, FSDP2, HEADS, Server, drifts, free_port, steps, train
+from processes import PATIENCE, machines, on_cpu
+from vllm_runs import DDP, ENV, HEADS, RUN, Server, drifts, free_port, steps, train
 
 FLOAT32 = 0.02
 
@@ -59,9 +60,19 @@ def test_lora_arrives_merged(tied, address, tmp_path):
     assert max(drifts(log)) < FLOAT32
 
 
-@pytest.mark.parametrize("launch", [DDP, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
 def test_two_trainer_processes_share_one_server(launch, tied, address, tmp_path):
-    log, _, _ = train(tmp_path, "server", tied, launch=launch, **address, config={"max_steps": 5})
+    log, _, _ = train(tmp_path, "server", tied, launch=on_cpu(launch, tmp_path), **address, config={"max_steps": 5})
+    assert len(drifts(log)) == 5
+    assert max(drifts(log)) < FLOAT32
+
+
+@pytest.mark.slow
+def test_two_training_machines_and_a_server(tied, address, tmp_path):
+    settings = {"mode": "server", "model": tied, "config": {"max_steps": 5}} | address
+    machines(str(RUN), str(tmp_path), json.dumps(settings))
+    log = json.loads((tmp_path / "log.json").read_text())
+    assert len(steps(log)) == 5
     assert len(drifts(log)) == 5
     assert max(drifts(log)) < FLOAT32
 

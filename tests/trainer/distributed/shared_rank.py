@@ -11,6 +11,7 @@ warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
 from float64 import FLOAT64, float64_throughout  # noqa: E402
+from fsdp_on_cpu import is_sharded, make_fsdp_real  # noqa: E402
 from grpo_ext.train import leave_process_group  # noqa: E402
 from trainers import build, scripted_rollout, unit_interval  # noqa: E402
 
@@ -29,6 +30,7 @@ def half_silent(prompts, completions, **_):
 
 @float64_throughout()
 def main(model: str, output: str, rows: str, shared: str) -> None:
+    make_fsdp_real()
     for name, settings in CASES.items():
         parts = settings.get("gradient_accumulation_steps", 1)
         fixed = {
@@ -47,7 +49,8 @@ def main(model: str, output: str, rows: str, shared: str) -> None:
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.accelerator.is_main_process:
             log = [entry for entry in trainer.state.log_history if "reward" in entry]
-            torch.save({"weights": weights, "log": log, "shared": trainer.sharing.possible}, f"{output}/{name}.pt")
+            facts = {"shared": trainer.sharing.possible, "sharded": is_sharded(trainer.model)}
+            torch.save({"weights": weights, "log": log, **facts}, f"{output}/{name}.pt")
     leave_process_group()
 
 

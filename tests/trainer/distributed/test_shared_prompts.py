@@ -8,11 +8,11 @@ import torch
 
 import tiny
 from distributed.shared_rank import CASES
-from processes import CONFIG, launcher, run
+from processes import launcher, on_cpu, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "shared_rank.py"
-LAUNCHES = {"ddp": CONFIG, "fsdp2": Path(__file__).parent / "fsdp2_cpu.yaml"}
+LAUNCHES = ("ddp", "fsdp2")
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +29,12 @@ def plain(model, tmp_path_factory):
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_two_processes_that_share_make_the_step_of_one_that_does_not(launch, model, plain, tmp_path):
-    run([*launcher(LAUNCHES[launch]), str(SCRIPT), model, str(tmp_path), "8", "true"])
+    run([*launcher(on_cpu(launch, tmp_path)), str(SCRIPT), model, str(tmp_path), "8", "true"])
     start = tiny.load(model).state_dict()
     for case in CASES:
         one, two = torch.load(plain / f"{case}.pt"), torch.load(tmp_path / f"{case}.pt")
         assert (one["shared"], two["shared"]) == (False, True)
+        assert two["sharded"] == (launch == "fsdp2")
         assert max((one["weights"][name] - start[name]).abs().max() for name in start) > 1e-4
         torch.testing.assert_close(two["weights"], one["weights"], rtol=0, atol=1e-9)
         for mine, theirs in zip(one["log"], two["log"], strict=True):

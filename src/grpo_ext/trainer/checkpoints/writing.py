@@ -4,7 +4,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from grpo_ext.trainer.checkpoints.agreement import everywhere
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, holds_weights, publish, write_finished
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST, STATE, damage, read, seal, step_of, sync
+from grpo_ext.trainer.checkpoints.whole_model import gathered
 
 SAVING = "_saving"
 """Folder in output_dir where checkpoints are written; what begins with `_` transformers never pushes to the hub."""
@@ -82,8 +83,8 @@ class WritingTrainer(GRPOTrainer):
         """Save the model, whole or not at all."""
         final = Path(output_dir)
         folder = final / SAVING / "model"
-        with self._told_to_all(final, folder.parent), self._written_aside():
-            self._contained(self.save_model, str(folder), _internal_call=True)
+        with self._told_to_all(final, folder.parent), self._written_aside(), gathered(self):
+            self._contained(self.save_model, str(folder), _internal_call=True)  # which pushes nothing yet
             self._contained(self._save_beside_model, folder)
         with self._told_to_all(final, folder.parent):
             if self.args.should_save and not holds_weights(folder):
@@ -108,15 +109,16 @@ class WritingTrainer(GRPOTrainer):
 
     def _no_weights(self, final: Path) -> str:
         last = next((str(path) for path in numbered(final)), "the last checkpoint")
-        cure = (
-            f"Set fsdp_state_dict_type: FULL_STATE_DICT in the launch configuration from the start; for this run, "
-            f"`accelerate merge-weights {last}/pytorch_model_fsdp_0 FOLDER` joins the shards"
-            if self.is_fsdp_enabled
-            else "Set zero3_save_16bit_model: true in the launch configuration (or "
-            f"stage3_gather_16bit_weights_on_model_save in DeepSpeed's) and start the same command again; or "
-            f"`python {last}/zero_to_fp32.py {last} FOLDER` joins the shards"
+        return (
+            f"no model was saved in {final}: the engine wrote no weights that from_pretrained could load. {last} "
+            "holds them in shards: resume by a launch of another engine configuration, such as ddp, fsdp2, zero3, and "
+            "the model is saved at its end."
         )
-        return f"no model was saved in {final}: this engine keeps its weights in shards, which are in {last}. {cure}."
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As TRL's; a model that is not part of a checkpoint is whole, whatever engine has taken it apart."""
+        with nullcontext() if _internal_call else gathered(self):
+            super().save_model(output_dir, _internal_call)
 
     # Hooks of transformers and TRL that write, none of which may raise on one process alone.
 

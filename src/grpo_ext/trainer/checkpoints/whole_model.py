@@ -1,0 +1,24 @@
+"""A model that loads, whatever engine has taken it apart."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch.distributed.fsdp import StateDictType
+
+
+@contextmanager
+def gathered(trainer: Any) -> Iterator[None]:
+    """For one save, have FSDP and ZeRO-3 put the weights together that their settings leave in shards.
+
+    transformers would write no weights at all there: its settings of checkpoints decide about the model as well.
+    """
+    with ExitStack() as changed:
+        if trainer.is_fsdp_enabled:
+            plugin = trainer.accelerator.state.fsdp_plugin
+            changed.enter_context(patch.object(plugin, "state_dict_type", StateDictType.FULL_STATE_DICT))
+        engine = getattr(trainer, "deepspeed", None)
+        if engine is not None:
+            changed.enter_context(patch.object(engine, "zero_gather_16bit_weights_on_model_save", lambda: True))
+        yield

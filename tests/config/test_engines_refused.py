@@ -1,0 +1,68 @@
+"""Launches that make one row the work of several processes are refused before anything is loaded."""
+
+import pytest
+from accelerate.parallelism_config import ParallelismConfig
+
+from grpo_ext import GRPOExtConfig
+from grpo_ext.config.engines import check_started
+from grpo_ext.errors import ConfigError
+
+LAUNCHES = {
+    "tp_size 2: tensor parallelism": {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+    },
+    "cp_size 2: context parallelism": {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_CP_SIZE": "2",
+    },
+    "sp_size 4: sequence parallelism": {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_SP_SIZE": "4",
+    },
+    "Megatron-LM": {"ACCELERATE_USE_MEGATRON_LM": "true"},
+    "FSDP 1": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"},
+}
+ALLOWED = (
+    {},
+    {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+    {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+)
+
+
+def config(**settings):
+    return GRPOExtConfig("unused", use_cpu=True, bf16=False, report_to="none", **settings)
+
+
+@pytest.mark.parametrize("words", LAUNCHES)
+def test_a_launch_that_splits_rows_is_refused(words, monkeypatch):
+    for name, value in LAUNCHES[words].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words) as refused:
+        config()
+    assert "--accelerate_config fsdp2" in str(refused.value)
+
+
+@pytest.mark.parametrize("launch", ALLOWED)
+def test_data_parallelism_is_not(launch, monkeypatch):
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    config()
+
+
+def test_the_config_says_so_too():
+    with pytest.raises(ConfigError, match="cp_size 2"):
+        config(parallelism_config=ParallelismConfig(cp_size=2))
+    with pytest.raises(ConfigError, match="tp_plan"):
+        config(model_init_kwargs={"tp_plan": "auto"})
+
+
+def test_a_reference_that_only_one_process_has_loaded_is_refused(monkeypatch):
+    """Without it the gradient was 8 times its own size off (make bench-splits, KL by FSDP2)."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    check_started("FSDP", reference=False)
+    with pytest.raises(ConfigError, match="fsdp_cpu_ram_efficient_loading=true"):
+        check_started("FSDP", reference=True)
+    with pytest.raises(ConfigError, match="accelerate has started MULTI_CPU"):
+        check_started("MULTI_CPU", reference=False)

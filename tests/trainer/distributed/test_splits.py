@@ -1,0 +1,41 @@
+"""A slice of `make bench-splits`: every loss with every feature on, beside a computation row by row in float64."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from distributed.test_engines import needs_deepspeed
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+import splits
+
+pytestmark = pytest.mark.slow
+EVERYTHING, SPLIT = "all of these", {"one": (4, 4), "ddp": (4, 2), "fsdp2": (2, 4)}
+
+
+@pytest.mark.parametrize("launch", SPLIT)
+def test_every_loss_has_the_gradient_of_its_paper(launch, tmp_path):
+    chosen = [
+        case
+        for case in splits.cases(launch, splits.NAMES, stock=True)
+        if case.feature == EVERYTHING and (case.rows, case.accumulation) == SPLIT[launch]
+    ]
+    found = splits.measured(launch, chosen, tmp_path)
+    ours = {case["loss"]: case["difference"] for case in found if not case["stock"]}
+    assert ours.keys() == set(splits.NAMES)
+    assert {loss: d for loss, d in ours.items() if d > 1e-10} == {}
+    stock = [case["difference"] for case in found if case["stock"]]
+    assert launch == "fsdp2" or min(stock) > 1e-3  # the same comparison sees what stock TRL's denominators do
+
+
+@pytest.mark.parametrize("launch", ["zero2", "zero3"])
+def test_zero_is_as_exact_as_one_process_in_float32(launch, tmp_path):
+    needs_deepspeed(launch)
+    chosen = list(splits.cases(launch, ["grpo", "dapo"], stock=False))
+    alone = [splits.Case(case.loss, case.feature, 1, 16, 1) for case in chosen]
+    found = splits.measured(launch, chosen, tmp_path / "two")
+    splits.trained("one", alone, tmp_path / "one", splits.torch.float32)
+    for case, one in zip(found, alone, strict=True):
+        assert case["difference"] <= 3 * splits.judged(one, tmp_path / "one", splits.torch.float32), case
