@@ -4,9 +4,11 @@ import os
 from unittest.mock import patch
 
 import pytest
+from safetensors.torch import load_file
 from trl.generation.vllm_generation import VLLMGeneration, ensure_master_addr_port
 
 from grpo_ext.rollout.vllm.generation import Generation
+from interrupted import without_clocks
 from vllm_runs import DDP, drifts, steps, train
 
 FLOAT32 = 0.02
@@ -62,3 +64,19 @@ def test_a_truncated_distribution_is_told_from_stale_weights(tied, tmp_path):
     assert code != 0
     assert "-> sampling parameters that truncate" in said
     assert "-> stale" not in said
+
+
+def test_a_run_that_was_stopped_goes_on_with_what_vllm_had_sampled(untied, tmp_path):
+    """Bit for bit to the end of the open generation; what vLLM samples after that is its own."""
+    config = {"steps_per_generation": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    ends = []
+    for name in ("whole", "resumed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        resume = {"resume": str(tmp_path / "whole" / "out" / "checkpoint-1")} if name == "resumed" else {}
+        log, _, _ = train(folder, "colocate", untied, config=config, **resume)
+        ends.append((load_file(folder / "out" / "checkpoint-2" / "model.safetensors"), without_clocks(log[:2])))
+    (weights, log), (same, logged) = ends
+    assert log == logged
+    assert weights.keys() == same.keys()
+    assert all(weights[name].equal(same[name]) for name in weights)
