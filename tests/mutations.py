@@ -84,8 +84,8 @@ MUTATIONS = [
             ),
             ("temperature_neg: float = 1.05", "temperature_neg: float = 1.0"),
             (
-                "_by_sign(advantages > 0, advantages, temperature_pos",
-                "_by_sign(advantages < 0, advantages, temperature_pos",
+                "_by_sign(advantages > 0, log_ratio, temperature_pos",
+                "_by_sign(advantages < 0, log_ratio, temperature_pos",
             ),
             ("return -4 / tau *", "return -4 *"),
             ("log_ratio.exp() - 1)) * advantages", "log_ratio.exp())) * advantages"),
