@@ -93,3 +93,11 @@ def test_the_best_checkpoint_of_a_folder_that_was_moved(tmp_path):
     resumed = build(tmp_path / "new", eval_steps=1, **BEST)
     resumed.train(resume_from_checkpoint=True)
     assert Path(resumed.state.best_model_checkpoint).parent == tmp_path / "new"
+
+
+def test_a_signal_leaves_more_than_the_weights_alone(tmp_path):
+    with pytest.raises(RunInterrupted, match="saved checkpoint-2 of 6"):
+        build(tmp_path, callbacks=[Told(2)], save_only_model=True).train()
+    resumed = build(tmp_path, save_only_model=True)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.log_history[2]["step"] == 3
