@@ -167,11 +167,12 @@ def evaluation_due(args: Any, state: TrainerState, max_steps: int, epoch_over: b
 
 def load_default_adapter(model: Any, checkpoint: Path) -> None:
     """transformers loads adapters of sub-folders, or that of the folder itself; PEFT saves `default` there."""
-    if is_peft_model(model) and "default" in model.peft_config and len(model.peft_config) > 1:
-        if any((checkpoint / name).is_file() for name in (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)):
-            active = model.active_adapter
-            model.load_adapter(str(checkpoint), "default", is_trainable=active == "default")
-            model.set_adapter(active)
+    several = is_peft_model(model) and "default" in model.peft_config and len(model.peft_config) > 1
+    names = ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
+    if several and any((checkpoint / name).is_file() for name in names):
+        active = model.active_adapter
+        model.load_adapter(str(checkpoint), "default", is_trainable=active == "default")
+        model.set_adapter(active)
 
 
 # A reference that follows the policy (`sync_ref_model`) is nowhere else.
