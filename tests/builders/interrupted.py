@@ -34,6 +34,7 @@ CASES = {
     "logging every third": WINDOWS | {"logging_steps": 3, "steps_per_generation": 4},
     "stream": {"stream": True, "steps_per_generation": 2},
     "evaluation": WINDOWS | {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
+    "evaluation of epochs": WINDOWS | {"eval_strategy": "epoch"},
     "sharing off": WINDOWS | {"shared_prefix": "false", "steps_per_generation": 4},
     "completions": WINDOWS | {"log_completions": True, "logging_steps": 2, "steps_per_generation": 4},
     "linear schedule, clip": {"lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 0.1},

@@ -147,6 +147,9 @@ def test_a_finished_run_without_checkpoints_does_not_begin_again_over_its_model(
     train(load_recipe(recipe(**STEADY, max_steps=1, save_strategy="no")))
     with pytest.raises(ConfigError, match="finished at step 1 and left no checkpoint to go on from"):
         train(load_recipe(recipe(**STEADY, max_steps=2, save_strategy="no")))
+    (tmp_path / "out" / "generation_config.json").write_text("{}")  # by hand
+    with pytest.raises(ConfigError, match="finished at step 1 and left no checkpoint to go on from"):
+        train(load_recipe(recipe(**STEADY, max_steps=1, save_strategy="no")))
 
 
 def test_another_model_of_the_same_shape_is_refused(recipe, tmp_path):

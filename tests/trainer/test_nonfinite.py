@@ -12,7 +12,7 @@ import tiny
 from grpo_ext.errors import ConfigError, NonFiniteError
 from grpo_ext.train import main
 from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT
-from trainers import weights
+from trainers import build, scripted_rollout, weights
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +219,21 @@ def test_a_step_that_overflows_is_not_saved(model_path, tmp_path):
     with pytest.raises(NonFiniteError, match=r"After step 1 of 4 the weights .* a step was too large"):
         trainer.train()
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_log_probabilities_of_a_sampler_that_nothing_reads_stop_nobody(read, tmp_path):
+    """A rollout function may not know them, and say nan."""
+
+    def rollout(prompts, trainer):
+        made = scripted_rollout(prompts, trainer)
+        return made | {"logprobs": [[float("nan")] * len(ids) for ids in made["completion_ids"]]}
+
+    settings = {"off_policy_mask_threshold": 1.0} if read else {}
+    one = build(tiny.model(), tmp_path, rollout=rollout, max_steps=1, **settings)
+    if read:
+        with pytest.raises(NonFiniteError, match="nan in the sampler's log-probabilities"):
+            one.train()
+    else:
+        one.train()
+        assert torch.isfinite(weights(one.model)).all()

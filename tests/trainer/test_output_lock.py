@@ -43,6 +43,29 @@ def test_only_the_main_process_holds_it(holder, tmp_path, monkeypatch):
         pass
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_that_outlives_its_run_holds_nothing(tmp_path):
+    """A dataloader's worker takes seconds to see that the run was killed; the next start may be sooner."""
+    (stay, leave), (begun, begin) = os.pipe(), os.pipe()
+    with output_lock(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os.close(leave)
+            os.write(begin, b".")
+            os.read(stay, 1)
+            os._exit(0)
+        os.read(begun, 1)
+    try:
+        with output_lock(tmp_path):
+            pass
+    finally:
+        os.close(leave)
+        os.waitpid(child, 0)
+        for end in (stay, begun, begin):
+            os.close(end)
+
+
 def test_one_after_the_other(tmp_path):
     for _ in range(2):
         with output_lock(tmp_path / "new" / "folder"):

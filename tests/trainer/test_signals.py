@@ -101,3 +101,12 @@ def test_a_trainer_of_python_saves_and_leaves_too_and_goes_on(tmp_path):
     whole = build(path, tmp_path / "whole", [tiny.count_a], **settings)
     whole.train()
     assert (weights(trainer.model) == weights(whole.model)).all()
+
+
+def test_after_training_a_signal_lets_the_model_be_saved(monkeypatch):
+    own, left = Signals(), []
+    monkeypatch.setattr(own, "leave_now", lambda code, line: left.append(code))
+    with own.training():
+        pass
+    own.arrived(signal.SIGTERM)
+    assert left == []

@@ -4,6 +4,7 @@ import math
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.trainer.checkpoints.agreement import everywhere
@@ -55,7 +56,9 @@ class GuardedTrainer(WritingTrainer):
         total = self._total_loss_scalar
         if self._guard.requested:
             leave_after_this_step(self)
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        weights_alone = self.args.save_only_model and not self._guard.requested  # else nothing could go on from it
+        with patch.object(self.args, "save_only_model", weights_alone):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
         if self._guard.skipped_since_log and self._globalstep_last_logged == self.state.global_step:
             self._guard.skipped_since_log = False
             self._tr_loss.zero_()  # nan less nan is no 0

@@ -98,6 +98,8 @@ class Watched:
 
     inputs: dict[str, Any]
     computed: dict[str, Tensor] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    """Inputs that the loss does not depend on."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Floating-point tensors in the order of computation; what the mask hides is 0."""
@@ -105,7 +107,7 @@ class Watched:
         logps = self.computed.get("per_token_logps")
         for name in ORDER:
             values = self.inputs.get(name) if name in BEFORE_THE_FORWARD else self.computed.get(name)
-            if not isinstance(values, Tensor):
+            if not isinstance(values, Tensor) or name in self.unread:
                 continue
             if name == "old_per_token_logps" and logps is not None and values.data_ptr() == logps.data_ptr():
                 continue  # this very forward's
@@ -161,7 +163,7 @@ class NonFiniteGuard:
 
     def watch(self, inputs: dict[str, Any], loss: Tensor) -> Tensor:
         """Flag a micro-batch; returns the loss to go backward from."""
-        micro_batch = Watched(inputs, {**self._computed, "loss": loss.detach()})
+        micro_batch = Watched(inputs, {**self._computed, "loss": loss.detach()}, self._unread)
         self._computed = {}
         self._window.append(micro_batch)
         while len(self._window) > self.trainer.current_gradient_accumulation_steps:
@@ -171,6 +173,13 @@ class NonFiniteGuard:
         if self._engine_skips and self.trainer.accelerator.sync_gradients:
             loss = loss * torch.where(self._bad, torch.nan, 1.0)  # so that the engine sees it in the gradients
         return loss
+
+    @property
+    def _unread(self) -> tuple[str, ...]:
+        """What rollouts bring along: the sampler's log-probabilities, where neither ratio nor mask is made of them."""
+        trainer = self.trainer
+        corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+        return () if corrected or trainer.off_policy_mask_threshold is not None else ("sampling_per_token_logps",)
 
     @property
     def _deepspeed(self) -> bool:

@@ -15,6 +15,20 @@ from grpo_ext.errors import ConfigError
 LOCK_FILE = "_grpo_ext.lock"
 """What begins with `_` transformers never pushes to the hub."""
 
+_held: list[Any] = []
+"""Open files of the locks of this process."""
+
+
+def _forked() -> None:
+    """A forked child, such as a dataloader's worker, would hold the lock for as long as it outlives the run."""
+    for file in _held:
+        os.close(file.fileno())
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
 
 @contextmanager
 def output_lock(folder: Path) -> Iterator[None]:
@@ -32,7 +46,11 @@ def output_lock(folder: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}))
         file.flush()
-        yield
+        _held.append(file)
+        try:
+            yield
+        finally:
+            _held.remove(file)
         file.truncate(0)
 
 

@@ -1,6 +1,7 @@
 """ResumableTrainer: TRL's GRPOTrainer whose run survives being stopped at any moment."""
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ class ResumableTrainer(GuardedTrainer):
         if checkpoint is None:
             return place
         self.state.compute_steps(self.args, max_steps)  # how often to log, save and evaluate: the recipe's, not its
+        state.restore_callbacks(self)
+        state.find_best_checkpoint(self.state, Path(checkpoint))
         self._resumed = state.read(Path(checkpoint), self)
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
         if self._resumed is not None and isinstance(self.train_dataset, IterableDataset):
@@ -86,16 +89,33 @@ class ResumableTrainer(GuardedTrainer):
             next(iter(self._train_sampler), None)  # draws the order of an epoch that is over
         return place
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As transformers', which leaves the adapter that is trained as it is where there is another beside it."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        state.load_default_adapter(model or self.model, Path(resume_from_checkpoint))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """And then, from the same random numbers, what was due after the checkpoint and before the next step."""
+        super()._load_rng_state(checkpoint)
+        if state.evaluation_due(self.args, self.state, *self._resumed_at):
+            self.control.should_evaluate = True
+            self.control.should_save = self.args.load_best_model_at_end  # else the best one would not be known
+            epoch = self._epoch_began[0]
+            self._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, epoch, None, time.time())
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:  # resumed after its last step
-            self.control.should_training_stop = True
-            return
         epoch, checkpoint, taken = kwargs["epoch"], kwargs["resume_from_checkpoint"], 0
+        self._resumed_at = self.state.max_steps, kwargs["steps_trained_in_current_epoch"] == 0
         if checkpoint is not None and epoch == kwargs["epochs_trained"]:
             taken = kwargs["steps_trained_in_current_epoch"]
             if self._resumed is not None:
                 state.restore(self, self._resumed, Path(checkpoint))
         self._epoch_began = (epoch, self._step - taken)
+        if self.state.global_step >= self.state.max_steps:  # resumed after its last step
+            if checkpoint is not None:
+                self._load_rng_state(checkpoint)
+            self.control.should_training_stop = True
+            return
         super()._run_epoch(*args, **kwargs)
 
     def _continue(self, micro_batches: list[dict[str, Any]], totals: list[StepTotals]) -> None:

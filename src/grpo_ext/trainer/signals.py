@@ -76,11 +76,11 @@ class Signals:
     def training(self) -> Iterator[None]:
         """The phase in which an optimizer step will ask; listens for as long, where nobody does yet."""
         self.requested = 0
-        watching, before, self.phase = self.watch(), self.phase, "training"
+        watching, self.phase = self.watch(), "training"
         try:
             yield
         finally:
-            self.phase = "ending" if self.requested else before
+            self.phase = "ending"  # 'loading' again would let a signal end a run before its model is saved
             if watching:
                 self.rest()
 

@@ -70,13 +70,13 @@ def _goes_further(content: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
 
 
 def check_can_go_on(output_dir: Path, here: Mapping[str, Any]) -> None:
-    """A run that is finished, has no checkpoint and is asked for more.
+    """A run that is finished, has no checkpoint, and is asked for more or has had its model changed by hand.
 
     Raises:
         ConfigError: it would begin again, over its own model.
     """
     content = finished(output_dir)
-    if content is not None and _goes_further(content, here):
+    if content is not None and (_goes_further(content, here) or holds_weights(output_dir)):
         raise ConfigError(
             [
                 f"output_dir={str(output_dir)!r} holds a run that finished at step {content['step']} and left no "

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
 from grpo_ext.objective.aggregation import StepTotals
 
@@ -129,6 +132,47 @@ def _fill_table(logs: dict[str, Any], table: dict[str, Any]) -> None:
         into: dict[str, deque] | defaultdict[str, deque] = logs if name in TABLE else logs[name]
         for key, values in ({name: column} if name in TABLE else column).items():
             into[key].extend(values)
+
+
+# What transformers forgets.
+
+
+def restore_callbacks(trainer: Any) -> None:
+    """Give callbacks that say what they hold, such as EarlyStoppingCallback, what the checkpoint has of them."""
+    saved = trainer.state.stateful_callbacks
+    stateful = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
+    for name in {type(callback).__name__ for callback in stateful} & saved.keys():
+        alike = [callback for callback in stateful if type(callback).__name__ == name]
+        entries = saved[name] if isinstance(saved[name], list) else [saved[name]]
+        for callback, entry in zip(alike, entries[-len(alike) :], strict=False):
+            vars(callback).update(entry.get("attributes", {}))
+
+
+def find_best_checkpoint(state: TrainerState, checkpoint: Path) -> None:
+    """Beside the checkpoint, if the folder of both has been moved."""
+    beside = checkpoint.parent / f"checkpoint-{state.best_global_step}"
+    if state.best_global_step and state.best_model_checkpoint is None and beside.is_dir():
+        state.best_model_checkpoint = str(beside)
+
+
+def evaluation_due(args: Any, state: TrainerState, max_steps: int, epoch_over: bool) -> bool:
+    """Whether an evaluation belongs to the step that is over, and a kill or a signal came before it."""
+    step, last = state.global_step, state.global_step >= max_steps  # which ends the epoch too, wherever that is
+    by_steps = args.eval_strategy == "steps" and (last or step % state.eval_steps == 0)
+    by_epoch = args.eval_strategy == "epoch" and (last or epoch_over)
+    if args.eval_delay > (step if by_steps else state.epoch or 0) or not (by_steps or by_epoch):
+        return False
+    return not any(row["step"] == step and any(name.startswith("eval_") for name in row) for row in state.log_history)
+
+
+def load_default_adapter(model: Any, checkpoint: Path) -> None:
+    """transformers loads adapters of sub-folders, or that of the folder itself; PEFT saves `default` there."""
+    several = is_peft_model(model) and "default" in model.peft_config and len(model.peft_config) > 1
+    names = ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
+    if several and any((checkpoint / name).is_file() for name in names):
+        active = model.active_adapter
+        model.load_adapter(str(checkpoint), "default", is_trainable=active == "default")
+        model.set_adapter(active)
 
 
 # A reference that follows the policy (`sync_ref_model`) is nowhere else.

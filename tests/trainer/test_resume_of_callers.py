@@ -1,0 +1,103 @@
+"""What transformers forgets of a run that it resumes: adapters, callbacks, the evaluation that was due, the best."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+import tiny
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.errors import RunInterrupted
+from interrupted import logged
+from trainers import weights
+
+BEST = {
+    "eval_strategy": "steps",
+    "metric_for_best_model": "eval_reward",
+    "greater_is_better": True,
+    "load_best_model_at_end": True,
+}
+
+
+class Told(TrainerCallback):
+    """Sends this process a signal before the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def build(folder: Path, model=None, callbacks=(), **settings) -> GRPOExtTrainer:
+    settings = tiny.TRAINING | {"max_steps": 6, "save_strategy": "steps", "save_steps": 1} | settings
+    return GRPOExtTrainer(
+        model or tiny.model(),
+        [tiny.count_a],
+        GRPOExtConfig(output_dir=str(folder), **settings),
+        tiny.prompts(8),
+        tiny.prompts(4),
+        tiny.tokenizer(),
+        callbacks=list(callbacks),
+    )
+
+
+def with_adapter():
+    torch.manual_seed(1)
+    return get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+
+def test_an_adapter_beside_its_reference(tmp_path):
+    """With beta TRL adds an adapter `ref`; transformers then loads that one alone."""
+    whole = build(tmp_path / "whole", with_adapter(), beta=0.1)
+    whole.train()
+    resumed = build(tmp_path / "resumed", with_adapter(), beta=0.1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert "ref" in resumed.model.peft_config
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert logged(resumed) == logged(whole)
+
+
+def test_the_patience_of_early_stopping(tmp_path):
+    def run(name, checkpoint=None):
+        one = build(tmp_path / name, callbacks=[EarlyStoppingCallback(3, 100.0)], eval_steps=1, **BEST)
+        one.train(resume_from_checkpoint=checkpoint)
+        return one.state.global_step
+
+    assert run("whole") == run("resumed", str(tmp_path / "whole" / "checkpoint-2")) == 4
+
+
+@pytest.mark.parametrize("settings", [{**BEST, "eval_steps": 3, "save_steps": 3}, {"eval_strategy": "epoch"}])
+@pytest.mark.parametrize("step", [3, 4, 6])
+def test_the_evaluation_that_a_signal_put_off(step, settings, tmp_path):
+    whole = build(tmp_path / "whole", **settings)
+    whole.train()
+    with pytest.raises(RunInterrupted):
+        build(tmp_path / "killed", callbacks=[Told(step)], **settings).train()
+    resumed = build(tmp_path / "killed", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed) == logged(whole)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    best = [Path(one.state.best_model_checkpoint or "none").name for one in (whole, resumed)]
+    assert best[0] == best[1]
+
+
+def test_the_best_checkpoint_of_a_folder_that_was_moved(tmp_path):
+    build(tmp_path / "old", eval_steps=1, **BEST).train()
+    (tmp_path / "old").rename(tmp_path / "new")
+    resumed = build(tmp_path / "new", eval_steps=1, **BEST)
+    resumed.train(resume_from_checkpoint=True)
+    assert Path(resumed.state.best_model_checkpoint).parent == tmp_path / "new"
+
+
+def test_a_signal_leaves_more_than_the_weights_alone(tmp_path):
+    with pytest.raises(RunInterrupted, match="saved checkpoint-2 of 6"):
+        build(tmp_path, callbacks=[Told(2)], save_only_model=True).train()
+    resumed = build(tmp_path, save_only_model=True)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.log_history[2]["step"] == 3
