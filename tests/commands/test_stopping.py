@@ -24,6 +24,12 @@ ENDS = 300
 """Seconds within which a run that was told to end has ended, on a busy machine."""
 
 
+def _heeds_signals() -> None:
+    """Whatever started the tests may ignore some (nohup, a script's background job), and children would as well."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Run:
     """A run of a slow recipe."""
 
@@ -52,6 +58,7 @@ class Run:
                 stderr=log,
                 env=os.environ | ENVIRONMENT | env,
                 start_new_session=True,
+                preexec_fn=_heeds_signals,
             )
 
     @property
