@@ -50,8 +50,7 @@ class EvaluatingTrainer(ResumableTrainer):
         figures = evaluated.figures(self.reward_func_names, weights, self.num_generations_eval, self.objective)
         metrics.update({name: [value] for name, value in figures.items()})
         self._figures.log(metrics, self.accelerator)
-        [name] = [name for name in output.metrics if name.endswith("_loss")]
-        output.metrics[name] = metrics.pop("loss")[-1]
+        output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = metrics.pop("loss")[-1]
         return output
 
     def _generate(self, prompts: list) -> tuple[Any, ...]:
