@@ -1,5 +1,6 @@
 """`grpo-ext train` by accelerate: which launch configuration, and the number of processes that travels with it."""
 
+import signal
 import subprocess
 import sys
 
@@ -21,6 +22,9 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "default_config.yaml"))
     monkeypatch.delenv(ASKED, raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.fixture
@@ -29,7 +33,7 @@ def launched(monkeypatch):
 
     def call(*argv: str) -> tuple[str | None, str | None, str | None]:
         calls = []
-        monkeypatch.setattr(subprocess, "call", lambda command, env: calls.append((command, env)) or 7)
+        monkeypatch.setattr(train, "call", lambda command, env: calls.append((command, env)) or 7)
         assert train.run(list(argv)) == 7
         [(command, env)] = calls
         assert command[:3] == [sys.executable, "-m", "accelerate.commands.launch"]

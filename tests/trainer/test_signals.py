@@ -12,8 +12,22 @@ from grpo_ext.trainer.signals import REPEATED_WITHIN, Signals, signals
 from trainers import build, weights
 
 
+@pytest.fixture(autouse=True)
+def heeded():
+    """Whatever started the tests may ignore some (nohup, a script's background job)."""
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    earlier = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
-def watched():
+def watched(heeded):
     own = Signals()
     assert own.watch()
     yield own

@@ -22,17 +22,25 @@ def run(argv: list[str]) -> int:
     try:
         name, processes = take_option(argv, "--accelerate_config"), take_processes(argv)
         if name is None and processes is None:
-            from grpo_ext.trainer.signals import signals
-
-            signals.watch()  # before what takes seconds to import
-            from grpo_ext.train import main as train_main
-
-            train_main(argv)
+            _here(argv)
             return 0
         return launch(accelerate_config(name) if name else default_config(processes or 1, argv), processes, argv)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _here(argv: list[str]) -> None:
+    from grpo_ext.trainer.signals import signals
+
+    watching = signals.watch()  # before what takes seconds to import
+    try:
+        from grpo_ext.train import main as train_main
+
+        train_main(argv)
+    finally:
+        if watching:
+            signals.rest()
 
 
 def launch(config: Path | None, processes: int | None, argv: list[str]) -> int:
