@@ -30,6 +30,7 @@ def pytest_configure(config):
     for message in (
         "ignore:.*gradient_checkpointing.*deprecated:FutureWarning",
         "ignore:.*pin_memory.*:UserWarning",
+        "ignore:Could not find a config file:UserWarning",  # peft 0.20, of a model that has no name
         "ignore::DeprecationWarning",
         "ignore:.*lr_scheduler.step.*:UserWarning",
         "ignore::ResourceWarning",
