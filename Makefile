@@ -132,7 +132,7 @@ bench-losses: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/losses.py
 
 bench-splits: install-deepspeed
-	@echo "bench-splits: gradients of every loss under every split and engine, beside one row at a time; 40 minutes"
+	@echo "bench-splits: gradients of every loss under every split and engine, beside one row at a time; this is long"
 	$(WITH_DEEPSPEED) $(QUIET_ENV) $(BIN)/python benchmarks/splits.py
 	$(BIN)/python docs/tables.py
 

@@ -15,7 +15,7 @@ import statistics
 import time
 
 from step_overhead import RESULT as SIBLING
-from step_overhead import Lap
+from step_overhead import Lap, paired
 
 import torch  # isort: skip
 import transformers
@@ -77,12 +77,7 @@ def compare(hidden: int, layers: int, pairs: int) -> dict:
     for seed in range(3):
         without(seed), guarded(seed)
     own = timed(guarded.trainer._guard, "note", "watch", "_settle")
-    times = []
-    for seed in range(pairs):
-        order = (without, guarded) if seed % 2 else (guarded, without)
-        lap = {id(side): side(seed) for side in order}
-        times.append((lap[id(without)], lap[id(guarded)]))
-    ratios = sorted(mine / theirs for theirs, mine in times)
+    times, ratios = paired(without, guarded, pairs)
     return {
         "hidden": hidden,
         "layers": layers,
@@ -90,8 +85,7 @@ def compare(hidden: int, layers: int, pairs: int) -> dict:
         "without_seconds": statistics.median(t for t, _ in times),
         "guarded_seconds": statistics.median(t for _, t in times),
         "share": sum(own) / sum(t for _, t in times),
-        "ratio_median": statistics.median(ratios),
-        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        **ratios,
     }
 
 

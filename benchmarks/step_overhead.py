@@ -77,17 +77,24 @@ class Lap:
         return time.perf_counter() - start
 
 
+def paired(theirs: Lap, ours: Lap, pairs: int) -> tuple[list[tuple[float, float]], dict[str, object]]:
+    """Seconds of steps in turn, of both; and the ratios' median and quartiles."""
+    times = []
+    for seed in range(pairs):
+        order = (theirs, ours) if seed % 2 else (ours, theirs)
+        lap = {id(side): side(seed) for side in order}
+        times.append((lap[id(theirs)], lap[id(ours)]))
+    ratios = sorted(b / a for a, b in times)
+    quartiles = [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]
+    return times, {"ratio_median": statistics.median(ratios), "ratio_quartiles": quartiles}
+
+
 def compare(loss_type: str, hidden: int, layers: int, pairs: int) -> dict:
     stock = Lap(GRPOTrainer, GRPOConfig, loss_type, hidden, layers)
     ours = Lap(GRPOExtTrainer, GRPOExtConfig, loss_type, hidden, layers, loss_defaults="trl", shared_prefix="false")
     for seed in range(3):
         stock(seed), ours(seed)
-    times = []
-    for seed in range(pairs):
-        order = (stock, ours) if seed % 2 else (ours, stock)
-        lap = {id(side): side(seed) for side in order}
-        times.append((lap[id(stock)], lap[id(ours)]))
-    ratios = sorted(mine / theirs for theirs, mine in times)
+    times, ratios = paired(stock, ours, pairs)
     return {
         "loss_type": loss_type,
         "hidden": hidden,
@@ -95,8 +102,7 @@ def compare(loss_type: str, hidden: int, layers: int, pairs: int) -> dict:
         "pairs": pairs,
         "stock_seconds": statistics.median(t for t, _ in times),
         "ours_seconds": statistics.median(t for _, t in times),
-        "ratio_median": statistics.median(ratios),
-        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        **ratios,
     }
 
 

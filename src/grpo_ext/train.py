@@ -107,7 +107,6 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
         trainer.train(resume_from_checkpoint=begin.checkpoint)
     finally:
         trainer.close_rewards()
-    signals.phase = "ending"  # a signal lets the model be saved
     trainer.save_final(str(training.output_dir))
     say(f"Model saved to {training.output_dir}.")
     if training.push_to_hub:

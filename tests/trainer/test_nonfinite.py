@@ -158,7 +158,10 @@ def test_or_counts_as_not_scored(value, model_path, tmp_path, caplog):
 
 
 def test_none_still_means_not_scored(model_path, tmp_path):
-    poisoned.build(model_path, tmp_path, [poisoned.bad_reward(None, at=3)]).train()
+    trainer = poisoned.build(model_path, tmp_path, [poisoned.bad_reward(None, at=3)])
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert not (tmp_path / "failures").exists()
 
 
 def test_a_run_goes_on_from_before_the_fault(model_path, tmp_path, clean):

@@ -39,8 +39,9 @@ def test_a_killed_holder_holds_nothing(holder, tmp_path):
 
 def test_only_the_main_process_holds_it(holder, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    held = (tmp_path / LOCK_FILE).read_text()
     with output_lock(tmp_path):
-        pass
+        assert str(holder.pid) in (tmp_path / LOCK_FILE).read_text() == held
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked")
@@ -58,7 +59,7 @@ def test_a_forked_child_that_outlives_its_run_holds_nothing(tmp_path):
         os.read(begun, 1)
     try:
         with output_lock(tmp_path):
-            pass
+            assert str(os.getpid()) in (tmp_path / LOCK_FILE).read_text()
     finally:
         os.close(leave)
         os.waitpid(child, 0)
@@ -69,7 +70,7 @@ def test_a_forked_child_that_outlives_its_run_holds_nothing(tmp_path):
 def test_one_after_the_other(tmp_path):
     for _ in range(2):
         with output_lock(tmp_path / "new" / "folder"):
-            pass
+            assert str(os.getpid()) in (tmp_path / "new" / "folder" / LOCK_FILE).read_text()
 
 
 def test_a_folder_that_cannot_be_made_is_told_of(tmp_path):

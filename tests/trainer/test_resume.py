@@ -19,6 +19,12 @@ def test_from_every_step_to_the_same_bits(case, tmp_path):
     check(case, tmp_path, (1, 4, 6) if case in QUICK else (1, 3, 4, 5, 6))
 
 
+def test_a_reference_that_is_not_in_shards_is_written_once(tmp_path):
+    one = trainer(tmp_path, **CASES["sync_ref_model"], save_steps=8)
+    one.train()
+    assert [path.name for path in (tmp_path / "checkpoint-8").glob("reference*")] == ["reference.pt"]
+
+
 def test_another_split_goes_on_with_the_same_prompts(tmp_path, caplog):
     """Half the rows in twice the micro-batches: the open generation is sampled anew, the data goes on where it was."""
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": 8}

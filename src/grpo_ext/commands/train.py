@@ -15,6 +15,7 @@ from grpo_ext.commands.console import take_option, take_processes
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.files import find_recipe, read_yaml, recipes_folder, split_config
 from grpo_ext.registry import did_you_mean
+from grpo_ext.trainer.signals import SIGNALS, signals
 
 
 def run(argv: list[str]) -> int:
@@ -31,8 +32,6 @@ def run(argv: list[str]) -> int:
 
 
 def _here(argv: list[str]) -> None:
-    from grpo_ext.trainer.signals import signals
-
     watching = signals.watch()  # before what takes seconds to import
     try:
         from grpo_ext.train import main as train_main
@@ -68,7 +67,8 @@ def call(command: list[str], environment: Mapping[str, str]) -> int:
         said = Path(folder) / "exit_code"
         environment = {**environment, EXIT_CODE_FILE: str(said)}
         process = subprocess.Popen(command, env=environment, start_new_session=True)
-        earlier = {number: signal.signal(number, partial(_hand_on, process)) for number in _ending_signals()}
+        heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # ignored: by nohup
+        earlier = {number: signal.signal(number, partial(_hand_on, process)) for number in heeded}
         try:
             code = process.wait()
         finally:
@@ -76,12 +76,6 @@ def call(command: list[str], environment: Mapping[str, str]) -> int:
                 signal.signal(number, handler)
             remove_left_behind()  # by a process that was killed
         return int(said.read_text()) if code and said.exists() else code
-
-
-def _ending_signals() -> list[int]:
-    """Signals that end us; what is ignored (nohup, a script's background job) stays so."""
-    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name)]
-    return [number for number in known if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _hand_on(launcher: "subprocess.Popen[bytes]", number: int, _: object) -> None:

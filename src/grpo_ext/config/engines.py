@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from accelerate.utils import parse_flag_from_env
+
 from grpo_ext.errors import ConfigError
 
 SPREAD = {
@@ -26,9 +28,9 @@ def engine_problems(config: Any) -> Iterator[str]:
                 f"parallelism_config={name} {size}: {SPREAD[name]} makes one row the work of several processes, each "
                 f"of which would be counted with rows of its own. {CURE}, and leave {name} at 1."
             )
-    if _announced("ACCELERATE_USE_MEGATRON_LM"):
+    if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
         yield f"the launch asks for Megatron-LM (tensor and pipeline parallelism), which TRL cannot train by. {CURE}."
-    if _announced("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1":
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1":
         yield f"the launch asks for FSDP 1, of which no gradient has been shown equal. {CURE}: fsdp_version: 2."
     given = config.model_init_kwargs
     if isinstance(given, Mapping) and given.get("tp_plan") is not None:
@@ -42,14 +44,14 @@ def check_started(distributed_type: str, reference: bool) -> None:
         ConfigError: accelerate sets FSDP beside GPUs only, and on a CPU would train by plain DDP in silence; or TRL
             has shared out a `reference` model whose weights only the first process has loaded.
     """
-    if reference and distributed_type == "FSDP" and _announced("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+    if reference and distributed_type == "FSDP" and parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         raise ConfigError(
             [
                 "fsdp_cpu_ram_efficient_loading=true: only the first process loads weights, and TRL never gives those "
                 "of the reference model (beta > 0) to the others, so that the KL is one to noise. Set it to false."
             ]
         )
-    if _announced("ACCELERATE_USE_FSDP") and distributed_type != "FSDP":
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and distributed_type != "FSDP":
         raise ConfigError(
             [
                 f"the launch asks for FSDP, and accelerate has started {distributed_type}: it has FSDP on GPUs only. "
@@ -62,10 +64,6 @@ def _sizes(config: Any) -> dict[str, int]:
     """As the config has them, else as `accelerate launch` announces them."""
     if config.parallelism_config is not None:
         return {name: getattr(config.parallelism_config, name, None) or 1 for name in SPREAD}
-    if not _announced("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return {}
     return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in SPREAD}
-
-
-def _announced(flag: str) -> bool:
-    return os.environ.get(flag, "false").lower() in ("true", "1")

@@ -1,13 +1,13 @@
 """What the machine that is to run has: a GPU that computes in bf16, the packages that settings ask for."""
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
@@ -41,7 +41,7 @@ def hardware_problems(config: Any) -> Iterator[str]:
 
 def meet_within(config: Any) -> None:
     """On a CPU, join the other processes with `ddp_timeout`, which transformers hands on for GPUs alone."""
-    on_cpu = config.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y")
+    on_cpu = config.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
     fresh = not PartialState._shared_state and not torch.distributed.is_initialized()
     if on_cpu and fresh and world_size() > 1 and not planning() and not config.deepspeed:
         PartialState(cpu=True, backend=config.ddp_backend, timeout=timedelta(seconds=config.ddp_timeout))

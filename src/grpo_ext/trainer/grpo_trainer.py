@@ -35,7 +35,7 @@ from grpo_ext.rollout.vllm.generation import in_place_of_trls
 from grpo_ext.trainer import old_policy
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
 from grpo_ext.trainer.arguments import check_data, check_reward_names
-from grpo_ext.trainer.checkpoints.choice import accept_numbered_cpu
+from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.entropy import entropy_bonus, high_entropy_mask
 from grpo_ext.trainer.evaluated import batch_weight
 from grpo_ext.trainer.evaluating import EvaluatingTrainer

@@ -8,9 +8,10 @@ from unittest.mock import patch
 
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.trainer.checkpoints.agreement import everywhere
+from grpo_ext.trainer.checkpoints.shards import local
 from grpo_ext.trainer.checkpoints.writing import WritingTrainer
 from grpo_ext.trainer.leaving import interrupted, leave_after_this_step, told_of_lost_ranks
-from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard, local
+from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
 from grpo_ext.trainer.signals import signals
 
 
@@ -80,7 +81,7 @@ class GuardedTrainer(WritingTrainer):
     def _check_weights(self) -> None:
         """A step may overflow by itself, from gradients that were finite."""
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-        bad = next((name for name, p in trained if not local(p.detach()).isfinite().all()), None)
+        bad = next((name for name, p in trained if not local(p).isfinite().all()), None)
         named = next((name for name in everywhere(bad) if name is not None), None)
         if named is not None:
             raise NonFiniteError(

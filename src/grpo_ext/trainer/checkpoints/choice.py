@@ -2,11 +2,8 @@
 
 import json
 import logging
-import re
-from functools import cache
 from pathlib import Path
 
-import torch
 from transformers.utils import (
     ADAPTER_SAFE_WEIGHTS_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -38,14 +35,6 @@ class Sound(str):
     """Path of a checkpoint whose files have been read and found sound; reading them again would take minutes."""
 
     __slots__ = ()
-
-
-@cache
-def accept_numbered_cpu() -> None:
-    """Let a checkpoint be loaded to `cpu:0`, as transformers before 5.23 asks for on several CPU processes."""
-    torch.serialization.register_package(
-        0, lambda storage: None, lambda storage, location: storage if re.fullmatch(r"cpu:\d+", location) else None
-    )
 
 
 def asks_afresh(asked: object) -> bool:

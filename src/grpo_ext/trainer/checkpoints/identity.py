@@ -42,19 +42,13 @@ HARMLESS = {
     # worked on, waited for, found
     *("dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers"),
     *("dataloader_pin_memory", "dataloader_prefetch_factor", "ddp_timeout", "debug", "local_rank"),
-    *(
-        "on_nonfinite",
-        "reward_memory_gib",
-        "reward_workers",
-        "rollout_drift",
-        "rollout_drift_action",
-        "skip_memory_metrics",
-    ),
+    *("on_nonfinite", "reward_memory_gib", "reward_workers", "rollout_drift", "rollout_drift_action"),
+    "skip_memory_metrics",
     *("torch_empty_cache_steps", "trust_remote_code", "vllm_gpu_memory_utilization", "vllm_group_port"),
     *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
     *("vllm_enable_sleep_mode", "vllm_weight_transfer"),
 }
-"""Settings that change no trained number."""
+"""Settings that change no trained number, but by the random numbers that an evaluation draws."""
 
 ROUNDING = {
     *("attn_implementation", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb"),

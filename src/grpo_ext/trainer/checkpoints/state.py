@@ -5,7 +5,9 @@ that follows the policy. Restored where as many processes go on with as many mic
 """
 
 import logging
+import re
 from collections import defaultdict, deque
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +18,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
 from grpo_ext.objective.aggregation import StepTotals
+from grpo_ext.trainer.checkpoints.shards import is_sharded, local
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,14 @@ class HasState(Protocol):
     _tr_loss: Tensor
 
     def _continue(self, micro_batches: list[dict[str, Any]], totals: list[StepTotals]) -> None: ...
+
+
+@cache
+def accept_numbered_cpu() -> None:
+    """Let a checkpoint be loaded to `cpu:0`, as transformers before 5.23 asks for on several CPU processes."""
+    torch.serialization.register_package(
+        0, lambda storage: None, lambda storage, location: storage if re.fullmatch(r"cpu:\d+", location) else None
+    )
 
 
 def write(trainer: HasState, folder: Path, place: tuple[int, int]) -> None:
@@ -178,15 +189,8 @@ def load_default_adapter(model: Any, checkpoint: Path) -> None:
 # A reference that follows the policy (`sync_ref_model`) is nowhere else.
 
 
-def _local(parameter: Any) -> Tensor:
-    """This process's part of a parameter, under FSDP2 (DTensor) and ZeRO-3 too."""
-    if hasattr(parameter, "ds_tensor"):
-        return parameter.ds_tensor
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
-
-
 def _reference_file(trainer: HasState, folder: Path) -> Path:
-    sharded = any(_local(parameter) is not parameter.data for parameter in _reference(trainer).values())
+    sharded = any(is_sharded(parameter) for parameter in _reference(trainer).values())
     return folder / (f"reference_{trainer.accelerator.process_index}.pt" if sharded else "reference.pt")
 
 
@@ -198,7 +202,7 @@ def _reference(trainer: HasState) -> dict[str, Any]:
 def _write_reference(trainer: HasState, folder: Path) -> None:
     parameters, path = _reference(trainer), _reference_file(trainer, folder)
     if parameters and (trainer.args.should_save or path.name != "reference.pt"):
-        torch.save({name: _local(parameter).detach() for name, parameter in parameters.items()}, path)
+        torch.save({name: local(parameter) for name, parameter in parameters.items()}, path)
 
 
 def _restore_reference(trainer: HasState, folder: Path) -> None:
@@ -208,4 +212,4 @@ def _restore_reference(trainer: HasState, folder: Path) -> None:
     saved = torch.load(_reference_file(trainer, folder), map_location="cpu", weights_only=True)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            _local(parameter).copy_(saved[name])
+            local(parameter).copy_(saved[name])

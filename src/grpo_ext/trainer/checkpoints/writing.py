@@ -17,7 +17,7 @@ from grpo_ext.trainer.checkpoints.agreement import everywhere
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, holds_weights, publish, write_finished
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST, STATE, damage, read, seal, step_of, sync
-from grpo_ext.trainer.checkpoints.whole_model import gathered
+from grpo_ext.trainer.checkpoints.shards import gathered
 
 SAVING = "_saving"
 """Folder in output_dir where checkpoints are written; what begins with `_` transformers never pushes to the hub."""

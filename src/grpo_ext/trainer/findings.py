@@ -1,0 +1,95 @@
+"""What is no number in a micro-batch: tensors in the order of computation, and the first that is bad."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_ext.trainer.generation import live_mask
+
+BEFORE_THE_FORWARD = (
+    "advantages",
+    "sampling_per_token_logps",
+    "importance_sampling_ratio",
+    "ref_per_token_logps",
+    "old_per_token_logps",
+)
+ORDER = ("rewards", *BEFORE_THE_FORWARD, "per_token_logps", "per_token_loss", "loss", "gradient")
+"""What is looked at, as it is computed."""
+NAMES = {
+    "per_token_logps": "log-probabilities",
+    "old_per_token_logps": "old log-probabilities",
+    "ref_per_token_logps": "the reference's log-probabilities",
+    "sampling_per_token_logps": "the sampler's log-probabilities",
+    "importance_sampling_ratio": "the sampler's importance ratios",
+    "per_token_loss": "the loss of single tokens",
+    "loss": "the loss",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first tensor of a process that is not finite."""
+
+    tensor: str
+    """One of ORDER."""
+    rank: int
+    value: str = "nan"
+    name: str = ""
+    """Of the reward or the parameter."""
+    micro_batch: int = 0
+    rows: tuple[int, ...] = ()
+    text: str = ""
+    """First words of the first row's completion."""
+
+    def __str__(self) -> str:
+        if self.tensor == "gradient":
+            return f"{self.value} in the gradient{self.name and f' of {self.name}'}"
+        if self.tensor == "rewards":
+            return f"{self.value} returned by reward {self.name!r} on rank {self.rank}, {self._rows()}"
+        what = NAMES.get(self.tensor, self.tensor)
+        return f"{self.value} in {what} of micro-batch {self.micro_batch} on rank {self.rank}, {self._rows()}"
+
+    def _rows(self) -> str:
+        if not self.rows:
+            return "no row of its own"
+        shown = ", ".join(map(str, self.rows[:8])) + (", ..." if len(self.rows) > 8 else "")
+        return f"row{'s' * (len(self.rows) > 1)} {shown} (the first begins {self.text!r})"
+
+
+@dataclass
+class Watched:
+    """One micro-batch and what was computed from it."""
+
+    inputs: dict[str, Any]
+    computed: dict[str, Tensor] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    """Inputs that the loss does not depend on."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Floating-point tensors in the order of computation; what the mask hides is 0."""
+        mask = live_mask(self.inputs).bool() if "completion_mask" in self.inputs else None
+        logps = self.computed.get("per_token_logps")
+        for name in ORDER:
+            values = self.inputs.get(name) if name in BEFORE_THE_FORWARD else self.computed.get(name)
+            if not isinstance(values, Tensor) or name in self.unread:
+                continue
+            if name == "old_per_token_logps" and logps is not None and values.data_ptr() == logps.data_ptr():
+                continue  # this very forward's
+            yield name, values if mask is None or values.shape != mask.shape else torch.where(mask, values, 0.0)
+
+    def bad(self) -> Tensor:
+        """Whether anything is not finite, on the device: a sum is finite where all of its terms are."""
+        sums = [values.detach().sum(dtype=torch.float32) for _, values in self.tensors()]
+        return ~torch.stack(sums).sum().isfinite()
+
+    def first_bad(self) -> tuple[str, Tensor] | None:
+        """Name and values of the first tensor that is not finite."""
+        return next(((name, v) for name, v in self.tensors() if not v.isfinite().all()), None)
+
+
+def value_in(values: Tensor) -> str:
+    """What is not finite there."""
+    return "nan" if values.isnan().any() else "inf"
