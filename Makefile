@@ -16,7 +16,8 @@ VLLM_STAMP := $(VENV)/.installed-vllm
 DEEPSPEED_STAMP := $(VENV)/.installed-deepspeed
 # One thread per process: on few cores more threads make a step slower, not faster. No hub: nothing is downloaded.
 QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-RUN_TESTS := $(QUIET_ENV) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+# In the order of tests/conftest.py: the long files first.
+RUN_TESTS := $(QUIET_ENV) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED=$(abspath $(VENV))/deepspeed
 QUICK := -m "not slow and not vllm"
 
@@ -112,11 +113,11 @@ tables: install
 
 bench: install
 	@echo "bench: an optimizer step of grpo-ext and of stock TRL, side by side"
-	$(QUIET_ENV) $(BIN)/python benchmarks/step_overhead.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/step_overhead.py --pairs 100
 	$(QUIET_ENV) $(BIN)/python benchmarks/guard_overhead.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/whole_step.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
-	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts steps memory
+	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts steps memory --pairs 3
 	$(BIN)/python docs/tables.py
 
 bench-grid: install

@@ -12,6 +12,7 @@ from jaxtyping import install_import_hook
 install_import_hook(["grpo_ext.registry", "grpo_ext.objective"], "beartype.beartype")
 
 import warnings  # noqa: E402
+from collections import Counter  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
@@ -37,6 +38,14 @@ def pytest_configure(config):
         "ignore::pytest.PytestUnraisableExceptionWarning",
     ):
         config.addinivalue_line("filterwarnings", message)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Files with long tests first, so that no process is left with one of them when the others have nothing to do."""
+    long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("vllm")}
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in long, -tests[item.path], item.path))
 
 
 @pytest.fixture(autouse=True)
