@@ -16,7 +16,7 @@ from pathlib import Path
 from accelerate import PartialState
 from trl import get_peft_config, get_quantization_config
 
-from grpo_ext.config.launch import EXIT_CODE_FILE, check_announced
+from grpo_ext.config.launch import EXIT_CODE_FILE, check_announced, rank
 from grpo_ext.errors import (
     NOT_FINISHED,
     ConfigError,
@@ -30,9 +30,9 @@ from grpo_ext.errors import (
     ServerLost,
 )
 from grpo_ext.recipe.loading import datasets_of, load_tokenizer, model_path
+from grpo_ext.recipe.look import Look, findings
 from grpo_ext.recipe.parsing import load_recipe, print_help
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.pool import end_workers
 from grpo_ext.trainer.checkpoints.choice import asks_afresh
@@ -48,10 +48,13 @@ logger = logging.getLogger(__name__)
 def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     """The trainer a recipe describes, with model, data and rewards loaded."""
     model, training = recipe.model, recipe.training
-    train_dataset, eval_dataset = datasets_of(recipe, load_tokenizer(recipe))
-    if train_dataset.column_names is not None:  # a stream may not say
-        for sentence in absences(recipe.rewards, train_dataset.column_names):
-            logger.warning(sentence)
+    tokenizer = load_tokenizer(recipe)
+    train_dataset, eval_dataset = datasets_of(recipe, tokenizer)
+    problems, notes = findings(recipe, recipe.rewards, train_dataset, tokenizer, None)
+    if problems:
+        raise ConfigError(problems)
+    for note in notes if rank() == 0 else ():
+        logger.warning(note)
     loading = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -139,8 +142,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     watch_parent()
     try:
         check_announced()
-        train(load_recipe(argv))
-    except (ConfigError, DataError, NonFiniteError, RewardError, RolloutDrift, SaveError, ServerLost) as error:
+        train(load_recipe(argv, Look(data=False)))
+    except DataError as error:
+        print(ConfigError(error.problems), file=sys.stderr)
+        leave(2)
+    except (ConfigError, NonFiniteError, RewardError, RolloutDrift, SaveError, ServerLost) as error:
         print(error, file=sys.stderr)
         leave(2)
     except RankLost as error:

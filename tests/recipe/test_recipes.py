@@ -21,7 +21,9 @@ from grpo_ext.config.launch import planned_processes
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
+from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import all_keys, load_recipe
+from grpo_ext.recipe.parts import Recipe
 from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
 from grpo_ext.trainer.checkpoints.manifest import seal
 from processes import PATIENCE
@@ -81,6 +83,12 @@ def problems(argv: list[str]) -> list[str]:
 def resumed(argv: list[str]) -> str | None:
     training = load_recipe(argv).training
     return checkpoint_to_resume(Path(training.output_dir), training.resume_from_checkpoint)
+
+
+def planned(argv: list[str]) -> tuple[Recipe, dict[str, list]]:
+    look = Look()
+    recipe = load_recipe(argv, look)
+    return recipe, plan(recipe, look)
 
 
 def run(*argv: str) -> int:
@@ -243,7 +251,7 @@ def test_a_quickstart_recipe_needs_no_gpu_and_no_hub(name):
 
 
 def test_the_plan_of_a_quickstart_knows_rows_and_parameters():
-    sections = plan(load_recipe(["--config", "quickstart/grpo"]))
+    sections = planned(["--config", "quickstart/grpo"])[1]
     assert dict(sections["Memory"])["parameters"].startswith("0.57 M")
     assert dict(sections["Batch"])["training rows"] == "7979"
 

@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames, trainer_log_levels
 
-from grpo_ext.config.options import TOWER, type_name
+from grpo_ext.config.options import TOWER, wrong_type
 from grpo_ext.errors import UnknownNameError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -62,7 +62,7 @@ def _type_problems(config: Any, part: type, also: Mapping[str, type]) -> Iterato
         if value is False and "no" in CHOICES.get(f.name, ()):
             yield f"{f.name}=False: YAML reads an unquoted no as false. Write 'no' in quotes."
         else:
-            yield f"{f.name}={value!r}: a {type(value).__name__} where {type_name(hint)} is expected. Write one."
+            yield wrong_type(f.name, value, hint, None if f.default is dataclasses.MISSING else f.default)
 
 
 def _values(enum: type[Enum]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Rules between the parts of a recipe: model, data, rewards and training; each answered with value, reason, cure."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,8 +14,8 @@ from trl.scripts.utils import DatasetConfig
 
 from grpo_ext.config.fields import BELOW_ONE, COUNT, NOT_NEGATIVE, outside, sound_values, unknown_value
 from grpo_ext.config.idle import is_set
-from grpo_ext.config.launch import planning
-from grpo_ext.config.machine import missing_packages
+from grpo_ext.config.launch import elsewhere
+from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.run import AFRESH, FRESH_START, LAST
 from grpo_ext.data.config import problems as data_problems
@@ -57,8 +58,9 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
         )
     if training is not None:
         yield from _resume(training.resume_from_checkpoint)
-        if not planning():
-            yield from missing_packages(training, model)
+        yield from machine_problems(training, model)
+        yield from _output(training.output_dir)
+        yield from _on_cpu(training, model)
         yield from _streams(script, training, mixture)
         yield from _loading(training, model)
     if script is not None:
@@ -70,6 +72,22 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
             )
     if script is not None and data is not None and mixture is not None:
         yield from _data(script, data, mixture)
+
+
+def _output(folder: Any) -> Iterator[str]:
+    """Whether a run can write where it is to."""
+    path = Path(folder or ".").expanduser().absolute()
+    there = next(place for place in (path, *path.parents) if os.path.exists(place))
+    if not there.is_dir():
+        yield f"output_dir={folder!r}: {there} is a file. Set output_dir: {there}-run."
+    elif not elsewhere() and not os.access(there, os.W_OK):
+        yield f"output_dir={folder!r}: nothing can be written to {there}. Name a folder of yours."
+
+
+def _on_cpu(training: Any, model: Any) -> Iterator[str]:
+    attention = getattr(model, "attn_implementation", None)
+    if training.use_cpu and str(attention).startswith("flash_attention"):
+        yield f"attn_implementation={attention!r} with use_cpu: it runs on GPUs alone. Set attn_implementation: sdpa."
 
 
 _TASK_TYPES = tuple(kind.value for kind in TaskType)

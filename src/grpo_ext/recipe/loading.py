@@ -35,7 +35,10 @@ def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
         }
         if evaluates and "test" not in mixed:
             raise ConfigError(
-                ["eval_strategy: datasets has no test split. Set test_split_size, or eval_strategy: no."]
+                [
+                    f"eval_strategy={recipe.training.eval_strategy!r}: datasets has no test split. Set "
+                    "test_split_size: 0.1, or eval_strategy: 'no'."
+                ]
             )
         return mixed["train"], mixed["test"] if evaluates else None
     return load_datasets(

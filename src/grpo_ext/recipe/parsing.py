@@ -5,7 +5,8 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from trl import TrlParser
@@ -17,6 +18,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.checks import ALSO, mixture_problems, part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
+from grpo_ext.recipe.look import no_look, stand_in
 from grpo_ext.recipe.parts import PARTS, Recipe
 from grpo_ext.recipe.replaced_keys import REPLACED
 from grpo_ext.recipe.warnings import recipe_warnings
@@ -51,25 +53,35 @@ def all_keys() -> list[str]:
     return sorted({f.name for part in PARTS for f in dataclasses.fields(part) if f.init})
 
 
-def load_recipe(argv: Sequence[str]) -> Recipe:
+def load_recipe(argv: Sequence[str], look: Callable[..., Iterator[str]] = no_look) -> Recipe:
     """Parse `--config recipe.yaml [--key value ...]`; what stands on the command line wins.
 
+    With a `Look`, what it finds in the policy and the data is told with the rest.
+
     Raises:
-        ConfigError: everything that is wrong, at once, before anything is loaded.
+        ConfigError: everything that is wrong, at once, before a model is loaded.
     """
     name, args = split_config(argv)
     values = read_yaml(find_recipe(name)) if name else {}
     problems: list[str] = []
     os.environ.update(take_env(values, problems))
-    problems += [*_unknown_keys(values, args), *_stray_values(args)]
+    problems += [*_unknown_keys(values, args), *_stray_values(args), *_said_no(values, args)]
     if mixed := list(mixture_problems(values.get("datasets", []))):
         problems += mixed
         del values["datasets"]
-    parts = {part: _parse_part(part, values, args, problems) for part in PARTS}
+    given: dict[Any, dict[str, Any]] = {}
+    parts = {part: _parse_part(part, values, args, problems, given) for part in PARTS}
     script, data, training, model, mixture = (parts[part] for part in PARTS)
+    if model is not None and re.fullmatch(r"\w+", str(model.lora_target_modules or "")):
+        # TRL takes a list of one apart, and PEFT takes what it held for a regular expression of whole paths
+        model.lora_target_modules = [model.lora_target_modules]
     rewards = _rewards(script, None if training is None else training.reward_weights, problems)
     problems += reward_problems(rewards, training)
-    problems += part_problems(script, data, training, model, None if mixed else mixture)
+    mixture = None if mixed else mixture
+    problems += part_problems(script, data, training, model, mixture)
+    asked = stand_in(given.get(GRPOExtConfig, {})) if training is None else training
+    named = SimpleNamespace(script=script, data=data, training=asked, model=model, mixture=mixture)
+    problems += look(named, rewards, problems)
     if problems := _told_once(problems):
         raise ConfigError(problems)
     if any(spec.weight != 1.0 for spec in rewards):
@@ -122,14 +134,34 @@ def _hint(key: str, known: list[str]) -> str:
     return hint if hint.startswith("Did") else "`grpo-ext train --help` lists all keys. Remove it."
 
 
-def _parse_part(part: Any, values: Mapping[str, Any], args: Sequence[str], problems: list[str]) -> Any:
+def _said_no(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[str]:
+    """`do_train` and `do_eval` said to be false, which as a default means nothing."""
+    said = [name for name in ("do_train", "do_eval") if name in values or any(name in arg for arg in args)]
+    if not said:
+        return
+    parser = _Parser(GRPOExtConfig, allow_abbrev=False, add_help=False)
+    parser.set_defaults(**{name: values[name] for name in (*said, "eval_strategy") if name in values})
+    given, _ = parser.parse_known_args(list(args))
+    if "do_train" in said and given.do_train is False:
+        yield "do_train=False: to train is what this recipe is for. Remove it; `grpo-ext check` trains nothing."
+    if "do_eval" in said and given.do_eval is False and given.eval_strategy not in ("no", False, None):
+        yield (
+            f"do_eval=False with eval_strategy={given.eval_strategy!r}, which evaluates. Set eval_strategy: 'no', or "
+            "remove do_eval."
+        )
+
+
+def _parse_part(
+    part: Any, values: Mapping[str, Any], args: Sequence[str], problems: list[str], raw: dict[Any, dict[str, Any]]
+) -> Any:
+    """The part, or None if it is not sound; `raw` gets what was given for it, sound or not."""
     parser = _Parser(part, allow_abbrev=False, add_help=False)
     parser.set_defaults_with_config(
         **{k: v for k, v in values.items() if k in {f.name for f in dataclasses.fields(part)}}
     )
     try:
         parsed, _ = parser.parse_known_args(list(args))
-        given = vars(parsed)
+        given = raw[part] = vars(parsed)
         if part is not GRPOExtConfig:  # which tells of its types itself, with all that is wrong in it
             given, told = sound_values(part, parsed, ALSO)
             problems += told
@@ -143,10 +175,10 @@ def _parse_part(part: Any, values: Mapping[str, Any], args: Sequence[str], probl
 
 def _told_once(problems: list[str]) -> list[str]:
     """Without what else is said of a field whose value was of the wrong type and has been set aside."""
-    wrong = {problem.partition("=")[0] for problem in problems if " is expected. Write one." in problem}
+    wrong = {problem.partition("=")[0] for problem in problems if " is expected. " in problem}
     told: set[str] = set()
     kept = []
-    for problem in problems:
+    for problem in dict.fromkeys(problems):
         name = problem.partition("=")[0]
         if name not in wrong or name not in told:
             kept.append(problem)
