@@ -60,6 +60,7 @@ def nothing_is_loaded(monkeypatch):
 @pytest.fixture(autouse=True)
 def same_on_every_machine(monkeypatch):
     monkeypatch.setattr(machine, "is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr(machine, "is_installed", lambda package: True)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -220,8 +221,7 @@ def loss_in_the_name(name: str) -> str:
 def test_a_packaged_recipe_is_what_its_header_says(name):
     path = PACKAGED[name]
     with planned_processes(1):
-        recipe = load_recipe(["--config", name])
-        sections = plan(recipe)
+        recipe, sections = planned(["--config", name])
     objective, row = recipe.training.objective, losses[loss_in_the_name(name)]
     says = header(path)
 
@@ -341,7 +341,10 @@ def test_json_on_the_command_line_is_checked_like_yaml(write):
         (["quickstart/grpo"], "'quickstart/grpo' on the command line belongs to no key"),
         (["--temprature", "1.0"], "temprature: no such key. Did you mean 'temperature'"),
         (["--kl_coef", "0.1"], "kl_coef: TRL calls it beta"),
-        (["--num_generations", "four"], "num_generations='four': a str where int | None is expected"),
+        (
+            ["--num_generations", "four"],
+            "num_generations='four': text where a whole number is expected. Write num_generations: 8.",
+        ),
         (
             ["--no_log_completions"],
             "no_log_completions: no such key, and it would be ignored. Write --log_completions fa",
@@ -406,14 +409,14 @@ def test_a_recipe_in_latin_1_is_refused(tmp_path):
 
 
 def test_what_is_not_installed_is_told_where_it_is_to_run(write, monkeypatch):
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "is_installed", lambda package: False)
     monkeypatch.setattr(machine, "get_available_reporting_integrations", lambda: ["tensorboard"])
     argv = write(report_to=["wandb", "tensorboard"], optim="adamw_bnb_8bit", use_peft=True, load_in_4bit=True)
     found = problems(argv)
     assert [re.split("[ :]", problem)[0] for problem in found] == [
         "report_to='wandb'",
-        "load_in_4bit=True",
         "optim='adamw_bnb_8bit'",
+        "load_in_4bit=True",
     ]
     with planned_processes(1):
         load_recipe(argv)
@@ -480,7 +483,7 @@ def test_check_ends_with_2_on_problems(capsys, args):
     [
         ('{"prompt": "a"}\n{\n', [], "d.jsonl, line 2: broken JSON"),
         ("", [], "d.jsonl: no rows"),
-        ('{"text": "a"}\n', [], "none of the columns prompt, question, problem"),
+        ('{"text": "a"}\n', [], "has none of the columns prompt, question, problem"),
         ('{"prompt": "a", "prompts": "b"}\n', [], "column 'prompts': TRL passes its own"),
         ('{"prompt": "a"}\n', ["--eval_strategy", "steps"], "has no split 'test' beside it"),
     ],
@@ -496,8 +499,11 @@ def test_check_names_what_is_wrong_with_the_data(write, capsys, tmp_path, conten
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"datasets": [{"path": 5}]}, "datasets[0]: path=5: a int where str"),
-        ({"datasets": [{"path": "owner/name", "split": None}]}, "datasets[0]: split=None: a NoneType where str"),
+        ({"datasets": [{"path": 5}]}, "datasets[0]: path=5: a whole number where text"),
+        (
+            {"datasets": [{"path": "owner/name", "split": None}]},
+            "datasets[0]: split=None: nothing where text is expected. Write split: train.",
+        ),
         ({"datasets": [{"path": "./d.jsonl", "columns": ["nope"]}]}, "columns has 'nope', which is no column"),
     ],
 )

@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+import datasets
 from datasets import Dataset
 
 from grpo_ext.commands.console import print_sections, take_processes
@@ -110,6 +111,7 @@ def run(argv: list[str]) -> int:
     try:
         processes = take_processes(argv)
         with planned_processes(processes, here=processes is None):
+            datasets.disable_progress_bars()
             look = Look()
             recipe = load_recipe(argv, look)
             print_sections(plan(recipe, look))

@@ -144,9 +144,15 @@ def too_few(config: Any, rows: int) -> Iterator[str]:
     """Whether training data make up one generation."""
     prompts, one_generation = prompts_of_one_generation(config)
     if rows < prompts:
+        batch = replace(_batch_of(config), generation_batch_size=None)
+        sizes = [replace(batch, per_device_train_batch_size=n) for n in range(1, batch.per_device_train_batch_size)]
+        fitting = [b for b in sizes if b.sound and b.per_step * b.steps <= rows * b.num_generations]
+        smaller = (
+            f", for example per_device_train_batch_size: {fitting[-1].per_device_train_batch_size}" if fitting else ""
+        )
         yield (
             f"train_dataset has {rows} rows, fewer than {one_generation}: stock TRL would train 0 steps. Add rows or "
-            "lower the batch size."
+            f"lower the batch size{smaller}."
         )
 
 

@@ -62,7 +62,10 @@ def _type_problems(config: Any, part: type, also: Mapping[str, type]) -> Iterato
         if value is False and "no" in CHOICES.get(f.name, ()):
             yield f"{f.name}=False: YAML reads an unquoted no as false. Write 'no' in quotes."
         else:
-            yield wrong_type(f.name, value, hint, None if f.default is dataclasses.MISSING else f.default)
+            known = (
+                _REPORTERS if f.name == "report_to" else () if f.name in _OPEN_TO_PATHS else CHOICES.get(f.name, ())
+            )
+            yield wrong_type(f.name, value, hint, None if f.default is dataclasses.MISSING else f.default, known)
 
 
 def _values(enum: type[Enum]) -> tuple[str, ...]:
@@ -100,6 +103,7 @@ CHOICES: dict[str, Any] = {
     "lr_scheduler_type": _values(SchedulerType),
     "optim": _values(OptimizerNames),
 }
+_REPORTERS = (*INTEGRATION_TO_CALLBACK, "all", "none")
 _OPEN_TO_PATHS = {"kl_estimator", "advantage_estimator", "loss_aggregation"}
 
 
@@ -115,8 +119,8 @@ def choice_problems(config: Any) -> Iterator[str]:
             yield unknown_value(name, value, known)
     reporters = config.report_to if isinstance(config.report_to, (list, tuple)) else [config.report_to]
     for reporter in reporters:
-        if isinstance(reporter, str) and reporter not in (*INTEGRATION_TO_CALLBACK, "all", "none"):
-            yield unknown_value("report_to", reporter, (*INTEGRATION_TO_CALLBACK, "all", "none"))
+        if isinstance(reporter, str) and reporter not in _REPORTERS:
+            yield unknown_value("report_to", reporter, _REPORTERS)
     if isinstance(config.loss_type, str):
         try:
             find(config.loss_type)

@@ -93,6 +93,11 @@ _INSTALLED_AS = {
 _FLASH = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
+def is_installed(package: str) -> bool:
+    """Whether Python finds it; nothing is imported."""
+    return importlib.util.find_spec(package) is not None
+
+
 def missing(training: Any, model: Any) -> Iterator[str]:
     """Settings whose package, or token, is not here."""
     available = (*get_available_reporting_integrations(), "all", "none", "flyte")  # no package tells of flyte
@@ -105,7 +110,7 @@ def missing(training: Any, model: Any) -> Iterator[str]:
                 "report_to: none."
             )
     for setting, package, cure in _wanted(training, model):
-        if importlib.util.find_spec(package) is None:
+        if not is_installed(package):
             name = _INSTALLED_AS.get(package, package.replace("_", "-"))
             yield f"{setting} needs {package}, which is not installed. Install it (pip install {name}), or {cure}."
     if training.push_to_hub and not training.hub_token and get_token() is None:
@@ -125,15 +130,13 @@ def _wanted(training: Any, model: Any) -> Iterator[tuple[str, str, str]]:
         yield f"optim={optim!r}", package, "set optim: adamw_torch_fused"
     if training.use_liger_kernel:
         yield "use_liger_kernel=True", "liger_kernel", "set use_liger_kernel: false"
-    if training.deepspeed:
-        yield "deepspeed", "deepspeed", "remove the setting"
     if model is None:
         return
     for name in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, name) and model.use_peft:
             yield f"{name}=True", "bitsandbytes", f"set {name}: false"
     attention = str(model.attn_implementation or as_mapping(training.model_init_kwargs).get("attn_implementation"))
-    kernels = importlib.util.find_spec("kernels") is not None  # whose kernels transformers takes instead
+    kernels = is_installed("kernels")  # whose kernels transformers takes instead
     if attention in _FLASH and not kernels and not training.use_cpu:
         yield f"attn_implementation={attention!r}", _FLASH[attention], "set attn_implementation: sdpa"
     if "/" in attention:

@@ -2,9 +2,10 @@
 
 import inspect
 import math
+import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -30,6 +31,8 @@ _WORDS = {
 
 def kind(value: Any) -> str:
     """What a value is, as a user would say it."""
+    if isinstance(value, bool):
+        return "a yes or no"
     if isinstance(value, float):
         return "a number with a fraction" if value % 1 else "a number"
     return _WORDS.get(type(value), f"a {type(value).__name__}")
@@ -43,18 +46,29 @@ def expected(hint: Any) -> str:
     if origin is list and parts:
         return f"a list of {_PLURALS.get(parts[0], 'values')}"
     if origin in (types.UnionType, typing.Union):
-        words = dict.fromkeys(expected(part) for part in parts)
+        words = dict.fromkeys(expected(part) for part in parts if part is not str or not _holds_mappings(parts))
         return " or ".join(word for word in words if word != "a whole number" or "a number" not in words)
     return _WORDS.get(origin or hint, f"a {getattr(hint, '__name__', hint)}")
+
+
+def _holds_mappings(parts: list[Any]) -> bool:
+    """Then it is text on the command line alone."""
+    return any(dict in (part, typing.get_origin(part)) for part in parts)
 
 
 _PLURALS = {str: "names", int: "whole numbers", float: "numbers", dict: "mappings"}
 
 
-def wrong_type(name: str, value: Any, hint: Any, default: Any = None) -> str:
-    """The sentence for a value of the wrong type, with one that would do: what was probably meant, or the default."""
-    meant = next((try_ for try_ in _readings(value) if is_bearable(try_, hint, conf=TOWER)), default)
+def wrong_type(name: str, value: Any, hint: Any, default: Any = None, known: Collection[Any] = ()) -> str:
+    """The sentence for a value of the wrong type, with one that would do: what was probably meant, or the default.
+
+    `known` are the names that a field may have, where it is one of names.
+    """
+    fitting = (read for read in _readings(value) if is_bearable(read, hint, conf=TOWER))
+    meant = next((read for read in fitting if not known or read in known), default)
     cure = f"Write {name}: {_as_yaml(meant)}" if meant is not None else f"Write {expected(hint)}, or leave it out"
+    if meant is None and known:
+        cure = f"Write one of {', '.join(map(str, known))}, or leave it out"
     return f"{name}={value!r}: {kind(value)} where {expected(hint)} is expected. {cure}."
 
 
@@ -66,6 +80,8 @@ def _readings(value: Any) -> Iterator[Any]:
             yield float(value)
         except (ValueError, yaml.YAMLError):
             pass
+        if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
+            yield int(value.replace(",", ""))
         if "," in value:
             yield [part.strip() for part in value.split(",")]
     if isinstance(value, float) and value.is_integer():

@@ -9,6 +9,7 @@ from transformers.trainer_utils import SchedulerType
 
 from grpo_ext.config.idle import is_set
 from grpo_ext.config.launch import world_size
+from grpo_ext.config.machine import is_installed
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.registry import did_you_mean
 
@@ -37,6 +38,8 @@ def run_problems(config: Any) -> Iterator[str]:
             f"dataloader_prefetch_factor={config.dataloader_prefetch_factor} with dataloader_num_workers=0: there are "
             "no workers to fetch ahead. Remove it, or set dataloader_num_workers."
         )
+    if config.deepspeed and not is_installed("deepspeed"):
+        yield "deepspeed is set, but not installed. Install it (pip install deepspeed), or remove the setting."
     if config.fsdp and config.deepspeed:
         yield f"fsdp={config.fsdp!r} beside deepspeed: a model is spread by one of them. Remove one."
     elif config.fsdp and world_size() == 1:
@@ -128,6 +131,14 @@ def _optimizer(config: Any) -> Iterator[str]:
             f"optim={optim!r} without optim_target_modules: it projects the gradients of the modules that it is told. "
             "Set optim_target_modules: all-linear."
         )
+    if config.optim_args and optim in _WITHOUT_ARGS:
+        yield (
+            f"optim_args={config.optim_args!r}: transformers gives optim={optim!r} no further options. Remove it; "
+            "adam_beta1, adam_beta2, adam_epsilon and weight_decay have fields of their own."
+        )
+
+
+_WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 
 
 _OF_EVERY_SCHEDULE = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")

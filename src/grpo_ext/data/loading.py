@@ -58,9 +58,11 @@ def load_datasets(
         with _collecting(found):
             test = load(test_split, optional=True) if eval_wanted else None
     if eval_wanted and test is None and config.test_size is None and not found:
+        others = [name for name in _splits_of(dataset_name) if name != train_split]
+        named = f"dataset_test_split: {others[0]}" if others else "dataset_test_split to its name"
         found.append(
             f"dataset_test_split={test_split!r}: {dataset_name} has no split {test_split!r} beside it, and evaluation "
-            "is asked for. Set test_size: 0.1 to hold rows out, name the split, or set eval_strategy: 'no'."
+            f"is asked for. Set {named}, test_size: 0.1 to hold rows out, or eval_strategy: 'no'."
         )
     prepared: list[AnyDataset] = []
     for split in (train, test):
@@ -73,6 +75,12 @@ def load_datasets(
             logger.warning("test_size=%s is not applied: %s exists.", config.test_size, test.source)
         return prepared[0], prepared[1] if eval_wanted else None
     return _hold_out(prepared[0], config)
+
+
+def _splits_of(name: str) -> list[str]:
+    """Those of a local folder, as far as their files tell."""
+    path = Path(name).expanduser()
+    return list(local_files.folder_splits(path)) if path.is_dir() else []
 
 
 @contextmanager
@@ -89,7 +97,10 @@ def _hold_out(dataset: AnyDataset, config: DataConfig) -> tuple[AnyDataset, AnyD
     rows = len(dataset)
     size = int(config.test_size) if config.test_size >= 1 else max(1, round(config.test_size * rows))
     if size >= rows:
-        raise DataError(f"test_size={config.test_size!r} holds out {size} of {rows} rows: none is left to train on.")
+        raise DataError(
+            f"test_size={config.test_size!r} holds out {size} of {rows} rows: none is left to train on. Set "
+            "test_size: 0.1."
+        )
     parts = dataset.train_test_split(test_size=size, seed=config.split_seed)
     return parts["train"], parts["test"]
 

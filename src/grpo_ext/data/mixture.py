@@ -153,11 +153,17 @@ def _differences(entries: list[Any], parts: list[Any], config: DataConfig) -> It
     every = {name for part in parts for name in _names(part)}
     for number, (entry, part) in enumerate(zip(entries, parts, strict=True)):
         names, name = _names(part), f"datasets[{number}] ({entry.path})"
-        for chosen, usual in ((config.prompt_column, PROMPT_COLUMNS), (config.answer_column, ANSWER_COLUMNS)):
-            wanted = chosen or next((column for column in usual if column in every), None)
-            if wanted in every and wanted not in names:
-                cure = "Rename its column in the file, or leave this dataset out."
-                yield f"{name} has no column {wanted!r}, as others have: {', '.join(names)}. {cure}"
+        absent = [
+            " or ".join([chosen] if chosen else usual)
+            for chosen, usual in ((config.prompt_column, PROMPT_COLUMNS), (config.answer_column, ANSWER_COLUMNS))
+            if (wanted := chosen or next((column for column in usual if column in every), None)) in every
+            and wanted not in names
+        ]
+        if absent:
+            yield (
+                f"{name} has no column {', and none '.join(absent)}, as others have. Its columns: {', '.join(names)}. "
+                "Rename them in the file, or leave this dataset out."
+            )
     first: dict[str, tuple[Any, str]] = {}
     for entry, part in zip(entries, parts, strict=True):
         for column, feature in (part.features or {}).items():

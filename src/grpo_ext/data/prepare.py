@@ -183,7 +183,7 @@ def _drop_long(
     if not keep:
         raise DataError(
             f"{source}: max_prompt_length={limit} drops all {len(lengths)} rows; the shortest prompt has "
-            f"{min(lengths)} tokens with the chat template. Raise max_prompt_length."
+            f"{min(lengths)} tokens with the chat template. Set max_prompt_length: {max(lengths)}, or less."
         )
     logger.info("%s: %d of %d prompts are longer than %d tokens: dropped.", source, *_dropped(lengths, keep), limit)
     return dataset if len(keep) == len(lengths) else dataset.select(keep)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,8 +49,11 @@ def mixture_problems(entries: Any) -> Iterator[str]:
                 yield f"datasets[{i}] has {key}={entry[key]!r}: no such key. {did_you_mean(str(key), keys)}"
 
 
-def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: Any) -> Iterator[str]:
-    """Problems of the parts that are not the training's, and between parts; a part that failed already is None."""
+def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: Any, asked: Any = None) -> Iterator[str]:
+    """Problems of the parts that are not the training's, and between parts; a part that failed already is None.
+
+    `asked` is what stands in for a training that failed.
+    """
     if model is not None:
         yield from _model(model)
     if training is not None and model is not None and training.sync_ref_model and model.use_peft:
@@ -58,11 +63,12 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
         )
     if training is not None:
         yield from _resume(training.resume_from_checkpoint)
-        yield from machine_problems(training, model)
-        yield from _output(training.output_dir)
-        yield from _on_cpu(training, model)
         yield from _streams(script, training, mixture)
         yield from _loading(training, model)
+    if (asked := training or asked) is not None:
+        yield from machine_problems(asked, model)
+        yield from _output(asked.output_dir)
+        yield from _on_cpu(asked, model)
     if script is not None:
         yield from outside(script, {"reward_workers": NOT_NEGATIVE, "reward_memory_gib": NOT_NEGATIVE})
         if sys.platform == "win32" and script.reward_workers != 0:
@@ -76,6 +82,8 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
 
 def _output(folder: Any) -> Iterator[str]:
     """Whether a run can write where it is to."""
+    if not isinstance(folder, str | None):
+        return
     path = Path(folder or ".").expanduser().absolute()
     there = next(place for place in (path, *path.parents) if os.path.exists(place))
     if not there.is_dir():
@@ -97,8 +105,17 @@ def _model(model: Any) -> Iterator[str]:
     path = model.model_name_or_path
     if not path:
         yield "model_name_or_path=None: no model to train. Set it to a hub id, a folder or 'quickstart'."
-    elif isinstance(path, str) and path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
-        yield f"model_name_or_path={path!r}: no such folder. Correct the path, or give a hub id."
+    elif isinstance(path, str) and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
+        beside = Path(path).expanduser().parent
+        siblings = {str(Path(path).parent / f.name): f.name for f in beside.iterdir()} if beside.is_dir() else {}
+        close = get_close_matches(Path(path).name, siblings.values(), n=1)
+        named = next((whole for whole, last in siblings.items() if [last] == close), None)
+        cure = (
+            f"Set model_name_or_path: ./{named}."
+            if named and path[0] == "."
+            else "Correct the path, or give a hub id."
+        )
+        yield f"model_name_or_path={path!r}: no such folder. {cure}"
     for name in ("dtype", "bnb_4bit_quant_type"):
         value = getattr(model, name)
         known = next(f for f in dataclasses.fields(model) if f.name == name).metadata["choices"]
@@ -164,7 +181,26 @@ def reward_problems(rewards: list[RewardSpec], training: Any) -> Iterator[str]:
     if rewards and not any(spec.weight for spec in rewards):
         yield "reward_funcs: all weights are 0, nothing would be rewarded. Give at least one a weight."
     if rewards and training is not None:
-        yield from judge_problems(training.dynamic_sampling, [spec.name for spec in rewards])
+        names = [spec.name for spec in rewards]
+        yield from judge_problems(training.dynamic_sampling, names)
+        yield from _figure(training.metric_for_best_model, names)
+
+
+_FIGURES = ("loss", "reward", "reward_std", "kl", "entropy", "frac_reward_zero_std", "completions/mean_length")
+
+
+def _figure(metric: Any, rewards: list[str]) -> Iterator[str]:
+    """Whether an evaluation gives the figure that is to choose; one of a user's own cannot be known."""
+    given = str(metric or "").removeprefix("eval_")
+    known = {name: name for name in _FIGURES} | {f"rewards/{name}/mean": f"rewards/{name}/mean" for name in rewards}
+    if not given or given in known or re.fullmatch(r"rewards/.*/(mean|std)", given):
+        return
+    known |= {name: f"rewards/{name}/mean" for name in rewards}
+    if close := get_close_matches(given, known, n=1, cutoff=0.8):
+        yield (
+            f"metric_for_best_model={metric!r}: no evaluation gives that figure. Set metric_for_best_model: "
+            f"eval_{known[close[0]]}."
+        )
 
 
 # Warned of.

@@ -33,10 +33,11 @@ def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
             split: prepare(dataset, recipe.data, tokenizer=tokenizer, source=f"datasets ({split})", **template)
             for split, dataset in load_mixture(recipe.mixture, recipe.data).items()
         }
+        asked = recipe.training.eval_strategy
         if evaluates and "test" not in mixed:
             raise ConfigError(
                 [
-                    f"eval_strategy={recipe.training.eval_strategy!r}: datasets has no test split. Set "
+                    f"eval_strategy={getattr(asked, 'value', asked)!r}: datasets has no test split. Set "
                     "test_split_size: 0.1, or eval_strategy: 'no'."
                 ]
             )

@@ -40,7 +40,11 @@ class Look:
     def __call__(self, parts: Any, rewards: list[RewardSpec], told: list[str]) -> Iterator[str]:
         """Problems of the policy and of the data; `parts` has script, data, training, model and mixture."""
         found: list[str] = []
-        if parts.model is not None and not any(problem.startswith("model_name_or_path") for problem in told):
+        if (
+            parts.model is not None
+            and parts.training is not None
+            and not any(problem.startswith("model_name_or_path") for problem in told)
+        ):
             self.policy, found = look_at(parts.model, parts.training)
         yield from found
         if (self.data or told or found) and _loads_here(parts):
@@ -58,7 +62,7 @@ class Look:
 
 def _loads_here(parts: Any) -> bool:
     """Whether the data need no download, and their settings are sound enough to be loaded."""
-    if None in (parts.script, parts.data, parts.mixture):
+    if None in (parts.script, parts.data, parts.mixture, parts.training):
         return False
     name = parts.script.dataset_name
     if parts.mixture.datasets:
@@ -106,7 +110,7 @@ def _template_problems(prompt: Any, tokenizer: Any, options: Any) -> Iterator[st
     if template is None:
         yield (
             "model_name_or_path: its tokenizer has no chat template, and the prompts are conversations. Name an "
-            "instruction-tuned model, or leave out system_prompt and give prompts as text."
+            "instruction-tuned model, or leave out system_prompt and call the column of texts prompt."
         )
         return
     given = dict(as_mapping(options))
@@ -160,16 +164,19 @@ def no_look(*_: Any) -> Iterator[str]:
     yield from ()
 
 
-def stand_in(given: dict[str, Any]) -> SimpleNamespace:
-    """The training settings that a look reads, where there is no sound config of them."""
+def stand_in(given: dict[str, Any]) -> SimpleNamespace | None:
+    """The training settings that a look reads, where there is no sound config of them; None where there are none."""
+    if not given:
+        return None
     longest = given.get("max_completion_length")
-    return SimpleNamespace(
-        trust_remote_code=given.get("trust_remote_code") is True,
-        eval_strategy="no" if given.get("eval_strategy") in (None, False) else given["eval_strategy"],
-        chat_template_kwargs=as_mapping(given.get("chat_template_kwargs")),
-        model_init_kwargs=as_mapping(given.get("model_init_kwargs")),
-        max_completion_length=longest if isinstance(longest, int) else 0,
-        router_aux_loss_coef=None,
-        generation_batch_size=None,
-        num_generations=None,
-    )
+    settings = {
+        "trust_remote_code": given.get("trust_remote_code") is True,
+        "eval_strategy": "no" if given.get("eval_strategy") in (None, False) else given["eval_strategy"],
+        "chat_template_kwargs": as_mapping(given.get("chat_template_kwargs")),
+        "model_init_kwargs": as_mapping(given.get("model_init_kwargs")),
+        "max_completion_length": longest if isinstance(longest, int) else 0,
+        "router_aux_loss_coef": None,
+        "generation_batch_size": None,
+        "num_generations": None,
+    }
+    return SimpleNamespace(**(given | settings))

@@ -78,8 +78,8 @@ def load_recipe(argv: Sequence[str], look: Callable[..., Iterator[str]] = no_loo
     rewards = _rewards(script, None if training is None else training.reward_weights, problems)
     problems += reward_problems(rewards, training)
     mixture = None if mixed else mixture
-    problems += part_problems(script, data, training, model, mixture)
     asked = stand_in(given.get(GRPOExtConfig, {})) if training is None else training
+    problems += part_problems(script, data, training, model, mixture, asked)
     named = SimpleNamespace(script=script, data=data, training=asked, model=model, mixture=mixture)
     problems += look(named, rewards, problems)
     if problems := _told_once(problems):
@@ -105,6 +105,9 @@ def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[st
             yield f"{key}{value}: no such key, and it would be ignored. {_negation(key.removeprefix('no_'))}"
         elif key in REPLACED:
             yield f"{key}{value}: {REPLACED[key]}"
+        elif isinstance(values.get(key), Mapping) and set(values[key]) & set(known):
+            inside = ", ".join(map(str, values[key]))
+            yield f"{key}: no such key. A recipe is flat: write {inside} without {key} above."
         else:
             yield f"{key}{value}: no such key. {_hint(str(key), known)}"
 

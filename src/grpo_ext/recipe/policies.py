@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,10 +118,12 @@ def _load(policy: Policy, model: Any, training: Any) -> Iterator[str]:
     except Exception as error:  # whatever is raised there would be raised in training
         yield from _not_loaded(policy, model.model_name_or_path, error)
         return
-    faults = list(_class_problems(model.model_name_or_path, config))
-    yield from faults
-    if not faults:
-        yield from _build(policy, model.model_name_or_path, config, trust)
+    if faults := list(_class_problems(model.model_name_or_path, config)):
+        yield from faults
+        policy.unknown = "see above"
+        return
+    yield from _init_kwargs(as_mapping(training.model_init_kwargs), config)
+    yield from _build(policy, model.model_name_or_path, config, trust)
     try:
         policy.tokenizer = AutoTokenizer.from_pretrained(name, **given)
     except Exception as error:
@@ -181,6 +183,62 @@ def _class_problems(name: str, config: Any) -> Iterator[str]:
         yield f"{setting}: a {architectures[0]} (an encoder, embedding model or classifier) has no text. {_TRAINABLE}."
 
 
+_OF_LOADING = frozenset(
+    [
+        "attn_implementation",
+        "cache_dir",
+        "code_revision",
+        "config",
+        "device_map",
+        "device_mesh",
+        "dtype",
+        "experts_implementation",
+        "force_download",
+        "generation_config",
+        "gguf_file",
+        "ignore_mismatched_sizes",
+        "kernel_config",
+        "key_mapping",
+        "local_files_only",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "offload_buffers",
+        "offload_folder",
+        "offload_state_dict",
+        "output_loading_info",
+        "proxies",
+        "quantization_config",
+        "revision",
+        "state_dict",
+        "subfolder",
+        "token",
+        "torch_dtype",
+        "tp_plan",
+        "tp_size",
+        "trust_remote_code",
+        "use_kernels",
+        "use_safetensors",
+        "variant",
+        "weights_only",
+        "adapter_kwargs",
+        "adapter_name",
+        "distributed_config",
+    ]
+)
+"""What `from_pretrained` takes beside the fields of a model's configuration."""
+
+
+def _init_kwargs(given: Mapping[str, Any], config: Any) -> Iterator[str]:
+    for key, value in given.items():
+        if key not in _OF_LOADING and not hasattr(config, key):
+            known = [*_OF_LOADING, *config.to_dict()]
+            close = did_you_mean(key, known)
+            cure = close if close.startswith("Did") else "Remove it."
+            if "flash" in key:
+                cure = "Remove it, and set attn_implementation: flash_attention_2."
+            yield f"model_init_kwargs.{key}={value!r}: neither from_pretrained nor the model's config has it. {cure}"
+
+
 def _build(policy: Policy, name: str, config: Any, trust: bool) -> Iterator[str]:
     found = getattr(transformers, config.architectures[0], None)
     try:
@@ -206,8 +264,8 @@ def _asked_of(policy: Policy, model: Any, training: Any) -> Iterator[str]:
         kind = as_mapping(quantised).get("quant_method") or getattr(quantised, "quant_method", "quantized")
         yield (
             f"model_name_or_path={model.model_name_or_path!r}: its weights are quantized "
-            f"({getattr(kind, 'value', kind)}), and only an adapter on them can be trained. Set use_peft: true, or name "
-            "the model before it was quantized."
+            f"({getattr(kind, 'value', kind)}), and only an adapter on them can be trained. Set use_peft: true, or "
+            "name the model before it was quantized."
         )
     if training.router_aux_loss_coef and not hasattr(config.get_text_config(), "output_router_logits"):
         yield (
@@ -269,27 +327,26 @@ def _adapter_problems(policy: Policy, model: Any) -> Iterator[str]:
             reason = f"PEFT has no default for model_type {policy.empty.config.model_type!r}"
             yield f"lora_target_modules=None: {reason}. Set lora_target_modules: all-linear."
         else:
+            reason = _first_line(error).partition("(")[0].replace("Target module", "PEFT has no adapter for a")
             yield (
-                f"lora_target_modules={model.lora_target_modules!r}: {_first_line(error)}. Set lora_target_modules: "
-                "all-linear, or names of linear layers."
+                f"lora_target_modules={model.lora_target_modules!r}: {reason}. Set lora_target_modules: all-linear, "
+                "or names of linear layers."
             )
         return
     policy.trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
 def _unmatched(empty: Any, model: Any) -> Iterator[str]:
+    """Names, and regular expressions of whole paths, that no module has."""
     modules = dict(empty.named_modules())
     linear = sorted({n.rpartition(".")[2] for n, m in modules.items() if isinstance(m, torch.nn.Linear)})
     head = next((n for n, m in modules.items() if m is empty.get_output_embeddings()), None)
     layers = [name for name in linear if name != head]
-    every = {name.rpartition(".")[2] for name in modules if name}
-    for setting, known in (("lora_target_modules", layers), ("lora_modules_to_save", sorted(every))):
+    every = sorted({name.rpartition(".")[2] for name in modules if name})
+    for setting, known in (("lora_target_modules", [*layers, "all-linear"]), ("lora_modules_to_save", every)):
         given = getattr(model, setting)
         if isinstance(given, str):
-            if given != "all-linear" and not any(re.fullmatch(given, name) for name in modules):
-                yield (
-                    f"{setting}={given!r}: no module of {type(empty).__name__} fits that as a regular expression. {did_you_mean(given, [*known, 'all-linear'])}"
-                )
+            yield from _unmatched_pattern(setting, given, modules, known)
             continue
         for target in given or ():
             if not any(name == target or name.endswith(f".{target}") for name in modules):
@@ -302,3 +359,18 @@ def _unmatched(empty: Any, model: Any) -> Iterator[str]:
             f"lora_target_modules has {head!r}: TRL takes log-probabilities from its weight directly, and would never "
             "train an adapter on it. Remove it."
         )
+
+
+def _unmatched_pattern(setting: str, given: str, modules: Mapping[str, Any], known: list[str]) -> Iterator[str]:
+    if "," in given and "(" not in given:
+        names = ", ".join(name.strip() for name in given.split(","))
+        yield f"{setting}={given!r}: text where a list is expected. Write {setting}: [{names}]."
+        return
+    try:
+        fits = given == "all-linear" or any(re.fullmatch(given, name) for name in modules)
+    except re.error as error:
+        yield f"{setting}={given!r} is no regular expression ({error}). Set {setting}: all-linear, or a list of names."
+        return
+    if not fits:
+        hint = did_you_mean(given, known)
+        yield f"{setting}={given!r}: no module fits that as a regular expression of its whole path. {hint}"

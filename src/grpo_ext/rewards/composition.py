@@ -77,7 +77,8 @@ def parse(
     Never raises for what a user wrote.
     """
     if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence):
-        return [], [f"reward_funcs={entries!r}: not a list. Write reward_funcs: [accuracy]."]
+        names = ", ".join(part.strip() for part in entries.split(",")) if isinstance(entries, str) else "accuracy"
+        return [], [f"reward_funcs={entries!r}: not a list. Write reward_funcs: [{names}]."]
     if not entries:
         return [], [f"reward_funcs={entries!r}: nothing would be rewarded. Name at least one, such as accuracy."]
     specs: list[RewardSpec] = []

@@ -28,7 +28,9 @@ def unreadable(specs: list[RewardSpec], dataset: Any) -> Iterator[tuple[str, boo
         )
         bad = [i for i, value in enumerate(values) if value is None]
         if bad:
-            among = f"{len(rows)} solutions" if step == 1 else f"{len(rows)} solutions looked at, every {step}th row"
+            among = (
+                f"{len(rows)} solutions" if step == 1 else f"{len(rows)} solutions (one row in {step} was looked at)"
+            )
             yield (
                 f"reward {spec.name!r} cannot read {len(bad)} of {among}: no score for those rows. The first is row "
                 f"{rows[bad[0]]} (from 0): {given[bad[0]]!r:.80}. Correct them; answer_format and answer_column say "

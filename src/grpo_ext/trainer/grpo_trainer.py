@@ -43,6 +43,7 @@ from grpo_ext.trainer.generation import Generation, counted, counted_alone, live
 from grpo_ext.trainer.metrics import Figures, loss_figures
 from grpo_ext.trainer.nonfinite import Finding, NonFiniteGuard
 from grpo_ext.trainer.reference import reference_copied_from
+from grpo_ext.trainer.silence import Silence
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._generation = Generation()
         self._figures = Figures()
         self._guard = NonFiniteGuard(self)
+        self._silence = Silence(self.reward_func_names, tells=self.accelerator.is_main_process)
 
     def _name_objective(self) -> None:
         """Tell the user, the model card, and those attributes that stock TRL goes on to read."""
@@ -122,7 +124,9 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._name = f"GRPO ({objective.loss_type})"
         title, _, arxiv = objective.row.paper.partition(", arXiv:")
         self._paper = {"title": title, "id": arxiv.split(",")[0]} if arxiv else {}
-        self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {objective.row.paper}")
+        departures = objective.departures()
+        paper = f"{objective.row.paper}, but for the {', '.join(departures)}" if departures else objective.row.paper
+        self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {paper}")
         self.accelerator.print(self.sharing.describe())
 
     # Rollouts: stock TRL's, guarded where it would crash or reuse what is stale.
@@ -208,12 +212,17 @@ class GRPOExtTrainer(EvaluatingTrainer):
         total = weighted_total(rewards, weights, missing=self.objective.missing_rewards)
         self._log_rewards(total, mode)
         if self.objective.stock_advantages and self.args.loss_defaults == "trl":
+            if mode == "train":
+                self._silence.note(rewards, bool(zero_variance(total).all()))
             return output
+        scored = rewards
         tokens = self._tokens(output, early, rewards.shape[1], mode) if self.objective.sees_tokens else {}
         if self.objective.kl_in_reward:
             rewards, weights = self.objective.less_kl(rewards, weights, **tokens), weights.new_ones(1)
             total = rewards.squeeze(-1)
         values = self._advantages(rewards, weights, total, mode, tokens).flatten(0, 1).to(output["advantages"].dtype)
+        if mode == "train":
+            self._silence.note(scored, not values.any().item())
         replace_tail(self._logs["advantages"], per_completion(values, tokens.get("mask")).tolist())
         local, width = output["completion_ids"].shape
         mine = values[self.accelerator.process_index * local :][:local]
