@@ -30,6 +30,11 @@ def _models(folder: Path) -> None:
     base.chat_template = None
     (folder / "base" / "chat_template.jinja").unlink(missing_ok=True)
     base.save_pretrained(folder / "base")
+    strict = tiny.tokenizer()
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    strict.chat_template = refusal + tiny.TEMPLATE
+    shutil.copytree(model, folder / "no-system")
+    strict.save_pretrained(folder / "no-system")
     for name in untied:
         (folder / "no-tokenizer" / name).unlink()
     (folder / "config-only" / "model.safetensors").unlink()

@@ -182,6 +182,12 @@ def test_what_another_machine_is_to_have_is_no_fault_here(capsys):
     assert "bf16=True: this machine has no GPU" in capsys.readouterr().err
 
 
+def test_one_name_is_enough_for_an_adapter():
+    problems, look = told({**SOUND, "use_peft": True, "lora_r": 2, "lora_target_modules": ["q_proj"]})
+    assert problems == []
+    assert look.policy.trained == 2 * 2 * (32 + 32)  # two layers of two matrices between 32 and 2
+
+
 def test_a_hub_that_cannot_be_reached_is_no_fault():
     problems, look = told({**SOUND, "model_name_or_path": "owner/model", "dataset_name": "owner/data"})
     assert problems == []

@@ -52,6 +52,10 @@ def _batch_of(config: Any) -> _Batch:
     )
 
 
+def _with(batch: _Batch, name: str, value: Any) -> _Batch:
+    return replace(batch, **{name: value})
+
+
 def _nearest(value: int, sound: Mapping[int, bool]) -> list[int]:
     """Of what is sound, the last below `value` and the first above it."""
     works = sorted(n for n, fits in sound.items() if fits)
@@ -75,7 +79,7 @@ def _cures(batch: _Batch, *names: str, evaluated: int | None = None) -> str:
     for name in names:
         value = getattr(batch, name)
         start = value if value is not None else batch.steps
-        sound = {n: replace(batch, **{name: n}).sound for n in _candidates(batch, name, start) if n != value}
+        sound = {n: _with(batch, name, n).sound for n in _candidates(batch, name, start) if n != value}
         if name == "num_generations" and evaluated:
             sound = {n: fits and evaluated % n == 0 for n, fits in sound.items()}
         if near := " or ".join(map(str, _nearest(start, sound))):

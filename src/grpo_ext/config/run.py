@@ -154,7 +154,8 @@ def _schedule(config: Any) -> Iterator[str]:
                 "eval_strategy: steps, or lr_scheduler_type: linear."
             )
         return
-    parameters = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters
+    schedule: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
+    parameters = inspect.signature(schedule).parameters
     options = {key: p for key, p in parameters.items() if key not in _OF_EVERY_SCHEDULE}
     for key, value in given.items():
         if key not in options:

@@ -144,7 +144,7 @@ def load_split(
         if key not in splits and splits:
             if optional:
                 return None
-            raise DataError(f"{source}: there is no such split. {did_you_mean(key, splits)}")
+            raise DataError(f"{source}: no such split. {did_you_mean(key, splits)}")
         files = splits.get(key, [])
     if files:
         return load_files(files, config, streaming, split, source)

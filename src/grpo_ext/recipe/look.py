@@ -78,7 +78,8 @@ def findings(
     parts: Any, rewards: list[RewardSpec], train: Any, tokenizer: Any, context: int | None
 ) -> tuple[list[str], list[str]]:
     """What is wrong with loaded data for these rewards and this policy, and what is to be known of them."""
-    problems, notes = [], []
+    problems: list[str] = []
+    notes: list[str] = []
     if isinstance(train, Dataset):
         problems += too_few(parts.training, len(train))
         problems += _template_problems(train[0]["prompt"], tokenizer, parts.training.chat_template_kwargs)

@@ -77,10 +77,10 @@ def load_recipe(argv: Sequence[str], look: Callable[..., Iterator[str]] = no_loo
         model.lora_target_modules = [model.lora_target_modules]
     rewards = _rewards(script, None if training is None else training.reward_weights, problems)
     problems += reward_problems(rewards, training)
-    mixture = None if mixed else mixture
     asked = stand_in(given.get(GRPOExtConfig, {})) if training is None else training
-    problems += part_problems(script, data, training, model, mixture, asked)
-    named = SimpleNamespace(script=script, data=data, training=asked, model=model, mixture=mixture)
+    sound = None if mixed else mixture
+    problems += part_problems(script, data, training, model, sound, asked)
+    named = SimpleNamespace(script=script, data=data, training=asked, model=model, mixture=sound)
     problems += look(named, rewards, problems)
     if problems := _told_once(problems):
         raise ConfigError(problems)
@@ -142,7 +142,8 @@ def _said_no(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[str]:
     said = [name for name in ("do_train", "do_eval") if name in values or any(name in arg for arg in args)]
     if not said:
         return
-    parser = _Parser(GRPOExtConfig, allow_abbrev=False, add_help=False)
+    part: Any = GRPOExtConfig
+    parser = _Parser(part, allow_abbrev=False, add_help=False)
     parser.set_defaults(**{name: values[name] for name in (*said, "eval_strategy") if name in values})
     given, _ = parser.parse_known_args(list(args))
     if "do_train" in said and given.do_train is False:

@@ -23,9 +23,12 @@ def unreadable(specs: list[RewardSpec], dataset: Any) -> Iterator[tuple[str, boo
     for spec in specs:
         if spec.weight == 0 or spec.is_model or not spec.is_registered or needs(spec.callable) != ["solution"]:
             continue
-        values = spec.callable(
-            completions=[_ANY] * len(rows), solution=list(given), completion_ids=[[0]] * len(rows), **spec.kwargs
-        )
+        try:
+            values = spec.callable(
+                completions=[_ANY] * len(rows), solution=list(given), completion_ids=[[0]] * len(rows), **spec.kwargs
+            )
+        except Exception:  # TRL's own raise for what they cannot read; each is told of where it is scored
+            continue
         bad = [i for i, value in enumerate(values) if value is None]
         if bad:
             among = (
