@@ -835,7 +835,9 @@ def test_all_faults_of_columns_splits_and_rows_are_told_at_once(tmp_path):
     write_jsonl(tmp_path / "set" / "test.jsonl", [{**ROWS[0], "question": ""}])
     lines = refusal(tmp_path / "set", eval_needed=True, prompt_column="questoin", answer_column="answr").splitlines()
     assert [line.partition("=")[0] for line in lines] == ["prompt_column", "answer_column"] * 2
-    lines = refusal(tmp_path / "set", eval_needed=True, train_split="nope").splitlines()
+    with pytest.raises(DataError) as caught:
+        load_datasets(str(tmp_path / "set"), DataConfig(), eval_needed=True, train_split="nope")
+    lines = caught.value.problems
     assert len(lines) == 2
     assert "split nope: no such split" in lines[0]
     assert "empty prompt" in lines[1]
