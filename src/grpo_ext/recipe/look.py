@@ -96,7 +96,7 @@ def findings(
         sentences = [(absence, True) for absence in absences([spec], train.column_names)]
         sentences += unreadable([spec], train)
         notes += [sentence for sentence, _ in sentences]
-        silent += [sentence for sentence, of_all in sentences if of_all][:1]
+        silent += [sentence for sentence, of_all in sentences if of_all and spec.weight][:1]
     if silent and len(silent) == sum(spec.weight != 0 for spec in rewards):
         problems += silent
         notes = [note for note in notes if note not in silent]

@@ -1,7 +1,5 @@
 """What a policy's folder says before its weights are loaded: whether GRPO can train it, and as this recipe asks."""
 
-import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import get_peft_config
 
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.recipe.lora import unmatched
+from grpo_ext.recipe.model_folders import folder_problems
 from grpo_ext.recipe.parts import QUICKSTART_MODEL
 from grpo_ext.registry import did_you_mean
 
@@ -44,7 +44,7 @@ class Policy:
 
 def look_at(model: Any, training: Any) -> tuple[Policy, list[str]]:
     """The policy that a recipe's parts name, and all that is wrong with it; an unreachable hub is no fault."""
-    policy, problems = Policy(), list(_folder_problems(str(model.model_name_or_path)))
+    policy, problems = Policy(), list(folder_problems(str(model.model_name_or_path)))
     if problems:
         policy.unknown = "see above"
         return policy, problems
@@ -59,52 +59,6 @@ def look_at(model: Any, training: Any) -> tuple[Policy, list[str]]:
         policy.context = _context(policy.empty.config)
         problems += _asked_of(policy, model, training)
     return policy, problems
-
-
-# The folder.
-
-
-def _folder_problems(name: str) -> Iterator[str]:
-    """What is missing in a local folder, told by its files alone."""
-    path, setting = Path(name).expanduser(), f"model_name_or_path={name!r}"
-    if path.is_file():
-        yield f"{setting}: this is a file. Name the folder that holds config.json and the weights."
-        return
-    if name == QUICKSTART_MODEL or not path.is_dir():
-        return
-    files = [file.name for file in path.iterdir()]
-    if "config.json" not in files:
-        yield f"{setting}: no config.json in it. {_instead(path, files)}"
-        return
-    try:
-        json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        yield f"{setting}: config.json is not JSON ({error}). Copy it anew from where the model comes."
-        return
-    indexes = [file for file in files if file.endswith((".safetensors.index.json", ".bin.index.json"))]
-    for index in indexes:
-        shards = set(json.loads((path / index).read_text(encoding="utf-8")).get("weight_map", {}).values())
-        if gone := sorted(shards - set(files)):
-            yield f"{setting}: {index} names {gone[0]}, which is not there. Copy all {len(shards)} files of weights."
-            return
-    if not indexes and not any(file.endswith((".safetensors", ".bin")) for file in files):
-        yield f"{setting}: config.json, but no weights in it (model.safetensors). Name a folder that has both."
-
-
-def _instead(path: Path, files: list[str]) -> str:
-    """What to name in place of a folder without a model."""
-    if "adapter_config.json" in files:
-        base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
-        return (
-            f"It holds an adapter of {base}. Merge it into its base (peft: PeftModel.from_pretrained(...)"
-            ".merge_and_unload()) and name that folder, or name the base and set use_peft: true for a new adapter."
-        )
-    inside = sorted(str(folder.parent) for folder in path.glob("*/config.json"))
-    if inside:
-        return f"Set model_name_or_path: {inside[-1]}."
-    if any(file.endswith(".gguf") for file in files):
-        return "GGUF files are for inference. Name the model that they were made of."
-    return "Name a folder that save_pretrained has written, or a hub id."
 
 
 # The model's configuration, its class and its tokenizer.
@@ -315,7 +269,7 @@ def _context_problems(context: int | None, training: Any) -> Iterator[str]:
 
 def _adapter_problems(policy: Policy, model: Any) -> Iterator[str]:
     """Whether PEFT finds what the adapter is for; `policy` has the adapter afterwards."""
-    found = [*_unmatched(policy.empty, model)]
+    found = [*unmatched(policy.empty, model)]
     yield from found
     if found:
         return
@@ -334,43 +288,3 @@ def _adapter_problems(policy: Policy, model: Any) -> Iterator[str]:
             )
         return
     policy.trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-
-
-def _unmatched(empty: Any, model: Any) -> Iterator[str]:
-    """Names, and regular expressions of whole paths, that no module has."""
-    modules = dict(empty.named_modules())
-    linear = sorted({n.rpartition(".")[2] for n, m in modules.items() if isinstance(m, torch.nn.Linear)})
-    head = next((n for n, m in modules.items() if m is empty.get_output_embeddings()), None)
-    layers = [name for name in linear if name != head]
-    every = sorted({name.rpartition(".")[2] for name in modules if name})
-    for setting, known in (("lora_target_modules", [*layers, "all-linear"]), ("lora_modules_to_save", every)):
-        given = getattr(model, setting)
-        if isinstance(given, str):
-            yield from _unmatched_pattern(setting, given, modules, known)
-            continue
-        for target in given or ():
-            if not any(name == target or name.endswith(f".{target}") for name in modules):
-                yield (
-                    f"{setting} has {target!r}, which no module of {type(empty).__name__} is called. "
-                    f"{did_you_mean(str(target), known)}"
-                )
-    if head is not None and head in (model.lora_target_modules or ()):
-        yield (
-            f"lora_target_modules has {head!r}: TRL takes log-probabilities from its weight directly, and would never "
-            "train an adapter on it. Remove it."
-        )
-
-
-def _unmatched_pattern(setting: str, given: str, modules: Mapping[str, Any], known: list[str]) -> Iterator[str]:
-    if "," in given and "(" not in given:
-        names = ", ".join(name.strip() for name in given.split(","))
-        yield f"{setting}={given!r}: text where a list is expected. Write {setting}: [{names}]."
-        return
-    try:
-        fits = given == "all-linear" or any(re.fullmatch(given, name) for name in modules)
-    except re.error as error:
-        yield f"{setting}={given!r} is no regular expression ({error}). Set {setting}: all-linear, or a list of names."
-        return
-    if not fits:
-        hint = did_you_mean(given, known)
-        yield f"{setting}={given!r}: no module fits that as a regular expression of its whole path. {hint}"
