@@ -29,9 +29,10 @@ from grpo_ext.errors import (
     SaveError,
     ServerLost,
 )
+from grpo_ext.recipe.help import print_help
 from grpo_ext.recipe.loading import datasets_of, load_tokenizer, model_path
 from grpo_ext.recipe.look import Look, findings
-from grpo_ext.recipe.parsing import load_recipe, print_help
+from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.pool import end_workers
@@ -106,10 +107,7 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
         say(f"Resuming from {begin.checkpoint}.")
     elif asks_afresh(training.resume_from_checkpoint) and (moved := make_room(training)):
         say(moved)
-    try:
-        trainer.train(resume_from_checkpoint=begin.checkpoint)
-    finally:
-        trainer.close_rewards()
+    trainer.train(resume_from_checkpoint=begin.checkpoint)
     trainer.save_final(str(training.output_dir))
     say(f"Model saved to {training.output_dir}.")
     if training.push_to_hub:
@@ -134,7 +132,7 @@ def leave_process_group() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; a recipe with mistakes ends with exit code 2 and all of them."""
     argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
+    if {"--help", "-h", "--help-all"} & set(argv):
         print_help()
         return
     watching, signals.phase = signals.watch(), "loading"

@@ -1,37 +1,108 @@
 """The `grpo-ext` command: names and one line of help for each, and where each begins."""
 
-import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-COMMANDS = {
-    "train": "train a recipe: --config RECIPE [--accelerate_config NAME] [--num_processes N] [--key value ...]",
-    "check": "validate a recipe and print its plan: --config RECIPE [--num_processes N] [--key value ...]",
-    "serve": "start the vLLM server of a recipe: --config RECIPE [--host H] [--port P] [--key value ...] [-- FLAGS]",
-    "score": "score saved completions: --config RECIPE --file COMPLETIONS.jsonl [--explain N] [--key value ...]",
-    "verify": "compare gradients of all splits: --config RECIPE [--accelerate_config NAME] [--num_processes N]",
-    "recipes": "list the packaged recipes",
-    "demo": "train a tiny model on this machine and report what it learned",
+from grpo_ext import __version__
+from grpo_ext.registry import did_you_mean
+
+START, TRAIN, AFTER, LOOK_UP = "to start", "to train", "after training", "to look up"
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": (START, "train a tiny model on this machine and report what it learned"),
+    "new": (START, "lay out a project with a recipe, data, a reward and its test: DIR"),
+    "check": (TRAIN, "all mistakes of a recipe, or its plan: --config RECIPE [--num_processes N] [--key value ...]"),
+    "train": (
+        TRAIN,
+        "train a recipe: --config RECIPE [--accelerate_config NAME] [--num_processes N] [--key value ...]",
+    ),
+    "serve": (
+        TRAIN,
+        "start the vLLM server of a recipe: --config RECIPE [--host H] [--port P] [--key value ...] [-- FLAGS]",
+    ),
+    "verify": (
+        TRAIN,
+        "compare gradients of all splits: --config RECIPE [--accelerate_config NAME] [--num_processes N]",
+    ),
+    "score": (
+        AFTER,
+        "score saved completions: --config RECIPE --file COMPLETIONS.jsonl [--explain N] [--key value ...]",
+    ),
+    "recipes": (LOOK_UP, "the packaged recipes"),
+    "losses": (LOOK_UP, "what `loss_type` may name: formula and paper"),
+    "rewards": (LOOK_UP, "what `reward_funcs` may name: what it gives, its options"),
+    "env": (LOOK_UP, "versions and hardware, for a report of a bug"),
+    "completion": (LOOK_UP, "a script that completes these words by the tab key: bash|zsh|fish"),
 }
-"""Each is a module of this folder with a `run(argv)` that returns an exit code."""
-_OWN_HELP = ("train", "demo")
+"""Each is a module of this folder with a `run(argv)` that returns an exit code; its group, and its line: how to ask."""
+_OWN_HELP = ("demo",)
 """Commands that say more themselves when asked for help."""
+HELP = ("-h", "--help")
+KEYS = """
+RECIPE is a YAML file, or the name of a packaged recipe (`grpo-ext recipes`). What stands on the command line wins over
+it: any key may follow, such as --learning_rate 1e-6. All keys, by subject: grpo-ext train --help-all"""
+WAYS = """
+  grpo-ext train --config quickstart/grpo                                   a packaged recipe, in this process
+  grpo-ext train --config recipe.yaml --learning_rate 3e-6                  one of yours, one key changed
+  grpo-ext train --config recipe.yaml --accelerate_config zero2 --num_processes 8
+  grpo-ext train --config recipe.yaml --resume_from_checkpoint never        afresh; else it goes on where it was
+"""
+FURTHER = {"check": KEYS, "train": WAYS + KEYS, "serve": KEYS, "verify": KEYS, "score": KEYS}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `grpo-ext` command."""
-    parser = argparse.ArgumentParser(prog="grpo-ext", description="GRPO-style training from a recipe.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, line in COMMANDS.items():
-        commands.add_parser(name, help=line, description=line, add_help=False)
-    given = list(sys.argv[1:] if argv is None else argv)
-    known, _ = parser.parse_known_args(given[:1])
-    if {"-h", "--help"} & set(given[1:]):
-        commands.choices[known.command].print_help()
-        if known.command not in _OWN_HELP:
-            sys.exit(0)
-    sys.exit(importlib.import_module(f"grpo_ext.commands.{known.command}").run(given[1:]))
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        code = 128 + 13  # what a shell says of SIGPIPE
+    sys.exit(code)
+
+
+def _run(given: list[str]) -> int:
+    if not given or given[0] in (*HELP, "help"):
+        print(overview())
+        return 0 if given else 2
+    name, *rest = given
+    if name in ("--version", "-V"):
+        print(f"grpo-ext {__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(f"grpo-ext: no command {name!r}. {did_you_mean(name, COMMANDS)}", file=sys.stderr)
+        return 2
+    if set(HELP) & set(rest) and name not in _OWN_HELP:
+        print(help_of(name))
+        return 0
+    return int(importlib.import_module(f"grpo_ext.commands.{name}").run(rest))
+
+
+def overview() -> str:
+    """All commands, by what one wants to do."""
+    lines = ["usage: grpo-ext COMMAND ...      (grpo-ext COMMAND --help, grpo-ext --version)"]
+    for title in dict.fromkeys(group for group, _ in COMMANDS.values()):
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:12}{line.partition(': ')[0]}" for name, (group, line) in COMMANDS.items() if group == title]
+    return "\n".join(lines)
+
+
+def help_of(name: str) -> str:
+    """How to ask for one command."""
+    what, _, how = COMMANDS[name][1].partition(": ")
+    return f"usage: grpo-ext {name} {how}".rstrip() + f"\n\n{what[0].upper()}{what[1:]}.\n" + FURTHER.get(name, "")
+
+
+def _nobody_reads() -> bool:
+    """Whether what we print to is closed, as by `| head`; then nothing more is written there."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return True
+    return False
 
 
 if __name__ == "__main__":

@@ -20,6 +20,11 @@ from grpo_ext.trainer.signals import SIGNALS, signals
 
 def run(argv: list[str]) -> int:
     """In this process, or by accelerate when a launch configuration or a number of processes is named."""
+    if "--help-all" in argv:
+        from grpo_ext.recipe.help import print_help
+
+        print_help()
+        return 0
     try:
         name, processes = take_option(argv, "--accelerate_config"), take_processes(argv)
         if name is None and processes is None:

@@ -138,7 +138,7 @@ showed the model when to carry: it sampled eight attempts per problem and learne
 ## How to go on
 
 - The trained model: `{run.model_directory}`, a folder that `AutoModelForCausalLM.from_pretrained` loads.
-- Another loss: one word, `loss_type`, changes; `grpo-ext train --help` lists them.
+- Another loss: one word, `loss_type`, changes; `grpo-ext losses` lists them.
 - Another reward, loss or advantage: the folder `examples/` of the repository has one runnable change each.
 - A real model and real data: `grpo-ext recipes` lists the recipes.
 """

@@ -134,7 +134,7 @@ def _negation(key: str) -> str:
 
 def _hint(key: str, known: list[str]) -> str:
     hint = did_you_mean(key, known)
-    return hint if hint.startswith("Did") else "`grpo-ext train --help` lists all keys. Remove it."
+    return hint if hint.startswith("Did") else "`grpo-ext train --help-all` lists all keys. Remove it."
 
 
 def _said_no(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[str]:
@@ -201,8 +201,3 @@ def _rewards(script: Any, weights: Any, problems: list[str]) -> list[RewardSpec]
     specs, found = parse_rewards([] if entries is None else entries, weights)
     problems += found
     return specs
-
-
-def print_help() -> None:
-    """Every key with its meaning, as TRL's parser prints it."""
-    TrlParser(PARTS, prog="grpo-ext train --config RECIPE").print_help()
