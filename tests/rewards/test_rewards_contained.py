@@ -248,7 +248,8 @@ def test_a_column_that_json_cannot_hold_is_saved_as_text(runtime, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "reason"), [([10**400] * 2, "int too large"), (["a"] * 2, "'str'"), ([1.0], "1 values for 2")]
+    ("values", "reason"),
+    [([10**400] * 2, "int too large"), (["a"] * 2, "'a', which is no number"), ([1.0], "1 values for 2")],
 )
 def test_a_plain_function_is_contained_with_its_values(values, reason):
     errors = []

@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "env": (LOOK_UP, "versions and hardware, for a report of a bug"),
     "completion": (LOOK_UP, "a script that completes these words by the tab key: bash|zsh|fish"),
 }
-"""Each is a module of this folder with a `run(argv)` that returns an exit code; its group, and its line: how to ask."""
+"""Each is a module of this folder with a `run(argv)` that returns an exit code; its group, and `line: how to ask`."""
 _OWN_HELP = ("demo",)
 """Commands that say more themselves when asked for help."""
 HELP = ("-h", "--help")
@@ -85,7 +85,8 @@ def overview() -> str:
     lines = ["usage: grpo-ext COMMAND ...      (grpo-ext COMMAND --help, grpo-ext --version)"]
     for title in dict.fromkeys(group for group, _ in COMMANDS.values()):
         lines += ["", f"{title}:"]
-        lines += [f"  {name:12}{line.partition(': ')[0]}" for name, (group, line) in COMMANDS.items() if group == title]
+        mine = {name: line for name, (group, line) in COMMANDS.items() if group == title}
+        lines += [f"  {name:12}{line.partition(': ')[0]}" for name, line in mine.items()]
     return "\n".join(lines)
 
 

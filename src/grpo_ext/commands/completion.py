@@ -45,13 +45,13 @@ def run(argv: list[str]) -> int:
     if argv[0] not in SCRIPTS:
         print(f"grpo-ext completion {argv[0]}: no such shell. {did_you_mean(argv[0], SCRIPTS)}", file=sys.stderr)
         return 2
-    words = {"commands": COMMANDS, "recipes": packaged_recipes(), "keys": keys()}
+    words = {"commands": list(COMMANDS), "recipes": list(packaged_recipes()), "keys": keys()}
     print(SCRIPTS[argv[0]].format_map({name: " ".join(found) for name, found in words.items()}), end="")
     return 0
 
 
 def keys() -> list[str]:
-    """The command line's options, and those keys that packaged recipes set: all of them would take seconds to learn."""
+    """The command line's options, and the keys that packaged recipes set: to learn all would take seconds."""
     texts = (path.read_text() for path in packaged_recipes().values())
     found = {key for text in texts for key in re.findall(r"^(\w+):", text, re.MULTILINE)}
     own = ["accelerate_config", "config", "explain", "file", "help", "num_processes"]

@@ -30,7 +30,6 @@ from grpo_ext.objective.ratios import LOG_RATIO_BOUND, live_tokens
 from grpo_ext.registry import Registry
 
 
-
 @dataclass(frozen=True)
 class Beside:
     """What a surrogate brings along; a loss may say otherwise in its row, which explains the fields."""
@@ -275,7 +274,6 @@ def dppo_regions(
     """Where `dppo` drops."""
     shift = per_token_logps.exp() - old_per_token_logps.exp()
     return (advantages < 0) & (shift < -epsilon_low), (advantages > 0) & (shift > epsilon_high)
-
 
 
 @surrogates.register("dppo", clip_regions=dppo_regions)

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from transformers import AutoTokenizer
 
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.data.prepare import prepare
 from grpo_ext.errors import ConfigError
+from grpo_ext.quickstart.model import ensure_once
 from grpo_ext.recipe.parts import QUICKSTART_MODEL, Recipe
 
 
@@ -18,10 +18,7 @@ def model_path(recipe: Recipe) -> str:
     name = str(recipe.model.model_name_or_path)
     if name != QUICKSTART_MODEL:
         return str(Path(name).expanduser()) if name.startswith("~") else name
-    from grpo_ext.quickstart.model import ensure_model
-
-    with PartialState().main_process_first():
-        return str(ensure_model())
+    return str(ensure_once())
 
 
 def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:

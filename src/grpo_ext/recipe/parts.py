@@ -8,9 +8,10 @@ from trl.scripts.grpo import GRPOScriptArguments
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.config import DataConfig
+from grpo_ext.quickstart.model import NAME
 from grpo_ext.rewards.composition import RewardSpec
 
-QUICKSTART_MODEL = "quickstart"
+QUICKSTART_MODEL = NAME
 """`model_name_or_path` of the tiny model that grpo-ext builds itself."""
 
 

@@ -14,6 +14,8 @@ from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.machine import missing_packages
+from grpo_ext.data.given import as_dataset
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.objective.advantages import estimators, zero_variance
 from grpo_ext.objective.aggregation import StepTotals
@@ -32,17 +34,19 @@ from grpo_ext.rollout.empty_completions import fill_empty, without_empty_complet
 from grpo_ext.rollout.transformers_engine import engine_for
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
-from grpo_ext.trainer import old_policy
+from grpo_ext.trainer import old_policy, progress
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
-from grpo_ext.trainer.arguments import check_data, check_reward_names
+from grpo_ext.trainer.arguments import check_reward_names, data_problems, policy
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.entropy import entropy_bonus, high_entropy_mask
 from grpo_ext.trainer.evaluated import batch_weight
 from grpo_ext.trainer.evaluating import EvaluatingTrainer
 from grpo_ext.trainer.generation import Generation, counted, counted_alone, live_mask, stock
 from grpo_ext.trainer.metrics import Figures, loss_figures
+from grpo_ext.trainer.metrics_file import MetricsFile
 from grpo_ext.trainer.nonfinite import Finding, NonFiniteGuard
 from grpo_ext.trainer.reference import reference_copied_from
+from grpo_ext.trainer.rewards import ready
 from grpo_ext.trainer.silence import Silence
 
 logger = logging.getLogger(__name__)
@@ -76,9 +80,19 @@ class GRPOExtTrainer(EvaluatingTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        reward_workers: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """As `trl.GRPOTrainer`; `args` may be left out, a plain `GRPOConfig` is refused."""
+        """As `trl.GRPOTrainer`; `args` may be left out, a plain `GRPOConfig` is refused.
+
+        Args:
+            model: also 'quickstart', the tiny model that grpo-ext builds itself.
+            reward_funcs: also what a recipe may name: 'accuracy', 'my_module:my_function', {'name': 'format',
+                'weight': 0.2, 'kwargs': {...}}, where 'func' may be a function.
+            train_dataset: also a list of rows, a pandas frame, or a generator, which is read to its end.
+            eval_dataset: the same.
+            reward_workers: processes that score what is named; 0: this one. As in a recipe.
+        """
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = GRPOExtConfig(f"{name.split('/')[-1] or 'model'}-GRPO")
@@ -87,11 +101,20 @@ class GRPOExtTrainer(EvaluatingTrainer):
                 f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more."
             )
         self.objective = args.objective
-        check_data(args, train_dataset, eval_dataset)
+        train_dataset = as_dataset(train_dataset, "train_dataset")
+        eval_dataset = as_dataset(eval_dataset, "eval_dataset")
+        problems = [*missing_packages(args, None), *data_problems(args, train_dataset, eval_dataset)]
+        if reward_funcs is not None or kwargs.get("environment_factory") is None:  # which may bring a reward along
+            reward_funcs, args = ready(reward_funcs, args, reward_workers, train_dataset, problems)
+        if problems:
+            raise ConfigError(problems)
+        model = policy(model)
         accept_numbered_cpu()
         ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
         with reference_copied_from(model, args, kwargs.get("peft_config")), ours:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        progress.install(self)
+        self.add_callback(MetricsFile())
         check_reward_names(self.reward_func_names)
         self._contain_rewards()
         if self.rollout_func is not None:
@@ -157,6 +180,13 @@ class GRPOExtTrainer(EvaluatingTrainer):
             self._reward_errors = self.reward_runtime.errors
         self._nonfinite_rewards: dict[str, list[int]] = {}
         self.reward_funcs = [contained(f, self._reward_errors, self._nonfinite_rewards) for f in self.reward_funcs]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, and then the processes that score rewards end; a further call starts others."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.close_rewards()
 
     def close_rewards(self) -> None:
         """End the processes that score rewards; they would otherwise wait for the next batch."""

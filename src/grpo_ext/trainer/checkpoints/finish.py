@@ -13,6 +13,7 @@ from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE, WEIGHTS, numbere
 from grpo_ext.trainer.checkpoints.identity import changes
 from grpo_ext.trainer.checkpoints.manifest import changes as changed_files
 from grpo_ext.trainer.checkpoints.manifest import entries, files_in, sync, write_synced
+from grpo_ext.trainer.metrics_file import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def write_finished(output_dir: Path, names: list[str], recipe: Mapping[str, Any]
 def move_aside(output_dir: Path) -> str | None:
     """Put what an elder run left (checkpoints, model, `finished.json`) into a folder of its own; in words, where."""
     content = finished(output_dir) or {"files": {}}
-    own = [*content["files"], OBJECTIVE_FILE, FINISHED_FILE]
+    own = [*content["files"], OBJECTIVE_FILE, METRICS_FILE, FINISHED_FILE]
     found = [*numbered(output_dir), *(p for name in dict.fromkeys(own) if (p := output_dir / name).exists())]
     if not found:
         return None
