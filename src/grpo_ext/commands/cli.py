@@ -38,6 +38,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Each is a module of this folder with a `run(argv)` that returns an exit code; its group, and `line: how to ask`."""
 _OWN_HELP = ("demo",)
 """Commands that say more themselves when asked for help."""
+NO_BARS = ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
+"""Set where there is no terminal: in a file each move of a bar is another line."""
 HELP = ("-h", "--help")
 KEYS = """
 RECIPE is a YAML file, or the name of a packaged recipe (`grpo-ext recipes`). What stands on the command line wins over
@@ -53,6 +55,8 @@ FURTHER = {"check": KEYS, "train": WAYS + KEYS, "serve": KEYS, "verify": KEYS, "
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `grpo-ext` command."""
+    if argv is None and not sys.stderr.isatty():
+        os.environ.update({name: os.environ.get(name, "1") for name in NO_BARS})
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
