@@ -23,7 +23,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "verify": (
         TRAIN,
-        "compare gradients of all splits: --config RECIPE [--accelerate_config NAME] [--num_processes N]",
+        "compare gradients of all splits: --config RECIPE [--accelerate_config NAME] [--num_processes N] "
+        "[--precision bfloat16]",
     ),
     "score": (
         AFTER,
