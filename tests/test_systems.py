@@ -18,7 +18,7 @@ def fresh(program: str) -> str:
 
 
 HEAVY = ("torch", "trl", "transformers", "accelerate", "peft", "datasets", "vllm", "numpy")
-TOLD_BY_CLI = [[name, "--help"] for name in cli.COMMANDS if name not in cli._OWN_HELP]
+TOLD_BY_CLI = [[name, "--help"] for name in cli.COMMANDS]
 LISTS = [["--help"], ["--version"], ["recipes"], ["losses"], ["rewards"], ["env"], ["completion", "bash"]]
 
 

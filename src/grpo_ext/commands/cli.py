@@ -10,7 +10,11 @@ from grpo_ext.registry import did_you_mean
 
 START, TRAIN, AFTER, LOOK_UP = "to start", "to train", "after training", "to look up"
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": (START, "train a tiny model on this machine and report what it learned"),
+    "demo": (
+        START,
+        "train a tiny model on this machine and report what it learned: [--output_dir DIR] [--seed N] "
+        "[--recipe RECIPE] [--key value ...]",
+    ),
     "new": (START, "lay out a project with a recipe, data, a reward and its test: DIR"),
     "check": (TRAIN, "all mistakes of a recipe, or its plan: --config RECIPE [--num_processes N] [--key value ...]"),
     "train": (
@@ -37,8 +41,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": (LOOK_UP, "a script that completes these words by the tab key: bash|zsh|fish"),
 }
 """Each is a module of this folder with a `run(argv)` that returns an exit code; its group, and `line: how to ask`."""
-_OWN_HELP = ("demo",)
-"""Commands that say more themselves when asked for help."""
 NO_BARS = ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
 """Set where there is no terminal: in a file each move of a bar is another line."""
 HELP = ("-h", "--help")
@@ -51,7 +53,7 @@ WAYS = """
   grpo-ext train --config recipe.yaml --accelerate_config zero2 --num_processes 8
   grpo-ext train --config recipe.yaml --resume_from_checkpoint never        afresh; else it goes on where it was
 """
-FURTHER = {"check": KEYS, "train": WAYS + KEYS, "serve": KEYS, "verify": KEYS, "score": KEYS}
+FURTHER = {"demo": KEYS, "check": KEYS, "train": WAYS + KEYS, "serve": KEYS, "verify": KEYS, "score": KEYS}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -79,7 +81,7 @@ def _run(given: list[str]) -> int:
     if name not in COMMANDS:
         print(f"grpo-ext: no command {name!r}. {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
-    if set(HELP) & set(rest) and name not in _OWN_HELP:
+    if set(HELP) & set(rest):
         print(help_of(name))
         return 0
     return int(importlib.import_module(f"grpo_ext.commands.{name}").run(rest))

@@ -80,6 +80,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        *,
         reward_workers: int | None = None,
         **kwargs: Any,
     ) -> None:
