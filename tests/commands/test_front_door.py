@@ -188,7 +188,7 @@ def test_from_nothing_to_a_model(tmp_path):
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
-    """Its cells one after the other, as a kernel runs them, with 4 steps for 40; what a front end draws is not seen."""
+    """Its cells one after the other, as a kernel runs them, with 4 steps for 40; what is drawn is not seen."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     folder = ensure_model(directory=tmp_path / "cache", steps=2)

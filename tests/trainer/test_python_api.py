@@ -230,6 +230,7 @@ def test_a_bar_on_a_terminal_unless_it_is_switched_off(terminal, disable_tqdm, b
         ({"reward": math.nan, "kl": 12345.0, "grad_norm": 1}, "step  5/60   reward nan   kl 1.2e+04   1:05 left"),
         ({"eval_loss": 0.1, "eval_reward": 2.0, "eval_kl": 0.0}, "step  5/60   eval   reward 2.00   kl 0.00"),
         ({"train_runtime": 7265.0, "train_loss": 0.1}, "step  5/60   trained in 2:01:05"),
+        ({"train_runtime": 5.0, "reward": 0.5, "kl": 0.2}, "step  5/60   trained in 0:05   reward 0.50   kl 0.20"),
         ({"mine": 3, "epoch": 0.1}, "step  5/60   mine 3.00"),
     ],
 )  # fmt: skip

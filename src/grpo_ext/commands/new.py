@@ -29,5 +29,5 @@ def project() -> Path:
 def _in_the_way(target: Path) -> str | None:
     if target.is_dir():
         first = next(iter(sorted(target.iterdir())), None)
-        return first and f"the folder is not empty: it holds {first.name!r}. Name another."
+        return None if first is None else f"the folder is not empty: it holds {first.name!r}. Name another."
     return f"{target} is a file. Name another." if target.exists() else None

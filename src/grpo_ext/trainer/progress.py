@@ -71,15 +71,16 @@ def install(trainer: Any) -> None:
 def line(logs: Logs, step: int, steps: int, seconds_left: float = 0.0) -> str:
     """One log in words: how far, the reward with its parts, KL, entropy, length, the time left."""
     place = f"step {step:{len(str(steps))}}/{steps}"
-    if "train_runtime" in logs:
-        return f"{place}   trained in {clock(logs['train_runtime'])}"
+    over = "train_runtime" in logs  # the last log, with the figures of those steps that came after the one before
+    if over:
+        place += f"   trained in {clock(logs['train_runtime'])}"
     total = next((name for name in logs if name == "reward" or name.endswith("_reward")), None)
     if total is None:
-        return "   ".join([place, *_all(logs)])
+        return place if over else "   ".join([place, *_all(logs)])
     prefix = total.removesuffix("reward")
     place += f"   {prefix.strip('_')}" if prefix else ""
     figures = [f"{name} {short(logs[prefix + key])}" for key, name in SHOWN.items() if prefix + key in logs]
-    left = [f"{clock(seconds_left)} left"] if seconds_left and not prefix else []
+    left = [f"{clock(seconds_left)} left"] if seconds_left and not prefix and not over else []
     return "   ".join([place, f"reward {short(logs[total])}", *_parts(logs, prefix), *figures, *left])
 
 
