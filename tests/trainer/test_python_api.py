@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from transformers import LlamaForSequenceClassification
 
 import tiny
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
@@ -69,6 +70,22 @@ def test_weights_of_the_config_reach_what_is_named(tmp_path):
 def test_one_alone_and_a_partial(tmp_path):
     assert trainer(tmp_path, "test_python_api:half").reward_func_names == ["half"]
     assert trainer(tmp_path, partial(digits, most=3)).reward_func_names == ["digits"]
+
+
+def test_a_reward_model_by_its_folder_or_loaded(tmp_path):
+    config = tiny.model().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    judge = LlamaForSequenceClassification(config)
+    judge.save_pretrained(tmp_path / "judge")
+    tiny.tokenizer().save_pretrained(tmp_path / "judge")
+    values = []
+    for given in (str(tmp_path / "judge"), LlamaForSequenceClassification.from_pretrained(tmp_path / "judge")):
+        one = trainer(tmp_path, [given, {"func": digits, "weight": 0.5}])
+        assert one.reward_func_names == ["judge", "digits"]
+        one.train()
+        values.append(one.state.log_history[0]["rewards/judge/mean"])
+    assert values[0] == values[1] != 0
 
 
 def test_workers_end_with_training_and_begin_again(tmp_path):
