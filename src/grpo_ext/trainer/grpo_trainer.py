@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.machine import missing_packages
+from grpo_ext.config.machine import machine_problems
 from grpo_ext.data.given import as_dataset
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.objective.advantages import estimators, zero_variance
@@ -104,7 +104,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self.objective = args.objective
         train_dataset = as_dataset(train_dataset, "train_dataset")
         eval_dataset = as_dataset(eval_dataset, "eval_dataset")
-        problems = [*missing_packages(args, None), *data_problems(args, train_dataset, eval_dataset)]
+        problems = [*machine_problems(args, None), *data_problems(args, train_dataset, eval_dataset)]
         if reward_funcs is not None or kwargs.get("environment_factory") is None:  # which may bring a reward along
             reward_funcs, args = ready(reward_funcs, args, reward_workers, train_dataset, problems)
         if problems:
