@@ -13,6 +13,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
+from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.objective.advantages import estimators, zero_variance
@@ -92,6 +93,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
         with reference_copied_from(model, args, kwargs.get("peft_config")), ours:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        make_portable(self.model)
         check_reward_names(self.reward_func_names)
         self._contain_rewards()
         if self.rollout_func is not None:
