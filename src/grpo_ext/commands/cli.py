@@ -34,6 +34,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
         AFTER,
         "score saved completions: --config RECIPE --file COMPLETIONS.jsonl [--explain N] [--key value ...]",
     ),
+    "try": (
+        AFTER,
+        "ask a trained model: RUN [--compare] [--prompt TEXT] [--greedy] [--max_new_tokens N] [--seed N]",
+    ),
+    "sample": (
+        AFTER,
+        "completions with rewards, and pass rates: --config RECIPE --output FILE [--num N] [--model RUN] "
+        "[--pass_by REWARD] [--key value ...]",
+    ),
+    "merge": (AFTER, "make an adapter and its base one model: RUN [--output DIR] [--dtype float32|bfloat16|float16]"),
     "recipes": (LOOK_UP, "the packaged recipes"),
     "losses": (LOOK_UP, "what `loss_type` may name: formula and paper"),
     "rewards": (LOOK_UP, "what `reward_funcs` may name: what it gives, its options"),
@@ -41,6 +51,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": (LOOK_UP, "a script that completes these words by the tab key: bash|zsh|fish"),
 }
 """Each is a module of this folder with a `run(argv)` that returns an exit code; its group, and `line: how to ask`."""
+MODULES = {"try": "chat"}
+"""Where a module cannot have the command's name."""
 NO_BARS = ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
 """Set where there is no terminal: in a file each move of a bar is another line."""
 HELP = ("-h", "--help")
@@ -53,7 +65,7 @@ WAYS = """
   grpo-ext train --config recipe.yaml --accelerate_config zero2 --num_processes 8
   grpo-ext train --config recipe.yaml --resume_from_checkpoint never        afresh; else it goes on where it was
 """
-FURTHER = {"demo": KEYS, "check": KEYS, "train": WAYS + KEYS, "serve": KEYS, "verify": KEYS, "score": KEYS}
+FURTHER = dict.fromkeys(("demo", "check", "serve", "verify", "score", "sample"), KEYS) | {"train": WAYS + KEYS}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,7 +96,7 @@ def _run(given: list[str]) -> int:
     if set(HELP) & set(rest):
         print(help_of(name))
         return 0
-    return int(importlib.import_module(f"grpo_ext.commands.{name}").run(rest))
+    return int(importlib.import_module(f"grpo_ext.commands.{MODULES.get(name, name)}").run(rest))
 
 
 def overview() -> str:

@@ -144,10 +144,10 @@ class Plan:
 
     def build(self, recipe: Any, folder: Path) -> None:
         """The small model."""
-        from grpo_ext.recipe.loading import model_path
+        from grpo_ext.recipe.loading import base_path
         from grpo_ext.trainer.verification.small import save_small
 
-        save_small(model_path(recipe), folder / "model", trust_remote_code=recipe.training.trust_remote_code)
+        save_small(base_path(recipe), folder / "model", trust_remote_code=recipe.training.trust_remote_code)
 
     def training(self, recipe: Any, split: Split, folder: Path, **changes: Any) -> Any:
         """The recipe's settings with another split, plain SGD, and nothing of `LEFT_OUT`."""

@@ -91,7 +91,7 @@ _ONLY_WITH = (
         lambda c: c.vllm_server_base_url is None,
         _names("vllm_server_host", "vllm_server_port"),
     ),
-    _Idle("push_to_hub: true", lambda c: c.push_to_hub, _prefix("hub_")),
+    _Idle("push_to_hub: true", lambda c: c.push_to_hub, _prefix("hub_", "push_to_hub_")),
 )
 
 

@@ -65,6 +65,16 @@ class DataConfig:
         default=None,
         metadata={"help": "Drop (never truncate) prompts of more tokens than this, chat template included."},
     )
+    min_pass_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Drop rows whose column `pass_rate` is below this, or not known. `grpo-ext sample` writes it: the "
+            "share of a model's completions that were right."
+        },
+    )
+    max_pass_rate: float | None = field(
+        default=None, metadata={"help": "Drop rows whose column `pass_rate` is above this, or is not known."}
+    )
     max_samples: int | None = field(
         default=None,
         metadata={
@@ -117,6 +127,14 @@ def value_problems(config: DataConfig) -> list[str]:
     if isinstance(config.answer_format, str) and config.answer_format.strip() not in ("", *ANSWER_FORMATS):
         hint = did_you_mean(config.answer_format, ANSWER_FORMATS)
         found.append(f"answer_format={config.answer_format!r} is unknown. {hint} Unset, the value is taken as it is.")
+    bounds: dict[str, Any] = {name: getattr(config, name) for name in ("min_pass_rate", "max_pass_rate")}
+    for name, value in bounds.items():
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1
+        ):
+            found.append(f"{name}={value!r} must be a share from 0 to 1. Set it so, or leave it unset.")
+    if not found and None not in bounds.values() and bounds["min_pass_rate"] > bounds["max_pass_rate"]:
+        found.append("{min_pass_rate} to {max_pass_rate}: no pass rate is between. Exchange them.".format(**bounds))
     size = config.test_size
     number = isinstance(size, int | float) and not isinstance(size, bool) and math.isfinite(size) and size > 0
     if size is not None and (not number or (size > 1 and size != int(size))):

@@ -68,6 +68,7 @@ def prepare_split(
     if config.max_samples is not None:
         counted = isinstance(dataset, Dataset)  # take before datasets 5.2 wants no more than there are
         dataset = dataset.take(min(config.max_samples, len(dataset)) if counted else config.max_samples)
+    dataset = _keep_pass_rates(dataset, names, config, split.source)
     dataset = _convert_all(dataset, plan, split.place, split.source, renamed)
     return _drop_long(dataset, config, tokenizer, split.source, template_kwargs or {})
 
@@ -125,6 +126,28 @@ def _pick(
     if chosen != target and target in names:
         logger.warning("%s: %s=%r replaces the column %r.", source, setting, chosen, target)
     return chosen
+
+
+def _keep_pass_rates(dataset: AnyDataset, names: Collection[str], config: DataConfig, source: str) -> AnyDataset:
+    low, high = config.min_pass_rate, config.max_pass_rate
+    if low is None and high is None:
+        return dataset
+    if "pass_rate" not in names:
+        raise DataError(
+            f"{source}: min_pass_rate={low}, max_pass_rate={high}, but no column pass_rate. Name a file as "
+            "dataset_name that `grpo-ext sample` has written, or remove both."
+        )
+    low, high = 0.0 if low is None else low, 1.0 if high is None else high
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(lambda row: row["pass_rate"] is not None and low <= row["pass_rate"] <= high)
+    rates = dataset["pass_rate"]
+    keep = [index for index, rate in enumerate(rates) if rate is not None and low <= rate <= high]
+    if not keep:
+        raise DataError(
+            f"{source}: no row has a pass_rate from {low:g} to {high:g}. Widen min_pass_rate, max_pass_rate."
+        )
+    logger.warning("%s: %d of %d rows have a pass_rate from %g to %g.", source, len(keep), len(rates), low, high)
+    return dataset.select(keep)
 
 
 def _convert_all(

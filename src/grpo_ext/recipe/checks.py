@@ -14,6 +14,7 @@ from peft import TaskType
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.scripts.utils import DatasetConfig
 
+from grpo_ext.config.adapters import adapter_problems, is_adapter
 from grpo_ext.config.fields import BELOW_ONE, COUNT, NOT_NEGATIVE, outside, sound_values, unknown_value
 from grpo_ext.config.idle import is_set
 from grpo_ext.config.launch import elsewhere
@@ -56,10 +57,11 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
     """
     if model is not None:
         yield from _model(model)
-    if training is not None and model is not None and training.sync_ref_model and model.use_peft:
+    adapted = model is not None and (model.use_peft or is_adapter(model.model_name_or_path))
+    if training is not None and training.sync_ref_model and adapted:
         yield (
-            "sync_ref_model=True with use_peft: the reference is the model without its adapter, and stays what it "
-            "is. Remove sync_ref_model."
+            "sync_ref_model=True with an adapter (use_peft, or as model_name_or_path): the reference is the model "
+            "without it, or with it as it was, and stays what it is. Remove sync_ref_model."
         )
     if training is not None:
         yield from _resume(training.resume_from_checkpoint)
@@ -116,6 +118,7 @@ def _model(model: Any) -> Iterator[str]:
             else "Correct the path, or give a hub id."
         )
         yield f"model_name_or_path={path!r}: no such folder. {cure}"
+    yield from adapter_problems(model)
     for name in ("dtype", "bnb_4bit_quant_type"):
         value = getattr(model, name)
         known = next(f for f in dataclasses.fields(model) if f.name == name).metadata["choices"]
@@ -128,7 +131,7 @@ def _model(model: Any) -> Iterator[str]:
         yield unknown_value("attn_implementation", attention, known)
     yield from outside(model, {"lora_r": COUNT, "lora_alpha": COUNT, "lora_dropout": BELOW_ONE})
     for name in ("load_in_4bit", "load_in_8bit"):
-        if getattr(model, name) and not model.use_peft:
+        if getattr(model, name) and not (model.use_peft or is_adapter(path)):
             yield f"{name}=True: quantized weights cannot be trained, only an adapter on them. Set use_peft: true."
 
 

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
+from grpo_ext.config.adapters import base_of
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.data.prepare import prepare
 from grpo_ext.errors import ConfigError
 from grpo_ext.quickstart.model import ensure_once
 from grpo_ext.recipe.parts import QUICKSTART_MODEL, Recipe
+from grpo_ext.recipe.policy import load_tokenizer_of
 
 
 def model_path(recipe: Recipe) -> str:
@@ -19,6 +19,12 @@ def model_path(recipe: Recipe) -> str:
     if name != QUICKSTART_MODEL:
         return str(Path(name).expanduser()) if name.startswith("~") else name
     return str(ensure_once())
+
+
+def base_path(recipe: Recipe) -> str:
+    """Hub id or folder of the policy; of an adapter, of its base."""
+    base = base_of(model_path(recipe), recipe.model.model_revision)
+    return model_path(recipe) if base is None else base.model
 
 
 def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
@@ -54,8 +60,4 @@ def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
 
 def load_tokenizer(recipe: Recipe) -> Any:
     """The policy's tokenizer."""
-    return AutoTokenizer.from_pretrained(
-        model_path(recipe),
-        revision=recipe.model.model_revision,
-        trust_remote_code=recipe.training.trust_remote_code,
-    )
+    return load_tokenizer_of(model_path(recipe), recipe.model.model_revision, recipe.training.trust_remote_code)

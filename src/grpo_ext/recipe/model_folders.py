@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from grpo_ext.config.adapters import is_adapter
 from grpo_ext.recipe.parts import QUICKSTART_MODEL
 
 
@@ -16,6 +17,10 @@ def folder_problems(name: str) -> Iterator[str]:
     if name == QUICKSTART_MODEL or not path.is_dir():
         return
     files = [file.name for file in path.iterdir()]
+    if is_adapter(name):
+        if not any(file.startswith("adapter_model.") for file in files):
+            yield f"{setting}: adapter_config.json, but no adapter_model.safetensors. Name a folder that has both."
+        return
     if "config.json" not in files:
         yield f"{setting}: no config.json in it. {_instead(path, files)}"
         return
@@ -36,12 +41,6 @@ def folder_problems(name: str) -> Iterator[str]:
 
 def _instead(path: Path, files: list[str]) -> str:
     """What to name in place of a folder without a model."""
-    if "adapter_config.json" in files:
-        base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
-        return (
-            f"It holds an adapter of {base}. Merge it into its base (peft: PeftModel.from_pretrained(...)"
-            ".merge_and_unload()) and name that folder, or name the base and set use_peft: true for a new adapter."
-        )
     inside = sorted(str(folder.parent) for folder in path.glob("*/config.json"))
     if inside:
         return f"Set model_name_or_path: {inside[-1]}."

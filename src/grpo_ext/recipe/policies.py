@@ -14,14 +14,17 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from peft import get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from peft import PeftConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl import get_peft_config
 
+from grpo_ext.config.adapters import base_of, is_adapter
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.lora import unmatched
 from grpo_ext.recipe.model_folders import folder_problems
 from grpo_ext.recipe.parts import QUICKSTART_MODEL
+from grpo_ext.recipe.policy import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
 
 _TRAINABLE = "Name a model that generates text, such as Qwen/Qwen2.5-0.5B-Instruct"
@@ -66,9 +69,16 @@ def look_at(model: Any, training: Any) -> tuple[Policy, list[str]]:
 
 def _load(policy: Policy, model: Any, training: Any) -> Iterator[str]:
     name, trust = str(Path(model.model_name_or_path).expanduser()), bool(training.trust_remote_code)
-    given = {"revision": model.model_revision, "trust_remote_code": trust}
+    given: Any = {"revision": model.model_revision, "trust_remote_code": trust}
     try:
-        config = AutoConfig.from_pretrained(name, **given)
+        whole, revision = base_of(name, model.model_revision) or (name, model.model_revision)
+    except ConfigError:  # an adapter without a base, which the checks tell
+        policy.unknown = "see above"
+        return
+    except OSError:
+        whole, revision = name, model.model_revision
+    try:
+        config = AutoConfig.from_pretrained(whole, revision=revision, trust_remote_code=trust)
     except Exception as error:  # whatever is raised there would be raised in training
         yield from _not_loaded(policy, model.model_name_or_path, error)
         return
@@ -79,7 +89,7 @@ def _load(policy: Policy, model: Any, training: Any) -> Iterator[str]:
     yield from _init_kwargs(as_mapping(training.model_init_kwargs), config)
     yield from _build(policy, model.model_name_or_path, config, trust)
     try:
-        policy.tokenizer = AutoTokenizer.from_pretrained(name, **given)
+        policy.tokenizer = load_tokenizer_of(name, **given)
     except Exception as error:
         if Path(name).is_dir():
             yield (
@@ -214,7 +224,8 @@ def _asked_of(policy: Policy, model: Any, training: Any) -> Iterator[str]:
     policy.parameters = policy.trained = sum(p.numel() for p in policy.empty.parameters())
     yield from _context_problems(policy.context, training)
     quantised = getattr(config, "quantization_config", None)
-    if quantised is not None and not model.use_peft:
+    adapter = is_adapter(model.model_name_or_path)
+    if quantised is not None and not (model.use_peft or adapter):
         kind = as_mapping(quantised).get("quant_method") or getattr(quantised, "quant_method", "quantized")
         yield (
             f"model_name_or_path={model.model_name_or_path!r}: its weights are quantized "
@@ -227,8 +238,22 @@ def _asked_of(policy: Policy, model: Any, training: Any) -> Iterator[str]:
             "balance. Remove it."
         )
     yield from _tokenizer_problems(policy, model, config)
-    if model.use_peft:
+    if adapter:
+        yield from _count_adapter(policy, model.model_name_or_path)
+    elif model.use_peft:
         yield from _adapter_problems(policy, model)
+
+
+def _count_adapter(policy: Policy, name: str) -> Iterator[str]:
+    """An adapter that is trained further; `policy` has it afterwards."""
+    try:
+        config: Any = PeftConfig.from_pretrained(str(Path(name).expanduser()))
+        config.inference_mode, config.base_model_name_or_path = False, None  # PEFT would warn of its new name
+        adapted: Any = get_peft_model(policy.empty, config)
+    except Exception as error:
+        yield f"model_name_or_path={name!r}: PEFT cannot put this adapter on its base ({_first_line(error)})."
+        return
+    policy.trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
 def _tokenizer_problems(policy: Policy, model: Any, config: Any) -> Iterator[str]:
@@ -238,7 +263,7 @@ def _tokenizer_problems(policy: Policy, model: Any, config: Any) -> Iterator[str
     setting = f"model_name_or_path={model.model_name_or_path!r}"
     if tokenizer.eos_token_id is None:
         yield f"{setting}: its tokenizer has no eos_token, so that no completion could end. Set one and save it there."
-    if size is not None and len(tokenizer) > size:
+    if size is not None and len(tokenizer) > size and not is_adapter(model.model_name_or_path):  # its base grows
         yield (
             f"{setting}: its tokenizer has {len(tokenizer)} tokens, its embedding {size} rows. Call "
             "model.resize_token_embeddings(len(tokenizer)), and save both."

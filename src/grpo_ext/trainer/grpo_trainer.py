@@ -13,6 +13,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
+from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.data.given import as_dataset
@@ -116,6 +117,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         progress.install(self)
         self.add_callback(MetricsFile())
+        make_portable(self.model)
         check_reward_names(self.reward_func_names)
         self._contain_rewards()
         if self.rollout_func is not None:
