@@ -29,7 +29,8 @@ from grpo_ext.errors import (
     SaveError,
     ServerLost,
 )
-from grpo_ext.recipe.loading import datasets_of, load_tokenizer, model_path
+from grpo_ext.recipe.launching import check_launched, launch_of
+from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path
 from grpo_ext.recipe.look import Look, findings
 from grpo_ext.recipe.parsing import load_recipe, print_help
 from grpo_ext.recipe.parts import Recipe
@@ -74,6 +75,7 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
         args=training,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
+        processing_class=load_processor(recipe),
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
@@ -142,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     watch_parent()
     try:
         check_announced()
+        check_launched(launch_of(argv))
         train(load_recipe(argv, Look(data=False)))
     except DataError as error:
         print(ConfigError(error.problems), file=sys.stderr)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a recipe: --config RECIPE [--accelerate_config NAME] [--num_processes N] [--key value ...]",
     "check": "validate a recipe and print its plan: --config RECIPE [--num_processes N] [--key value ...]",
+    "migrate": "turn a configuration of TRL, Open-R1, verl, ... into a recipe: FILE [--output RECIPE.yaml]",
     "serve": "start the vLLM server of a recipe: --config RECIPE [--host H] [--port P] [--key value ...] [-- FLAGS]",
     "score": "score saved completions: --config RECIPE --file COMPLETIONS.jsonl [--explain N] [--key value ...]",
     "verify": "compare gradients of all splits: --config RECIPE [--accelerate_config NAME] [--num_processes N]",

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from transformers import AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
+from grpo_ext.data.chat_template import template_text
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.data.prepare import prepare
@@ -56,9 +57,24 @@ def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
-    """The policy's tokenizer."""
-    return AutoTokenizer.from_pretrained(
+    """The policy's tokenizer, with the recipe's chat template."""
+    return _with_template(recipe, AutoTokenizer)
+
+
+def load_processor(recipe: Recipe) -> Any:
+    """What TRL would load beside the policy, with the recipe's chat template; None where the recipe has none."""
+    if recipe.data.chat_template is None:
+        return None
+    return _with_template(recipe, AutoProcessor, truncation_side="left", padding_side="left")  # as TRL does
+
+
+def _with_template(recipe: Recipe, kind: Any, **options: Any) -> Any:
+    loaded = kind.from_pretrained(
         model_path(recipe),
         revision=recipe.model.model_revision,
         trust_remote_code=recipe.training.trust_remote_code,
+        **options,
     )
+    if recipe.data.chat_template is not None:
+        loaded.chat_template = template_text(recipe.data.chat_template)
+    return loaded
