@@ -35,7 +35,8 @@ from grpo_ext.errors import (
     ServerLost,
 )
 from grpo_ext.recipe.help import print_help
-from grpo_ext.recipe.loading import datasets_of, load_tokenizer, model_path
+from grpo_ext.recipe.launching import check_launched, launch_of
+from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path
 from grpo_ext.recipe.look import Look, findings
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -82,7 +83,7 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
         args=training,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        processing_class=None if base is None else tokenizer,
+        processing_class=load_processor(recipe) if base is None else tokenizer,
         quantization_config=None if base else get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
@@ -172,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     watch_parent()
     try:
         check_announced()
+        check_launched(launch_of(argv))
         train(load_recipe(argv, Look(data=False)))
     except DataError as error:
         print(ConfigError(error.problems), file=sys.stderr)

@@ -15,12 +15,12 @@ import yaml
 
 from grpo_ext.commands import cli
 from grpo_ext.commands.check import plan
-from grpo_ext.commands.train import accelerate_config
 from grpo_ext.config import machine
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
+from grpo_ext.recipe.launching import accelerate_config
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -542,9 +542,9 @@ def test_a_launch_configuration_is_accelerates(name):
     assert config.use_cpu == (name == "cpu_ddp")
 
 
-def test_other_launch_configurations_are_trls(capsys):
+def test_other_launch_configurations_are_trls():
     assert accelerate_config("fsdp1").name == "fsdp1.yaml"
-    with pytest.raises(SystemExit, match=r"Did you mean .*'zero2'"):
+    with pytest.raises(ConfigError, match=r"Did you mean .*'zero2'"):
         accelerate_config("zerro2")
 
 

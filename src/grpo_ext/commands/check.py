@@ -12,6 +12,7 @@ from grpo_ext.config.launch import planned_processes, world_size
 from grpo_ext.config.machine import lacks
 from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ConfigError
+from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -110,7 +111,7 @@ def run(argv: list[str]) -> int:
     """Print the plan; 2 when the recipe has problems."""
     try:
         processes = take_processes(argv)
-        with planned_processes(processes, here=processes is None):
+        with planned_processes(processes or launch_of(argv).planned, here=processes is None):
             datasets.disable_progress_bars()
             look = Look()
             recipe = load_recipe(argv, look)

@@ -21,6 +21,7 @@ from grpo_ext.config.launch import planned_processes
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
+from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rewards.columns import CALLBACKS, PLURALS, check_clash
@@ -192,7 +193,7 @@ def run(argv: list[str]) -> int:
     try:
         if file is None:
             raise ConfigError(["--file: missing. Name a jsonl file of prompts and completions."])
-        with planned_processes(None):  # the machine that scores need not be the one that trains
+        with planned_processes(launch_of(argv).planned):  # the machine that scores need not be the one that trains
             recipe, rows = load_recipe(argv), read_rows(file)
         if row is not None and not (row.isdigit() and int(row) < len(rows)):
             raise ConfigError([f"--explain {row}: the rows are numbered 0 to {len(rows) - 1}."])

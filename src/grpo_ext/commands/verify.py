@@ -96,9 +96,10 @@ def run(argv: list[str]) -> int:
 
 
 def _verify(argv: list[str], name: str | None, processes: int | None, precision: str) -> int:
-    from grpo_ext.commands.train import accelerate_command, accelerate_config, default_config
+    from grpo_ext.commands.train import accelerate_command, default_config
     from grpo_ext.config.launch import planned_processes
     from grpo_ext.recipe.files import read_yaml
+    from grpo_ext.recipe.launching import accelerate_config
     from grpo_ext.recipe.parsing import load_recipe
 
     config = accelerate_config(name) if name else default_config(processes or 1, argv)

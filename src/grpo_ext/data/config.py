@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.data import chat_template, tasks
 from grpo_ext.data import files as local_files
-from grpo_ext.data import tasks
 from grpo_ext.data.rows import ANSWER_FORMATS
 from grpo_ext.errors import DataError
 from grpo_ext.registry import did_you_mean
@@ -30,6 +30,13 @@ class DataConfig:
     system_prompt: str | None = field(
         default=None,
         metadata={"help": "System message put in front of every prompt that has none."},
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "Chat template of the tokenizer, saved with the model: Jinja text, or the path of a .jinja file. "
+            "Unset: the tokenizer's own; its options are `chat_template_kwargs`."
+        },
     )
     prompt_column: str | None = field(
         default=None,
@@ -115,7 +122,7 @@ def problems(
 def value_problems(config: DataConfig) -> list[str]:
     """What is wrong with the settings whatever the dataset is."""
     found = []
-    for name in ("system_prompt", "prompt_column", "answer_column", "answer_format"):
+    for name in ("system_prompt", "chat_template", "prompt_column", "answer_column", "answer_format"):
         value = getattr(config, name)
         if value is not None and (not isinstance(value, str) or not value.strip()):
             found.append(f"{name}={value!r} must be text that is not empty. Set it, or leave it unset.")
@@ -135,6 +142,8 @@ def value_problems(config: DataConfig) -> list[str]:
             found.append(f"{name}={value!r} must be a share from 0 to 1. Set it so, or leave it unset.")
     if not found and None not in bounds.values() and bounds["min_pass_rate"] > bounds["max_pass_rate"]:
         found.append("{min_pass_rate} to {max_pass_rate}: no pass rate is between. Exchange them.".format(**bounds))
+    if isinstance(config.chat_template, str) and config.chat_template.strip():
+        found += chat_template.problems(config.chat_template, with_system=config.system_prompt is not None)
     size = config.test_size
     number = isinstance(size, int | float) and not isinstance(size, bool) and math.isfinite(size) and size > 0
     if size is not None and (not number or (size > 1 and size != int(size))):

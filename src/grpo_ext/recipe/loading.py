@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoProcessor
+
 from grpo_ext.config.adapters import base_of
+from grpo_ext.data.chat_template import template_text
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.data.prepare import prepare
@@ -59,5 +62,26 @@ def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
-    """The policy's tokenizer."""
-    return load_tokenizer_of(model_path(recipe), recipe.model.model_revision, recipe.training.trust_remote_code)
+    """The policy's tokenizer, with the recipe's chat template."""
+    loaded = load_tokenizer_of(model_path(recipe), recipe.model.model_revision, recipe.training.trust_remote_code)
+    return _templated(loaded, recipe)
+
+
+def load_processor(recipe: Recipe) -> Any:
+    """What TRL would load beside the policy, with the recipe's chat template; None where the recipe has none."""
+    if recipe.data.chat_template is None:
+        return None
+    loaded = AutoProcessor.from_pretrained(
+        model_path(recipe),
+        revision=recipe.model.model_revision,
+        trust_remote_code=recipe.training.trust_remote_code,
+        truncation_side="left",  # as TRL does
+        padding_side="left",
+    )
+    return _templated(loaded, recipe)
+
+
+def _templated(loaded: Any, recipe: Recipe) -> Any:
+    if recipe.data.chat_template is not None:
+        loaded.chat_template = template_text(recipe.data.chat_template)
+    return loaded

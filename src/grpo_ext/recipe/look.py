@@ -10,6 +10,7 @@ from jinja2 import Environment, TemplateError, meta
 
 from grpo_ext.config.batches import too_few
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.data import chat_template
 from grpo_ext.data.config import PROCEDURAL, QUICKSTART
 from grpo_ext.data.files import is_path
 from grpo_ext.data.mixture import check_mixture, is_local
@@ -46,9 +47,16 @@ class Look:
             and not any(problem.startswith("model_name_or_path") for problem in told)
         ):
             self.policy, found = look_at(parts.model, parts.training)
+            self._take_template(parts.data)
         yield from found
         if (self.data or told or found) and _loads_here(parts):
             yield from self._data(parts, rewards)
+
+    def _take_template(self, data: Any) -> None:
+        """The recipe's chat template, unless it is told already that it does not render."""
+        given = None if data is None else data.chat_template
+        if self.policy.tokenizer is not None and given and not any(chat_template.problems(given)):
+            self.policy.tokenizer.chat_template = chat_template.template_text(given)
 
     def _data(self, parts: Any, rewards: list[RewardSpec]) -> Iterator[str]:
         try:

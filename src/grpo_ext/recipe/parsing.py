@@ -18,8 +18,11 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.checks import ALSO, mixture_problems, part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
+from grpo_ext.recipe.foreign import projects
+from grpo_ext.recipe.launching import take_launch
 from grpo_ext.recipe.look import no_look, stand_in
 from grpo_ext.recipe.parts import PARTS, Recipe
+from grpo_ext.recipe.parts import all_keys as all_keys
 from grpo_ext.recipe.replaced_keys import REPLACED
 from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.registry import did_you_mean
@@ -48,11 +51,6 @@ class _Parser(TrlParser):
         """Leave a field's choices to the checks."""
 
 
-def all_keys() -> list[str]:
-    """Every key a recipe may hold."""
-    return sorted({f.name for part in PARTS for f in dataclasses.fields(part) if f.init})
-
-
 def load_recipe(argv: Sequence[str], look: Callable[..., Iterator[str]] = no_look) -> Recipe:
     """Parse `--config recipe.yaml [--key value ...]`; what stands on the command line wins.
 
@@ -63,8 +61,11 @@ def load_recipe(argv: Sequence[str], look: Callable[..., Iterator[str]] = no_loo
     """
     name, args = split_config(argv)
     values = read_yaml(find_recipe(name)) if name else {}
+    if foreign := projects.foreign_file(values, str(name), frozenset(all_keys())):
+        raise ConfigError([foreign])
     problems: list[str] = []
     os.environ.update(take_env(values, problems))
+    take_launch(values, problems)
     problems += [*_unknown_keys(values, args), *_stray_values(args), *_said_no(values, args)]
     if mixed := list(mixture_problems(values.get("datasets", []))):
         problems += mixed
@@ -108,6 +109,8 @@ def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[st
         elif isinstance(values.get(key), Mapping) and set(values[key]) & set(known):
             inside = ", ".join(map(str, values[key]))
             yield f"{key}: no such key. A recipe is flat: write {inside} without {key} above."
+        elif (found := projects.answer(str(key))) is not None:
+            yield f"{key}{value}: {found}"
         else:
             yield f"{key}{value}: no such key. {_hint(str(key), known)}"
 

@@ -1,5 +1,6 @@
 """The parts of a recipe: TRL's dataclasses, ours, and what they are together."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,11 @@ class RecipeArguments(GRPOScriptArguments):
 
 
 PARTS: tuple[Any, ...] = (RecipeArguments, DataConfig, GRPOExtConfig, ModelConfig, DatasetMixtureConfig)
+
+
+def all_keys() -> list[str]:
+    """Every key that a part of a recipe has."""
+    return sorted({f.name for part in PARTS for f in dataclasses.fields(part) if f.init})
 
 
 @dataclass

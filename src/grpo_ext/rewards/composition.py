@@ -10,6 +10,7 @@ from typing import Any
 from grpo_ext.errors import UnknownNameError
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.library.elsewhere import NOT_HERE
 from grpo_ext.rewards.protocol import Reward
 from grpo_ext.rewards.schedule import Schedule, schedule_problems
 from grpo_ext.rewards.signatures import callable_name, is_async, options
@@ -189,6 +190,8 @@ def _resolve(function: str | Reward) -> tuple[Reward | None, list[str]]:
     try:
         target = rewards[function]
     except UnknownNameError as error:
+        if function in NOT_HERE:
+            return None, [f"{function!r} is Open-R1's. {NOT_HERE[function]}"]
         return None, [f"{error} A function of yours is 'package.module:function', a reward model has a '/'."]
     if callable(target):
         return target, []
