@@ -282,6 +282,7 @@ def test_the_page_loads_what_a_run_has_left(text, project, tmp_path, monkeypatch
     """Its recipes name files that only a run leaves, so that they are loaded here."""
     page = (Path(__file__).parents[2] / "docs" / "after_training.md").read_text()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_token")
     (tmp_path / "outputs").mkdir()
     for name, there in (("run", project / "text"), ("sft", project / "sft"), ("run-merged", project / "base")):
         (tmp_path / "outputs" / name).symlink_to(there)
