@@ -100,7 +100,8 @@ CHOICES: dict[str, Any] = {
     "lr_scheduler_type": _values(SchedulerType),
     "optim": _values(OptimizerNames),
 }
-_OPEN_TO_PATHS = {"kl_estimator", "advantage_estimator", "loss_aggregation"}
+OPEN_TO_PATHS = ("loss_type", "kl_estimator", "advantage_estimator", "loss_aggregation")
+"""Fields that may name a function of the user's own."""
 
 
 def choice_problems(config: Any) -> Iterator[str]:
@@ -109,7 +110,7 @@ def choice_problems(config: Any) -> Iterator[str]:
         value = getattr(config, name, None)  # not every release of transformers that will do has every field
         if not isinstance(value, (str, bool)) or value in known:  # what is no name is of the wrong type
             continue
-        if name in _OPEN_TO_PATHS and isinstance(value, str):
+        if name in OPEN_TO_PATHS and isinstance(value, str):
             yield from _import_problems(name, value, known)
         else:
             yield unknown_value(name, value, known)

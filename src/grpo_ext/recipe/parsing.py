@@ -6,11 +6,12 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trl import TrlParser
 
-from grpo_ext.config.fields import sound_values
+from grpo_ext.config.fields import OPEN_TO_PATHS, sound_values
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import planning, rank
 from grpo_ext.errors import ConfigError
@@ -20,7 +21,7 @@ from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
 from grpo_ext.recipe.parts import PARTS, Recipe
 from grpo_ext.recipe.replaced_keys import REPLACED
 from grpo_ext.recipe.warnings import recipe_warnings
-from grpo_ext.registry import did_you_mean
+from grpo_ext.registry import did_you_mean, located
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.composition import parse as parse_rewards
 
@@ -58,16 +59,18 @@ def load_recipe(argv: Sequence[str]) -> Recipe:
         ConfigError: everything that is wrong, at once, before anything is loaded.
     """
     name, args = split_config(argv)
-    values = read_yaml(find_recipe(name)) if name else {}
+    file = find_recipe(name) if name else None
+    folder = file.resolve().parent if file else None
+    values = read_yaml(file) if file else {}
     problems: list[str] = []
     os.environ.update(take_env(values, problems))
     problems += [*_unknown_keys(values, args), *_stray_values(args)]
     if mixed := list(mixture_problems(values.get("datasets", []))):
         problems += mixed
         del values["datasets"]
-    parts = {part: _parse_part(part, values, args, problems) for part in PARTS}
+    parts = {part: _parse_part(part, values, args, folder, problems) for part in PARTS}
     script, data, training, model, mixture = (parts[part] for part in PARTS)
-    rewards = _rewards(script, None if training is None else training.reward_weights, problems)
+    rewards = _rewards(script, None if training is None else training.reward_weights, folder, problems)
     problems += reward_problems(rewards, training)
     problems += part_problems(script, data, training, model, None if mixed else mixture)
     if problems := _told_once(problems):
@@ -122,7 +125,9 @@ def _hint(key: str, known: list[str]) -> str:
     return hint if hint.startswith("Did") else "`grpo-ext train --help` lists all keys. Remove it."
 
 
-def _parse_part(part: Any, values: Mapping[str, Any], args: Sequence[str], problems: list[str]) -> Any:
+def _parse_part(
+    part: Any, values: Mapping[str, Any], args: Sequence[str], folder: Path | None, problems: list[str]
+) -> Any:
     parser = _Parser(part, allow_abbrev=False, add_help=False)
     parser.set_defaults_with_config(
         **{k: v for k, v in values.items() if k in {f.name for f in dataclasses.fields(part)}}
@@ -133,6 +138,8 @@ def _parse_part(part: Any, values: Mapping[str, Any], args: Sequence[str], probl
         if part is not GRPOExtConfig:  # which tells of its types itself, with all that is wrong in it
             given, told = sound_values(part, parsed, ALSO)
             problems += told
+        for key in given.keys() & set(OPEN_TO_PATHS):
+            given[key] = located(given[key], folder) if isinstance(given[key], str) else given[key]
         return part(**given)
     except ConfigError as error:
         problems += error.problems
@@ -154,7 +161,7 @@ def _told_once(problems: list[str]) -> list[str]:
     return kept
 
 
-def _rewards(script: Any, weights: Any, problems: list[str]) -> list[RewardSpec]:
+def _rewards(script: Any, weights: Any, folder: Path | None, problems: list[str]) -> list[RewardSpec]:
     """Specs of `reward_funcs`, with TRL's `reward_model_name_or_path` first as in TRL's own script."""
     if script is None:
         return []
@@ -162,7 +169,7 @@ def _rewards(script: Any, weights: Any, problems: list[str]) -> list[RewardSpec]
     if script.reward_model_name_or_path:
         model = {"name": script.reward_model_name_or_path.split("/")[-1], "func": script.reward_model_name_or_path}
         entries = [model, *(entries or [])]
-    specs, found = parse_rewards([] if entries is None else entries, weights)
+    specs, found = parse_rewards([] if entries is None else entries, weights, folder)
     problems += found
     return specs
 
