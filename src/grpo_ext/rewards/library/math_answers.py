@@ -5,7 +5,8 @@ the answer, several values in one answer ("72 or 73"), what words and letters be
 """
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from grpo_ext.rewards.library.math_equality import MAX_FORMULA, MAX_MATRIX, RATIO, Value, equal, readable
 from grpo_ext.rewards.library.math_equations import EQUALS, concluded, items_of
@@ -64,6 +65,7 @@ _WORDS_AROUND = re.compile(rf"^(?:{_LETTERS}[:,]?\s+)+|(?:\s+{_LETTERS}(?:\s*\^\
 _UNIT_LETTER = re.compile(r"\A((?:[^A-Za-z\\]|\\[A-Za-z]+)*[\d})])\s*[mgshlL](?:\s*\^\s*\{?[23]\}?)?\Z")
 _NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")  # the common case, in which there is nothing to clean
 _PHRASE = re.compile(r"[A-Za-z][A-Za-z' -]{1,59}")
+_ARTICLE = re.compile(r"\Athe\s+", re.IGNORECASE)
 _SET = re.compile(r"\A\{([^{}]*)\}\Z")
 _SPACED = re.compile(r"[-+]?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")
 _SPACES = re.compile(r"\s+|\\(?:left|right)(?![A-Za-z])")
@@ -71,24 +73,48 @@ _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{(?:[pbBvV]?matrix|smallmatrix|ar
 _NAMED = re.compile(r"(\\?[A-Za-z]+(?:_\{?\w\}?)?|\\(?:vec|mathbf)\s*\{?\s*[A-Za-z]\s*\}?)\s*=\s*(?=\\)")
 _LENGTH = re.compile(r"(?<![A-Za-z])[A-Z]{2}(?=\s*=)")  # of the segment AB
 _MOST_ITEMS = 20
+_BRACKET, _DEEPEST = re.compile(r"[()\[\]{}]"), 12
 # Several numbers side by side, percent in the middle, or powers and factorials in which sympy would hang.
 _UNFIT = re.compile(r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*/=\sA-Za-z]*\^|\*\*|!|%(?!\Z)")
 
 
-def score(text: str, gold: str | None, where: str = "auto") -> float | None:
-    """1.0 if the final answer of `text` equals that of `gold`, otherwise 0.0; None if `gold` has no readable one."""
-    reference = reference_of(gold)
+@dataclass(frozen=True)
+class Judgement:
+    """A score, and what was read on both sides, as a person is shown it."""
+
+    score: float | None
+    gold_parsed: str
+    answer_parsed: str
+
+
+def judge(text: str, gold: str | None, where: str = "auto", *, cut: bool = False) -> Judgement:
+    """1.0 if the final answer of `text` equals that of `gold`, otherwise 0.0; None if `gold` has no readable one.
+
+    None too for a text that was `cut` off before any mark.
+    """
+    reference = None if gold is None else reference_of(str(gold))
     if reference is None:
-        return None
-    answer = read(text, where, word=bool(reference.word))
-    return float(answer is not None and equal(reference, answer))
+        return Judgement(None, "[unreadable]", "[not read]")
+    if cut and marked(answer_part(text), where) is None:
+        return Judgement(None, str(reference), "[cut off]")
+    try:
+        answer = read(text, where, word=bool(reference.word))
+        if answer is None:
+            return Judgement(0.0, str(reference), "[no answer]")
+        return Judgement(float(equal(reference, answer)), str(reference), str(answer))
+    except Exception as error:  # whatever sympy raises of a strange answer; none may escape its 0 by that
+        return Judgement(0.0, str(reference), f"[{type(error).__name__}]")
 
 
-def reference_of(gold: str | None) -> Value | None:
+def score(text: str, gold: str | None, where: str = "auto") -> float | None:
+    """The score alone of a `Judgement`."""
+    return judge(text, gold, where).score
+
+
+@lru_cache(maxsize=1024)  # the completions of a group have one
+def reference_of(gold: str) -> Value | None:
     """What a reference answer says, or None if it cannot be read; without a mark the whole of it is the answer."""
-    if gold is None:
-        return None
-    text = answer_part(str(gold))
+    text = answer_part(gold)
     span = marked(text)
     span = text if span is None else span
     value = _word(span) or _only_value(span)
@@ -127,7 +153,7 @@ def _word(span: str) -> Value | None:
     """A phrase of letters alone, such as "odd" or "Monday", that is no product of variables."""
     if len(span) > _TAIL or re.search(r"\d", span):
         return None
-    text = clean(_ANCHOR.sub("", span)).removeprefix("the ").strip("{} ")
+    text = _ARTICLE.sub("", clean(_ANCHOR.split(span)[-1]).strip("{} "))
     if not _PHRASE.fullmatch(text) or not _WORD.search(text):
         return None
     phrase = " ".join(text.split())
@@ -164,7 +190,12 @@ def _matrix(span: str) -> Value | None:
     """A matrix, or a formula of matrices, after at most its name; None with words in it."""
     named = _NAMED.match(text := _SPACES.sub(" ", span.replace("$", " ")).strip().rstrip(".").strip())
     formula = text[named.end() :] if named else text
-    if len(formula) > MAX_MATRIX or _WORD.search(_ENVIRONMENT.sub(" ", formula)) or _UNFIT.search(formula):
+    if (
+        len(formula) > MAX_MATRIX
+        or _is_deep(formula)
+        or _WORD.search(_ENVIRONMENT.sub(" ", formula))
+        or _UNFIT.search(formula)
+    ):
         return None
     return Value(f"${formula}$", symbol=named[1] if named else "")
 
@@ -252,9 +283,24 @@ def _formula(text: str) -> Value | None:
     if _ALTERED.search(text):
         return None
     formula = _UNIT_LETTER.sub(r"\1", _WORDS_AROUND.sub("", text).strip())
-    if not formula or len(formula) > MAX_FORMULA or _WORD.search(_LENGTH.sub("x", formula)) or _UNFIT.search(formula):
+    if (
+        not formula
+        or len(formula) > MAX_FORMULA
+        or _is_deep(formula)
+        or _WORD.search(_LENGTH.sub("x", formula))
+        or _UNFIT.search(formula)
+    ):
         return None
     if formula in ("a", "A", "I") and formula != text:  # the article that is left of a sentence
         return None
     unit = unit_after(text, text.rfind(formula) + len(formula))
     return Value(f"${formula.removesuffix('%').rstrip()}$", formula.endswith("%"), unit=unit)
+
+
+def _is_deep(formula: str) -> bool:
+    """Whether brackets stand in each other deeper than anyone writes, which takes the parser time without end."""
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(formula):
+        depth += 1 if bracket in "([{" else -1
+        deepest = max(deepest, depth)
+    return deepest > _DEEPEST

@@ -76,7 +76,7 @@ def _same_ratio(gold: str, answer: Value) -> bool:
         return False
     parts = [Fraction(part) for part in gold.split(":")]
     given = [Fraction(part) for part in answer.formula.split(":")] if RATIO.fullmatch(answer.formula) else None
-    if given == parts or _TIME.fullmatch(gold) or not all(parts):
+    if given == parts or _TIME.fullmatch(gold) or not all([*parts, *(given or [])]):
         return given == parts
     if given is None:
         return len(parts) == 2 and equal(Value(f"{parts[0] / parts[1]}"), replace(answer, unit=""))
@@ -179,9 +179,11 @@ def _relations(parsed: Any) -> list[Any]:
 
 def _solved(relations: list[Any]) -> bool:
     """Whether each relation says what one symbol is, such as x = 5, x > 3 or -x < -3."""
-    return all(
-        any(side.is_Symbol or (-side).is_Symbol for side in r.args) and len(r.free_symbols) == 1 for r in relations
-    )
+    return all(any(_is_symbol(side) for side in r.args) and len(r.free_symbols) == 1 for r in relations)
+
+
+def _is_symbol(side: Any) -> bool:
+    return side.is_Symbol or (side.is_Mul and (-side).is_Symbol)
 
 
 def _same_equations(golds: list[Any], answers: list[Any]) -> bool:

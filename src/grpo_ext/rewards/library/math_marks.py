@@ -10,6 +10,7 @@ READ = ("auto", "tag", "boxed", "hash", "last")
 _END = re.compile(
     r"<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|eom_id|end|return)\|>|</s>|<eos>|<end_of_turn>|<\uff5cend\u2581of\u2581sentence\uff5c>"
 )
+_OPENING = re.compile(rf"\A(?:\s*(?:{_END.pattern}))+")
 _HASHED = re.compile(r"[-+$€£¥\\(.]*\d[^\n]*")
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}|\\q?quad(?![A-Za-z])|\\[()\[\],;:! ]|[$&]")
 # What may stand between boxes that are one answer: a separator, up to four words and "and", the name of the next.
@@ -23,8 +24,9 @@ _MOST_BOXES = 50
 
 def answer_part(text: str) -> str:
     """What counts of a completion: nothing after an end token, nothing up to the last `</think>`."""
-    ends = (match.start() for match in _END.finditer(text) if text[: match.start()].strip())
-    return text[: next(ends, len(text))].rpartition("</think>")[2]
+    text = _OPENING.sub("", text)  # of a template
+    end = _END.search(text)
+    return text[: end.start() if end else len(text)].rpartition("</think>")[2]
 
 
 def marked(text: str, where: str = "auto") -> str | None:
