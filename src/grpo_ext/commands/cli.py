@@ -9,7 +9,7 @@ COMMANDS = {
     "train": "train a recipe: --config RECIPE [--accelerate_config NAME] [--num_processes N] [--key value ...]",
     "check": "validate a recipe and print its plan: --config RECIPE [--num_processes N] [--key value ...]",
     "serve": "start the vLLM server of a recipe: --config RECIPE [--host H] [--port P] [--key value ...] [-- FLAGS]",
-    "score": "score saved completions: --config RECIPE --file COMPLETIONS.jsonl [--explain N] [--key value ...]",
+    "score": "score saved completions: --config RECIPE --file COMPLETIONS [--explain N] [--output FILE] [--key value]",
     "verify": "compare gradients of all splits: --config RECIPE [--accelerate_config NAME] [--num_processes N]",
     "recipes": "list the packaged recipes",
     "demo": "train a tiny model on this machine and report what it learned",

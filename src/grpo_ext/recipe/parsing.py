@@ -52,8 +52,10 @@ def all_keys() -> list[str]:
     return sorted({f.name for part in PARTS for f in dataclasses.fields(part) if f.init})
 
 
-def load_recipe(argv: Sequence[str]) -> Recipe:
+def load_recipe(argv: Sequence[str], *, rewards_only: bool = False) -> Recipe:
     """Parse `--config recipe.yaml [--key value ...]`; what stands on the command line wins.
+
+    With `rewards_only` it may say nothing of model and data, and what it says is not looked at.
 
     Raises:
         ConfigError: everything that is wrong, at once, before anything is loaded.
@@ -72,7 +74,8 @@ def load_recipe(argv: Sequence[str]) -> Recipe:
     script, data, training, model, mixture = (parts[part] for part in PARTS)
     rewards = _rewards(script, None if training is None else training.reward_weights, folder, problems)
     problems += reward_problems(rewards, training)
-    problems += part_problems(script, data, training, model, None if mixed else mixture)
+    unseen = (None, None) if rewards_only else (model, None if mixed else mixture)
+    problems += part_problems(script, data, training, *unseen)
     if problems := _told_once(problems):
         raise ConfigError(problems)
     if any(spec.weight != 1.0 for spec in rewards):

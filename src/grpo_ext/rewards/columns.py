@@ -29,15 +29,14 @@ def check_clash(spec: RewardSpec, columns: Mapping[str, Any]) -> None:
         )
 
 
-def absences(specs: list[RewardSpec], columns: Collection[str]) -> Iterator[str]:
+def absences(specs: list[RewardSpec], columns: Collection[str], source: str = "the training data") -> Iterator[str]:
     """A sentence for each reward that cannot score any row of a dataset with these columns."""
     for spec in specs:
         wanted = [] if spec.is_model else needs(spec.callable)
         wanted += [spec.when] if spec.when is not None else []
         for name in (n for n in wanted if n not in columns and n not in spec.kwargs):
             yield (
-                f"reward {spec.name!r} scores nothing: the training data has no column {name!r}. "
-                f"{did_you_mean(name, columns)}"
+                f"reward {spec.name!r} scores nothing: {source} has no column {name!r}. {did_you_mean(name, columns)}"
             )
 
 
