@@ -383,3 +383,18 @@ def test_gsm8k_solutions_score_one_and_perturbed_ones_zero():
         assert accuracy(completions=hashes, solution=golds) == [0.0] * 500
         tagged = [f"{text}\n<answer>{wrong(n)}</answer>" for text, n in zip(full, numbers, strict=True)]
         assert accuracy(completions=tagged, solution=golds) == [0.0] * 500
+
+
+def test_every_solution_of_gsm8ks_test_set_is_read_right_in_four_forms(gsm8k):
+    lines = (gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    answers = [json.loads(line)["answer"] for line in lines]
+    bodies, golds = zip(*((body, gold) for body, _, gold in (a.rpartition("\n#### ") for a in answers)), strict=True)
+    forms = (
+        "{}\n#### {}",
+        "<think>\n{}\n</think>\n<answer>\n{}\n</answer>",
+        "{}\n\\boxed{{{}}}",
+        "{}\nThe answer is {}.",
+    )
+    texts = [form.format(body, gold) for form in forms for body, gold in zip(bodies, golds, strict=True)]
+    found = accuracy(texts, [*golds] * 4)
+    assert (found.count(1.0), len(found)) == (5276, 5276)

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from test_rewards_runtime import BATCH, spec
 
 import faulty
@@ -57,6 +59,21 @@ def test_the_zero_of_a_failure_is_not_clipped(settings, expected, workers, runti
     rewards = runtime(spec("choke", on_error="zero", **settings), workers=workers)
     assert score(rewards, log_metric=metrics.__setitem__) == expected
     assert metrics["rewards/choke/clipped_frac"] == 0.0
+
+
+@BOTH
+@pytest.mark.parametrize("what", faulty.RETURNED)
+def test_whatever_a_function_returns_is_a_number_or_told(what, workers, runtime, caplog):
+    _, expected, words = faulty.RETURNED[what]
+    rewards = runtime(spec("returns", kwargs={"what": what}), workers=workers)
+    assert score(rewards, ["good"] * 2) == expected
+    assert words in caplog.text
+    if words:
+        row = expected.index(None)
+        assert "reward 'returns' (faulty:returns) failed on " in caplog.text
+        assert f"row {row}, the first: 'good'" in caplog.text
+    else:
+        assert "failed" not in caplog.text
 
 
 # Columns.
@@ -248,14 +265,25 @@ def test_a_column_that_json_cannot_hold_is_saved_as_text(runtime, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "reason"), [([10**400] * 2, "int too large"), (["a"] * 2, "'str'"), ([1.0], "1 values for 2")]
+    ("values", "reason"),
+    [
+        ([10**400] * 2, "int too large"),
+        ([1.0, "a"], "reward '<lambda>': for row 1 it returned 'a', which is no number. Return a finite number"),
+        ([1.0], "1 values for 2 completions. Return one for each, or None"),
+        (None, "it returned None, which is no list. Return a list"),
+        (0.5, "it returned 0.5, which is no list"),
+    ],
 )
 def test_a_plain_function_is_contained_with_its_values(values, reason):
     errors = []
     reward = contained(lambda completions, **_: values, errors, {})
     assert reward(completions=["a", "b"]) == [None, None]
     assert reason in errors[0]
-    assert contained(lambda completions, **_: (1, None), errors, {})(completions=["a", "b"]) == [1, None]
+    rows = {}
+    for given in ((1, None, math.nan), iter([True, None, -math.inf]), torch.tensor([1.0, 2.0, math.nan])):
+        first = contained(lambda completions, given=given, **_: given, errors, rows)(completions=["a"] * 3)[0]
+        assert first == 1.0
+        assert rows == {"<lambda>": [2]}
 
 
 def test_a_reward_that_no_row_can_be_scored_by_is_told():

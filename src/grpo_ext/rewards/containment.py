@@ -1,12 +1,14 @@
 """Rewards of a user's own, kept from ending a run."""
 
+import math
 from typing import Any
 
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from grpo_ext.rewards.outcomes import to_float
 from grpo_ext.rewards.runtime import Component
-from grpo_ext.rewards.workers.worker import last_lines
+from grpo_ext.rewards.workers.worker import NotValues, last_lines, listed
 
 
 def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]) -> Any:
@@ -18,17 +20,25 @@ def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]
         return function
 
     def report(error: Exception, columns: dict[str, Any]) -> list[None]:
-        errors.append(f"reward {name!r} raised: {last_lines(error)}")
+        said = "" if isinstance(error, NotValues) else " raised"
+        errors.append(f"reward {name!r}{said}: {last_lines(error)}")
         no_numbers[name] = []
         return [None] * len(columns["completions"])
 
-    def checked(values: Any, columns: dict[str, Any]) -> list:
-        values, expected = list(values), len(columns["completions"])
-        numbers = torch.tensor([0.0 if v is None else v for v in values], dtype=torch.float32)  # as TRL, unguarded
+    def checked(values: Any, columns: dict[str, Any]) -> list[float | None]:
+        values, expected = listed(values), len(columns["completions"])
         if len(values) != expected:
-            raise ValueError(f"it returned {len(values)} values for {expected} completions")
-        no_numbers[name] = (~numbers.isfinite()).nonzero().flatten().tolist()
-        return values
+            raise NotValues(
+                f"it returned {len(values)} values for {expected} completions. Return one for each, or None"
+            )
+        numbers = []
+        for row, value in enumerate(values):
+            number, problem = to_float(value)
+            if problem:
+                raise NotValues(f"for row {row} {problem}")
+            numbers.append(number)
+        no_numbers[name] = [row for row, number in enumerate(numbers) if not math.isfinite(number or 0.0)]
+        return numbers
 
     name = get_callable_name(function)
 

@@ -67,15 +67,22 @@ def failure(outcome: Outcome, rows: int) -> str:
 
 def to_number(value: Any) -> tuple[float | None, str]:
     """A reward as a finite float (None stays None), or None and what is wrong with it."""
+    number, problem = to_float(value)
+    if number is None or math.isfinite(number):
+        return number, problem
+    return None, f"it returned {number}. {_CURE}"
+
+
+def to_float(value: Any) -> tuple[float | None, str]:
+    """The same, in which NaN and inf may be."""
     if value is None:
         return None, ""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         return None, f"it returned {shown(value)}, which is no number. {_CURE}"
     try:
-        number = float(value)
+        return float(value), ""
     except Exception as error:  # an integer beyond every float, a tensor of several elements
         return None, f"it returned {shown(value)}, which is no number ({error}). {_CURE}"
-    return (number, "") if math.isfinite(number) else (None, f"it returned {number}. {_CURE}")
 
 
 def _scaled(spec: RewardSpec, number: float) -> float:
