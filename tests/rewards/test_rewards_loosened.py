@@ -177,6 +177,21 @@ RULES = {
         ("①", "1", 0.0),
         (r"2\pi \cdot 10^{-20}", r"\pi \cdot 10^{-20}", 0.0),
     ],
+    "hedges and negations": [
+        ("so x = 5", "x=5", 1.0),
+        ("not x = 5", "x=5", 0.0),
+        ("twice x = 5", "x=5", 0.0),
+        ("at most x = 5", "x=5", 0.0),
+        ("none or x = 5", "x=5", 0.0),
+        ("six or 5", "5", 0.0),
+        ("5 or none", "5", 0.0),
+        ("none, 5", "5", 0.0),
+        ("-(5 cm)", "5", 0.0),
+        ("(5 cm)^2", "5", 0.0),
+        ("5 cm (5 m)", "5 cm", 0.0),
+        ("either (1,2) or (2,1)", "(1,2)", 0.0),
+        ("(1,2) or more", "(1,2)", 0.0),
+    ],
     "text after an end token": [
         (f"{ENDED}", "72", 0.0),
         (f"{ENDED}72", "72", 1.0),  # what a template opens with
@@ -200,6 +215,10 @@ def test_marked(mark, rule, answer, gold, expected):
     if rule in ("several boxes", "text after an end token"):
         text = answer if "answer" not in mark or "<|" in answer else text
     assert accuracy([text], [gold]) == [expected], judge(text, gold)
+
+
+def test_a_bound_in_running_text_is_no_answer():
+    assert accuracy(["The answer is (1,2) or more.", "It is (1,2)"], ["(1,2)"] * 2) == [0.0, 1.0]
 
 
 def test_a_box_before_an_end_token_counts_and_one_behind_it_does_not():

@@ -37,9 +37,12 @@ _AFTER_PIECE = re.compile(
 )
 # A bound, a negation, an alternative: not the value.
 _BOUND = re.compile(
-    r"\b(?:not|than|least|most|over|under|above|below|beyond|up to|but)\s+[-+$(\\]*\.?\d"
+    r"\bnone\b|\b(?:not|than|least|most|over|under|above|below|beyond|up to|but|or)\s+[-+$(\\]*\.?\d"
     r"|\d[^.\n]*\b(?:or\b(?!\s+so\b|[^,;]*=)|at (?:least|most)\b|(?:is|was) (?:not|wrong|incorrect)\b)",
     re.IGNORECASE,
+)
+_NEGATED = re.compile(
+    rf"\b(?:not|never|none|neither|except|at (?:most|least)|(?:less|more) than|{_SCALED_BEFORE})\b", re.IGNORECASE
 )
 _ALTERED = re.compile(rf"\b(?:not|no|minus|negative|{_SCALED_BEFORE}|{_SCALED_AFTER})\b", re.IGNORECASE)
 _UNIT = re.compile(
@@ -170,7 +173,11 @@ def _only_value(span: str) -> Value | None:
         return _matrix(span)
     text = clean(_CONTRAST.sub("", _exact(span)))
     anchors = list(_ANCHOR.finditer(text))
-    symbol, text = concluded(text[anchors[-1].end() :] if anchors else text)
+    text = text[anchors[-1].end() :] if anchors else text
+    lead, *equation = EQUALS.split(text, maxsplit=1)
+    if equation and _NEGATED.search(lead):
+        return None
+    symbol, text = concluded(text)
     text = _SET.sub(r"\1", text)
     value = _ratio(text) or _list(text)
     if value is None and _BOUND.search(text):
@@ -239,7 +246,7 @@ def _last_value(text: str) -> Value | None:
         return None if second else _only_value(next(filter(None, segments[-1].groups())))
     cleaned = clean(text)
     symbol, stated = ("", "") if "\n" in cleaned else concluded(cleaned)
-    whole = _ratio(stated) or _list(stated) or _formula(stated)
+    whole = _ratio(stated) or _list(stated) or (None if _BOUND.search(stated) else _formula(stated))
     if whole is not None:
         return replace(whole, symbol=symbol)
     matches = list(_VALUE.finditer(cleaned))
@@ -253,10 +260,11 @@ def _last_value(text: str) -> Value | None:
 
 
 def _number_in_words(text: str) -> Value | None:
-    if re.search(r"\d!", text):  # a factorial, as far as one can tell
+    if re.search(r"\d!|-\s*\(|\)\s*\^", text):  # a factorial, as far as one can tell; a sign, a power of it all
         return None
-    values = {_value(text, match) for match in _VALUE.finditer(text)}
-    return values.pop() if len(values) == 1 else None
+    values = [_value(text, match) for match in _VALUE.finditer(text)]
+    units = {value.unit for value in values if value} - {""}
+    return values[0] if len(set(values)) == 1 and len(units) < 2 else None
 
 
 def _value(text: str, match: re.Match[str]) -> Value | None:
