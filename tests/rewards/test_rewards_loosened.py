@@ -6,7 +6,7 @@ A policy finds a hole in minutes, so every group below has more rows that are wr
 import pytest
 
 from grpo_ext.rewards.catalogue import rewards
-from grpo_ext.rewards.library.math_answers import judge
+from grpo_ext.rewards.library.math_judgement import judge
 
 accuracy = rewards["accuracy"]
 COLUMN = r"\begin{pmatrix}1\\2\\3\end{pmatrix}"

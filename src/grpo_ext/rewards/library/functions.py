@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.library import math_answers
+from grpo_ext.rewards.library.math_judgement import judge
 from grpo_ext.rewards.library.math_marks import READ
 from grpo_ext.rewards.protocol import rewards
 from grpo_ext.rewards.text import TAGS, Completion, answer_block, boxed, completion_text, each_once
@@ -107,9 +107,7 @@ def accuracy(
         raise ValueError(f"max_length={max_length}: no completion is that short. Set it to max_completion_length.")
     lengths = [len(ids) for ids in completion_ids or []] or [0] * len(completions)
     judged = [
-        math_answers.judge(
-            completion_text(completion), gold, read, cut=max_length is not None and length >= max_length
-        )
+        judge(completion_text(completion), gold, read, cut=max_length is not None and length >= max_length)
         for completion, gold, length in zip(completions, solution, lengths, strict=True)
     ]
     if log_extra:

@@ -5,10 +5,10 @@ the answer, several values in one answer ("72 or 73"), what words and letters be
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
-from grpo_ext.rewards.library.math_equality import MAX_FORMULA, MAX_MATRIX, RATIO, Value, equal, readable
+from grpo_ext.rewards.library.math_equality import MAX_FORMULA, MAX_MATRIX, RATIO, Value, readable
 from grpo_ext.rewards.library.math_equations import EQUALS, concluded, items_of
 from grpo_ext.rewards.library.math_marks import answer_part, marked
 from grpo_ext.rewards.library.math_notation import FACTOR, PRODUCT, clean
@@ -79,39 +79,6 @@ _MOST_ITEMS = 20
 _BRACKET, _DEEPEST = re.compile(r"[()\[\]{}]"), 12
 # Several numbers side by side, percent in the middle, or powers and factorials in which sympy would hang.
 _UNFIT = re.compile(r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*/=\sA-Za-z]*\^|\*\*|!|%(?!\Z)")
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A score, and what was read on both sides, as a person is shown it."""
-
-    score: float | None
-    gold_parsed: str
-    answer_parsed: str
-
-
-def judge(text: str, gold: str | None, where: str = "auto", *, cut: bool = False) -> Judgement:
-    """1.0 if the final answer of `text` equals that of `gold`, otherwise 0.0; None if `gold` has no readable one.
-
-    None too for a text that was `cut` off before any mark.
-    """
-    reference = None if gold is None else reference_of(str(gold))
-    if reference is None:
-        return Judgement(None, "[unreadable]", "[not read]")
-    if cut and marked(answer_part(text), where) is None:
-        return Judgement(None, str(reference), "[cut off]")
-    try:
-        answer = read(text, where, word=bool(reference.word))
-        if answer is None:
-            return Judgement(0.0, str(reference), "[no answer]")
-        return Judgement(float(equal(reference, answer)), str(reference), str(answer))
-    except Exception as error:  # whatever sympy raises of a strange answer; none may escape its 0 by that
-        return Judgement(0.0, str(reference), f"[{type(error).__name__}]")
-
-
-def score(text: str, gold: str | None, where: str = "auto") -> float | None:
-    """The score alone of a `Judgement`."""
-    return judge(text, gold, where).score
 
 
 @lru_cache(maxsize=1024)  # the completions of a group have one
