@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,18 +63,17 @@ def test_the_zero_of_a_failure_is_not_clipped(settings, expected, workers, runti
 
 
 @BOTH
-@pytest.mark.parametrize("what", faulty.RETURNED)
-def test_whatever_a_function_returns_is_a_number_or_told(what, workers, runtime, caplog):
-    _, expected, words = faulty.RETURNED[what]
-    rewards = runtime(spec("returns", kwargs={"what": what}), workers=workers)
-    assert score(rewards, ["good"] * 2) == expected
-    assert words in caplog.text
-    if words:
-        row = expected.index(None)
-        assert "reward 'returns' (faulty:returns) failed on " in caplog.text
-        assert f"row {row}, the first: 'good'" in caplog.text
-    else:
-        assert "failed" not in caplog.text
+def test_whatever_a_function_returns_is_a_number_or_told(workers, runtime, caplog):
+    specs = [replace(spec("returns", kwargs={"what": what}), name=what) for what in faulty.RETURNED]
+    functions = runtime(*specs, workers=workers).functions
+    batch = {"prompts": [""] * 2, "completions": ["good"] * 2}
+    for function, (what, (_, expected, words)) in zip(functions, faulty.RETURNED.items(), strict=True):
+        assert function(**batch) == expected, what
+        told = [
+            record.message for record in caplog.records if f"reward {what!r} (faulty:returns) failed" in record.message
+        ]
+        assert [words in message for message in told] == [True] * bool(words)
+        assert all(f"row {expected.index(None)}, the first: 'good'" in message for message in told)
 
 
 # Columns.
