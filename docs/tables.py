@@ -12,6 +12,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import resolve
 from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
+from grpo_ext.recipe.foreign.projects import NO_RECIPES, PROJECTS, own_table
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.trainer.checkpoints import identity
 
@@ -243,6 +245,31 @@ def damage_table() -> str:
     return table(("damage", "what the user is told", "goes on from"), rows)
 
 
+def foreign_table(project: str) -> str:
+    """Keys of another project, what they are here, and what differs or why they are left out."""
+    rows = []
+    for key, rule in sorted(own_table(project).items()):
+        here = ", ".join(code(name.strip()) for name in rule.to.split(",")) if rule.to else "not taken over"
+        rows.append((code(key), here, plain(rule.note)))
+    return table(("key", "here", "what differs, or why"), rows)
+
+
+def migrated_table() -> str:
+    """The configurations that the tests migrate, and what became of them."""
+    folder = ROOT / "tests/recipe/foreign"
+    rows = []
+    for name, case in yaml.safe_load((folder / "configurations.yaml").read_text()).items():
+        source = (folder / name).read_text().splitlines()[0].removeprefix("# ")
+        source = re.sub(r"^The .*? of ", "", source).removesuffix(".")
+        if "keys" not in case:
+            rows.append((plain(source), "", "", "", f"refused: {', '.join(case['told'])}"))
+            continue
+        wanting = ", ".join(map(code, dict.fromkeys(case.get("refused", ()))))
+        result = f"refuses {wanting} until that is decided" if wanting else "passes"
+        rows.append((plain(source), *(str(case[key]) for key in ("keys", "left", "decisions")), result))
+    return table(("configuration", "keys", "left out", "to decide", "`check`"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "house": house_table,
     "speed": speed_table,
@@ -263,6 +290,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "data": lambda: field_table(DataConfig),
     "resumable": resumable_table,
     "damages": damage_table,
+    "migrated": migrated_table,
+    "no_recipes": lambda: table(("kind of file", "what you are told it is"), NO_RECIPES.items()),
+    **{f"from_{name.replace('-', '_')}": partial(foreign_table, name) for name in PROJECTS},
 }
 
 

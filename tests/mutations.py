@@ -312,7 +312,7 @@ MUTATIONS = [
             ('kl="k2",', 'kl="k3",'),
             ('kl="k2",', 'kl="k2", kl_placement="reward",'),
             ('advantage="reinforce_pp_baseline"', 'advantage="reinforce_pp"'),
-            ("clip_regions=surrogates.gmpo_regions,\n    per_completion=True", "per_completion=False"),
+            ("per_completion=True", "per_completion=False"),
             ('surrogate="gmpo",', 'surrogate="gmpo",\n    options={"epsilon_low": 0.2},'),
             ('ratio="product",\n    levels=("product",)', 'ratio="sequence",\n    levels=("sequence",)'),
             ('surrogate="dppo",', 'surrogate="clip",'),

@@ -1,6 +1,8 @@
 """Each example does what it says, run as a script and named by path; and what it adds is right."""
 
+import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +44,10 @@ def test_runs_as_a_script(name, model, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
     axis = {"custom_loss": "custom_loss:spo: spo(width=0.2)", "custom_advantage": "advantage custom_advantage:wins()"}
     assert axis.get(name, "") in run.stdout
-    assert ("rewards/digits/mean" in run.stdout) == (name == "custom_reward")
+    assert bool(re.search(r"step 1/1 +trained in \S+ +reward \S+ +\(digits ", run.stdout)) == (name == "custom_reward")
+    assert "rewards/accuracy/mean" not in run.stdout  # the dict of all figures is in the file
+    first = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 1
 
 
 def test_the_loss_from_a_recipe():

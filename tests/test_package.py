@@ -18,7 +18,6 @@ from packaging.utils import canonicalize_name
 
 import grpo_ext
 from grpo_ext.quickstart.model import ensure_model
-from grpo_ext.recipe.parsing import load_recipe
 from processes import PATIENCE
 
 ROOT = Path(__file__).parent.parent
@@ -80,7 +79,9 @@ def test_wheel_holds_the_package_and_the_recipes_and_nothing_else(wheel):
     assert "grpo_ext/recipe/packaged/quickstart/grpo.yaml" in recipes
     assert names >= source | recipes | {"grpo_ext/py.typed"}
     assert {name.split("/")[0] for name in names} == {"grpo_ext", f"grpo_ext-{metadata.version('grpo-ext')}.dist-info"}
-    assert not [name for name in names if "test" in Path(name).name or name.endswith(".pyc")]
+    project = {f"grpo_ext/commands/project/{path.name}" for path in (ROOT / "examples/project").glob("*.*")}
+    assert names >= project
+    assert not [name for name in names - project if "test" in Path(name).name or name.endswith(".pyc")]
 
 
 def test_wheel_says_what_it_needs(wheel):
@@ -162,18 +163,6 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_header(tables):
 def test_links_lead_somewhere(document):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
     assert [x for x in links if not x.startswith("https://") and not (document.parent / x).exists()] == []
-
-
-@pytest.mark.parametrize("document", ["README.md", "docs/recipes.md"])
-def test_the_recipe_shown_is_one(document, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_PROJECT", "")  # the recipe sets it; this puts it back
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n')
-    (tmp_path / "shown.yaml").write_text(re.search(r"```yaml\n(.*?)```", (ROOT / document).read_text(), re.S)[1])
-    recipe = load_recipe(["--config", "shown.yaml", "--use_cpu", "true", "--bf16", "false"])
-    assert len(recipe.rewards) == 2
-    assert recipe.training.objective.row.paper
 
 
 def test_a_loss_in_three_steps_as_contributing_says():

@@ -218,7 +218,7 @@ def test_a_path_to_something_else_is_no_loss(module):
 
 def test_a_path_may_lead_to_a_row():
     assert isinstance(losses["grpo"], Loss)
-    assert find("grpo") is find("deepseek_math")
+    assert find("grpo") == find("deepseek_math") == losses["grpo"].whole()
 
 
 # What importing costs

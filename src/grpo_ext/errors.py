@@ -19,7 +19,12 @@ class ConfigError(ValueError):
 
 
 class DataError(ValueError):
-    """A dataset, or a setting of one, that cannot be used; the message names the place and the cure."""
+    """A dataset, or a setting of one, that cannot be used; each line of the message names a place and the cure."""
+
+    @property
+    def problems(self) -> list[str]:
+        """One for each mistake, as those of a `ConfigError`."""
+        return str(self).splitlines()
 
 
 class RewardError(RuntimeError):

@@ -12,11 +12,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import set_seed
+from peft import PeftModel
 from trl import get_peft_config, get_quantization_config
+from trl.trainer.utils import create_model_from_path
 
-from grpo_ext.config.launch import EXIT_CODE_FILE, check_announced
+from grpo_ext.config.adapters import Base, base_of
+from grpo_ext.config.launch import EXIT_CODE_FILE, check_announced, rank
 from grpo_ext.errors import (
     NOT_FINISHED,
     ConfigError,
@@ -29,10 +34,13 @@ from grpo_ext.errors import (
     SaveError,
     ServerLost,
 )
-from grpo_ext.recipe.loading import datasets_of, load_tokenizer, model_path
-from grpo_ext.recipe.parsing import load_recipe, print_help
+from grpo_ext.recipe.help import print_help
+from grpo_ext.recipe.launching import check_launched, launch_of
+from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path
+from grpo_ext.recipe.look import Look, findings
+from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.rewards.columns import absences
+from grpo_ext.recipe.policy import with_adapter
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.pool import end_workers
 from grpo_ext.trainer.checkpoints.choice import asks_afresh
@@ -48,10 +56,13 @@ logger = logging.getLogger(__name__)
 def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     """The trainer a recipe describes, with model, data and rewards loaded."""
     model, training = recipe.model, recipe.training
-    train_dataset, eval_dataset = datasets_of(recipe, load_tokenizer(recipe))
-    if train_dataset.column_names is not None:  # a stream may not say
-        for sentence in absences(recipe.rewards, train_dataset.column_names):
-            logger.warning(sentence)
+    tokenizer = load_tokenizer(recipe)
+    train_dataset, eval_dataset = datasets_of(recipe, tokenizer)
+    problems, notes = findings(recipe, recipe.rewards, train_dataset, tokenizer, None)
+    if problems:
+        raise ConfigError(problems)
+    for note in notes if rank() == 0 else ():
+        logger.warning(note)
     loading = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -65,15 +76,41 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     )
     given = training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
     training.model_init_kwargs = {**{k: v for k, v in loading.items() if v is not None}, **given}
+    base = base_of(model_path(recipe), model.model_revision)
     return GRPOExtTrainer(
-        model=model_path(recipe),
+        model=model_path(recipe) if base is None else adapted_policy(recipe, base, tokenizer),
         reward_funcs=runtime.functions,
         args=training,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        quantization_config=get_quantization_config(model),
+        processing_class=load_processor(recipe) if base is None else tokenizer,
+        quantization_config=None if base else get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
+
+
+def adapted_policy(recipe: Recipe, base: Base, tokenizer: Any) -> PeftModel:
+    """The adapter that a recipe names as its model, to be trained further; its base is loaded as TRL loads a model.
+
+    TRL makes what the adapter is at the start the reference, not the bare base.
+    """
+    training, quantization = recipe.training, get_quantization_config(recipe.model)
+    given: Any = training.model_init_kwargs or {}
+    loading: dict[str, Any] = {"trust_remote_code": training.trust_remote_code, **given}
+    training.model_init_kwargs = None  # TRL would say that they are ignored
+    if quantization is not None:
+        loading["quantization_config"] = quantization
+    if training.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+        loading["device_map"] = None
+    set_seed(training.seed)
+    model = create_model_from_path(base.model, **(loading | {"revision": base.revision}))
+    tokenizer.padding_side = tokenizer.truncation_side = "left"
+    zero3 = training.deepspeed_plugin is not None and training.deepspeed_plugin.zero_stage == 3
+    options = {
+        "revision": recipe.model.model_revision,
+        "autocast_adapter_dtype": quantization is not None or not zero3,
+    }
+    return with_adapter(model, model_path(recipe), tokenizer, trained=True, **options)
 
 
 def train(recipe: Recipe) -> GRPOExtTrainer | None:
@@ -103,10 +140,7 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
         say(f"Resuming from {begin.checkpoint}.")
     elif asks_afresh(training.resume_from_checkpoint) and (moved := make_room(training)):
         say(moved)
-    try:
-        trainer.train(resume_from_checkpoint=begin.checkpoint)
-    finally:
-        trainer.close_rewards()
+    trainer.train(resume_from_checkpoint=begin.checkpoint)
     trainer.save_final(str(training.output_dir))
     say(f"Model saved to {training.output_dir}.")
     if training.push_to_hub:
@@ -131,7 +165,7 @@ def leave_process_group() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; a recipe with mistakes ends with exit code 2 and all of them."""
     argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
+    if {"--help", "-h", "--help-all"} & set(argv):
         print_help()
         return
     watching, signals.phase = signals.watch(), "loading"
@@ -139,8 +173,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     watch_parent()
     try:
         check_announced()
-        train(load_recipe(argv))
-    except (ConfigError, DataError, NonFiniteError, RewardError, RolloutDrift, SaveError, ServerLost) as error:
+        check_launched(launch_of(argv))
+        train(load_recipe(argv, Look(data=False)))
+    except DataError as error:
+        print(ConfigError(error.problems), file=sys.stderr)
+        leave(2)
+    except (ConfigError, NonFiniteError, RewardError, RolloutDrift, SaveError, ServerLost) as error:
         print(error, file=sys.stderr)
         leave(2)
     except RankLost as error:

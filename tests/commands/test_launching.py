@@ -69,6 +69,17 @@ def test_the_number_is_the_configurations_where_none_is_given(launched):
     assert launched("--accelerate_config", "zero2", "--num_processes", "4") == (config, "4", "4")
 
 
+def test_a_recipe_says_how_it_is_launched_and_the_command_line_wins(launched, tmp_path):
+    recipe, config = tmp_path / "recipe.yaml", str(CONFIG.parent / "zero2.yaml")
+    argv = ["--config", str(recipe)]
+    recipe.write_text(yaml.safe_dump({"num_processes": 3}))
+    assert launched(*argv) == (str(CONFIG), "3", "3")
+    assert launched(*argv, "--num_processes", "2") == (str(CONFIG), "2", "2")
+    recipe.write_text(yaml.safe_dump({"accelerate_config": "zero2", "main_process_port": 0}))
+    assert launched(*argv) == (config, None, "8")
+    assert launched(*argv, "--accelerate_config", "cpu_ddp", "--num_processes", "4") == (str(CONFIG), "4", "4")
+
+
 @pytest.mark.parametrize("count", ["0", "two", "-1"])
 def test_what_is_no_number_of_processes(count, capsys):
     assert train.run(["--num_processes", count]) == 2
@@ -93,8 +104,14 @@ def command(tmp_path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_on_a_cpu_train_together(command, tmp_path):
-    run([*command, "--num_processes", "2"], HF_HOME=str(tmp_path))  # where accelerate's own default would lie
+@pytest.mark.parametrize("in_the_recipe", [False, True])
+def test_two_processes_on_a_cpu_train_together(in_the_recipe, command, tmp_path):
+    if in_the_recipe:
+        with (tmp_path / "recipe.yaml").open("a") as recipe:
+            recipe.write("num_processes: 2\naccelerate_config: cpu_ddp\nmain_process_port: 0\n")
+    else:
+        command += ["--num_processes", "2"]
+    run(command, HF_HOME=str(tmp_path))  # where accelerate's own default would lie
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 

@@ -134,7 +134,7 @@ def test_the_life_of_a_run(recipe, tmp_path, capsys, caplog):
     said = capsys.readouterr().out
     (aside,) = out.glob("_before-*")
     assert f"The run that was in {out} is now in {aside}." in said
-    assert set(contents(aside)) == set(prolonged) - {"README.md"}
+    assert set(contents(aside)) == set(prolonged)
     names = {path.name for path in out.iterdir()}
     assert {"checkpoint-1", "finished.json", "model.safetensors", "mine.txt"} <= names
     assert "checkpoint-2" not in names

@@ -168,6 +168,7 @@ NOW_AS_THE_ROW_SAYS = {
 """TRL's fields whose default is None here: "as the row says"."""
 OURS = {
     "on_nonfinite",
+    "push_to_hub_revision",
     "shared_prefix",
     "skip_zero_advantages",
     "loss_defaults",

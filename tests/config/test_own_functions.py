@@ -131,7 +131,7 @@ BROKEN = {
     "an option of the wrong type": (
         "def f(loss, mask, totals, *, decay: float): return loss.sum()",
         AGGREGATION | {"loss_aggregation_kwargs": {"decay": "slow"}},
-        ["loss_aggregation_kwargs.decay='slow': a str where float is expected"],
+        ["loss_aggregation_kwargs.decay='slow': text where a number is expected"],
     ),
     "the field's option": (
         "def f(loss, mask, totals, *, max_completion_length: int): return loss.sum()",

@@ -217,7 +217,7 @@ def test_five_bad_rows_are_reported_and_all_are_counted(tmp_path):
     name = write_jsonl(tmp_path / "many.jsonl", [*ROWS, *[{"question": ""}] * 7])
     message = refusal(name)
     assert re.findall(r"line (\d+)", message) == ["11", "12", "13", "14", "15"]
-    assert "the first 5 of 7 bad rows" in message
+    assert message.endswith("2 more of its 17 rows are malformed.")
     name = write(tmp_path / "broken.jsonl", *["{"] * 7)
     assert re.findall(r"line (\d+)", refusal(name)) == ["1", "2", "3", "4", "5"]
 
@@ -380,19 +380,21 @@ def test_an_answer_without_its_format_is_named(tmp_path, answer_format, text, re
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"prompt_column": "questoin"}, "prompt_column='questoin' is no column. Did you mean 'question'?"),
-        ({"answer_column": "answr"}, "answer_column='answr' is no column. Did you mean 'answer'?"),
+        ({"prompt_column": "questoin"}, "prompt_column='questoin' is no column of mine. Did you mean 'question'?"),
+        ({"answer_column": "answr"}, "answer_column='answr' is no column of mine. Did you mean 'answer'?"),
     ],
 )
 def test_a_missing_column_is_named(settings, reason):
-    with pytest.raises(DataError, match=re.escape(f"mine: {reason}")):
+    with pytest.raises(DataError, match=re.escape(reason)):
         prepare(Dataset.from_list(ROWS), DataConfig(**settings), source="mine")
 
 
 def test_no_usual_column_at_all():
-    with pytest.raises(DataError, match=r"mine: none of the columns prompt, question, problem.*its columns: text, n"):
+    with pytest.raises(
+        DataError, match=r"mine has none of the columns prompt, question, problem.*its columns: text, n"
+    ):
         prepare(Dataset.from_dict({"text": ["a"], "n": [1]}), DataConfig(), source="mine")
-    with pytest.raises(DataError, match="answer_format='boxed', but no column holds answers"):
+    with pytest.raises(DataError, match="answer_format='boxed': no column of dataset holds answers"):
         prepare(Dataset.from_dict({"prompt": ["a"]}), DataConfig(answer_format="boxed"))
 
 
@@ -508,7 +510,9 @@ def test_a_test_split_wins_over_test_size(tmp_path, caplog):
 
 def test_evaluation_without_rows_for_it_is_refused(tmp_path):
     name = write_jsonl(tmp_path / "d.jsonl", ROWS)
-    assert "has no split 'test' beside it. Set test_size" in refusal(name, eval_needed=True)
+    assert "has no split 'test' beside it, and evaluation is asked for. Set dataset_test" in refusal(
+        name, eval_needed=True
+    )
     assert "test_size=10 holds out 10 of 10 rows" in refusal(name, eval_needed=True, test_size=10)
     write_jsonl(tmp_path / "set" / "train.jsonl", ROWS)
     assert "has no split 'test' beside it" in refusal(tmp_path / "set", eval_needed=True)
@@ -824,3 +828,16 @@ def test_the_settings_can_be_given_on_the_command_line():
     ours = {field.name for field in dataclasses.fields(DataConfig)}
     for theirs in (GRPOScriptArguments, ModelConfig, DatasetMixtureConfig, GRPOConfig):
         assert not ours & {field.name for field in dataclasses.fields(theirs)}
+
+
+def test_all_faults_of_columns_splits_and_rows_are_told_at_once(tmp_path):
+    write_jsonl(tmp_path / "set" / "train.jsonl", ROWS)
+    write_jsonl(tmp_path / "set" / "test.jsonl", [{**ROWS[0], "question": ""}])
+    lines = refusal(tmp_path / "set", eval_needed=True, prompt_column="questoin", answer_column="answr").splitlines()
+    assert [line.partition("=")[0] for line in lines] == ["prompt_column", "answer_column"] * 2
+    with pytest.raises(DataError) as caught:
+        load_datasets(str(tmp_path / "set"), DataConfig(), eval_needed=True, train_split="nope")
+    lines = caught.value.problems
+    assert len(lines) == 2
+    assert "split nope: no such split" in lines[0]
+    assert "empty prompt" in lines[1]

@@ -130,3 +130,22 @@ class Tokens:
 
     def apply_chat_template(self, messages, *, words=0, **_):
         return {"input_ids": [0] * (1 + words)}
+
+
+def test_datasets_of_a_mixture_may_call_their_columns_otherwise(tmp_path):
+    for name, row in (("a", {"question": "1 + 1", "answer": "2"}), ("b", {"problem": "2 + 2", "gold": "4"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    entries = [{"path": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+    whole = load_mixture(mixture(*entries), DataConfig())["train"]
+    assert (whole["prompt"][:], whole["solution"][:]) == (["1 + 1", "2 + 2"], ["2", "4"])
+    same = load_mixture(mixture(entries[0], entries[0]), DataConfig())["train"]
+    assert same.column_names == ["question", "answer"]  # nothing to bring under one name
+
+
+def test_all_faults_of_a_mixture_are_told_at_once(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "b.jsonl").write_text("{\n")
+    entries = [{"path": str(tmp_path / "a.jsonl"), "columns": ["nope"]}, {"path": str(tmp_path / "b.jsonl")}]
+    with pytest.raises(DataError) as told:
+        load_mixture(mixture(*entries), DataConfig())
+    assert [any(words in line for line in told.value.problems) for words in ("'nope'", "line 1: broken")] == [True] * 2

@@ -35,7 +35,7 @@ def run(
     return out.detach()[0].tolist(), leaf.grad[0].tolist()
 
 
-REGIONS = {row.surrogate: row.clip_regions for row in losses.values() if row.clip_regions}
+REGIONS = {row.surrogate: regions for row in losses.values() if (regions := row.whole().clip_regions)}
 
 
 def regions(name, log_ratio, advantage, logps=-1.5, **options):

@@ -191,3 +191,9 @@ def test_report_shows_before_and_after(tmp_path):
         assert expected in page
     assert page.index("❌") < page.index("✅")
     assert (tmp_path / "new" / "curves.png").stat().st_size > 10_000
+
+    figure = report.curves(measured)
+    figure.draw_without_rendering()
+    keys = [(axes, axes.get_legend()) for axes in figure.axes if axes.get_legend()]
+    assert len(keys) == 2
+    assert all(key.get_window_extent().y1 < axes.get_window_extent().y0 for axes, key in keys)  # on no line

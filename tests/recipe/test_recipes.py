@@ -15,13 +15,15 @@ import yaml
 
 from grpo_ext.commands import cli
 from grpo_ext.commands.check import plan
-from grpo_ext.commands.train import accelerate_config
 from grpo_ext.config import machine
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
+from grpo_ext.recipe.launching import accelerate_config
+from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import all_keys, load_recipe
+from grpo_ext.recipe.parts import Recipe
 from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
 from grpo_ext.trainer.checkpoints.manifest import seal
 from processes import PATIENCE
@@ -58,6 +60,7 @@ def nothing_is_loaded(monkeypatch):
 @pytest.fixture(autouse=True)
 def same_on_every_machine(monkeypatch):
     monkeypatch.setattr(machine, "is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr(machine, "is_installed", lambda package: True)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -81,6 +84,12 @@ def problems(argv: list[str]) -> list[str]:
 def resumed(argv: list[str]) -> str | None:
     training = load_recipe(argv).training
     return checkpoint_to_resume(Path(training.output_dir), training.resume_from_checkpoint)
+
+
+def planned(argv: list[str]) -> tuple[Recipe, dict[str, list]]:
+    look = Look()
+    recipe = load_recipe(argv, look)
+    return recipe, plan(recipe, look)
 
 
 def run(*argv: str) -> int:
@@ -212,8 +221,7 @@ def loss_in_the_name(name: str) -> str:
 def test_a_packaged_recipe_is_what_its_header_says(name):
     path = PACKAGED[name]
     with planned_processes(1):
-        recipe = load_recipe(["--config", name])
-        sections = plan(recipe)
+        recipe, sections = planned(["--config", name])
     objective, row = recipe.training.objective, losses[loss_in_the_name(name)]
     says = header(path)
 
@@ -243,7 +251,7 @@ def test_a_quickstart_recipe_needs_no_gpu_and_no_hub(name):
 
 
 def test_the_plan_of_a_quickstart_knows_rows_and_parameters():
-    sections = plan(load_recipe(["--config", "quickstart/grpo"]))
+    sections = planned(["--config", "quickstart/grpo"])[1]
     assert dict(sections["Memory"])["parameters"].startswith("0.57 M")
     assert dict(sections["Batch"])["training rows"] == "7979"
 
@@ -333,7 +341,10 @@ def test_json_on_the_command_line_is_checked_like_yaml(write):
         (["quickstart/grpo"], "'quickstart/grpo' on the command line belongs to no key"),
         (["--temprature", "1.0"], "temprature: no such key. Did you mean 'temperature'"),
         (["--kl_coef", "0.1"], "kl_coef: TRL calls it beta"),
-        (["--num_generations", "four"], "num_generations='four': a str where int | None is expected"),
+        (
+            ["--num_generations", "four"],
+            "num_generations='four': text where a whole number is expected. Write num_generations: 8.",
+        ),
         (
             ["--no_log_completions"],
             "no_log_completions: no such key, and it would be ignored. Write --log_completions fa",
@@ -398,14 +409,14 @@ def test_a_recipe_in_latin_1_is_refused(tmp_path):
 
 
 def test_what_is_not_installed_is_told_where_it_is_to_run(write, monkeypatch):
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "is_installed", lambda package: False)
     monkeypatch.setattr(machine, "get_available_reporting_integrations", lambda: ["tensorboard"])
     argv = write(report_to=["wandb", "tensorboard"], optim="adamw_bnb_8bit", use_peft=True, load_in_4bit=True)
     found = problems(argv)
     assert [re.split("[ :]", problem)[0] for problem in found] == [
         "report_to='wandb'",
-        "load_in_4bit=True",
         "optim='adamw_bnb_8bit'",
+        "load_in_4bit=True",
     ]
     with planned_processes(1):
         load_recipe(argv)
@@ -472,7 +483,7 @@ def test_check_ends_with_2_on_problems(capsys, args):
     [
         ('{"prompt": "a"}\n{\n', [], "d.jsonl, line 2: broken JSON"),
         ("", [], "d.jsonl: no rows"),
-        ('{"text": "a"}\n', [], "none of the columns prompt, question, problem"),
+        ('{"text": "a"}\n', [], "has none of the columns prompt, question, problem"),
         ('{"prompt": "a", "prompts": "b"}\n', [], "column 'prompts': TRL passes its own"),
         ('{"prompt": "a"}\n', ["--eval_strategy", "steps"], "has no split 'test' beside it"),
     ],
@@ -488,8 +499,11 @@ def test_check_names_what_is_wrong_with_the_data(write, capsys, tmp_path, conten
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"datasets": [{"path": 5}]}, "datasets[0]: path=5: a int where str"),
-        ({"datasets": [{"path": "owner/name", "split": None}]}, "datasets[0]: split=None: a NoneType where str"),
+        ({"datasets": [{"path": 5}]}, "datasets[0]: path=5: a whole number where text"),
+        (
+            {"datasets": [{"path": "owner/name", "split": None}]},
+            "datasets[0]: split=None: nothing where text is expected. Write split: train.",
+        ),
         ({"datasets": [{"path": "./d.jsonl", "columns": ["nope"]}]}, "columns has 'nope', which is no column"),
     ],
 )
@@ -528,9 +542,9 @@ def test_a_launch_configuration_is_accelerates(name):
     assert config.use_cpu == (name == "cpu_ddp")
 
 
-def test_other_launch_configurations_are_trls(capsys):
+def test_other_launch_configurations_are_trls():
     assert accelerate_config("fsdp1").name == "fsdp1.yaml"
-    with pytest.raises(SystemExit, match=r"Did you mean .*'zero2'"):
+    with pytest.raises(ConfigError, match=r"Did you mean .*'zero2'"):
         accelerate_config("zerro2")
 
 

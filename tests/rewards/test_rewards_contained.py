@@ -266,13 +266,7 @@ def test_a_column_that_json_cannot_hold_is_saved_as_text(runtime, tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "reason"),
-    [
-        ([10**400] * 2, "int too large"),
-        ([1.0, "a"], "reward '<lambda>': for row 1 it returned 'a', which is no number. Return a finite number"),
-        ([1.0], "1 values for 2 completions. Return one for each, or None"),
-        (None, "it returned None, which is no list. Return a list"),
-        (0.5, "it returned 0.5, which is no list"),
-    ],
+    [([10**400] * 2, "int too large"), (["a"] * 2, "'a', which is no number"), ([1.0], "1 values for 2")],
 )
 def test_a_plain_function_is_contained_with_its_values(values, reason):
     errors = []

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+import tiny
 from grpo_ext.commands import serve
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.recipe.parsing import load_recipe
@@ -115,6 +116,17 @@ def test_adapters_around_one_another_are_all_merged():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     merged = model.merge_and_unload().state_dict()
     assert sent.keys() == merged.keys() - {"lm_head.weight"} or sent.keys() == merged.keys()
+    for name, value in sent.items():
+        torch.testing.assert_close(value, merged[name], rtol=1e-6, atol=1e-6)
+
+
+def test_what_a_reference_adapter_keeps_of_a_module_is_not_sent():
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"], init_lora_weights=False)
+    model = get_peft_model(tiny.model(), config)
+    model.add_adapter("ref", model.peft_config["default"])
+    sent = {name: value.clone() for name, value in Generation.__new__(Generation)._merged_params(model)}
+    merged = model.merge_and_unload().state_dict()
+    assert sent.keys() == merged.keys()
     for name, value in sent.items():
         torch.testing.assert_close(value, merged[name], rtol=1e-6, atol=1e-6)
 

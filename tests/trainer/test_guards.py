@@ -101,7 +101,7 @@ def test_columns_that_collide_with_trls_are_refused(column, model_path, tmp_path
 
 def test_two_rewards_of_one_name_are_refused(model_path, tmp_path):
     """Stock TRL averages them together in its logs."""
-    with pytest.raises(ConfigError, match="'length' stands for 2 rewards"):
+    with pytest.raises(ConfigError, match="2 entries have the log name 'length'"):
         build(model_path, tmp_path, [tiny.length, tiny.length])
 
 

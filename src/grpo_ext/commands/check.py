@@ -3,20 +3,20 @@
 import sys
 from typing import Any
 
-import torch
+import datasets
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ext.commands.console import print_sections, take_processes
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.config.launch import planned_processes, world_size
+from grpo_ext.config.machine import lacks
 from grpo_ext.config.warnings import warnings
-from grpo_ext.data.files import is_path
-from grpo_ext.data.mixture import check_mixture, is_local
-from grpo_ext.errors import ConfigError, DataError
-from grpo_ext.recipe.loading import datasets_of, model_path
+from grpo_ext.errors import ConfigError
+from grpo_ext.recipe.launching import launch_of
+from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.recipe.parts import QUICKSTART_MODEL, Recipe
+from grpo_ext.recipe.parts import Recipe
+from grpo_ext.recipe.policies import Policy
 from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.rollout.vllm.server import ServerUnreachable, mismatches, server_facts
 
@@ -26,15 +26,17 @@ Section = list[tuple[str, str]]
 def loss_section(recipe: Recipe) -> Section:
     """The resolved loss."""
     objective = recipe.training.objective
+    departures = objective.departures()
+    but = f", but for the {', '.join(departures)}" if departures else ""
     return [
         ("loss", objective.describe()),
-        ("formula", objective.row.formula or "of your own"),
-        ("paper", objective.row.paper or "of your own"),
+        ("formula", f"{objective.row.formula or 'of your own'}{but}"),
+        ("paper", f"{objective.row.paper or 'of your own'}{but and ' (not as it stands there)'}"),
         ("rewards", ", ".join(f"{spec.name} x {spec.weight:g}" for spec in recipe.rewards)),
     ]
 
 
-def batch_section(recipe: Recipe) -> Section:
+def batch_section(recipe: Recipe, rows: int | None) -> Section:
     """Prompts, completions and optimizer steps."""
     c, processes = recipe.training, world_size()
     assert c.generation_batch_size
@@ -43,7 +45,6 @@ def batch_section(recipe: Recipe) -> Section:
     per_step = c.per_device_train_batch_size * processes * c.gradient_accumulation_steps
     per_generation = c.generation_batch_size // c.num_generations
     updates = c.steps_per_generation * c.num_iterations / c.gradient_accumulation_steps
-    rows = _rows(recipe)
     return [
         ("processes", str(processes)),
         (
@@ -61,19 +62,6 @@ def batch_section(recipe: Recipe) -> Section:
     ]
 
 
-def _rows(recipe: Recipe) -> int | None:
-    """Rows of a dataset that needs no download."""
-    name = recipe.script.dataset_name or ""
-    if recipe.mixture.datasets:
-        check_mixture(recipe.mixture)
-        if not is_local(recipe.mixture):
-            return None
-    elif not name.startswith(("reasoning_gym/", "quickstart/")) and not (name and is_path(name)):
-        return None
-    train, _ = datasets_of(recipe, None)
-    return len(train) if isinstance(train, Dataset) else None
-
-
 def _optimizer_steps(recipe: Recipe, rows: int | None, prompts: int, updates: float) -> str:
     c = recipe.training
     if c.max_steps > 0:
@@ -83,12 +71,11 @@ def _optimizer_steps(recipe: Recipe, rows: int | None, prompts: int, updates: fl
     return str(int(rows // prompts * updates * c.num_train_epochs))
 
 
-def memory_section(recipe: Recipe) -> Section:
+def memory_section(recipe: Recipe, policy: Policy) -> Section:
     """Estimated memory of weights, gradients and optimizer, from the model's configuration alone."""
-    try:
-        parameters, trained = _parameters(recipe)
-    except Exception as error:  # an unreachable hub, an architecture that needs its own code: no estimate, no failure
-        return [("memory", f"not known: {error}")]
+    if policy.unknown:
+        return [("memory", f"not known: {policy.unknown}")]
+    parameters, trained = policy.parameters, policy.trained
     bytes_each = 2 if (recipe.model.dtype or "float32") in ("bfloat16", "float16") else 4
     weights, gradients, adam = parameters * bytes_each, trained * bytes_each, 2 * trained * bytes_each
     reference = parameters * bytes_each if recipe.training.beta and trained == parameters else 0
@@ -107,49 +94,30 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _parameters(recipe: Recipe) -> tuple[int, int]:
-    """Parameters, and those of them that are trained."""
-    model = _empty_model(recipe)
-    parameters = sum(p.numel() for p in model.parameters())
-    if not recipe.model.use_peft:
-        return parameters, parameters
-    from peft import get_peft_model
-    from trl import get_peft_config
-
-    adapter: Any = get_peft_config(recipe.model)
-    adapted = get_peft_model(model, adapter)
-    return parameters, sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-
-
-def _empty_model(recipe: Recipe) -> Any:
-    """The policy without its weights."""
-    if recipe.model.model_name_or_path == QUICKSTART_MODEL:  # not made yet, perhaps: that takes a short training
-        from grpo_ext.quickstart.model import build_model, build_tokenizer
-
-        return build_model(build_tokenizer())
-    config = AutoConfig.from_pretrained(model_path(recipe), trust_remote_code=recipe.training.trust_remote_code)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def plan(recipe: Recipe) -> dict[str, Section]:
+def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
     """Sections of the plan, warnings last."""
+    rows = len(look.train) if isinstance(look.train, Dataset) else None
+    lines = (*warnings(recipe.training), *recipe_warnings(recipe), *look.notes)
     return {
         "Loss": loss_section(recipe),
-        "Batch": batch_section(recipe),
-        "Memory": memory_section(recipe),
-        "Warnings": [("", warning) for warning in (*warnings(recipe.training), *recipe_warnings(recipe))],
+        "Batch": batch_section(recipe, rows),
+        "Memory": memory_section(recipe, look.policy),
+        "Warnings": [("", warning) for warning in lines],
+        "Not on this machine": [("", line) for line in lacks(recipe.training, recipe.model)],
     }
 
 
 def run(argv: list[str]) -> int:
     """Print the plan; 2 when the recipe has problems."""
     try:
-        with planned_processes(take_processes(argv)):
-            recipe = load_recipe(argv)
-            print_sections(plan(recipe))
+        processes = take_processes(argv)
+        with planned_processes(processes or launch_of(argv).planned, here=processes is None):
+            datasets.disable_progress_bars()
+            look = Look()
+            recipe = load_recipe(argv, look)
+            print_sections(plan(recipe, look))
             return _check_server(recipe)
-    except (ConfigError, DataError) as error:
+    except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
 

@@ -1,8 +1,12 @@
 """What commands share: options of their own in front of the recipe's keys, and tables on the terminal."""
 
 import sys
+from collections.abc import Mapping
+from typing import TypeVar
 
 from grpo_ext.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def take_option(argv: list[str], option: str) -> str | None:
@@ -45,3 +49,11 @@ def print_sections(sections: dict[str, list[tuple[str, str]]]) -> None:
         for name, value in rows:
             table.add_row(name, value)
         console.print(table, "", markup=False)
+
+
+def by_entry(registry: Mapping[str, T]) -> list[tuple[list[str], T]]:
+    """Each entry once, with all of its names."""
+    found: dict[int, tuple[list[str], T]] = {}
+    for name, entry in registry.items():
+        found.setdefault(id(entry), ([], entry))[0].append(name)
+    return list(found.values())

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-
 from grpo_ext.quickstart.evaluate import greedy_accuracy
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.quickstart.report import Run, write_report
@@ -20,26 +18,6 @@ RECIPE = "quickstart/grpo"
 
 TrainerFactory = Callable[[Sequence[str]], Any]
 """From recipe arguments (`--config ... --key value`) to a trainer that is ready to train."""
-
-
-class Progress(TrainerCallback):
-    """One plain line per logging step: step, reward, share of right answers, seconds so far."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock."""
-        self._start = time.monotonic()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Print the line."""
-        logs = logs or {}
-        if "reward" not in logs:
-            return
-        right = logs.get("rewards/accuracy/mean")
-        accuracy = "" if right is None else f"   right answers {right:4.0%} {'█' * round(20 * right):20}"
-        seconds = time.monotonic() - self._start
-        print(
-            f"  step {state.global_step:3}/{state.max_steps}   reward {logs['reward']:.2f}{accuracy} {seconds:4.0f} s"
-        )
 
 
 class Stopwatch(dict[str, float]):
@@ -79,21 +57,13 @@ def demonstrate(
         before = _measure("2/5", "before", trainer, held_out)
     print("3/5  GRPO: eight attempts per problem, a reward for the format and the right answer, nothing else ...")
     with watch.phase("GRPO"):
-        _train(trainer)
+        trainer.train()
     with watch.phase("evaluation"):
         after = _measure("4/5", "after", trainer, held_out)
     model = output_dir / "model"
     trainer.save_model(str(model))
     measured = Run(before, after, trainer.state.log_history, _loss_line(trainer), watch, str(model))
     return measured, write_report(output_dir, measured)
-
-
-def _train(trainer: Any) -> None:
-    """Train with plain progress lines in place of the default output."""
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    trainer.add_callback(Progress())
-    trainer.train()
 
 
 def _measure(step: str, when: str, trainer: Any, held_out: Any) -> Any:

@@ -5,7 +5,9 @@ from grpo_ext.recipe.files import packaged_recipes
 
 def run(argv: list[str]) -> int:
     """Name and first comment line of each packaged recipe."""
-    for name, path in packaged_recipes().items():
+    found = packaged_recipes()
+    width = max(map(len, found))
+    for name, path in found.items():
         first = path.read_text().splitlines()[0].removeprefix("#").strip()
-        print(f"{name:32} {first}")
+        print(f"{name:{width}}  {first}")
     return 0

@@ -11,6 +11,7 @@ from grpo_ext.commands.console import print_sections, take_option
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.data.completions import check_output, read_completions, write_completions
 from grpo_ext.errors import ConfigError, DataError, RewardError
+from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.scoring import Scored, explain, score, summary
 from grpo_ext.rewards.columns import absences
@@ -28,7 +29,7 @@ def run(argv: list[str]) -> int:
             raise ConfigError(["--file: missing. Name a jsonl or parquet file of completions, or a run's folder."])
         if output is not None:
             check_output(output)
-        with planned_processes(None):  # the machine that scores need not be the one that trains
+        with planned_processes(launch_of(argv).planned):  # the machine that scores need not be the one that trains
             recipe = load_recipe(argv, rewards_only=True)
         rows = read_completions(file, recipe.data)
         if row is not None and not (row.isdigit() and int(row) < len(rows)):

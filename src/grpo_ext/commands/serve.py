@@ -17,7 +17,7 @@ import torch
 
 from grpo_ext.commands.console import take_option
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.loading import load_tokenizer, model_path
+from grpo_ext.recipe.loading import base_path, load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rollout.vllm.gloo import BACKEND
@@ -64,7 +64,7 @@ def wanted(recipe: Recipe) -> Wanted:
     tokenizer: Any = load_tokenizer(recipe)
     prompt = recipe.data.max_prompt_length
     return Wanted(
-        model=model_path(recipe),
+        model=base_path(recipe),
         length=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
         dtype=None if dtype == "auto" else dtype,
         logprobs_mode="processed_logprobs" if c.vllm_importance_sampling_correction else None,
@@ -77,7 +77,7 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
     """The server's command line; `extra` goes to vLLM as it is."""
     c = recipe.training
     flags: dict[str, Any] = {
-        "--model": model_path(recipe),
+        "--model": base_path(recipe),
         "--host": host,
         "--port": port,
         "--dtype": sampler_dtype(recipe),

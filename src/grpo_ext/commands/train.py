@@ -5,27 +5,34 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 
 from grpo_ext.commands.console import take_option, take_processes
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.files import find_recipe, read_yaml, recipes_folder, split_config
-from grpo_ext.registry import did_you_mean
+from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
+from grpo_ext.recipe.launching import accelerate_config, launch_of
 from grpo_ext.trainer.signals import SIGNALS, signals
 
 
 def run(argv: list[str]) -> int:
-    """In this process, or by accelerate when a launch configuration or a number of processes is named."""
+    """In this process, or by accelerate where the command line or the recipe says how; the command line wins."""
+    if "--help-all" in argv:
+        from grpo_ext.recipe.help import print_help
+
+        print_help()
+        return 0
     try:
         name, processes = take_option(argv, "--accelerate_config"), take_processes(argv)
-        if name is None and processes is None:
+        said = launch_of(argv)
+        if name is None and processes is None and not said:
             _here(argv)
             return 0
-        return launch(accelerate_config(name) if name else default_config(processes or 1, argv), processes, argv)
+        processes = processes or said.processes
+        config = accelerate_config(name) if name else said.config or default_config(processes or 1, argv)
+        return launch(config, processes, argv, said.options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -42,11 +49,11 @@ def _here(argv: list[str]) -> None:
             signals.rest()
 
 
-def launch(config: Path | None, processes: int | None, argv: list[str]) -> int:
+def launch(config: Path | None, processes: int | None, argv: list[str], options: Sequence[str] = ()) -> int:
     """Train by accelerate, and have each process check that as many came as were asked for."""
     from grpo_ext.config.launch import ASKED
 
-    command = accelerate_command(config, processes)
+    command = [*accelerate_command(config, processes), *options]
     asked = processes or (read_yaml(config).get("num_processes") if config else None)
     environment = os.environ if asked is None else os.environ | {ASKED: str(asked)}
     return call([*command, "-m", "grpo_ext.train", *argv], environment)
@@ -107,16 +114,3 @@ def default_config(processes: int, argv: list[str]) -> Path | None:
     recipe, _ = split_config(argv)
     on_cpu = not torch.accelerator.is_available() or (recipe and read_yaml(find_recipe(recipe)).get("use_cpu"))
     return accelerate_config("cpu_ddp") if on_cpu else None
-
-
-def accelerate_config(name: str) -> Path:
-    """A file, or the packaged (else TRL's) launch configuration of that name."""
-    if Path(name).is_file():
-        return Path(name)
-    folders = [recipes_folder() / "accelerate_configs", Path(str(files("trl"))) / "accelerate_configs"]
-    shipped = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.yaml")}
-    if name not in shipped:
-        sys.exit(
-            f"--accelerate_config {name}: neither a file nor a shipped configuration. {did_you_mean(name, shipped)}"
-        )
-    return shipped[name]

@@ -96,9 +96,10 @@ def run(argv: list[str]) -> int:
 
 
 def _verify(argv: list[str], name: str | None, processes: int | None, precision: str) -> int:
-    from grpo_ext.commands.train import accelerate_command, accelerate_config, default_config
+    from grpo_ext.commands.train import accelerate_command, default_config
     from grpo_ext.config.launch import planned_processes
     from grpo_ext.recipe.files import read_yaml
+    from grpo_ext.recipe.launching import accelerate_config
     from grpo_ext.recipe.parsing import load_recipe
 
     config = accelerate_config(name) if name else default_config(processes or 1, argv)
@@ -144,10 +145,10 @@ class Plan:
 
     def build(self, recipe: Any, folder: Path) -> None:
         """The small model."""
-        from grpo_ext.recipe.loading import model_path
+        from grpo_ext.recipe.loading import base_path
         from grpo_ext.trainer.verification.small import save_small
 
-        save_small(model_path(recipe), folder / "model", trust_remote_code=recipe.training.trust_remote_code)
+        save_small(base_path(recipe), folder / "model", trust_remote_code=recipe.training.trust_remote_code)
 
     def training(self, recipe: Any, split: Split, folder: Path, **changes: Any) -> Any:
         """The recipe's settings with another split, plain SGD, and nothing of `LEFT_OUT`."""

@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames, trainer_log_levels
 
-from grpo_ext.config.options import TOWER, type_name
+from grpo_ext.config.options import TOWER, wrong_type
 from grpo_ext.errors import UnknownNameError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -62,7 +62,8 @@ def _type_problems(config: Any, part: type, also: Mapping[str, type]) -> Iterato
         if value is False and "no" in CHOICES.get(f.name, ()):
             yield f"{f.name}=False: YAML reads an unquoted no as false. Write 'no' in quotes."
         else:
-            yield f"{f.name}={value!r}: a {type(value).__name__} where {type_name(hint)} is expected. Write one."
+            known = _REPORTERS if f.name == "report_to" else () if f.name in OPEN_TO_PATHS else CHOICES.get(f.name, ())
+            yield wrong_type(f.name, value, hint, None if f.default is dataclasses.MISSING else f.default, known)
 
 
 def _values(enum: type[Enum]) -> tuple[str, ...]:
@@ -100,6 +101,7 @@ CHOICES: dict[str, Any] = {
     "lr_scheduler_type": _values(SchedulerType),
     "optim": _values(OptimizerNames),
 }
+_REPORTERS = (*INTEGRATION_TO_CALLBACK, "all", "none")
 OPEN_TO_PATHS = ("loss_type", "kl_estimator", "advantage_estimator", "loss_aggregation")
 """Fields that may name a function of the user's own."""
 
@@ -116,8 +118,8 @@ def choice_problems(config: Any) -> Iterator[str]:
             yield unknown_value(name, value, known)
     reporters = config.report_to if isinstance(config.report_to, (list, tuple)) else [config.report_to]
     for reporter in reporters:
-        if isinstance(reporter, str) and reporter not in (*INTEGRATION_TO_CALLBACK, "all", "none"):
-            yield unknown_value("report_to", reporter, (*INTEGRATION_TO_CALLBACK, "all", "none"))
+        if isinstance(reporter, str) and reporter not in _REPORTERS:
+            yield unknown_value("report_to", reporter, _REPORTERS)
     if isinstance(config.loss_type, str):
         try:
             find(config.loss_type)

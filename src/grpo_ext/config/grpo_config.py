@@ -206,6 +206,14 @@ class GRPOExtConfig(GRPOConfig):
         },
     )
 
+    push_to_hub_revision: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the model of each checkpoint goes to a branch of its own, `hub_revision`-step-000000100 "
+            "(`main`, where that is unset). Needs `push_to_hub`."
+        },
+    )
+
     def __post_init__(self) -> None:
         """Check everything, report everything, then let TRL do its own."""
         self._words_to_bools()
@@ -226,6 +234,10 @@ class GRPOExtConfig(GRPOConfig):
         if rank() == 0:
             for warning in warnings(self):
                 logger.warning(warning)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without the token: `training_args.bin` lies in every checkpoint, and is pushed to the hub."""
+        return {**vars(self), "hub_token": None}
 
     def _words_to_bools(self) -> None:
         """The command line gives the words where YAML gives a bool, for fields that are text as well."""

@@ -21,6 +21,10 @@ def idle_problems(config: Any) -> Iterator[str]:
     for name, (default, reason) in _NO_MEANING.items():
         if getattr(config, name) != default:
             yield f"{name}={getattr(config, name)!r} has no meaning in GRPO: {reason}. Remove it."
+    if config.do_eval and config.eval_strategy == "no":
+        yield "do_eval=True with eval_strategy='no': it evaluates nothing. Remove it, or set eval_strategy: steps."
+    if config.do_predict:
+        yield "do_predict=True: there is no prediction after GRPO. Remove it."
     if config.sync_ref_model and config.beta == 0.0:
         yield "sync_ref_model=True: with beta=0.0 there is no reference model. Set beta > 0 or remove it."
     if config.remove_unused_columns:

@@ -14,21 +14,28 @@ EXIT_CODE_FILE = "GRPO_EXT_EXIT_CODE_FILE"
 """Environment variable by which `grpo-ext train` learns with what code a process ended that a launcher started."""
 
 _PLANNED: ContextVar[int | None] = ContextVar("planned processes", default=None)  # None: this launch is no plan
+_ELSEWHERE: ContextVar[bool] = ContextVar("planned for another machine", default=False)
 
 
 @contextmanager
-def planned_processes(count: int | None) -> Iterator[None]:
-    """Check and plan for a launch of `count` processes (None: of this one's) elsewhere, whose GPUs are not here."""
-    token = _PLANNED.set(count or world_size())
+def planned_processes(count: int | None, *, here: bool = False) -> Iterator[None]:
+    """Check and plan for a launch of `count` processes (None: of this one's), on another machine unless `here`."""
+    tokens = _PLANNED.set(count or world_size()), _ELSEWHERE.set(not here)
     try:
         yield
     finally:
-        _PLANNED.reset(token)
+        _PLANNED.reset(tokens[0])
+        _ELSEWHERE.reset(tokens[1])
 
 
 def planning() -> bool:
     """Whether a launch is only being planned."""
     return _PLANNED.get() is not None
+
+
+def elsewhere() -> bool:
+    """Whether the launch being planned is another machine's."""
+    return _ELSEWHERE.get()
 
 
 def world_size() -> int:

@@ -61,6 +61,11 @@ def keyword_problems(config: Any) -> Iterator[str]:
     yield from _accelerator(config.accelerator_config)
     yield from _past_a_field(config)
     yield from _generation(config)
+    if as_mapping(config.liger_kernel_config).get("fused_linear_cross_entropy"):
+        yield (
+            "liger_kernel_config.fused_linear_cross_entropy=True: it would replace the forward that TRL has put its "
+            "own LM head into. Set it to false."
+        )
 
 
 _UNDOES = {

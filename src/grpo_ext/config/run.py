@@ -1,10 +1,17 @@
-"""The rules of the run around the loss: when it logs, evaluates and saves, and what must be installed for it."""
+"""The rules of the run around the loss: when it logs, evaluates and saves, its precision, optimizer and schedule."""
 
-import importlib.util
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer_utils import SchedulerType
+
 from grpo_ext.config.idle import is_set
+from grpo_ext.config.launch import world_size
+from grpo_ext.config.machine import is_installed
+from grpo_ext.config.mappings import as_mapping
+from grpo_ext.registry import did_you_mean
 
 FRESH_START = "never"
 """`--resume_from_checkpoint never` ignores the checkpoints in `output_dir`."""
@@ -17,6 +24,10 @@ LAST = ("true", "last")
 def run_problems(config: Any) -> Iterator[str]:
     """Settings that would end the run late, or that silently mean something else."""
     yield from _rhythm(config)
+    yield from _best(config)
+    yield from _precision(config)
+    yield from _optimizer(config)
+    yield from _schedule(config)
     if config.dataloader_persistent_workers and not config.dataloader_num_workers:
         yield (
             "dataloader_persistent_workers=True with dataloader_num_workers=0: there are no workers to keep. "
@@ -27,8 +38,15 @@ def run_problems(config: Any) -> Iterator[str]:
             f"dataloader_prefetch_factor={config.dataloader_prefetch_factor} with dataloader_num_workers=0: there are "
             "no workers to fetch ahead. Remove it, or set dataloader_num_workers."
         )
-    if config.deepspeed and importlib.util.find_spec("deepspeed") is None:
+    if config.deepspeed and not is_installed("deepspeed"):
         yield "deepspeed is set, but not installed. Install it (pip install deepspeed), or remove the setting."
+    if config.fsdp and config.deepspeed:
+        yield f"fsdp={config.fsdp!r} beside deepspeed: a model is spread by one of them. Remove one."
+    elif config.fsdp and world_size() == 1:
+        yield (
+            f"fsdp={config.fsdp!r}: one process has nobody to share a model with. Remove it, or launch several: "
+            "--num_processes 2."
+        )
     if config.enable_jit_checkpoint:
         yield (
             "enable_jit_checkpoint=True: two processes may stop at different steps, and one ends with 0, as if done. "
@@ -71,4 +89,87 @@ def _rhythm(config: Any) -> Iterator[str]:
             )
 
 
-# What must be installed; asked only of the machine that is to run.
+def _best(config: Any) -> Iterator[str]:
+    """Whether the best checkpoint is one that was evaluated, by a figure that there is."""
+    evaluated, saved = _word(config.eval_strategy), _word(config.save_strategy)
+    if not config.load_best_model_at_end or saved == "best":
+        return
+    if evaluated == "no":
+        yield (
+            "load_best_model_at_end=True with eval_strategy='no': nothing would tell which is best. Set "
+            f"eval_strategy: {'steps' if saved == 'no' else saved}, or load_best_model_at_end: false."
+        )
+    elif evaluated != saved:
+        yield (
+            f"load_best_model_at_end=True with eval_strategy={evaluated!r} and save_strategy={saved!r}: the best is "
+            f"one that was both evaluated and saved. Set save_strategy: {evaluated}."
+        )
+    elif evaluated == "steps":
+        every = config.eval_steps or config.logging_steps
+        if every >= 1 and config.save_steps % every:
+            yield (
+                f"load_best_model_at_end=True with save_steps={config.save_steps:g} and eval_steps={every:g}: a "
+                f"checkpoint would be saved between evaluations. Set save_steps: {every:g}, or a multiple of it."
+            )
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _precision(config: Any) -> Iterator[str]:
+    if config.fp16 and config.bf16:
+        yield "fp16=True and bf16=True: there is one precision. Set fp16: false, which trains more stably in bf16."
+    elif config.fp16 and config.use_cpu:
+        yield "fp16=True with use_cpu: a CPU does not train in float16. Set fp16: false."
+
+
+def _optimizer(config: Any) -> Iterator[str]:
+    optim = _word(config.optim)
+    if optim.startswith(("galore", "apollo")) and config.optim_target_modules is None:
+        yield (
+            f"optim={optim!r} without optim_target_modules: it projects the gradients of the modules that it is told. "
+            "Set optim_target_modules: all-linear."
+        )
+    if config.optim_args and optim in _WITHOUT_ARGS:
+        yield (
+            f"optim_args={config.optim_args!r}: transformers gives optim={optim!r} no further options. Remove it; "
+            "adam_beta1, adam_beta2, adam_epsilon and weight_decay have fields of their own."
+        )
+
+
+_WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+
+
+_OF_EVERY_SCHEDULE = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
+
+
+def _schedule(config: Any) -> Iterator[str]:
+    """Schedules that are steered by evaluations, and the options of the others."""
+    name, given = _word(config.lr_scheduler_type), as_mapping(config.lr_scheduler_kwargs)
+    if name in ("reduce_lr_on_plateau", "greedy"):
+        if config.eval_strategy == "no":
+            yield (
+                f"lr_scheduler_type={name!r} with eval_strategy='no': it follows the figure of an evaluation. Set "
+                "eval_strategy: steps, or lr_scheduler_type: linear."
+            )
+        return
+    schedule: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
+    parameters = inspect.signature(schedule).parameters
+    options = {key: p for key, p in parameters.items() if key not in _OF_EVERY_SCHEDULE}
+    for key, value in given.items():
+        if key not in options:
+            cure = did_you_mean(str(key), options) if options else "It takes none: remove it."
+            yield f"lr_scheduler_kwargs.{key}={value!r}: lr_scheduler_type {name!r} has no such option. {cure}"
+    for key, parameter in options.items():
+        if parameter.default is parameter.empty and key not in given:
+            example = f"{{{key}: {_EXAMPLES.get(key, 1)}}}"
+            yield f"lr_scheduler_type={name!r} without {key}. Set lr_scheduler_kwargs: {example}."
+    if {"min_lr", "min_lr_rate"} <= options.keys() and not {"min_lr", "min_lr_rate"} & given.keys():
+        yield (
+            f"lr_scheduler_type={name!r} without the rate that it ends at. Set lr_scheduler_kwargs: "
+            "{min_lr_rate: 0.1}, a tenth of learning_rate."
+        )
+
+
+_EXAMPLES = {"num_decay_steps": 10}

@@ -91,7 +91,7 @@ _ONLY_WITH = (
         lambda c: c.vllm_server_base_url is None,
         _names("vllm_server_host", "vllm_server_port"),
     ),
-    _Idle("push_to_hub: true", lambda c: c.push_to_hub, _prefix("hub_")),
+    _Idle("push_to_hub: true", lambda c: c.push_to_hub, _prefix("hub_", "push_to_hub_")),
 )
 
 
@@ -100,6 +100,7 @@ def warnings(config: Any) -> list[str]:
     return [
         *_idle(config),
         *_schedule(config),
+        *_learning_rate(config),
         *_truncated_sampling(config),
         *reshaped_sampling(config),
         *_loss(config),
@@ -128,6 +129,22 @@ def _schedule(config: Any) -> Iterator[str]:
         yield (
             f"num_train_epochs={config.num_train_epochs:g} has no effect beside max_steps={config.max_steps}, which "
             "ends the run. Remove one of them."
+        )
+
+
+_LARGE = 0.1
+
+
+def _learning_rate(config: Any) -> Iterator[str]:
+    if config.learning_rate > _LARGE:
+        yield (
+            f"learning_rate={config.learning_rate:g}: GRPO trains at 1e-7 to 1e-4 and falls apart far below this. Is "
+            "a minus missing, as in 1e-6?"
+        )
+    if config.warmup_steps >= config.max_steps > 0:
+        yield (
+            f"warmup_steps={config.warmup_steps:g}: the run ends at max_steps={config.max_steps}, before the learning "
+            "rate has risen. Lower warmup_steps."
         )
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.data import chat_template, tasks
 from grpo_ext.data import files as local_files
-from grpo_ext.data import tasks
 from grpo_ext.data.rows import ANSWER_FORMATS
 from grpo_ext.errors import DataError
 from grpo_ext.registry import did_you_mean
@@ -30,6 +30,13 @@ class DataConfig:
     system_prompt: str | None = field(
         default=None,
         metadata={"help": "System message put in front of every prompt that has none."},
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "Chat template of the tokenizer, saved with the model: Jinja text, or the path of a .jinja file. "
+            "Unset: the tokenizer's own; its options are `chat_template_kwargs`."
+        },
     )
     prompt_column: str | None = field(
         default=None,
@@ -64,6 +71,16 @@ class DataConfig:
     max_prompt_length: int | None = field(
         default=None,
         metadata={"help": "Drop (never truncate) prompts of more tokens than this, chat template included."},
+    )
+    min_pass_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Drop rows whose column `pass_rate` is below this, or not known. `grpo-ext sample` writes it: the "
+            "share of a model's completions that were right."
+        },
+    )
+    max_pass_rate: float | None = field(
+        default=None, metadata={"help": "Drop rows whose column `pass_rate` is above this, or is not known."}
     )
     max_samples: int | None = field(
         default=None,
@@ -105,7 +122,7 @@ def problems(
 def value_problems(config: DataConfig) -> list[str]:
     """What is wrong with the settings whatever the dataset is."""
     found = []
-    for name in ("system_prompt", "prompt_column", "answer_column", "answer_format"):
+    for name in ("system_prompt", "chat_template", "prompt_column", "answer_column", "answer_format"):
         value = getattr(config, name)
         if value is not None and (not isinstance(value, str) or not value.strip()):
             found.append(f"{name}={value!r} must be text that is not empty. Set it, or leave it unset.")
@@ -117,6 +134,16 @@ def value_problems(config: DataConfig) -> list[str]:
     if isinstance(config.answer_format, str) and config.answer_format.strip() not in ("", *ANSWER_FORMATS):
         hint = did_you_mean(config.answer_format, ANSWER_FORMATS)
         found.append(f"answer_format={config.answer_format!r} is unknown. {hint} Unset, the value is taken as it is.")
+    bounds: dict[str, Any] = {name: getattr(config, name) for name in ("min_pass_rate", "max_pass_rate")}
+    for name, value in bounds.items():
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1
+        ):
+            found.append(f"{name}={value!r} must be a share from 0 to 1. Set it so, or leave it unset.")
+    if not found and None not in bounds.values() and bounds["min_pass_rate"] > bounds["max_pass_rate"]:
+        found.append("{min_pass_rate} to {max_pass_rate}: no pass rate is between. Exchange them.".format(**bounds))
+    if isinstance(config.chat_template, str) and config.chat_template.strip():
+        found += chat_template.problems(config.chat_template, with_system=config.system_prompt is not None)
     size = config.test_size
     number = isinstance(size, int | float) and not isinstance(size, bool) and math.isfinite(size) and size > 0
     if size is not None and (not number or (size > 1 and size != int(size))):

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,36 +46,61 @@ def load_datasets(
     if found:
         raise DataError("\n".join(found))
     eval_wanted = eval_needed or config.test_size is not None
-    train: Split | None
+    train, test = None, None
     if dataset_name.startswith(QUICKSTART):
         train, test = _load_quickstart(dataset_name, config)
     elif dataset_name.startswith(PROCEDURAL):
         train, test = _load_procedural(dataset_name, config, eval_wanted)
     else:
         load = partial(load_split, dataset_name, config, dataset_config, streaming)
-        train = load(train_split)
-        test = load(test_split, optional=True) if eval_wanted else None
-    assert train is not None
-    prepared = prepare_split(train, config, tokenizer, template_kwargs)
-    if not eval_wanted:
-        return prepared, None
-    if test is not None:
-        if config.test_size is not None and not dataset_name.startswith(PROCEDURAL):
-            logger.warning("test_size=%s is not applied: %s exists.", config.test_size, test.source)
-        return prepared, prepare_split(test, config, tokenizer, template_kwargs)
-    return _hold_out(prepared, config, f"{train.source} has no split {test_split!r} beside it")
-
-
-def _hold_out(dataset: AnyDataset, config: DataConfig, reason: str) -> tuple[AnyDataset, AnyDataset]:
-    if config.test_size is None:
-        raise DataError(
-            f"evaluation is asked for, but {reason}. Set test_size (for example 0.05) to hold rows out, "
-            "name the split in dataset_test_split, or set eval_strategy: 'no'."
+        with _collecting(found):
+            train = load(train_split)
+        with _collecting(found):
+            test = load(test_split, optional=True) if eval_wanted else None
+    if eval_wanted and test is None and config.test_size is None and not found:
+        others = [name for name in _splits_of(dataset_name) if name != train_split]
+        named = f"dataset_test_split: {others[0]}" if others else "dataset_test_split to its name"
+        found.append(
+            f"dataset_test_split={test_split!r}: {dataset_name} has no split {test_split!r} beside it, and evaluation "
+            f"is asked for. Set {named}, test_size: 0.1 to hold rows out, or eval_strategy: 'no'."
         )
+    prepared: list[AnyDataset] = []
+    for split in (train, test):
+        with _collecting(found):
+            prepared += [] if split is None else [prepare_split(split, config, tokenizer, template_kwargs)]
+    if found:
+        raise DataError("\n".join(dict.fromkeys(found)))
+    if not eval_wanted or len(prepared) == 2:
+        if test is not None and config.test_size is not None and not dataset_name.startswith(PROCEDURAL):
+            logger.warning("test_size=%s is not applied: %s exists.", config.test_size, test.source)
+        return prepared[0], prepared[1] if eval_wanted else None
+    return _hold_out(prepared[0], config)
+
+
+def _splits_of(name: str) -> list[str]:
+    """Those of a local folder, as far as their files tell."""
+    path = Path(name).expanduser()
+    return list(local_files.folder_splits(path)) if path.is_dir() else []
+
+
+@contextmanager
+def _collecting(found: list[str]) -> Iterator[None]:
+    """Go on after a fault of the data, so that all are told at once."""
+    try:
+        yield
+    except DataError as error:
+        found += error.problems
+
+
+def _hold_out(dataset: AnyDataset, config: DataConfig) -> tuple[AnyDataset, AnyDataset]:
+    assert config.test_size is not None
     rows = len(dataset)
     size = int(config.test_size) if config.test_size >= 1 else max(1, round(config.test_size * rows))
     if size >= rows:
-        raise DataError(f"test_size={config.test_size!r} holds out {size} of {rows} rows: none is left to train on.")
+        raise DataError(
+            f"test_size={config.test_size!r} holds out {size} of {rows} rows: none is left to train on. Set "
+            "test_size: 0.1."
+        )
     parts = dataset.train_test_split(test_size=size, seed=config.split_seed)
     return parts["train"], parts["test"]
 

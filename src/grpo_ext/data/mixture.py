@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from grpo_ext.data import files as local_files
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.loading import call_loader, load_files, load_split
 from grpo_ext.data.prepare import AnyDataset
+from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS
 from grpo_ext.errors import DataError
+from grpo_ext.registry import did_you_mean
 
 
 def check_mixture(mixture: Any) -> None:
@@ -102,7 +105,15 @@ def load_mixture(mixture: Any, config: DataConfig) -> dict[str, AnyDataset]:
         DataError: as `check_mixture`, or a dataset, a split or a column is not there, or the datasets do not fit.
     """
     check_mixture(mixture)
-    parts = [_load_entry(number, entry, config, mixture.streaming) for number, entry in enumerate(mixture.datasets)]
+    parts, found = [], []
+    for number, entry in enumerate(mixture.datasets):
+        try:
+            parts.append(_load_entry(number, entry, config, mixture.streaming))
+        except DataError as error:
+            found += error.problems
+    parts = _with_one_name(parts, config)
+    if found := found or list(_differences(mixture.datasets, parts, config)):
+        raise DataError("\n".join(found))
     fractions = [entry.fraction for entry in mixture.datasets]
     if fractions[0] is not None:
         total = sum(fractions)
@@ -121,6 +132,49 @@ def load_mixture(mixture: Any, config: DataConfig) -> dict[str, AnyDataset]:
     return {"train": split["train"], "test": split["test"]}
 
 
+def _with_one_name(parts: list[Any], config: DataConfig) -> list[Any]:
+    """Where some call their prompts (or answers) otherwise than others, under one name: `question` is a `prompt`."""
+    for chosen, usual in ((config.prompt_column, PROMPT_COLUMNS), (config.answer_column, ANSWER_COLUMNS)):
+        named = [next((name for name in usual if name in _names(part)), None) for part in parts]
+        if chosen is None and len(set(named)) > 1:
+            parts = [
+                part if name in (None, usual[0]) else part.rename_column(name, usual[0])
+                for part, name in zip(parts, named, strict=True)
+            ]
+    return parts
+
+
+def _names(part: Any) -> list[str]:
+    return list(part.column_names or next(iter(part), {}))
+
+
+def _differences(entries: list[Any], parts: list[Any], config: DataConfig) -> Iterator[str]:
+    """Datasets that cannot be one: without prompts, without the others' answers, or with other types in a column."""
+    every = {name for part in parts for name in _names(part)}
+    for number, (entry, part) in enumerate(zip(entries, parts, strict=True)):
+        names, name = _names(part), f"datasets[{number}] ({entry.path})"
+        absent = [
+            " or ".join([chosen] if chosen else usual)
+            for chosen, usual in ((config.prompt_column, PROMPT_COLUMNS), (config.answer_column, ANSWER_COLUMNS))
+            if (wanted := chosen or next((column for column in usual if column in every), None)) in every
+            and wanted not in names
+        ]
+        if absent:
+            yield (
+                f"{name} has no column {', and none '.join(absent)}, as others have. Its columns: {', '.join(names)}. "
+                "Rename them in the file, or leave this dataset out."
+            )
+    first: dict[str, tuple[Any, str]] = {}
+    for entry, part in zip(entries, parts, strict=True):
+        for column, feature in (part.features or {}).items():
+            known, path = first.setdefault(column, (feature, entry.path))
+            if {getattr(known, "dtype", ""), getattr(feature, "dtype", "")} == {"string", "int64"}:
+                yield (
+                    f"datasets: column {column!r} holds text in one of {path} and {entry.path}, numbers in the other. "
+                    "Write the numbers in quotes, as text."
+                )
+
+
 def _load_entry(number: int, entry: Any, config: DataConfig, streaming: bool) -> Any:
     source = f"datasets[{number}] ({entry.path}), split {entry.split}"
     files = _named_files(entry)
@@ -135,11 +189,16 @@ def _load_entry(number: int, entry: Any, config: DataConfig, streaming: bool) ->
         dataset = call_loader(datasets.load_dataset, entry.path, streaming=streaming, source=source, **keywords)
     if entry.columns is None:
         return dataset
-    names = list(dataset.column_names or next(iter(dataset), {}))
-    for column in entry.columns:
-        if column not in names:
-            known = f"Its columns: {', '.join(names)}."
-            raise DataError(f"datasets[{number}] ({entry.path}): columns has {column!r}, which is no column. {known}")
+    names = _names(dataset)
+    unknown = [column for column in entry.columns if column not in names]
+    if unknown:
+        raise DataError(
+            "\n".join(
+                f"datasets[{number}] ({entry.path}): columns has {column!r}, which is no column. "
+                f"{did_you_mean(column, names)}"
+                for column in unknown
+            )
+        )
     return dataset.select_columns(entry.columns)
 
 

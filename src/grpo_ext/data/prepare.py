@@ -58,14 +58,17 @@ def prepare_split(
     """
     dataset = split.dataset
     names = _column_names(dataset, split.source)
-    plan = _plan(names, config, split.source)
+    found: list[str] = []
+    plan = _plan(names, config, split.source, found)
     renamed = [name for name in TRL_ARGUMENTS if name in (plan.prompt_column, plan.answer_column)]
     collisions = check_columns(name for name in names if name not in renamed)
-    if collisions:
-        raise DataError("\n".join(f"{split.source}: {problem}" for problem in collisions))
+    found += [f"{split.source}: {problem}" for problem in collisions]
+    if found:
+        raise DataError("\n".join(found))
     if config.max_samples is not None:
         counted = isinstance(dataset, Dataset)  # take before datasets 5.2 wants no more than there are
         dataset = dataset.take(min(config.max_samples, len(dataset)) if counted else config.max_samples)
+    dataset = _keep_pass_rates(dataset, names, config, split.source)
     dataset = _convert_all(dataset, plan, split.place, split.source, renamed)
     return _drop_long(dataset, config, tokenizer, split.source, template_kwargs or {})
 
@@ -79,17 +82,22 @@ def _column_names(dataset: AnyDataset, source: str) -> list[str]:
     return list(dataset.column_names or first)
 
 
-def _plan(names: Collection[str], config: DataConfig, source: str) -> Plan:
-    prompt = _pick("prompt_column", config.prompt_column, PROMPT_COLUMNS, names, source)
-    answer = _pick("answer_column", config.answer_column, ANSWER_COLUMNS, names, source)
-    if prompt is None:
-        choices = f"Set prompt_column to one of its columns: {', '.join(names)}."
-        raise DataError(f"{source}: none of the columns {', '.join(PROMPT_COLUMNS)}. {choices}")
-    if answer is None and config.answer_format is not None:
-        choices = f"Set answer_column to one of its columns: {', '.join(names)}."
-        raise DataError(f"{source}: answer_format={config.answer_format!r}, but no column holds answers. {choices}")
+def _plan(names: Collection[str], config: DataConfig, source: str, problems: list[str]) -> Plan:
+    """Which columns are used; what is wrong with the settings of columns is added to `problems`."""
+    prompt = _pick("prompt_column", config.prompt_column, PROMPT_COLUMNS, names, source, problems)
+    answer = _pick("answer_column", config.answer_column, ANSWER_COLUMNS, names, source, problems)
+    if prompt is None and config.prompt_column is None:
+        problems.append(
+            f"prompt_column=None: {source} has none of the columns {', '.join(PROMPT_COLUMNS)}. Set prompt_column to "
+            f"one of its columns: {', '.join(names)}."
+        )
+    if answer is None and config.answer_format is not None and config.answer_column is None:
+        problems.append(
+            f"answer_format={config.answer_format!r}: no column of {source} holds answers. Set answer_column to one "
+            f"of its columns: {', '.join(names)}."
+        )
     return Plan(
-        prompt_column=prompt,
+        prompt_column=prompt or "",
         answer_column=answer,
         answer_format=config.answer_format,
         answer_required=config.answer_column is not None or config.answer_format is not None,
@@ -97,7 +105,14 @@ def _plan(names: Collection[str], config: DataConfig, source: str) -> Plan:
     )
 
 
-def _pick(setting: str, chosen: str | None, usual: tuple[str, ...], names: Collection[str], source: str) -> str | None:
+def _pick(
+    setting: str,
+    chosen: str | None,
+    usual: tuple[str, ...],
+    names: Collection[str],
+    source: str,
+    problems: list[str],
+) -> str | None:
     """The column that a setting names, else the first usual one."""
     target = usual[0]
     if chosen is None:
@@ -106,10 +121,33 @@ def _pick(setting: str, chosen: str | None, usual: tuple[str, ...], names: Colle
             logger.info("%s: column %r is used as %r (set %s to choose another).", source, found, target, setting)
         return found
     if chosen not in names:
-        raise DataError(f"{source}: {setting}={chosen!r} is no column. {did_you_mean(chosen, names)}")
+        problems.append(f"{setting}={chosen!r} is no column of {source}. {did_you_mean(chosen, names)}")
+        return None
     if chosen != target and target in names:
         logger.warning("%s: %s=%r replaces the column %r.", source, setting, chosen, target)
     return chosen
+
+
+def _keep_pass_rates(dataset: AnyDataset, names: Collection[str], config: DataConfig, source: str) -> AnyDataset:
+    low, high = config.min_pass_rate, config.max_pass_rate
+    if low is None and high is None:
+        return dataset
+    if "pass_rate" not in names:
+        raise DataError(
+            f"{source}: min_pass_rate={low}, max_pass_rate={high}, but no column pass_rate. Name a file as "
+            "dataset_name that `grpo-ext sample` has written, or remove both."
+        )
+    low, high = 0.0 if low is None else low, 1.0 if high is None else high
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(lambda row: row["pass_rate"] is not None and low <= row["pass_rate"] <= high)
+    rates = dataset["pass_rate"]
+    keep = [index for index, rate in enumerate(rates) if rate is not None and low <= rate <= high]
+    if not keep:
+        raise DataError(
+            f"{source}: no row has a pass_rate from {low:g} to {high:g}. Widen min_pass_rate, max_pass_rate."
+        )
+    logger.warning("%s: %d of %d rows have a pass_rate from %g to %g.", source, len(keep), len(rates), low, high)
+    return dataset.select(keep)
 
 
 def _convert_all(
@@ -138,9 +176,10 @@ def _check_rows(dataset: Dataset, plan: Plan, place: Callable[[int], str], sourc
             count += 1
             if len(bad) < MAX_REPORTED:
                 bad.append(f"{place(index)}, {error}")
+    if count > len(bad):
+        bad.append(f"{source}: {count - len(bad)} more of its {len(dataset)} rows are malformed.")
     if bad:
-        more = f" (the first {MAX_REPORTED} of {count} bad rows)" if count > len(bad) else ""
-        raise DataError(f"{source}: malformed rows{more}:\n" + "\n".join(bad))
+        raise DataError("\n".join(bad))
 
 
 def _convert_streamed(row: dict[str, Any], index: int, *, plan: Plan, place: Callable[[int], str]) -> dict[str, Any]:
@@ -167,7 +206,7 @@ def _drop_long(
     if not keep:
         raise DataError(
             f"{source}: max_prompt_length={limit} drops all {len(lengths)} rows; the shortest prompt has "
-            f"{min(lengths)} tokens with the chat template. Raise max_prompt_length."
+            f"{min(lengths)} tokens with the chat template. Set max_prompt_length: {max(lengths)}, or less."
         )
     logger.info("%s: %d of %d prompts are longer than %d tokens: dropped.", source, *_dropped(lengths, keep), limit)
     return dataset if len(keep) == len(lengths) else dataset.select(keep)

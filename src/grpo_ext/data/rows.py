@@ -195,6 +195,8 @@ def boxed_answer(text: str, column: str = "answer") -> str:
 
 
 ANSWER_FORMATS: dict[str, Callable[[str, str], str]] = {"gsm8k": gsm8k_answer, "boxed": boxed_answer}
+WRITTEN = {"gsm8k": "#### {}", "boxed": "\\boxed{{{}}}"}
+"""How an answer is written so that its format finds it."""
 
 
 def _short(value: Any) -> str:

@@ -2,17 +2,17 @@ r"""The table of losses: what each `loss_type` stands for, axis by axis. THE pag
 
 A recipe's `loss_type` names a row. The row fills the axes that the recipe leaves unset; whatever the recipe sets wins.
 A user's own loss is a surrogate decorated with `register` and named by path (`loss_type: my_module:my_loss`).
+
+The table is words and numbers alone, which `grpo-ext losses` prints without loading torch: `find` joins a row to its
+surrogate.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torch import Tensor
-
 from grpo_ext.errors import UnknownNameError
-from grpo_ext.objective import surrogates
 from grpo_ext.registry import Registry
 
 ANY_LEVEL = ("token", "sequence", "product")
@@ -29,7 +29,7 @@ class Loss:
     No other module knows a loss by its name, so that one of your own may have whatever one of these has.
     """
 
-    surrogate: str | Callable[..., Tensor]
+    surrogate: str | Callable[..., Any]
     paper: str = ""
     formula: str = ""
     ratio: str = "token"
@@ -48,10 +48,13 @@ class Loss:
     """Options that config fields of another name set, beside `OPTION_FIELDS`: {"k_pos": "vespo_k_pos"}."""
     conflict: Callable[..., str | None] | None = None
     """Takes the options as keywords, returns what is wrong with them together."""
-    clip_regions: Callable[..., tuple[Tensor, Tensor]] | None = None
+    clip_regions: Callable[..., Any] | None = None
     """Asks for tensors and options as a surrogate does, returns the tokens (cut from below, cut from above)."""
-    metrics: Callable[..., Mapping[str, Tensor]] | None = None
-    """Asks for the same, returns further figures by name, each [batch, time] or [batch, 1]."""
+    metrics: Callable[..., Mapping[str, Any]] | None = None
+    """Asks for the same, returns further figures by name, each [batch, time] or [batch, 1].
+
+    Where this, `clip_regions` or `conflict` is None, a registered surrogate's own is taken.
+    """
     per_completion: bool = False
     """Whether it has one term for a whole completion at every level, of which no token can be left out."""
     off_policy: bool = True
@@ -70,9 +73,23 @@ class Loss:
     """How stock TRL, which lacks this loss, is told to compute its formula."""
 
     @property
-    def function(self) -> Callable[..., Tensor]:
+    def function(self) -> Callable[..., Any]:
         """The surrogate itself."""
-        return self.surrogate if callable(self.surrogate) else surrogates.surrogates[self.surrogate]
+        if callable(self.surrogate):
+            return self.surrogate
+        from grpo_ext.objective.surrogates import surrogates
+
+        return surrogates[self.surrogate]
+
+    def whole(self) -> "Loss":
+        """With what its surrogate brings along, where the row does not say otherwise."""
+        if callable(self.surrogate):
+            return self
+        from grpo_ext.objective.surrogates import surrogates
+
+        brought = surrogates.traits(self.surrogate)
+        own = {f.name: getattr(self, f.name) or getattr(brought, f.name) for f in fields(brought)}
+        return replace(self, **own)
 
     def field_of(self, option: str) -> str | None:
         """The config field that sets an option, if it has one."""
@@ -82,10 +99,10 @@ class Loss:
 losses: Registry = Registry("loss_type")
 
 
-def register(*names: str, **row: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def register(*names: str, **row: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator that makes a surrogate a loss of its own; `row` are fields of `Loss`."""
 
-    def add(surrogate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def add(surrogate: Callable[..., Any]) -> Callable[..., Any]:
         losses.register(*names)(Loss(surrogate=surrogate, **row))
         return surrogate
 
@@ -100,7 +117,7 @@ def find(loss_type: str) -> Loss:
     """
     entry = losses[loss_type]
     if isinstance(entry, Loss):
-        return entry
+        return entry.whole()
     if not callable(entry):
         raise UnknownNameError(f"loss_type {loss_type!r} is a {type(entry).__name__}, not a surrogate function.")
     for row in losses.values():
@@ -113,19 +130,13 @@ def _row(*names: str, **row: Any) -> None:
     losses.register(*names)(Loss(silent_at_zero=True, **row))
 
 
-_CLIP: Mapping[str, Any] = {
-    "surrogate": "clip",
-    "clip_regions": surrogates.clip_regions,
-    "conflict": surrogates.clip_conflict,
-}
-_CISPO: Mapping[str, Any] = {"surrogate": "cispo", "metrics": surrogates.cispo_metrics}
 _REINFORCE: Mapping[str, Any] = {"surrogate": "reinforce", "levels": ("token",), "off_policy": False}
 
 
 _row(
     "grpo",
     "deepseek_math",
-    **_CLIP,
+    surrogate="clip",
     paper="DeepSeekMath, arXiv:2402.03300",
     formula="-(1/G) sum_i (1/n_i) sum_t min(r A, clip(r, 1-eps, 1+eps) A)",
     aggregation="seq-mean-token-mean",
@@ -133,7 +144,7 @@ _row(
 )
 _row(
     "deepseek_v3",
-    **_CLIP,
+    surrogate="clip",
     paper="DeepSeek-V2/V3/R1, arXiv:2405.04434, 2412.19437, 2501.12948",
     formula="-(1/G) sum_i min(S A, clip(S, 1-eps, 1+eps) A), S = prod_t r_t",
     ratio="product",
@@ -143,7 +154,7 @@ _row(
 )
 _row(
     "dr_grpo",
-    **_CLIP,
+    surrogate="clip",
     paper="Dr. GRPO, arXiv:2503.20783",
     formula="-(1/B) sum_i sum_t min(r A, clip(r, 1-eps, 1+eps) A) / L_max",
     advantage="none",
@@ -152,7 +163,7 @@ _row(
 )
 _row(
     "bnpo",
-    **_CLIP,
+    surrogate="clip",
     paper="TRL's name; unrelated to the BNPO paper, which is `beta_bnpo`",
     formula="-(1/N_micro) sum_it min(r A, clip(r, 1-eps, 1+eps) A), a mean over each micro-batch",
     aggregation="micro-batch-token-mean",
@@ -160,7 +171,7 @@ _row(
 )
 _row(
     "beta_bnpo",
-    **_CLIP,
+    surrogate="clip",
     paper="BNPO, arXiv:2506.02864",
     formula="-(1/G) sum_i sum_t min(min(r, delta) A, clip(r, 1-eps_low, 1+eps_high) A), A = (R - p) / BetaPDF(p)",
     advantage="beta",
@@ -170,7 +181,7 @@ _row(
 )
 _row(
     "dapo",
-    **_CLIP,
+    surrogate="clip",
     paper="DAPO, arXiv:2503.14476",
     formula="-(1/N) sum_it min(r A, clip(r, 1-eps_low, 1+eps_high) A), N the tokens of the step",
     aggregation="token-mean",
@@ -179,7 +190,7 @@ _row(
 )
 _row(
     "gspo",
-    **_CLIP,
+    surrogate="clip",
     paper="GSPO, arXiv:2507.18071",
     formula="-(1/G) sum_i min(s A, clip(s, 1-eps_low, 1+eps_high) A), s = (prod_t r_t)^(1/n)",
     ratio="sequence",
@@ -189,7 +200,7 @@ _row(
 )
 _row(
     "cispo",
-    **_CISPO,
+    surrogate="cispo",
     paper="MiniMax-M1, arXiv:2506.13585; cap of 5: ScaleRL, arXiv:2510.13786",
     formula="-(1/N) sum_it stopgrad(min(r, cap)) A l",
     options={"epsilon_high": 5.0},
@@ -208,7 +219,7 @@ _row(
 )
 _row(
     "luspo",
-    **_CLIP,
+    surrogate="clip",
     paper="LUSPO, arXiv:2602.05261",
     formula="-(1/B) sum_i n_i min(s A, clip(s, 1-eps_low, 1+eps_high) A)",
     ratio="sequence",
@@ -224,7 +235,6 @@ _row(
     formula="-(1/N) sum_it stopgrad(phi(S)) A l, phi(S) = e^lam S^k e^(-lam S)",
     levels=("token",),
     fields={name: f"vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
-    metrics=surrogates.vespo_metrics,
     sampler_levels=("token",),
     trl=True,
     trl_float32=True,
@@ -239,7 +249,7 @@ _row(
 )
 _row(
     "minimind_cispo",
-    **_CISPO,
+    surrogate="cispo",
     paper="MiniMind, the current version",
     formula="-(1/B) sum_i (1/n_i) sum_t stopgrad(min(r, cap)) A l",
     advantage_kwargs={"ddof": 0},
@@ -258,7 +268,7 @@ _row(
 )
 _row(
     "reinforce_pp",
-    **_CLIP,
+    surrogate="clip",
     paper="REINFORCE++, arXiv:2501.03262",
     formula="-(1/N) sum_it min(r A, clip(r, 1-eps, 1+eps) A), A_t = R - beta sum_{s>=t} KL_s, whitened over N tokens",
     kl="k1",
@@ -267,7 +277,7 @@ _row(
 )
 _row(
     "reinforce_pp_baseline",
-    **_CLIP,
+    surrogate="clip",
     paper="REINFORCE++ with baseline, arXiv:2501.03262",
     formula="-(1/N) sum_it min(r A, clip(r, 1-eps, 1+eps) A), A = R - group mean, whitened over N tokens",
     kl="k2",
@@ -280,7 +290,6 @@ _row(
     formula="-(1/G) sum_i A exp(mean_t c), c = min(log r, eps_high) if A > 0 else max(log r, -eps_low)",
     levels=("token",),
     aggregation="seq-mean-token-mean",
-    clip_regions=surrogates.gmpo_regions,
     per_completion=True,
 )
 _row(
@@ -299,11 +308,10 @@ _row(
     paper="DPPO-TV, arXiv:2602.04879",
     formula="-(1/N) sum_it r A, without tokens with A (pi - pi_old) > 0 and |pi - pi_old| > eps",
     levels=("token",),
-    clip_regions=surrogates.dppo_regions,
 )
 _row(
     "maxrl",
-    **_CLIP,
+    surrogate="clip",
     paper="MaxRL, arXiv:2602.02710",
     formula="-(1/N) sum_it min(r A, clip(r, 1-eps, 1+eps) A), A = (R - mean) / mean",
     advantage="maxrl",

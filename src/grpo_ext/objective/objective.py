@@ -62,6 +62,22 @@ class Objective:
         )
         return f"{self.loss_type}: {', '.join(axes)}"
 
+    def departures(self) -> list[str]:
+        """The axes on which it is not its row's, in words: there the row's formula and paper do not hold."""
+        axes = {
+            "ratio": "importance_sampling_level",
+            "advantage": "advantage_estimator",
+            "combination": "multi_objective_aggregation",
+            "aggregation": "loss_aggregation",
+        }
+        if self.beta:
+            axes |= {"kl": "kl_estimator", "kl_placement": "kl_placement"}
+        return [
+            f"{name} {getattr(self, axis)!r} in place of {getattr(self.row, axis)!r}"
+            for axis, name in axes.items()
+            if getattr(self, axis) != getattr(self.row, axis)
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """All of it in JSON's types."""
         row = {"surrogate": self.row.function.__name__, "formula": self.row.formula, "paper": self.row.paper}

@@ -13,10 +13,12 @@ recipe may set. The tensors on offer, all free of garbage under the mask:
 A loss of shape [batch, 1] stands for the same value on every token of the completion. Losses are minimised.
 
 What is logged beside a surrogate (its clip regions, its metrics) asks for tensors and options in the same way, and
-stands beside it; `losses` says which surrogate has which.
+is registered with it.
 """
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -27,7 +29,17 @@ from grpo_ext.objective.options import Within
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, live_tokens
 from grpo_ext.registry import Registry
 
-surrogates: Registry = Registry("surrogate")
+
+@dataclass(frozen=True)
+class Beside:
+    """What a surrogate brings along; a loss may say otherwise in its row, which explains the fields."""
+
+    conflict: Callable[..., str | None] | None = None
+    clip_regions: Callable[..., tuple[Tensor, Tensor]] | None = None
+    metrics: Callable[..., Mapping[str, Tensor]] | None = None
+
+
+surrogates: Registry = Registry("surrogate", Beside)
 
 Regions = tuple[Bool[Tensor, "batch #time"], Bool[Tensor, "batch #time"]]
 """Tokens whose gradient clipping has changed: (cut from below, cut from above)."""
@@ -39,29 +51,6 @@ RatioCap = Annotated[
         "(stock TRL's default of 0.2 makes it 5 times too small)",
     ),
 ]
-
-
-@surrogates.register("clip")
-def clip(
-    log_ratio: Float[Tensor, "batch #time"],
-    advantages: Float[Tensor, "batch #time"],
-    *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    delta: float | None = None,
-) -> Float[Tensor, "batch #time"]:
-    r"""PPO's clipped surrogate, -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
-
-    With `delta` the ratio is also capped where A < 0: -min(min(r, delta) A, clip(r) A), the dual clip.
-
-    Schulman et al., arXiv:1707.06347. Unequal epsilons: DAPO, arXiv:2503.14476. Two-sided: INTELLECT-2,
-    arXiv:2505.07291.
-    """
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    if delta is not None:
-        ratio = ratio.clamp(max=delta)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
 def clip_regions(
@@ -85,6 +74,29 @@ def clip_conflict(*, epsilon_high: float, delta: float | None, **_: float) -> st
     return f"{low} Set delta >= {1 + epsilon_high:g}."
 
 
+@surrogates.register("clip", clip_regions=clip_regions, conflict=clip_conflict)
+def clip(
+    log_ratio: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, "batch #time"],
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+) -> Float[Tensor, "batch #time"]:
+    r"""PPO's clipped surrogate, -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
+
+    With `delta` the ratio is also capped where A < 0: -min(min(r, delta) A, clip(r) A), the dual clip.
+
+    Schulman et al., arXiv:1707.06347. Unequal epsilons: DAPO, arXiv:2503.14476. Two-sided: INTELLECT-2,
+    arXiv:2505.07291.
+    """
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    if delta is not None:
+        ratio = ratio.clamp(max=delta)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
 @surrogates.register("reinforce")
 def reinforce(
     advantages: Float[Tensor, "batch #time"], per_token_logps: Float[Tensor, "batch time"]
@@ -96,7 +108,14 @@ def reinforce(
     return -(per_token_logps - per_token_logps.detach()).exp() * advantages
 
 
-@surrogates.register("cispo")
+def cispo_metrics(
+    log_ratio: Float[Tensor, "batch #time"], advantages: Float[Tensor, "batch #time"], *, epsilon_high: float = 5.0
+) -> dict[str, Float[Tensor, "batch #time"]]:
+    """`cispo_clip_ratio`, the tokens that the cap holds back, under TRL's name."""
+    return {"cispo_clip_ratio": ((log_ratio.exp() > epsilon_high) & (advantages > 0)).float()}
+
+
+@surrogates.register("cispo", metrics=cispo_metrics)
 def cispo(
     log_ratio: Float[Tensor, "batch #time"],
     advantages: Float[Tensor, "batch #time"],
@@ -110,13 +129,6 @@ def cispo(
     MiniMax-M1, arXiv:2506.13585.
     """
     return -log_ratio.exp().clamp(max=epsilon_high).detach() * advantages * per_token_logps
-
-
-def cispo_metrics(
-    log_ratio: Float[Tensor, "batch #time"], advantages: Float[Tensor, "batch #time"], *, epsilon_high: float = 5.0
-) -> dict[str, Float[Tensor, "batch #time"]]:
-    """`cispo_clip_ratio`, the tokens that the cap holds back, under TRL's name."""
-    return {"cispo_clip_ratio": ((log_ratio.exp() > epsilon_high) & (advantages > 0)).float()}
 
 
 @surrogates.register("sapo")
@@ -140,37 +152,6 @@ def _by_sign(
 ) -> Float[Tensor, "batch #time"]:
     """`high` where positive, else `low`, in the precision of `like` (two Python numbers would become float32)."""
     return torch.where(positive, torch.full_like(like, high), torch.full_like(like, low))
-
-
-@surrogates.register("vespo")
-def vespo(
-    log_ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, "batch #time"],
-    per_token_logps: Float[Tensor, "batch time"],
-    mask: Shaped[Tensor, "batch time"],
-    importance_sampling_ratio: Float[Tensor, "batch #time"] | None = None,
-    *,
-    k_pos: float = 2.0,
-    lambda_pos: float = 3.0,
-    k_neg: float = 3.0,
-    lambda_neg: float = 2.0,
-) -> Float[Tensor, "batch time"]:
-    r"""-stopgrad(phi(S)) A l with phi(S) = e^lambda S^k e^(-lambda S), (k, lambda) by the sign of A.
-
-    log S is the sum of the token log-ratios kept in [ln 1e-8, 20], the sampler's correction included.
-    VESPO, arXiv:2602.10693.
-    """
-    phi = vespo_weight(
-        log_ratio,
-        advantages,
-        mask,
-        importance_sampling_ratio,
-        k_pos=k_pos,
-        lambda_pos=lambda_pos,
-        k_neg=k_neg,
-        lambda_neg=lambda_neg,
-    )
-    return -phi * advantages * per_token_logps
 
 
 @torch.no_grad()
@@ -207,7 +188,49 @@ def vespo_metrics(
     return {"vespo/phi_seq_mean": vespo_weight(log_ratio, advantages, mask, importance_sampling_ratio, **options)}
 
 
-@surrogates.register("gmpo")
+@surrogates.register("vespo", metrics=vespo_metrics)
+def vespo(
+    log_ratio: Float[Tensor, "batch time"],
+    advantages: Float[Tensor, "batch #time"],
+    per_token_logps: Float[Tensor, "batch time"],
+    mask: Shaped[Tensor, "batch time"],
+    importance_sampling_ratio: Float[Tensor, "batch #time"] | None = None,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Float[Tensor, "batch time"]:
+    r"""-stopgrad(phi(S)) A l with phi(S) = e^lambda S^k e^(-lambda S), (k, lambda) by the sign of A.
+
+    log S is the sum of the token log-ratios kept in [ln 1e-8, 20], the sampler's correction included.
+    VESPO, arXiv:2602.10693.
+    """
+    phi = vespo_weight(
+        log_ratio,
+        advantages,
+        mask,
+        importance_sampling_ratio,
+        k_pos=k_pos,
+        lambda_pos=lambda_pos,
+        k_neg=k_neg,
+        lambda_neg=lambda_neg,
+    )
+    return -phi * advantages * per_token_logps
+
+
+def gmpo_regions(
+    log_ratio: Float[Tensor, "batch time"],
+    advantages: Float[Tensor, "batch #time"],
+    *,
+    epsilon_low: float = 0.4,
+    epsilon_high: float = 0.4,
+) -> Regions:
+    """Where `gmpo` cuts."""
+    return (log_ratio < -epsilon_low) & (advantages < 0), (log_ratio > epsilon_high) & (advantages > 0)
+
+
+@surrogates.register("gmpo", clip_regions=gmpo_regions)
 def gmpo(
     log_ratio: Float[Tensor, "batch time"],
     advantages: Float[Tensor, "batch #time"],
@@ -225,17 +248,6 @@ def gmpo(
     return -(clipped.sum(dim=-1, keepdim=True) / live_tokens(mask, clipped.dtype)).exp() * advantages
 
 
-def gmpo_regions(
-    log_ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, "batch #time"],
-    *,
-    epsilon_low: float = 0.4,
-    epsilon_high: float = 0.4,
-) -> Regions:
-    """Where `gmpo` cuts."""
-    return (log_ratio < -epsilon_low) & (advantages < 0), (log_ratio > epsilon_high) & (advantages > 0)
-
-
 @surrogates.register("topr")
 def topr(
     log_ratio: Float[Tensor, "batch #time"],
@@ -250,7 +262,21 @@ def topr(
     return -torch.where(advantages >= 0, torch.ones_like(taper), taper) * advantages * per_token_logps
 
 
-@surrogates.register("dppo")
+@torch.no_grad()
+def dppo_regions(
+    advantages: Float[Tensor, "batch #time"],
+    per_token_logps: Float[Tensor, "batch time"],
+    old_per_token_logps: Float[Tensor, "batch time"],
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+) -> Regions:
+    """Where `dppo` drops."""
+    shift = per_token_logps.exp() - old_per_token_logps.exp()
+    return (advantages < 0) & (shift < -epsilon_low), (advantages > 0) & (shift > epsilon_high)
+
+
+@surrogates.register("dppo", clip_regions=dppo_regions)
 def dppo(
     log_ratio: Float[Tensor, "batch time"],
     advantages: Float[Tensor, "batch #time"],
@@ -269,17 +295,3 @@ def dppo(
         advantages, per_token_logps, old_per_token_logps, epsilon_low=epsilon_low, epsilon_high=epsilon_high
     )
     return torch.where(low | high, 0.0, -log_ratio.exp() * advantages)
-
-
-@torch.no_grad()
-def dppo_regions(
-    advantages: Float[Tensor, "batch #time"],
-    per_token_logps: Float[Tensor, "batch time"],
-    old_per_token_logps: Float[Tensor, "batch time"],
-    *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-) -> Regions:
-    """Where `dppo` drops."""
-    shift = per_token_logps.exp() - old_per_token_logps.exp()
-    return (advantages < 0) & (shift < -epsilon_low), (advantages > 0) & (shift > epsilon_high)

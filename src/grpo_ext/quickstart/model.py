@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+NAME = "quickstart"
+"""What stands for the model where one is named."""
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<system>")
 CHAT_TEMPLATE = (
@@ -67,6 +69,14 @@ def ensure_model(
             if not target.is_dir():  # not lost to another process: a real failure
                 raise
     return target
+
+
+def ensure_once() -> Path:
+    """The same in a launch of several processes: the first one trains it."""
+    from accelerate import PartialState
+
+    with PartialState().main_process_first():
+        return ensure_model()
 
 
 def _fingerprint(seed: int, steps: int) -> str:

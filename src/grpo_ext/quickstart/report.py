@@ -40,13 +40,21 @@ def write_report(directory: str | os.PathLike[str], run: Run) -> Path:
 
 
 def draw_curves(path: Path, run: Run) -> bool:
-    """Reward and its parts, accuracy with the held-out marks, completion length; False without matplotlib."""
+    """Save the picture; False without matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        figure = curves(run)
     except ImportError:
         return False
-    figure = Figure(figsize=(12.5, 3.8), layout="constrained")
+    figure.savefig(path, dpi=130)
+    return True
+
+
+def curves(run: Run) -> Any:
+    """Reward and its parts, accuracy with the held-out marks, completion length, as a figure of matplotlib's."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.5, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     rewards, accuracy, length = figure.subplots(1, 3)
     _draw_rewards(rewards, run.log_history)
@@ -57,8 +65,9 @@ def draw_curves(path: Path, run: Run) -> bool:
         axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    return True
+        if len(axes.lines) > 1:  # below, where no line can come
+            axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
+    return figure
 
 
 def _series(log: Log, key: str) -> tuple[list[float], list[float]]:
@@ -81,7 +90,6 @@ def _draw_rewards(axes: Any, log: Log) -> None:
     for name, colour in zip(_parts(log), COLOURS * 3, strict=False):
         axes.plot(*_series(log, f"{PART_PREFIX}{name}{PART_SUFFIX}"), color=colour, linewidth=1.4, label=name)
     axes.set(title="Mean reward of the sampled completions", ylim=(0, None))
-    axes.legend(frameon=False, loc="center right")
 
 
 def _draw_accuracy(axes: Any, run: Run) -> None:
@@ -95,7 +103,6 @@ def _draw_accuracy(axes: Any, run: Run) -> None:
         offset = (9, -4) if side == "left" else (-9, -16)
         axes.annotate(f"{value:.0%}", (step, value), xytext=offset, textcoords="offset points", ha=side, weight="bold")
     axes.set(title="Accuracy", ylim=(0, 1.03))
-    axes.legend(frameon=False, loc="lower right")
 
 
 def _draw_length(axes: Any, log: Log) -> None:
@@ -138,7 +145,7 @@ showed the model when to carry: it sampled eight attempts per problem and learne
 ## How to go on
 
 - The trained model: `{run.model_directory}`, a folder that `AutoModelForCausalLM.from_pretrained` loads.
-- Another loss: one word, `loss_type`, changes; `grpo-ext train --help` lists them.
+- Another loss: one word, `loss_type`, changes; `grpo-ext losses` lists them.
 - Another reward, loss or advantage: the folder `examples/` of the repository has one runnable change each.
 - A real model and real data: `grpo-ext recipes` lists the recipes.
 """

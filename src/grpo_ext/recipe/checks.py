@@ -1,8 +1,11 @@
 """Rules between the parts of a recipe: model, data, rewards and training; each answered with value, reason, cure."""
 
 import dataclasses
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +14,11 @@ from peft import TaskType
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.scripts.utils import DatasetConfig
 
+from grpo_ext.config.adapters import adapter_problems, is_adapter
 from grpo_ext.config.fields import BELOW_ONE, COUNT, NOT_NEGATIVE, outside, sound_values, unknown_value
 from grpo_ext.config.idle import is_set
-from grpo_ext.config.launch import planning
-from grpo_ext.config.machine import missing_packages
+from grpo_ext.config.launch import elsewhere
+from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.run import AFRESH, FRESH_START, LAST
 from grpo_ext.data.config import problems as data_problems
@@ -46,21 +50,27 @@ def mixture_problems(entries: Any) -> Iterator[str]:
                 yield f"datasets[{i}] has {key}={entry[key]!r}: no such key. {did_you_mean(str(key), keys)}"
 
 
-def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: Any) -> Iterator[str]:
-    """Problems of the parts that are not the training's, and between parts; a part that failed already is None."""
+def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: Any, asked: Any = None) -> Iterator[str]:
+    """Problems of the parts that are not the training's, and between parts; a part that failed already is None.
+
+    `asked` is what stands in for a training that failed.
+    """
     if model is not None:
         yield from _model(model)
-    if training is not None and model is not None and training.sync_ref_model and model.use_peft:
+    adapted = model is not None and (model.use_peft or is_adapter(model.model_name_or_path))
+    if training is not None and training.sync_ref_model and adapted:
         yield (
-            "sync_ref_model=True with use_peft: the reference is the model without its adapter, and stays what it "
-            "is. Remove sync_ref_model."
+            "sync_ref_model=True with an adapter (use_peft, or as model_name_or_path): the reference is the model "
+            "without it, or with it as it was, and stays what it is. Remove sync_ref_model."
         )
     if training is not None:
         yield from _resume(training.resume_from_checkpoint)
-        if not planning():
-            yield from missing_packages(training, model)
         yield from _streams(script, training, mixture)
         yield from _loading(training, model)
+    if (asked := training or asked) is not None:
+        yield from machine_problems(asked, model)
+        yield from _output(asked.output_dir)
+        yield from _on_cpu(asked, model)
     if script is not None:
         yield from outside(script, {"reward_workers": NOT_NEGATIVE, "reward_memory_gib": NOT_NEGATIVE})
         if sys.platform == "win32" and script.reward_workers != 0:
@@ -72,6 +82,24 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
         yield from _data(script, data, mixture)
 
 
+def _output(folder: Any) -> Iterator[str]:
+    """Whether a run can write where it is to."""
+    if not isinstance(folder, str | None):
+        return
+    path = Path(folder or ".").expanduser().absolute()
+    there = next(place for place in (path, *path.parents) if os.path.exists(place))
+    if not there.is_dir():
+        yield f"output_dir={folder!r}: {there} is a file. Set output_dir: {there}-run."
+    elif not elsewhere() and not os.access(there, os.W_OK):
+        yield f"output_dir={folder!r}: nothing can be written to {there}. Name a folder of yours."
+
+
+def _on_cpu(training: Any, model: Any) -> Iterator[str]:
+    attention = getattr(model, "attn_implementation", None)
+    if training.use_cpu and str(attention).startswith("flash_attention"):
+        yield f"attn_implementation={attention!r} with use_cpu: it runs on GPUs alone. Set attn_implementation: sdpa."
+
+
 _TASK_TYPES = tuple(kind.value for kind in TaskType)
 
 
@@ -79,8 +107,18 @@ def _model(model: Any) -> Iterator[str]:
     path = model.model_name_or_path
     if not path:
         yield "model_name_or_path=None: no model to train. Set it to a hub id, a folder or 'quickstart'."
-    elif isinstance(path, str) and path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
-        yield f"model_name_or_path={path!r}: no such folder. Correct the path, or give a hub id."
+    elif isinstance(path, str) and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
+        beside = Path(path).expanduser().parent
+        siblings = {str(Path(path).parent / f.name): f.name for f in beside.iterdir()} if beside.is_dir() else {}
+        close = get_close_matches(Path(path).name, siblings.values(), n=1)
+        named = next((whole for whole, last in siblings.items() if [last] == close), None)
+        cure = (
+            f"Set model_name_or_path: ./{named}."
+            if named and path[0] == "."
+            else "Correct the path, or give a hub id."
+        )
+        yield f"model_name_or_path={path!r}: no such folder. {cure}"
+    yield from adapter_problems(model)
     for name in ("dtype", "bnb_4bit_quant_type"):
         value = getattr(model, name)
         known = next(f for f in dataclasses.fields(model) if f.name == name).metadata["choices"]
@@ -93,7 +131,7 @@ def _model(model: Any) -> Iterator[str]:
         yield unknown_value("attn_implementation", attention, known)
     yield from outside(model, {"lora_r": COUNT, "lora_alpha": COUNT, "lora_dropout": BELOW_ONE})
     for name in ("load_in_4bit", "load_in_8bit"):
-        if getattr(model, name) and not model.use_peft:
+        if getattr(model, name) and not (model.use_peft or is_adapter(path)):
             yield f"{name}=True: quantized weights cannot be trained, only an adapter on them. Set use_peft: true."
 
 
@@ -146,7 +184,26 @@ def reward_problems(rewards: list[RewardSpec], training: Any) -> Iterator[str]:
     if rewards and not any(spec.weight for spec in rewards):
         yield "reward_funcs: all weights are 0, nothing would be rewarded. Give at least one a weight."
     if rewards and training is not None:
-        yield from judge_problems(training.dynamic_sampling, [spec.name for spec in rewards])
+        names = [spec.name for spec in rewards]
+        yield from judge_problems(training.dynamic_sampling, names)
+        yield from _figure(training.metric_for_best_model, names)
+
+
+_FIGURES = ("loss", "reward", "reward_std", "kl", "entropy", "frac_reward_zero_std", "completions/mean_length")
+
+
+def _figure(metric: Any, rewards: list[str]) -> Iterator[str]:
+    """Whether an evaluation gives the figure that is to choose; one of a user's own cannot be known."""
+    given = str(metric or "").removeprefix("eval_")
+    known = {name: name for name in _FIGURES} | {f"rewards/{name}/mean": f"rewards/{name}/mean" for name in rewards}
+    if not given or given in known or re.fullmatch(r"rewards/.*/(mean|std)", given):
+        return
+    known |= {name: f"rewards/{name}/mean" for name in rewards}
+    if close := get_close_matches(given, known, n=1, cutoff=0.8):
+        yield (
+            f"metric_for_best_model={metric!r}: no evaluation gives that figure. Set metric_for_best_model: "
+            f"eval_{known[close[0]]}."
+        )
 
 
 # Warned of.

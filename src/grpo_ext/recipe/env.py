@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from grpo_ext.config.options import kind
+
 _READ_AT_START = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "PYTHON", "LD_", "OMP_", "MKL_", "XDG_CACHE_HOME")
 """Python, the loader, OpenMP and the Hugging Face libraries read these before any recipe is read."""
 _READ_LATER = ("HF_TOKEN",)
@@ -28,7 +30,7 @@ def _env_problems(env: Mapping[Any, Any]) -> Iterator[str]:
             yield f"env: {name!r} is no name of a variable. Write env: {{NAME: value}}."
         elif not isinstance(value, (str, int, float)) or "\0" in str(value):
             cure = "Write it in quotes; to unset a variable, do so before the start."
-            yield f"env.{name}={value!r}: a {type(value).__name__}, where text or a number is expected. {cure}"
+            yield f"env.{name}={value!r}: {kind(value)} where text or a number is expected. {cure}"
         elif os.environ.get(name) != str(value) and _is_too_late(name):
             yield (
                 f"env.{name}={value!r}: {name} has been read before the recipe is, so that this would be ignored. "

@@ -72,6 +72,14 @@ _StrictLoader.add_implicit_resolver(
 )
 
 
+def parse_value(text: str) -> Any:
+    """A word of a command line as YAML reads it: a number, a bool, null, a list or mapping, else the text itself."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except (yaml.YAMLError, ValueError, ConfigError):
+        return text
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 

@@ -3,14 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from transformers import AutoTokenizer
+from transformers import AutoProcessor
 
+from grpo_ext.config.adapters import base_of
+from grpo_ext.data.chat_template import template_text
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.data.prepare import prepare
 from grpo_ext.errors import ConfigError
+from grpo_ext.quickstart.model import ensure_once
 from grpo_ext.recipe.parts import QUICKSTART_MODEL, Recipe
+from grpo_ext.recipe.policy import load_tokenizer_of
 
 
 def model_path(recipe: Recipe) -> str:
@@ -18,10 +21,13 @@ def model_path(recipe: Recipe) -> str:
     name = str(recipe.model.model_name_or_path)
     if name != QUICKSTART_MODEL:
         return str(Path(name).expanduser()) if name.startswith("~") else name
-    from grpo_ext.quickstart.model import ensure_model
+    return str(ensure_once())
 
-    with PartialState().main_process_first():
-        return str(ensure_model())
+
+def base_path(recipe: Recipe) -> str:
+    """Hub id or folder of the policy; of an adapter, of its base."""
+    base = base_of(model_path(recipe), recipe.model.model_revision)
+    return model_path(recipe) if base is None else base.model
 
 
 def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
@@ -33,9 +39,13 @@ def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
             split: prepare(dataset, recipe.data, tokenizer=tokenizer, source=f"datasets ({split})", **template)
             for split, dataset in load_mixture(recipe.mixture, recipe.data).items()
         }
+        asked = recipe.training.eval_strategy
         if evaluates and "test" not in mixed:
             raise ConfigError(
-                ["eval_strategy: datasets has no test split. Set test_split_size, or eval_strategy: no."]
+                [
+                    f"eval_strategy={getattr(asked, 'value', asked)!r}: datasets has no test split. Set "
+                    "test_split_size: 0.1, or eval_strategy: 'no'."
+                ]
             )
         return mixed["train"], mixed["test"] if evaluates else None
     return load_datasets(
@@ -52,9 +62,26 @@ def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
-    """The policy's tokenizer."""
-    return AutoTokenizer.from_pretrained(
+    """The policy's tokenizer, with the recipe's chat template."""
+    loaded = load_tokenizer_of(model_path(recipe), recipe.model.model_revision, recipe.training.trust_remote_code)
+    return _templated(loaded, recipe)
+
+
+def load_processor(recipe: Recipe) -> Any:
+    """What TRL would load beside the policy, with the recipe's chat template; None where the recipe has none."""
+    if recipe.data.chat_template is None:
+        return None
+    loaded = AutoProcessor.from_pretrained(
         model_path(recipe),
         revision=recipe.model.model_revision,
         trust_remote_code=recipe.training.trust_remote_code,
+        truncation_side="left",  # as TRL does
+        padding_side="left",
     )
+    return _templated(loaded, recipe)
+
+
+def _templated(loaded: Any, recipe: Recipe) -> Any:
+    if recipe.data.chat_template is not None:
+        loaded.chat_template = template_text(recipe.data.chat_template)
+    return loaded

@@ -5,8 +5,9 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from trl import TrlParser
@@ -18,7 +19,11 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.checks import ALSO, mixture_problems, part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
+from grpo_ext.recipe.foreign import projects
+from grpo_ext.recipe.launching import take_launch
+from grpo_ext.recipe.look import no_look, stand_in
 from grpo_ext.recipe.parts import PARTS, Recipe
+from grpo_ext.recipe.parts import all_keys as all_keys
 from grpo_ext.recipe.replaced_keys import REPLACED
 from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.registry import did_you_mean, located
@@ -47,35 +52,43 @@ class _Parser(TrlParser):
         """Leave a field's choices to the checks."""
 
 
-def all_keys() -> list[str]:
-    """Every key a recipe may hold."""
-    return sorted({f.name for part in PARTS for f in dataclasses.fields(part) if f.init})
-
-
-def load_recipe(argv: Sequence[str], *, rewards_only: bool = False) -> Recipe:
+def load_recipe(
+    argv: Sequence[str], look: Callable[..., Iterator[str]] = no_look, *, rewards_only: bool = False
+) -> Recipe:
     """Parse `--config recipe.yaml [--key value ...]`; what stands on the command line wins.
 
-    With `rewards_only` it may say nothing of model and data, and what it says is not looked at.
+    With a `Look`, what it finds in the policy and the data is told with the rest; with `rewards_only` a recipe may say
+    nothing of model and data, and what it says is not looked at.
 
     Raises:
-        ConfigError: everything that is wrong, at once, before anything is loaded.
+        ConfigError: everything that is wrong, at once, before a model is loaded.
     """
     name, args = split_config(argv)
     file = find_recipe(name) if name else None
     folder = file.resolve().parent if file else None
     values = read_yaml(file) if file else {}
+    if foreign := projects.foreign_file(values, str(name), frozenset(all_keys())):
+        raise ConfigError([foreign])
     problems: list[str] = []
     os.environ.update(take_env(values, problems))
-    problems += [*_unknown_keys(values, args), *_stray_values(args)]
+    take_launch(values, problems)
+    problems += [*_unknown_keys(values, args), *_stray_values(args), *_said_no(values, args)]
     if mixed := list(mixture_problems(values.get("datasets", []))):
         problems += mixed
         del values["datasets"]
-    parts = {part: _parse_part(part, values, args, folder, problems) for part in PARTS}
+    given: dict[Any, dict[str, Any]] = {}
+    parts = {part: _parse_part(part, values, args, folder, problems, given) for part in PARTS}
     script, data, training, model, mixture = (parts[part] for part in PARTS)
+    if model is not None and re.fullmatch(r"\w+", str(model.lora_target_modules or "")):
+        # TRL takes a list of one apart, and PEFT takes what it held for a regular expression of whole paths
+        model.lora_target_modules = [model.lora_target_modules]
     rewards = _rewards(script, None if training is None else training.reward_weights, folder, problems)
     problems += reward_problems(rewards, training)
-    unseen = (None, None) if rewards_only else (model, None if mixed else mixture)
-    problems += part_problems(script, data, training, *unseen)
+    asked = stand_in(given.get(GRPOExtConfig, {})) if training is None else training
+    sound = None if mixed or rewards_only else mixture
+    problems += part_problems(script, data, training, None if rewards_only else model, sound, asked)
+    named = SimpleNamespace(script=script, data=data, training=asked, model=model, mixture=sound)
+    problems += look(named, rewards, problems)
     if problems := _told_once(problems):
         raise ConfigError(problems)
     if any(spec.weight != 1.0 for spec in rewards):
@@ -99,6 +112,11 @@ def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[st
             yield f"{key}{value}: no such key, and it would be ignored. {_negation(key.removeprefix('no_'))}"
         elif key in REPLACED:
             yield f"{key}{value}: {REPLACED[key]}"
+        elif isinstance(values.get(key), Mapping) and set(values[key]) & set(known):
+            inside = ", ".join(map(str, values[key]))
+            yield f"{key}: no such key. A recipe is flat: write {inside} without {key} above."
+        elif (found := projects.answer(str(key))) is not None:
+            yield f"{key}{value}: {found}"
         else:
             yield f"{key}{value}: no such key. {_hint(str(key), known)}"
 
@@ -125,19 +143,43 @@ def _negation(key: str) -> str:
 
 def _hint(key: str, known: list[str]) -> str:
     hint = did_you_mean(key, known)
-    return hint if hint.startswith("Did") else "`grpo-ext train --help` lists all keys. Remove it."
+    return hint if hint.startswith("Did") else "`grpo-ext train --help-all` lists all keys. Remove it."
+
+
+def _said_no(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[str]:
+    """`do_train` and `do_eval` said to be false, which as a default means nothing."""
+    said = [name for name in ("do_train", "do_eval") if name in values or any(name in arg for arg in args)]
+    if not said:
+        return
+    part: Any = GRPOExtConfig
+    parser = _Parser(part, allow_abbrev=False, add_help=False)
+    parser.set_defaults(**{name: values[name] for name in (*said, "eval_strategy") if name in values})
+    given, _ = parser.parse_known_args(list(args))
+    if "do_train" in said and given.do_train is False:
+        yield "do_train=False: to train is what this recipe is for. Remove it; `grpo-ext check` trains nothing."
+    if "do_eval" in said and given.do_eval is False and given.eval_strategy not in ("no", False, None):
+        yield (
+            f"do_eval=False with eval_strategy={given.eval_strategy!r}, which evaluates. Set eval_strategy: 'no', or "
+            "remove do_eval."
+        )
 
 
 def _parse_part(
-    part: Any, values: Mapping[str, Any], args: Sequence[str], folder: Path | None, problems: list[str]
+    part: Any,
+    values: Mapping[str, Any],
+    args: Sequence[str],
+    folder: Path | None,
+    problems: list[str],
+    raw: dict[Any, dict[str, Any]],
 ) -> Any:
+    """The part, or None if it is not sound; `raw` gets what was given for it, sound or not."""
     parser = _Parser(part, allow_abbrev=False, add_help=False)
     parser.set_defaults_with_config(
         **{k: v for k, v in values.items() if k in {f.name for f in dataclasses.fields(part)}}
     )
     try:
         parsed, _ = parser.parse_known_args(list(args))
-        given = vars(parsed)
+        given = raw[part] = vars(parsed)
         if part is not GRPOExtConfig:  # which tells of its types itself, with all that is wrong in it
             given, told = sound_values(part, parsed, ALSO)
             problems += told
@@ -153,10 +195,10 @@ def _parse_part(
 
 def _told_once(problems: list[str]) -> list[str]:
     """Without what else is said of a field whose value was of the wrong type and has been set aside."""
-    wrong = {problem.partition("=")[0] for problem in problems if " is expected. Write one." in problem}
+    wrong = {problem.partition("=")[0] for problem in problems if " is expected. " in problem}
     told: set[str] = set()
     kept = []
-    for problem in problems:
+    for problem in dict.fromkeys(problems):
         name = problem.partition("=")[0]
         if name not in wrong or name not in told:
             kept.append(problem)
@@ -175,8 +217,3 @@ def _rewards(script: Any, weights: Any, folder: Path | None, problems: list[str]
     specs, found = parse_rewards([] if entries is None else entries, weights, folder)
     problems += found
     return specs
-
-
-def print_help() -> None:
-    """Every key with its meaning, as TRL's parser prints it."""
-    TrlParser(PARTS, prog="grpo-ext train --config RECIPE").print_help()

@@ -1,5 +1,6 @@
 """The parts of a recipe: TRL's dataclasses, ours, and what they are together."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,9 +9,10 @@ from trl.scripts.grpo import GRPOScriptArguments
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.config import DataConfig
+from grpo_ext.quickstart.model import NAME
 from grpo_ext.rewards.composition import RewardSpec
 
-QUICKSTART_MODEL = "quickstart"
+QUICKSTART_MODEL = NAME
 """`model_name_or_path` of the tiny model that grpo-ext builds itself."""
 
 
@@ -31,6 +33,11 @@ class RecipeArguments(GRPOScriptArguments):
 
 
 PARTS: tuple[Any, ...] = (RecipeArguments, DataConfig, GRPOExtConfig, ModelConfig, DatasetMixtureConfig)
+
+
+def all_keys() -> list[str]:
+    """Every key that a part of a recipe has."""
+    return sorted({f.name for part in PARTS for f in dataclasses.fields(part) if f.init})
 
 
 @dataclass

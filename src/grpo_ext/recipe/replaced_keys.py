@@ -32,7 +32,6 @@ REPLACED: dict[str, str] = {
     "dataset_solution_column": "it is answer_column here. Write answer_column.",
     "dataset_mixture": "TRL's name is datasets, a list of {path, name, split, columns}. Write datasets.",
     "dataset_id_or_path": "it is dataset_name. Write dataset_name.",
-    "chat_template": "it belongs to the tokenizer; options go into chat_template_kwargs. Save it with the tokenizer.",
     **dict.fromkeys(
         ("cosine_min_value_wrong", "cosine_max_value_wrong", "cosine_min_value_correct", "cosine_max_value_correct"),
         "options of a reward stand with it. Write reward_funcs: [{name: cosine_length, kwargs: {...}}].",

@@ -20,12 +20,14 @@ def check_clash(spec: RewardSpec, columns: Mapping[str, Any]) -> None:
     Raises:
         ValueError: there is one.
     """
-    clash = sorted((options(spec.callable) or {}).keys() & columns.keys() - spec.kwargs.keys())
+    known = options(spec.callable) or {}
+    clash = sorted(known.keys() & columns.keys() - spec.kwargs.keys())
     if clash:
+        name = clash[0]
         raise ValueError(
-            f"dataset column {clash[0]!r} has the name of an option of reward {spec.name!r}. Rename the column, set "
-            "the option in the recipe's kwargs, or, if the function needs the column, take it before the star in its "
-            "signature."
+            f"dataset column {name!r} has the name of an option of reward {spec.name!r}. Rename the column, set the "
+            f"option in the recipe (kwargs: {{{name}: {known[name].default}}}), or, if the function needs the column, "
+            "take it before the star in its signature."
         )
 
 
@@ -35,9 +37,11 @@ def absences(specs: list[RewardSpec], columns: Collection[str], source: str = "t
         wanted = [] if spec.is_model else needs(spec.callable)
         wanted += [spec.when] if spec.when is not None else []
         for name in (n for n in wanted if n not in columns and n not in spec.kwargs):
-            yield (
-                f"reward {spec.name!r} scores nothing: {source} has no column {name!r}. {did_you_mean(name, columns)}"
-            )
+            hint = did_you_mean(name, columns)
+            if name == "solution":  # which any column may become
+                others = [column for column in columns if column != "prompt"]
+                hint = f"Set answer_column to one of its columns: {', '.join(others)}." if others else "Add answers."
+            yield f"reward {spec.name!r} scores nothing: {source} has no column {name!r}. {hint}"
 
 
 def scorable_rows(spec: RewardSpec, columns: Mapping[str, Any]) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 from grpo_ext.errors import UnknownNameError
 from grpo_ext.registry import did_you_mean, located
 from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.library.elsewhere import NOT_HERE
 from grpo_ext.rewards.protocol import Reward
 from grpo_ext.rewards.schedule import Schedule, schedule_problems
 from grpo_ext.rewards.signatures import callable_name, is_async, options
@@ -24,8 +25,9 @@ class RewardSpec:
 
     name: str
     """What it is logged under."""
-    function: str
-    """Registered name, `package.module:function`, or the hub id or folder of a sequence-classification model."""
+    function: str | Reward
+    """Registered name, `package.module:function`, hub id or folder of a sequence-classification model; in Python also
+    the function itself, which is scored in this process."""
     weight: float = 1.0
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     weight_schedule: Schedule = None
@@ -50,26 +52,26 @@ class RewardSpec:
     @property
     def is_registered(self) -> bool:
         """Whether it is one of our own, which look at one completion at a time."""
-        return self.function in rewards
+        return isinstance(self.function, str) and self.function in rewards
 
     @property
     def callable(self) -> Reward:
         """The function itself."""
-        return rewards[self.function]
+        return rewards[self.function] if isinstance(self.function, str) else self.function
 
     @property
     def isolated(self) -> bool:
         """`isolate`, settled by the function's own `in_process`: True, or the options that make it so."""
         if self.isolate is not None or self.is_model:
             return bool(self.isolate) and not self.is_model
-        return not _stays_here(self.callable, self.kwargs)
+        return isinstance(self.function, str) and not _stays_here(self.callable, self.kwargs)
 
 
 _KEYS = ("name", "func", *(f.name for f in fields(RewardSpec) if f.name not in ("name", "function")))
 
 
 def parse(
-    entries: Sequence[str | Mapping[str, Any]],
+    entries: Sequence[str | Mapping[str, Any] | Reward],
     reward_weights: Sequence[float] | None = None,
     folder: Path | None = None,
 ) -> tuple[list[RewardSpec], list[str]]:
@@ -77,16 +79,19 @@ def parse(
 
     An entry is a registered name, a path (`./file.py:fn`, `my_lib.rewards:fn`, `my_lib.rewards.fn`) from `folder`, the
     recipe's, or where the run starts, a reward model (hub id or folder: it has a "/"), or a mapping with `name`,
-    `weight`, `kwargs` and, where `name` is to be the log name only, `func`. Never raises for what a user wrote.
+    `weight`, `kwargs` and, where `name` is to be the log name only, `func`.
+    In Python `func` may be a function; a function, or a loaded model, that stands alone is TRL's to call.
+    Never raises for what a user wrote.
     """
     if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence):
-        return [], [f"reward_funcs={entries!r}: not a list. Write reward_funcs: [accuracy]."]
+        names = ", ".join(part.strip() for part in entries.split(",")) if isinstance(entries, str) else "accuracy"
+        return [], [f"reward_funcs={entries!r}: not a list. Write reward_funcs: [{names}]."]
     if not entries:
         return [], [f"reward_funcs={entries!r}: nothing would be rewarded. Name at least one, such as accuracy."]
     specs: list[RewardSpec] = []
     problems: list[str] = []
     for index, entry in enumerate(entries):
-        spec, found = _parse_entry(entry, folder)
+        spec, found = (RewardSpec(_name_of(entry), entry), []) if callable(entry) else _parse_entry(entry, folder)
         problems += [f"reward_funcs[{index}]={entry!r}: {problem}" for problem in found]
         specs += [spec] if spec else []
     problems += _repeated_names(specs)
@@ -96,6 +101,12 @@ def parse(
         if not weight_problems and len(specs) == len(entries):
             specs = [replace(s, weight=float(w)) for s, w in zip(specs, reward_weights, strict=True)]
     return specs, problems
+
+
+def _name_of(given: Any) -> str:
+    """As TRL logs a function, or a model that is loaded."""
+    path = getattr(getattr(given, "config", None), "_name_or_path", None)
+    return str(path).split("/")[-1] if path else callable_name(given)
 
 
 def _parse_entry(entry: Any, folder: Path | None) -> tuple[RewardSpec | None, list[str]]:
@@ -111,8 +122,9 @@ def _parse_entry(entry: Any, folder: Path | None) -> tuple[RewardSpec | None, li
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         problems.append(f"kwargs={kwargs!r} is not a mapping from option names. Write kwargs: {{option: value}}.")
         kwargs = None
-    name = entry.get("name", function)
-    if not (isinstance(function, str) and function and isinstance(name, str) and name):
+    name = entry.get("name", callable_name(function) if callable(function) else function)
+    named = callable(function) or (isinstance(function, str) and function)
+    if not (named and isinstance(name, str) and name):
         return None, [*problems, "it names no reward. Give name (and func, if name is only the log name) as strings."]
     if _is_model(function):
         problems += _model_problems(function, name, kwargs)
@@ -121,11 +133,14 @@ def _parse_entry(entry: Any, folder: Path | None) -> tuple[RewardSpec | None, li
         function, target, function_problems = _resolve(function, folder)
         if target is not None and kwargs is not None:
             kwargs = _with_files(target, kwargs, folder)
-            function_problems += _kwargs_problems(function, target, kwargs)
-            function_problems += _timeout_problems(function, target, kwargs, entry)
+            shown = function if isinstance(function, str) else callable_name(function)
+            function_problems += _kwargs_problems(shown, target, kwargs)
+            function_problems += _timeout_problems(shown, target, kwargs, entry)
         problems += function_problems
         log_name = name if "func" in entry and "name" in entry else callable_name(target)
     settings = {key: entry[key] for key in _SETTINGS if entry.get(key) is not None}
+    if callable(function) and (settings.get("isolate") or "timeout" in settings):
+        problems.append("isolate, timeout: a function is scored in this process. Give its path, 'my_module:name'.")
     problems += _setting_problems(settings, _is_model(function))
     if problems:
         return None, problems
@@ -161,8 +176,8 @@ def _setting_problems(settings: Mapping[str, Any], is_model: bool) -> Iterator[s
         yield f"timeout={timeout!r} with isolate: false: in this process nothing can be stopped. Remove one of them."
 
 
-def _is_model(function: str) -> bool:
-    return "/" in function and ":" not in function and not function.endswith(".py")
+def _is_model(function: str | Reward) -> bool:
+    return isinstance(function, str) and "/" in function and ":" not in function and not function.endswith(".py")
 
 
 def _model_problems(model: str, name: str, kwargs: Mapping[str, Any] | None) -> list[str]:
@@ -174,12 +189,16 @@ def _model_problems(model: str, name: str, kwargs: Mapping[str, Any] | None) -> 
     return problems
 
 
-def _resolve(function: str, folder: Path | None) -> tuple[str, Reward | None, list[str]]:
+def _resolve(function: str | Reward, folder: Path | None) -> tuple[str | Reward, Reward | None, list[str]]:
     """The function's path in full, itself, and what is wrong with it."""
+    if not isinstance(function, str):
+        return function, function, []
     try:
         function = function if function in rewards else located(function, folder)
         target = rewards[function]
     except UnknownNameError as error:
+        if function in NOT_HERE:
+            return function, None, [f"{function!r} is Open-R1's. {NOT_HERE[function]}"]
         hint = "A function of yours is './file.py:function' or 'package.module:function', a reward model has a '/'."
         return function, None, [f"{error} {hint}"]
     if callable(target):
@@ -247,7 +266,7 @@ def _type_problems(function: Reward, kwargs: Mapping[str, Any]) -> Iterator[str]
 
 def _value_problems(name: str, function: Reward, kwargs: Mapping[str, Any]) -> list[str]:
     """What one of our own functions says to an empty batch: they check their options first."""
-    if name not in rewards or not kwargs or is_async(function):
+    if name not in rewards or rewards[name] is not function or not kwargs or is_async(function):
         return []
     positional = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     try:
@@ -262,7 +281,7 @@ def _value_problems(name: str, function: Reward, kwargs: Mapping[str, Any]) -> l
 def _repeated_names(specs: Sequence[RewardSpec]) -> list[str]:
     functions: dict[str, list[str]] = {}
     for spec in specs:
-        functions.setdefault(spec.name, []).append(spec.function)
+        functions.setdefault(spec.name, []).append(spec.function if isinstance(spec.function, str) else spec.name)
     return [
         f"reward_funcs: {len(same)} entries have the log name {name!r}, and TRL would average them in its logs. "
         f"Give each its own: {{name: {name}_2, func: {same[-1]}}}."

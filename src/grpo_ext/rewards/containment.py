@@ -1,14 +1,14 @@
 """Rewards of a user's own, kept from ending a run."""
 
-import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from grpo_ext.rewards.outcomes import to_float
+from grpo_ext.rewards.outcomes import to_number
 from grpo_ext.rewards.runtime import Component
-from grpo_ext.rewards.workers.worker import NotValues, last_lines, listed
+from grpo_ext.rewards.workers.worker import last_lines, shown
 
 
 def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]) -> Any:
@@ -20,25 +20,16 @@ def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]
         return function
 
     def report(error: Exception, columns: dict[str, Any]) -> list[None]:
-        said = "" if isinstance(error, NotValues) else " raised"
-        errors.append(f"reward {name!r}{said}: {last_lines(error)}")
+        what = f": {error}" if isinstance(error, _Wrong) else f" raised: {last_lines(error)}"
+        errors.append(f"reward {name!r}{what}")
         no_numbers[name] = []
         return [None] * len(columns["completions"])
 
-    def checked(values: Any, columns: dict[str, Any]) -> list[float | None]:
-        values, expected = listed(values), len(columns["completions"])
-        if len(values) != expected:
-            raise NotValues(
-                f"it returned {len(values)} values for {expected} completions. Return one for each, or None"
-            )
-        numbers = []
-        for row, value in enumerate(values):
-            number, problem = to_float(value)
-            if problem:
-                raise NotValues(f"for row {row} {problem}")
-            numbers.append(number)
-        no_numbers[name] = [row for row, number in enumerate(numbers) if not math.isfinite(number or 0.0)]
-        return numbers
+    def checked(values: Any, columns: dict[str, Any]) -> list:
+        values = _listed(values, len(columns["completions"]))
+        numbers = _numbers(values)
+        no_numbers[name] = (~numbers.isfinite()).nonzero().flatten().tolist()
+        return values
 
     name = get_callable_name(function)
 
@@ -57,3 +48,26 @@ def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]
     chosen: Any = reward_async if is_async_callable(function) else reward
     chosen.__name__ = name
     return chosen
+
+
+class _Wrong(TypeError):
+    """What was returned are no rewards."""
+
+
+def _listed(values: Any, expected: int) -> list[Any]:
+    single = getattr(values, "ndim", 1) == 0  # a tensor that holds one number
+    if not isinstance(values, Iterable) or isinstance(values, str | Mapping) or single:
+        told = f"it returned {shown(values)}, a {type(values).__name__}"
+        raise _Wrong(f"{told}. Return one number for each completion, in a list.")
+    values = list(values)
+    if len(values) != expected:
+        raise _Wrong(f"it returned {len(values)} values for {expected} completions. Return one number for each.")
+    return values
+
+
+def _numbers(values: list[Any]) -> torch.Tensor:
+    try:
+        return torch.tensor([0.0 if v is None else v for v in values], dtype=torch.float32)  # as TRL, unguarded
+    except (TypeError, ValueError, RuntimeError):
+        told = (problem for number, problem in map(to_number, values) if number is None and "no number" in problem)
+        raise _Wrong(f"{next(told, 'its values are no numbers')}. Return floats, or None.") from None

@@ -205,7 +205,7 @@ async def _recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: R
 
 
 def _job(spec: RewardSpec, columns: Mapping[str, Any], rows: list[int]) -> Job:
-    return Job(spec.function, {**asked(spec, take(columns, rows)), **spec.kwargs}, spec.timeout)
+    return Job(str(spec.function), {**asked(spec, take(columns, rows)), **spec.kwargs}, spec.timeout)
 
 
 async def _in_process(spec: RewardSpec, columns: Mapping[str, Any]) -> list[Part]:

@@ -1,32 +1,34 @@
 """What a trainer is handed, beyond its config: columns, rows and the names of rewards."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from datasets import Dataset
 
+from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.data.given import prompt_problems
 from grpo_ext.data.rows import check_columns
 from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.quickstart.model import NAME, ensure_once
 
 
-def check_data(args: GRPOExtConfig, train_dataset: Any, eval_dataset: Any) -> None:
-    """Columns that would collide with TRL's arguments to rewards; a dataset too small for one generation.
-
-    Raises:
-        ConfigError: naming them, with the numbers.
-    """
-    problems = []
-    for dataset in (train_dataset, eval_dataset):
+def data_problems(args: GRPOExtConfig, train_dataset: Any, eval_dataset: Any) -> Iterator[str]:
+    """Rows without prompts, columns that collide with TRL's arguments to rewards, too few rows for one generation."""
+    evaluated = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
+    clashes: dict[str, None] = {}
+    for name, dataset in {"train_dataset": train_dataset, **evaluated}.items():
+        yield from prompt_problems(dataset, name)
         if isinstance(dataset, Dataset):
-            problems += [p for p in check_columns(dataset.column_names) if p not in problems]
-    prompts, one_generation = _prompts_of_one_generation(args)
-    if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts:
-        problems.append(
-            f"train_dataset has {len(train_dataset)} rows, fewer than {one_generation}: "
-            "stock TRL would train 0 steps. Add rows or lower the batch size."
-        )
-    if problems:
-        raise ConfigError(problems)
+            clashes |= dict.fromkeys(check_columns(dataset.column_names))
+    yield from clashes
+    if isinstance(train_dataset, Dataset):
+        yield from too_few(args, len(train_dataset))
+
+
+def policy(model: Any) -> Any:
+    """`model`, or the folder of the tiny one that grpo-ext builds itself, once, where it is 'quickstart'."""
+    return str(ensure_once()) if isinstance(model, str) and model == NAME else model
 
 
 def check_trained(args: GRPOExtConfig, train_dataset: Any, steps: int) -> None:
@@ -36,19 +38,11 @@ def check_trained(args: GRPOExtConfig, train_dataset: Any, steps: int) -> None:
         DataError: with the numbers.
     """
     if steps == 0 and not isinstance(train_dataset, Dataset):
-        _, one_generation = _prompts_of_one_generation(args)
+        _, one_generation = prompts_of_one_generation(args)
         raise DataError(
             f"train_dataset: the stream ended before {one_generation}, so that 0 steps were trained. Give a longer "
             "one or lower the batch size."
         )
-
-
-def _prompts_of_one_generation(args: GRPOExtConfig) -> tuple[int, str]:
-    prompts = (args.generation_batch_size or 0) // (args.num_generations or 1)
-    return prompts, (
-        f"the {prompts} prompts of one generation (generation_batch_size {args.generation_batch_size} / "
-        f"num_generations {args.num_generations})"
-    )
 
 
 def check_reward_names(names: list[str]) -> None:

@@ -13,7 +13,10 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
+from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.machine import machine_problems
+from grpo_ext.data.given import as_dataset
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.objective.advantages import estimators, zero_variance
 from grpo_ext.objective.aggregation import StepTotals
@@ -32,17 +35,20 @@ from grpo_ext.rollout.empty_completions import fill_empty, without_empty_complet
 from grpo_ext.rollout.transformers_engine import engine_for
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
-from grpo_ext.trainer import old_policy
+from grpo_ext.trainer import old_policy, progress
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
-from grpo_ext.trainer.arguments import check_data, check_reward_names
+from grpo_ext.trainer.arguments import check_reward_names, data_problems, policy
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.entropy import entropy_bonus, high_entropy_mask
 from grpo_ext.trainer.evaluated import batch_weight
 from grpo_ext.trainer.evaluating import EvaluatingTrainer
 from grpo_ext.trainer.generation import Generation, counted, counted_alone, live_mask, stock
 from grpo_ext.trainer.metrics import Figures, loss_figures
+from grpo_ext.trainer.metrics_file import MetricsFile
 from grpo_ext.trainer.nonfinite import Finding, NonFiniteGuard
 from grpo_ext.trainer.reference import reference_copied_from
+from grpo_ext.trainer.rewards import ready
+from grpo_ext.trainer.silence import Silence
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +81,20 @@ class GRPOExtTrainer(EvaluatingTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        *,
+        reward_workers: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """As `trl.GRPOTrainer`; `args` may be left out, a plain `GRPOConfig` is refused."""
+        """As `trl.GRPOTrainer`; `args` may be left out, a plain `GRPOConfig` is refused.
+
+        Args:
+            model: also 'quickstart', the tiny model that grpo-ext builds itself.
+            reward_funcs: also what a recipe may name: 'accuracy', 'my_module:my_function', {'name': 'format',
+                'weight': 0.2, 'kwargs': {...}}, where 'func' may be a function.
+            train_dataset: also a list of rows, a pandas frame, or a generator, which is read to its end.
+            eval_dataset: the same.
+            reward_workers: processes that score what is named; 0: this one. As in a recipe.
+        """
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = GRPOExtConfig(f"{name.split('/')[-1] or 'model'}-GRPO")
@@ -86,11 +103,21 @@ class GRPOExtTrainer(EvaluatingTrainer):
                 f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more."
             )
         self.objective = args.objective
-        check_data(args, train_dataset, eval_dataset)
+        train_dataset = as_dataset(train_dataset, "train_dataset")
+        eval_dataset = as_dataset(eval_dataset, "eval_dataset")
+        problems = [*machine_problems(args, None), *data_problems(args, train_dataset, eval_dataset)]
+        if reward_funcs is not None or kwargs.get("environment_factory") is None:  # which may bring a reward along
+            reward_funcs, args = ready(reward_funcs, args, reward_workers, train_dataset, problems)
+        if problems:
+            raise ConfigError(problems)
+        model = policy(model)
         accept_numbered_cpu()
         ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
         with reference_copied_from(model, args, kwargs.get("peft_config")), ours:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        progress.install(self)
+        self.add_callback(MetricsFile())
+        make_portable(self.model)
         check_reward_names(self.reward_func_names)
         self._contain_rewards()
         if self.rollout_func is not None:
@@ -112,6 +139,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._generation = Generation()
         self._figures = Figures()
         self._guard = NonFiniteGuard(self)
+        self._silence = Silence(self.reward_func_names, tells=self.accelerator.is_main_process)
 
     def _name_objective(self) -> None:
         """Tell the user, the model card, and those attributes that stock TRL goes on to read."""
@@ -122,7 +150,9 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._name = f"GRPO ({objective.loss_type})"
         title, _, arxiv = objective.row.paper.partition(", arXiv:")
         self._paper = {"title": title, "id": arxiv.split(",")[0]} if arxiv else {}
-        self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {objective.row.paper}")
+        departures = objective.departures()
+        paper = f"{objective.row.paper}, but for the {', '.join(departures)}" if departures else objective.row.paper
+        self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {paper}")
         self.accelerator.print(self.sharing.describe())
 
     # Rollouts: stock TRL's, guarded where it would crash or reuse what is stale.
@@ -153,6 +183,13 @@ class GRPOExtTrainer(EvaluatingTrainer):
             self._reward_errors = self.reward_runtime.errors
         self._nonfinite_rewards: dict[str, list[int]] = {}
         self.reward_funcs = [contained(f, self._reward_errors, self._nonfinite_rewards) for f in self.reward_funcs]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, and then the processes that score rewards end; a further call starts others."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.close_rewards()
 
     def close_rewards(self) -> None:
         """End the processes that score rewards; they would otherwise wait for the next batch."""
@@ -208,12 +245,17 @@ class GRPOExtTrainer(EvaluatingTrainer):
         total = weighted_total(rewards, weights, missing=self.objective.missing_rewards)
         self._log_rewards(total, mode)
         if self.objective.stock_advantages and self.args.loss_defaults == "trl":
+            if mode == "train":
+                self._silence.note(rewards, bool(zero_variance(total).all()))
             return output
+        scored = rewards
         tokens = self._tokens(output, early, rewards.shape[1], mode) if self.objective.sees_tokens else {}
         if self.objective.kl_in_reward:
             rewards, weights = self.objective.less_kl(rewards, weights, **tokens), weights.new_ones(1)
             total = rewards.squeeze(-1)
         values = self._advantages(rewards, weights, total, mode, tokens).flatten(0, 1).to(output["advantages"].dtype)
+        if mode == "train":
+            self._silence.note(scored, not values.any().item())
         replace_tail(self._logs["advantages"], per_completion(values, tokens.get("mask")).tolist())
         local, width = output["completion_ids"].shape
         mine = values[self.accelerator.process_index * local :][:local]

@@ -8,7 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 from accelerate.utils import broadcast_object_list
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
+from trl.data_utils import is_conversational
 
 from grpo_ext.config.engines import check_started
 from grpo_ext.errors import RolloutDrift, ServerLost
@@ -16,14 +17,17 @@ from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
+from grpo_ext.trainer import hub
 from grpo_ext.trainer.advantages import GroupMeans
 from grpo_ext.trainer.arguments import check_trained
 from grpo_ext.trainer.checkpoints import identity, state
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
+from grpo_ext.trainer.checkpoints.finish import CARD
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST
 from grpo_ext.trainer.checkpoints.starting import start
 from grpo_ext.trainer.generation import Generation
 from grpo_ext.trainer.guarded import GuardedTrainer
+from grpo_ext.trainer.model_card import model_card
 
 
 class ResumableTrainer(GuardedTrainer):
@@ -134,15 +138,44 @@ class ResumableTrainer(GuardedTrainer):
         """What defines the run, its data included."""
         name = getattr(getattr(self.model, "config", None), "_name_or_path", None) or None
         record = self.recipe_record or identity.record_of(self.args, model=name)
-        return {**record, "data": identity.data_digest(self.train_dataset)}
+        data = self.train_dataset
+        chat = is_conversational(data[0]) if isinstance(data, Dataset) and len(data) else None
+        return {**record, "data": identity.data_digest(data), "conversational": chat}
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write README.md into `output_dir`; TRL's keywords hold."""
+        self._contained(self._write_card, Path(str(self.args.output_dir)), **kwargs)
+
+    def _write_card(
+        self, folder: Path, model_name: str | None = None, tags: Any = None, dataset_name: Any = None, **_: Any
+    ) -> None:
+        if not self.is_world_process_zero():
+            return
+        adapters, address = getattr(self.model, "peft_config", {}), str(self.hub_model_id or self.args.output_dir)
+        record = getattr(self, "_record", None) or self._identity()
+        card = model_card(
+            model_name or Path(address).name,
+            address=address,
+            record={"dataset_name": dataset_name, **record},
+            objective=self.objective,
+            rewards=dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True)),
+            log=self.state.log_history,
+            adapter_of=adapters["default"].base_model_name_or_path if "default" in adapters else None,
+            steps=(self.state.global_step, self.state.max_steps),
+            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or ())],
+            tracked=hub.tracked(),
+        )
+        (folder / CARD).write_text(card, encoding="utf-8")
 
     def _save_beside_model(self, folder: Path) -> None:
         self.save_objective(folder)
+        self._write_card(folder)
 
     def _save_own(self, folder: Path) -> None:
         self.save_objective(folder)
         if self.args.should_save:
             identity.write_record(folder, self._record)
+            self._write_card(folder)
         epoch, began = self._epoch_began
         state.write(self, folder, (epoch, self._step - began))
 

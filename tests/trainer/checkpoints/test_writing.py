@@ -229,7 +229,7 @@ def test_a_damaged_checkpoint_is_written_anew(model_path, tmp_path, caplog):
     trainer.train(resume_from_checkpoint=True)
     assert "checkpoint-2 is damaged: optimizer.pt has 0 bytes" in caplog.text
     assert damage(tmp_path / "checkpoint-2") == []
-    assert names(tmp_path) == ["README.md", "checkpoint-1", "checkpoint-2"]
+    assert names(tmp_path) == ["README.md", "checkpoint-1", "checkpoint-2", "metrics.jsonl"]
 
 
 def test_the_best_checkpoint_is_known_by_its_final_name(model_path, tmp_path):

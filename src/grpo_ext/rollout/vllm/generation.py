@@ -236,7 +236,7 @@ class Generation(VLLMGeneration):
         """Weights with their adapters merged, one at a time; the base weights stay what they were to the last bit."""
         layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
         for name, param in list(model.named_parameters()):
-            if model.prefix in name or "original_module" in name:
+            if model.prefix in name or "original_module" in name or ".modules_to_save.ref." in name:
                 continue
             parts = name.split(".")
             owners = (".".join(parts[:i]) for i, part in enumerate(parts) if part == "base_layer")

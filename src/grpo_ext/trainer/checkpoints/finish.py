@@ -13,10 +13,13 @@ from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE, WEIGHTS, numbere
 from grpo_ext.trainer.checkpoints.identity import changes
 from grpo_ext.trainer.checkpoints.manifest import changes as changed_files
 from grpo_ext.trainer.checkpoints.manifest import entries, files_in, sync, write_synced
+from grpo_ext.trainer.metrics_file import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
 FINISHED_FILE = "finished.json"
+CARD = "README.md"
+"""The model card, which a person may go on to write."""
 ASIDE = "_before-"
 """Folders of elder runs begin with it; what begins with `_` transformers never pushes to the hub."""
 
@@ -110,14 +113,15 @@ def publish(folder: Path, output_dir: Path) -> list[str]:
 
 def write_finished(output_dir: Path, names: list[str], recipe: Mapping[str, Any], **facts: Any) -> None:
     """Say, last of all, that the run is over, and which files are its model."""
-    content = {**facts, "files": entries(output_dir, names), "recipe": dict(recipe)}
+    model = [name for name in names if name != CARD]
+    content = {**facts, "files": entries(output_dir, model), "recipe": dict(recipe)}
     write_synced(output_dir / FINISHED_FILE, json.dumps(content, indent=1))
 
 
 def move_aside(output_dir: Path) -> str | None:
     """Put what an elder run left (checkpoints, model, `finished.json`) into a folder of its own; in words, where."""
     content = finished(output_dir) or {"files": {}}
-    own = [*content["files"], OBJECTIVE_FILE, FINISHED_FILE]
+    own = [*content["files"], OBJECTIVE_FILE, METRICS_FILE, FINISHED_FILE, CARD]
     found = [*numbered(output_dir), *(p for name in dict.fromkeys(own) if (p := output_dir / name).exists())]
     if not found:
         return None

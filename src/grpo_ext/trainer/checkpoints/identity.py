@@ -38,7 +38,14 @@ HARMLESS = {
     "greater_is_better",
     # saved and pushed
     *("enable_jit_checkpoint", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision"),
-    *("hub_strategy", "output_dir", "push_to_hub", "resume_from_checkpoint", "save_on_each_node"),
+    *(
+        "hub_strategy",
+        "output_dir",
+        "push_to_hub",
+        "push_to_hub_revision",
+        "resume_from_checkpoint",
+        "save_on_each_node",
+    ),
     *("save_only_model", "save_steps", "save_strategy", "save_total_limit"),
     # worked on, waited for, found
     *("dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers"),
@@ -254,7 +261,7 @@ def changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> Changes:
 
 def _equal(key: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     old, new = _of(key, there), _of(key, here)
-    unknown = key in ("model", "data") and None in (old, new)
+    unknown = key in ("model", "data", "conversational") and None in (old, new)
     return old == new or unknown
 
 

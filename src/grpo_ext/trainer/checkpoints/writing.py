@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import SaveError
+from grpo_ext.trainer import hub
 from grpo_ext.trainer.checkpoints.agreement import everywhere
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, holds_weights, publish, write_finished
@@ -60,6 +61,8 @@ class WritingTrainer(GRPOTrainer):
                 self._contained(self._settle, folder, final)
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(final))
+        if self.args.push_to_hub_revision and self.is_world_process_zero():
+            hub.push_revision(self, final)
 
     def _settle(self, folder: Path, final: Path) -> None:
         self.state.save_to_json(str(folder / STATE))  # which names the best checkpoint
@@ -122,12 +125,17 @@ class WritingTrainer(GRPOTrainer):
 
     # Hooks of transformers and TRL that write, none of which may raise on one process alone.
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As TRL's."""
-        self._contained(super().create_model_card, *args, **kwargs)
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self._contained(super()._save, output_dir, state_dict)
+        folder = Path(output_dir or str(self.args.output_dir))
+        if "ref" in getattr(self.model, "peft_config", {}) and step_of(folder) is None:
+            shutil.rmtree(folder / "ref", ignore_errors=True)  # the adapter it began with: for a resume alone
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        self._contained(super()._save, *args, **kwargs)
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """As transformers', with the branch that is pushed to."""
+        super().init_hf_repo(token)
+        if self.is_world_process_zero():
+            hub.make_branch(self, self.args.hub_revision)
 
     def _save_scaler(self, output_dir: str) -> None:
         self._contained(super()._save_scaler, output_dir)

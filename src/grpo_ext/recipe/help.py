@@ -1,0 +1,46 @@
+"""What `grpo-ext train --help-all` prints: every key of a recipe, by subject, ours first."""
+
+import dataclasses
+import textwrap
+from typing import Any
+
+from trl import GRPOConfig, ModelConfig
+from trl.scripts.grpo import GRPOScriptArguments
+from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments
+
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.data.config import DataConfig
+from grpo_ext.recipe.parts import PARTS, RecipeArguments
+
+_SUBJECTS: dict[str, tuple[Any, ...]] = {
+    "The loss, rollouts, what is watched (grpo-ext)": (GRPOExtConfig,),
+    "Rewards and data": (RecipeArguments, GRPOScriptArguments, ScriptArguments, DataConfig, DatasetMixtureConfig),
+    "The model and LoRA": (ModelConfig,),
+    "GRPO and vLLM (TRL)": (GRPOConfig,),
+}
+REST = "Training (transformers)"
+
+
+def subjects() -> dict[str, list[dataclasses.Field]]:
+    """All fields of a recipe's parts, each once."""
+    left = {f.name: f for part in PARTS for f in dataclasses.fields(part) if f.init}
+    found = {
+        title: [left.pop(name) for part in parts for name in part.__annotations__ if name in left]
+        for title, parts in _SUBJECTS.items()
+    }
+    return {**found, REST: list(left.values())}
+
+
+def print_help() -> None:
+    """Every key with its meaning and its default."""
+    for title, fields in subjects().items():
+        print(f"{title}\n")
+        for f in fields:
+            print(textwrap.fill(_line(f), 112, initial_indent="  ", subsequent_indent=" " * 8))
+        print()
+
+
+def _line(f: dataclasses.Field) -> str:
+    meaning = " ".join(str(f.metadata.get("help", "")).replace("%%", "%").split())
+    told = "default" in meaning.lower() or f.default in (None, dataclasses.MISSING)
+    return f"--{f.name}  {meaning}" + ("" if told else f" Default: {f.default}.")

@@ -1,0 +1,297 @@
+"""`try`, `merge` and `sample`: a run asked as it was trained, made a plain model, and measured on its own data."""
+
+import io
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, PeftModel, get_peft_model
+
+import adapted
+import tiny
+from float64 import float64_throughout
+from grpo_ext import ConfigError
+from grpo_ext.commands.chat import Speaker
+from grpo_ext.commands.cli import main
+from grpo_ext.commands.merge import merge
+from grpo_ext.commands.runs import Trained, find
+from grpo_ext.commands.sample import pass_rate
+from grpo_ext.data.completions import read_completions
+from grpo_ext.recipe.loading import datasets_of
+from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.policy import load_policy
+from grpo_ext.train import train
+
+IDS = torch.arange(40)[None]
+SETTINGS = {
+    "system_prompt": "be brief.",
+    "temperature": 0.7,
+    "top_k": 5,
+    "generation_kwargs": {"no_repeat_ngram_size": 2},
+    "reward_funcs": ["accuracy", {"name": "s", "func": "tiny:spread"}],
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "learning_rate": 0.05,
+}
+
+
+def command(*argv) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in argv])
+    return end.value.code
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A base, an SFT adapter, a run that has trained it further, and one of the whole base on plain text."""
+    folder = tmp_path_factory.mktemp("project")
+    tiny.save(folder / "base")
+    adapted.sft(str(folder / "base"), str(folder / "sft"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat(project):
+    argv = adapted.write_recipe(project, str(project / "sft"), project / "chat", **SETTINGS)
+    return train(load_recipe(argv))
+
+
+@pytest.fixture(scope="module")
+def text(project):
+    return train(load_recipe(adapted.write_recipe(project, str(project / "base"), project / "text")))
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+# What is found.
+
+
+def test_a_run_a_checkpoint_a_model_and_an_id(chat, project, tmp_path):
+    assert find(str(project / "chat")).model == str(project / "chat")
+    assert find(str(project / "chat")).record["temperature"] == 0.7
+    assert find(str(project / "chat" / "checkpoint-1")).record["temperature"] == 0.7
+    shutil.copytree(project / "chat" / "checkpoint-1", tmp_path / "unfinished" / "checkpoint-1")
+    assert find(str(tmp_path / "unfinished")).model == str(tmp_path / "unfinished" / "checkpoint-1")
+    assert find(str(project / "base")) == Trained(str(project / "base"), {})
+    assert find("org/model") == Trained("org/model", {})
+
+
+@pytest.mark.parametrize(("name", "expected"), [("./gone", "no such folder"), ("{tmp}", "no model in this folder")])
+@pytest.mark.parametrize("what", ["try", "merge"])
+def test_nothing_there(what, name, expected, tmp_path, capsys):
+    assert command(what, name.format(tmp=tmp_path), *(["--prompt", "a"] if what == "try" else [])) == 2
+    assert expected in capsys.readouterr().err
+
+
+# Asked as in training.
+
+
+@pytest.mark.parametrize("run", ["chat", "text"])
+def test_a_question_and_its_sampling_are_those_of_training(run, request, project):
+    trainer, trained = request.getfixturevalue(run), find(str(project / run))
+    tokenizer = trainer.processing_class
+    row = trainer.train_dataset[3]
+    asked, _, _ = trainer._tokenize_prompts([row["prompt"]])
+    question = row["prompt"] if run == "text" else row["prompt"][-1]["content"]
+    assert trained.encode(question, tokenizer)["input_ids"].tolist() == asked
+    speaker = Speaker(trained.model, trained, tokenizer)
+    of_training = {key: value for key, value in trainer.generation_kwargs.items() if value is not None}
+    assert speaker.sampling == {key: of_training[key] for key in speaker.sampling}
+    assert of_training.keys() - speaker.sampling.keys() == {"pad_token_id"}
+
+
+def test_one_answer_after_and_beside_it_the_one_before(chat, project, capsys):
+    trained, tokenizer = find(str(project / "chat")), chat.processing_class
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
+    after, before = (
+        Speaker(model, trained, tokenizer, **greedy).answer("c2:") for model in (trained.model, trained.before)
+    )
+    assert after != before
+    assert trained.before == str(project / "sft")
+    assert command("try", project / "chat", "--prompt", "c2:", "--greedy") == 0
+    assert capsys.readouterr().out == f"{after}\n"
+    assert command("try", project / "chat", "--prompt", "c2:", "--greedy", "--compare") == 0
+    words = capsys.readouterr().out.split()
+    assert {"before:", "after:"} <= set(words)
+    assert all(letter in words for letter in f"{before} {after}".split())
+
+
+def test_questions_are_piped_in_and_a_seed_repeats_them(chat, project, capsys, monkeypatch):
+    answers = []
+    for _ in range(2):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("a1:\n\nb2:\n"))
+        assert command("try", project / "chat", "--seed", "3", "--max_new_tokens", "4") == 0
+        answers.append(capsys.readouterr().out.splitlines())
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 2
+    assert max(map(len, answers[0])) <= 4 * 2  # a token is a letter, and the tiny tokenizer puts a space between
+
+
+def test_a_model_that_does_not_say_what_it_was(project, capsys):
+    assert command("try", project / "base", "--prompt", "a", "--compare") == 2
+    assert "does not say what it was trained from" in capsys.readouterr().err
+
+
+# Merged.
+
+
+@pytest.mark.parametrize("run", ["sft", "chat"])
+def test_a_merged_model_is_adapter_and_base(run, chat, project, tmp_path):
+    """In float64 throughout, so that what is left is the rounding of the sums to float32."""
+    difference, largest = merge(find(str(project / run)), tmp_path / "merged")
+    assert difference < 1e-6 * largest
+    adapter = PeftModel.from_pretrained(tiny.load(str(project / "base")), str(project / run)).double()
+    merged = tiny.load(str(tmp_path / "merged")).double()
+    assert not hasattr(merged, "peft_config")
+    with float64_throughout():
+        expected = logits(adapter)
+        assert (logits(merged) - expected).abs().max() < 1e-6 * expected.abs().max()
+        with adapter.disable_adapter():
+            assert (logits(merged) - logits(adapter)).abs().max() > 1e-2
+    sums = adapter.merge_and_unload().state_dict()
+    for name, weight in merged.state_dict().items():
+        torch.testing.assert_close(weight, sums[name], rtol=0, atol=1e-6)
+
+
+def test_a_merged_run_is_asked_like_the_run(chat, project, capsys):
+    assert command("merge", project / "chat") == 0
+    assert "written in float32" in capsys.readouterr().out
+    for run in ("chat", "chat-merged"):
+        assert command("try", project / run, "--prompt", "c2:", "--greedy") == 0
+    once, again = capsys.readouterr().out.splitlines()
+    assert once == again
+
+
+def test_bfloat16_is_written_where_it_is_asked_for(project, tmp_path, capsys):
+    assert command("merge", project / "sft", "--output", tmp_path / "half", "--dtype", "bfloat16") == 0
+    assert (
+        next(load_policy(str(tmp_path / "half"), tiny.tokenizer(), dtype="auto").parameters()).dtype == torch.bfloat16
+    )
+    assert "Logits differ" in capsys.readouterr().out
+
+
+def test_what_cannot_be_merged(project, tmp_path, capsys):
+    assert command("merge", project / "base") == 2
+    assert "is a plain model already" in capsys.readouterr().err
+    assert command("merge", project / "sft", "--output", project / "base") == 2
+    assert "there is something already" in capsys.readouterr().err
+    shutil.copytree(project / "base", tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
+    )
+    shutil.copytree(project / "sft", tmp_path / "sft")
+    adapter = json.loads((tmp_path / "sft" / "adapter_config.json").read_text())
+    (tmp_path / "sft" / "adapter_config.json").write_text(
+        json.dumps(adapter | {"base_model_name_or_path": str(tmp_path / "base")})
+    )
+    assert command("merge", tmp_path / "sft") == 2
+    assert "is quantized" in capsys.readouterr().err
+    assert not (tmp_path / "sft-merged").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_sum_that_is_another_model_is_not_kept(tmp_path):
+    """An adapter of an embedding that is tied to the LM head: merged, it changes the head too."""
+    tiny.save(tmp_path / "tied", tie_word_embeddings=True)
+    lora = LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
+    get_peft_model(tiny.load(str(tmp_path / "tied")), lora).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="so that it was not kept"):
+        merge(find(str(tmp_path / "adapter")), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+# Sampled.
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_samples_are_scored_and_their_prompts_train(suffix, chat, project, tmp_path, capsys):
+    lines = [{"problem": f"{c}{i}:", "answer": f"x #### {i}"} for i, c in enumerate("abcdefgh")]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    settings = SETTINGS | {"dataset_name": str(data), "answer_format": "gsm8k", "save_strategy": "no"}
+    argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "run", **settings)
+    file = tmp_path / f"out.{suffix}"
+    asked = ("sample", *argv, "--model", project / "chat", "--num", "3", "--output", file, "--pass_by", "s")
+    assert command(*asked) == 0
+    assert "8 prompts x 3 completions" in capsys.readouterr().out
+    rows = read_completions(file)
+    assert len(rows) == 24
+    spread = tiny.spread([row["completion"] for row in rows])
+    assert [row["rewards/s"] for row in rows] == pytest.approx(spread)
+    assert [row["reward"] for row in rows] == pytest.approx(
+        [s + row["rewards/accuracy"] for s, row in zip(spread, rows, strict=True)]
+    )
+    assert [row["solution"] for row in rows[::3]] == [str(i) for i in range(8)]
+    assert rows[0]["prompt"][0] == {"role": "system", "content": "be brief."}
+
+    rates = [sum(spread[i : i + 3]) / 3 for i in range(0, 24, 3)]
+    prompts = str(tmp_path / f"out_prompts.{suffix}")
+    middle = (min(rates) + max(rates)) / 2
+    trained = load_recipe([*argv, "--dataset_name", prompts, "--min_pass_rate", str(middle), "--output_dir", "x"])
+    kept, _ = datasets_of(trained, None)
+    above = [i for i, rate in enumerate(rates) if rate >= middle]
+    assert [row["solution"] for row in kept] == [str(i) for i in above]
+    assert [row["prompt"] for row in kept] == [rows[3 * i]["prompt"] for i in above]
+
+
+def test_a_pass_rate_leaves_out_what_could_not_be_scored():
+    rows = [{"rewards/a": value} for value in (1.0, float("nan"), 0.0, 0.0, float("nan"))]
+    assert pass_rate(rows, "a") == pytest.approx(1 / 3)
+    assert pass_rate(rows[1:2], "a") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--num", "0"], "--num 0"),
+        (["--output", "x.txt"], "x.txt"),
+        (["--pass_by", "acuracy"], "Did you mean 'accuracy'"),
+        (["--model", "./gone"], "no such folder"),
+        (["--temperatur", "1"], "temperatur"),
+    ],
+)
+def test_sample_says_what_is_wrong(given, expected, project, tmp_path, capsys):
+    argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "run", reward_funcs=["accuracy"])
+    assert command("sample", *argv, "--output", tmp_path / "x.jsonl", *given) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["try", "merge", "sample"])
+def test_each_says_how_it_is_asked(name, capsys):
+    assert command(name, "--help") == 0
+    assert f"usage: grpo-ext {name}" in capsys.readouterr().out
+
+
+def test_the_recipes_chat_options_reach_the_template(project):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'x' if loud else 'y' }}"
+    trained = Trained("m", {"conversational": True, "chat_template_kwargs": {"loud": True}})
+    assert tokenizer.decode(trained.encode("a", tokenizer)["input_ids"][0]).endswith("x")
+
+
+def test_the_page_loads_what_a_run_has_left(text, project, tmp_path, monkeypatch):
+    """Its recipes name files that only a run leaves, so that they are loaded here."""
+    page = (Path(__file__).parents[2] / "docs" / "after_training.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    for name, there in (("run", project / "text"), ("sft", project / "sft"), ("run-merged", project / "base")):
+        (tmp_path / "outputs" / name).symlink_to(there)
+    (tmp_path / "samples_prompts.jsonl").write_text('{"prompt": "a", "solution": "1", "pass_rate": 0.5}\n')
+    [program] = re.findall(r"^```python.*?\n(.*?)^```", page, re.M | re.S)
+    exec(program, loaded := {})
+    assert loaded["model"].config.hidden_size == 32
+    recipes = re.findall(r"^```yaml.*?\n(.*?)^```", page, re.M | re.S)
+    assert len(recipes) == 3
+    argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "shown")
+    for shown in recipes:
+        keys = [word for key, value in yaml.safe_load(shown).items() for word in (f"--{key}", str(value))]
+        load_recipe([*argv, *keys])

@@ -1,0 +1,206 @@
+"""`grpo-ext` before one knows it: help, lists, a project to begin with; quick, and nothing that surprises a shell."""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_ext import __version__
+from grpo_ext.commands import env
+from grpo_ext.commands.cli import COMMANDS, MODULES, main
+from grpo_ext.commands.completion import SCRIPTS
+from grpo_ext.objective.losses import losses
+from grpo_ext.quickstart.model import ensure_model
+from grpo_ext.recipe.files import packaged_recipes
+from grpo_ext.recipe.help import subjects
+from grpo_ext.recipe.parsing import all_keys, load_recipe
+from grpo_ext.rewards.catalogue import rewards
+from processes import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+
+
+def said(*argv: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+        main(list(argv))
+    return end.value.code, out.getvalue(), err.getvalue()
+
+
+def test_help_is_short_and_by_what_one_does():
+    code, out, _ = said("--help")
+    assert code == 0
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+    assert [line for line in out.splitlines() if line.endswith(":")] == [
+        "to start:", "to train:", "after training:", "to look up:"
+    ]  # fmt: skip
+    assert out.count("\n") < 40
+    assert said()[0] == 2
+    for name, (_, line) in COMMANDS.items():
+        assert callable(importlib.import_module(f"grpo_ext.commands.{MODULES.get(name, name)}").run)
+        assert len(line.partition(": ")[0]) < 80
+    code, out, _ = said("train", "--help")
+    assert (code, out.count("\n") < 20, "--help-all" in out) == (0, True, True)
+
+
+def test_a_wrong_command_is_told_the_right_one():
+    code, out, err = said("chek", "--config", "x")
+    assert (code, out, err) == (2, "", "grpo-ext: no command 'chek'. Did you mean 'check'?\n")
+
+
+def test_all_keys_stand_under_one_subject_each():
+    found = [f.name for fields in subjects().values() for f in fields]
+    assert sorted(found) == all_keys()
+    assert next(iter(subjects().values()))[0].name == "loss_type"
+    assert said("train", "--help-all")[1].count("\n  --") == len(found)
+
+
+def test_lists_hold_what_there_is():
+    assert said("--version")[1] == f"grpo-ext {__version__}\n"
+    out = said("losses")[1]
+    assert all(row.formula in out and row.paper in out for row in losses.values())
+    assert "grpo, deepseek_math\n" in out
+    out = said("rewards")[1]
+    names = {name for line in out.splitlines() if not line.startswith(" ") for name in line.split(", ")}
+    assert names == set(rewards)
+    assert "columns: solution" in out
+    assert "style='think_answer'" in out
+    assert "max_length (must be set)" in out
+    assert [line.split()[0] for line in said("recipes")[1].splitlines()] == list(packaged_recipes())
+
+
+def test_the_report_of_a_machine_names_nobody(monkeypatch):
+    monkeypatch.setattr(env, "GPUS", ("echo", "H200, 143771 MiB, 570.1"))
+    out = said("env")[1]
+    for name in ("grpo-ext", "python", "torch", "trl", "transformers", "accelerate", "peft", "system", "CPU"):
+        assert f"\n{name} " in f"\n{out}"
+    assert "H200, 143771 MiB" in out
+    private = [os.uname().nodename, str(Path.home()), os.environ.get("USER", "-no-user-"), str(ROOT), sys.prefix]
+    assert [text for text in private if len(text) > 4 and text in out] == []
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    for unbuffered in ("", "1"):
+        line = f"{sys.executable} -m grpo_ext rewards | head -1"
+        done = subprocess.run(
+            line, shell=True, capture_output=True, text=True, timeout=PATIENCE,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+        assert (done.stdout, done.stderr) == ("accuracy\n", "")
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["losses"], ["rewards"], ["recipes"], ["env"]])
+def test_a_list_is_there_at_once(argv):
+    """Half a second where nothing else runs; by the processor's time, with room for a slower one."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "grpo_ext", *argv], check=True, capture_output=True, timeout=PATIENCE)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(2)) < 1.5
+
+
+@pytest.mark.parametrize("shell", SCRIPTS)
+def test_completion_knows_commands_recipes_and_keys(shell):
+    code, script, _ = said("completion", shell)
+    assert code == 0
+    assert all(word in script for word in (*COMMANDS, *packaged_recipes(), "learning_rate", "num_processes"))
+
+
+def test_completion_completes():
+    script = said("completion", "bash")[1]
+    recipe = ("grpo-ext train --config quickstart/dr", "quickstart/dr_grpo")
+    for typed, expected in (("grpo-ext chec", "check"), recipe, ("grpo-ext train --loss_ty", "--loss_type")):
+        words = typed.split()
+        ask = f"COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _grpo_ext; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [expected], done.stderr
+    assert said("completion", "tcsh")[0] == 2
+    assert "~/.bashrc" in said("completion")[1]
+
+
+# A project to begin with.
+
+
+def test_a_project_is_laid_out_and_sound(tmp_path, monkeypatch):
+    folder = tmp_path / "deep" / "mine"
+    code, out, _ = said("new", str(folder))
+    assert code == 0
+    assert f"cd {folder}" in out
+    laid = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert laid == ["README.md", "data/questions.csv", "recipe.yaml", "rewards.py", "test_rewards.py"]
+    monkeypatch.chdir(folder)
+    recipe = load_recipe(["--config", "recipe.yaml"])
+    assert [spec.name for spec in recipe.rewards] == ["accuracy", "format", "digits"]
+    own = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(own, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert "6 passed" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(("name", "told"), [("full", "not empty: it holds 'mine.txt'"), ("file", "is a file")])
+def test_nothing_that_is_there_is_touched(name, told, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    code, _, err = said("new", str(tmp_path / name))
+    assert code == 2
+    assert told in err
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
+    assert (tmp_path / "file").read_text() == "mine"
+    assert said("new")[0] == said("new", "--force")[0] == 2
+    (tmp_path / "empty").mkdir()
+    assert said("new", str(tmp_path / "empty"))[0] == 0
+
+
+@pytest.mark.slow
+def test_from_nothing_to_a_model(tmp_path):
+    """Each command as the project's README has it, but for the number of steps and a model hardly warmed up."""
+    model = str(ensure_model(directory=tmp_path / "cache", steps=2))
+    grpo_ext = [sys.executable, "-m", "grpo_ext"]
+    own = ["--config", "recipe.yaml", "--model_name_or_path", model]
+    spent = {}
+    for name, argv in {"new": ["mine"], "check": own, "train": [*own, "--max_steps", "3"]}.items():
+        start = time.monotonic()
+        where = tmp_path if name == "new" else tmp_path / "mine"
+        done = subprocess.run(
+            [*grpo_ext, name, *argv], cwd=where, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        spent[name] = time.monotonic() - start
+        assert "\r" not in done.stdout + done.stderr  # a bar has no place in a file
+    print(" ".join(f"{name}: {seconds:.1f} s" for name, seconds in spent.items()))
+    assert "step 3/3   trained in" in done.stdout
+    out = tmp_path / "mine" / "outputs" / "first"
+    assert (out / "model.safetensors").exists()
+    assert (out / "metrics.jsonl").read_text().count("\n") >= 1
+    assert sum(spent.values()) < PATIENCE
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
+    """Its cells one after the other, as a kernel runs them, with 4 steps for 40; what is drawn is not seen."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    folder = ensure_model(directory=tmp_path / "cache", steps=2)
+    monkeypatch.setattr("grpo_ext.trainer.arguments.ensure_once", lambda: folder)
+    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
+    names: dict = {"__name__": "__main__"}
+    for number, cell in enumerate(cells):
+        shorter = cell.replace("max_steps=40", "max_steps=4").replace("logging_steps=4", "logging_steps=2")
+        exec(compile(shorter, f"cell {number}", "exec"), names)
+    out = capsys.readouterr().out
+    assert "step 4/4   trained in" in out
+    assert list(names["log"].index) == [2, 4]
+    assert names["trainer"].reward_func_names == ["accuracy", "format", "carries"]

@@ -1,0 +1,78 @@
+"""`chat_template` of a recipe: checked before anything is loaded, set on the tokenizer, saved with the model."""
+
+import json
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+import tiny
+from grpo_ext.data.chat_template import problems, template_text
+from grpo_ext.errors import ConfigError
+from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.train import train
+
+PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+LOST_SYSTEM = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "with_system", "told"),
+    [
+        (PLAIN, True, []),
+        (NO_SYSTEM, False, []),
+        ("{% for m in messages %}", False, ["does not render: TemplateSyntaxError", "Correct the template"]),
+        ("{{ messages[7]['content'] + 1 }}", False, ["does not render: UndefinedError"]),
+        ("{{ bos_token }}hello", False, ["leaves the user's message out"]),
+        (NO_SYSTEM, True, ["refuses a system message: no system", "system_prompt is set"]),
+        (LOST_SYSTEM, True, ["leaves it out, but system_prompt is set"]),
+        ("chatml", False, ["chat_template='chatml...': no Jinja", "path of a .jinja file"]),
+        ("no/such.jinja", False, ["chat_template='no/such.jinja': no such file"]),
+    ],
+)
+def test_a_template_is_rendered_before_anything_is_loaded(template, with_system, told):
+    found = list(problems(template, with_system=with_system))
+    assert len(found) == bool(told)
+    assert all(word in found[0] for word in told)
+
+
+def test_a_template_may_be_a_file(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text(PLAIN)
+    assert template_text(str(path)) == template_text(PLAIN) == PLAIN
+    assert not list(problems(str(path)))
+    path.write_text("{{ broken")
+    (told,) = problems(str(path))
+    assert f"{str(path)!r} does not render" in told
+
+
+def test_a_recipes_template_makes_the_prompts_and_is_saved_with_the_model(tmp_path):
+    """Prompts of 12 letters: the tokenizer's own template makes 13 tokens of one, the recipe's 14."""
+    rows = [
+        {"prompt": [{"role": "user", "content": "abcdefghijk" + "lmnop"[i % 5]}], "solution": "1"} for i in range(8)
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    template = "{% for m in messages %}{{ m['content'] }}?={% endfor %}"
+    (tmp_path / "t.jinja").write_text(template)
+    recipe = tiny.TRAINING | {
+        "model_name_or_path": tiny.save(tmp_path / "model"),
+        "dataset_name": str(tmp_path / "train.jsonl"),
+        "reward_funcs": [{"name": "spread", "func": "tiny:spread"}],
+        "reward_workers": 0,
+        "max_steps": 1,
+        "max_prompt_length": 14,
+        "chat_template": str(tmp_path / "t.jinja"),
+        "output_dir": str(tmp_path / "out"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    argv = ["--config", str(tmp_path / "recipe.yaml")]
+    trainer = train(load_recipe(argv))
+    tokens = {entry["num_tokens"] - 8 * entry["completions/mean_length"] for entry in trainer.state.log_history[:1]}
+    assert tokens == {8 * 14}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == template
+
+    with pytest.raises(ConfigError, match="chat_template='chatml"):
+        load_recipe([*argv, "--chat_template", "chatml"])
+    with pytest.raises(ValueError, match="max_prompt_length=13 drops all 8 rows"):
+        train(load_recipe([*argv, "--max_prompt_length", "13", "--output_dir", str(tmp_path / "other")]))

@@ -1,0 +1,63 @@
+"""Rows chosen by the pass rate that `grpo-ext sample` has measured."""
+
+import logging
+
+import pytest
+from datasets import Dataset
+
+from grpo_ext.data.config import DataConfig, value_problems
+from grpo_ext.data.prepare import prepare
+from grpo_ext.errors import DataError
+
+RATES = [0.0, 0.1, None, 0.5, 0.9, 1.0]
+ROWS = Dataset.from_list([{"question": f"q{i}", "answer": str(i), "pass_rate": rate} for i, rate in enumerate(RATES)])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"min_pass_rate": 0.1, "max_pass_rate": 0.9}, [1, 3, 4]),
+        ({"min_pass_rate": 0.2}, [3, 4, 5]),
+        ({"max_pass_rate": 0.0}, [0]),
+        ({"min_pass_rate": 0, "max_pass_rate": 1}, [0, 1, 3, 4, 5]),
+        ({"max_pass_rate": 0.9, "max_samples": 4}, [0, 1, 3]),
+    ],
+)
+def test_bounds_belong_to_what_is_kept(bounds, kept, streamed):
+    rows = prepare(ROWS.to_iterable_dataset() if streamed else ROWS, DataConfig(**bounds))
+    assert [row["solution"] for row in rows] == [str(i) for i in kept]
+
+
+def test_how_many_are_kept_is_said(caplog):
+    with caplog.at_level(logging.WARNING):
+        prepare(ROWS, DataConfig(min_pass_rate=0.1, max_pass_rate=0.9), source="rows.jsonl")
+    assert "rows.jsonl: 3 of 6 rows have a pass_rate from 0.1 to 0.9." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "bounds", "expected"),
+    [
+        (ROWS.remove_columns("pass_rate"), {"min_pass_rate": 0.1}, "but no column pass_rate. Name a file"),
+        (ROWS, {"min_pass_rate": 0.6, "max_pass_rate": 0.8}, "no row has a pass_rate from 0.6 to 0.8. Widen"),
+    ],
+)
+def test_nothing_to_choose_from(rows, bounds, expected):
+    with pytest.raises(DataError, match=expected):
+        prepare(rows, DataConfig(**bounds))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ({"min_pass_rate": 1.5}, "min_pass_rate=1.5 must be a share from 0 to 1"),
+        ({"max_pass_rate": "half"}, "max_pass_rate='half' must be a share"),
+        ({"max_pass_rate": True}, "max_pass_rate=True must be a share"),
+        ({"min_pass_rate": float("nan")}, "min_pass_rate=nan must be a share"),
+        ({"min_pass_rate": 0.9, "max_pass_rate": 0.1}, "0.9 to 0.1: no pass rate is between"),
+    ],
+)
+def test_bounds_that_are_none(bounds, expected):
+    [problem] = value_problems(DataConfig(**bounds))
+    assert expected in problem

@@ -1,0 +1,57 @@
+# The arguments and values of OpenRLHF/OpenRLHF, examples/scripts/train_reinforce_baseline_hybrid_engine.sh.
+python3 -m openrlhf.cli.train_ppo_ray \
+    --actor.adam.lr 5e-07 \
+    --actor.entropy_coef 0.0 \
+    --actor.gradient_checkpointing_enable \
+    --actor.model_name_or_path Qwen/Qwen3-4B-Thinking-2507 \
+    --actor.num_gpus_per_node 4 \
+    --actor.num_nodes 1 \
+    --algo.advantage.estimator reinforce_baseline \
+    --algo.advantage.is_correction_enable \
+    --algo.advantage.is_correction_type icepop \
+    --algo.dynamic_filtering_enable \
+    --algo.dynamic_filtering_range 0.0 1.0 \
+    --algo.kl.estimator k2 \
+    --algo.kl.init_coef 1e-05 \
+    --algo.kl.use_loss \
+    --ckpt.load_enable \
+    --ckpt.max_num 3 \
+    --ckpt.output_dir '$WORK_DIR/exp/Qwen3-4B-Thinking' \
+    --ckpt.path '$WORK_DIR/exp/Qwen3-4B-Thinking/ckpt' \
+    --ckpt.save_hf \
+    --ckpt.save_steps 10 \
+    --data.apply_chat_template \
+    --data.input_key prompt \
+    --data.label_key label \
+    --data.max_len 74240 \
+    --data.max_samples 128000 \
+    --data.prompt_dataset zhuzilin/dapo-math-17k \
+    --ds.enable_sleep \
+    --ds.packing_samples \
+    --ds.param_dtype bf16 \
+    --ds.ring_attn_head_stride 2 \
+    --ds.ring_attn_size 2 \
+    --ds.zero_stage 3 \
+    --eval.steps -1 \
+    --logger.logging_steps 1 \
+    --logger.tensorboard_dir '$WORK_DIR/exp/Qwen3-4B-Thinking/runs' \
+    --ref.num_gpus_per_node 4 \
+    --ref.num_nodes 1 \
+    --rollout.batch_size 128 \
+    --rollout.max_new_tokens 64000 \
+    --rollout.max_tokens_per_gpu 32768 \
+    --rollout.micro_batch_size 8 \
+    --rollout.n_samples_per_prompt 8 \
+    --train.agent_func_path examples/python/agent_func.py \
+    --train.batch_size 1024 \
+    --train.colocate_all \
+    --train.dynamic_batch_enable \
+    --train.max_epochs 1 \
+    --train.max_tokens_per_gpu 16192 \
+    --train.micro_batch_size 1 \
+    --train.num_episodes 1 \
+    --vllm.enforce_eager \
+    --vllm.gpu_memory_utilization 0.7 \
+    --vllm.num_engines 2 \
+    --vllm.sync_backend nccl \
+    --vllm.tensor_parallel_size 2

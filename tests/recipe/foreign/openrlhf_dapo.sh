@@ -1,0 +1,45 @@
+# The arguments and values of OpenRLHF/OpenRLHF, examples/scripts/train_dapo_ray_hybrid_engine.sh.
+python3 -m openrlhf.cli.train_ppo_ray \
+    --actor.adam.lr 5e-07 \
+    --actor.eps_clip_low_high 0.2 0.27 \
+    --actor.gradient_checkpointing_enable \
+    --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture \
+    --actor.num_gpus_per_node 8 \
+    --actor.num_nodes 1 \
+    --algo.advantage.estimator group_norm \
+    --algo.advantage.gamma 1.0 \
+    --algo.advantage.is_correction_enable \
+    --algo.dynamic_filtering_enable \
+    --algo.dynamic_filtering_range 0 1 \
+    --algo.kl.estimator k3 \
+    --algo.kl.init_coef 0.001 \
+    --algo.kl.use_loss \
+    --ckpt.output_dir /openrlhf/examples/test_scripts/final/llama3-8b-rlhf \
+    --ckpt.path /openrlhf/examples/test_scripts/ckpt/llama3-8b-rlhf \
+    --ckpt.save_hf \
+    --ckpt.save_steps 20 \
+    --data.apply_chat_template \
+    --data.input_key context_messages \
+    --data.max_len 2048 \
+    --data.max_samples 20000 \
+    --data.prompt_dataset OpenRLHF/prompt-collection-v0.1 \
+    --ds.enable_sleep \
+    --ds.packing_samples \
+    --ds.param_dtype bf16 \
+    --ds.zero_stage 3 \
+    --ref.num_gpus_per_node 8 \
+    --ref.num_nodes 1 \
+    --reward.remote_url /openrlhf/examples/python/reward_func.py \
+    --rollout.batch_size 128 \
+    --rollout.micro_batch_size 16 \
+    --rollout.n_samples_per_prompt 8 \
+    --train.batch_size 128 \
+    --train.colocate_all \
+    --train.max_epochs 1 \
+    --train.micro_batch_size 8 \
+    --vllm.enable_sleep \
+    --vllm.enforce_eager \
+    --vllm.gpu_memory_utilization 0.6 \
+    --vllm.num_engines 4 \
+    --vllm.sync_backend nccl \
+    --vllm.tensor_parallel_size 2

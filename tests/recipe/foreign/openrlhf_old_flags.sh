@@ -1,0 +1,45 @@
+# The arguments and values of OpenRLHF/OpenRLHF, examples/scripts/train_dapo_ray_hybrid_engine.sh before its flags had dots.
+python3 -m openrlhf.cli.train_ppo_ray \
+    --actor_learning_rate 5e-07 \
+    --actor_num_gpus_per_node 8 \
+    --actor_num_nodes 1 \
+    --advantage_estimator group_norm \
+    --apply_chat_template \
+    --ckpt_path /openrlhf/examples/test_scripts/ckpt/llama3-8b-rlhf \
+    --colocate_all_models \
+    --deepspeed_enable_sleep \
+    --dynamic_filtering \
+    --dynamic_filtering_reward_range 0 1 \
+    --enforce_eager \
+    --eps_clip_low_high 0.2 0.27 \
+    --gamma 1.0 \
+    --gradient_checkpointing \
+    --init_kl_coef 0.001 \
+    --input_key context_messages \
+    --kl_estimator k3 \
+    --max_epochs 1 \
+    --max_len 2048 \
+    --max_samples 20000 \
+    --micro_rollout_batch_size 16 \
+    --micro_train_batch_size 8 \
+    --n_samples_per_prompt 8 \
+    --packing_samples \
+    --param_dtype bf16 \
+    --pretrain OpenRLHF/Llama-3-8b-sft-mixture \
+    --prompt_data OpenRLHF/prompt-collection-v0.1 \
+    --ref_num_gpus_per_node 8 \
+    --ref_num_nodes 1 \
+    --remote_rm_url /openrlhf/examples/python/reward_func.py \
+    --rollout_batch_size 128 \
+    --save_hf_ckpt \
+    --save_path /openrlhf/examples/test_scripts/final/llama3-8b-rlhf \
+    --save_steps 20 \
+    --train_batch_size 128 \
+    --use_kl_loss \
+    --vllm_enable_is_correction \
+    --vllm_enable_sleep \
+    --vllm_gpu_memory_utilization 0.6 \
+    --vllm_num_engines 4 \
+    --vllm_sync_backend nccl \
+    --vllm_tensor_parallel_size 2 \
+    --zero_stage 3

@@ -1,0 +1,53 @@
+# The arguments and values of OpenRLHF/OpenRLHF, examples/scripts/train_prorlv2_math_hybrid_engine.sh.
+python3 -m openrlhf.cli.train_ppo_ray \
+    --actor.adam.lr 1e-06 \
+    --actor.eps_clip_low_high 0.2 0.27 \
+    --actor.gradient_checkpointing_enable \
+    --actor.model_name_or_path deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \
+    --actor.num_gpus_per_node 8 \
+    --actor.num_nodes 1 \
+    --algo.advantage.estimator reinforce_baseline \
+    --algo.advantage.gamma 1.0 \
+    --algo.advantage.is_correction_enable \
+    --algo.advantage.is_correction_threshold 0.5 5.0 \
+    --algo.advantage.is_correction_type icepop \
+    --algo.dynamic_filtering_enable \
+    --algo.dynamic_filtering_range 0 1 \
+    --algo.kl.estimator k2 \
+    --algo.kl.init_coef 0.0001 \
+    --algo.kl.use_loss \
+    --ckpt.output_dir '$WORK_DIR/exp/DeepSeek-R1-Qwen-1.5B-PRORLV2' \
+    --ckpt.path '$WORK_DIR/exp/DeepSeek-R1-Qwen-1.5B-PRORLV2/ckpt' \
+    --ckpt.save_hf \
+    --ckpt.save_steps 5 \
+    --data.apply_chat_template \
+    --data.input_key prompt \
+    --data.label_key label \
+    --data.max_len 9216 \
+    --data.prompt_dataset OpenRLHF/dapo-math-17k \
+    --ds.enable_sleep \
+    --ds.packing_samples \
+    --ds.param_dtype bf16 \
+    --ds.zero_stage 3 \
+    --eval.dataset OpenRLHF/aime-2024 \
+    --eval.n_samples_per_prompt 4 \
+    --eval.steps 5 \
+    --eval.temperature 1.0 \
+    --ref.num_gpus_per_node 8 \
+    --ref.num_nodes 1 \
+    --reward.remote_url '$WORK_DIR/examples/python/math_reward_func.py' \
+    --reward.stop_properly_penalty_coef 0.0 \
+    --rollout.batch_size 512 \
+    --rollout.max_new_tokens 8192 \
+    --rollout.n_samples_per_prompt 16 \
+    --train.batch_size 1024 \
+    --train.colocate_all \
+    --train.dynamic_batch_enable \
+    --train.max_tokens_per_gpu 32768 \
+    --train.num_episodes 100 \
+    --vllm.enable_sleep \
+    --vllm.enforce_eager \
+    --vllm.gpu_memory_utilization 0.75 \
+    --vllm.num_engines 8 \
+    --vllm.sync_backend nccl \
+    --vllm.tensor_parallel_size 1

@@ -1,0 +1,39 @@
+# The arguments and values of modelscope/ms-swift, examples/train/grpo/internal/vllm_72b_4gpu.sh.
+CUDA_VISIBLE_DEVICES=0,1,2,3 NPROC_PER_NODE=4 swift rlhf \
+    --dataloader_num_workers 4 \
+    --dataset 'AI-MO/NuminaMath-TIR#10000' \
+    --deepspeed zero3_offload \
+    --eval_steps 1000 \
+    --gradient_accumulation_steps 1 \
+    --learning_rate 1e-06 \
+    --load_from_cache_file true \
+    --log_completions true \
+    --logging_steps 5 \
+    --max_completion_length 1024 \
+    --max_length 2048 \
+    --model Qwen/Qwen2.5-72B-Instruct \
+    --move_model_batches 16 \
+    --num_generations 4 \
+    --num_train_epochs 1 \
+    --offload_model true \
+    --offload_optimizer true \
+    --output_dir output \
+    --per_device_eval_batch_size 1 \
+    --per_device_train_batch_size 1 \
+    --reward_funcs accuracy format \
+    --rlhf_type grpo \
+    --save_steps 1000 \
+    --save_total_limit 2 \
+    --sleep_level 1 \
+    --system examples/train/grpo/prompt.txt \
+    --temperature 1.0 \
+    --top_k 80 \
+    --top_p 1.0 \
+    --torch_dtype bfloat16 \
+    --tuner_type lora \
+    --use_vllm true \
+    --vllm_gpu_memory_utilization 0.55 \
+    --vllm_max_model_len 2048 \
+    --vllm_mode colocate \
+    --vllm_tensor_parallel_size 4 \
+    --warmup_ratio 0.05

@@ -1,0 +1,44 @@
+# The arguments and values of modelscope/ms-swift, examples/train/grpo/plugin/run_external_reward_func.sh.
+CUDA_VISIBLE_DEVICES=0,1,2,3 NPROC_PER_NODE=4 MAX_PIXELS=602112 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True swift rlhf \
+    --advantage_estimator grpo \
+    --async_generate false \
+    --beta 0.001 \
+    --dataloader_num_workers 4 \
+    --dataset AI-ModelScope/clevr_cogen_a_train \
+    --deepspeed zero1 \
+    --epsilon 0.2 \
+    --epsilon_high 0.28 \
+    --eval_steps 1000 \
+    --external_plugins examples/train/grpo/plugin/plugin.py \
+    --gradient_accumulation_steps 4 \
+    --importance_sampling_level token \
+    --learning_rate 1e-06 \
+    --log_completions true \
+    --logging_steps 1 \
+    --loss_type grpo \
+    --max_completion_length 8192 \
+    --model Qwen/Qwen2.5-VL-3B-Instruct \
+    --num_generations 8 \
+    --num_iterations 1 \
+    --num_train_epochs 1 \
+    --offload_model true \
+    --offload_optimizer true \
+    --overlong_filter false \
+    --per_device_train_batch_size 4 \
+    --report_to tensorboard swanlab \
+    --reward_funcs external_r1v_acc format \
+    --rlhf_type grpo \
+    --save_steps 1000 \
+    --save_total_limit 10 \
+    --sleep_level 1 \
+    --steps_per_generation 4 \
+    --system examples/train/grpo/prompt.txt \
+    --temperature 1.0 \
+    --torch_dtype bfloat16 \
+    --tuner_type full \
+    --use_vllm true \
+    --vllm_enable_lora false \
+    --vllm_gpu_memory_utilization 0.6 \
+    --vllm_max_model_len 16384 \
+    --vllm_mode colocate \
+    --vllm_tensor_parallel_size 1

@@ -1,0 +1,31 @@
+# The arguments and values of modelscope/ms-swift, examples/train/grpo/internal/transformers.sh.
+CUDA_VISIBLE_DEVICES=0 swift rlhf \
+    --dataloader_num_workers 4 \
+    --dataset 'AI-MO/NuminaMath-TIR#1000' \
+    --dataset_num_proc 4 \
+    --eval_steps 100 \
+    --gradient_accumulation_steps 1 \
+    --learning_rate 1e-05 \
+    --load_from_cache_file true \
+    --log_completions true \
+    --logging_steps 5 \
+    --lora_alpha 32 \
+    --lora_rank 8 \
+    --max_completion_length 1024 \
+    --max_length 2048 \
+    --model Qwen/Qwen2.5-7B \
+    --num_generations 4 \
+    --num_train_epochs 1 \
+    --output_dir output \
+    --per_device_eval_batch_size 4 \
+    --per_device_train_batch_size 4 \
+    --reward_funcs accuracy format \
+    --rlhf_type grpo \
+    --save_steps 100 \
+    --save_total_limit 2 \
+    --system examples/train/grpo/prompt.txt \
+    --target_modules all-linear \
+    --temperature 0.9 \
+    --torch_dtype bfloat16 \
+    --tuner_type lora \
+    --warmup_ratio 0.05

@@ -1,0 +1,27 @@
+# The arguments and values of huggingface/trl, docs/source/lora_without_regret.md.
+uv run grpo.py \
+    --beta 0.0 \
+    --dataset_name HuggingFaceH4/OpenR1-Math-220k-default-verified \
+    --generation_batch_size 16 \
+    --gradient_accumulation_steps 8 \
+    --learning_rate 1.0e-6 \
+    --logging_steps 1 \
+    --lora_alpha 32 \
+    --lora_dropout 0.0 \
+    --lora_r 1 \
+    --lora_target_modules all-linear \
+    --lr_scheduler_type cosine \
+    --max_completion_length 4096 \
+    --max_grad_norm 1.0 \
+    --max_steps 200 \
+    --model_name_or_path Qwen/Qwen3-0.6B \
+    --num_generations 16 \
+    --num_train_epochs 1 \
+    --output_dir grpo-full-qwen3-0.6b \
+    --per_device_train_batch_size 1 \
+    --report_to trackio \
+    --save_steps 50 \
+    --save_strategy steps \
+    --save_total_limit 1 \
+    --vllm_mode colocate \
+    --warmup_steps 0.0

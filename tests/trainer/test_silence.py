@@ -1,0 +1,67 @@
+"""A run without a signal says so once, with what its rewards were."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+import tiny
+from grpo_ext.trainer.silence import PATIENCE, Silence
+from trainers import build
+
+TWO = torch.tensor([[[0.0, 1.0], [0.0, 1.0]], [[0.0, 0.5], [0.0, 0.5]]])
+
+
+def told(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "grpo_ext.trainer.silence"]
+
+
+def test_it_is_told_once_and_names_each_rewards_values(caplog):
+    silence = Silence(["accuracy", "format"])
+    for _ in range(3 * PATIENCE):
+        silence.note(TWO, True)
+    (sentence,) = told(caplog)
+    assert f"no signal in {PATIENCE} generations in a row" in sentence
+    assert (
+        f"these {4 * PATIENCE} completions: accuracy 0 throughout, format 0.5 to 1, alike in each group." in sentence
+    )
+
+
+def test_one_generation_with_a_signal_begins_the_count_anew(caplog):
+    silence = Silence(["accuracy", "format"])
+    for i in range(3 * PATIENCE):
+        silence.note(TWO, i % PATIENCE != 0)
+    assert not told(caplog)
+
+
+def test_what_was_not_scored_is_no_value(caplog):
+    silence = Silence(["accuracy", "format"])
+    for _ in range(PATIENCE):
+        silence.note(torch.tensor([[[math.nan, 1.0], [math.nan, math.nan]]]), True)
+    (sentence,) = told(caplog)
+    assert "accuracy None throughout (not scored), format 1 throughout (5 not scored)." in sentence
+
+
+def test_a_process_that_does_not_tell_is_silent(caplog):
+    silence = Silence(["a"], tells=False)
+    for _ in range(PATIENCE):
+        silence.note(torch.zeros(1, 2, 1), True)
+    assert not told(caplog)
+
+
+def same(completions, **_):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss_defaults": "trl", "loss_type": "grpo"}])
+def test_a_training_run_tells_of_it(tmp_path, caplog, settings):
+    with caplog.at_level(logging.WARNING):
+        build(tiny.model(), tmp_path, [same], max_steps=PATIENCE, **settings).train()
+    (sentence,) = told(caplog)
+    assert "same 1 throughout" in sentence
+
+
+def test_a_training_run_with_a_signal_does_not(tmp_path, caplog):
+    build(tiny.model(), tmp_path, [tiny.count_a], max_steps=PATIENCE).train()
+    assert not told(caplog)
