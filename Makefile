@@ -117,6 +117,7 @@ bench: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/guard_overhead.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/whole_step.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/answers.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts steps memory --pairs 3
 	$(BIN)/python docs/tables.py
 

@@ -1,11 +1,14 @@
 """One small registry for every axis a recipe can name: losses, surrogates, KL, advantages, aggregation, rewards."""
 
 import difflib
-import importlib
+import hashlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from grpo_ext.errors import UnknownNameError
@@ -20,19 +23,64 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {' or '.join(map(repr, close))}?" if close else f"Known: {', '.join(known)}."
 
 
+def located(path: str, folder: Path | None = None) -> str:
+    """`path` with its file in full where it names one: `./file.py:name`, or `file:name` where `folder` has that file.
+
+    A relative file is looked for in `folder` (the recipe's), then in the working directory. So two recipes may each
+    have a `rewards.py` of their own, and whoever gets the path, wherever it runs, finds the same. Names in a package
+    keep their form, since its modules may import each other, unless another package has its name.
+    """
+    if path.endswith(".py"):
+        return path
+    module_name, _, attribute = _split(path)
+    if module_name.endswith(".py"):
+        files = [place / Path(module_name).expanduser() for place in (folder, Path.cwd()) if place is not None]
+        return f"{next(filter(Path.is_file, files), files[0]).resolve()}:{attribute}"
+    if folder is None or not module_name:
+        return path
+    file = folder.joinpath(*module_name.split(".")).with_suffix(".py").resolve()
+    package = folder.resolve() / module_name.partition(".")[0]
+    return path if not file.is_file() or _is_package(package) else f"{file}:{attribute}"
+
+
+def _is_package(folder: Path) -> bool:
+    """Whether a folder is the package that Python finds under its name, from the folder above it too."""
+    if not (folder / "__init__.py").is_file():
+        return False
+    if str(folder.parent) not in sys.path:
+        sys.path.append(str(folder.parent))
+    found = importlib.util.find_spec(folder.name)
+    return found is not None and found.origin == str(folder / "__init__.py")
+
+
+def portable(path: str) -> str:
+    """What `located` gives, without the folder: the same wherever a run's files lie."""
+    module_name, _, attribute = _split(path)
+    return f"{Path(module_name).stem}:{attribute}" if module_name.endswith(".py") else path
+
+
 def import_path(path: str) -> Any:
     """Object behind `package.module:name` (or `package.module.name`), looked up from the working directory too.
+
+    `folder/file.py:name` is the object in that file.
 
     Raises:
         UnknownNameError: the module cannot be imported, or has no such attribute.
     """
-    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    module_name, _, attribute = _split(path)
+    if path.endswith(".py"):
+        raise UnknownNameError(f"{path!r} names no function. Write {path}:NAME.")
     if not module_name or not attribute:
         raise UnknownNameError(f"{path!r} is not of the form 'package.module:name'.")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    file = Path(_split(located(path))[0]) if module_name.endswith(".py") else None
+    if file is not None and not file.is_file():
+        hint = did_you_mean(file.name, (entry.name for entry in file.parent.glob("*.py")))
+        cure = hint if hint.startswith("Did") else "A path counts from the recipe's folder, else from where you start."
+        raise UnknownNameError(f"no such file: {file}. {cure}")
     try:
-        module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name) if file is None else _of_file(file)
     except Exception as error:  # whatever the user's module raises while it is imported is the news
         raise UnknownNameError(f"cannot import {module_name!r} for {path!r}: {error!r}") from error
     try:
@@ -41,6 +89,33 @@ def import_path(path: str) -> Any:
         raise UnknownNameError(
             f"{module_name!r} has no {attribute!r}. {did_you_mean(attribute, dir(module))}"
         ) from None
+
+
+def _split(path: str) -> tuple[str, str, str]:
+    """Module (or file), separator, name; the last of the colons counts, since a drive has one too."""
+    return path.rpartition(":") if ":" in path else path.rpartition(".")
+
+
+def _of_file(file: Path) -> ModuleType:
+    """The module in a file, under a name that no other file has; what lies beside it can be imported."""
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))  # as Python does for a script
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(file.parent))
+        if str(file.parent) not in sys.path:  # for what it imports later
+            sys.path.append(str(file.parent))
+    return module
 
 
 @dataclass(frozen=True)

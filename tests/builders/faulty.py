@@ -83,6 +83,39 @@ def short(completions, **_):
     return [1.0 for completion in completions if not _is_bad(completion)]
 
 
+def returns(completions, *, what: str, **_):
+    """Whatever a user's function may return for two completions."""
+    import numpy
+    import torch
+
+    return RETURNED[what][0](numpy, torch)
+
+
+CURE = "Return a finite number, or None where it cannot be scored"
+LIST = "which is no list. Return a list of one number or None a completion."
+RETURNED = {
+    "numpy": (lambda numpy, torch: numpy.array([1, 0.5], dtype="float32"), [1.0, 0.5], ""),
+    "a tensor": (lambda numpy, torch: torch.tensor([1.0, 0.5]), [1.0, 0.5], ""),
+    "tensors": (lambda numpy, torch: [torch.tensor(1.0), torch.tensor([0.5])], [1.0, 0.5], ""),
+    "bools": (lambda numpy, torch: (True, numpy.False_), [1.0, 0.0], ""),
+    "a generator": (lambda numpy, torch: (x for x in (1, None)), [1.0, None], ""),
+    "text": (lambda numpy, torch: ["1.0", 0.5], [None, 0.5], f"it returned '1.0', which is no number. {CURE}"),
+    "a list": (lambda numpy, torch: [[1.0], 0.5], [None, 0.5], "which is no number"),
+    "nan": (lambda numpy, torch: [1.0, numpy.float64("nan")], [1.0, None], f"it returned nan. {CURE}"),
+    "-inf": (lambda numpy, torch: [-float("inf"), 0.5], [None, 0.5], f"it returned -inf. {CURE}"),
+    "too many": (
+        lambda numpy, torch: [1.0] * 3,
+        [None] * 2,
+        "3 values for 1 completions. Return one for each, or None",
+    ),
+    "nothing": (lambda numpy, torch: None, [None] * 2, f"it returned None, {LIST}"),
+    "a number": (lambda numpy, torch: 1.0, [None] * 2, f"it returned 1.0, {LIST}"),
+    "one text": (lambda numpy, torch: "10", [None] * 2, f"it returned '10', {LIST}"),
+    "a mapping": (lambda numpy, torch: {"a": 1.0}, [None] * 2, LIST),
+    "a scalar": (lambda numpy, torch: torch.tensor(1.0), [None] * 2, f"it returned tensor(1.), {LIST}"),
+}
+"""Name -> what is returned, what it is worth, what the log says."""
+
 FAULTS = {
     "loop": ("timeout", "did not answer within"),
     "sleep": ("timeout", "did not answer within"),

@@ -7,13 +7,23 @@ import math
 
 import pytest
 import torch
+import yaml
 
+import tiny
 from grpo_ext import ConfigError
 from grpo_ext.commands.cli import main
-from grpo_ext.commands.score import explain, grouped, read_rows, score, summary
+from grpo_ext.commands.score import run, shown_rows
+from grpo_ext.config.launch import planned_processes
+from grpo_ext.data.completions import read_completions, write_completions
+from grpo_ext.data.config import DataConfig
+from grpo_ext.data.loading import load_datasets
+from grpo_ext.errors import DataError
+from grpo_ext.recipe import scoring
 from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.scoring import explain, grouped, score, summary
 from grpo_ext.rewards.composition import parse
 from grpo_ext.rewards.runtime import Runtime
+from grpo_ext.train import train
 
 ROWS = [
     {"prompt": "1+1=", "completion": "<think>\nx\n</think>\n<answer>\n2\n</answer>", "solution": "2"},
@@ -38,7 +48,7 @@ def recipe():
 @pytest.fixture
 def scored(recipe, file):
     runtime = Runtime(recipe.rewards, workers=1)
-    yield score(recipe, read_rows(file), runtime)
+    yield score(recipe, read_completions(file), runtime)
     runtime.close()
 
 
@@ -72,13 +82,17 @@ def test_a_row_that_no_reward_scores_has_no_advantage(recipe):
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [('{"prompt": "a"}', "line 2, column completion"), ("{broken", "line 2: not valid JSON"), ("[]", "column prompt")],
+    [
+        ('{"prompt": "a"}', "line 2, column completion"),
+        ("{broken", "line 2: broken JSON"),
+        ("[]", r"line 2: \[\] is not a JSON object"),
+    ],
 )
 def test_a_malformed_row_names_file_line_and_column(line, expected, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + line)
-    with pytest.raises(ConfigError, match=expected) as caught:
-        read_rows(path)
+    with pytest.raises(DataError, match=expected) as caught:
+        read_completions(path)
     assert "bad.jsonl" in str(caught.value)
 
 
@@ -96,26 +110,28 @@ def test_a_malformed_row_names_file_line_and_column(line, expected, tmp_path):
 def test_a_column_that_no_reward_can_take_is_named(row, expected, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(ROWS[0] | row))
-    with pytest.raises(ConfigError, match=expected):
-        read_rows(path)
+    with pytest.raises(DataError, match=expected):
+        read_completions(path)
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe{}"])
-def test_a_file_that_cannot_be_read_is_named(content, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "bad.jsonl: cannot be read"), (b"\xff\xfe{}", "bad.jsonl, line 1: not UTF-8")]
+)
+def test_a_file_that_cannot_be_read_is_named(content, reason, tmp_path, capsys):
     path = tmp_path / "bad.jsonl"
     if content:
         path.write_bytes(content)
     with pytest.raises(SystemExit) as end:
         main(["score", "--config", "quickstart/grpo", "--file", str(path)])
     assert end.value.code == 2
-    assert "bad.jsonl: cannot be read" in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
 
 
 def test_only_a_newline_ends_a_row(tmp_path):
     rows = [ROWS[0] | {"completion": "a\u2028b\u2029c\x85d"}, ROWS[1] | {"completion": [{"content": "x"}]}]
     path = tmp_path / "rows.jsonl"
     path.write_bytes("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode("utf-8-sig"))
-    assert read_rows(path) == rows
+    assert read_completions(path) == rows
 
 
 async def waits(completions, **_):
@@ -139,7 +155,7 @@ def scored_by(tmp_path, *entries):
     recipe = load_recipe(["--config", "quickstart/dr_grpo"])
     recipe = dataclasses.replace(recipe, rewards=specs)
     with contextlib.closing(Runtime(specs, workers=0)) as runtime:
-        scored = score(recipe, read_rows(path), runtime)
+        scored = score(recipe, read_completions(path), runtime)
     return scored, dict(explain(scored, 0, recipe))
 
 
@@ -175,3 +191,79 @@ def test_the_command(file, capsys):
         main([*arguments, "--explain", "9"])
     assert end.value.code == 2
     assert "numbered 0 to 3" in capsys.readouterr().err
+
+
+def test_what_training_logs_is_scored_again_by_rewards_alone(tmp_path, monkeypatch, capsys):
+    """A run with log_completions, then the folder of the run, a recipe without model and data, a file of it all."""
+    values = {"model_name_or_path": tiny.save(tmp_path / "model"), "dataset_name": "quickstart/addition"}
+    values |= {**tiny.TRAINING, "output_dir": str(tmp_path / "run"), "log_completions": True, "reward_workers": 1}
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(values | {"reward_funcs": ["accuracy", "format"]}))
+    train(load_recipe(["--config", str(tmp_path / "train.yaml")]))
+    (tmp_path / "score.yaml").write_text("reward_funcs: [accuracy, {name: tags, weight: 0.5}]\n")
+    rows = read_completions(tmp_path / "run")
+    assert len(rows) == 16  # two steps of eight
+    assert {"step", "prompt", "completion", "solution", "gold_parsed", "answer_parsed", "accuracy"} <= rows[0].keys()
+    assert rows[0]["solution"] == rows[0]["gold_parsed"]
+    config = ["--config", str(tmp_path / "score.yaml"), "--reward_workers", "0"]
+    for written in (tmp_path / "scored.parquet", tmp_path / "scored.jsonl"):
+        assert run(["--file", str(tmp_path / "run"), "--output", str(written), *config]) == 0
+        again = read_completions(written)
+        assert [row["rewards/accuracy"] for row in again] == [row["accuracy"] for row in rows]
+        assert [row["reward"] for row in again] == [
+            row["rewards/accuracy"] + 0.5 * row["rewards/tags"] for row in again
+        ]
+        assert run(["--file", str(written), "--explain", "3", *config]) == 0
+        said = capsys.readouterr().out
+        assert "answer_parsed" in said
+        dataset, _ = load_datasets(str(written), DataConfig(), eval_needed=False)
+        assert dataset[0]["solution"] == rows[0]["solution"]
+
+
+def test_answers_are_read_as_in_training_and_those_that_are_read_already_stay(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": "?", "completion": "5", "answer": text} for text in ("so\n#### 1,005", "7", 5)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "r.yaml").write_text("reward_funcs: [accuracy]\nanswer_format: gsm8k\n")
+    with planned_processes(None):
+        recipe = load_recipe(["--config", str(tmp_path / "r.yaml")], rewards_only=True)
+    assert [row["solution"] for row in read_completions(path, recipe.data)] == ["1005", "7", "5"]
+
+
+def test_what_cannot_be_written_is_told_before_anything_is_scored(file, tmp_path, capsys):
+    config = ["--config", "quickstart/grpo", "--file", str(file)]
+    assert run([*config, "--output", str(tmp_path / "out.csv")]) == 2
+    assert "ends in .jsonl or .parquet" in capsys.readouterr().err
+    assert run([*config, "--output", str(tmp_path / "none" / "out.jsonl")]) == 2
+    assert "no folder" in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"column 'completion'.*Write a \.jsonl file"):
+        write_completions(tmp_path / "o.parquet", [{"completion": "a"}, {"completion": [{"content": "a"}]}])
+
+
+def test_of_many_rows_the_best_and_the_worst_are_shown():
+    numbers, title = shown_rows([float(i % 50) for i in range(100)] + [math.nan])
+    assert sorted(i % 50 for i in numbers) == [0, 0, 1, 1, 2, 47, 48, 48, 49, 49]
+    assert "5 best and 5 worst" in title
+    assert shown_rows([1.0, math.nan]) == ([0, 1], "Rows")
+
+
+def test_a_column_that_is_not_there_is_told(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "?", "completion": "5"}))
+    assert run(["--config", "quickstart/grpo", "--file", str(path), "--reward_workers", "0"]) == 0
+    assert "reward 'accuracy' scores nothing" in capsys.readouterr().err
+
+
+def test_rows_of_two_steps_are_two_groups_and_batches_are_joined(recipe, monkeypatch):
+    monkeypatch.setattr(scoring, "BATCH", 3)
+    rows = [row | {"step": step} for step in (1, 2) for row in ROWS if row["prompt"] == "1+1="]
+    with contextlib.closing(Runtime(recipe.rewards, workers=0)) as runtime:
+        scored = score(recipe, [*rows, ROWS[1]], runtime)
+    assert scored.rewards["accuracy"] == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    assert scored.advantages[:3] == scored.advantages[3:6]
+    assert scored.extras["answer_parsed"] == ["2", "3", "2", "2", "3", "2", "4"]
+    assert summary(scored)[0][6] == "0"
+
+
+def test_a_folder_without_completions_is_told(tmp_path):
+    with pytest.raises(DataError, match="log_completions: true"):
+        read_completions(tmp_path)

@@ -152,7 +152,11 @@ def test_callable_objects_and_partials_get_trls_names(my_rewards):
             {"name": "tags", "kwargs": {"newline": True}},
             ["'newline', which is not an option", "Did you mean 'newlines'"],
         ),
-        ({"name": "accuracy", "kwargs": {"solution": "x"}}, ["'solution', which is not an option", "It has none"]),
+        (
+            {"name": "accuracy", "kwargs": {"solution": "x"}},
+            ["'solution', which is not an option", "max_length, read"],
+        ),
+        ({"name": "reasoning_steps", "kwargs": {"n": 3}}, ["'n', which is not an option", "It has none"]),
         (
             {"name": "my_reward_lib.scaled", "kwargs": {"scale": 1, "log_extra": 1}},
             ["'log_extra', which is not an option"],

@@ -3,15 +3,18 @@
 import asyncio
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from test_rewards_runtime import BATCH, spec
 
 import faulty
@@ -57,6 +60,20 @@ def test_the_zero_of_a_failure_is_not_clipped(settings, expected, workers, runti
     rewards = runtime(spec("choke", on_error="zero", **settings), workers=workers)
     assert score(rewards, log_metric=metrics.__setitem__) == expected
     assert metrics["rewards/choke/clipped_frac"] == 0.0
+
+
+@BOTH
+def test_whatever_a_function_returns_is_a_number_or_told(workers, runtime, caplog):
+    specs = [replace(spec("returns", kwargs={"what": what}), name=what) for what in faulty.RETURNED]
+    functions = runtime(*specs, workers=workers).functions
+    batch = {"prompts": [""] * 2, "completions": ["good"] * 2}
+    for function, (what, (_, expected, words)) in zip(functions, faulty.RETURNED.items(), strict=True):
+        assert function(**batch) == expected, what
+        told = [
+            record.message for record in caplog.records if f"reward {what!r} (faulty:returns) failed" in record.message
+        ]
+        assert [words in message for message in told] == [True] * bool(words)
+        assert all(f"row {expected.index(None)}, the first: 'good'" in message for message in told)
 
 
 # Columns.
@@ -256,7 +273,11 @@ def test_a_plain_function_is_contained_with_its_values(values, reason):
     reward = contained(lambda completions, **_: values, errors, {})
     assert reward(completions=["a", "b"]) == [None, None]
     assert reason in errors[0]
-    assert contained(lambda completions, **_: (1, None), errors, {})(completions=["a", "b"]) == [1, None]
+    rows = {}
+    for given in ((1, None, math.nan), iter([True, None, -math.inf]), torch.tensor([1.0, 2.0, math.nan])):
+        first = contained(lambda completions, given=given, **_: given, errors, rows)(completions=["a"] * 3)[0]
+        assert first == 1.0
+        assert rows == {"<lambda>": [2]}
 
 
 def test_a_reward_that_no_row_can_be_scored_by_is_told():

@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "score": (
         AFTER,
-        "score saved completions: --config RECIPE --file COMPLETIONS.jsonl [--explain N] [--key value ...]",
+        "score saved completions: --config RECIPE --file COMPLETIONS [--explain N] [--output FILE] [--key value ...]",
     ),
     "try": (
         AFTER,

@@ -62,9 +62,7 @@ def _type_problems(config: Any, part: type, also: Mapping[str, type]) -> Iterato
         if value is False and "no" in CHOICES.get(f.name, ()):
             yield f"{f.name}=False: YAML reads an unquoted no as false. Write 'no' in quotes."
         else:
-            known = (
-                _REPORTERS if f.name == "report_to" else () if f.name in _OPEN_TO_PATHS else CHOICES.get(f.name, ())
-            )
+            known = _REPORTERS if f.name == "report_to" else () if f.name in OPEN_TO_PATHS else CHOICES.get(f.name, ())
             yield wrong_type(f.name, value, hint, None if f.default is dataclasses.MISSING else f.default, known)
 
 
@@ -104,7 +102,8 @@ CHOICES: dict[str, Any] = {
     "optim": _values(OptimizerNames),
 }
 _REPORTERS = (*INTEGRATION_TO_CALLBACK, "all", "none")
-_OPEN_TO_PATHS = {"kl_estimator", "advantage_estimator", "loss_aggregation"}
+OPEN_TO_PATHS = ("loss_type", "kl_estimator", "advantage_estimator", "loss_aggregation")
+"""Fields that may name a function of the user's own."""
 
 
 def choice_problems(config: Any) -> Iterator[str]:
@@ -113,7 +112,7 @@ def choice_problems(config: Any) -> Iterator[str]:
         value = getattr(config, name, None)  # not every release of transformers that will do has every field
         if not isinstance(value, (str, bool)) or value in known:  # what is no name is of the wrong type
             continue
-        if name in _OPEN_TO_PATHS and isinstance(value, str):
+        if name in OPEN_TO_PATHS and isinstance(value, str):
             yield from _import_problems(name, value, known)
         else:
             yield unknown_value(name, value, known)

@@ -40,7 +40,7 @@ class GRPOExtConfig(GRPOConfig):
     loss_type: str = field(
         default=GRPOConfig.loss_type,
         metadata={
-            "help": f"The loss: {', '.join(losses)}, or 'package.module:function'. `grpo-ext check` prints its "
+            "help": f"The loss: {', '.join(losses)}, or './file.py:function'. `grpo-ext check` prints its "
             "formula and paper."
         },
     )
@@ -77,8 +77,7 @@ class GRPOExtConfig(GRPOConfig):
     kl_estimator: str | None = field(
         default=None,
         metadata={
-            "help": f"One of {', '.join(kl_estimators)}, or 'package.module:function'. Needs `beta` > 0. "
-            f"{AS_THE_ROW_SAYS}"
+            "help": f"One of {', '.join(kl_estimators)}, or './file.py:function'. Needs `beta` > 0. {AS_THE_ROW_SAYS}"
         },
     )
     kl_placement: str | None = field(
@@ -90,7 +89,7 @@ class GRPOExtConfig(GRPOConfig):
     )
     advantage_estimator: str | None = field(
         default=None,
-        metadata={"help": f"One of {', '.join(estimators)}, or 'package.module:function'. {AS_THE_ROW_SAYS}"},
+        metadata={"help": f"One of {', '.join(estimators)}, or './file.py:function'. {AS_THE_ROW_SAYS}"},
     )
     advantage_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Options of the advantage estimator, such as {'ddof': 0}."}
@@ -115,7 +114,7 @@ class GRPOExtConfig(GRPOConfig):
     )
     loss_aggregation: str | None = field(
         default=None,
-        metadata={"help": f"One of {', '.join(aggregations)}, or 'package.module:function'. {AS_THE_ROW_SAYS}"},
+        metadata={"help": f"One of {', '.join(aggregations)}, or './file.py:function'. {AS_THE_ROW_SAYS}"},
     )
     loss_aggregation_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Options of an aggregation of your own."}

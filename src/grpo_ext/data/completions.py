@@ -134,6 +134,7 @@ def _as_trained(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:
         if found is not None and found != usual[0]:
             row = {**row, usual[0]: row[found]}
     if "solution" in row:
+        row["solution"] = extract_answer(row["solution"], Plan("prompt", "solution"))  # numbers become text
         with suppress(RowError):  # what `log_completions` has written is an answer already
             row["solution"] = extract_answer(row["solution"], Plan("prompt", "solution", config.answer_format))
     return row

@@ -6,12 +6,13 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from trl import TrlParser
 
-from grpo_ext.config.fields import sound_values
+from grpo_ext.config.fields import OPEN_TO_PATHS, sound_values
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import planning, rank
 from grpo_ext.errors import ConfigError
@@ -25,7 +26,7 @@ from grpo_ext.recipe.parts import PARTS, Recipe
 from grpo_ext.recipe.parts import all_keys as all_keys
 from grpo_ext.recipe.replaced_keys import REPLACED
 from grpo_ext.recipe.warnings import recipe_warnings
-from grpo_ext.registry import did_you_mean
+from grpo_ext.registry import did_you_mean, located
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.composition import parse as parse_rewards
 
@@ -51,16 +52,21 @@ class _Parser(TrlParser):
         """Leave a field's choices to the checks."""
 
 
-def load_recipe(argv: Sequence[str], look: Callable[..., Iterator[str]] = no_look) -> Recipe:
+def load_recipe(
+    argv: Sequence[str], look: Callable[..., Iterator[str]] = no_look, *, rewards_only: bool = False
+) -> Recipe:
     """Parse `--config recipe.yaml [--key value ...]`; what stands on the command line wins.
 
-    With a `Look`, what it finds in the policy and the data is told with the rest.
+    With a `Look`, what it finds in the policy and the data is told with the rest; with `rewards_only` a recipe may say
+    nothing of model and data, and what it says is not looked at.
 
     Raises:
         ConfigError: everything that is wrong, at once, before a model is loaded.
     """
     name, args = split_config(argv)
-    values = read_yaml(find_recipe(name)) if name else {}
+    file = find_recipe(name) if name else None
+    folder = file.resolve().parent if file else None
+    values = read_yaml(file) if file else {}
     if foreign := projects.foreign_file(values, str(name), frozenset(all_keys())):
         raise ConfigError([foreign])
     problems: list[str] = []
@@ -71,16 +77,16 @@ def load_recipe(argv: Sequence[str], look: Callable[..., Iterator[str]] = no_loo
         problems += mixed
         del values["datasets"]
     given: dict[Any, dict[str, Any]] = {}
-    parts = {part: _parse_part(part, values, args, problems, given) for part in PARTS}
+    parts = {part: _parse_part(part, values, args, folder, problems, given) for part in PARTS}
     script, data, training, model, mixture = (parts[part] for part in PARTS)
     if model is not None and re.fullmatch(r"\w+", str(model.lora_target_modules or "")):
         # TRL takes a list of one apart, and PEFT takes what it held for a regular expression of whole paths
         model.lora_target_modules = [model.lora_target_modules]
-    rewards = _rewards(script, None if training is None else training.reward_weights, problems)
+    rewards = _rewards(script, None if training is None else training.reward_weights, folder, problems)
     problems += reward_problems(rewards, training)
     asked = stand_in(given.get(GRPOExtConfig, {})) if training is None else training
-    sound = None if mixed else mixture
-    problems += part_problems(script, data, training, model, sound, asked)
+    sound = None if mixed or rewards_only else mixture
+    problems += part_problems(script, data, training, None if rewards_only else model, sound, asked)
     named = SimpleNamespace(script=script, data=data, training=asked, model=model, mixture=sound)
     problems += look(named, rewards, problems)
     if problems := _told_once(problems):
@@ -159,7 +165,12 @@ def _said_no(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[str]:
 
 
 def _parse_part(
-    part: Any, values: Mapping[str, Any], args: Sequence[str], problems: list[str], raw: dict[Any, dict[str, Any]]
+    part: Any,
+    values: Mapping[str, Any],
+    args: Sequence[str],
+    folder: Path | None,
+    problems: list[str],
+    raw: dict[Any, dict[str, Any]],
 ) -> Any:
     """The part, or None if it is not sound; `raw` gets what was given for it, sound or not."""
     parser = _Parser(part, allow_abbrev=False, add_help=False)
@@ -172,6 +183,8 @@ def _parse_part(
         if part is not GRPOExtConfig:  # which tells of its types itself, with all that is wrong in it
             given, told = sound_values(part, parsed, ALSO)
             problems += told
+        for key in given.keys() & set(OPEN_TO_PATHS):
+            given[key] = located(given[key], folder) if isinstance(given[key], str) else given[key]
         return part(**given)
     except ConfigError as error:
         problems += error.problems
@@ -193,7 +206,7 @@ def _told_once(problems: list[str]) -> list[str]:
     return kept
 
 
-def _rewards(script: Any, weights: Any, problems: list[str]) -> list[RewardSpec]:
+def _rewards(script: Any, weights: Any, folder: Path | None, problems: list[str]) -> list[RewardSpec]:
     """Specs of `reward_funcs`, with TRL's `reward_model_name_or_path` first as in TRL's own script."""
     if script is None:
         return []
@@ -201,6 +214,6 @@ def _rewards(script: Any, weights: Any, problems: list[str]) -> list[RewardSpec]
     if script.reward_model_name_or_path:
         model = {"name": script.reward_model_name_or_path.split("/")[-1], "func": script.reward_model_name_or_path}
         entries = [model, *(entries or [])]
-    specs, found = parse_rewards([] if entries is None else entries, weights)
+    specs, found = parse_rewards([] if entries is None else entries, weights, folder)
     problems += found
     return specs

@@ -31,7 +31,7 @@ def check_clash(spec: RewardSpec, columns: Mapping[str, Any]) -> None:
         )
 
 
-def absences(specs: list[RewardSpec], columns: Collection[str]) -> Iterator[str]:
+def absences(specs: list[RewardSpec], columns: Collection[str], source: str = "the training data") -> Iterator[str]:
     """A sentence for each reward that cannot score any row of a dataset with these columns."""
     for spec in specs:
         wanted = [] if spec.is_model else needs(spec.callable)
@@ -41,7 +41,7 @@ def absences(specs: list[RewardSpec], columns: Collection[str]) -> Iterator[str]
             if name == "solution":  # which any column may become
                 others = [column for column in columns if column != "prompt"]
                 hint = f"Set answer_column to one of its columns: {', '.join(others)}." if others else "Add answers."
-            yield f"reward {spec.name!r} scores nothing: the training data has no column {name!r}. {hint}"
+            yield f"reward {spec.name!r} scores nothing: {source} has no column {name!r}. {hint}"
 
 
 def scorable_rows(spec: RewardSpec, columns: Mapping[str, Any]) -> list[int]:

@@ -5,10 +5,11 @@ import math
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from grpo_ext.errors import UnknownNameError
-from grpo_ext.registry import did_you_mean
+from grpo_ext.registry import did_you_mean, located
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.library.elsewhere import NOT_HERE
 from grpo_ext.rewards.protocol import Reward
@@ -70,12 +71,15 @@ _KEYS = ("name", "func", *(f.name for f in fields(RewardSpec) if f.name not in (
 
 
 def parse(
-    entries: Sequence[str | Mapping[str, Any] | Reward], reward_weights: Sequence[float] | None = None
+    entries: Sequence[str | Mapping[str, Any] | Reward],
+    reward_weights: Sequence[float] | None = None,
+    folder: Path | None = None,
 ) -> tuple[list[RewardSpec], list[str]]:
     """Specs of the valid entries, and every problem: the offending value, the reason, the cure.
 
-    An entry is a registered name, a path (`my_lib.rewards.fn`, `my_lib.rewards:fn`), a reward model (hub id or folder:
-    it has a "/"), or a mapping with `name`, `weight`, `kwargs` and, where `name` is to be the log name only, `func`.
+    An entry is a registered name, a path (`./file.py:fn`, `my_lib.rewards:fn`, `my_lib.rewards.fn`) from `folder`, the
+    recipe's, or where the run starts, a reward model (hub id or folder: it has a "/"), or a mapping with `name`,
+    `weight`, `kwargs` and, where `name` is to be the log name only, `func`.
     In Python `func` may be a function; a function, or a loaded model, that stands alone is TRL's to call.
     Never raises for what a user wrote.
     """
@@ -87,7 +91,7 @@ def parse(
     specs: list[RewardSpec] = []
     problems: list[str] = []
     for index, entry in enumerate(entries):
-        spec, found = (RewardSpec(_name_of(entry), entry), []) if callable(entry) else _parse_entry(entry)
+        spec, found = (RewardSpec(_name_of(entry), entry), []) if callable(entry) else _parse_entry(entry, folder)
         problems += [f"reward_funcs[{index}]={entry!r}: {problem}" for problem in found]
         specs += [spec] if spec else []
     problems += _repeated_names(specs)
@@ -105,7 +109,7 @@ def _name_of(given: Any) -> str:
     return str(path).split("/")[-1] if path else callable_name(given)
 
 
-def _parse_entry(entry: Any) -> tuple[RewardSpec | None, list[str]]:
+def _parse_entry(entry: Any, folder: Path | None) -> tuple[RewardSpec | None, list[str]]:
     if isinstance(entry, str):
         entry = {"name": entry}
     if not isinstance(entry, Mapping):
@@ -126,8 +130,9 @@ def _parse_entry(entry: Any) -> tuple[RewardSpec | None, list[str]]:
         problems += _model_problems(function, name, kwargs)
         log_name = function.rstrip("/").split("/")[-1]
     else:
-        target, function_problems = _resolve(function)
+        function, target, function_problems = _resolve(function, folder)
         if target is not None and kwargs is not None:
+            kwargs = _with_files(target, kwargs, folder)
             shown = function if isinstance(function, str) else callable_name(function)
             function_problems += _kwargs_problems(shown, target, kwargs)
             function_problems += _timeout_problems(shown, target, kwargs, entry)
@@ -172,7 +177,7 @@ def _setting_problems(settings: Mapping[str, Any], is_model: bool) -> Iterator[s
 
 
 def _is_model(function: str | Reward) -> bool:
-    return isinstance(function, str) and "/" in function and ":" not in function
+    return isinstance(function, str) and "/" in function and ":" not in function and not function.endswith(".py")
 
 
 def _model_problems(model: str, name: str, kwargs: Mapping[str, Any] | None) -> list[str]:
@@ -184,18 +189,27 @@ def _model_problems(model: str, name: str, kwargs: Mapping[str, Any] | None) -> 
     return problems
 
 
-def _resolve(function: str | Reward) -> tuple[Reward | None, list[str]]:
-    if callable(function):
-        return function, []
+def _resolve(function: str | Reward, folder: Path | None) -> tuple[str | Reward, Reward | None, list[str]]:
+    """The function's path in full, itself, and what is wrong with it."""
+    if not isinstance(function, str):
+        return function, function, []
     try:
+        function = function if function in rewards else located(function, folder)
         target = rewards[function]
     except UnknownNameError as error:
         if function in NOT_HERE:
-            return None, [f"{function!r} is Open-R1's. {NOT_HERE[function]}"]
-        return None, [f"{error} A function of yours is 'package.module:function', a reward model has a '/'."]
+            return function, None, [f"{function!r} is Open-R1's. {NOT_HERE[function]}"]
+        hint = "A function of yours is './file.py:function' or 'package.module:function', a reward model has a '/'."
+        return function, None, [f"{error} {hint}"]
     if callable(target):
-        return target, []
-    return None, [f"{function!r} is a {type(target).__name__}, not a function. Name a callable."]
+        return function, target, []
+    return function, None, [f"{function!r} is a {type(target).__name__}, not a function. Name a callable."]
+
+
+def _with_files(function: Reward, kwargs: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """Options, of which those that name a function name its file in full."""
+    paths = {key: kwargs[key] for key in getattr(function, "paths", ()) if isinstance(kwargs.get(key), str)}
+    return {**kwargs, **{key: located(path, folder) for key, path in paths.items()}}
 
 
 def _kwargs_problems(name: str, function: Reward, kwargs: Mapping[str, Any]) -> list[str]:

@@ -29,7 +29,7 @@ def report(
     return (
         f"reward {spec.name!r} ({spec.function}) failed on {len(failed)} of {len(columns['completions'])} "
         f"completions (rank {process}, step {step}): {reason.strip()} | "
-        f"first: {completion_text(columns['completions'][row])[:200]!r}{kept}"
+        f"row {row}, the first: {completion_text(columns['completions'][row])[:200]!r}{kept}"
     )
 
 

@@ -13,6 +13,9 @@ Part: TypeAlias = tuple[list[int], Outcome]
 """One call: the rows of the batch that it was to score, and its outcome."""
 
 
+_CURE = "Return a finite number, or None where it cannot be scored"
+
+
 @dataclass
 class Scores:
     """One reward's values for a batch, before its weight, and what happened on the way."""
@@ -58,21 +61,28 @@ def failure(outcome: Outcome, rows: int) -> str:
     if outcome.status != "scored":
         return outcome.reason
     if len(outcome.values) != rows:
-        return f"it returned {len(outcome.values)} values for {rows} completions"
+        return f"it returned {len(outcome.values)} values for {rows} completions. Return one for each, or None"
     return ""
 
 
 def to_number(value: Any) -> tuple[float | None, str]:
     """A reward as a finite float (None stays None), or None and what is wrong with it."""
+    number, problem = to_float(value)
+    if number is None or math.isfinite(number):
+        return number, problem
+    return None, f"it returned {number}. {_CURE}"
+
+
+def to_float(value: Any) -> tuple[float | None, str]:
+    """The same, in which NaN and inf may be."""
     if value is None:
         return None, ""
     if isinstance(value, str) or not hasattr(value, "__float__"):
-        return None, f"it returned {shown(value)}, which is no number"
+        return None, f"it returned {shown(value)}, which is no number. {_CURE}"
     try:
-        number = float(value)
+        return float(value), ""
     except Exception as error:  # an integer beyond every float, a tensor of several elements
-        return None, f"it returned {shown(value)}, which is no number ({error})"
-    return (number, "") if math.isfinite(number) else (None, f"it returned {number}")
+        return None, f"it returned {shown(value)}, which is no number ({error}). {_CURE}"
 
 
 def _scaled(spec: RewardSpec, number: float) -> float:

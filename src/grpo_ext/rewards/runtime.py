@@ -16,7 +16,7 @@ from grpo_ext.rewards.outcomes import Part, Scores, failure, merged
 from grpo_ext.rewards.schedule import weight_at
 from grpo_ext.rewards.signatures import asks, is_async
 from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Pool
-from grpo_ext.rewards.workers.worker import callbacks, last_lines
+from grpo_ext.rewards.workers.worker import callbacks, last_lines, listed
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ async def _call(spec: RewardSpec, columns: Mapping[str, Any], deadline: float | 
         values = spec.callable(**{**columns, **given, **spec.kwargs})
         if is_async(spec.callable):
             values = await values
-        outcome = Outcome("scored", list(values), extras, metrics)
+        outcome = Outcome("scored", listed(values), extras, metrics)
     except (Exception, SystemExit) as error:  # the reward is the user's: whatever it raises is contained here
         outcome = Outcome("failed", reason=last_lines(error))
     outcome.seconds = time.monotonic() - start

@@ -41,16 +41,22 @@ def answer_block(text: str) -> str | None:
 
 def boxed(text: str) -> str | None:
     r"""Content of the last \boxed{...} (or \fbox{...}) whose braces balance, stripped, or None without one."""
+    spans = boxes(text)
+    return text[slice(*spans[-1])].strip() if spans else None
+
+
+def boxes(text: str) -> list[tuple[int, int]]:
+    r"""Where the contents of each \boxed{...} (or \fbox{...}) whose braces balance begin and end, in order."""
     opened: list[int | None] = []  # where the content of each open brace starts, None for a brace that is no box
-    last = None
+    found = []
     for token in _BRACE.finditer(text):
         if token[0] == "}":
             start = opened.pop() if opened else None
-            if start is not None and (last is None or start > last[0]):
-                last = (start, token.start())
+            if start is not None:
+                found.append((start, token.start()))
         elif token[0][-1] == "{" and token[0] != "\\{":
             opened.append(token.end() if len(token[0]) > 1 else None)
-    return None if last is None else text[slice(*last)].strip()
+    return sorted(found)
 
 
 def each_once(text: str, tags: Sequence[str]) -> bool:

@@ -12,7 +12,8 @@ from functools import cache
 from typing import Any
 
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.library import math_answers
+from grpo_ext.rewards.library.math_judgement import judge
+from grpo_ext.rewards.library.math_marks import READ
 from grpo_ext.rewards.protocol import rewards
 from grpo_ext.rewards.text import TAGS, Completion, answer_block, boxed, completion_text, each_once
 
@@ -78,18 +79,42 @@ def tags(completions: list[Completion], *, newlines: bool = False, **_: Any) -> 
 
 
 @rewards.register("accuracy")
-def accuracy(completions: list[Completion], solution: list[str | None], **_: Any) -> list[float | None]:
+def accuracy(
+    completions: list[Completion],
+    solution: list[str | None],
+    completion_ids: list[list[int]] | None = None,
+    log_extra: Callable[[str, list], None] | None = None,
+    *,
+    read: str = "auto",
+    max_length: int | None = None,
+    **_: Any,
+) -> list[float | None]:
     r"""1.0 where the final answer equals `solution` by math-verify, else 0.0; None where `solution` is unreadable.
 
     The final answer is `<answer>...</answer>` if present, then the last \boxed{...}, then `#### N` on the last line,
-    then what follows "answer is", then the last number or formula. A marked answer that holds several different
-    values is wrong, and so are answers found only inside the reasoning. An equation answers an equation that it is a
-    multiple of, `x = 5` answers 5, and a list is compared whole. Details: `math_answers.read`, `math_equality.equal`.
+    then what follows "answer is", then the last number or formula; `read` (tag, boxed, hash, last) admits one of them
+    alone. A marked answer that holds several different values is wrong, and so are answers found only inside the
+    reasoning. An equation answers an equation that it is a multiple of, `x = 5` answers 5, and a list is compared
+    whole. Details: `math_answers.read`, `math_equality.equal`. A completion of `max_length` tokens, which was cut off,
+    is None where it has no mark. Beside the completions are logged `solution`, `gold_parsed` and `answer_parsed`.
+
+    Raises:
+        ValueError: unknown `read`, or max_length < 1.
     """
-    return [
-        math_answers.score(completion_text(completion), gold)
-        for completion, gold in zip(completions, solution, strict=True)
+    if read not in READ:
+        raise ValueError(f"read={read!r} is no place of an answer. {did_you_mean(str(read), READ)}")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length={max_length}: no completion is that short. Set it to max_completion_length.")
+    lengths = [len(ids) for ids in completion_ids or []] or [0] * len(completions)
+    judged = [
+        judge(completion_text(completion), gold, read, cut=max_length is not None and length >= max_length)
+        for completion, gold, length in zip(completions, solution, lengths, strict=True)
     ]
+    if log_extra:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [judgement.gold_parsed for judgement in judged])
+        log_extra("answer_parsed", [judgement.answer_parsed for judgement in judged])
+    return [judgement.score for judgement in judged]
 
 
 @rewards.register("reasoning_steps")

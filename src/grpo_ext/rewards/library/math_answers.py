@@ -6,11 +6,13 @@ the answer, several values in one answer ("72 or 73"), what words and letters be
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 
-from grpo_ext.rewards.library.math_equality import MAX_FORMULA, Value, equal, readable
-from grpo_ext.rewards.library.math_equations import EQUALS, concluded
+from grpo_ext.rewards.library.math_equality import MAX_FORMULA, MAX_MATRIX, RATIO, Value, readable
+from grpo_ext.rewards.library.math_equations import EQUALS, concluded, items_of
+from grpo_ext.rewards.library.math_marks import answer_part, marked
 from grpo_ext.rewards.library.math_notation import FACTOR, PRODUCT, clean
-from grpo_ext.rewards.text import answer_block, boxed
+from grpo_ext.rewards.library.math_units import unit_after
 
 _TAIL = 2000  # characters: an unmarked answer is looked for at the end of the text, whatever its length
 
@@ -35,9 +37,12 @@ _AFTER_PIECE = re.compile(
 )
 # A bound, a negation, an alternative: not the value.
 _BOUND = re.compile(
-    r"\b(?:not|than|least|most|over|under|above|below|beyond|up to|but)\s+[-+$(\\]*\.?\d"
+    r"\bnone\b|\b(?:not|than|least|most|over|under|above|below|beyond|up to|but|or)\s+[-+$(\\]*\.?\d"
     r"|\d[^.\n]*\b(?:or\b(?!\s+so\b|[^,;]*=)|at (?:least|most)\b|(?:is|was) (?:not|wrong|incorrect)\b)",
     re.IGNORECASE,
+)
+_NEGATED = re.compile(
+    rf"\b(?:not|never|none|neither|except|at (?:most|least)|(?:less|more) than|{_SCALED_BEFORE})\b", re.IGNORECASE
 )
 _ALTERED = re.compile(rf"\b(?:not|no|minus|negative|{_SCALED_BEFORE}|{_SCALED_AFTER})\b", re.IGNORECASE)
 _UNIT = re.compile(
@@ -46,8 +51,10 @@ _UNIT = re.compile(
 _ANCHOR = re.compile(r"\banswers?\b[^.\n:=\d]{0,60}?(?:\b(?:is|are|was|be|equals)\b|[:=])", re.IGNORECASE)
 _CONTRAST = re.compile(r",\s*(?:and |but )?not\s+[-+$(\\.\d][^,]*\Z", re.IGNORECASE)  # "15, not 16"
 _REASON = re.compile(r"(?<=\S),?\s+(?:because|since)\b.*", re.IGNORECASE)
-_HASHED = re.compile(r"[-+$€£¥\\(.]*\d[^\n]*")
-_MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]*[\\^][^$\n]*)\$", re.DOTALL)
+_MATH = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]*[\\^][^$\n]*|\s*[(\[][^$()\n]*,[^$()\n]*[)\]]\s*)\$",
+    re.DOTALL,
+)
 _JOINED = re.compile(r"^[^.\n]*\b(?:or|maybe|possibly|perhaps|not)\s+(?:\w+\s+)?$", re.IGNORECASE)
 _LISTED = re.compile(
     r"\s*(?:[A-Za-z]{3,}\s*)??(?:[,;]\s*|(?:or|and|to|maybe)\s+)+(?:[A-Za-z]{2,}\s+)?[-+($.\\]*\d", re.IGNORECASE
@@ -59,66 +66,127 @@ _WORD = re.compile(rf"(?<![\\A-Za-z]){_LETTERS}")
 _WORDS_AROUND = re.compile(rf"^(?:{_LETTERS}[:,]?\s+)+|(?:\s+{_LETTERS}(?:\s*\^\s*\{{?\d\}}?)?)+$")
 # A unit of one letter after a formula in which no letter stands for a number.
 _UNIT_LETTER = re.compile(r"\A((?:[^A-Za-z\\]|\\[A-Za-z]+)*[\d})])\s*[mgshlL](?:\s*\^\s*\{?[23]\}?)?\Z")
+_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")  # the common case, in which there is nothing to clean
+_PHRASE = re.compile(r"[A-Za-z][A-Za-z' -]{1,59}")
+_ARTICLE = re.compile(r"\Athe\s+", re.IGNORECASE)
+_SET = re.compile(r"\A\{([^{}]*)\}\Z")
+_SPACED = re.compile(r"[-+]?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")
+_SPACES = re.compile(r"\s+|\\(?:left|right)(?![A-Za-z])")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{(?:[pbBvV]?matrix|smallmatrix|array)\}(?:\{[clr| ]+\})?")
+_NAMED = re.compile(r"(\\?[A-Za-z]+(?:_\{?\w\}?)?|\\(?:vec|mathbf)\s*\{?\s*[A-Za-z]\s*\}?)\s*=\s*(?=\\)")
+_LENGTH = re.compile(r"(?<![A-Za-z])[A-Z]{2}(?=\s*=)")  # of the segment AB
+_MOST_ITEMS = 20
+_BRACKET, _DEEPEST = re.compile(r"[()\[\]{}]"), 12
 # Several numbers side by side, percent in the middle, or powers and factorials in which sympy would hang.
 _UNFIT = re.compile(r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*/=\sA-Za-z]*\^|\*\*|!|%(?!\Z)")
 
 
-def score(text: str, gold: str | None) -> float | None:
-    """1.0 if the final answer of `text` equals that of `gold`, otherwise 0.0; None if `gold` has no readable one."""
-    gold_value = None if gold is None else read(str(gold), is_gold=True)
-    if gold_value is None or not readable(gold_value):
-        return None
-    answer = read(text)
-    return float(answer is not None and equal(gold_value, answer))
+@lru_cache(maxsize=1024)  # the completions of a group have one
+def reference_of(gold: str) -> Value | None:
+    """What a reference answer says, or None if it cannot be read; without a mark the whole of it is the answer."""
+    text = answer_part(gold)
+    span = marked(text)
+    span = text if span is None else span
+    value = _word(span) or _only_value(span)
+    return value if value is not None and readable(value) else None
 
 
-def read(text: str, *, is_gold: bool = False) -> Value | None:
+def read(text: str, where: str = "auto", *, word: bool = False) -> Value | None:
     r"""The final answer of a text, or None if it gives none, or several that differ.
 
-    In this order: the last `<answer>` block, the last \boxed{}, `#### N` on the last line, the sentence after the last
-    "answer is", the last number or formula. Text up to the last `</think>` never counts; in a `<think>` left open
-    only the first three do. A gold answer without a mark is read as if the whole of it were marked.
+    In this order: the last `<answer>` block, the last \boxed{} (with those that it is joined to by "and" or a comma),
+    `#### N` on the last line, the sentence after the last "answer is", the last number or formula. `where` admits one
+    of them alone (`math_marks.READ`). Text up to the last `</think>` never counts, nor what follows an end token; in a
+    `<think>` left open only marks do. Where the reference is a `word`, a word is read: the whole of a mark, of the
+    sentence after "answer is", or of the text.
     """
-    text = text.rpartition("</think>")[2]
-    marked = _marked(text)
-    if marked is not None or is_gold:
-        return _only_value(text if marked is None else marked)
-    if "<think>" in text:
+    text = answer_part(text)
+    span = marked(text, where)
+    if span is not None:
+        return _word(span) if word else _only_value(span)
+    if "<think>" in text or where not in ("auto", "last"):
         return None
     text = text[-_TAIL:]
-    anchors = list(_ANCHOR.finditer(text))
+    anchors = list(_ANCHOR.finditer(text)) if where == "auto" else []
     if anchors:
         rest = text[anchors[-1].end() :].strip().lstrip(": \n")
         sentence = _CONTRAST.sub("", re.split(r"\n|[.?!](?:\s|$)", rest, maxsplit=1)[0])
         sentence = _REASON.sub("", sentence)
+        if word:
+            return _word(sentence)
         if _VALUE.search(clean(sentence)) or _MATH.search(sentence):
             return _first_value(sentence)
-    return _last_value(text)
+    return _word(text) if word else _last_value(text)
 
 
-def _marked(text: str) -> str | None:
-    block = answer_block(text)
-    if block is not None:
-        return boxed(block) or _hashes(block) or block
-    return boxed(text) or _hashes(text)
-
-
-def _hashes(text: str) -> str | None:
-    match = _HASHED.fullmatch(text.rpartition("####")[2].strip()) if "####" in text else None
-    return match[0] if match else None
+def _word(span: str) -> Value | None:
+    """A phrase of letters alone, such as "odd" or "Monday", that is no product of variables."""
+    if len(span) > _TAIL or re.search(r"\d", span):
+        return None
+    text = _ARTICLE.sub("", clean(_ANCHOR.split(span)[-1]).strip("{} "))
+    if not _PHRASE.fullmatch(text) or not _WORD.search(text):
+        return None
+    phrase = " ".join(text.split())
+    return Value("", word=phrase.casefold() if len(phrase) > 3 else phrase)
 
 
 def _only_value(span: str) -> Value | None:
     """Value of a marked answer: a formula, or the one number in the words around it; None for several numbers."""
+    if _NUMBER.fullmatch(span):
+        return Value(span)
     if len(span) > _TAIL:
         return None
-    text = clean(_CONTRAST.sub("", span))
+    if _ENVIRONMENT.search(span):
+        return _matrix(span)
+    text = clean(_CONTRAST.sub("", _exact(span)))
     anchors = list(_ANCHOR.finditer(text))
-    symbol, text = concluded(text[anchors[-1].end() :] if anchors else text)
-    if _BOUND.search(text):
+    text = text[anchors[-1].end() :] if anchors else text
+    lead, *equation = EQUALS.split(text, maxsplit=1)
+    if equation and _NEGATED.search(lead):
         return None
-    value = _formula(text) or (None if EQUALS.search(text) else _number_in_words(text))
+    symbol, text = concluded(text)
+    text = _SET.sub(r"\1", text)
+    value = _ratio(text) or _list(text)
+    if value is None and _BOUND.search(text):
+        return None
+    value = value or _formula(text) or (None if EQUALS.search(text) else _number_in_words(text))
     return value and replace(value, symbol=symbol)
+
+
+def _exact(span: str) -> str:
+    r"""Without the rounding of an exact value: \frac{1}{3} of \frac{1}{3} \approx 0.33."""
+    exact, _, rounded = re.split(r"(≈|\\approx(?![A-Za-z])|\Z)", span, maxsplit=1)
+    side = exact.rpartition("=")[2]
+    return exact if rounded.strip() and re.search(r"\d|\\pi|\\sqrt", side) and not re.search(r"\.\d", side) else span
+
+
+def _matrix(span: str) -> Value | None:
+    """A matrix, or a formula of matrices, after at most its name; None with words in it."""
+    named = _NAMED.match(text := _SPACES.sub(" ", span.replace("$", " ")).strip().rstrip(".").strip())
+    formula = text[named.end() :] if named else text
+    if (
+        len(formula) > MAX_MATRIX
+        or _is_deep(formula)
+        or _WORD.search(_ENVIRONMENT.sub(" ", formula))
+        or _UNFIT.search(formula)
+    ):
+        return None
+    return Value(f"${formula}$", symbol=named[1] if named else "")
+
+
+def _ratio(text: str) -> Value | None:
+    return Value(re.sub(r"\s", "", text)) if RATIO.fullmatch(text) else None
+
+
+def _list(text: str) -> Value | None:
+    """A list with "and" or "or" between some of its items, each a bare formula; whole, as one with commas."""
+    items = [] if EQUALS.search(text) else items_of(text)
+    if not 1 < len(items) <= _MOST_ITEMS or not re.search(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])", text):
+        return None
+    values = [None if _WORD.search(item) else _formula(item) for item in items]
+    if any(value is None or value.percent or value.base for value in values):
+        return None
+    return Value(f"${', '.join(value.formula.strip('$') for value in values if value)}$")
 
 
 def _first_value(sentence: str) -> Value | None:
@@ -145,7 +213,7 @@ def _last_value(text: str) -> Value | None:
         return None if second else _only_value(next(filter(None, segments[-1].groups())))
     cleaned = clean(text)
     symbol, stated = ("", "") if "\n" in cleaned else concluded(cleaned)
-    whole = _formula(stated)
+    whole = _ratio(stated) or _list(stated) or (None if _BOUND.search(stated) else _formula(stated))
     if whole is not None:
         return replace(whole, symbol=symbol)
     matches = list(_VALUE.finditer(cleaned))
@@ -159,10 +227,11 @@ def _last_value(text: str) -> Value | None:
 
 
 def _number_in_words(text: str) -> Value | None:
-    if re.search(r"\d!", text):  # a factorial, as far as one can tell
+    if re.search(r"\d!|-\s*\(|\)\s*\^", text):  # a factorial, as far as one can tell; a sign, a power of it all
         return None
-    values = {_value(text, match) for match in _VALUE.finditer(text)}
-    return values.pop() if len(values) == 1 else None
+    values = [_value(text, match) for match in _VALUE.finditer(text)]
+    units = {value.unit for value in values if value} - {""}
+    return values[0] if len(set(values)) == 1 and len(units) < 2 else None
 
 
 def _value(text: str, match: re.Match[str]) -> Value | None:
@@ -171,7 +240,8 @@ def _value(text: str, match: re.Match[str]) -> Value | None:
         return None
     number = match[0].removesuffix(match["percent"] or "").strip()
     mixed = re.fullmatch(r"([-+]?)(\d+)\s+(\d+/\d+)", number)
-    return Value(f"{mixed[1]}({mixed[2]}+{mixed[3]})" if mixed else number, bool(match["percent"]))
+    number = f"{mixed[1]}({mixed[2]}+{mixed[3]})" if mixed else number
+    return Value(number, bool(match["percent"]), unit=unit_after(text, match.end()))
 
 
 def _formula(text: str) -> Value | None:
@@ -179,13 +249,33 @@ def _formula(text: str) -> Value | None:
     based = _BASE.fullmatch(text)
     if based:
         return Value(based[1], base=based[2])
+    if _SPACED.fullmatch(text):
+        text = text.replace(" ", "")
     match = _VALUE.match(text)
     number = _value(text, match) if match and _UNIT.fullmatch(text, match.end()) else None
     if number is not None:
         return number
     if _ALTERED.search(text):
         return None
-    text = _UNIT_LETTER.sub(r"\1", _WORDS_AROUND.sub("", text).strip())
-    if not text or len(text) > MAX_FORMULA or _WORD.search(text) or _UNFIT.search(text):
+    formula = _UNIT_LETTER.sub(r"\1", _WORDS_AROUND.sub("", text).strip())
+    if (
+        not formula
+        or len(formula) > MAX_FORMULA
+        or _is_deep(formula)
+        or _WORD.search(_LENGTH.sub("x", formula))
+        or _UNFIT.search(formula)
+    ):
         return None
-    return Value(f"${text.removesuffix('%').rstrip()}$", text.endswith("%"))
+    if formula in ("a", "A", "I") and formula != text:  # the article that is left of a sentence
+        return None
+    unit = unit_after(text, text.rfind(formula) + len(formula))
+    return Value(f"${formula.removesuffix('%').rstrip()}$", formula.endswith("%"), unit=unit)
+
+
+def _is_deep(formula: str) -> bool:
+    """Whether brackets stand in each other deeper than anyone writes, which takes the parser time without end."""
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(formula):
+        depth += 1 if bracket in "([{" else -1
+        deepest = max(deepest, depth)
+    return deepest > _DEEPEST

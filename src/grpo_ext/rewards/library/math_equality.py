@@ -4,46 +4,101 @@ import logging
 import random
 import re
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
-from grpo_ext.rewards.library.math_equations import EQUALS
+from grpo_ext.rewards.library.math_equations import EQUALS, items_of, solutions
 
-MAX_FORMULA = 200  # characters: a longer formula is prose or an attempt to stall the parser
+MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: what is longer is prose or an attempt to stall the parser
+RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
+_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
+_DECIMAL_COMMA = re.compile(r"\$?([-+]?(?:0,\d+|\d+,(?!\d{3}\b)\d+))\$?")
+_PLAIN_NUMBER = re.compile(r"\$?[-+]?\d*\.?\d+\$?")
 
 
 @dataclass(frozen=True)
 class Value:
     """A final answer: a formula that math-verify reads, and whether a percent sign followed it.
 
-    `symbol` is the x of x = 5, `base` the 2 of 101_2, "" where there was none.
+    `symbol` is the x of x = 5, `base` the 2 of 101_2, `unit` the cm of 5 cm, "" where there was none; a `word` stands
+    in the place of a formula.
     """
 
     formula: str
     percent: bool = False
     symbol: str = ""
     base: str = ""
+    word: str = ""
+    unit: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        """As it is shown to a person."""
+        formula = self.word or self.formula.strip("$")
+        named = f"{self.symbol} = {formula}" if self.symbol else formula
+        return f"{named}{'%' * self.percent}{self.base and f'_{self.base}'}{self.unit and f' {self.unit}'}"
 
 
 def readable(value: Value) -> bool:
-    """Whether math-verify can parse the formula."""
-    return bool(_readings(value))
+    """Whether it is a word or a ratio, or math-verify can parse the formula."""
+    return bool(value.word) or RATIO.fullmatch(value.formula) is not None or bool(_readings(value))
 
 
 def equal(gold: Value, answer: Value) -> bool:
     """Whether two values are equal by math-verify, to 6 decimals (and 1 %) where one is a decimal fraction.
 
     If only one has a percent sign, x% may stand for x / 100, and for x where |x| >= 1: "50%" answers 50 and 0.5, but
-    "0.5%" does not answer 0.5. Symbols and bases must agree where both have one, and an answer may not add a base. An
-    equation answers an equation that it is a multiple of; what is not solved does not answer what is: 2x = 10, x = 5.
+    "0.5%" does not answer 0.5. Symbols, bases and units must agree where both have one, and an answer may not add a
+    base. An equation answers an equation that it is a multiple of; what is not solved does not answer what is: 2x = 10
+    for x = 5. The values of a = 4, b = 5 may be given without the names, in their order.
     """
-    if answer.base not in ("", gold.base):
+    if gold.word or answer.word:
+        return gold.word == answer.word
+    if answer.base not in ("", gold.base) or (gold.unit and answer.unit and gold.unit != answer.unit):
         return False
+    if RATIO.fullmatch(gold.formula) or RATIO.fullmatch(answer.formula):
+        return _same_ratio(gold.formula, answer)
+    if _is_equation(gold) and not _is_equation(answer):
+        symbols, rows = solutions(gold.formula.strip("$"))
+        if rows and answer.symbol in ("", symbols):
+            return _same_rows(rows, answer.formula.strip("$"))
     if (gold.symbol and answer.symbol and gold.symbol != answer.symbol) or _is_equation(gold) or _is_equation(answer):
         gold, answer = _as_equation(gold), _as_equation(answer)
     if gold.percent == answer.percent:
         gold, answer = Value(gold.formula), Value(answer.formula)
+    gold, answer = _with_point(gold, answer), _with_point(answer, gold)
     return any(_same(g, a) for g in _readings(gold) for a in _readings(answer))
+
+
+def _same_ratio(gold: str, answer: Value) -> bool:
+    """Whether ratios are proportional, or the answer is the quotient; what may be a time must be written alike."""
+    if not RATIO.fullmatch(gold):
+        return False
+    parts = [Fraction(part) for part in gold.split(":")]
+    given = [Fraction(part) for part in answer.formula.split(":")] if RATIO.fullmatch(answer.formula) else None
+    if given == parts or _TIME.fullmatch(gold) or not all([*parts, *(given or [])]):
+        return given == parts
+    if given is None:
+        return len(parts) == 2 and equal(Value(f"{parts[0] / parts[1]}"), replace(answer, unit=""))
+    return len(given) == len(parts) and all(g * parts[0] == p * given[0] for g, p in zip(given, parts, strict=True))
+
+
+def _same_rows(rows: list[list[str]], answer: str) -> bool:
+    """Whether a list without names holds the values of a solved system: 4, 5 or (4, 5), or a tuple a solution."""
+    tuples = [f"({', '.join(row)})" for row in rows]
+    if len(rows) == 1 and len(items_of(answer)) > 1:
+        answer = f"({answer})"
+    return equal(Value(f"${', '.join(tuples)}$"), Value(f"${answer}$"))
+
+
+def _with_point(value: Value, other: Value) -> Value:
+    """A decimal comma as a point, where the other is one number without a comma."""
+    comma = _DECIMAL_COMMA.fullmatch(value.formula)
+    return (
+        replace(value, formula=comma[1].replace(",", "."))
+        if comma and _PLAIN_NUMBER.fullmatch(other.formula)
+        else value
+    )
 
 
 def _is_equation(value: Value) -> bool:
@@ -69,14 +124,23 @@ def _parse(formula: str) -> Any:
     number = re.fullmatch(r"\+?(-?(?:\d{1,300}(?:\.\d{1,300})?|\.\d{1,300})(?:[eE][-+]?\d{1,3})?)", formula)
     if number:  # the common case, without LaTeX's parser
         return (sympy.Float if re.search(r"[.eE]", formula) else sympy.Integer)(number[1])
-    if len(formula) > MAX_FORMULA:
+    if len(formula) > (MAX_MATRIX if r"\begin" in formula else MAX_FORMULA):
         return None
-    latex = formula if formula.startswith("$") else f"${formula}$"
+    latex = _both_signs(formula) if formula.startswith("$") else f"${formula}$"
     # Units are off already, and what math-verify takes for one may be a factor: the t of -16t^2 + 80t.
     config = LatexExtractionConfig()
     config = replace(config, normalization_config=replace(config.normalization_config, units=False))
     found = parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=_timeout(5))
     return found[0] if found else None
+
+
+def _both_signs(formula: str) -> str:
+    r"""A list with two items for one that has a \pm in it; math-verify reads a \pm where it stands alone."""
+    items = items_of(formula.strip("$"))
+    if r"\pm" not in formula or len(items) < 2:
+        return formula
+    signed = [[item.replace(r"\pm", sign) for sign in "+-"] if r"\pm" in item else [item] for item in items]
+    return f"${', '.join(part for parts in signed for part in parts)}$"
 
 
 def _same(gold: Any, answer: Any) -> bool:
@@ -93,7 +157,16 @@ def _same(gold: Any, answer: Any) -> bool:
             return timeout(seconds)(_same_equations)(golds, answers)
         except (TimeoutException, ArithmeticError, AttributeError, TypeError, ValueError):
             return False
-    return verify(gold, answer, timeout_seconds=seconds) and _near(gold, answer)
+    gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
+    return verify(gold, answer, timeout_seconds=seconds, allow_set_relation_comp=True) and _near(gold, answer)
+
+
+def _as_tuple(value: Any, other: Any) -> Any:
+    """A row or column as a tuple, where the other is no matrix."""
+    import sympy
+
+    is_vector = isinstance(value, sympy.MatrixBase) and 1 in value.shape
+    return sympy.Tuple(*value) if is_vector and not isinstance(other, (sympy.MatrixBase, sympy.MatrixExpr)) else value
 
 
 def _relations(parsed: Any) -> list[Any]:
@@ -105,8 +178,12 @@ def _relations(parsed: Any) -> list[Any]:
 
 
 def _solved(relations: list[Any]) -> bool:
-    """Whether each relation says what one symbol is, such as x = 5 or x > 3."""
-    return all(any(side.is_Symbol for side in r.args) and len(r.free_symbols) == 1 for r in relations)
+    """Whether each relation says what one symbol is, such as x = 5, x > 3 or -x < -3."""
+    return all(any(_is_symbol(side) for side in r.args) and len(r.free_symbols) == 1 for r in relations)
+
+
+def _is_symbol(side: Any) -> bool:
+    return side.is_Symbol or (side.is_Mul and (-side).is_Symbol)
 
 
 def _same_equations(golds: list[Any], answers: list[Any]) -> bool:
@@ -138,10 +215,16 @@ def _proportional(gold: Any, answer: Any) -> bool:
 
 def _near(gold: Any, answer: Any) -> bool:
     """Whether numbers agree to 1 %, which 6 decimals alone do not ensure: 1e-9 and 2e-9."""
-    numbers = all(getattr(value, "is_number", False) for value in (gold, answer))
-    if not numbers or not (gold.is_Float or answer.is_Float):
+    import sympy
+
+    if isinstance(gold, (sympy.Tuple, sympy.MatrixBase)) and isinstance(answer, (sympy.Tuple, sympy.MatrixBase)):
+        return all(map(_near, gold, answer))
+    if isinstance(gold, sympy.Interval) and isinstance(answer, sympy.Interval):
+        return _near(gold.start, answer.start) and _near(gold.end, answer.end)
+    if gold == answer or not all(getattr(value, "is_number", False) for value in (gold, answer)):
         return True
-    return bool(abs(gold - answer) <= abs(gold) / 100)
+    first, second = (complex(sympy.N(value)) for value in (gold, answer))
+    return abs(first - second) <= abs(first) / 100
 
 
 def _timeout(seconds: int) -> int | None:

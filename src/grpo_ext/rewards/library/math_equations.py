@@ -16,9 +16,9 @@ _GREEK = (
 _LETTER = rf"(?:[A-Za-z](?![A-Za-z])|{_GREEK})"
 _INDEX = r"'*(?:_(?:\w|\{[^{}]*\}))?(?:\^\*|\^\{-1\})?"
 _ONE = rf"(?:m?\\(?:angle|overline|bar|hat|vec)\s*)?\{{?{_LETTER}\}}?{_INDEX}"
-# One quantity: x, x_1, \angle A, f(x), \gcd(a, b), dy/dx, (x, y), a sum or limit with its bound variables.
+# One quantity: x, x_1, a : b, the length AB, \angle A, f(x), \gcd(a, b), dy/dx, (x, y), a sum or limit.
 _SYMBOL = re.compile(
-    rf"{_ONE}|[f-hpPA-Z]{_INDEX}\s*\([^()=]*\)|\\?(?:gcd|lcm|max|min|det)\s*\([^()=]*\)|\\frac\{{d[^{{}}]*\}}\{{d[^{{}}]*\}}"
+    rf"{_ONE}(?:\s*:\s*{_ONE})?|[A-Z]{{2}}|[f-hpPA-Z]{_INDEX}\s*\([^()=]*\)|\\?(?:gcd|lcm|max|min|det)\s*\([^()=]*\)|\\frac\{{d[^{{}}]*\}}\{{d[^{{}}]*\}}"
     rf"|\(\s*{_ONE}(?:\s*,\s*{_ONE})+\s*\)|\\(?:sum|prod|i+nt|lim)(?![A-Za-z]).*",
     re.DOTALL,
 )
@@ -43,7 +43,7 @@ def concluded(text: str) -> Sides:
     calculation or of a solution for one symbol the last counts.
     """
     text = _LEAD.sub("", text.rpartition(IMPLIES)[2]).strip()
-    items = _items(text)
+    items = items_of(text)
     equations = [item for item in items if EQUALS.search(item)]
     if not equations:
         return "", text
@@ -99,7 +99,22 @@ def _name(symbol: str) -> str:
     return re.sub(r"[\s{}]", "", symbol)
 
 
-def _items(text: str) -> list[str]:
+def solutions(system: str) -> tuple[str, list[list[str]]]:
+    """The symbols of a solved system, and what they are, a row for each solution: (a,b) and 4, 5 of `a = 4, b = 5`.
+
+    No rows where one of them is not solved, there is but one symbol, or the rows differ in their symbols.
+    """
+    items = items_of(system)
+    sides = [_sides(item) if EQUALS.search(item) else None for item in items]
+    names = [side[0] if side else "" for side in sides]
+    width = names.index(names[0], 1) if names[0] in names[1:] else len(names)
+    if "" in names or width < 2 or names != names[:width] * (len(names) // width):
+        return "", []
+    values = [side[1] for side in sides if side]
+    return f"({','.join(names[:width])})", [values[i : i + width] for i in range(0, len(values), width)]
+
+
+def items_of(text: str) -> list[str]:
     """What commas, semicolons, ends of lines and sentences, "and" and "or" separate, outside brackets."""
     items, depth = [""], 0
     for token in re.findall(r"[^\W\d_]+|\.\s|.", text, re.DOTALL):

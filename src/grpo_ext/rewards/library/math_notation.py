@@ -9,15 +9,23 @@ PRODUCT = r"(?:(?!by|up|us|at|as|yr|qt|pt|pc|cc|ct|sq|tv)[abcpqrstuvwxyz]{2}|mn|
 # What a number is multiplied by where it stands before it: no unit, and not the article of "5 a day".
 FACTOR = rf"(?:(?![ai]\s+[A-Za-z]{{2}})[a-fi-kn-rt-z](?![A-Za-z'])|{PRODUCT})"
 _SCALES = {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9, "trillion": 12}
+_COMMANDS = r"(?:(?:left|right)(?![a-z])|(?:[dt]?frac|sqrt|boxed|text|begin|end|pi|cdot|times|leq?|geq?|infty|cup)\b)"
 _FUNCTIONS = "sqrt|log|ln|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|sinh|cosh|tanh"
 _REWRITES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"<<[^<>]*>>", ""),  # GSM8K's calculator annotations
+        (rf"(?<!\\)\\\\(?={_COMMANDS})", r"\\"),  # escaped once more, as in JSON
+        (r"(?<=[\w)}])²", "^2"),
+        (r"(?<=[\w)}])³", "^3"),
+        (r"!=|≠", r"\\ne "),
+        (r"≤", r"\\le "),
+        (r"≥", r"\\ge "),
+        (r"\\[lr]angle(?![A-Za-z])", lambda m: "(" if m[0] == r"\langle" else ")"),
         (r"(?:[\u2212\ufe63]|(?<!\d)(?<!\d )\u2013)(?=\s*[\d.$\\(])", "-"),  # minus signs; 5\u20138 is a range
         (r"\b(?:[Mm]inus|[Nn]egative)\s+(?=[\d.$\\(])", "-"),
-        (r"(?<=\d)(?:,?\\!|\\,|[\u2009\u202f])(?=\d{3}(?!\d))", ","),
-        (r"\\\\(?=\s*[A-Za-z]\w*\s*=)|\\q?quad(?![A-Za-z])", "\n"),
+        (r"(?<=\d)(?:,?\\!\s?|\\,|[\u2009\u202f])(?=\d{3}(?!\d))", ","),
+        (r"\\\\(?=\s*[A-Za-z]\w*\s*=)|\\q?quad", "\n"),
         (r"[\u00a0\u2009\u202f]|\\[,!;: ]|~|\\(?:displaystyle|boxed)(?![A-Za-z])", " "),
         (r"\\(?:implies|therefore|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])|<?[-=]>|[→⇒⟹∴]", IMPLIES),
         (r"(?:,|(?<=\d))\s*(?:and )?(?:so|thus|hence|therefore)\b", IMPLIES),
@@ -31,18 +39,25 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\%|\bper ?cent\b|\bpct\b", "%"),
         (r"\^? ?\{? ?(?:\\circ|°) ?\}?|\bdegrees?\b", " "),
         (r"\\[dt]frac", r"\\frac"),
-        (r"\\(?:text|mathrm|textbf|mathbf|operatorname|mbox)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|operatorname|mbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"^\s*[*\u2022]\s+", ""),  # the bullet of a list
         (r"(?<![\d)}])(\*\*|__|`)(?=\S)(.+?)(?<=\S)\1", r"\2"),
         (r"(?<![\w)}])([*_])(?=\S)([^*_\n]+)(?<=\S)\1(?![\w({])", r"\2"),
         (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1"),
         (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)", lambda m: m[0].replace(",", "")),
+        (r"[(\[]?(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)[)\]]?", lambda m: _without_commas(m[0])),
+        (r"∞|(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
+        (r"π", r"\\pi "),
         (r"(?<![\w}^/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"\1 \2/\3"),
         (rf"(?<![\w}}^])\\frac\s*\{{\s*(\d+)\s*\}}\s*\{{\s*(\d+)\s*\}}(?!\w|\s*(?:[(\\^{{]|{FACTOR}))", r"\1/\2"),
         (rf"(?<=\d)\s+({'|'.join(_SCALES)})\b", lambda m: f"*{10 ** _SCALES[m[1]]}"),
     )
 ]
+
+
+def _without_commas(number: str) -> str:
+    """A number without its thousands separators; (12,102) is a pair."""
+    return number if number[0] in "([" and number[-1] in ")]" and number.count(",") == 1 else number.replace(",", "")
 
 
 def clean(text: str) -> str:

@@ -137,6 +137,7 @@ def minimind_current(
 
 for _version in (minimind, minimind_current):
     _version.in_process = ("reward_model",)  # type: ignore[attr-defined]  # where it is set: one copy of the model
+    _version.paths = ("scorer",)  # type: ignore[attr-defined]  # options that name a function
 
 
 def _clipped_scores(

@@ -6,6 +6,7 @@ log_metric calls) or ("failed", last lines of the traceback).
 """
 
 import asyncio
+import contextlib
 import ctypes
 import inspect
 import os
@@ -14,7 +15,7 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<Q")
@@ -117,7 +118,25 @@ def score(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple:
 
         values = asyncio.run(wait())
     logged = [(column, [plain(value) for value in column_values]) for column, column_values in extras]
-    return "scored", [plain(value) for value in values], logged, metrics
+    return "scored", [plain(value) for value in listed(values)], logged, metrics
+
+
+class NotValues(TypeError):
+    """What a reward returned holds no values; the message says all of it."""
+
+
+def listed(values: Any) -> list[Any]:
+    """What a reward returned as a list: a list, a tuple, an array, a tensor or a generator of values.
+
+    Raises:
+        NotValues: anything else.
+    """
+    if values is not None and not isinstance(values, str | bytes | Mapping | set):
+        with contextlib.suppress(TypeError):  # a number, a tensor without dimensions
+            return list(values)
+    raise NotValues(
+        f"it returned {shown(values)}, which is no list. Return a list of one number or None a completion."
+    )
 
 
 def plain(value: Any) -> Any:
@@ -142,6 +161,8 @@ def shown(value: Any) -> str:
 
 def last_lines(error: BaseException) -> str:
     """The end of a traceback, where the news is, in one line."""
+    if isinstance(error, NotValues):
+        return str(error)
     lines = [line.strip() for line in "".join(traceback.format_exception(error)).strip().split("\n")]
     return " | ".join(line for line in lines[-TRACEBACK_LINES:] if line.strip("^~ "))[-1500:]
 

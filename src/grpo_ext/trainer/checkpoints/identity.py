@@ -17,6 +17,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import world_size
 from grpo_ext.config.run import FRESH_START
 from grpo_ext.errors import ConfigError
+from grpo_ext.registry import portable
 from grpo_ext.trainer.checkpoints.manifest import write_synced
 
 RECIPE_FILE = "recipe.json"
@@ -157,7 +158,14 @@ def record_of(
         for spec in rewards:
             record |= {f"rewards.{spec.name}.{key}": value for key, value in plain(spec).items() if key != "name"}
     record["of_recipe"] = rewards is not None
-    return record
+    return _portable(record)
+
+
+def _portable(value: Any) -> Any:
+    """Without the folders of a user's functions: where they lie does not define a run."""
+    if isinstance(value, dict):
+        return {key: _portable(part) for key, part in value.items()}
+    return portable(value) if isinstance(value, str) else value
 
 
 def _engine(args: GRPOExtConfig) -> str:

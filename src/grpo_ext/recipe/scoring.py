@@ -1,0 +1,148 @@
+"""A recipe's rewards, totals and advantages on rows of completions, without a model."""
+
+import asyncio
+import inspect
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_ext.data.completions import with_rewards
+from grpo_ext.errors import ConfigError
+from grpo_ext.objective.combinations import weighted_total
+from grpo_ext.objective.objective import Objective
+from grpo_ext.recipe.parts import Recipe
+from grpo_ext.rewards.columns import PLURALS, check_clash
+from grpo_ext.rewards.runtime import Component, Runtime
+from grpo_ext.rewards.schedule import weight_at
+
+BATCH = 1024  # rows of one call of a reward, whose timeout is meant for a batch of training
+_START = (0, 1)  # the step of how many at which the weights are taken
+
+
+@dataclass
+class Scored:
+    """Rows of a file with what each reward gave them and logged, the weighted total and the advantage."""
+
+    rows: list[dict[str, Any]]
+    rewards: dict[str, list[float | None]]
+    total: list[float]
+    advantages: list[float]
+    metrics: Mapping[str, list[float]] = field(default_factory=dict)
+    extras: Mapping[str, list[Any]] = field(default_factory=dict)
+
+    def written(self) -> Iterator[dict[str, Any]]:
+        """Rows as `data.completions` writes them."""
+        for i, row in enumerate(self.rows):
+            extras = {name: values[i] for name, values in self.extras.items()}
+            rewards = {name: values[i] for name, values in self.rewards.items()}
+            yield with_rewards({**row, **extras}, rewards, self.total[i], self.advantages[i])
+
+
+def score(recipe: Recipe, rows: Sequence[dict[str, Any]], runtime: Runtime) -> Scored:
+    """Score all rows; those of one prompt (of one step, where a log says it) are a group.
+
+    Raises:
+        ConfigError: a reward that only TRL can load, or a column with the name of a reward's option.
+    """
+    functions = [_offline(function) for function in runtime.functions]
+    rewards: dict[str, list[float | None]] = {function.spec.name: [] for function in functions}
+    metrics, extras = defaultdict[str, list[float]](list), dict[str, list[Any]]()
+    names = {name for row in rows for name in row} - set(PLURALS.values())
+    for start in range(0, len(rows), BATCH):
+        batch = rows[start : start + BATCH]
+        columns = {plural: [row[name] for row in batch] for plural, name in PLURALS.items()}
+        columns |= {name: [row.get(name) for row in batch] for name in names - set(columns)}
+
+        def log_extra(column: str, values: list[Any], start: int = start) -> None:
+            if column not in names:  # the row's own come first
+                extras.setdefault(column, [None] * len(rows))[start : start + len(values)] = values
+
+        given = {
+            "log_extra": log_extra,
+            "log_metric": lambda name, value: metrics[name].append(value),
+            "trainer_state": SimpleNamespace(global_step=0, max_steps=recipe.training.max_steps),
+        }
+        for function in functions:
+            rewards[function.spec.name] += _values(function, columns, given)
+    weights = torch.tensor([function.weight(*_START) for function in functions], dtype=torch.float64)
+    values = torch.tensor([[math.nan if v is None else v for v in column] for column in rewards.values()]).double().T
+    keys = [json.dumps([row.get("step"), row["prompt"]]) for row in rows]
+    total, advantages = grouped(recipe.training.objective, values, weights, keys)
+    return Scored(list(rows), rewards, total.tolist(), advantages.tolist(), metrics, extras)
+
+
+def _offline(function: Any) -> Component:
+    if isinstance(function, str):
+        raise ConfigError([f"reward_funcs: {function!r} is loaded by TRL. Use reward_model to score it offline."])
+    return function
+
+
+def _values(function: Component, columns: dict[str, list[Any]], given: dict[str, Any]) -> list[float | None]:
+    try:
+        check_clash(function.spec, columns)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    values = function(**columns, **given)
+    return asyncio.run(values) if inspect.iscoroutine(values) else values
+
+
+def grouped(objective: Objective, values: Tensor, weights: Tensor, keys: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Weighted total and advantage of each row; groups of unequal size are filled up with unscorable completions."""
+    groups: dict[str, list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    size = max(map(len, groups.values()))
+    table = torch.full((len(groups), size, values.shape[1]), math.nan, dtype=torch.float64)
+    for g, members in enumerate(groups.values()):
+        table[g, : len(members)] = values[members]
+    estimated = objective.advantages(table, weights)
+    advantages = torch.zeros(len(keys), dtype=torch.float64)
+    for g, members in enumerate(groups.values()):
+        advantages[members] = estimated[g, : len(members)]
+    total = weighted_total(values[None], weights, missing=objective.missing_rewards)[0]
+    return total, advantages
+
+
+def summary(scored: Scored) -> list[tuple[str, ...]]:
+    """Rows of a table: for each reward and the total, mean, std, least, greatest, None, errors, seconds."""
+    table: list[tuple[str, ...]] = []
+    columns: dict[str, Sequence[float | None]] = {**scored.rewards, "total": scored.total}
+    for name, column in columns.items():
+        known = [v for v in column if v is not None and not math.isnan(v)]
+        mean = sum(known) / len(known) if known else math.nan
+        std = math.sqrt(sum((v - mean) ** 2 for v in known) / (len(known) - 1)) if len(known) > 1 else 0.0
+        figures = (mean, std, min(known, default=math.nan), max(known, default=math.nan))
+        errors, seconds = (scored.metrics.get(f"rewards/{name}/{key}") for key in ("errors", "seconds"))
+        table.append(
+            (
+                name,
+                *(f"{figure:.3f}" for figure in figures),
+                str(len(column) - len(known)),
+                "" if errors is None else f"{sum(errors):.0f}",
+                "" if seconds is None else f"{sum(seconds):.3f}",
+            )
+        )
+    return table
+
+
+def explain(scored: Scored, index: int, recipe: Recipe) -> list[tuple[str, str]]:
+    """One row piece by piece: prompt, completion, what was read, each reward with its weight, total, advantage."""
+    row = {**scored.rows[index], **{name: values[index] for name, values in scored.extras.items()}}
+    text = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in row.items()]
+    pieces = [
+        (
+            spec.name,
+            f"{scored.rewards[spec.name][index]} x {weight_at(spec.weight, spec.weight_schedule, *_START):g}   "
+            f"({spec.function} {dict(spec.kwargs) or ''})",
+        )
+        for spec in recipe.rewards
+    ]
+    total, advantage = scored.total[index], scored.advantages[index]
+    return [*text, *pieces, ("total", f"{total:.4f}"), ("advantage", f"{advantage:.4f}")]
