@@ -292,7 +292,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "damages": damage_table,
     "migrated": migrated_table,
     "no_recipes": lambda: table(("kind of file", "what you are told it is"), NO_RECIPES.items()),
-    **{f"from_{name.replace('-', '_')}": partial(foreign_table, name) for name in PROJECTS},
+    **{f"from_{name.replace('-', '_')}": partial(foreign_table, name) for name in PROJECTS if own_table(name)},
 }
 
 

@@ -521,7 +521,7 @@ def test_train_ends_with_2_on_problems(capsys):
 
 def test_train_help_lists_every_key(capsys):
     with contextlib.suppress(SystemExit):
-        cli.main(["train", "--help"])
+        cli.main(["train", "--help-all"])
     out = capsys.readouterr().out
     assert not [key for key in all_keys() if f"--{key}" not in out]
     told = out.partition("The loss: ")[2].partition("package.module")[0]
