@@ -64,6 +64,12 @@ def wait(condition, process: subprocess.Popen) -> None:
         time.sleep(0.0005)
 
 
+def half_way(saving: Path, process: subprocess.Popen) -> None:
+    """Somewhere between a checkpoint's first file and its last."""
+    wait(saving.exists, process)
+    time.sleep(random.uniform(0, 0.04))
+
+
 def killed(recipe: Path, output: Path, moment) -> None:
     """Start, let it go on by a step or two, wait for the `moment`, kill."""
     process, before = start(recipe, output), newest(output)
@@ -97,7 +103,7 @@ def test_killed_again_and_again(when, recipe, never_killed, tmp_path):
         if when == "anywhere":
             killed(recipe, tmp_path / "out", lambda process: time.sleep(random.uniform(0, 0.4)))
         else:
-            killed(recipe, tmp_path / "out", lambda process: wait(saving.exists, process))
+            killed(recipe, tmp_path / "out", lambda process: half_way(saving, process))
             print(f"left half done: {sorted(p.name for p in saving.glob('*/*'))}")
     weights, log = ended(recipe, tmp_path / "out")
     assert log == never_killed[1]
