@@ -34,9 +34,10 @@ from grpo_ext.errors import (
     SaveError,
     ServerLost,
 )
+from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.recipe.help import print_help
 from grpo_ext.recipe.launching import check_launched, launch_of
-from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path
+from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path, rows_of
 from grpo_ext.recipe.look import Look, findings
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -140,6 +141,9 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
         say(f"Resuming from {begin.checkpoint}.")
     elif asks_afresh(training.resume_from_checkpoint) and (moved := make_room(training)):
         say(moved)
+    if recipe.eval_sets:
+        rows = [(chosen, rows_of(chosen, recipe, trainer.processing_class)) for chosen in recipe.eval_sets]
+        trainer.add_callback(DuringTraining(trainer, rows, recipe.script.reward_workers))
     trainer.train(resume_from_checkpoint=begin.checkpoint)
     trainer.save_final(str(training.output_dir))
     say(f"Model saved to {training.output_dir}.")

@@ -44,7 +44,7 @@ def test_maj_at_k_is_the_mean_over_all_subsets():
         n = rng.randint(1, 8)
         answers = [rng.choice(["a", "b", "c", "d", None]) for _ in range(n)]
         right = rng.choice([{"a"}, {"b", "d"}, set()])
-        correct = [a in right if rng.random() < 0.9 else not (a in right) for a in answers]
+        correct = [a in right if rng.random() < 0.9 else a not in right for a in answers]
         for k in range(1, n + 1):
             expected = majority_by_enumeration(answers, correct, k)
             assert maj_at_k(answers, correct, k) == pytest.approx(expected, abs=1e-13), (answers, correct, k)

@@ -35,13 +35,11 @@ def maj_at_k(answers: Sequence[Hashable], correct: Sequence[bool], k: int) -> fl
             votes.setdefault(answer, []).append(right)
     silent = sum(answer is None for answer in answers)
     ways = 0.0
-    for answer, right in votes.items():
-        if any(right):
-            others = [len(theirs) for other, theirs in votes.items() if other != answer]
-            wins = sum(
-                comb(len(right), j) * _ways_below(others, silent, j, k - j) for j in range(1, min(k, len(right)) + 1)
-            )
-            ways += wins * sum(right) / len(right)
+    for answer, judged in votes.items():
+        if any(judged):
+            count, others = len(judged), [len(theirs) for other, theirs in votes.items() if other != answer]
+            wins = sum(comb(count, j) * _ways_below(others, silent, j, k - j) for j in range(1, min(k, count) + 1))
+            ways += wins * sum(judged) / count
     return ways / comb(len(answers), k)
 
 

@@ -27,7 +27,9 @@ from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rollout.dynamic_sampling import judge_problems
 
 QUICKSTART_TASKS = ("quickstart/addition",)
-ALSO: Mapping[str, Any] = {"lora_target_modules": str, "reward_funcs": object, "datasets": object, "test_size": object}
+ALSO: Mapping[str, Any] = {"lora_target_modules": str} | dict.fromkeys(
+    ("reward_funcs", "eval_sets", "datasets", "test_size"), object
+)
 """Fields of the parts that may be of a further type, or whose own checks speak of theirs."""
 
 

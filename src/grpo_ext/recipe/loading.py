@@ -1,5 +1,7 @@
 """What a recipe names, loaded: its policy's folder and tokenizer, its data; neither a model nor a trainer."""
 
+import dataclasses
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ from grpo_ext.data.chat_template import template_text
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.data.prepare import prepare
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.quickstart.model import ensure_once
+from grpo_ext.recipe.eval_sets import EvalSet
 from grpo_ext.recipe.parts import QUICKSTART_MODEL, Recipe
 from grpo_ext.recipe.policy import load_tokenizer_of
 
@@ -30,9 +33,10 @@ def base_path(recipe: Recipe) -> str:
     return model_path(recipe) if base is None else base.model
 
 
-def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
-    """Training and evaluation dataset, prepared."""
-    script, evaluates = recipe.script, recipe.training.eval_strategy != "no"
+def datasets_of(recipe: Recipe, tokenizer: Any, *, evaluates: bool | None = None) -> tuple[Any, Any]:
+    """Training and evaluation dataset, prepared; the second where `evaluates`, by default as `eval_strategy` says."""
+    script = recipe.script
+    evaluates = recipe.training.eval_strategy != "no" if evaluates is None else evaluates
     template: Any = recipe.training.chat_template_kwargs or {}
     if recipe.mixture.datasets:
         mixed = {
@@ -59,6 +63,34 @@ def datasets_of(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
         tokenizer=tokenizer,
         template_kwargs=template,
     )
+
+
+def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Any) -> list[dict[str, Any]]:
+    """Rows of an evaluation set, prepared as the recipe's with the settings that are the set's own.
+
+    Raises:
+        DataError: it cannot be loaded, or has no rows.
+    """
+    data = dataclasses.replace(recipe.data, **chosen.data)
+    template: Any = recipe.training.chat_template_kwargs or {}
+    if chosen.dataset_name is None and chosen.split is None:
+        dataset = datasets_of(dataclasses.replace(recipe, data=data), tokenizer, evaluates=True)[1]
+    else:
+        dataset, _ = load_datasets(
+            str(chosen.dataset_name or recipe.script.dataset_name),
+            data,
+            dataset_config=chosen.dataset_config if chosen.dataset_name else recipe.script.dataset_config,
+            train_split=chosen.split or recipe.script.dataset_test_split,
+            test_split="",
+            streaming=False,
+            eval_needed=False,
+            tokenizer=tokenizer,
+            template_kwargs=template,
+        )
+    rows = [dict(row) for row in islice(dataset, chosen.limit)]
+    if not rows:
+        raise DataError(f"eval_sets: {chosen.name} has no rows. Give data that has some.")
+    return rows
 
 
 def load_tokenizer(recipe: Recipe) -> Any:

@@ -18,6 +18,7 @@ from grpo_ext.config.launch import planning, rank
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.checks import ALSO, mixture_problems, part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
+from grpo_ext.recipe.eval_sets import parse as parse_eval_sets
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
 from grpo_ext.recipe.foreign import projects
 from grpo_ext.recipe.launching import take_launch
@@ -84,6 +85,8 @@ def load_recipe(
         model.lora_target_modules = [model.lora_target_modules]
     rewards = _rewards(script, None if training is None else training.reward_weights, folder, problems)
     problems += reward_problems(rewards, training)
+    eval_sets, found = parse_eval_sets(None if script is None else script.eval_sets, rewards, folder)
+    problems += found
     asked = stand_in(given.get(GRPOExtConfig, {})) if training is None else training
     sound = None if mixed or rewards_only else mixture
     problems += part_problems(script, data, training, None if rewards_only else model, sound, asked)
@@ -93,7 +96,7 @@ def load_recipe(
         raise ConfigError(problems)
     if any(spec.weight != 1.0 for spec in rewards):
         training.reward_weights = [spec.weight for spec in rewards]
-    recipe = Recipe(script, data, training, model, mixture, rewards)
+    recipe = Recipe(script, data, training, model, mixture, rewards, eval_sets)
     if rank() == 0 and not planning():
         for warning in recipe_warnings(recipe):
             logger.warning(warning)

@@ -10,6 +10,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.config import DataConfig
 from grpo_ext.quickstart.model import NAME
+from grpo_ext.recipe.eval_sets import EvalSet
 from grpo_ext.rewards.composition import RewardSpec
 
 QUICKSTART_MODEL = NAME
@@ -25,6 +26,13 @@ class RecipeArguments(GRPOScriptArguments):
         metadata={
             "help": "Worker processes that score rewards beside each training process. None (default): its share of "
             "the cores, at most 8; 0: in the training process itself, where nothing can be stopped or contained."
+        },
+    )
+    eval_sets: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What `grpo-ext eval` and the training run evaluate on: a list of {name, dataset_name, split, "
+            "samples, k, temperature, top_p, limit, every, judge, ...}; docs/evaluation.md."
         },
     )
     reward_memory_gib: float = field(
@@ -50,3 +58,4 @@ class Recipe:
     model: ModelConfig
     mixture: DatasetMixtureConfig
     rewards: list[RewardSpec] = field(default_factory=list)
+    eval_sets: list[EvalSet] = field(default_factory=list)

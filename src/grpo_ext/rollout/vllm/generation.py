@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -247,6 +247,23 @@ class Generation(VLLMGeneration):
 
     # Completions.
 
+    @contextmanager
+    def sampling_as(self, **settings: Any) -> Iterator[None]:
+        """Other settings of sampling while it lasts; set `generation_kwargs["seed"]` before each call."""
+        before = {name: getattr(self, name) for name in (*settings, "generation_kwargs")}
+        apart: Any = nullcontext()
+        if self.mode == "colocate":
+            apart = patch.object(self.llm, "generate", partial(_seeded_apart, self.llm.generate))
+        self.generation_kwargs = dict(self.generation_kwargs)
+        for name, value in settings.items():
+            setattr(self, name, value)
+        try:
+            with apart:
+                yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
     def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> Any:
         """As TRL's; asked again, after a push, if the server dies meanwhile. Nothing of a failed attempt is kept.
 
@@ -262,6 +279,14 @@ class Generation(VLLMGeneration):
                 troubles.append(self.vllm_client.failure or ServerTrouble("no completions"))
             self._together(partial(self._outlast, troubles))
             self.sync_weights()
+
+
+def _seeded_apart(generate: Callable[..., Any], prompts: Any, *, sampling_params: Any, **options: Any) -> Any:
+    """`LLM.generate` with a seed for each request: TRL asks for every completion by a request of its own."""
+    each = [sampling_params.clone() for _ in prompts]
+    for i, params in enumerate(each):
+        params.seed = sampling_params.seed + i
+    return generate(prompts, sampling_params=each, **options)
 
 
 def merged_value(layers: list[Any], name: str) -> Tensor:

@@ -1,0 +1,56 @@
+"""`eval_sets` while a run trains: at its beginning, at each set's cadence and at its end."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import Trainer, TrainerCallback
+
+from grpo_ext.evaluation.evaluate import evaluate
+from grpo_ext.evaluation.results import Result, flat, result, table
+from grpo_ext.recipe.eval_sets import EvalSet
+
+FOLDER = "evaluation"
+"""In a run's folder: <set>/step_N.json and the samples beside it."""
+
+
+class DuringTraining(TrainerCallback):
+    """Evaluates the sets; with or without it the run's weights are the same."""
+
+    def __init__(self, trainer: Any, sets: list[tuple[EvalSet, list[dict[str, Any]]]], workers: int | None) -> None:
+        """`sets` with their rows."""
+        self.trainer, self.sets, self.workers = trainer, sets, workers
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before the first step; not again where a run goes on."""
+        if state.global_step == 0:
+            self._evaluate([chosen for chosen, _ in self.sets])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Where a set's cadence says so."""
+        if state.global_step < state.max_steps:
+            self._evaluate([s for s, _ in self.sets if s.every is not None and state.global_step % s.every == 0])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the last step, not where the run was stopped before it."""
+        if state.global_step >= state.max_steps:
+            self._evaluate([chosen for chosen, _ in self.sets])
+
+    def _evaluate(self, due: list[EvalSet]) -> None:
+        for chosen, rows in self.sets:
+            if chosen in due:
+                self._evaluate_set(chosen, rows)
+
+    def _evaluate_set(self, chosen: EvalSet, rows: list[dict[str, Any]]) -> Result:
+        trainer, step = self.trainer, self.trainer.state.global_step
+        folder = Path(trainer.args.output_dir) / FOLDER / chosen.name
+        model = trainer.model.config._name_or_path
+        identity = {"model": model, "step": step, "set": chosen}
+        kept = folder / f"step_{step}_samples.jsonl"
+        samples = evaluate(trainer, chosen, rows, kept=kept, identity=identity, workers=self.workers)
+        found = result(chosen, samples, model=model, step=step)
+        if trainer.accelerator.is_main_process:
+            found.write(folder / f"step_{step}.json")
+            Console().print(table([found]))
+        Trainer.log(trainer, flat(found))
+        return found

@@ -1,0 +1,131 @@
+"""An evaluation set by the engine that trains: chunks of prompts, spread over processes, sampled and judged.
+
+A chunk is sampled from a seed of its own, so that neither the number of processes nor an interruption changes what is
+drawn; what is finished is kept in a file, and an evaluation that was cut off goes on behind it.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+
+from grpo_ext.errors import RewardError
+from grpo_ext.evaluation.sampling import evaluating, seed_chunk
+from grpo_ext.recipe.eval_sets import EvalSet
+from grpo_ext.rewards.runtime import Runtime
+
+Sample = dict[str, Any]
+"""A prompt's row with a completion and what was made of it."""
+READ = "read"
+"""What a judge says it has read, by `log_extra`: the votes of maj@k."""
+
+
+def evaluate(
+    trainer: Any,
+    chosen: EvalSet,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    kept: Path,
+    identity: Mapping[str, Any],
+    workers: int | None = None,
+) -> list[Sample]:
+    """Samples of all rows, on every process; the main one keeps chunks as they are finished in the file `kept`.
+
+    `identity` is what a file was made by (model, weights, settings): one of another is begun anew.
+
+    Raises:
+        RewardError: a reward failed under `on_error: raise`; on all processes.
+    """
+    size = max(1, trainer.args.per_device_eval_batch_size // chosen.samples)
+    chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+    accelerator = trainer.accelerator
+    done = _agreed(_begun(kept, identity) if accelerator.is_main_process else None)
+    left = [i for i in range(len(chunks)) if i not in done]
+    runtime = Runtime(chosen.rewards, workers=workers)
+    runtime.deferred = True
+    world, rank = accelerator.num_processes, accelerator.process_index
+    try:
+        with evaluating(trainer, chosen):
+            for start in range(0, len(left), world):
+                taken = left[start : start + world]
+                mine = taken[min(rank, len(taken) - 1)]  # who has none helps on the last, and is not counted
+                seed_chunk(trainer, chosen.seed, mine)
+                found = _chunk(trainer, chosen, [(i, rows[i]) for i in chunks[mine]], runtime)
+                told = gather_object([(mine, found, list(runtime.errors))])
+                if errors := [error for _, _, theirs in told for error in theirs]:
+                    raise RewardError(errors[0])
+                fresh = {chunk: samples for chunk, samples, _ in told}
+                done |= fresh
+                if accelerator.is_main_process:
+                    _keep(kept, fresh)
+    finally:
+        runtime.close()
+    return [sample for chunk in range(len(chunks)) for sample in done[chunk]]
+
+
+def _chunk(trainer: Any, chosen: EvalSet, rows: Sequence[tuple[int, Any]], runtime: Runtime) -> list[Sample]:
+    """Samples of some prompts."""
+    repeated = [(i, dict(row)) for i, row in rows for _ in range(chosen.samples)]
+    prompts = [row["prompt"] for _, row in repeated]
+    _, ids, tool_mask, completions, *_ = trainer._generate(prompts)
+    ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+    columns = {name: [row.get(name) for _, row in repeated] for name in repeated[0][1] if name != "prompt"}
+    columns |= {"prompts": prompts, "completions": completions, "completion_ids": ids}
+    rewards, extras = _scored(runtime, columns, trainer.state)
+    found = []
+    for j, (i, row) in enumerate(repeated):
+        tokens = len(ids[j]) if tool_mask is None else sum(tool_mask[j])
+        sample = {**row, "index": i, "completion": completions[j], "tokens": tokens}
+        sample |= {f"rewards/{name}": values[j] for name, values in rewards.items()}
+        sample |= {name: values[j] for name, values in extras.items()}
+        found.append(sample | {"truncated": ids[j][-1] not in ends})
+    return found
+
+
+def _scored(
+    runtime: Runtime, columns: dict[str, Any], state: Any
+) -> tuple[dict[str, list[float | None]], dict[str, list[Any]]]:
+    """Values of each reward, and the columns that rewards tell."""
+    extras: dict[str, list[Any]] = {}
+    given = {
+        "log_extra": extras.__setitem__,
+        "log_metric": lambda *_: None,
+        "trainer_state": SimpleNamespace(global_step=state.global_step, max_steps=state.max_steps),
+    }
+    rewards = {}
+    for function in runtime.functions:
+        values = function(**columns, **given)
+        rewards[function.__name__] = asyncio.run(values) if inspect.iscoroutine(values) else values
+    return rewards, extras
+
+
+# What is finished.
+
+
+def _begun(path: Path, identity: Mapping[str, Any]) -> dict[int, list[Sample]]:
+    """Finished chunks of the file, made ready for more; a line that a kill has cut off is left out."""
+    head = json.dumps(identity, default=str, sort_keys=True)
+    lines = path.read_text().splitlines() if path.is_file() else []
+    sound = [line for line in lines[1:] if line.endswith("}") and lines[0] == head]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in [head, *sound]))
+    chunks = (json.loads(line) for line in sound)
+    return {chunk["chunk"]: chunk["samples"] for chunk in chunks}
+
+
+def _keep(path: Path, fresh: Mapping[int, list[Sample]]) -> None:
+    with path.open("a") as file:
+        for chunk, samples in sorted(fresh.items()):
+            file.write(json.dumps({"chunk": chunk, "samples": samples}, default=str) + "\n")
+
+
+def _agreed(value: Any) -> Any:
+    """The main process's value, on every process."""
+    box = [value]
+    broadcast_object_list(box, from_process=0)
+    return box[0]

@@ -1,0 +1,86 @@
+"""Sampling for an evaluation by the engine that trains: its own temperature and seed, and nothing left behind."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from grpo_ext.recipe.eval_sets import EvalSet
+
+
+@contextmanager
+def evaluating(trainer: Any, chosen: EvalSet) -> Iterator[None]:
+    """While it lasts the trainer's model evaluates and samples as `chosen` says; afterwards all is as it was."""
+    training, model = trainer.model.training, trainer.model_wrapped
+    metrics, group = dict(trainer._metrics["eval"]), trainer.num_generations_eval
+    model.eval()
+    trainer.num_generations_eval = chosen.samples
+    try:
+        with random_streams_kept(), _vllm(trainer, chosen) if trainer.use_vllm else _transformers(trainer, chosen):
+            yield
+    finally:
+        model.train(training)
+        trainer.num_generations_eval = group
+        trainer._metrics["eval"].clear()
+        trainer._metrics["eval"].update(metrics)
+
+
+@contextmanager
+def random_streams_kept() -> Iterator[None]:
+    """Give the random streams of python, numpy and torch on all devices back as they were."""
+    python, numeric = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(device_type=_device_type()):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numeric)
+
+
+def seed_chunk(trainer: Any, seed: int, chunk: int) -> None:
+    """Seed what samples one chunk of prompts, whichever process takes it."""
+    drawn = int(np.random.SeedSequence((seed, chunk)).generate_state(1)[0])
+    random.seed(drawn)
+    np.random.seed(drawn)
+    torch.manual_seed(drawn)
+    if trainer.use_vllm:
+        trainer.vllm_generation.generation_kwargs["seed"] = drawn // 2  # with a number for each request added to it
+
+
+def _device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cuda" if accelerator is None else accelerator.type  # of fork_rng, which has none for the CPU alone
+
+
+@contextmanager
+def _transformers(trainer: Any, chosen: EvalSet) -> Iterator[None]:
+    config, given = trainer.generation_config, trainer.generation_kwargs
+    kwargs = {**given, "do_sample": chosen.temperature > 0, "max_new_tokens": _length(trainer, chosen)}
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        kwargs[name] = getattr(chosen, name) if kwargs["do_sample"] else None
+    trainer.generation_config, trainer.generation_kwargs = GenerationConfig(**kwargs, disable_compile=True), kwargs
+    try:
+        yield
+    finally:
+        trainer.generation_config, trainer.generation_kwargs = config, given
+
+
+@contextmanager
+def _vllm(trainer: Any, chosen: EvalSet) -> Iterator[None]:
+    settings = {
+        "temperature": chosen.temperature,
+        "top_p": chosen.top_p,
+        "top_k": chosen.top_k or -1,
+        "min_p": chosen.min_p,
+        "max_completion_length": _length(trainer, chosen),
+    }
+    with trainer.vllm_generation.sampling_as(**settings):
+        yield
+
+
+def _length(trainer: Any, chosen: EvalSet) -> int:
+    return chosen.max_completion_length or trainer.args.max_completion_length
