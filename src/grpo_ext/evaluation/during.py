@@ -7,7 +7,7 @@ from rich.console import Console
 from transformers import Trainer, TrainerCallback
 
 from grpo_ext.evaluation.evaluate import evaluate
-from grpo_ext.evaluation.results import Result, flat, result, table
+from grpo_ext.evaluation.results import flat, result, table
 from grpo_ext.recipe.eval_sets import EvalSet
 
 FOLDER = "evaluation"
@@ -41,7 +41,7 @@ class DuringTraining(TrainerCallback):
             if chosen in due:
                 self._evaluate_set(chosen, rows)
 
-    def _evaluate_set(self, chosen: EvalSet, rows: list[dict[str, Any]]) -> Result:
+    def _evaluate_set(self, chosen: EvalSet, rows: list[dict[str, Any]]) -> None:
         trainer, step = self.trainer, self.trainer.state.global_step
         folder = Path(trainer.args.output_dir) / FOLDER / chosen.name
         model = trainer.model.config._name_or_path
@@ -52,5 +52,6 @@ class DuringTraining(TrainerCallback):
         if trainer.accelerator.is_main_process:
             found.write(folder / f"step_{step}.json")
             Console().print(table([found]))
+        due = trainer.control.should_log  # the step's own log, which transformers takes for done by any
         Trainer.log(trainer, flat(found))
-        return found
+        trainer.control.should_log = due

@@ -1,0 +1,218 @@
+"""An evaluation by the engine that trains: what it draws, what it leaves behind, and what it makes of judges."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+import trainers
+from grpo_ext.errors import ConfigError, RewardError
+from grpo_ext.evaluation.during import DuringTraining
+from grpo_ext.evaluation.evaluate import evaluate
+from grpo_ext.evaluation.results import Result, flat, per_prompt, result
+from grpo_ext.evaluation.sampling import evaluating
+from grpo_ext.recipe.eval_sets import EvalSet, parse
+from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.rewards.composition import RewardSpec
+
+VOWELS = RewardSpec("vowels", "trainers:unit_interval")
+ROWS = [{"prompt": f"{'abcdefgh'[i % 8]}{i}:", "solution": str(i), "data_source": "ab"[i % 2]} for i in range(5)]
+SET = EvalSet("held_out", rewards=(VOWELS,), samples=4, threshold=0.25, temperature=0.7, seed=3)
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    made = []
+
+    def make(**settings):
+        made.append(trainers.build(tiny.model(), tmp_path / f"run{len(made)}", **settings))
+        return made[-1]
+
+    return make
+
+
+def drawn(trainer, tmp_path, chosen=SET, rows=ROWS, name="kept", identity=0):
+    return evaluate(trainer, chosen, rows, kept=tmp_path / name, identity={"run": identity}, workers=0)
+
+
+def test_it_samples_each_prompt_as_told(trainer, tmp_path):
+    samples = drawn(trainer(), tmp_path, replace(SET, max_completion_length=5))
+    assert [s["index"] for s in samples] == [i for i in range(5) for _ in range(4)]
+    assert [s["solution"] for s in samples[::4]] == ["0", "1", "2", "3", "4"]
+    assert max(s["tokens"] for s in samples) == 5
+    assert all(s["truncated"] == (s["tokens"] == 5) for s in samples)
+    assert len({s["completion"] for s in samples}) > 10
+    expected = trainers.unit_interval([s["completion"] for s in samples])
+    assert [s["rewards/vowels"] for s in samples] == expected
+
+
+def test_greedy_is_what_generate_finds(trainer, tmp_path):
+    one = trainer()
+    samples = drawn(one, tmp_path, replace(SET, samples=1, temperature=0.0, max_completion_length=6))
+    for sample, row in zip(samples, ROWS, strict=True):
+        ids = one.processing_class(row["prompt"], return_tensors="pt")
+        found = one.model.generate(**ids, do_sample=False, max_new_tokens=6)[0, ids["input_ids"].shape[1] :]
+        assert sample["completion"] == one.processing_class.decode(found, skip_special_tokens=True)
+
+
+def test_a_seed_says_all(trainer, tmp_path):
+    first, again, other = (
+        [s["completion"] for s in drawn(trainer(), tmp_path, replace(SET, seed=seed), name=f"{i}")]
+        for i, seed in enumerate([3, 3, 4])
+    )
+    assert first == again
+    assert first != other
+
+
+def test_nothing_is_left_behind(trainer, tmp_path):
+    one = trainer()
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    config, group = one.generation_config, one.num_generations_eval
+    drawn(one, tmp_path)
+    assert before[0] == random.getstate()
+    assert before[1] == np.random.get_state()[1].tolist()
+    assert torch.equal(before[2], torch.get_rng_state())
+    assert (one.generation_config, one.num_generations_eval) == (config, group)
+    assert one.model.training
+    assert not one._metrics["eval"]
+
+
+def test_it_goes_on_where_it_was_cut_off(trainer, tmp_path, monkeypatch):
+    whole = drawn(trainer(per_device_eval_batch_size=8), tmp_path, name="whole")
+    lines = (tmp_path / "whole").read_text().splitlines()
+    assert len(lines) == 1 + 3  # what it is of, and three chunks of two prompts at most
+    (tmp_path / "cut").write_text("\n".join([*lines[:2], lines[2][:40]]))
+    one = trainer(per_device_eval_batch_size=8)
+    asked = []
+    monkeypatch.setattr(one, "_generate", lambda prompts, stock=one._generate: asked.append(prompts) or stock(prompts))
+    assert drawn(one, tmp_path, name="cut") == whole
+    assert len(asked) == 2
+    assert (tmp_path / "cut").read_text() == (tmp_path / "whole").read_text()
+
+
+def test_another_runs_file_is_begun_anew(trainer, tmp_path):
+    drawn(trainer(), tmp_path, identity=1)
+    samples = drawn(trainer(), tmp_path, replace(SET, seed=9), identity=2)
+    assert [s["completion"] for s in samples] == [
+        s["completion"] for s in drawn(trainer(), tmp_path, replace(SET, seed=9), name="fresh", identity=2)
+    ]
+
+
+def test_a_reward_that_raises_ends_it_by_name(trainer, tmp_path):
+    bad = replace(SET, rewards=(RewardSpec("broken", "test_evaluate:broken", on_error="raise"),))
+    with pytest.raises(RewardError, match="broken"):
+        drawn(trainer(), tmp_path, bad)
+
+
+def broken(completions, **_):
+    raise RuntimeError("no")
+
+
+def test_weights_are_those_of_a_run_without_it(trainer):
+    ends = []
+    for sets in ([], [(replace(SET, every=1), ROWS), (replace(SET, name="other", samples=1), ROWS)]):
+        one = trainer(max_steps=3, learning_rate=0.01)
+        if sets:
+            one.add_callback(DuringTraining(one, sets, workers=0))
+        one.train()
+        ends.append((trainers.weights(one.model), [log.get("reward") for log in one.state.log_history]))
+    plain, evaluated = ends
+    assert torch.equal(plain[0], evaluated[0])
+    assert [r for r in plain[1] if r is not None] == [r for r in evaluated[1] if r is not None]
+    logged = [log["step"] for log in one.state.log_history if "eval_held_out/avg@4" in log]
+    assert logged == [0, 1, 2, 3]
+    assert [log["step"] for log in one.state.log_history if "eval_other/avg@1" in log] == [0, 3]
+
+
+# Figures.
+
+
+def sample(index, value, read=None, source="a", **further):
+    row = {"index": index, "rewards/judge": value, "read": read, "data_source": source, "tokens": 3}
+    return row | {"truncated": False} | further
+
+
+JUDGED = EvalSet("set", rewards=(RewardSpec("judge", "accuracy"),), samples=4, k=(1, 2))
+
+
+def test_figures_by_hand():
+    samples = [sample(0, v, r) for v, r in [(1, "7"), (1, "7"), (0, "8"), (None, None)]]
+    samples += [sample(1, v, r, "b") for v, r in [(0, "1"), (0, "2"), (0, "3"), (1, "4")]]
+    samples += [sample(2, None, "5") for _ in range(4)]  # a reference that cannot be read
+    found = result(JUDGED, samples, model="m")
+    means = {name: mean.mean for name, mean in found.figures.items()}
+    assert means["avg@4"] == pytest.approx((2 / 4 + 1 / 4) / 2)
+    assert means["pass@2"] == pytest.approx((5 / 6 + 3 / 6) / 2)
+    # pairs of 7 7 8 -: 77 1, 78 twice 1/2, 7- twice 1, 8- 0; of four answers each wins half of the three pairs it is in
+    assert means["maj@2"] == pytest.approx((4 / 6 + 1 / 4) / 2)
+    assert means["answered"] == pytest.approx((3 / 4 + 1) / 2)
+    assert found.left_out == 1
+    assert found.by_source["b"]["avg@4"].mean == 0.25
+    assert flat(found)["eval_set/a/avg@4"] == 0.5
+    assert found.figures["rewards/judge"].mean == pytest.approx((2 / 3 + 1 / 4) / 2)
+
+
+def test_a_result_reads_back(tmp_path):
+    found = result(JUDGED, [sample(0, 1.0, "1") for _ in range(4)], model="m", step=3)
+    found.write(tmp_path / "r.json")
+    again = Result.read(tmp_path / "r.json")
+    assert (again.figures, again.by_source, again.step) == (found.figures, found.by_source, 3)
+    (tmp_path / "r.json").write_text(json.dumps({"figures": 3}))
+    with pytest.raises(ValueError, match=r"r.json: no result of an evaluation"):
+        Result.read(tmp_path / "r.json")
+
+
+def test_prompts_of_the_same_text_are_two():
+    found = per_prompt(JUDGED, [sample(i, 1.0) for i in (0, 1) for _ in range(4)])
+    assert len(found) == 2
+
+
+# Recipes.
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (3, "eval_sets[0]=3: not a mapping"),
+        ({}, "name='': figures and files go by it"),
+        ({"name": "a b"}, "name='a b'"),
+        ({"name": "t", "sample": 3}, "sample: no such key. Did you mean 'samples'"),
+        ({"name": "t", "samples": 0}, "samples=0: below 1"),
+        ({"name": "t", "samples": "many"}, "samples='many'"),
+        ({"name": "t", "samples": 4, "k": [8]}, "k=8 of 4 samples"),
+        ({"name": "t", "samples": 4, "temperature": 0}, "all would be equal"),
+        ({"name": "t", "temperature": -1.0}, "temperature=-1"),
+        ({"name": "t", "top_p": 0.0}, "top_p=0"),
+        ({"name": "t", "judge": "acuracy"}, "Did you mean 'accuracy'"),
+        ({"name": "t", "reward_funcs": ["nonsense"]}, "nonsense"),
+        ({"name": "t", "every": 0}, "every=0: below 1"),
+        ({"name": "t", "dataset_name": "./nowhere.csv"}, "nowhere.csv"),
+    ],
+)
+def test_a_mistake_in_a_set_is_told(entry, words):
+    sets, problems = parse([entry], [RewardSpec("accuracy", "accuracy")])
+    assert not sets
+    assert any(words in problem for problem in problems), problems
+
+
+def test_a_recipe_tells_of_its_sets(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "model_name_or_path: quickstart\ndataset_name: quickstart/addition\nreward_funcs: [accuracy]\nuse_cpu: true\n"
+        "bf16: false\nreport_to: none\neval_sets: [{name: t, samples: 2}, {name: t, limit: 0}, {name: t}]\n"
+    )
+    with pytest.raises(ConfigError) as told:
+        load_recipe(["--config", str(path)])
+    assert "eval_sets[1]: limit=0" in str(told.value)
+    assert "2 sets have the name 't'" in str(told.value)
+
+
+def test_the_mode_is_that_before_also_after_an_error(trainer):
+    one = trainer()
+    with pytest.raises(RuntimeError, match="no"), evaluating(one, SET):
+        raise RuntimeError("no")
+    assert one.model.training
