@@ -147,7 +147,7 @@ def test_figures_by_hand():
     means = {name: mean.mean for name, mean in found.figures.items()}
     assert means["avg@4"] == pytest.approx((2 / 4 + 1 / 4) / 2)
     assert means["pass@2"] == pytest.approx((5 / 6 + 3 / 6) / 2)
-    # pairs of 7 7 8 -: 77 1, 78 twice 1/2, 7- twice 1, 8- 0; of four answers each wins half of the three pairs it is in
+    # pairs of 7 7 8 -: 77 1, 78 twice 1/2, 7- twice 1, 8- 0; each of four answers wins half of its three pairs
     assert means["maj@2"] == pytest.approx((4 / 6 + 1 / 4) / 2)
     assert means["answered"] == pytest.approx((3 / 4 + 1) / 2)
     assert found.left_out == 1
