@@ -132,7 +132,7 @@ def test_weights_are_those_of_a_run_without_it(trainer):
 
 
 def sample(index, value, read=None, source="a", **further):
-    row = {"index": index, "rewards/judge": value, "read": read, "data_source": source, "tokens": 3}
+    row = {"index": index, "rewards/judge": value, "answer_parsed": read, "data_source": source, "tokens": 3}
     return row | {"truncated": False} | further
 
 

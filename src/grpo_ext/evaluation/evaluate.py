@@ -21,8 +21,8 @@ from grpo_ext.rewards.runtime import Runtime
 
 Sample = dict[str, Any]
 """A prompt's row with a completion and what was made of it."""
-READ = "read"
-"""What a judge says it has read, by `log_extra`: the votes of maj@k."""
+READ = "answer_parsed"
+"""What `accuracy` (or a judge of one's own, by `log_extra`) has read, empty where it found nothing: votes of maj@k."""
 
 
 def evaluate(

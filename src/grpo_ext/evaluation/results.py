@@ -99,7 +99,7 @@ def _shares(chosen: EvalSet, group: Sequence[Sample], right: Sequence[bool]) -> 
     ks = [k for k in chosen.ks if k > 1]
     shares |= {f"pass@{k}": pass_at_k(len(group), sum(right), k) for k in ks}
     if any(READ in sample for sample in group):
-        answers = [sample.get(READ) for sample in group]
+        answers = [sample.get(READ) or None for sample in group]
         shares |= {f"maj@{k}": maj_at_k(answers, right, k) for k in ks}
         shares["answered"] = sum(answer is not None for answer in answers) / len(answers)
     return shares

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from grpo_ext.recipe.eval_sets import EvalSet
+from grpo_ext.trainer.random_streams import random_streams_kept
 
 
 @contextmanager
@@ -29,18 +30,6 @@ def evaluating(trainer: Any, chosen: EvalSet) -> Iterator[None]:
         trainer._metrics["eval"].update(metrics)
 
 
-@contextmanager
-def random_streams_kept() -> Iterator[None]:
-    """Give the random streams of python, numpy and torch on all devices back as they were."""
-    python, numeric = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(device_type=_device_type()):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numeric)
-
-
 def seed_chunk(trainer: Any, seed: int, chunk: int) -> None:
     """Seed what samples one chunk of prompts, whichever process takes it."""
     drawn = int(np.random.SeedSequence((seed, chunk)).generate_state(1)[0])
@@ -49,11 +38,6 @@ def seed_chunk(trainer: Any, seed: int, chunk: int) -> None:
     torch.manual_seed(drawn)
     if trainer.use_vllm:
         trainer.vllm_generation.generation_kwargs["seed"] = drawn // 2  # with a number for each request added to it
-
-
-def _device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cuda" if accelerator is None else accelerator.type  # of fork_rng, which has none for the CPU alone
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from grpo_ext.config.fields import sound_values
@@ -59,8 +60,10 @@ _OWN = tuple(f.name for f in dataclasses.fields(EvalSet) if f.name not in ("data
 KEYS = (*_OWN, "reward_funcs", *DATA_KEYS)
 
 
-def parse(entries: Any, recipe_rewards: Sequence[RewardSpec]) -> tuple[list[EvalSet], list[str]]:
-    """Sets of the valid entries, and every problem with value, reason and cure."""
+def parse(
+    entries: Any, recipe_rewards: Sequence[RewardSpec], folder: Path | None = None
+) -> tuple[list[EvalSet], list[str]]:
+    """Sets of the valid entries, and every problem with value, reason and cure; `folder` is the recipe's."""
     if entries is None:
         return [], []
     if not isinstance(entries, list):
@@ -70,7 +73,7 @@ def parse(entries: Any, recipe_rewards: Sequence[RewardSpec]) -> tuple[list[Eval
         if not isinstance(entry, Mapping):
             problems.append(f"eval_sets[{i}]={entry!r}: not a mapping. Write {{name: test, samples: 4}}.")
             continue
-        chosen, found = _parse_entry(entry, recipe_rewards)
+        chosen, found = _parse_entry(entry, recipe_rewards, folder)
         problems += [f"eval_sets[{i}]: {problem}" for problem in found]
         sets += [chosen] if chosen is not None and not found else []
     names = [chosen.name for chosen in sets]
@@ -82,11 +85,13 @@ def parse(entries: Any, recipe_rewards: Sequence[RewardSpec]) -> tuple[list[Eval
     return sets, problems
 
 
-def _parse_entry(entry: Mapping[str, Any], recipe_rewards: Sequence[RewardSpec]) -> tuple[EvalSet | None, list[str]]:
+def _parse_entry(
+    entry: Mapping[str, Any], recipe_rewards: Sequence[RewardSpec], folder: Path | None
+) -> tuple[EvalSet | None, list[str]]:
     problems = [f"{key}: no such key. {did_you_mean(str(key), KEYS)}" for key in entry if key not in KEYS]
     rewards, found = list(recipe_rewards), list[str]()
     if entry.get("reward_funcs") is not None:
-        rewards, found = parse_rewards(entry["reward_funcs"])
+        rewards, found = parse_rewards(entry["reward_funcs"], folder=folder)
     problems += found
     values = {"name": "", **{key: entry[key] for key in _OWN if entry.get(key) is not None}}
     k = values.pop("k", ())

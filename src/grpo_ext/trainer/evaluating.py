@@ -11,6 +11,7 @@ from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.errors import ConfigError
 from grpo_ext.trainer.evaluated import Evaluated
 from grpo_ext.trainer.metrics import Figures
+from grpo_ext.trainer.random_streams import random_streams_kept
 from grpo_ext.trainer.resumable import ResumableTrainer
 
 
@@ -35,7 +36,7 @@ class EvaluatingTrainer(ResumableTrainer):
         return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's, with figures over all completions in the place of those over batches."""
+        """As TRL's, with figures over all completions in place of those over batches; training draws on as without."""
         if self.args.loss_defaults == "trl":
             return super().evaluation_loop(dataloader, *args, **kwargs)
         self._figures.clear()  # a step that failed may have left its own
@@ -43,7 +44,8 @@ class EvaluatingTrainer(ResumableTrainer):
         rows = len(dataloader.dataset) * self.num_generations_eval if known else None
         evaluated = self._evaluated = Evaluated(rows)
         try:
-            output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
+            with random_streams_kept():
+                output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self._evaluated = None
         metrics, weights = self._metrics["eval"], self.reward_weights.double()

@@ -33,7 +33,7 @@ HARMLESS = {
     # evaluated
     *("batch_eval_metrics", "dataset_test_split", "do_eval", "do_predict", "do_train", "eval_accumulation_steps"),
     *("eval_delay", "eval_do_concat_batches", "eval_on_start", "eval_steps", "eval_strategy", "bf16_full_eval"),
-    *("eval_use_gather_object", "fp16_full_eval", "include_for_metrics", "num_generations_eval"),
+    *("eval_sets", "eval_use_gather_object", "fp16_full_eval", "include_for_metrics", "num_generations_eval"),
     *("per_device_eval_batch_size", "prediction_loss_only", "load_best_model_at_end", "metric_for_best_model"),
     "greater_is_better",
     # saved and pushed
@@ -56,7 +56,7 @@ HARMLESS = {
     *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
     *("vllm_enable_sleep_mode", "vllm_weight_transfer"),
 }
-"""Settings that change no trained number, but by the random numbers that an evaluation draws."""
+"""Settings that change no trained number; with stock's `loss_defaults: trl` an evaluation draws random numbers."""
 
 ROUNDING = {
     *("attn_implementation", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb"),
