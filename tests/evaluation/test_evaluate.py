@@ -13,7 +13,7 @@ import trainers
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.evaluation.evaluate import evaluate
-from grpo_ext.evaluation.results import Result, flat, per_prompt, result
+from grpo_ext.evaluation.results import Result, difference, flat, per_prompt, result
 from grpo_ext.evaluation.sampling import evaluating
 from grpo_ext.recipe.eval_sets import EvalSet, parse
 from grpo_ext.recipe.parsing import load_recipe
@@ -164,6 +164,15 @@ def test_a_result_reads_back(tmp_path):
     (tmp_path / "r.json").write_text(json.dumps({"figures": 3}))
     with pytest.raises(ValueError, match=r"r.json: no result of an evaluation"):
         Result.read(tmp_path / "r.json")
+
+
+def test_two_models_are_compared_prompt_by_prompt():
+    before, after = (
+        result(JUDGED, [sample(i, float(j < n)) for i, n in enumerate(right) for j in range(4)], model="m")
+        for right in ([0, 2, 4, 1], [1, 3, 4, 2])
+    )
+    # differences 1/4, 1/4, 0, 1/4: mean .1875, standard error .0625, t = 3.18245
+    assert difference(before, after) == "avg@4: +0.188  (-0.011 to +0.386), prompt by prompt over 4"
 
 
 def test_prompts_of_the_same_text_are_two():

@@ -35,6 +35,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
         AFTER,
         "score saved completions: --config RECIPE --file COMPLETIONS [--explain N] [--output FILE] [--key value ...]",
     ),
+    "eval": (
+        AFTER,
+        "avg@k, pass@k, maj@k with intervals: --config RECIPE [--model RUN ...] [--output DIR] [--samples N] "
+        "[--limit N] [--temperature T] [--accelerate_config NAME] [--num_processes N] [--key value ...]",
+    ),
     "try": (
         AFTER,
         "ask a trained model: RUN [--compare] [--prompt TEXT] [--greedy] [--max_new_tokens N] [--seed N]",
@@ -66,7 +71,7 @@ WAYS = """
   grpo-ext train --config recipe.yaml --accelerate_config zero2 --num_processes 8
   grpo-ext train --config recipe.yaml --resume_from_checkpoint never        afresh; else it goes on where it was
 """
-FURTHER = dict.fromkeys(("demo", "check", "serve", "verify", "score", "sample"), KEYS) | {"train": WAYS + KEYS}
+FURTHER = dict.fromkeys(("demo", "check", "serve", "verify", "score", "sample", "eval"), KEYS) | {"train": WAYS + KEYS}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -98,14 +98,15 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--pass_by", metavar="REWARD", help="the reward that says what is right (default: accuracy)")
     options, rest = parser.parse_known_args(argv)
     try:
-        _sample(options, [*rest, *_model(options.model)])
+        _sample(options, [*rest, *model_keys(options.model)])
     except (ConfigError, DataError, NonFiniteError, RewardError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _model(run: str | None) -> list[str]:
+def model_keys(run: str | None) -> list[str]:
+    """What the command line would say to have a recipe with another model."""
     return [] if run is None else ["--model_name_or_path", find(run).model, "--use_peft", "false"]
 
 

@@ -49,14 +49,20 @@ def _here(argv: list[str]) -> None:
             signals.rest()
 
 
-def launch(config: Path | None, processes: int | None, argv: list[str], options: Sequence[str] = ()) -> int:
-    """Train by accelerate, and have each process check that as many came as were asked for."""
+def launch(
+    config: Path | None,
+    processes: int | None,
+    argv: list[str],
+    options: Sequence[str] = (),
+    module: str = "grpo_ext.train",
+) -> int:
+    """Run a module, that which trains, by accelerate; each process checks that as many came as were asked for."""
     from grpo_ext.config.launch import ASKED
 
     command = [*accelerate_command(config, processes), *options]
     asked = processes or (read_yaml(config).get("num_processes") if config else None)
     environment = os.environ if asked is None else os.environ | {ASKED: str(asked)}
-    return call([*command, "-m", "grpo_ext.train", *argv], environment)
+    return call([*command, "-m", module, *argv], environment)
 
 
 def call(command: list[str], environment: Mapping[str, str]) -> int:

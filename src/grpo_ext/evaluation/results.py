@@ -28,6 +28,8 @@ class Result:
     by_source: dict[str, Figures] = field(default_factory=dict)
     left_out: int = 0
     """Prompts of which the judge could score no sample."""
+    right: dict[str, float] = field(default_factory=dict)
+    """Of each prompt, by its place in the set, the share of right samples."""
 
     def write(self, path: Path) -> None:
         """As JSON."""
@@ -66,6 +68,7 @@ def result(chosen: EvalSet, samples: Sequence[Sample], *, model: str, step: int 
         figures(prompts),
         {source: figures([p for p in prompts if str(p["source"]) == source]) for source in sources},
         sum(not prompt["judged"] for prompt in prompts),
+        {str(i): share for i, prompt in enumerate(prompts) for share in list(prompt["shares"].values())[:1]},
     )
 
 
@@ -152,6 +155,14 @@ def table(results: Sequence[Result]) -> Any:
         for name in (name for name in of_source if "@" in name):
             drawn.add_row(f"{source}: {name}", *(_cell(r.by_source.get(source, {}).get(name)) for r in results))
     return drawn
+
+
+def difference(before: Result, after: Result) -> str:
+    """How much more is right after than before, prompt by prompt: what two separate intervals cannot tell."""
+    both = [after.right[i] - before.right[i] for i in before.right if i in after.right]
+    found = mean_of(both)
+    name = next(iter(after.figures))
+    return f"{name}: {found.mean:+.3f}  ({found.low:+.3f} to {found.high:+.3f}), prompt by prompt over {len(both)}"
 
 
 def _prompts(found: Result) -> int:

@@ -99,11 +99,12 @@ def _parse_entry(
     problems += told
     ks = tuple(k) if isinstance(k, list | tuple) else (k,)
     chosen = EvalSet(**{**sound, "k": ks, "rewards": rewards, "data": {n: entry[n] for n in DATA_KEYS if n in entry}})
-    problems += [] if told else _problems(chosen)
+    problems += [] if told else list(problems_of(chosen))
     return chosen, problems
 
 
-def _problems(s: EvalSet) -> Iterator[str]:
+def problems_of(s: EvalSet) -> Iterator[str]:
+    """What is wrong with a set's values."""
     if not s.name or not s.name.replace("_", "").replace("-", "").isalnum():
         yield f"name={s.name!r}: figures and files go by it. Give letters, digits, - or _."
     for name, least in (("samples", 1), ("limit", 1), ("every", 1), ("max_completion_length", 1), ("top_k", 0)):
