@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from grpo_ext.recipe.eval_sets import EvalSet
-from grpo_ext.trainer.random_streams import random_streams_kept
+from grpo_ext.rollout.random_streams import random_streams_kept
 
 
 @contextmanager

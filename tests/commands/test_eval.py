@@ -1,0 +1,71 @@
+"""`grpo-ext eval`: what it is asked, what it writes, and that the number of processes changes nothing."""
+
+import json
+
+import pytest
+import yaml
+
+import tiny
+from grpo_ext.commands.eval import run
+from processes import launcher
+from processes import run as run_process
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    settings = tiny.TRAINING | {
+        "model_name_or_path": tiny.save(tmp_path / "model"),
+        "dataset_name": "quickstart/addition",
+        "reward_funcs": [{"name": "tiny:length", "isolate": False}],
+        "output_dir": str(tmp_path / "out"),
+        "per_device_eval_batch_size": 8,
+        "eval_sets": [{"name": "held", "samples": 4, "limit": 6, "threshold": 0.5, "seed": 1}],
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def figures(folder, name="model"):
+    [file] = (folder / "held").glob(f"*{name}.json")
+    return json.loads(file.read_text())
+
+
+def test_one_model_is_evaluated_here(recipe, tmp_path, capsys):
+    assert run(["--config", str(recipe), "--output", str(tmp_path / "found")]) == 0
+    found = figures(tmp_path / "found")
+    assert found["settings"]["samples"] == 4
+    assert set(found["figures"]) >= {"avg@4", "pass@2", "pass@4", "rewards/length", "tokens", "truncated"}
+    assert len(found["right"]) == 6
+    [samples] = (tmp_path / "found" / "held").glob("*_samples.jsonl")
+    assert sum(len(json.loads(line)["samples"]) for line in samples.read_text().splitlines()[1:]) == 24
+    assert "held: 6 prompts x 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--samples", "0"], "held: samples=0: below 1"),
+        (["--temperature", "0"], "all would be equal"),
+        (["--model", "./nowhere"], "./nowhere: no such folder"),
+        (["--num_processes", "none"], "--num_processes none"),
+        (["--accelerate_config", "zero9"], "zero9"),
+        (["--samplse", "4"], "samplse"),
+    ],
+)
+def test_a_mistake_is_told_before_a_model_is_loaded(options, words, recipe, capsys):
+    assert run(["--config", str(recipe), *options]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.slow
+def test_two_processes_draw_what_one_draws(recipe, tmp_path):
+    command = ["--config", str(recipe), "--output"]
+    assert run([*command, str(tmp_path / "one")]) == 0
+    run_process([*launcher(), "-m", "grpo_ext.commands.eval", *command, str(tmp_path / "two")])
+    one, two = figures(tmp_path / "one"), figures(tmp_path / "two")
+    assert one == two
+    files = [next((tmp_path / name / "held").glob("*_samples.jsonl")) for name in ("one", "two")]
+    assert files[0].read_text() == files[1].read_text()
