@@ -1,6 +1,8 @@
 """`grpo-ext eval`: what it is asked, what it writes, and that the number of processes changes nothing."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import yaml
@@ -64,7 +66,8 @@ def test_a_mistake_is_told_before_a_model_is_loaded(options, words, recipe, caps
 def test_two_processes_draw_what_one_draws(recipe, tmp_path):
     command = ["--config", str(recipe), "--output"]
     assert run([*command, str(tmp_path / "one")]) == 0
-    run_process([*launcher(), "-m", "grpo_ext.commands.eval", *command, str(tmp_path / "two")])
+    path = os.pathsep.join([str(Path(tiny.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run_process([*launcher(), "-m", "grpo_ext.commands.eval", *command, str(tmp_path / "two")], PYTHONPATH=path)
     one, two = figures(tmp_path / "one"), figures(tmp_path / "two")
     assert one == two
     files = [next((tmp_path / name / "held").glob("*_samples.jsonl")) for name in ("one", "two")]

@@ -10,12 +10,12 @@ import torch
 
 import tiny
 import trainers
+from grpo_ext.data.eval_sets import EvalSet, parse
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.evaluation.results import Result, difference, flat, per_prompt, result
 from grpo_ext.evaluation.sampling import evaluating
-from grpo_ext.recipe.eval_sets import EvalSet, parse
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rewards.composition import RewardSpec
 

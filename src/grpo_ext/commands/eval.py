@@ -16,11 +16,11 @@ from grpo_ext.commands.console import take_option, take_processes
 from grpo_ext.commands.runs import find
 from grpo_ext.commands.sample import model_keys, sampler
 from grpo_ext.commands.train import call, default_config, launch
+from grpo_ext.data.eval_sets import EvalSet, problems_of
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, ServerLost
 from grpo_ext.evaluation.during import FOLDER
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.evaluation.results import Result, difference, result, table
-from grpo_ext.recipe.eval_sets import EvalSet, problems_of
 from grpo_ext.recipe.launching import accelerate_config, launch_of
 from grpo_ext.recipe.loading import rows_of
 from grpo_ext.recipe.parsing import load_recipe

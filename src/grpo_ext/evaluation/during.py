@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import Console
 from transformers import Trainer, TrainerCallback
 
+from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.evaluation.results import flat, result, table
-from grpo_ext.recipe.eval_sets import EvalSet
 
 FOLDER = "evaluation"
 """In a run's folder: <set>/step_N.json and the samples beside it."""

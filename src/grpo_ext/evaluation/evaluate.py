@@ -14,9 +14,9 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
+from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.errors import RewardError
 from grpo_ext.evaluation.sampling import evaluating, seed_chunk
-from grpo_ext.recipe.eval_sets import EvalSet
 from grpo_ext.rewards.runtime import Runtime
 
 Sample = dict[str, Any]

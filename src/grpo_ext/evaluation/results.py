@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
 from grpo_ext.evaluation.evaluate import READ, Sample
 from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
-from grpo_ext.recipe.eval_sets import EvalSet
 from grpo_ext.rewards.composition import RewardSpec
 
 Figures = dict[str, Mean]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from grpo_ext.recipe.eval_sets import EvalSet
+from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.rollout.random_streams import random_streams_kept
 
 

@@ -9,12 +9,12 @@ from transformers import AutoProcessor
 
 from grpo_ext.config.adapters import base_of
 from grpo_ext.data.chat_template import template_text
+from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.data.prepare import prepare
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.quickstart.model import ensure_once
-from grpo_ext.recipe.eval_sets import EvalSet
 from grpo_ext.recipe.parts import QUICKSTART_MODEL, Recipe
 from grpo_ext.recipe.policy import load_tokenizer_of
 

@@ -15,10 +15,10 @@ from trl import TrlParser
 from grpo_ext.config.fields import OPEN_TO_PATHS, sound_values
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import planning, rank
+from grpo_ext.data.eval_sets import parse as parse_eval_sets
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.checks import ALSO, mixture_problems, part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
-from grpo_ext.recipe.eval_sets import parse as parse_eval_sets
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
 from grpo_ext.recipe.foreign import projects
 from grpo_ext.recipe.launching import take_launch

@@ -9,8 +9,8 @@ from trl.scripts.grpo import GRPOScriptArguments
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.config import DataConfig
+from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.quickstart.model import NAME
-from grpo_ext.recipe.eval_sets import EvalSet
 from grpo_ext.rewards.composition import RewardSpec
 
 QUICKSTART_MODEL = NAME

@@ -9,9 +9,9 @@ from transformers.trainer_utils import has_length
 
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.errors import ConfigError
+from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.trainer.evaluated import Evaluated
 from grpo_ext.trainer.metrics import Figures
-from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.trainer.resumable import ResumableTrainer
 
 
