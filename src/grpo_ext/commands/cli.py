@@ -50,6 +50,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "[--pass_by REWARD] [--key value ...]",
     ),
     "merge": (AFTER, "make an adapter and its base one model: RUN [--output DIR] [--dtype float32|bfloat16|float16]"),
+    "report": (
+        AFTER,
+        "one HTML file of a run, or of several beside each other: RUN [RUN ...] [--output FILE.html] [--watch]",
+    ),
     "recipes": (LOOK_UP, "the packaged recipes"),
     "losses": (LOOK_UP, "what `loss_type` may name: formula and paper"),
     "rewards": (LOOK_UP, "what `reward_funcs` may name: what it gives, its options"),

@@ -92,3 +92,20 @@ def _holder(file: Any) -> str:
         return f"process {held['pid']} on {held['host']}, since {held['since']}"
     except (OSError, ValueError, KeyError):
         return "which has not said more"
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a run goes on in `folder`; where there are no locks, whether one has left no end."""
+    try:
+        import fcntl
+
+        with (folder / LOCK_FILE).open(encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+    except ImportError:  # Windows
+        return bool((folder / LOCK_FILE).exists() and (folder / LOCK_FILE).read_text(encoding="utf-8"))
+    except OSError:
+        return False

@@ -1,0 +1,98 @@
+"""What was run, in words, and which settings of several runs differ."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_ext.report.reading import RunFolder
+from grpo_ext.trainer.checkpoints.identity import HARMLESS, NAMES
+
+_OWN_PATH = re.compile(r"(?:~|/)[^\s'\",]*/([^/\s'\",]+)")
+"""A path of the machine, of which the last part alone is shown."""
+
+
+def facts(run: RunFolder) -> dict[str, str]:
+    """Names and values, of what is on record."""
+    r, o = run.record, run.objective
+    end = (run.finished or {}).get("max_steps") or r.get("max_steps")
+    planned = f" of {end}" if isinstance(end, int) and end > 0 else ""
+    found: dict[str, Any] = {
+        "steps": f"{run.step}{planned}, {'finished' if run.finished else 'not finished, as far as this folder says'}",
+        "loss": o.get("loss_type"),
+        "formula, minimised": o.get("formula"),
+        "paper": o.get("paper"),
+        "advantage, combination, aggregation": _joined(o, ("advantage", "combination", "aggregation")),
+        "KL": f"beta {o['beta']:g}, {o.get('kl')} in the {o.get('kl_placement')}"
+        if _is_number(o.get("beta"))
+        else None,
+        "loss's options": _options(o.get("options")),
+        "rewards": "; ".join(_reward(run, name, weight) for name, weight in run.rewards.items()),
+        "model": r.get("model_name_or_path"),
+        "data": _data(r),
+        "sampling": _named(r, ("temperature", "top_p", "top_k", "num_generations", "max_completion_length")),
+        "optimizer": _named(r, ("optim", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm")),
+        "completions a step": r.get("rows_per_step"),
+        "seed": r.get("seed"),
+        "machine": _machine(r),
+        "versions": ", ".join(f"{key[8:]} {r[key]}" for key in sorted(r) if key.startswith("version.")),
+    }
+    return {name: without_paths(str(value)) for name, value in found.items() if value not in (None, "")}
+
+
+def without_paths(text: str) -> str:
+    """`text` in which no folder of the machine is named."""
+    return _OWN_PATH.sub(lambda path: f"…/{path[1]}", text)
+
+
+def said(run: RunFolder, key: str) -> str:
+    """A setting as it is shown; nothing where it is not on record, or None."""
+    value = run.record.get(key)
+    return "" if value is None else without_paths(str(value))
+
+
+def differing(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
+    """Settings that are not the same in all runs and may change what is trained."""
+    keys = sorted({key for run in runs for key in run.record} - (HARMLESS - NAMES))
+    rows = [(key, [said(run, key) for run in runs]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _joined(content: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return ", ".join(str(content[key]) for key in keys if content.get(key) is not None)
+
+
+def _named(content: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {content[key]}" for key in keys if content.get(key) is not None)
+
+
+def _options(options: Any) -> str:
+    return _named(options, list(options)) if isinstance(options, Mapping) else ""
+
+
+def _reward(run: RunFolder, name: str, weight: float | None) -> str:
+    options = _options(run.record.get(f"rewards.{name}.kwargs"))
+    return name + ("" if weight is None else f" x {weight:g}") + (f" ({options})" if options else "")
+
+
+def _data(record: Mapping[str, Any]) -> str:
+    mixed = [str(part.get("path")) for part in record.get("datasets") or () if isinstance(part, Mapping)]
+    names = mixed or [str(record[key]) for key in ("dataset_name", "dataset_config") if record.get(key)]
+    rows = str(record.get("data") or "").partition(",")[0]
+    return ", ".join([*names, *([rows] if rows else [])])
+
+
+def _machine(record: Mapping[str, Any]) -> str:
+    """Processes and what they ran on, as far as it is on record."""
+    if not record:
+        return ""
+    count = record.get("world_size")
+    said = [f"{count} process{'' if count == 1 else 'es'}"] if count else []
+    said += ["CPU"] if record.get("use_cpu") else []
+    said += [name for name in ("bf16", "fp16") if record.get(name)]
+    said += [f"sharded by {record['engine']}"] if record.get("engine") not in (None, "none") else []
+    said += [f"vLLM, {record.get('vllm_mode')}"] if record.get("use_vllm") else ["completions by transformers"]
+    return ", ".join(said)
