@@ -1,6 +1,7 @@
 """`grpo-ext demo`: from nothing to a tiny language model that visibly learned by GRPO, and a report, in minutes."""
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.quickstart.report import Run, write_report
 from grpo_ext.quickstart.task import load
 from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.report.page import write_report as write_html
+from grpo_ext.report.reading import EVALUATION
 from grpo_ext.train import build_trainer
 
 RECIPE = "quickstart/grpo"
@@ -51,6 +54,7 @@ def demonstrate(
     with watch.phase("warm-up"):
         warm = ensure_model(seed)
     options = {"model_name_or_path": warm, "output_dir": output_dir, "seed": seed, "disable_tqdm": True}
+    options |= {"log_completions": True, "num_completions_to_print": 0}  # for the report, not for the terminal
     arguments = ["--config", recipe, *(str(word) for key, value in options.items() for word in (f"--{key}", value))]
     trainer = make_trainer([*arguments, *overrides])
     with watch.phase("evaluation"):
@@ -63,7 +67,19 @@ def demonstrate(
     model = output_dir / "model"
     trainer.save_model(str(model))
     measured = Run(before, after, trainer.state.log_history, _loss_line(trainer), watch, str(model))
+    _keep(output_dir / EVALUATION / "held_out", {0: before, trainer.state.global_step: after})
+    write_html([output_dir], output_dir / "report.html")
     return measured, write_report(output_dir, measured)
+
+
+def _keep(folder: Path, results: dict[int, Any]) -> None:
+    """Held-out figures by step, where `grpo-ext report` looks for evaluations."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for step, found in results.items():
+        shares = {"accuracy": found.accuracy, "format_rate": found.format_rate}
+        figures = {name: {"mean": share, "prompts": len(found.samples)} for name, share in shares.items()}
+        content = {"set": "held_out", "step": step, "figures": figures}
+        (folder / f"step_{step}.json").write_text(json.dumps(content) + "\n")
 
 
 def _measure(step: str, when: str, trainer: Any, held_out: Any) -> Any:
@@ -103,4 +119,5 @@ def run(argv: Sequence[str]) -> int:
     measured, page = demonstrate(options.output_dir, seed=options.seed, recipe=options.recipe, overrides=overrides)
     total = sum(measured.seconds.values())
     print(f"5/5  {measured.before.accuracy:.1%} -> {measured.after.accuracy:.1%} in {total:.0f} s. Report: {page}")
+    print(f"     Open {page.with_suffix('.html')}: curves, completions, all settings.")
     return 0

@@ -17,7 +17,7 @@ from grpo_ext.trainer.output_lock import is_held
 
 OUTPUT = "report.html"
 HOST = "127.0.0.1"
-EVERY = 2.0
+EVERY = 5.0
 """Seconds between two looks at the folders."""
 
 

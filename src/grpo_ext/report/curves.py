@@ -72,9 +72,17 @@ class Curve:
         """Values that were NaN or infinite."""
         return sum(math.isnan(value) for _, values in self.lines.values() for value in values)
 
+    @property
+    def flat(self) -> bool:
+        """Whether it never moved."""
+        return len({value for _, values in self.lines.values() for value in values}) == 1
+
 
 def curves(runs: Sequence[RunFolder]) -> tuple[list[Curve], list[str]]:
-    """Curves in the order of the page, and the names of those for which there is no room."""
+    """Curves in the order of the page, and the names of those that are not drawn.
+
+    Figures that the page knows of come first; of the others those that never moved are left out, and what is too many.
+    """
     by_run = [run.series() for run in runs]
     names = [name for name in dict.fromkeys(n for series in by_run for n in series) if not ONCE.fullmatch(name)]
     found = [
@@ -82,7 +90,7 @@ def curves(runs: Sequence[RunFolder]) -> tuple[list[Curve], list[str]]:
         for section, name in _in_order(names)
     ]
     main = [curve for curve in found if curve.section != OTHERS]
-    others = [curve for curve in found if curve.section == OTHERS]
+    others = [curve for curve in found if curve.section == OTHERS and not curve.flat]
     room = MAX_OTHERS + max(0, MAX_OTHERS - len(main))
     shown = [*main[: 2 * MAX_OTHERS], *others[:room]]
     return shown, [curve.name for curve in found if curve not in shown]
@@ -134,6 +142,8 @@ _INK, _GRID = "#010203", "#040506"
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "grpo-ext",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
     "font.size": 9,
     "lines.linewidth": 1.6,
     "axes.linewidth": 0.7,
@@ -152,15 +162,15 @@ def _svg(lines: Mapping[int, Series]) -> str:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(4.4, 2.3), layout="constrained")
-    FigureCanvasSVG(figure)
-    axes = figure.subplots()
+    figure = Figure(figsize=(4.4, 2.3))
+    canvas = FigureCanvasSVG(figure)
+    axes = figure.add_axes((0.15, 0.11, 0.83, 0.85))
     for place, (steps, values) in lines.items():
         style: Any = {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
         axes.plot(steps, values, marker="." if len(steps) <= 30 else "", markersize=4, **style)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    canvas.print_svg(file, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return _inlined(file.getvalue())
 
 

@@ -146,7 +146,9 @@ def _curves(runs: Sequence[RunFolder]) -> str:
         else:
             parts.append(f"<h3>{section}</h3>{figures}")
     if left_out:
-        parts.append(f"<p class='dim'>Left out for want of room: {_text(', '.join(left_out), 2000)}.</p>")
+        parts.append(
+            f"<p class='dim'>Not drawn, as they never moved or are too many: {_text(', '.join(left_out), 2000)}.</p>"
+        )
     return without + _legend(runs) + "".join(parts) + _as_table(shown, runs)
 
 

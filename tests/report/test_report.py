@@ -1,0 +1,269 @@
+"""`grpo-ext report`: what stands in the page, what is left out and said, and what a hostile completion cannot do."""
+
+import fcntl
+import json
+import math
+import re
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from html.parser import HTMLParser
+
+import pytest
+
+from grpo_ext.commands import report
+from grpo_ext.report.completions import CLIPS, clipped
+from grpo_ext.report.curves import COLOURS, pictures, thinned
+from grpo_ext.report.page import MAX_SIZE, write_report
+from grpo_ext.report.reading import MAX_RUNS, read_runs
+from run_folders import RECORD, logged, run_folder, with_completions, with_evaluation
+
+HOSTILE = [
+    "<script>document.title='taken'</script>",
+    "</script><script>document.title='taken'</script>",
+    "<!-- <script>",
+    "x" * 1_000_000,
+    "\u202eright to left\u202c \u0634\u0643\u0631\u0627",
+    "\U0001f469\u200d\U0001f52c \U0001f3f4",
+    "NUL \x00 and bell \x07",
+]
+
+
+class Page(HTMLParser):
+    """Elements and text of a page; scripts are kept apart."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict]] = []
+        self.scripts: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.size = len(text.encode())
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self.elements and self.elements[-1][0] == "script" and self.cdata_elem == "script":
+            self.scripts[-1] += data
+        else:
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    @property
+    def data(self) -> dict:
+        return json.loads(self.scripts[0])
+
+
+def page_of(tmp_path, *runs) -> Page:
+    return Page(write_report(runs, tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+def test_a_run_is_told_with_its_curves_evaluations_and_completions(tmp_path):
+    run = with_completions(
+        run_folder(tmp_path / "mine"), 3, [("1+1=", ["2", "3"]), ("2+2=", ["5", "4"])], solution="2"
+    )
+    with_evaluation(with_evaluation(run, 0, 0.25), 20, 0.75)
+    page = page_of(tmp_path, run)
+    told = ("dapo", "where a < b", "arXiv:2503.14476", "accuracy x 1; format x 0.5", "quickstart/addition, 7979 rows")
+    for words in (*told, "4 of 20, finished", "2 processes", "trl 1.16.0", "\u2026/tiny"):
+        assert words in page.text
+    assert "/home/someone" not in page.text
+    assert "avg@4 0.25 (0.15 to 0.35) 0.75 (0.65 to 0.85)" in page.text
+    assert sum(tag == "svg" for tag, _ in page.elements) == 3
+    labels = [a["aria-label"] for _, a in page.elements if a.get("role") == "img"]
+    assert "reward: 0.1 at step 1, 0.4 at step 4" in labels
+    rows = page.data["rows"]
+    assert [(page.data["prompts"][r["prompt"]], r["completion"], r["reward"]) for r in rows] == [
+        ("1+1=", "2", 0.5),
+        ("1+1=", "3", 1.0),
+        ("2+2=", "5", 0.5),
+        ("2+2=", "4", 1.0),
+    ]
+    assert rows[1]["parts"] == {"accuracy": 1.0, "format": 0.0}
+    assert rows[1]["extras"] == {"solution": "2"}
+    assert "What is missing here" not in page.text
+
+
+def test_the_page_loads_nothing_and_runs_no_script_but_its_own(tmp_path):
+    page = page_of(tmp_path, with_completions(run_folder(tmp_path / "mine"), 1, [("p", ["c"])]))
+    [policy] = [a["content"] for tag, a in page.elements if tag == "meta" and "http-equiv" in a]
+    assert policy.startswith("default-src 'none'")
+    assert "connect-src" not in policy
+    for tag, attributes in page.elements:
+        assert tag not in ("link", "iframe", "img", "object", "embed"), tag
+        assert not [name for name in attributes if name.startswith("on") or name == "src"]
+        assert (attributes.get("href") or attributes.get("xlink:href") or "#").startswith("#")
+
+
+def test_hostile_completions_names_and_figures_stay_text(tmp_path):
+    bad = "<script>alert(1)</script>$\\frac{"
+    log = [{bad: 1.0, "reward": 10**400, "kl": float("nan"), "step": 1}, {bad: 2.0, "reward": 1, "step": 2}]
+    run = run_folder(tmp_path / "mine", log=log, **{"dataset_name": bad})
+    with_completions(run, 1, [(text, [text]) for text in HOSTILE], solution="</script>")
+    with_evaluation(run, 1, 0.5, set=bad)
+    page = page_of(tmp_path, run)
+    assert len(page.scripts) == 2
+    shown = {page.data["prompts"][row["prompt"]]: row for row in page.data["rows"]}
+    assert len(shown) == len(HOSTILE)
+    for text in HOSTILE:
+        assert shown[clipped(text, CLIPS[0])]["length"] == len(text)
+    everything = "".join(page.texts) + json.dumps(page.data, ensure_ascii=False)
+    assert not re.search("[\x00-\x08\u202e]", everything)
+    assert "NUL \u2400 and bell \u2407" in everything
+    assert page.size < MAX_SIZE
+    assert "\ud800" not in clipped("a lone \ud800 surrogate", 100)
+
+
+def test_runs_beside_each_other_share_the_curves_and_differ_in_a_table(tmp_path):
+    runs = [
+        run_folder(tmp_path / "here" / "run", learning_rate=1e-5, logging_steps=1),
+        run_folder(tmp_path / "there" / "run", learning_rate=2e-5, logging_steps=9, log=logged(9)),
+    ]
+    page = page_of(tmp_path, *runs)
+    assert "Settings that differ setting here/run there/run learning_rate 1e-05 2e-05 Curves" in page.text
+    assert sum(tag == "svg" for tag, _ in page.elements) == 3
+    pictured = re.findall(r"<svg.*?</svg>", (tmp_path / "report.html").read_text(), re.DOTALL)
+    assert all(colour in picture for picture in pictured for colour in COLOURS[:2])
+
+
+def leave(folder, name, text):
+    folder.mkdir(exist_ok=True)
+    (folder / name).parent.mkdir(exist_ok=True, parents=True)
+    (folder / name).write_text(text)
+
+
+ROW = json.dumps({"reward": 1.0, "step": 1}) + "\n"
+STATE = json.dumps({"log_history": [{"reward": 0.5, "step": 3}]})
+LEFT_OUT = {
+    "a half-written last line": ({"metrics.jsonl": ROW + '{"reward": 1.'}, "metrics.jsonl: line 2 left out"),
+    "rows of another format": ({"metrics.jsonl": ROW + "7\n[]\nreward,step\n"}, "3 lines, the first of them line 2,"),
+    "a log in a checkpoint alone": ({"checkpoint-3/trainer_state.json": STATE}, "that of checkpoint-3/trainer_state"),
+    "nothing on record": ({"metrics.jsonl": ROW}, "says yet what was run"),
+    "a broken record": ({"metrics.jsonl": ROW, "finished.json": "{"}, "finished.json cannot be read"),
+    "a record of another kind": ({"metrics.jsonl": ROW, "finished.json": "[]"}, "holds a list where an object"),
+    "no parquet": ({"metrics.jsonl": ROW, "completions/completions_00001.parquet": "x"}, "no whole parquet file"),
+    "an evaluation without figures": ({"metrics.jsonl": ROW, "evaluation/a/b.json": "{}"}, "holds no figures"),
+    "deep nesting": ({"metrics.jsonl": ROW + "[" * 100_000}, "line 2 left out"),
+    "text where numbers were": ({"metrics.jsonl": ROW + '{"reward": "x", "step": 2}\n'}, "1 at step 1, 1 at step 1"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_cannot_be_read_is_left_out_and_said(tmp_path, case):
+    files, words = LEFT_OUT[case]
+    for name, text in files.items():
+        leave(tmp_path / "mine", name, text)
+    page = page_of(tmp_path, tmp_path / "mine")
+    assert words in page.text + str(page.elements)
+
+
+def test_what_cannot_be_reported_is_refused_in_words(tmp_path, capsys):
+    empty, run = tmp_path / "empty", run_folder(tmp_path / "mine")
+    leave(empty, "metrics.jsonl", '{"reward"')
+    cases = {
+        "no such folder": [tmp_path / "none"],
+        "no folder": [run / "metrics.jsonl"],
+        "nothing to report": [run, empty],
+        "half written": [empty],
+        "named twice": [run, tmp_path / "empty" / ".." / "mine"],
+        f"Name at most {MAX_RUNS}": [run] * (MAX_RUNS + 1),
+        "Let its name end in .html": [run, "--output", tmp_path / "page.pdf"],
+    }
+    for words, arguments in cases.items():
+        assert report.run([str(a) for a in arguments]) == 2
+        assert words in capsys.readouterr().err
+    assert report.run([str(run)]) == 0
+    assert (run / "report.html").is_file()
+
+
+def test_without_matplotlib_the_figures_are_a_table(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page = page_of(tmp_path, run_folder(tmp_path / "mine"))
+    assert "pip install 'grpo-ext[plot]'" in page.text
+    assert "reward 0.1 0.4 0.1 0.4" in page.text
+
+
+def test_thinning_keeps_every_spike_and_gap_in_order():
+    steps, values = list(range(10_000)), [0.0] * 10_000
+    values[1234], values[7777] = 50.0, -3.0
+    values[5000:5500] = [math.nan] * 500
+    thin_steps, thin_values = thinned((steps, values), 100)
+    assert len(thin_steps) <= 102
+    assert thin_steps == sorted(set(thin_steps))
+    assert (thin_steps[0], thin_steps[-1]) == (0, 9999)
+    assert {1234, 7777} <= set(thin_steps)
+    assert any(math.isnan(value) for value in thin_values)
+    assert all(values[step] == value or math.isnan(value) for step, value in zip(thin_steps, thin_values, strict=True))
+
+
+def test_a_tick_keeps_its_digits(tmp_path):
+    from grpo_ext.report.curves import Curve
+
+    picture = pictures([Curve("Policy", "kl", {0: ([1.0, 2.0], [0.00012, 0.00034])})])["kl"]
+    assert "0.00025" in picture
+    assert "#010203" not in picture
+
+
+@pytest.mark.parametrize(("rows", "length"), [(64, 40), (8, 60_000)])
+def test_a_long_run_stays_small_and_says_what_it_shows(tmp_path, rows, length):
+    run = run_folder(tmp_path / "mine", steps=2000)
+    texts = [f"{n} " + "\u6f22" * length for n in range(rows)]
+    for step in range(60):
+        with_completions(run, step, [(f"{step} a", texts[: rows // 2]), (f"{step} b", texts[rows // 2 :])])
+    page = page_of(tmp_path, run)
+    assert page.size < MAX_SIZE
+    assert f"of {60 * rows:,} completions, of 40 of 60 recorded steps" in page.text
+    steps = {row["step"] for row in page.data["rows"]}
+    assert {0, 59} <= steps
+    assert len(steps) == 40
+
+
+def test_watching_serves_on_loopback_while_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    run = run_folder(tmp_path / "mine")
+    (run / "finished.json").unlink()
+    monkeypatch.setattr(report, "EVERY", 0.05)
+    with (run / "_grpo_ext.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        watching = threading.Thread(target=report.run, args=([str(run), "--watch"],))
+        watching.start()
+        address = ""
+        while not address:
+            address = "".join(re.findall(r"http://127\.0\.0\.1:\d+", capsys.readouterr().out))
+            time.sleep(0.05)
+        version = read(address + "/version")
+        served = read(address)
+        assert f'data-version="{version}"' in served
+        assert "connect-src 'self'" in served
+        for path, host, code in (("/metrics.jsonl", None, 404), ("/", "evil.example:80", 403)):
+            with pytest.raises(urllib.error.HTTPError, match=str(code)) as caught:
+                read(address + path, host)
+            caught.value.close()
+        with (run / "metrics.jsonl").open("a") as log:
+            log.write('{"reward": 7.5, "step": 9}\n')
+        while read(address + "/version") == version:
+            time.sleep(0.05)
+        assert "7.5 at step 9" in read(address)
+    watching.join(timeout=120)
+    assert not watching.is_alive()
+    assert "7.5 at step 9" in (run / "report.html").read_text()
+    assert "connect-src" not in (run / "report.html").read_text()
+
+
+def read(address: str, host: str | None = None) -> str:
+    request = urllib.request.Request(address, headers={"Host": host} if host else {})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return answer.read().decode()
+
+
+def test_weights_and_names_come_from_the_record_before_the_log(tmp_path):
+    [run] = read_runs([run_folder(tmp_path / "mine", log=[{"rewards/other/mean": 1.0, "step": 1}])])
+    assert run.rewards == {"other": None, "accuracy": 1.0, "format": 0.5}
+    assert run.record["learning_rate"] == RECORD["learning_rate"]
