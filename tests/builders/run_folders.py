@@ -22,6 +22,16 @@ RECORD = {
     "version.trl": "1.16.0",
 }
 
+HOSTILE = [
+    "<script>document.title='taken'</script>",
+    "</script><script>document.title='taken'</script>",
+    "<!-- <script>",
+    "x" * 1_000_000,
+    "\u202eright to left\u202c \u0634\u0643\u0631\u0627",
+    "\U0001f469\u200d\U0001f52c \U0001f3f4",
+    "NUL \x00 and bell \x07",
+]
+
 
 def logged(steps: int) -> list[dict]:
     return [{"reward": 0.1 * s, "rewards/accuracy/mean": 0.05 * s, "kl": 0.01, "step": s} for s in range(1, steps + 1)]

@@ -18,17 +18,7 @@ from grpo_ext.report.completions import CLIPS, clipped
 from grpo_ext.report.curves import COLOURS, pictures, thinned
 from grpo_ext.report.page import MAX_SIZE, write_report
 from grpo_ext.report.reading import MAX_RUNS, read_runs
-from run_folders import RECORD, logged, run_folder, with_completions, with_evaluation
-
-HOSTILE = [
-    "<script>document.title='taken'</script>",
-    "</script><script>document.title='taken'</script>",
-    "<!-- <script>",
-    "x" * 1_000_000,
-    "\u202eright to left\u202c \u0634\u0643\u0631\u0627",
-    "\U0001f469\u200d\U0001f52c \U0001f3f4",
-    "NUL \x00 and bell \x07",
-]
+from run_folders import HOSTILE, RECORD, logged, run_folder, with_completions, with_evaluation
 
 
 class Page(HTMLParser):

@@ -189,7 +189,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "per_device_eval_batch_size": COUNT,
     "gradient_accumulation_steps": COUNT,
     "max_tool_calling_iterations": COUNT,
-    "num_completions_to_print": COUNT,
+    "num_completions_to_print": NOT_NEGATIVE,  # at 0 the files alone are written
     "pad_to_multiple_of": COUNT,
     "seed": _SEED,
     "data_seed": _SEED,

@@ -1,0 +1,90 @@
+"""The report as a browser shows it: headless Chromium, whose console stays empty."""
+
+import html
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from grpo_ext.report.page import write_report
+from processes import PATIENCE
+from run_folders import HOSTILE, run_folder, with_completions, with_evaluation
+
+pytestmark = pytest.mark.slow
+CHROMIUM = os.environ.get("GRPO_EXT_CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "google-chrome"))), ""
+)
+
+
+@pytest.fixture(autouse=True)
+def chromium():
+    if not CHROMIUM and not os.environ.get("GRPO_EXT_REQUIRE_CHROMIUM"):
+        pytest.skip("no Chromium: `apt-get install chromium`, or name one in GRPO_EXT_CHROMIUM")
+
+
+def opened(page: Path, view: str = "") -> str:
+    """The page's elements after its script has run."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    profile = f"--user-data-dir={page.parent / 'profile'}"
+    done = subprocess.run(
+        [CHROMIUM, *options, profile, f"{page.as_uri()}#{view}"], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "CONSOLE" not in done.stderr, done.stderr[
+        -3000:
+    ]  # errors, and what the page's policy has kept from loading
+    return done.stdout
+
+
+def cards(dom: str) -> list[tuple[str, str, dict[str, str]]]:
+    """Prompt, completion and facts of each completion on the page."""
+    found = []
+    for card in re.findall(r'<article class="card">(.*?)</article>', dom, re.DOTALL):
+        prompt, completion = (html.unescape(text) for text in re.findall(r"<pre[^>]*>(.*?)</pre>", card, re.DOTALL))
+        facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", card, re.DOTALL))
+        found.append((prompt, completion, facts))
+    return found
+
+
+def test_the_browser_of_completions_filters_sorts_and_searches(tmp_path):
+    run = with_evaluation(run_folder(tmp_path / "mine"), 4, 0.5)
+    for step in (1, 2):
+        with_completions(run, step, [(f"{step}+1=", [f"{step}a", f"{step}b", f"{step}c"]), ("9+9=", ["18"])])
+    page = write_report([run], tmp_path / "report.html")
+    everything = [text for _, text, _ in cards(opened(page))]
+    assert everything == ["1a", "1b", "1c", "18", "2a", "2b", "2c", "18"]
+    falling = cards(opened(page, "sort=part%3A+accuracy&order=down&step=2"))
+    assert [(text, facts["accuracy"], facts["step"]) for _, text, facts in falling] == [
+        ("2c", "2", "2"),
+        ("2b", "1", "2"),
+        ("2a", "0", "2"),
+        ("18", "0", "2"),
+    ]
+    assert [text for _, text, _ in cards(opened(page, "of=reward&least=1.2&search=1%2B1"))] == ["1c"]
+    dom = opened(page, "search=nowhere")
+    assert cards(dom) == []
+    assert "0 of 8 match" in dom
+
+
+def test_hostile_completions_do_nothing(tmp_path):
+    run = run_folder(tmp_path / "mine", dataset_name="<img src=x onerror=alert(1)>")
+    with_completions(run, 1, [(text, [text]) for text in HOSTILE], **{"<b>": "<script>alert(1)</script>"})
+    dom = opened(write_report([run], tmp_path / "report.html"))
+    assert "<title>mine: report</title>" in dom
+    shown = [text for _, text, _ in cards(dom)]
+    assert len(shown) == len(HOSTILE)
+    assert HOSTILE[:3] == shown[:3]
+    assert "<img" not in dom
+
+
+def test_three_long_runs_beside_each_other(tmp_path):
+    runs = [run_folder(tmp_path / name, steps=2000, **{"objective.loss_type": name}) for name in ("a", "b", "c")]
+    for run in runs:
+        for step in range(1, 41):
+            with_completions(run, step, [(f"{step}?", [f"{run.name} {n} " + "long " * 400 for n in range(32)])])
+    dom = opened(write_report(runs, tmp_path / "report.html"), "run=1&sort=length&order=down")
+    assert {facts["run"] for _, _, facts in cards(dom)} == {"b"}
+    assert dom.count("<svg") == 3
