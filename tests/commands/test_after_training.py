@@ -220,7 +220,9 @@ def test_samples_are_scored_and_their_prompts_train(suffix, chat, project, tmp_p
     settings = SETTINGS | {"dataset_name": str(data), "answer_format": "gsm8k", "save_strategy": "no"}
     argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "run", **settings)
     file = tmp_path / f"out.{suffix}"
-    asked = ("sample", *argv, "--model", project / "chat", "--num", "3", "--output", file, "--pass_by", "s")
+    of_two = settings | {"num_processes": 2, "per_device_train_batch_size": 2}  # which one process could not train
+    launched = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "two", **of_two)
+    asked = ("sample", *launched, "--model", project / "chat", "--num", "3", "--output", file, "--pass_by", "s")
     assert command(*asked) == 0
     assert "8 prompts x 3 completions" in capsys.readouterr().out
     rows = read_completions(file)

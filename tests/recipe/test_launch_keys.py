@@ -4,7 +4,8 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from grpo_ext.commands import check
+from grpo_ext.commands import check, serve, verify
+from grpo_ext.config import machine
 from grpo_ext.config.launch import ASKED, EXIT_CODE_FILE
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.files import recipes_folder
@@ -105,3 +106,32 @@ def test_a_launch_that_is_not_the_recipes_is_refused(recipe, monkeypatch):
         check_launched(launch)
     monkeypatch.setenv(EXIT_CODE_FILE, "written by grpo-ext train")  # which has read the recipe, and its command line
     check_launched(launch)
+
+
+ON_TWO = {"num_processes": 2, "per_device_train_batch_size": 2, "num_generations": 4}
+"""A recipe that no single process can train."""
+
+
+def test_verify_launches_as_the_recipe_says(recipe):
+    several, command = verify.launcher(recipe(**ON_TWO, machine_rank=0), None, None)
+    assert (several, command[-2:]) == (2, ["--machine_rank", "0"])
+    assert command[command.index("--num_processes") + 1] == "2"
+    assert verify.launcher(recipe(accelerate_config="zero2"), None, None)[0] == 8
+    assert verify.launcher(recipe(**ON_TWO), None, 3)[0] == 3
+    several, command = verify.launcher(recipe(), None, None)
+    assert (several, len(command)) == (1, 1)
+
+
+def test_the_server_of_several_processes_is_started_by_one(recipe, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "is_installed", lambda package: False)
+    assert serve.run(recipe(**ON_TWO)) == 2
+    err = capsys.readouterr().err
+    assert "pip install vllm" in err
+    assert "num_generations" not in err
+
+
+def test_a_plan_for_a_server_needs_no_hub(recipe, capsys):
+    """As `migrate` writes it of an Open-R1 configuration; neither the server nor the hub can be reached."""
+    keys = {"model_name_or_path": "owner/model", "use_vllm": True, "vllm_mode": "server", "vllm_server_port": 1}
+    assert check.run([*recipe(**keys), "--num_processes", "2"]) == 0
+    assert "vLLM server: " in capsys.readouterr().out

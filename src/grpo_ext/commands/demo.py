@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,6 @@ from grpo_ext.train import build_trainer
 
 RECIPE = "quickstart/grpo"
 
-TrainerFactory = Callable[[Sequence[str]], Any]
-"""From recipe arguments (`--config ... --key value`) to a trainer that is ready to train."""
-
 
 class Stopwatch(dict[str, float]):
     """Seconds per phase, in the order in which the phases ran."""
@@ -34,18 +31,12 @@ class Stopwatch(dict[str, float]):
         self[name] = self.get(name, 0.0) + time.monotonic() - start
 
 
-def build_recipe_trainer(arguments: Sequence[str]) -> Any:
-    """The trainer that `grpo-ext train` would run with these arguments."""
-    return build_trainer(load_recipe(arguments))
-
-
 def demonstrate(
     output_dir: Path,
     *,
     seed: int = 0,
     recipe: str = RECIPE,
     overrides: Sequence[str] = (),
-    make_trainer: TrainerFactory = build_recipe_trainer,
     problems: int = 400,
 ) -> tuple[Run, Path]:
     """Warm up, measure, train, measure again, report; returns what was measured and the path of report.md."""
@@ -56,7 +47,7 @@ def demonstrate(
     options = {"model_name_or_path": warm, "output_dir": output_dir, "seed": seed, "disable_tqdm": True}
     options |= {"log_completions": True, "num_completions_to_print": 0}  # for the report, not for the terminal
     arguments = ["--config", recipe, *(str(word) for key, value in options.items() for word in (f"--{key}", value))]
-    trainer = make_trainer([*arguments, *overrides])
+    trainer = build_trainer(load_recipe([*arguments, *overrides]))
     with watch.phase("evaluation"):
         before = _measure("2/5", "before", trainer, held_out)
     print("3/5  GRPO: eight attempts per problem, a reward for the format and the right answer, nothing else ...")
@@ -66,7 +57,7 @@ def demonstrate(
         after = _measure("4/5", "after", trainer, held_out)
     model = output_dir / "model"
     trainer.save_model(str(model))
-    measured = Run(before, after, trainer.state.log_history, _loss_line(trainer), watch, str(model))
+    measured = Run(before, after, trainer.state.log_history, trainer.objective.describe(), watch, str(model))
     _keep(output_dir / EVALUATION / "held_out", {0: before, trainer.state.global_step: after})
     write_html([output_dir], output_dir / "report.html")
     return measured, write_report(output_dir, measured)
@@ -100,12 +91,6 @@ def _quiet() -> None:
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-
-
-def _loss_line(trainer: Any) -> str:
-    """The resolved objective in one line; the bare loss_type for a stock trainer."""
-    objective = getattr(trainer, "objective", None)
-    return str(trainer.args.loss_type if objective is None else objective.describe())
 
 
 def run(argv: Sequence[str]) -> int:

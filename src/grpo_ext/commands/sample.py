@@ -11,10 +11,12 @@ from typing import Any
 from tqdm import tqdm
 
 from grpo_ext.commands.runs import find
+from grpo_ext.config.launch import planned_processes
 from grpo_ext.data.completions import check_output, with_rewards, write_completions
 from grpo_ext.data.rows import WRITTEN
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError
 from grpo_ext.objective.combinations import weighted_total
+from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.registry import did_you_mean
@@ -114,9 +116,11 @@ def _sample(options: argparse.Namespace, argv: list[str]) -> None:
     output = check_output(options.output)
     if options.num < 1:
         raise ConfigError([f"--num {options.num}: no number of completions. Give 1 or more."])
-    recipe = load_recipe(argv)
+    processes = launch_of(argv).planned or 1  # that train; one samples
+    with planned_processes(processes, here=True):
+        recipe = load_recipe(argv)
     by = _judge(options.pass_by, [spec.name for spec in recipe.rewards])
-    batch = max(1, (recipe.training.generation_batch_size or 1) // options.num)
+    batch = max(1, (recipe.training.generation_batch_size or 1) // processes // options.num)
     completions: list[dict[str, Any]] = []
     asked: list[dict[str, Any]] = []
     trainer = sampler(recipe, options.num, str(output.parent))

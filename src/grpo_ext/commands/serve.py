@@ -16,7 +16,9 @@ import requests
 import torch
 
 from grpo_ext.commands.console import take_option
+from grpo_ext.config.launch import planned_processes
 from grpo_ext.errors import ConfigError
+from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.loading import base_path, load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -167,7 +169,8 @@ def run(argv: list[str]) -> int:
     if port is not None and not port.isdecimal():
         sys.exit(f"--port {port}: not a port.")
     try:
-        recipe = load_recipe([*argv, "--use_vllm", "true", "--vllm_mode", "server"])
+        with planned_processes(launch_of(argv).planned, here=True):
+            recipe = load_recipe([*argv, "--use_vllm", "true", "--vllm_mode", "server"])
         hint = f"grpo-ext train {' '.join(argv)} --use_vllm true --vllm_mode server"
         if host != "127.0.0.1":
             hint += f" --vllm_server_host {socket.gethostname() if host == '0.0.0.0' else host}"

@@ -96,26 +96,35 @@ def run(argv: list[str]) -> int:
 
 
 def _verify(argv: list[str], name: str | None, processes: int | None, precision: str) -> int:
-    from grpo_ext.commands.train import accelerate_command, default_config
     from grpo_ext.config.launch import planned_processes
-    from grpo_ext.recipe.files import read_yaml
-    from grpo_ext.recipe.launching import accelerate_config
     from grpo_ext.recipe.parsing import load_recipe
 
-    config = accelerate_config(name) if name else default_config(processes or 1, argv)
-    several = processes or (int(read_yaml(config).get("num_processes", 1)) if config else 1)
+    several, command = launcher(argv, name, processes)
     with planned_processes(several):
         recipe = load_recipe(argv)
     with tempfile.TemporaryDirectory(prefix="grpo-ext-verify-") as folder:
         plan = Plan.of(recipe, argv, several, precision)
         plan.write(Path(folder))
         plan.build(recipe, Path(folder))
-        command = [sys.executable]
-        if name is not None or processes is not None:
-            command = accelerate_command(config, processes)
+        if len(command) > 1:
             command += ["--mixed_precision", "bf16" if precision == "bfloat16" else "no"]
         _launch(command, Path(folder))
         return plan.judge(recipe, Path(folder))
+
+
+def launcher(argv: list[str], name: str | None, processes: int | None) -> tuple[int, list[str]]:
+    """How many processes `grpo-ext train` would start, and by what command: accelerate's, or Python alone."""
+    from grpo_ext.commands.train import accelerate_command, default_config
+    from grpo_ext.recipe.files import read_yaml
+    from grpo_ext.recipe.launching import accelerate_config, launch_of
+
+    said = launch_of(argv)
+    processes = processes or said.processes
+    config = accelerate_config(name) if name else said.config or default_config(processes or 1, argv)
+    several = processes or (int(read_yaml(config).get("num_processes", 1)) if config else 1)
+    if name is None and processes is None and not said:
+        return several, [sys.executable]
+    return several, [*accelerate_command(config, processes), *said.options]
 
 
 @dataclass(frozen=True)

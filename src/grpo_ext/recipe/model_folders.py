@@ -19,7 +19,10 @@ def folder_problems(name: str) -> Iterator[str]:
     files = [file.name for file in path.iterdir()]
     if is_adapter(name):
         if not any(file.startswith("adapter_model.") for file in files):
-            yield f"{setting}: adapter_config.json, but no adapter_model.safetensors. Name a folder that has both."
+            yield (
+                f"{setting}: adapter_config.json, but no adapter_model.safetensors. Name a folder that has both, or "
+                "its base model and use_peft: true for a new adapter."
+            )
         return
     if "config.json" not in files:
         yield f"{setting}: no config.json in it. {_instead(path, files)}"

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from grpo_ext.rewards.library.math_equations import EQUALS, items_of, solutions
+from grpo_ext.rewards.library.math_units import units_agree
 
 MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: what is longer is prose or an attempt to stall the parser
 RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
@@ -54,7 +55,7 @@ def equal(gold: Value, answer: Value) -> bool:
     """
     if gold.word or answer.word:
         return gold.word == answer.word
-    if answer.base not in ("", gold.base) or (gold.unit and answer.unit and gold.unit != answer.unit):
+    if answer.base not in ("", gold.base) or not units_agree(gold.unit, answer.unit):
         return False
     if RATIO.fullmatch(gold.formula) or RATIO.fullmatch(answer.formula):
         return _same_ratio(gold.formula, answer)
