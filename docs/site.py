@@ -1,8 +1,8 @@
 """Write what the site is built from: `python docs/site.py FOLDER` (`make docs`). Needs nothing but Python.
 
-The repository's Markdown, with the links between its files, and a page for each other file that one of them links to: so
-a link has one form, a path relative to its file, in the repository and on the site. The reference is written too, as
-mkdocstrings' directives.
+The repository's Markdown, with the links between its files, and a page for each other file that one of them links to:
+so a link has one form, a path relative to its file, in the repository and on the site. The reference is written too,
+as mkdocstrings' directives.
 """
 
 import ast
