@@ -122,7 +122,7 @@ docs: $(DOCS)/.installed
 $(DOCS)/.installed: docs/requirements.txt
 	@echo "docs: $(DOCS) with the generator"
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --requirement docs/requirements.txt
+	$(DOCS)/bin/python -m pip install --quiet --no-compile --requirement docs/requirements.txt
 	@touch $@
 
 bench: install
