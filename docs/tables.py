@@ -33,6 +33,7 @@ from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
 from grpo_ext.recipe.foreign.projects import NO_RECIPES, PROJECTS, own_table
 from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 from grpo_ext.trainer.checkpoints import identity
 
 ROOT = Path(__file__).parent.parent
@@ -143,12 +144,11 @@ def described(registry: Mapping[str, Any], key: str, without: tuple[str, ...] = 
 
 def reward_table() -> str:
     """Name, meaning, columns that the dataset must have, options."""
-    own = ("prompts", "completions", "completion_ids")
     rows = []
     # by module, so that the order does not depend on which was imported first
     for names, function in sorted(by_entry(rewards).items(), key=lambda entry: entry[1].__module__):
         parameters = inspect.signature(function).parameters.values()
-        columns = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in own]
+        columns = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in TRL_ARGUMENTS]
         rows.append((names, summary(function), ", ".join(map(code, columns)), options(function)))
     return table(("name", "what it gives", "needs column", "options"), rows)
 

@@ -6,6 +6,7 @@ Python block does.
 
 import re
 import shlex
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -78,7 +79,8 @@ def test_a_recipe_or_a_part_of_one_is_sound(text, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     for name in ("train", "sft"):
         (tmp_path / "data" / f"{name}.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n')
-    (tmp_path / "my_module.py").write_text((ROOT / "examples" / "project" / "rewards.py").read_text())
+    shutil.copy(ROOT / "examples" / "project" / "data" / "questions.csv", tmp_path / "data")
+    (tmp_path / "mine.py").write_text((ROOT / "examples" / "project" / "rewards.py").read_text())
     shown = yaml.safe_load(text)
     whole = "model_name_or_path" in shown and {"dataset_name", "datasets"} & set(shown)
     (tmp_path / "shown.yaml").write_text(text if whole else yaml.safe_dump({**BASE, **shown}))
