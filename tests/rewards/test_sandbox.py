@@ -32,6 +32,7 @@ def works(method: str) -> bool:
         return False
 
 
+WRITTEN = [Path(path) for path in ("/tmp/x", "/x", "/usr/x", "/etc/x", "/dev/shm/x")]
 METHODS = [pytest.param(m, marks=[] if works(m) else pytest.mark.skip(f"no {m} here")) for m in sandbox.METHODS[:2]]
 on_each_method = pytest.mark.parametrize("method", METHODS)
 
@@ -76,7 +77,7 @@ def world(tmp_path, monkeypatch):
     (outside / "shown").chmod(0o666)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("GRPO_EXT_TEST_SECRET", "BREACH")
-    before = descendants()
+    before, there = descendants(), [path for path in WRITTEN if path.exists()]
     shown = (outside / "shown").stat()
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
@@ -99,7 +100,7 @@ def world(tmp_path, monkeypatch):
     assert (outside / "shown").read_text() == "shown"
     after = (outside / "shown").stat()
     assert (after.st_mode, after.st_uid, after.st_mtime) == (shown.st_mode, shown.st_uid, shown.st_mtime)
-    assert not any(Path(p).exists() for p in ("/tmp/x", "/x", "/usr/x", "/etc/x", "/dev/shm/x"))
+    assert [path for path in WRITTEN if path.exists()] == there
 
 
 def attack(program: str, world: dict, method: str, limits: Limits) -> sandbox.Outcome:

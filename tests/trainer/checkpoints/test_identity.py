@@ -162,8 +162,8 @@ STEPS = {"save_strategy": "steps", "save_steps": 1}
 def test_a_trainer_without_a_recipe_is_compared_too(tmp_path, caplog):
     model = tiny.save(tmp_path / "model")
     build(model, tmp_path / "out", max_steps=2, **STEPS).train()
-    with pytest.raises(ConfigError, match=r"checkpoint-2 is of another run: learning_rate: 0\.001 there, 0\.5 here"):
-        build(model, tmp_path / "out", max_steps=4, learning_rate=0.5, **STEPS).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match=r"checkpoint-2 is of another run: learning_rate: 0\.001 there, 0\.002 here"):
+        build(model, tmp_path / "out", max_steps=4, learning_rate=0.002, **STEPS).train(resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match="data: '16 rows"):
         build(model, tmp_path / "out", rows=15, max_steps=4, **STEPS).train(resume_from_checkpoint=True)
     assert caplog.text == ""
