@@ -140,7 +140,7 @@ JUDGED = EvalSet("set", rewards=(RewardSpec("judge", "accuracy"),), samples=4, k
 
 
 def test_figures_by_hand():
-    samples = [sample(0, v, r) for v, r in [(1, "7"), (1, "7"), (0, "8"), (None, None)]]
+    samples = [sample(0, v, r) for v, r in [(1, "7"), (1, "7"), (0, "8"), (None, "[cut off]")]]
     samples += [sample(1, v, r, "b") for v, r in [(0, "1"), (0, "2"), (0, "3"), (1, "4")]]
     samples += [sample(2, None, "5") for _ in range(4)]  # a reference that cannot be read
     found = result(JUDGED, samples, model="m")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
 from grpo_ext.rewards.composition import RewardSpec
 
 Figures = dict[str, Mean]
+_NOTHING = re.compile(r"|None|\[[A-Za-z ]+\]")
+"""What a judge says where it found no answer, such as `accuracy`'s [no answer] and [cut off]."""
 
 
 @dataclass
@@ -102,7 +105,7 @@ def _shares(chosen: EvalSet, group: Sequence[Sample], right: Sequence[bool]) -> 
     ks = [k for k in chosen.ks if k > 1]
     shares |= {f"pass@{k}": pass_at_k(len(group), sum(right), k) for k in ks}
     if any(READ in sample for sample in group):
-        answers = [sample.get(READ) or None for sample in group]
+        answers = [None if _NOTHING.fullmatch(str(sample.get(READ) or "")) else sample[READ] for sample in group]
         shares |= {f"maj@{k}": maj_at_k(answers, right, k) for k in ks}
         shares["answered"] = sum(answer is not None for answer in answers) / len(answers)
     return shares

@@ -83,6 +83,7 @@ def accuracy(
     completions: list[Completion],
     solution: list[str | None],
     completion_ids: list[list[int]] | None = None,
+    prompts: list[Any] | None = None,
     log_extra: Callable[[str, list], None] | None = None,
     *,
     read: str = "auto",
@@ -96,7 +97,8 @@ def accuracy(
     alone. A marked answer that holds several different values is wrong, and so are answers found only inside the
     reasoning. An equation answers an equation that it is a multiple of, `x = 5` answers 5, and a list is compared
     whole. Details: `math_answers.read`, `math_equality.equal`. A completion of `max_length` tokens, which was cut off,
-    is None where it has no mark. Beside the completions are logged `solution`, `gold_parsed` and `answer_parsed`.
+    is None where it has no mark; one that gives the question's own calculation back is 0. Beside the completions are
+    logged `solution`, `gold_parsed` and `answer_parsed`.
 
     Raises:
         ValueError: unknown `read`, or max_length < 1.
@@ -107,8 +109,10 @@ def accuracy(
         raise ValueError(f"max_length={max_length}: no completion is that short. Set it to max_completion_length.")
     lengths = [len(ids) for ids in completion_ids or []] or [0] * len(completions)
     judged = [
-        judge(completion_text(completion), gold, read, cut=max_length is not None and length >= max_length)
-        for completion, gold, length in zip(completions, solution, lengths, strict=True)
+        judge(completion_text(text), gold, read, prompt, cut=max_length is not None and length >= max_length)
+        for text, gold, length, prompt in zip(
+            completions, solution, lengths, prompts or [""] * len(completions), strict=True
+        )
     ]
     if log_extra:
         log_extra("solution", list(solution))
