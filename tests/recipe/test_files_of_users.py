@@ -182,6 +182,6 @@ def test_a_run_goes_on_where_the_recipes_folder_was_moved(tmp_path):
 def test_processes_of_accelerate_find_it_from_another_folder(tmp_path):
     command = [sys.executable, "-m", "grpo_ext.commands.cli", "train", "--num_processes", "2", "--config"]
     run([*command, own_run(tmp_path, tmp_path / "first")])
-    [entry, _] = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
+    entry, *_ = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
     assert entry["rewards/f/errors"] == 0
     assert entry["rewards/f/mean"] > 0
