@@ -7,7 +7,7 @@ import pandas
 
 RECORD = {
     "of_recipe": True,
-    "model_name_or_path": "/home/someone/models/tiny",
+    "model_name_or_path": "/data/someone/models/tiny",
     "dataset_name": "quickstart/addition",
     "data": "7979 rows, b2748e93ed6a5e11",
     "objective.loss_type": "dapo",

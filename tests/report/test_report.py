@@ -65,7 +65,7 @@ def test_a_run_is_told_with_its_curves_evaluations_and_completions(tmp_path):
     told = ("dapo", "where a < b", "arXiv:2503.14476", "accuracy x 1; format x 0.5", "quickstart/addition, 7979 rows")
     for words in (*told, "4 of 20, finished", "2 processes", "trl 1.16.0", "\u2026/tiny"):
         assert words in page.text
-    assert "/home/someone" not in page.text
+    assert "/data/someone" not in page.text
     assert "avg@4 0.25 (0.15 to 0.35) 0.75 (0.65 to 0.85)" in page.text
     assert sum(tag == "svg" for tag, _ in page.elements) == 3
     labels = [a["aria-label"] for _, a in page.elements if a.get("role") == "img"]
