@@ -139,6 +139,8 @@ def test_no_packaged_recipe_is_taken_for_a_foreign_one():
     ],
 )
 def test_a_key_of_another_project_answers_with_what_to_write_here(key, words, tmp_path):
+    if key in all_keys():
+        pytest.skip("the key is still one in this transformers")
     (tmp_path / "r.yaml").write_text(f"model_name_or_path: quickstart\n{key}: 1\nreward_funcs: [accuracy]\n")
     with pytest.raises(ConfigError) as error:
         load_recipe(["--config", str(tmp_path / "r.yaml")])

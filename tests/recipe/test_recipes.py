@@ -121,6 +121,8 @@ BAD = {name: BadRecipe(**case) for name, case in read_yaml(Path(__file__).parent
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_recipe_is_answered_by_one_helpful_sentence(name, tmp_path, caplog):
+    if name.startswith("legacy_") and name.removeprefix("legacy_") in all_keys():
+        pytest.skip("the key is still one in this transformers")
     bad, path = BAD[name], tmp_path / "recipe.yaml"
     path.write_text(bad.written())
     if bad.refused:
