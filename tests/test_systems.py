@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -38,6 +39,7 @@ print(wrong)
     assert fresh(program) == "[]"
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm")
 def test_a_check_of_a_recipe_with_vllm_imports_no_vllm():
     """Nor the trainer, which does: half a minute on a busy machine."""
     program = """

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import psutil
@@ -335,6 +336,9 @@ def model(tmp_path_factory) -> str:
     return str(ensure_model(directory=tmp_path_factory.mktemp("cache"), steps=2))  # hardly warmed up
 
 
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm")
+
+
 def packaged(model, **settings):
     given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     return load_recipe(["--config", "quickstart/grpo-vllm-server", "--model_name_or_path", model, *given])
@@ -345,6 +349,7 @@ def flags(recipe) -> dict[str, str]:
     return {name: value for name, value in zip(line, [*line[1:], ""], strict=True) if name.startswith("--")}
 
 
+@needs_vllm
 def test_a_server_gets_the_flags_that_its_recipe_needs(model):
     recipe = packaged(model)
     found = flags(recipe)
@@ -359,6 +364,7 @@ def test_a_server_gets_the_flags_that_its_recipe_needs(model):
     assert serve.command(recipe, "127.0.0.1", 8000, ["--max-num-seqs", "4"])[-2:] == ["--max-num-seqs", "4"]
 
 
+@needs_vllm
 @pytest.mark.parametrize(
     ("setting", "value", "flag", "becomes"),
     [
