@@ -135,15 +135,16 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     if begin.over:
         say(begin.over)
         return None
+    tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
+    sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
     trainer = build_trainer(recipe)
     trainer.recipe_record = record
     if begin.checkpoint:
         say(f"Resuming from {begin.checkpoint}.")
     elif asks_afresh(training.resume_from_checkpoint) and (moved := make_room(training)):
         say(moved)
-    if recipe.eval_sets:
-        rows = [(chosen, rows_of(chosen, recipe, trainer.processing_class)) for chosen in recipe.eval_sets]
-        trainer.add_callback(DuringTraining(trainer, rows, recipe.script.reward_workers))
+    if sets:
+        trainer.add_callback(DuringTraining(trainer, sets, recipe.script.reward_workers))
     trainer.train(resume_from_checkpoint=begin.checkpoint)
     trainer.save_final(str(training.output_dir))
     say(f"Model saved to {training.output_dir}.")

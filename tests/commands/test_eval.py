@@ -40,7 +40,8 @@ def test_one_model_is_evaluated_here(recipe, tmp_path, capsys):
     assert set(found["figures"]) >= {"avg@4", "pass@2", "pass@4", "rewards/length", "tokens", "truncated"}
     assert len(found["right"]) == 6
     [samples] = (tmp_path / "found" / "held").glob("*_samples.jsonl")
-    assert sum(len(json.loads(line)["samples"]) for line in samples.read_text().splitlines()[1:]) == 24
+    chunks = [json.loads(line)["samples"] for line in samples.read_text().splitlines()[1:]]
+    assert [len(chunk) for chunk in chunks] == [8, 8, 8]  # per_device_eval_batch_size
     assert "held: 6 prompts x 4" in capsys.readouterr().out
 
 

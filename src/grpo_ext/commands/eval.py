@@ -16,6 +16,7 @@ from grpo_ext.commands.console import take_option, take_processes
 from grpo_ext.commands.runs import find
 from grpo_ext.commands.sample import model_keys, sampler
 from grpo_ext.commands.train import call, default_config, launch
+from grpo_ext.config.launch import check_announced
 from grpo_ext.data.eval_sets import EvalSet, problems_of
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, ServerLost
 from grpo_ext.evaluation.during import FOLDER
@@ -25,6 +26,7 @@ from grpo_ext.recipe.launching import accelerate_config, launch_of
 from grpo_ext.recipe.loading import rows_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
+from grpo_ext.train import leave_process_group
 
 SAMPLES = 4
 """Of the set that is evaluated where a recipe has no `eval_sets`."""
@@ -106,7 +108,8 @@ def _evaluate_one(argv: Sequence[str]) -> int:
         recipe = load_recipe([*keys, *model_keys(model)])
         sets = _sets(recipe, options)
         with tempfile.TemporaryDirectory() as folder:
-            trainer = sampler(recipe, max(chosen.samples for chosen in sets), folder)
+            most, rows = max(chosen.samples for chosen in sets), recipe.training.per_device_eval_batch_size
+            trainer = sampler(recipe, most, folder, rows)
         try:
             for chosen in sets:
                 _evaluate_set(trainer, chosen, recipe, model, _file(recipe, options, chosen, model))
@@ -151,5 +154,17 @@ def _show(recipe: Recipe, options: argparse.Namespace, models: Sequence[str | No
             print(f"{difference(*results)}\n")
 
 
+def _launched(argv: Sequence[str]) -> int:
+    """One process of those that were started."""
+    try:
+        check_announced()
+        return _evaluate_one(argv)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        leave_process_group()
+
+
 if __name__ == "__main__":
-    sys.exit(_evaluate_one(sys.argv[1:]))
+    sys.exit(_launched(sys.argv[1:]))

@@ -40,12 +40,15 @@ ALONE: dict[str, Any] = {
 """Settings that sampling sets aside: it takes no step, and needs no reference."""
 
 
-def sampler(recipe: Recipe, num: int, output_dir: str) -> Any:
-    """The recipe's trainer, which rolls out and scores as in training, `num` completions a prompt."""
+def sampler(recipe: Recipe, num: int, output_dir: str, rows: int | None = None) -> Any:
+    """The recipe's trainer, which rolls out and scores as in training, `num` completions a prompt.
+
+    An evaluation batch has at least `rows` completions, by default one prompt's.
+    """
     c = recipe.training
     changes: dict[str, Any] = {
         "num_generations_eval": num,
-        "per_device_eval_batch_size": num,
+        "per_device_eval_batch_size": num * -(-(rows or num) // num),
         "per_device_train_batch_size": c.generation_batch_size if c.use_vllm else c.num_generations,
     }
     changed = dataclasses.replace(c, output_dir=output_dir, **ALONE, **changes)

@@ -1,5 +1,6 @@
 """`eval_sets` while a run trains: at its beginning, at each set's cadence and at its end."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,21 @@ class DuringTraining(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Before the first step; not again where a run goes on."""
         if state.global_step == 0:
-            self._evaluate([chosen for chosen, _ in self.sets])
+            self._evaluate(lambda chosen: True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Where a set's cadence says so."""
         if state.global_step < state.max_steps:
-            self._evaluate([s for s, _ in self.sets if s.every is not None and state.global_step % s.every == 0])
+            self._evaluate(lambda chosen: chosen.every is not None and state.global_step % chosen.every == 0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the last step, not where the run was stopped before it."""
         if state.global_step >= state.max_steps:
-            self._evaluate([chosen for chosen, _ in self.sets])
+            self._evaluate(lambda chosen: True)
 
-    def _evaluate(self, due: list[EvalSet]) -> None:
+    def _evaluate(self, due: Callable[[EvalSet], bool]) -> None:
         for chosen, rows in self.sets:
-            if chosen in due:
+            if due(chosen):
                 self._evaluate_set(chosen, rows)
 
     def _evaluate_set(self, chosen: EvalSet, rows: list[dict[str, Any]]) -> None:

@@ -4,8 +4,6 @@ A chunk is sampled from a seed of its own, so that neither the number of process
 drawn; what is finished is kept in a file, and an evaluation that was cut off goes on behind it.
 """
 
-import asyncio
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.errors import RewardError
 from grpo_ext.evaluation.sampling import evaluating, seed_chunk
-from grpo_ext.rewards.runtime import Runtime
+from grpo_ext.rewards.runtime import Runtime, values_of
 
 Sample = dict[str, Any]
 """A prompt's row with a completion and what was made of it."""
@@ -97,11 +95,7 @@ def _scored(
         "log_metric": lambda *_: None,
         "trainer_state": SimpleNamespace(global_step=state.global_step, max_steps=state.max_steps),
     }
-    rewards = {}
-    for function in runtime.functions:
-        values = function(**columns, **given)
-        rewards[function.__name__] = asyncio.run(values) if inspect.iscoroutine(values) else values
-    return rewards, extras
+    return {function.__name__: values_of(function, {**columns, **given}) for function in runtime.functions}, extras
 
 
 # What is finished.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from scipy.stats import t as student
@@ -26,7 +27,7 @@ def mean_of_shares(values: Sequence[float], confidence: float = 0.95) -> Mean:
     prompts, mean, variance = _moments(values)
     if prompts < 2:
         return Mean(mean, 0.0, 1.0, prompts)
-    t = float(student.ppf(0.5 + confidence / 2, prompts - 1))
+    t = _quantile(confidence, prompts - 1)
     size = max(prompts, prompts * mean * (1 - mean) / variance) if variance > 0 else prompts
     centre, scale = mean + t * t / (2 * size), 1 + t * t / size
     half = t * math.sqrt(mean * (1 - mean) / size + t * t / (4 * size * size))
@@ -38,8 +39,13 @@ def mean_of(values: Sequence[float], confidence: float = 0.95) -> Mean:
     prompts, mean, variance = _moments(values)
     if prompts < 2:
         return Mean(mean, -math.inf, math.inf, prompts)
-    half = float(student.ppf(0.5 + confidence / 2, prompts - 1)) * math.sqrt(variance / prompts)
+    half = _quantile(confidence, prompts - 1) * math.sqrt(variance / prompts)
     return Mean(mean, mean - half, mean + half, prompts)
+
+
+@cache
+def _quantile(confidence: float, degrees: int) -> float:
+    return float(student.ppf(0.5 + confidence / 2, degrees))
 
 
 def _moments(values: Sequence[float]) -> tuple[int, float, float]:

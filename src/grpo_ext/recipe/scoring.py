@@ -1,7 +1,5 @@
 """A recipe's rewards, totals and advantages on rows of completions, without a model."""
 
-import asyncio
-import inspect
 import json
 import math
 from collections import defaultdict
@@ -19,7 +17,7 @@ from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rewards.columns import PLURALS, check_clash
-from grpo_ext.rewards.runtime import Component, Runtime
+from grpo_ext.rewards.runtime import Component, Runtime, values_of
 from grpo_ext.rewards.schedule import weight_at
 
 BATCH = 1024  # rows of one call of a reward, whose timeout is meant for a batch of training
@@ -89,8 +87,7 @@ def _values(function: Component, columns: dict[str, list[Any]], given: dict[str,
         check_clash(function.spec, columns)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
-    values = function(**columns, **given)
-    return asyncio.run(values) if inspect.iscoroutine(values) else values
+    return values_of(function, {**columns, **given})
 
 
 def grouped(objective: Objective, values: Tensor, weights: Tensor, keys: Sequence[str]) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """Scoring a batch: all isolated rewards at once in the worker pool, failures contained, named and kept for replay."""
 
+import asyncio
+import inspect
 import logging
 import os
 import time
@@ -176,6 +178,12 @@ class AsyncComponent(Component):
     async def __call__(self, **columns: Any) -> list[float | None]:  # type: ignore[override]
         """Rewards of one batch."""
         return (await self.runtime.scores_here(self.spec, columns)).values
+
+
+def values_of(function: Component, columns: Mapping[str, Any]) -> list[float | None]:
+    """Rewards of one batch, outside a trainer, which would await those of an async function together."""
+    values = function(**columns)
+    return asyncio.run(values) if inspect.iscoroutine(values) else values
 
 
 # Calls.
