@@ -1,4 +1,4 @@
-"""Keys of older TRL, transformers and Open-R1 recipes that are gone, each with what replaced it."""
+"""Keys that TRL and transformers have replaced, and names in wide use; those of one project stand in `foreign`."""
 
 REPLACED: dict[str, str] = {
     # transformers
@@ -27,40 +27,13 @@ REPLACED: dict[str, str] = {
     "epsilon_low": "TRL calls the lower bound epsilon. Write epsilon.",
     "scale_reward": "it is scale_rewards. Write scale_rewards.",
     "num_generation": "it is num_generations. Write num_generations.",
-    # Open-R1
-    "dataset_prompt_column": "it is prompt_column here. Write prompt_column.",
-    "dataset_solution_column": "it is answer_column here. Write answer_column.",
-    "dataset_mixture": "TRL's name is datasets, a list of {path, name, split, columns}. Write datasets.",
-    "dataset_id_or_path": "it is dataset_name. Write dataset_name.",
-    **dict.fromkeys(
-        ("cosine_min_value_wrong", "cosine_max_value_wrong", "cosine_min_value_correct", "cosine_max_value_correct"),
-        "options of a reward stand with it. Write reward_funcs: [{name: cosine_length, kwargs: {...}}].",
-    ),
-    "cosine_max_len": "options of a reward stand with it. Write reward_funcs: "
-    "[{name: cosine_length, kwargs: {max_length: ...}}].",
-    "repetition_n_grams": "options of a reward stand with it. Write reward_funcs: "
-    "[{name: repetition, kwargs: {n: 3}}].",
-    "repetition_max_penalty": "options of a reward stand with it. Write reward_funcs: "
-    "[{name: repetition, kwargs: {max_penalty: -1.0}}].",
-    "max_completion_len": "options of a reward stand with it. Write reward_funcs: "
-    "[{name: soft_overlong, kwargs: {max_length: ..., buffer: ...}}].",
-    "soft_punish_cache": "options of a reward stand with it. Write reward_funcs: "
-    "[{name: soft_overlong, kwargs: {max_length: ..., buffer: ...}}].",
-    "wandb_project": "it is an environment variable. Write env: {WANDB_PROJECT: ...}.",
-    "wandb_entity": "it is an environment variable. Write env: {WANDB_ENTITY: ...}.",
-    "wandb_run_group": "it is an environment variable. Write env: {WANDB_RUN_GROUP: ...}.",
     # other trainers
     "kl_coef": "TRL calls it beta. Write beta.",
     "kl_coeff": "TRL calls it beta. Write beta.",
-    "clip_ratio": "TRL calls it epsilon. Write epsilon.",
     "cliprange": "TRL calls it epsilon. Write epsilon.",
     "group_size": "TRL calls it num_generations. Write num_generations.",
     "num_return_sequences": "TRL calls it num_generations. Write num_generations.",
-    "max_new_tokens": "TRL calls it max_completion_length. Write max_completion_length.",
-    "max_response_length": "TRL calls it max_completion_length. Write max_completion_length.",
-    "lr": "transformers calls it learning_rate. Write learning_rate.",
     "advantage_type": "it is advantage_estimator here. Write advantage_estimator.",
-    "loss_agg_mode": "it is loss_aggregation here. Write loss_aggregation.",
     "rewards": "it is reward_funcs. Write reward_funcs.",
     "reward_functions": "it is reward_funcs. Write reward_funcs.",
 }
