@@ -48,6 +48,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (item.path not in long, -tests[item.path], item.path))
 
 
+def pytest_runtest_logreport(report):
+    """A failure is told at once: a run that is cut off never comes to its summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)\n{report.longreprtext}", flush=True)
+
+
 @pytest.fixture(autouse=True)
 def _quiet_logging():
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*")
