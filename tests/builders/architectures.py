@@ -49,7 +49,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": LATENT | {"num_experts_per_tok": 2},
     "deepseek_v3": LATENT,

@@ -162,7 +162,8 @@ def restore_callbacks(trainer: Any) -> None:
 def find_best_checkpoint(state: TrainerState, checkpoint: Path) -> None:
     """Beside the checkpoint, if the folder of both has been moved."""
     beside = checkpoint.parent / f"checkpoint-{state.best_global_step}"
-    if state.best_global_step and state.best_model_checkpoint is None and beside.is_dir():
+    found = state.best_model_checkpoint is not None and Path(state.best_model_checkpoint).is_dir()
+    if state.best_global_step and not found and beside.is_dir():
         state.best_model_checkpoint = str(beside)
 
 
