@@ -257,14 +257,6 @@ def test_a_second_run_into_one_folder_is_refused(start):
     assert third.ended(PATIENCE) == 0, third.text[-3000:]
 
 
-def test_a_folder_that_cannot_be_written_is_noticed_before_a_model_is_loaded(start, tmp_path):
-    (tmp_path / "file").write_text("")
-    run = start(ALONE, output_dir=str(tmp_path / "file" / "out"))
-    assert run.ended(PATIENCE) == 2
-    assert "nothing can be written there (Not a directory). Name a folder of yours." in run.text
-    assert "Loading" not in run.text
-
-
 def test_a_killed_run_leaves_folders_that_the_next_removes(start):
     run = start(ALONE).training(0)
     run.process.kill()

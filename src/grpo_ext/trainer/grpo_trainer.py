@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from grpo_ext.config.adapters import make_portable
@@ -35,6 +34,7 @@ from grpo_ext.rollout.empty_completions import fill_empty, without_empty_complet
 from grpo_ext.rollout.transformers_engine import engine_for
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
+from grpo_ext.rollout.vllm.late import GRPOTrainer
 from grpo_ext.trainer import old_policy, progress
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
 from grpo_ext.trainer.arguments import check_reward_names, data_problems, policy

@@ -7,9 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 from transformers import PreTrainedModel
-from trl.trainer import grpo_trainer
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.rollout.vllm.late import grpo_trainer
 
 
 @contextmanager

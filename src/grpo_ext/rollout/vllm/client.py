@@ -14,10 +14,10 @@ import torch
 from requests.adapters import HTTPAdapter
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore
-from trl.generation.vllm_client import VLLMClient
 
 from grpo_ext.rollout.vllm.buckets import bucket_bytes
 from grpo_ext.rollout.vllm.gloo import BACKEND, BUCKET_BYTES, TRAINER_RANK, open_group, open_store, send, specs_of
+from grpo_ext.rollout.vllm.late import VLLMClient
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 POLL_SECONDS = 5.0

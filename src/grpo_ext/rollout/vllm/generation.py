@@ -14,12 +14,10 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from accelerate.utils.other import get_free_port
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
-from trl.generation import vllm_generation
-from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
 
 from grpo_ext.errors import ServerLost
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble
+from grpo_ext.rollout.vllm.late import VLLMGeneration, grpo_trainer, import_vllm, vllm_generation
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
 from grpo_ext.rollout.vllm.server import PROBE, Wanted, mismatches, server_facts
 
@@ -35,6 +33,7 @@ def in_place_of_trls(use_vllm: bool, weight_transfer: str, dtype: str) -> Iterat
     if not use_vllm:
         yield
         return
+    import_vllm()
     ours = partial(Generation, weight_transfer=weight_transfer, dtype=dtype)
     with patch.object(grpo_trainer, "VLLMGeneration", ours):
         yield

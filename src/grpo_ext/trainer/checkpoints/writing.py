@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from trl import GRPOTrainer
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import SaveError
+from grpo_ext.rollout.vllm.late import GRPOTrainer
 from grpo_ext.trainer import hub
 from grpo_ext.trainer.checkpoints.agreement import everywhere
 from grpo_ext.trainer.checkpoints.choice import numbered
