@@ -18,7 +18,7 @@ from interrupted import without_clocks
 from processes import ENVIRONMENT, PATIENCE
 
 pytestmark = pytest.mark.slow
-KILLS = int(os.environ.get("KILLS", "3"))
+KILLS = int(os.environ.get("KILLS", "2"))
 STEPS = 4 * KILLS
 
 

@@ -157,8 +157,7 @@ def test_the_same_command_goes_on(start):
     assert "Model saved" in again.text
 
 
-@pytest.mark.parametrize("how", [COMMAND, TWO])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("how", "number"), [(COMMAND, signal.SIGTERM), (TWO, signal.SIGINT)])
 def test_grpo_ext_train_hands_it_on_and_ends_with_75(how, number, start):
     run = start(how).training()
     run.process.send_signal(number)

@@ -23,9 +23,7 @@ ENGINES = {
         True,
     ),
     "fsdp2_offload": ("fsdp2_offload", {}, FSDP, True),
-    "zero1": ("zero1", {}, ZERO, False),
     "zero2": ("zero2", {}, ZERO, False),
-    "zero3": ("zero3", {}, ZERO, True),
     "zero3 that leaves its weights apart": ("zero3", {"zero3_save_16bit_model": False}, ZERO, True),
 }
 
