@@ -45,8 +45,8 @@ def test_one_manifest_and_one_decision(model_path, tmp_path):
         assert "output_dir to a folder that all machines share" in text
 
 
-def test_a_full_disk_of_one_process_is_told_to_both(model_path, tmp_path, rank=1):
-    said, _ = two_ranks(model_path, tmp_path, f"full disk of {rank}")
+def test_a_full_disk_of_one_process_is_told_to_both(model_path, tmp_path):
+    said, _ = two_ranks(model_path, tmp_path, "full disk of 1")
     for text in said:
         assert "checkpoint-2 could not be written" in text
         assert "Untouched: checkpoint-1." in text

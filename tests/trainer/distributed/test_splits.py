@@ -30,11 +30,11 @@ def test_every_loss_has_the_gradient_of_its_paper(launch, tmp_path):
     assert launch == "fsdp2" or min(stock) > 1e-3  # the same comparison sees what stock TRL's denominators do
 
 
-def test_zero_is_as_exact_as_one_process_in_float32(tmp_path, launch="zero3"):
-    needs_deepspeed(launch)
-    chosen = list(splits.cases(launch, ["grpo"], stock=False))
+def test_zero_is_as_exact_as_one_process_in_float32(tmp_path):
+    needs_deepspeed("zero3")
+    chosen = list(splits.cases("zero3", ["grpo"], stock=False))
     alone = [splits.Case(case.loss, case.feature, 1, 16, 1) for case in chosen]
-    found = splits.measured(launch, chosen, tmp_path / "two")
+    found = splits.measured("zero3", chosen, tmp_path / "two")
     splits.trained("one", alone, tmp_path / "one", splits.torch.float32)
     for case, one in zip(found, alone, strict=True):
         assert case["difference"] <= 3 * splits.judged(one, tmp_path / "one", splits.torch.float32), case
