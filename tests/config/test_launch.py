@@ -99,6 +99,7 @@ def test_accelerate_that_started_one_of_two_is_caught(processes, address, refuse
     assert ("alone, rightly" in out) != refused
 
 
+@pytest.mark.slow
 def test_processes_of_mpi_plan_the_batch_of_them_all():
     program = """
 from accelerate import PartialState

@@ -550,6 +550,7 @@ def test_other_launch_configurations_are_trls():
         accelerate_config("zerro2")
 
 
+@pytest.mark.slow
 def test_cpu_ddp_starts_two_gloo_ranks(tmp_path):
     script = tmp_path / "world.py"
     script.write_text(

@@ -193,6 +193,7 @@ def test_what_is_masked_may_be_anything(model_path, tmp_path, clean):
     assert trainer.state.global_step == 4
 
 
+@pytest.mark.slow
 def test_a_poisoned_last_step_of_a_recipe_ends_with_2_and_saves_no_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "grpo_ext.train.GRPOExtTrainer",
