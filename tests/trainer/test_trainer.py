@@ -239,6 +239,7 @@ def test_partial_none_is_left_out_of_the_weighted_sum(model_path, tmp_path):
     trainer.train()
     assert trainer.state.log_history[0]["reward"] == pytest.approx(8.0)
     assert trainer.state.log_history[0]["advantages/zero_variance_groups"] == 1.0
+    assert trainer.state.log_history[0]["groups/all_right"] == 1.0
     assert set(trainer._logs["advantages"]) == {0.0}
     stock = build(model_path, tmp_path, [always, sometimes], loss_type="grpo", max_steps=1, missing_rewards="zero")
     stock.train()

@@ -12,6 +12,7 @@ from grpo_ext.data.config import problems as data_problems
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.composition import parse as parse_rewards
+from grpo_ext.rewards.protocol import RIGHT
 
 DATA_KEYS = tuple(f.name for f in dataclasses.fields(DataConfig))
 """Keys of the data that a set may have for itself; what it leaves out is the recipe's."""
@@ -33,7 +34,7 @@ class EvalSet:
     """None: the recipe's."""
     judge: str | None = None
     """Reward that says what is right, by a value of at least `threshold`; None: `accuracy`, else the first."""
-    threshold: float = 1.0
+    threshold: float = RIGHT
     samples: int = 1
     k: tuple[int, ...] = ()
     """Of pass@k and maj@k; none: the powers of 2 up to `samples`."""

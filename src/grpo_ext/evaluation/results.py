@@ -13,6 +13,7 @@ from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
 from grpo_ext.evaluation.evaluate import READ, Sample
 from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
 from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.protocol import judge as default_judge
 
 Figures = dict[str, Mean]
 _NOTHING = re.compile(r"|None|\[[A-Za-z ]+\]")
@@ -78,7 +79,7 @@ def result(chosen: EvalSet, samples: Sequence[Sample], *, model: str, step: int 
 def judge(chosen: EvalSet) -> RewardSpec:
     """The reward that says what is right."""
     names = {spec.name: spec for spec in chosen.rewards}
-    return names[chosen.judge or ("accuracy" if "accuracy" in names else next(iter(names)))]
+    return names[chosen.judge or default_judge(list(names))]
 
 
 def per_prompt(chosen: EvalSet, samples: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ DASHES = ("solid", "dashed", "dotted")
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Rewards": ("reward", "rewards/.*/mean", "reward_std", "eval_reward", "eval_rewards/.*/mean"),
-    "Groups without a signal": ("frac_reward_zero_std", "advantages/zero_variance_groups"),
+    "Groups": ("groups/.*", "frac_reward_zero_std", "advantages/zero_variance_groups"),
     "Policy": ("kl", "entropy", "loss", "clip_ratio/region_mean", "clip_ratio/(low|high)_mean", "clip_ratio"),
     "Lengths": ("completions/mean_length", "completions/(min|max)_length", "completions/clipped_ratio"),
     "Optimizer": ("grad_norm", "learning_rate"),
@@ -41,6 +41,9 @@ ONCE = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|tot
 EXPLAINED = {
     "reward": "weighted sum of the rewards, mean over completions",
     "reward_std": "standard deviation of that sum",
+    "groups/all_right": "share of groups all of whose completions are right: too easy",
+    "groups/all_wrong": "share of groups whose completions are all as wrong: too hard",
+    "groups/mixed": "share of groups that tell right from wrong",
     "frac_reward_zero_std": "share of groups whose completions all have one reward: nothing to learn from",
     "advantages/zero_variance_groups": "share of groups without any advantage",
     "kl": "divergence from the reference policy",

@@ -15,6 +15,7 @@ from trl.trainer.utils import nanstd
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
+from grpo_ext.trainer import groups
 
 
 class Evaluated:
@@ -61,7 +62,7 @@ class Evaluated:
         for kind, values in (("", lengths), ("terminated_", ended)):
             for figure in ("mean", "min", "max"):
                 figures[f"completions/{figure}_{kind}length"] = getattr(values, figure)()
-        return {name: value.item() for name, value in figures.items()}
+        return {name: value.item() for name, value in figures.items()} | groups.shares(grouped, names)
 
 
 def batch_weight(objective: Any, totals: StepTotals) -> Float[Tensor, ""]:

@@ -35,7 +35,7 @@ from grpo_ext.rollout.transformers_engine import engine_for
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
 from grpo_ext.rollout.vllm.late import GRPOTrainer
-from grpo_ext.trainer import old_policy, progress
+from grpo_ext.trainer import groups, old_policy, progress
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
 from grpo_ext.trainer.arguments import check_reward_names, data_problems, policy
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
@@ -243,7 +243,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
                 self._drift(early, output)
         rewards, weights = self._grouped_rewards(mode), self.reward_weights.double().to(self.accelerator.device)
         total = weighted_total(rewards, weights, missing=self.objective.missing_rewards)
-        self._log_rewards(total, mode)
+        self._log_rewards(rewards, total, mode)
         if self.objective.stock_advantages and self.args.loss_defaults == "trl":
             if mode == "train":
                 self._silence.note(rewards, bool(zero_variance(total).all()))
@@ -268,13 +268,15 @@ class GRPOExtTrainer(EvaluatingTrainer):
         g = self.num_generations if mode == "train" else self.num_generations_eval
         return self._rewards_per_func.double().view(-1, g, self._rewards_per_func.shape[1])
 
-    def _log_rewards(self, total: Tensor, mode: str) -> None:
-        """The total that trains, in place of TRL's, which counts a partial None as 0; and the silent groups."""
+    def _log_rewards(self, rewards: Tensor, total: Tensor, mode: str) -> None:
+        """The total that trains, in place of TRL's, which counts a partial None as 0; and the kinds of groups."""
         metrics = self._metrics[mode]
         if self.objective.missing_rewards != "zero":
             metrics["reward"][-1] = total.nanmean().item()
             metrics["reward_std"][-1] = nanstd(total).item()
         metrics["advantages/zero_variance_groups"].append(zero_variance(total).float().mean().item())
+        for name, share in groups.shares(rewards, self.reward_func_names).items():
+            metrics[name].append(share)
 
     def _advantages(
         self, rewards: Tensor, weights: Tensor, total: Tensor, mode: str, tokens: dict[str, Tensor]

@@ -1,0 +1,38 @@
+"""Shares of groups that are all right, all wrong, or mixed."""
+
+import math
+
+import pytest
+import torch
+
+from grpo_ext.trainer.groups import shares
+
+NONE = math.nan
+KINDS = {
+    "all right": ([[1.0, 1.0]], (1, 0, 0)),
+    "more than 1 is right too": ([[1.0, 3.0]], (1, 0, 0)),
+    "all wrong": ([[0.0, 0.0]], (0, 1, 0)),
+    "alike below 1": ([[0.5, 0.5]], (0, 1, 0)),
+    "mixed": ([[0.0, 1.0]], (0, 0, 1)),
+    "partial credit": ([[0.2, 0.5]], (0, 0, 1)),
+    "one is not scored beside a right one": ([[1.0, NONE]], (0, 0, 1)),
+    "one is not scored beside a wrong one": ([[0.0, NONE]], (0, 1, 0)),
+    "a group without a score is left out": ([[NONE, NONE], [1.0, 1.0]], (1, 0, 0)),
+    "each kind": ([[1.0, 1.0], [0.0, 0.0], [-1.0, 1.0], [0.0, 0.0]], (0.25, 0.5, 0.25)),
+}
+
+
+@pytest.mark.parametrize(("rewards", "expected"), KINDS.values(), ids=KINDS.keys())
+def test_kinds_of_groups(rewards, expected):
+    found = shares(torch.tensor(rewards).unsqueeze(-1), ["mine"])
+    assert found == dict(zip(("groups/all_right", "groups/all_wrong", "groups/mixed"), expected, strict=True))
+
+
+def test_accuracy_judges_where_it_is_named_and_else_the_first():
+    rewards = torch.tensor([[[0.0, 1.0], [1.0, 1.0]]])  # one group: the first reward mixed, the second all right
+    assert shares(rewards, ["format", "accuracy"])["groups/all_right"] == 1
+    assert shares(rewards, ["format", "other"])["groups/mixed"] == 1
+
+
+def test_nothing_is_said_where_nothing_was_scored():
+    assert shares(torch.full((2, 2, 1), NONE), ["mine"]) == {}
