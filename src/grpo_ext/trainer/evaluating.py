@@ -52,7 +52,7 @@ class EvaluatingTrainer(ResumableTrainer):
         figures = evaluated.figures(self.reward_func_names, weights, self.num_generations_eval, self.objective)
         metrics.update({name: [value] for name, value in figures.items()})
         self._figures.log(metrics, self.accelerator)
-        output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = metrics.pop("loss")[-1]
+        output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = metrics.pop("loss", [0.0])[-1]
         return output
 
     def _generate(self, prompts: list) -> tuple[Any, ...]:

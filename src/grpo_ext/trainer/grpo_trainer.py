@@ -49,6 +49,7 @@ from grpo_ext.trainer.nonfinite import Finding, NonFiniteGuard
 from grpo_ext.trainer.reference import reference_copied_from
 from grpo_ext.trainer.rewards import ready
 from grpo_ext.trainer.silence import Silence
+from grpo_ext.trainer.times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         with reference_copied_from(model, args, kwargs.get("peft_config")), ours:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         progress.install(self)
+        self._times = StepTimes(self._metrics["train"], self.accelerator.device, ("rollout", "rewards"))
+        self.add_callback(self._times)
         self.add_callback(MetricsFile())
         make_portable(self.model)
         check_reward_names(self.reward_func_names)
@@ -131,6 +134,9 @@ class GRPOExtTrainer(EvaluatingTrainer):
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {CURE}"])
         self._name_objective()
+        if self.use_vllm:
+            self._times.parts += ("weight_push",)
+            self.vllm_generation.pushing = partial(self._times.during, "weight_push")
         self._drift = DriftCheck(self) if self.use_vllm and args.rollout_drift != 0 else None
         self._engine = engine_for(self)
         self._sampler = DynamicSampler(self) if args.dynamic_sampling is not None else None
@@ -164,8 +170,10 @@ class GRPOExtTrainer(EvaluatingTrainer):
         return completion_ids, logprobs
 
     def _generate(self, prompts: list) -> tuple[Any, ...]:
-        settled = self._settled
-        return super()._generate(prompts) if settled is None else settled.generation
+        if (settled := self._settled) is not None:
+            return settled.generation
+        with self._times.during("rollout"):
+            return super()._generate(prompts)
 
     @property
     def _settled(self) -> Settled | None:
@@ -204,7 +212,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         for i, function in enumerate(self.reward_funcs):
             if isinstance(function, Component) and function.spec.weight_schedule is not None:
                 self.reward_weights[i] = function.weight(self.state.global_step, self.state.max_steps)
-        rewards = super()._calculate_rewards(*args, **kwargs)
+        with self._times.during("rewards"):
+            rewards = super()._calculate_rewards(*args, **kwargs)
         found, problem = self._no_numbers(rewards, *args[1:3])
         said = [(self._reward_errors.copy(), found, problem)]
         said = gather_object(said) if self.accelerator.num_processes > 1 else said

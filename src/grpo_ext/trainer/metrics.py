@@ -48,11 +48,12 @@ class Figures:
             self.extremes = torch.stack([torch.minimum(kept[0], extremes[0]), torch.maximum(kept[1], extremes[1])])
 
     def log(self, metrics: MutableMapping[str, list[float]], accelerator: Any) -> None:
-        """Append the means over all processes, and begin anew."""
+        """Append the means over all processes, but for figures of which nothing was counted, and begin anew."""
         if self.sums is not None:
             totals = accelerator.reduce(self.sums, reduction="sum").tolist()
             for name, (total, count) in zip(self.names, totals, strict=True):
-                metrics[name].append(total / count if count else 0.0)
+                if count:
+                    metrics[name].append(total / count)
         if self.extremes is not None:
             low, high = accelerator.gather(self.extremes[None]).unbind(dim=1)
             for name, value in (("clip_ratio/low_min", low.min()), ("clip_ratio/high_max", high.max())):

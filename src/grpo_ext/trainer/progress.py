@@ -8,6 +8,8 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
+from grpo_ext.trainer.times import THROUGHPUT
+
 Logs = Mapping[str, Any]
 SHOWN = {"kl": "kl", "entropy": "entropy", "completions/mean_length": "length"}
 """Figures of a line after the rewards, and what it calls them; all others stand in the file."""
@@ -69,7 +71,7 @@ def install(trainer: Any) -> None:
 
 
 def line(logs: Logs, step: int, steps: int, seconds_left: float = 0.0) -> str:
-    """One log in words: how far, the reward with its parts, KL, entropy, length, the time left."""
+    """One log in words: how far, the reward with its parts, KL, entropy, length, tokens a second, the time left."""
     place = f"step {step:{len(str(steps))}}/{steps}"
     over = "train_runtime" in logs  # the last log, with the figures of those steps that came after the one before
     if over:
@@ -80,8 +82,9 @@ def line(logs: Logs, step: int, steps: int, seconds_left: float = 0.0) -> str:
     prefix = total.removesuffix("reward")
     place += f"   {prefix.strip('_')}" if prefix else ""
     figures = [f"{name} {short(logs[prefix + key])}" for key, name in SHOWN.items() if prefix + key in logs]
+    speed = [f"{logs[THROUGHPUT]:,.0f} tokens/s"] if THROUGHPUT in logs else []
     left = [f"{clock(seconds_left)} left"] if seconds_left and not prefix and not over else []
-    return "   ".join([place, f"reward {short(logs[total])}", *_parts(logs, prefix), *figures, *left])
+    return "   ".join([place, f"reward {short(logs[total])}", *_parts(logs, prefix), *figures, *speed, *left])
 
 
 def _parts(logs: Logs, prefix: str) -> list[str]:

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -77,6 +77,7 @@ class Generation(VLLMGeneration):
         self.dtype = dtype
         self.sync_seconds = 0.0
         self.sync_bytes = 0
+        self.pushing: Callable[[], AbstractContextManager[None]] = nullcontext  # the clock of who trains
         super().__init__(*args, **kwargs)
 
     @property
@@ -192,15 +193,16 @@ class Generation(VLLMGeneration):
             ServerLost: it died and did not come back; on all processes.
         """
         start = time.monotonic()
-        if self.mode == "server":
-            troubles: list[Exception] = []
-            while (trouble := self._push()) is not None:
-                troubles.append(trouble)
-                self._together(partial(self._outlast, troubles))
-            self.sync_bytes = self.vllm_client.bytes_sent if self.accelerator.is_main_process else 0
-        else:
-            self.sync_bytes = 0
-            super().sync_weights()
+        with self.pushing():
+            if self.mode == "server":
+                troubles: list[Exception] = []
+                while (trouble := self._push()) is not None:
+                    troubles.append(trouble)
+                    self._together(partial(self._outlast, troubles))
+                self.sync_bytes = self.vllm_client.bytes_sent if self.accelerator.is_main_process else 0
+            else:
+                self.sync_bytes = 0
+                super().sync_weights()
         self.sync_seconds = time.monotonic() - start
 
     def _push(self) -> Exception | None:
