@@ -15,7 +15,7 @@ import pytest
 
 from grpo_ext.commands import report
 from grpo_ext.report.completions import CLIPS, clipped
-from grpo_ext.report.curves import COLOURS, pictures, thinned
+from grpo_ext.report.curves import COLOURS, averaged, pictures, thinned
 from grpo_ext.report.page import MAX_SIZE, write_report
 from grpo_ext.report.reading import MAX_RUNS, read_runs
 from run_folders import HOSTILE, RECORD, logged, run_folder, with_completions, with_evaluation
@@ -192,6 +192,33 @@ def test_thinning_keeps_every_spike_and_gap_in_order():
     assert {1234, 7777} <= set(thin_steps)
     assert any(math.isnan(value) for value in thin_values)
     assert all(values[step] == value or math.isnan(value) for step, value in zip(thin_steps, thin_values, strict=True))
+
+
+PARTS = {
+    "groups/mixed": 0.5,
+    "groups/all_right": 0.2,
+    "groups/all_wrong": 0.3,
+    "time/rollout": 2.0,
+    "time/training": 1,
+}
+
+
+def test_what_adds_up_stands_on_each_other_in_the_picture_of_one_run(tmp_path):
+    log = [{**PARTS, "reward": 1.0, "step": step} for step in (1, 2, 3)] + [{"groups/mixed": 0.1, "step": 4}]
+    run = run_folder(tmp_path / "mine", log=log)
+    page = page_of(tmp_path, run)
+    _, groups, seconds = [a["aria-label"] for _, a in page.elements if a.get("role") == "img"]
+    assert groups.startswith("groups/mixed: 0.5 at step 1, 0.5 at step 3; groups/all_wrong: 0.3")
+    assert seconds.startswith("time/training: 1 at step 1, 1 at step 3; time/rollout: 2")
+    assert "groups/all_right 0.2 0.2 0.2 0.2" in page.text
+    beside = page_of(tmp_path, run, run_folder(tmp_path / "other", log=log))
+    assert len([a for _, a in beside.elements if a.get("role") == "img"]) == 6
+
+
+def test_a_long_stack_is_averaged():
+    steps, values = averaged(([1.0, 2, 3, 4, 5], [1.0, 2, 3, 4, 6]), 2)
+    assert (steps, values) == ([1.0, 3], [1.5, pytest.approx(13 / 3)])
+    assert averaged(([1.0, 2], [3.0, 4]), 2) == ([1.0, 2], [3.0, 4])
 
 
 def test_a_tick_keeps_its_digits(tmp_path):

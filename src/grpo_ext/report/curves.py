@@ -3,8 +3,9 @@
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from grpo_ext.report.reading import RunFolder, Series
@@ -30,10 +31,15 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Policy": ("kl", "entropy", "loss", "clip_ratio/region_mean", "clip_ratio/(low|high)_mean", "clip_ratio"),
     "Lengths": ("completions/mean_length", "completions/(min|max)_length", "completions/clipped_ratio"),
     "Optimizer": ("grad_norm", "learning_rate"),
-    "Time": ("step_time", "time/.*", "profiling/.*", "rewards/.*/seconds"),
+    "Time": ("tokens_per_second", "time/.*", "step_time", "profiling/.*", "rewards/.*/seconds"),
     "Evaluation": ("eval_.*@.*(?<!_low)(?<!_high)",),
 }
 """Patterns of names, in the order of the page; what none of them knows comes last, folded."""
+STACKS = {
+    "kinds of groups": ("groups/mixed", "groups/all_wrong", "groups/all_right"),
+    "seconds of a step": ("time/training", "time/rollout", "time/.*"),
+}
+"""What adds up to a whole is one picture where there is one run: its name, and patterns of its parts from below."""
 OTHERS = "Other figures"
 MAX_OTHERS = 40
 ONCE = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|total_flos|epoch")
@@ -54,7 +60,10 @@ EXPLAINED = {
     "completions/mean_length": "tokens",
     "completions/clipped_ratio": "share of completions cut off at the length limit",
     "grad_norm": "before clipping",
-    "step_time": "seconds a step",
+    "kinds of groups": "shares; only a mixed group tells right from wrong",
+    "seconds of a step": "of the main process; training: all that is nothing else",
+    "tokens_per_second": "sampled, prompts and completions, by all processes",
+    "step_time": "seconds a step, without the optimizer",
 }
 
 POINTS = 60_000
@@ -69,6 +78,8 @@ class Curve:
     name: str
     lines: dict[int, Series]
     """By the run's place among the runs."""
+    parts: tuple[str, ...] = ()
+    """What the lines are where they are no runs, but of one run, and stand on each other."""
 
     @property
     def missing(self) -> int:
@@ -92,6 +103,7 @@ def curves(runs: Sequence[RunFolder]) -> tuple[list[Curve], list[str]]:
         Curve(section, name, {i: series[name] for i, series in enumerate(by_run) if name in series})
         for section, name in _in_order(names)
     ]
+    found = _stacked(found) if len(runs) == 1 else found
     main = [curve for curve in found if curve.section != OTHERS]
     others = [curve for curve in found if curve.section == OTHERS and not curve.flat]
     room = MAX_OTHERS + max(0, MAX_OTHERS - len(main))
@@ -108,6 +120,29 @@ def _in_order(names: Sequence[str]) -> Iterator[tuple[str, str]]:
                     taken.add(name)
                     yield section, name
     yield from ((OTHERS, name) for name in names if name not in taken)
+
+
+def _stacked(found: Sequence[Curve]) -> list[Curve]:
+    """The curves of one run, a stack in the place of the first of its parts."""
+    by_name = {curve.name: curve for curve in found}
+    for name, patterns in STACKS.items():
+        parts = tuple(dict.fromkeys(n for pattern in patterns for n in by_name if re.fullmatch(pattern, n)))
+        columns = [dict(zip(*by_name[part].lines[0], strict=True)) for part in parts]
+        steps = [s for s in columns[0] if all(not math.isnan(c.get(s, math.nan)) for c in columns)] if columns else []
+        if len(parts) > 1 and len(steps) > 1:
+            lines = {i: (steps, [column[step] for step in steps]) for i, column in enumerate(columns)}
+            stack = Curve(by_name[parts[0]].section, name, lines, parts)
+            first = min(parts, key=list(by_name).index)
+            by_name = {n: stack if n == first else c for n, c in by_name.items() if n == first or n not in parts}
+    return list(by_name.values())
+
+
+def averaged(series: Series, points: int) -> Series:
+    """`points` of a series at most, each the mean of a stretch: lines that add up go on doing so."""
+    steps, values = series
+    cuts = [i * len(steps) // points for i in range(points + 1)] if len(steps) > points else range(len(steps) + 1)
+    stretches = list(pairwise(cuts))
+    return [steps[a] for a, _ in stretches], [math.fsum(values[a:b]) / (b - a) for a, b in stretches]
 
 
 def thinned(series: Series, points: int) -> Series:
@@ -137,7 +172,7 @@ def pictures(drawn: Iterable[Curve]) -> dict[str, str]:
     drawn = list(drawn)
     points = max(20, min(400, POINTS // max(1, sum(len(curve.lines) for curve in drawn))))
     with rc_context(_STYLE):
-        return {c.name: _svg({i: thinned(line, points) for i, line in c.lines.items()}) for c in drawn}
+        return {c.name: _stack(c, points) if c.parts else _lines(c, points) for c in drawn}
 
 
 _INK, _GRID = "#010203", "#040506"
@@ -160,20 +195,37 @@ _STYLE: Any = {
 }
 
 
-def _svg(lines: Mapping[int, Series]) -> str:
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
+def _lines(curve: Curve, points: int) -> str:
+    axes = _axes()
+    for place, line in curve.lines.items():
+        steps, values = thinned(line, points)
+        style: Any = {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
+        axes.plot(steps, values, marker="." if len(steps) <= 30 else "", markersize=4, **style)
+    return _svg(axes.figure)
+
+
+def _stack(curve: Curve, points: int) -> str:
+    axes = _axes()
+    shown = [averaged(line, points) for line in curve.lines.values()]
+    axes.stackplot(shown[0][0], *(values for _, values in shown), colors=COLOURS, alpha=0.85)
+    axes.set_xmargin(0)
+    return _svg(axes.figure)
+
+
+def _axes() -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(4.4, 2.3))
-    canvas = FigureCanvasSVG(figure)
-    axes = figure.add_axes((0.15, 0.11, 0.83, 0.85))
-    for place, (steps, values) in lines.items():
-        style: Any = {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
-        axes.plot(steps, values, marker="." if len(steps) <= 30 else "", markersize=4, **style)
+    axes = Figure(figsize=(4.4, 2.3)).add_axes((0.15, 0.11, 0.83, 0.85))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    return axes
+
+
+def _svg(figure: Any) -> str:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     file = io.StringIO()
-    canvas.print_svg(file, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    FigureCanvasSVG(figure).print_svg(file, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return _inlined(file.getvalue())
 
 

@@ -163,14 +163,22 @@ def _legend(runs: Sequence[RunFolder]) -> str:
 
 
 def _figure(curve: Curve, picture: str, runs: Sequence[RunFolder]) -> str:
-    told = "; ".join(
-        f"{runs[place].name if len(runs) > 1 else curve.name}: {_ends(*line)}" for place, line in curve.lines.items()
-    )
+    told = "; ".join(f"{_of(curve, place, runs) or curve.name}: {_ends(*line)}" for place, line in curve.lines.items())
     explained = f"<span>{_text(EXPLAINED[curve.name])}</span>" if curve.name in EXPLAINED else ""
     if curve.missing:
         explained += f"<span>{curve.missing} values were NaN or infinite: there the line has a gap</span>"
+    swatches = zip(COLOURS, curve.parts, strict=False)
+    keys = "".join(f'<li><i style="background: {colour}"></i>{_text(part)}</li>' for colour, part in swatches)
+    explained += f'<ul class="parts">{keys}</ul>' if keys else ""
     caption = f"<figcaption>{_text(curve.name, 200)}{explained}</figcaption>"
     return f'<figure><div role="img" aria-label="{_text(told, 1000)}">{picture}</div>{caption}</figure>'
+
+
+def _of(curve: Curve, place: int, runs: Sequence[RunFolder]) -> str:
+    """What one of a curve's lines is: a part of it, or a run among others."""
+    if curve.parts:
+        return curve.parts[place]
+    return runs[place].name if len(runs) > 1 else ""
 
 
 def _ends(steps: Sequence[float], values: Sequence[float]) -> str:
@@ -185,6 +193,8 @@ def _as_table(shown: Sequence[Curve], runs: Sequence[RunFolder]) -> str:
         for place, (_, values) in curve.lines.items():
             known = [value for value in values if not math.isnan(value)]
             name = [_text(curve.name, 200)] + ([_text(runs[place].name)] if len(runs) > 1 else [])
+            if curve.parts:
+                name = [_text(curve.parts[place])]
             rows.append([*name, *(f"{v:.4g}" for v in (known[0], known[-1], min(known), max(known)))])
     header = ["figure", *(["run"] if len(runs) > 1 else []), "first", "last", "least", "most"]
     return f"<details><summary>As a table</summary>{_table(header, rows, numbers=True)}</details>"

@@ -1,0 +1,61 @@
+"""docs/metrics.md names what runs log, and nothing else."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tiny
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from trainers import unit_interval
+
+PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
+LISTED = {name: row[-1].strip("` |") for row in ROWS for name in re.findall(r"`([^`]+)`", row[0])}
+"""Names, and when they are logged."""
+NOT_HERE = ("tools", "use_vllm", "mixtures of experts", "eval_sets")
+"""What no run here has; tests of these look at their figures."""
+
+RUNS = {
+    "adaptive entropy": {"beta": 0.1, "use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 3.0},
+    "cispo": {"loss_type": "cispo", "dynamic_sampling": "reward", "on_nonfinite": "skip"},
+    "vespo": {"loss_type": "vespo", "advantage_estimator": "bernoulli"},
+    "beta": {"loss_type": "beta_bnpo"},
+}
+
+
+def known(name: str) -> list[str]:
+    """The page's names that fit one that was logged; of `eval_<metric>` the metric is to be listed, too."""
+    found = [p for p in LISTED if re.fullmatch(re.sub("<[^>]+>", ".+", re.escape(p)), name)]
+    return [p for p in found if p != "eval_<metric>" or known(name.removeprefix("eval_"))]
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory) -> dict[str, set[str]]:
+    """Names that each run logged, but at its end."""
+    names = {}
+    for run, settings in RUNS.items():
+        args = GRPOExtConfig(
+            output_dir=str(tmp_path_factory.mktemp("run")),
+            **tiny.TRAINING
+            | {"max_steps": 1, "eval_strategy": "steps" if run == "adaptive entropy" else "no"}
+            | settings,
+        )
+        reward = {"name": "mine", "func": unit_interval}
+        data = tiny.prompts(8)
+        trainer = GRPOExtTrainer(tiny.model(), [reward], args, data, data, tiny.tokenizer(), reward_workers=0)
+        trainer.train()
+        names[run] = {name for row in trainer.state.log_history for name in row}
+    return names
+
+
+def test_every_name_that_is_logged_is_listed(logged):
+    assert sorted(name for names in logged.values() for name in names if not known(name)) == []
+
+
+def test_every_name_that_is_listed_is_logged(logged):
+    everything = {p for names in logged.values() for name in names for p in known(name)}
+    assert sorted(name for name, when in LISTED.items() if name not in everything and when not in NOT_HERE) == []
+    for run, names in logged.items():
+        listed = {p for name in names for p in known(name)}
+        assert [name for name, when in LISTED.items() if when == "always" and name not in listed] == [], run
