@@ -20,7 +20,9 @@ def test_from_nothing_to_a_model_in_use(tmp_path, monkeypatch):
     for command in (
         "new mine",
         f"check {own}",
-        f"train {own} --max_steps 3",
+        f"train {own} --max_steps 3 --logging_steps 1",
+        f"eval --config recipe.yaml --model {run} --samples 2 --limit 8",
+        f"report {run}",
         f"try {run} --prompt 876+530= --compare --seed 1",
         f"merge {run}",
     ):
@@ -34,9 +36,13 @@ def test_from_nothing_to_a_model_in_use(tmp_path, monkeypatch):
     assert sum(seconds.values()) < processes.PATIENCE
     assert not any("\r" in text for text in said.values())  # a bar has no place in a file
     assert "step 3/3   trained in" in said["train"]
+    assert "test: 8 prompts x 2" in said["eval"]
     assert "before:" in said["try"]
     out = tmp_path / "mine" / "outputs" / "first"
     assert (out / "adapter_model.safetensors").exists()
     assert (out / "metrics.jsonl").read_text().count("\n") >= 1
+    page = (out / "report.html").read_text()
+    for words in ("kinds of groups", "seconds of a step", "avg@2", "All 192 completions"):
+        assert words in page
     merged = AutoModelForCausalLM.from_pretrained(f"{out}-merged")
     assert not hasattr(merged, "peft_config")

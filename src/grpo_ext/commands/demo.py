@@ -1,20 +1,20 @@
 """`grpo-ext demo`: from nothing to a tiny language model that visibly learned by GRPO, and a report, in minutes."""
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.evaluation.intervals import mean_of_shares
+from grpo_ext.evaluation.results import FOLDER, Result
 from grpo_ext.quickstart.evaluate import greedy_accuracy
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.quickstart.report import Run, write_report
 from grpo_ext.quickstart.task import load
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.report.page import write_report as write_html
-from grpo_ext.report.reading import EVALUATION
 from grpo_ext.train import build_trainer
 
 RECIPE = "quickstart/grpo"
@@ -58,19 +58,13 @@ def demonstrate(
     model = output_dir / "model"
     trainer.save_model(str(model))
     measured = Run(before, after, trainer.state.log_history, trainer.objective.describe(), watch, str(model))
-    _keep(output_dir / EVALUATION / "held_out", {0: before, trainer.state.global_step: after})
+    for step, found in ((0, before), (trainer.state.global_step, after)):
+        shares = {"accuracy": [s.correct for s in found.samples], "formatted": [s.formatted for s in found.samples]}
+        figures = {name: mean_of_shares(values) for name, values in shares.items()}
+        result = Result("held_out", str(warm), step, {"temperature": 0}, figures)
+        result.write(output_dir / FOLDER / "held_out" / f"step_{step}.json")
     write_html([output_dir], output_dir / "report.html")
     return measured, write_report(output_dir, measured)
-
-
-def _keep(folder: Path, results: dict[int, Any]) -> None:
-    """Held-out figures by step, where `grpo-ext report` looks for evaluations."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for step, found in results.items():
-        shares = {"accuracy": found.accuracy, "format_rate": found.format_rate}
-        figures = {name: {"mean": share, "prompts": len(found.samples)} for name, share in shares.items()}
-        content = {"set": "held_out", "step": step, "figures": figures}
-        (folder / f"step_{step}.json").write_text(json.dumps(content) + "\n")
 
 
 def _measure(step: str, when: str, trainer: Any, held_out: Any) -> Any:

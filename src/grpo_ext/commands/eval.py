@@ -19,9 +19,8 @@ from grpo_ext.commands.train import call, default_config, launch
 from grpo_ext.config.launch import check_announced
 from grpo_ext.data.eval_sets import EvalSet, problems_of
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, ServerLost
-from grpo_ext.evaluation.during import FOLDER
 from grpo_ext.evaluation.evaluate import evaluate
-from grpo_ext.evaluation.results import Result, difference, result, table
+from grpo_ext.evaluation.results import FOLDER, Result, difference, result, table
 from grpo_ext.recipe.launching import accelerate_config, launch_of
 from grpo_ext.recipe.loading import rows_of
 from grpo_ext.recipe.parsing import load_recipe
@@ -108,7 +107,8 @@ def _evaluate_one(argv: Sequence[str]) -> int:
         recipe = load_recipe([*keys, *model_keys(model)])
         sets = _sets(recipe, options)
         with tempfile.TemporaryDirectory() as folder:
-            most, rows = max(chosen.samples for chosen in sets), recipe.training.per_device_eval_batch_size
+            c, most = recipe.training, max(chosen.samples for chosen in sets)
+            rows = max(c.per_device_eval_batch_size, c.per_device_train_batch_size)
             trainer = sampler(recipe, most, folder, rows)
         try:
             for chosen in sets:

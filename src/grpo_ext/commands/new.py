@@ -17,6 +17,7 @@ def run(argv: list[str]) -> int:
     shutil.copytree(project(), target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     print("\n".join([f"{target}:", *(f"  {path.relative_to(target)}" for path in sorted(target.rglob("*.*")))]))
     print(f"\nNow:\n  cd {target}\n  grpo-ext check --config recipe.yaml\n  grpo-ext train --config recipe.yaml")
+    print("  grpo-ext report outputs/first")
     return 0
 
 

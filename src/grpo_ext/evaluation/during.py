@@ -9,10 +9,7 @@ from transformers import Trainer, TrainerCallback
 
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.evaluation.evaluate import evaluate
-from grpo_ext.evaluation.results import flat, result, table
-
-FOLDER = "evaluation"
-"""In a run's folder: <set>/step_N.json and the samples beside it."""
+from grpo_ext.evaluation.results import FOLDER, flat, result, table
 
 
 class DuringTraining(TrainerCallback):

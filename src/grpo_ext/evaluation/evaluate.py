@@ -39,7 +39,8 @@ def evaluate(
     Raises:
         RewardError: a reward failed under `on_error: raise`; on all processes.
     """
-    size = max(1, trainer.args.per_device_eval_batch_size // chosen.samples)
+    size = prompts_at_a_time(trainer.args, chosen.samples)
+    identity = {**identity, "prompts_at_a_time": size}
     chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
     accelerator = trainer.accelerator
     done = _agreed(_begun(kept, identity) if accelerator.is_main_process else None)
@@ -64,6 +65,11 @@ def evaluate(
     finally:
         runtime.close()
     return [sample for chunk in range(len(chunks)) for sample in done[chunk]]
+
+
+def prompts_at_a_time(args: Any, samples: int) -> int:
+    """Whose completions are drawn by one call: as many as an evaluation batch has, or as a process trains on."""
+    return max(1, max(args.per_device_eval_batch_size, args.per_device_train_batch_size) // samples)
 
 
 def _chunk(trainer: Any, chosen: EvalSet, rows: Sequence[tuple[int, Any]], runtime: Runtime) -> list[Sample]:

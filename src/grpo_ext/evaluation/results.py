@@ -15,6 +15,8 @@ from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.protocol import judge as default_judge
 
+FOLDER = "evaluation"
+"""In a run's folder: <set>/<model or step>.json and the samples beside it."""
 Figures = dict[str, Mean]
 _NOTHING = re.compile(r"|None|\[[A-Za-z ]+\]")
 """What a judge says where it found no answer, such as `accuracy`'s [no answer] and [cut off]."""
