@@ -102,6 +102,13 @@ def test_another_runs_file_is_begun_anew(trainer, tmp_path):
     ]
 
 
+def test_chunks_of_another_size_are_begun_anew(trainer, tmp_path):
+    drawn(trainer(), tmp_path)
+    wider = trainer(per_device_train_batch_size=16)
+    assert drawn(wider, tmp_path) == drawn(wider, tmp_path, name="fresh")
+    assert (tmp_path / "kept").read_text().count("\n") == 1 + 2  # of four prompts and one
+
+
 def test_a_reward_that_raises_ends_it_by_name(trainer, tmp_path):
     bad = replace(SET, rewards=(RewardSpec("broken", "test_evaluate:broken", on_error="raise"),))
     with pytest.raises(RewardError, match="broken"):

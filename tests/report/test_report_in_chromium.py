@@ -1,5 +1,6 @@
 """The report as a browser shows it: headless Chromium, whose console stays empty."""
 
+import contextlib
 import html
 import os
 import re
@@ -9,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import tiny
+import trainers
+from grpo_ext.data.eval_sets import EvalSet
+from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.report.page import write_report
+from grpo_ext.rewards.composition import RewardSpec
 from processes import PATIENCE
 from run_folders import HOSTILE, run_folder, with_completions, with_evaluation
 
@@ -25,12 +31,19 @@ def chromium():
         pytest.skip("no Chromium: `apt-get install chromium`, or name one in GRPO_EXT_CHROMIUM")
 
 
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom")
+OWN_ERRANDS = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+
+
 def opened(page: Path, view: str = "") -> str:
     """The page's elements after its script has run."""
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
     profile = f"--user-data-dir={page.parent / 'profile'}"
+    journal = f"--log-net-log={page.parent / 'requests.json'}"
     done = subprocess.run(
-        [CHROMIUM, *options, profile, f"{page.as_uri()}#{view}"], capture_output=True, text=True, timeout=PATIENCE
+        [CHROMIUM, *OPTIONS, *OWN_ERRANDS, profile, journal, f"{page.as_uri()}#{view}"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "CONSOLE" not in done.stderr, done.stderr[
@@ -47,6 +60,49 @@ def cards(dom: str) -> list[tuple[str, str, dict[str, str]]]:
         facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", card, re.DOTALL))
         found.append((prompt, completion, facts))
     return found
+
+
+def requested(page: Path) -> list[str]:
+    """Addresses that the browser asked a network for when it last opened this page."""
+    return re.findall(r'"url":"((?!file:|data:|chrome)[^"]+)"', (page.parent / "requests.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def real_runs(tmp_path_factory) -> list[Path]:
+    """Folders that a trainer has left: three losses, two rewards each, an evaluation set in the first."""
+    folders = []
+    for loss in ("dapo", "dr_grpo", "gspo"):
+        folder = tmp_path_factory.mktemp("runs") / loss
+        settings = {"loss_type": loss, "log_completions": True, "num_completions_to_print": 0, "beta": 0.1}
+        trainer = trainers.build(tiny.model(), folder, max_steps=3, **settings)
+        if not folders:
+            held_out = EvalSet("held_out", rewards=(RewardSpec("vowels", "trainers:unit_interval"),), samples=2)
+            trainer.add_callback(DuringTraining(trainer, [(held_out, tiny.prompts(4).to_list())], workers=0))
+        trainer.train()
+        folders.append(folder)
+    return folders
+
+
+@pytest.mark.parametrize("runs", [1, 3], ids=["one, with several rewards", "three losses"])
+def test_folders_of_real_runs_ask_no_network_and_show_it_all(runs, real_runs, tmp_path):
+    page = write_report(real_runs[:runs], tmp_path / "report.html")
+    dom = opened(page)
+    assert requested(page) == []
+    assert len(cards(dom)) == 20
+    assert f"{24 * runs} of {24 * runs} match" in dom
+    assert ("kinds of groups" in dom) == (runs == 1)
+    for words in ("held_out", "time/training", "tokens_per_second", "count_a", "groups/mixed"):
+        assert words in dom
+    if runs == 3:
+        assert {facts["run"] for _, _, facts in cards(opened(page, "run=2"))} == {"gspo"}
+
+
+def test_a_page_that_asks_the_network_is_noticed(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text('<link rel="stylesheet" href="http://127.0.0.1:9/style.css">')
+    with contextlib.suppress(AssertionError):  # of the console
+        opened(page)
+    assert "http://127.0.0.1:9/style.css" in requested(page)
 
 
 def test_the_browser_of_completions_filters_sorts_and_searches(tmp_path):
