@@ -192,9 +192,8 @@ def _as_table(shown: Sequence[Curve], runs: Sequence[RunFolder]) -> str:
     for curve in shown:
         for place, (_, values) in curve.lines.items():
             known = [value for value in values if not math.isnan(value)]
-            name = [_text(curve.name, 200)] + ([_text(runs[place].name)] if len(runs) > 1 else [])
-            if curve.parts:
-                name = [_text(curve.parts[place])]
+            name = [_text(curve.parts[place] if curve.parts else curve.name, 200)]
+            name += [_text(runs[place].name)] if len(runs) > 1 else []
             rows.append([*name, *(f"{v:.4g}" for v in (known[0], known[-1], min(known), max(known)))])
     header = ["figure", *(["run"] if len(runs) > 1 else []), "first", "last", "least", "most"]
     return f"<details><summary>As a table</summary>{_table(header, rows, numbers=True)}</details>"
