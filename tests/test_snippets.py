@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_ext.commands import migrate
 from grpo_ext.commands.cli import COMMANDS, HELP
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.losses import losses
@@ -87,6 +88,15 @@ def test_a_recipe_or_a_part_of_one_is_sound(text, tmp_path, monkeypatch):
     recipe = load_recipe(["--config", "shown.yaml", "--use_cpu", "true", "--bf16", "false"])
     assert recipe.rewards
     assert recipe.training.objective.row.paper
+
+
+def test_the_tutorials_configuration_becomes_the_recipe_that_it_shows(tmp_path):
+    text = (ROOT / "docs" / "tutorial_open_r1.md").read_text()
+    (tmp_path / "config_demo.yaml").write_text(re.search(r"^```yaml elsewhere\n(.*?)^```", text, re.M | re.S)[1])
+    assert migrate.run([str(tmp_path / "config_demo.yaml"), "--output", str(tmp_path / "recipe.yaml")]) == 0
+    written = (tmp_path / "recipe.yaml").read_text().splitlines()
+    shown = re.search(r"^```yaml\n(.*?)^```", text, re.M | re.S)[1].splitlines()
+    assert [line for line in shown if line not in written] == []
 
 
 # Commands.

@@ -26,7 +26,11 @@ RUNS = {
 
 def known(name: str) -> list[str]:
     """The page's names that fit one that was logged; of `eval_<metric>` the metric is to be listed, too."""
-    found = [p for p in LISTED if re.fullmatch(re.sub("<[^>]+>", ".+", re.escape(p)), name)]
+    found = [
+        p
+        for p, when in LISTED.items()
+        if when != "eval_sets" and re.fullmatch(re.sub("<[^>]+>", ".+", re.escape(p)), name)
+    ]
     return [p for p in found if p != "eval_<metric>" or known(name.removeprefix("eval_"))]
 
 

@@ -45,7 +45,7 @@ def test_a_step_without_an_advantage_has_no_entropy(tmp_path):
         return [1.0] * len(completions)
 
     trainer = build(tiny.model(), tmp_path, [constant], loss_type="dapo", max_steps=1)
-    [row, _] = steps(trainer)[0]
+    [row] = steps(trainer)[0]
     assert "entropy" not in row
     assert "log_ratio/clamped_frac" not in row
     assert row["clip_ratio/region_mean"] == 0
