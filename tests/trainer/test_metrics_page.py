@@ -36,7 +36,7 @@ def known(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory) -> dict[str, set[str]]:
-    """Names that each run logged, but at its end."""
+    """Names that each run logged."""
     names = {}
     for run, settings in RUNS.items():
         args = GRPOExtConfig(
