@@ -45,7 +45,8 @@ def write_site(target: Path) -> None:
         waiting += [other for other in dict.fromkeys(linked(path, text)) if other not in waiting]
         place.write_text(moved(path, text))
     (target / "assets").mkdir()
-    shutil.copy(ROOT / "docs/iframe-worker.js", target / "assets")
+    for name in ("iframe-worker.js", "site.css"):
+        shutil.copy(ROOT / "docs" / name, target / "assets")
     for name, (title, package, modules) in REFERENCE.items():
         place = target / "reference" / f"{name}.md"
         place.parent.mkdir(exist_ok=True)

@@ -19,13 +19,23 @@ def scripted_rollout(prompts, trainer):
     return {"prompt_ids": tokenizer(list(prompts))["input_ids"], "completion_ids": completions, "logprobs": None}
 
 
-def build(model, tmp_path, rewards=(tiny.count_a, tiny.length), rows=16, peft_config=None, rollout=None, **settings):
+def build(
+    model,
+    tmp_path,
+    rewards=(tiny.count_a, tiny.length),
+    rows=16,
+    peft_config=None,
+    rollout=None,
+    evaluated=None,
+    **settings,
+):
     args = GRPOExtConfig(output_dir=str(tmp_path), **(tiny.TRAINING | settings))
     return GRPOExtTrainer(
         model=model,
         reward_funcs=list(rewards),
         args=args,
         train_dataset=tiny.prompts(rows),
+        eval_dataset=evaluated,
         processing_class=tiny.tokenizer(),
         peft_config=peft_config,
         rollout_func=rollout,

@@ -25,9 +25,8 @@ def steps(trainer):
 
 def test_parts_of_a_step_stand_apart_and_add_up_to_no_more_than_the_run(tmp_path):
     """Two steps to a generation, and an evaluation after each, whose rewards are no part of a step."""
-    settings = {"steps_per_generation": 2, "eval_strategy": "steps", "eval_steps": 1}
+    settings = {"steps_per_generation": 2, "eval_strategy": "steps", "evaluated": tiny.prompts(2)}
     trainer = build(tiny.model(), tmp_path, [slow], loss_type="dapo", max_steps=4, **settings)
-    trainer.eval_dataset = tiny.prompts(2)
     rows, elapsed = steps(trainer)
     logs = [row for row in rows if "loss" in row]
     assert [row["time/rewards"] >= 0.3 for row in logs] == [True, False, True, False]
