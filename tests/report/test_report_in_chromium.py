@@ -31,19 +31,12 @@ def chromium():
         pytest.skip("no Chromium: `apt-get install chromium`, or name one in GRPO_EXT_CHROMIUM")
 
 
-OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom")
-OWN_ERRANDS = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
-
-
 def opened(page: Path, view: str = "") -> str:
     """The page's elements after its script has run."""
-    profile = f"--user-data-dir={page.parent / 'profile'}"
-    journal = f"--log-net-log={page.parent / 'requests.json'}"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    folders = f"--user-data-dir={page.parent / 'profile'}", f"--log-net-log={page.parent / 'requests.json'}"
     done = subprocess.run(
-        [CHROMIUM, *OPTIONS, *OWN_ERRANDS, profile, journal, f"{page.as_uri()}#{view}"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
+        [CHROMIUM, *options, *folders, f"{page.as_uri()}#{view}"], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "CONSOLE" not in done.stderr, done.stderr[
@@ -63,8 +56,9 @@ def cards(dom: str) -> list[tuple[str, str, dict[str, str]]]:
 
 
 def requested(page: Path) -> list[str]:
-    """Addresses that the browser asked a network for when it last opened this page."""
-    return re.findall(r'"url":"((?!file:|data:|chrome)[^"]+)"', (page.parent / "requests.json").read_text())
+    """Addresses that the page asked for when it was last opened; those of the browser's own errands have no origin."""
+    events = (page.parent / "requests.json").read_text().splitlines()
+    return [url for event in events for url in re.findall(r'"initiator":"null".*"url":"([^"]+)"', event)]
 
 
 @pytest.fixture(scope="module")
