@@ -73,6 +73,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
     num_generations: Any
     num_generations_eval: Any
     router_aux_loss_coef: Any
+    vllm_generation: Any
 
     def __init__(
         self,
