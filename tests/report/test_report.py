@@ -16,6 +16,7 @@ import pytest
 from grpo_ext.commands import report
 from grpo_ext.report.completions import CLIPS, clipped
 from grpo_ext.report.curves import COLOURS, averaged, pictures, thinned
+from grpo_ext.report.facts import without_paths
 from grpo_ext.report.page import MAX_SIZE, write_report
 from grpo_ext.report.reading import MAX_RUNS, read_runs
 from run_folders import HOSTILE, RECORD, logged, run_folder, with_completions, with_evaluation
@@ -224,9 +225,16 @@ def test_a_long_stack_is_averaged():
 def test_a_tick_keeps_its_digits(tmp_path):
     from grpo_ext.report.curves import Curve
 
-    picture = pictures([Curve("Policy", "kl", {0: ([1.0, 2.0], [0.00012, 0.00034])})])["kl"]
-    assert "0.00025" in picture
-    assert "#010203" not in picture
+    values = {"kl": [0.00012, 0.00034], "learning_rate": [1e-6, 2e-6]}
+    shown = pictures([Curve("Policy", name, {0: ([1.0, 2.0], line)}) for name, line in values.items()])
+    assert "0.00025" in shown["kl"]
+    assert "#010203" not in shown["kl"]
+    assert "1e-06" in shown["learning_rate"]  # 0.0000010 would be cut off
+
+
+def test_folders_of_the_machine_are_cut_and_those_of_the_recipe_are_not():
+    given = "/home/me/data/a.csv ~/b/c.csv ./data/d.csv ../e/f.csv org/name"
+    assert without_paths(given) == "\u2026/a.csv \u2026/c.csv ./data/d.csv ../e/f.csv org/name"
 
 
 @pytest.mark.parametrize(("rows", "length"), [(64, 40), (8, 60_000)])

@@ -188,7 +188,6 @@ _STYLE: Any = {
     "axes.grid": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.formatter.useoffset": False,
     "grid.color": _GRID,
     "grid.linewidth": 0.5,
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
@@ -214,10 +213,11 @@ def _stack(curve: Curve, points: int) -> str:
 
 def _axes() -> Any:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes = Figure(figsize=(4.4, 2.3)).add_axes((0.15, 0.11, 0.83, 0.85))
+    axes = Figure(figsize=(4.4, 2.3)).add_axes((0.15, 0.11, 0.81, 0.85))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # 1e-06 has room, 0.000001 has not
     return axes
 
 

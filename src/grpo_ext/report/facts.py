@@ -7,7 +7,7 @@ from typing import Any
 from grpo_ext.report.reading import RunFolder
 from grpo_ext.trainer.checkpoints.identity import HARMLESS, NAMES
 
-_OWN_PATH = re.compile(r"(?:~|/)[^\s'\",]*/([^/\s'\",]+)")
+_OWN_PATH = re.compile(r"(?<![\w.])(?:~|/)[^\s'\",]*/([^/\s'\",]+)")
 """A path of the machine, of which the last part alone is shown."""
 
 
@@ -16,8 +16,9 @@ def facts(run: RunFolder) -> dict[str, str]:
     r, o = run.record, run.objective
     end = (run.finished or {}).get("max_steps") or r.get("max_steps")
     planned = f" of {end}" if isinstance(end, int) and end > 0 else ""
+    over = "" if run.step == end else ", not finished, as far as this folder says"
     found: dict[str, Any] = {
-        "steps": f"{run.step}{planned}, {'finished' if run.finished else 'not finished, as far as this folder says'}",
+        "steps": f"{run.step}{planned}{', finished' if run.finished else over}",
         "loss": o.get("loss_type"),
         "formula, minimised": o.get("formula"),
         "paper": o.get("paper"),

@@ -49,7 +49,7 @@ def html(runs: Sequence[RunFolder], watched: str = "") -> str:
         "completions": "Completions",
         "settings": "All settings",
     }
-    name = _text(" and ".join(run.name for run in runs))
+    name = _text(", ".join(run.name for run in runs))
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title in titles.items() if sections[key])
     body = "".join(
         f'<section id="{key}"><h2>{title}</h2>{sections[key]}</section>'
