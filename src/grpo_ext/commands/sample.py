@@ -36,6 +36,7 @@ ALONE: dict[str, Any] = {
     "push_to_hub": False,
     "report_to": "none",
     "log_completions": False,
+    "num_completions_to_print": None,
 }
 """Settings that sampling sets aside: it takes no step, and needs no reference."""
 
