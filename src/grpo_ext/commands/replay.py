@@ -2,11 +2,13 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +146,7 @@ def computed(contents: Sequence[Mapping[str, Any]], model: str, changes: Mapping
     """
     from grpo_ext.trainer.one_step import OneStep, config_of
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):  # where the trainer says all this
         args = config_of(contents, changes, folder)
         policy, tokenizer = _loaded(contents, model, args)
         args.replay_batches = folder  # so that neither a sampler nor a reference is built

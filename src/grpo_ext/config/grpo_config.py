@@ -201,8 +201,8 @@ class GRPOExtConfig(GRPOConfig):
     record_batches: int = field(
         default=0,
         metadata={
-            "help": "Every how many optimizer steps, from the first on, the batch is written to `output_dir`/batches as "
-            "the loss sees it, for `grpo-ext replay` and the report: some 25 bytes a token. 0 (default): never."
+            "help": "Every how many optimizer steps, from the first on, the batch is written to `output_dir`/batches "
+            "as the loss sees it, for `grpo-ext replay` and the report: some 25 bytes a token. 0 (default): never."
         },
     )
     replay_batches: str | None = field(

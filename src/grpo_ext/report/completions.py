@@ -46,7 +46,7 @@ def browsed(runs: Sequence[RunFolder], room: int) -> dict[str, Any]:
 
 
 def _with_tokens(shown: Sequence[Row], rows: Sequence[Row], room: int) -> list[str]:
-    """Give shown rows the values of their tokens, as many as there is room for, evenly; what they can be coloured by."""
+    """Give shown rows the values of their tokens, evenly, as far as there is room; what they can be coloured by."""
     known = [(into, row["tokens"]) for into, row in zip(shown, rows, strict=True) if "tokens" in row]
     needed = sum(len(embedded(tokens)) for _, tokens in known)
     every = max(1, -(-needed // max(1, room)))

@@ -34,6 +34,7 @@ ASIDE: dict[str, Any] = {
     "num_iterations": 1,
     "generation_batch_size": None,
     "dynamic_sampling": None,
+    "generation_kwargs": None,
     "sync_ref_model": False,
     "reward_weights": None,
     "use_vllm": False,
@@ -42,7 +43,7 @@ ASIDE: dict[str, Any] = {
 """Settings of a run that the loss of one step does not depend on."""
 PRECISION = {"bf16", "fp16", "gradient_checkpointing", "gradient_checkpointing_kwargs", "use_liger_kernel"}
 """What it does depend on of those that are not GRPO's own."""
-OF_THE_SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "use_cpu")
+OF_THE_SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 OF_ADVANTAGES = ("advantage", "advantage_kwargs", "combination", "missing_rewards")
 OF_THE_KL = ("beta", "kl", "kl_placement")
 _NOT_OF_THE_LOSS = re.compile(r"loss|grad_norm|learning_rate|epoch|step|.*time.*|num_tokens|nonfinite/.*|profiling/.*")
@@ -136,7 +137,8 @@ def config_of(contents: Sequence[Content], changes: Mapping[str, Any], folder: s
         known.keys() - {f.name for f in fields(TrainingArguments)} - (HARMLESS - {"trust_remote_code"})
     ) | PRECISION
     of_the_loss -= {name for name in known if name.startswith("vllm_") and "importance_sampling" not in name}
-    if aside := sorted(changes.keys() - (of_the_loss - ASIDE.keys() - set(OF_THE_SPLIT))):
+    of_the_loss -= set(OF_THE_SPLIT)
+    if aside := sorted(changes.keys() - (of_the_loss - ASIDE.keys())):
         raise ConfigError(
             [f"--{name}: the loss of a recorded step does not depend on it. Remove it." for name in aside]
         )
@@ -171,8 +173,8 @@ def check_recorded(trainer: OneStep, batches: Sequence[MicroBatch]) -> None:
     problems = []
     if objective.kl_in_loss and "ref_per_token_logps" not in first:
         problems.append(
-            f"beta={objective.beta:g}: the recorded run had no reference (beta 0), and its log-probabilities are not in "
-            "the batch. Record a run with beta > 0, or leave beta as it was."
+            f"beta={objective.beta:g}: the recorded run had no reference (beta 0), whose log-probabilities are "
+            "wanted. Record a run with beta > 0, or leave beta as it was."
         )
     if trainer._sampler_corrected and "importance_sampling_ratio" not in first:
         problems.append(
@@ -220,8 +222,8 @@ def revalue(trainer: OneStep, batches: Sequence[MicroBatch], contents: Sequence[
     if not entire and not torch.allclose(together, alone):
         raise ConfigError(
             [
-                f"advantage_estimator={objective.advantage!r} is made of the whole generation's rewards, and this step "
-                f"is a part of it. {keep}, or record with steps_per_generation: gradient_accumulation_steps."
+                f"advantage_estimator={objective.advantage!r} is made of the whole generation's rewards, and this "
+                f"step is a part of it. {keep}, or record with steps_per_generation: gradient_accumulation_steps."
             ]
         )
     rows = iter(of_row)

@@ -92,7 +92,7 @@ def packed(tensors: Mapping[str, Any]) -> MicroBatch:
         values = values.detach().cpu()
         if not values.is_floating_point() and values.numel():
             least, most = values.min().item(), values.max().item()
-            narrow = torch.bool if 0 <= least and most <= 1 else torch.int32
+            narrow = torch.bool if least >= 0 and most <= 1 else torch.int32
             values = values.to(narrow if most < 2**31 and least >= -(2**31) else values.dtype)
         kept[name] = values.clone()
     return kept

@@ -85,8 +85,8 @@ def whole(folder: Path) -> list[Content]:
     if missing:
         raise ConfigError(
             [
-                f"{folder} lacks rank_{missing[0]}.pt: {contents[0]['processes']} processes have recorded, each on its "
-                "own disk perhaps. Bring their files together."
+                f"{folder} lacks rank_{missing[0]}.pt: {contents[0]['processes']} processes have recorded, each on "
+                "its own disk perhaps. Bring their files together."
             ]
         )
     return contents
@@ -109,8 +109,8 @@ def restored(trainer: Any, contents: Sequence[Content], *, sees_silent: bool = F
     if not kept:
         raise ConfigError(
             [
-                f"Step {contents[0]['step']}: this dump holds the completions to which a reward gave NaN or inf; there "
-                "was no batch yet. Look at its `rewards` with torch.load."
+                f"Step {contents[0]['step']}: this dump holds the completions to which a reward gave NaN or inf; "
+                "there was no batch yet. Look at its `rewards` with torch.load."
             ]
         )
     batches = [unpacked({n: v for n, v in batch.items() if n not in COMPUTED}, device) for batch in kept]
