@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from peft import LoraConfig
 
 import tiny
 from grpo_ext.commands import replay
@@ -86,6 +87,16 @@ def test_the_loss_is_the_one_that_the_run_logged(settings, model_path, tmp_path)
         assert found.grad_norm == pytest.approx(row["grad_norm"], rel=1e-5)
         for name in found.figures:
             assert found.figures[name] == pytest.approx(row[name], rel=1e-5, abs=1e-7), name
+
+
+def test_an_adapter_is_computed_again_from_its_checkpoint(model_path, tmp_path, capsys):
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    trainer = recorded(model_path, tmp_path, max_steps=2, peft_config=adapter)
+    found = again(tmp_path / "batches" / "step_2")
+    assert found.grad_norm == pytest.approx(trainer.state.log_history[1]["grad_norm"], rel=1e-5)
+    assert list(found.blocks) == ["layers.0", "layers.1"]
+    assert replay.run([str(tmp_path / "batches" / "step_1")]) == 2
+    assert "an adapter as it began is not on the disk" in capsys.readouterr().err
 
 
 def test_under_another_loss_it_is_what_that_loss_would_have_been(run, model_path, tmp_path):

@@ -126,7 +126,8 @@ def recorded_weights(folder: Path, content: Mapping[str, Any]) -> str:
         return str(checkpoint)
     if before == 0 and content["model"] and not content["adapter"]:
         return str(content["model"])
-    which = f"{checkpoint} holds no weights" if before else "an adapter as it began is not on the disk"
+    began = "an adapter as it began" if content["adapter"] else "a model that was handed over in memory"
+    which = f"{checkpoint} holds no weights" if before else f"{began} is not on the disk"
     raise ConfigError(
         [
             f"{folder}: the weights that step {content['step']} began with were not kept ({which}). Name others by "
@@ -260,7 +261,7 @@ def _verdict(there: float, here: float) -> str:
     off = abs(there - here) / max(abs(there), abs(here), 1e-12)
     if off <= SAME or (math.isnan(there) and math.isnan(here)):
         return f"The loss is that of the run (relative difference {off:.0e})."
-    return f"The loss is NOT that of the run (relative difference {off:.0e}): other weights, another version or precision."
+    return f"The loss is NOT that of the run (relative difference {off:.0e}): other weights, version or precision."
 
 
 def _short(value: float | None) -> str:

@@ -142,7 +142,7 @@ def config_of(contents: Sequence[Content], changes: Mapping[str, Any], folder: s
         raise ConfigError(
             [f"--{name}: the loss of a recorded step does not depend on it. Remove it." for name in aside]
         )
-    recorded = {name: value for name, value in first["settings"].items() if name in of_the_loss}
+    recorded = plain({name: value for name, value in first["settings"].items() if name in of_the_loss})
     own = {name: value for name, value in recorded.items() if value != known[name]}
     if dtype := (own.get("model_init_kwargs") or {}).get("dtype"):
         own["model_init_kwargs"]["dtype"] = dtype.removeprefix("torch.")
