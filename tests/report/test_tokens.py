@@ -27,7 +27,7 @@ def test_tokens_go_with_the_rows_they_belong_to(tmp_path):
     assert first == {
         "text": ["a", " b", "</s>"],
         "left": 0,
-        "advantage": 0.5,
+        "advantage": [0.5, 0.5, None],
         "ratio": [1.0, 2.0, None],
         "entropy": [0.0, 0.1, None],
     }
@@ -75,15 +75,15 @@ def test_texts_of_tokens_join_to_the_text():
 
 def test_many_recordings_still_fit_and_damaged_ones_are_named(tmp_path):
     run = run_folder(tmp_path / "mine")
-    for step in range(1, 30):
-        record(run, step, [[4] * 3000 for _ in range(8)], pieces={"4": "</script><b>", "7": "x"}, row=0)
-    file_of(run / "batches", 29, 0).write_text("half")
+    for step in range(1, 14):
+        record(run, step, [[4] * 1000 for _ in range(8)], pieces={"4": "</script><b>", "7": "x"}, row=0)
+    file_of(run / "batches", 13, 0).write_text("half")
     found = read_runs([run])
     data = browsed(found, 400_000)
     assert len(embedded(data)) < 450_000
     shown = [row["tokens"] for row in data["rows"] if "tokens" in row]
     assert shown
-    assert all(len(tokens["text"]) == 800 and tokens["left"] == 2200 for tokens in shown)
+    assert all(len(tokens["text"]) == 800 and tokens["left"] == 200 for tokens in shown)
     assert any("rank_0.pt is damaged" in note for note in found[0].notes)
 
 

@@ -67,28 +67,29 @@ def test_training_on_recordings_ends_with_the_same_weights(run, model_path, tmp_
     assert torch.equal(weights(trainer.model), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         {"loss_type": "dapo", "beta": 0.1, "num_iterations": 2},
         {"loss_type": "gspo", "entropy_coef": 0.01},
         {"loss_type": "bnpo", "loss_defaults": "trl"},
+        {"loss_type": "rloo", "beta": 0.1},
     ],
     ids=lambda settings: settings["loss_type"],
 )
 def test_the_loss_is_the_one_that_the_run_logged(settings, model_path, tmp_path):
     trainer = recorded(model_path, tmp_path, max_steps=2, **settings)
-    for step, row in enumerate(trainer.state.log_history[:2], 1):
-        found = again(tmp_path / "batches" / f"step_{step}")
-        assert found.loss == pytest.approx(
-            replay.recorded(whole(tmp_path / "batches" / f"step_{step}"))["loss"], rel=1e-6
-        )
-        assert found.loss == pytest.approx(row["loss"], rel=1e-5, abs=1e-7)
-        assert found.grad_norm == pytest.approx(row["grad_norm"], rel=1e-5)
-        for name in found.figures:
-            assert found.figures[name] == pytest.approx(row[name], rel=1e-5, abs=1e-7), name
+    row, folder = trainer.state.log_history[1], tmp_path / "batches" / "step_2"
+    found = again(folder)
+    assert found.loss == pytest.approx(replay.recorded(whole(folder))["loss"], rel=1e-6)
+    assert found.loss == pytest.approx(row["loss"], rel=1e-5, abs=1e-7)
+    assert found.grad_norm == pytest.approx(row["grad_norm"], rel=1e-5)
+    for name in found.figures:
+        assert found.figures[name] == pytest.approx(row[name], rel=1e-5, abs=1e-7), name
 
 
+@pytest.mark.slow
 def test_an_adapter_is_computed_again_from_its_checkpoint(model_path, tmp_path, capsys):
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     trainer = recorded(model_path, tmp_path, max_steps=2, peft_config=adapter)
@@ -125,9 +126,16 @@ def test_what_is_printed_and_written(run, tmp_path, capsys):
     kept = read(folder / "rank_0.pt")["micro_batches"]
     assert len(there["tokens"]) == sum(int(batch["completion_mask"].sum()) for batch in kept)
     token = there["tokens"][0]
-    assert token["term"] == pytest.approx(-token["ratio"] * token["advantage"], rel=1e-4)
+    cut = min(max(token["ratio"], 0.8), 1.2)
+    assert token["term"] == pytest.approx(
+        -min(token["ratio"] * token["advantage"], cut * token["advantage"]), rel=1e-4
+    )
     assert any(abs(token["ratio"] - 1) > 1e-3 for token in there["tokens"])  # the window's second step
-    assert content["texts"][str(token["id"])] == tiny.WORDS[token["id"]]
+    assert content["texts"][str(token["id"])].strip() == tiny.WORDS[token["id"]].strip()
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +144,8 @@ def test_what_is_printed_and_written(run, tmp_path, capsys):
         ("--losstype: no setting has this name. Did you mean", ["--losstype", "grpo"]),
         ("learning_rate: the loss of a recorded step does not depend on it", ["--learning_rate", "1"]),
         ("the recorded run had no reference (beta 0)", ["--beta", "0.1"]),
-        ("made of more than this batch's rewards. Keep the recorded", ["--loss_type", "reinforce_pp_baseline"]),
-        ("made of the whole generation's rewards, and this step is a part", ["--advantage_estimator", "batch"]),
+        slow("made of more than this batch's rewards. Keep the recorded", ["--loss_type", "reinforce_pp_baseline"]),
+        slow("made of the whole generation's rewards, and this step is", ["--advantage_estimator", "batch"]),
         ("its token", ["--model", "{other}"]),
         ("{run}/nowhere: no such folder", ["--model", "{run}/nowhere"]),
         ("--output step.txt: no format of that name", ["--output", "step.txt"]),

@@ -20,7 +20,7 @@ from grpo_ext.trainer.generation import Generation, MicroBatch, live_mask
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.progress import Progress
 from grpo_ext.trainer.recording import Content
-from grpo_ext.trainer.replaying import restored
+from grpo_ext.trainer.replaying import micro_batches, restored
 
 ASIDE: dict[str, Any] = {
     "max_steps": 1,
@@ -146,15 +146,15 @@ def config_of(contents: Sequence[Content], changes: Mapping[str, Any], folder: s
     own = {name: value for name, value in recorded.items() if value != known[name]}
     if dtype := (own.get("model_init_kwargs") or {}).get("dtype"):
         own["model_init_kwargs"]["dtype"] = dtype.removeprefix("torch.")
-    batches = [batch for content in contents for batch in content.get("micro_batches", [])]
+    batches = micro_batches(contents)
     settings = own | ASIDE | changes
     generation = first["settings"]["steps_per_generation"] * first["processes"]  # as long as it was, for stock's share
     exact = settings.get("loss_defaults", "paper") == "paper"
     return GRPOExtConfig(
         **settings,
         output_dir=folder,
-        per_device_train_batch_size=len(batches[0]["completion_ids"]) if batches else 1,
-        gradient_accumulation_steps=len(batches) or 1,
+        per_device_train_batch_size=len(batches[0]["completion_ids"]),
+        gradient_accumulation_steps=len(batches),
         steps_per_generation=len(batches) * recorded["num_generations"] if exact else generation,
         use_cpu=first["settings"]["use_cpu"] or not torch.accelerator.is_available(),
     )

@@ -92,6 +92,23 @@ def whole(folder: Path) -> list[Content]:
     return contents
 
 
+def micro_batches(contents: Sequence[Content]) -> list[MicroBatch]:
+    """All processes' micro-batches of a step, as they were recorded.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    kept = [batch for content in contents for batch in content.get("micro_batches", [])]
+    if not kept:
+        raise ConfigError(
+            [
+                f"Step {contents[0]['step']}: this dump holds the completions to which a reward gave NaN or inf; "
+                "there was no batch yet. Look at its `rewards` with torch.load."
+            ]
+        )
+    return kept
+
+
 def restored(trainer: Any, contents: Sequence[Content], *, sees_silent: bool = False) -> Generation:
     """The micro-batches of a step, as the loss takes them.
 
@@ -104,15 +121,7 @@ def restored(trainer: Any, contents: Sequence[Content], *, sees_silent: bool = F
     Raises:
         ConfigError: they hold no batch, or none for this model.
     """
-    device = trainer.accelerator.device
-    kept = [batch for content in contents for batch in content.get("micro_batches", [])]
-    if not kept:
-        raise ConfigError(
-            [
-                f"Step {contents[0]['step']}: this dump holds the completions to which a reward gave NaN or inf; "
-                "there was no batch yet. Look at its `rewards` with torch.load."
-            ]
-        )
+    device, kept = trainer.accelerator.device, micro_batches(contents)
     batches = [unpacked({n: v for n, v in batch.items() if n not in COMPUTED}, device) for batch in kept]
     _check_tokens(trainer, batches)
     for batch in batches if sees_silent or not trainer._skips else ():
