@@ -148,9 +148,9 @@
         return [example, element("span", " " + words + "  ")];
       };
       const middle = kind === "ratio" ? "1" : "0";
-      const parts = shown("up", `${kind} above ${middle}, deepest at ${number(end)}; line below`);
+      const parts = shown("up", `${kind} above ${middle}, deepest at ${number(end)}, with a line below.`);
       const below = kind === "ratio" ? 1 / end : -end;
-      if (kind !== "entropy") parts.push(...shown("down", `below ${middle}, deepest at ${number(below)}; broken line below`));
+      if (kind !== "entropy") parts.push(...shown("down", `below ${middle}, deepest at ${number(below)}, with a broken line.`));
       const coloured = data.rows.filter((row) => row.tokens).length;
       parts.push(element("span", `No colour: ${middle}, or not known. ${coloured} of ${data.rows.length} completions have values.`
         + " Hover, or use the arrow keys in a completion, to read a token's."));
