@@ -103,6 +103,11 @@ def _replayed(config: Any) -> Iterator[str]:
             f"replay_batches={config.replay_batches!r}: there is no step_{missing} in this folder.{last} name the "
             "folder batches of a run that had record_batches: 1."
         )
+    if config.use_vllm and config.eval_strategy != "no":
+        yield (
+            "eval_strategy with replay_batches and use_vllm=True: no engine is started that could evaluate. Set "
+            "eval_strategy: 'no', or use_vllm: false."
+        )
 
 
 def _best(config: Any) -> Iterator[str]:
