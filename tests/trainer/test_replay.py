@@ -204,8 +204,8 @@ def test_settings_that_no_recording_meets(run, tmp_path):
     there = str(run[0] / "batches")
     with pytest.raises(ConfigError, match="there is no step_4 in this folder"):
         build("no model", tmp_path, **(SETTINGS | {"replay_batches": there, "max_steps": 4}))
+    evaluated = {"use_vllm": True, "eval_strategy": "steps", "eval_steps": 1}
     with pytest.raises(ConfigError, match="no engine is started that could evaluate"):
-        evaluated = {"use_vllm": True, "eval_strategy": "steps", "eval_steps": 1}
         build("no model", tmp_path, **(SETTINGS | {"replay_batches": there} | evaluated))
     with pytest.raises(ConfigError, match="log_completions=True: with replay_batches nothing is generated"):
         build("no model", tmp_path, **(SETTINGS | {"replay_batches": there, "log_completions": True}))
