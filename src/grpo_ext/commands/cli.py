@@ -54,6 +54,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
         AFTER,
         "one HTML file of a run, or of several beside each other: RUN [RUN ...] [--output FILE.html] [--watch]",
     ),
+    "replay": (
+        AFTER,
+        "a recorded step computed again, under any loss: DUMP [--model RUN] [--output FILE] [--loss_type L] "
+        "[--key value ...]",
+    ),
     "recipes": (LOOK_UP, "the packaged recipes"),
     "losses": (LOOK_UP, "what `loss_type` may name: formula and paper"),
     "rewards": (LOOK_UP, "what `reward_funcs` may name: what it gives, its options"),

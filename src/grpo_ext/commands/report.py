@@ -15,6 +15,7 @@ from grpo_ext.report.page import html, write_report
 from grpo_ext.report.reading import COMPLETIONS, read_runs
 from grpo_ext.trainer.metrics_file import METRICS_FILE
 from grpo_ext.trainer.output_lock import is_held
+from grpo_ext.trainer.recording import FOLDER
 
 OUTPUT = "report.html"
 HOST = "127.0.0.1"
@@ -94,6 +95,7 @@ def _state(runs: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for folder in runs:
         watched = [folder / METRICS_FILE, *(folder / COMPLETIONS).glob("*"), *(folder / EVALUATION).glob("*/*.json")]
+        watched += (folder / FOLDER).glob("step_*/*.pt")
         for path in sorted(watched):
             if path.exists():
                 found = path.stat()

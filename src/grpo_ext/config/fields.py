@@ -193,6 +193,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "pad_to_multiple_of": COUNT,
     "seed": _SEED,
     "data_seed": _SEED,
+    "record_batches": NOT_NEGATIVE,
     "logging_steps": NOT_NEGATIVE,
     "save_steps": NOT_NEGATIVE,
     "eval_steps": NOT_NEGATIVE,

@@ -198,6 +198,20 @@ class GRPOExtConfig(GRPOConfig):
             "completion counts as not scored). The batch is kept in `output_dir`/failures."
         },
     )
+    record_batches: int = field(
+        default=0,
+        metadata={
+            "help": "Every how many optimizer steps, from the first on, the batch is written to `output_dir`/batches "
+            "as the loss sees it, for `grpo-ext replay` and the report: some 25 bytes a token. 0 (default): never."
+        },
+    )
+    replay_batches: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder of batches that a run with `record_batches: 1` has written: they are trained on, and "
+            "nothing is generated."
+        },
+    )
     logging_nan_inf_filter: bool = field(
         default=False,
         metadata={

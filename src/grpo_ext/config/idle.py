@@ -42,6 +42,8 @@ def idle_problems(config: Any) -> Iterator[str]:
             f"log_completions_hub_repo={config.log_completions_hub_repo!r}: without completions in the log there is "
             "nothing to upload. Set log_completions: true, or remove it."
         )
+    if config.replay_batches is not None and config.log_completions:
+        yield "log_completions=True: with replay_batches nothing is generated. Set log_completions: false."
 
 
 def is_set(config: Any, name: str) -> bool:

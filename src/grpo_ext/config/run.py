@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
@@ -28,6 +29,7 @@ def run_problems(config: Any) -> Iterator[str]:
     yield from _precision(config)
     yield from _optimizer(config)
     yield from _schedule(config)
+    yield from _replayed(config)
     if config.dataloader_persistent_workers and not config.dataloader_num_workers:
         yield (
             "dataloader_persistent_workers=True with dataloader_num_workers=0: there are no workers to keep. "
@@ -87,6 +89,25 @@ def _rhythm(config: Any) -> Iterator[str]:
                 f"{kind}_steps=0 with {kind}_strategy='steps': steps of no length. Set it to 1 or more, or "
                 f"{kind}_strategy: 'no'."
             )
+
+
+def _replayed(config: Any) -> Iterator[str]:
+    """Whether each step of the run was recorded, as far as its length is known."""
+    if config.replay_batches is None:
+        return
+    folder, steps = Path(config.replay_batches).expanduser(), max(1, config.max_steps)
+    missing = next((step for step in range(1, steps + 1) if not (folder / f"step_{step}").is_dir()), None)
+    if missing is not None:
+        last = f" Set max_steps to {missing - 1} at most, or" if missing > 1 else ""
+        yield (
+            f"replay_batches={config.replay_batches!r}: there is no step_{missing} in this folder.{last} name the "
+            "folder batches of a run that had record_batches: 1."
+        )
+    if config.use_vllm and config.eval_strategy != "no":
+        yield (
+            "eval_strategy with replay_batches and use_vllm=True: no engine is started that could evaluate. Set "
+            "eval_strategy: 'no', or use_vllm: false."
+        )
 
 
 def _best(config: Any) -> Iterator[str]:

@@ -12,6 +12,7 @@ import pyarrow
 from pyarrow import parquet
 
 from grpo_ext.report.reading import COMPLETIONS, RunFolder
+from grpo_ext.report.tokens import KINDS, Completion, Recorded, recordings
 
 STEPS, ROWS = 40, 1200
 """Of which completions are shown, and how many, in all runs together."""
@@ -32,14 +33,29 @@ def browsed(runs: Sequence[RunFolder], room: int) -> dict[str, Any]:
         total, steps = total + count, steps + files
     names = list(dict.fromkeys(name for row in rows for name in row["parts"]))
     shown: dict[str, Any] = {}
+    for_tokens = min(room // 2, sum(len(embedded(row["tokens"])) for row in rows if "tokens" in row))
     for clip in CLIPS:
         shown = _table(rows, clip)
-        if len(embedded(shown)) <= room:
+        if len(embedded(shown)) <= room - for_tokens:
             break
-    while rows and len(embedded(shown)) > room:
+    while rows and len(embedded(shown)) > room - for_tokens:
         rows = rows[::2]
         shown = _table(rows, CLIPS[-1])
+    shown["kinds"] = _with_tokens(shown["rows"], rows, for_tokens)
     return {**shown, "parts": names, "runs": [printable(run.name) for run in runs], "total": total, "steps": steps}
+
+
+def _with_tokens(shown: Sequence[Row], rows: Sequence[Row], room: int) -> list[str]:
+    """Give shown rows the values of their tokens, evenly, as far as there is room; what they can be coloured by."""
+    known = [(into, row["tokens"]) for into, row in zip(shown, rows, strict=True) if "tokens" in row]
+    needed = sum(len(embedded(tokens)) for _, tokens in known)
+    every = max(1, -(-needed // max(1, room)))
+    for into, tokens in known[::every]:
+        values = {**tokens, "text": [printable(text) for text in tokens["text"]]}
+        if (size := len(embedded(values))) <= room:
+            into["tokens"] = values
+            room -= size
+    return list(KINDS) if any("tokens" in row for row in shown) else []
 
 
 def embedded(content: Any) -> str:
@@ -79,7 +95,8 @@ def _table(rows: Sequence[Row], clip: int) -> dict[str, Any]:
     for row in rows:
         prompt, completion = clipped(row["prompt"][0], clip, row["prompt"][1]), row["completion"]
         shown = {"prompt": prompts.setdefault(prompt, len(prompts)), "length": completion[1]}
-        found.append({**row, **shown, "completion": clipped(completion[0], clip, completion[1])})
+        kept = {name: value for name, value in row.items() if name != "tokens"}
+        found.append({**kept, **shown, "completion": clipped(completion[0], clip, completion[1])})
     return {"prompts": list(prompts), "rows": found}
 
 
@@ -92,14 +109,25 @@ def _sampled(run: RunFolder, most: int) -> tuple[list[Row], int, int]:
             counts[path] = parquet.read_metadata(path).num_rows
         except (pyarrow.ArrowException, OSError):
             run.notes.append(f"{COMPLETIONS}/{path.name} is no whole parquet file; it was left out.")
-    chosen = _spread(list(counts), STEPS)
+    recorded, steps = recordings(run.folder, run.notes), {path: _step_of(path) for path in counts}
+    chosen = set(_spread(list(counts), STEPS)) | {path for path in counts if steps[path] in recorded.folders}
+    alone = [step for step in recorded.folders if step not in steps.values()]
+    each = max(1, most // max(1, len(chosen) + len(alone)))
     rows = []
-    for path in chosen:
+    for path in sorted(chosen):
         try:
-            rows += _rows(path, max(1, most // len(chosen)), run)
+            rows += _rows(path, each, run, recorded)
         except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
             run.notes.append(f"{COMPLETIONS}/{path.name}: its rows cannot be read ({error}); it was left out.")
-    return rows, sum(counts.values()), len(counts)
+    found = {step: recorded.of(step) for step in alone}
+    for step, completions in found.items():
+        rows += [_as_recorded(step, completion, run.rewards) for completion in list(completions.values())[:each]]
+    counted = sum(counts.values()) + sum(map(len, found.values()))
+    return sorted(rows, key=lambda row: row["step"]), counted, len(counts) + len(alone)
+
+
+def _step_of(path: Path) -> int:
+    return int(re.sub(r"\D", "", path.stem)[:15] or 0)
 
 
 def _spread(things: Sequence[Path], most: int) -> list[Path]:
@@ -109,14 +137,19 @@ def _spread(things: Sequence[Path], most: int) -> list[Path]:
     return [things[i * (len(things) - 1) // (most - 1)] for i in range(most)]
 
 
-def _rows(path: Path, most: int, run: RunFolder) -> list[Row]:
+def _rows(path: Path, most: int, run: RunFolder, recorded: Recorded) -> list[Row]:
     file = parquet.read_table(path)
     if missing := [name for name in ("prompt", "completion") if name not in file.column_names]:
         run.notes.append(f"{COMPLETIONS}/{path.name}: no column {' nor '.join(missing)}; it was left out.")
         return []
     indices = _whole_groups([text_of(prompt) for prompt in file["prompt"].to_pylist()], most, path.name)
     parts = _reward_columns(file, run)
-    return [_as_shown(row, parts, path, run.rewards) for row in file.take(indices).to_pylist()]
+    rows = [_as_shown(row, parts, path, run.rewards) for row in file.take(indices).to_pylist()]
+    for place, row in zip(indices, rows, strict=True):
+        same = recorded.of(row["step"]).get(place)
+        if same is not None and row["completion"][0][:500].strip() in same.text:
+            row["tokens"] = same.values
+    return rows
 
 
 def _whole_groups(prompts: Sequence[str], most: int, seed: str) -> list[int]:
@@ -144,18 +177,31 @@ def _reward_columns(file: Any, run: RunFolder) -> dict[str, str]:
 def _as_shown(
     row: Mapping[str, Any], parts: Mapping[str, str], path: Path, weights: Mapping[str, float | None]
 ) -> Row:
-    digits = re.sub(r"\D", "", path.stem)
     scores = {name: _finite(row[column]) for name, column in parts.items()}
     extras = {k: v for k, v in row.items() if k not in (*_OWN, *parts.values()) and v is not None}
     step = _finite(row.get("step"))
     return {
-        "step": int(step if step is not None else int(digits[:15] or 0)),
+        "step": int(step if step is not None else _step_of(path)),
         "prompt": _kept(row["prompt"]),
         "completion": _kept(row["completion"]),
         "parts": {printable(name): score for name, score in scores.items()},
         "reward": _total(scores, weights),
         "advantage": _finite(row.get("advantage")),
         "extras": {clipped(k, 80): clipped(text_of(v), 300) for k, v in list(extras.items())[:EXTRAS]},
+    }
+
+
+def _as_recorded(step: int, completion: Completion, weights: Mapping[str, float | None]) -> Row:
+    """A row of a step of which the batch was recorded, and no table of completions."""
+    return {
+        "step": step,
+        "prompt": _kept(completion.prompt),
+        "completion": _kept(completion.text),
+        "parts": {printable(name): score for name, score in completion.rewards.items()},
+        "reward": _total(completion.rewards, weights),
+        "advantage": _finite(completion.advantage),
+        "extras": {},
+        "tokens": completion.values,
     }
 
 

@@ -239,6 +239,7 @@ def _browser(runs: Sequence[RunFolder], room: int) -> str:
     data = browsed(runs, room)
     if not data["total"]:
         return "<p>None were recorded: train with <code>log_completions: true</code>.</p>"
+    colour = '<label>colour tokens by<select name="colour"></select></label>' if data["kinds"] else ""
     shown = len(data["rows"])
     many = f"{shown:,} of {data['total']:,} completions, of {len({r['step'] for r in data['rows']}):,} of "
     many += f"{data['steps']:,} recorded steps: drawn by whole groups, from steps that are spread evenly."
@@ -257,7 +258,8 @@ def _browser(runs: Sequence[RunFolder], room: int) -> str:
         '<label>and at most<input name="most" type="number" step="any" size="6"></label>'
         '<label>sort by<select name="sort"></select></label>'
         '<label>order<select name="order"><option value="up">rising</option><option value="down">falling</option>'
-        '</select></label><button type="reset">show all</button></form>'
+        f'</select></label>{colour}<button type="reset">show all</button></form>'
+        '<p id="legend" hidden></p>'
         '<p class="pages"><button id="back" type="button">back</button><button id="on" type="button">on</button>'
         '<span id="shown" role="status"></span></p><div id="cards"></div>'
         f'<script id="completions-data" type="application/json">{embedded(data)}</script>'

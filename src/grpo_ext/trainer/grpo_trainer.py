@@ -46,7 +46,9 @@ from grpo_ext.trainer.generation import Generation, counted, counted_alone, live
 from grpo_ext.trainer.metrics import Figures, loss_figures
 from grpo_ext.trainer.metrics_file import MetricsFile
 from grpo_ext.trainer.nonfinite import Finding, NonFiniteGuard
+from grpo_ext.trainer.recording import with_rewards
 from grpo_ext.trainer.reference import reference_copied_from
+from grpo_ext.trainer.replaying import RecordedBatches, rollouts_set_aside
 from grpo_ext.trainer.rewards import ready
 from grpo_ext.trainer.silence import Silence
 from grpo_ext.trainer.times import StepTimes
@@ -115,7 +117,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         model = policy(model)
         accept_numbered_cpu()
         ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
-        with reference_copied_from(model, args, kwargs.get("peft_config")), ours:
+        aside = rollouts_set_aside(args)
+        with aside, reference_copied_from(model, args, kwargs.get("peft_config")), ours:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         progress.install(self)
         self._times = StepTimes(self._metrics["train"], self.accelerator.device, ("rollout", "rewards"))
@@ -138,6 +141,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         if self.use_vllm:
             self._times.parts += ("weight_push",)
             self.vllm_generation.pushing = partial(self._times.during, "weight_push")
+        self._replayed = None if args.replay_batches is None else RecordedBatches(args.replay_batches)
         self._drift = DriftCheck(self) if self.use_vllm and args.rollout_drift != 0 else None
         self._engine = engine_for(self)
         self._sampler = DynamicSampler(self) if args.dynamic_sampling is not None else None
@@ -147,6 +151,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._figures = Figures()
         self._guard = NonFiniteGuard(self)
         self._silence = Silence(self.reward_func_names, tells=self.accelerator.is_main_process)
+        self.use_vllm = args.use_vllm  # of which a replay has the corrections alone
 
     def _name_objective(self) -> None:
         """Tell the user, the model card, and those attributes that stock TRL goes on to read."""
@@ -254,6 +259,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         rewards, weights = self._grouped_rewards(mode), self.reward_weights.double().to(self.accelerator.device)
         total = weighted_total(rewards, weights, missing=self.objective.missing_rewards)
         self._log_rewards(rewards, total, mode)
+        if mode == "train":
+            output |= with_rewards(output, rewards, self.accelerator.process_index)
         if self.objective.stock_advantages and self.args.loss_defaults == "trl":
             if mode == "train":
                 self._silence.note(rewards, bool(zero_variance(total).all()))
@@ -419,7 +426,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
             tensors["kl"] = objective.kl_penalty(tensors)
             per_token_loss = per_token_loss + objective.beta * tensors["kl"]
 
-        self._guard.note(per_token_logps=logps, per_token_loss=per_token_loss)
+        seen = entropies if live is None else entropies.detach().masked_fill(~live[:, None], torch.nan)
+        self._guard.note(per_token_logps=logps, per_token_loss=per_token_loss, entropies=seen)
         world = self.accelerator.num_processes  # processes average their gradients; the shares are to be added
         totals = self._totals(inputs, mask, mode)
         loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
@@ -461,6 +469,12 @@ class GRPOExtTrainer(EvaluatingTrainer):
     # Micro-batches.
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        if self._replayed is not None and self.model.training:
+            place = self._step % self.args.gradient_accumulation_steps
+            if place == 0:
+                self._generation = self._replayed(self)
+                self._buffered_inputs = self._generation.micro_batches
+            return self._buffered_inputs[place]
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return inputs

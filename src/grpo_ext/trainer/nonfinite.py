@@ -21,6 +21,7 @@ from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.trainer.checkpoints.shards import local
 from grpo_ext.trainer.findings import ORDER, Finding, Watched, value_in
+from grpo_ext.trainer.recording import Recorder, file_of, origin, taken, write
 from grpo_ext.trainer.signals import signals
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ IN_A_ROW = 3
 SKIPPED = "nonfinite/skipped_steps"
 HOW_TO_LOOK = """\
 Batches in which NaN or inf was found before optimizer step {step}; one file for each rank that had any.
+`grpo-ext replay` computes them again, under any loss. By hand:
 
     import torch
     kept = torch.load("rank_0.pt")
@@ -63,6 +65,7 @@ class NonFiniteGuard:
         self._window: deque[Watched] = deque()
         self._bad: Tensor | None = None
         self._computed: dict[str, Tensor] = {}
+        self._recorder = Recorder(self.trainer)
         self.skipped = self._in_a_row = self.requested = 0
         self.skipped_since_log = False
 
@@ -158,6 +161,7 @@ class NonFiniteGuard:
             self._unsound(named, mine=bool(verdicts[accelerator.process_index][0]) or not of_a_batch)
         else:
             self._in_a_row = 0
+            self._recorder.keep(self._window, norm)
         self.trainer._metrics["train"][SKIPPED].append(float(not sound))
         self._window.clear()
         self._bad = None
@@ -238,15 +242,14 @@ class NonFiniteGuard:
         )
 
     def _save(self, findings: Sequence[Finding], parameters: Sequence[str]) -> str:
-        kept = [{**_on_cpu(micro_batch.inputs), **_on_cpu(micro_batch.computed)} for micro_batch in self._window]
-        return self.save({"findings": [asdict(f) for f in findings], "micro_batches": kept, "parameters": parameters})
+        found = {"findings": [asdict(f) for f in findings], "parameters": list(parameters)}
+        return self.save(found, list(self._window))
 
-    def save(self, content: dict[str, Any]) -> str:
+    def save(self, found: dict[str, Any], window: Sequence[Watched] = ()) -> str:
         """Keep this rank's part of what was found; a sentence if that failed, since a full disk must not hide it."""
-        path = self.folder / f"rank_{self.trainer.accelerator.process_index}.pt"
+        path = file_of(self.folder.parent, self.step, self.trainer.accelerator.process_index)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"step": self.step, **content}, path)
+            write(path, (taken(self.trainer, window) if window else origin(self.trainer)) | found)
             (path.parent / "README.txt").write_text(HOW_TO_LOOK.format(step=self.step))
         except Exception as error:
             return f"The batch could not be saved to {path} ({error})."
@@ -291,7 +294,3 @@ class NonFiniteGuard:
         if self.trainer.accelerator.is_main_process:
             for finding in findings:
                 logger.warning(f"{finding}: those completions count as not scored by it.")
-
-
-def _on_cpu(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: values.detach().cpu().clone() for name, values in tensors.items() if isinstance(values, Tensor)}

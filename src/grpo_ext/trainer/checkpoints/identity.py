@@ -29,7 +29,7 @@ HARMLESS = {
     *("disable_tqdm", "include_num_input_tokens_seen", "log_completions", "log_completions_hub_repo", "log_level"),
     *("log_level_replica", "log_multimodal", "log_on_each_node", "log_unique_prompts", "logging_first_step"),
     *("logging_nan_inf_filter", "logging_steps", "logging_strategy", "num_completions_to_print", "project"),
-    *("report_to", "run_name", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
+    *("record_batches", "report_to", "run_name", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
     # evaluated
     *("batch_eval_metrics", "dataset_test_split", "do_eval", "do_predict", "do_train", "eval_accumulation_steps"),
     *("eval_delay", "eval_do_concat_batches", "eval_on_start", "eval_steps", "eval_strategy", "bf16_full_eval"),

@@ -1,0 +1,289 @@
+"""A recorded step computed again, under its own loss or another: loss, terms of its tokens, gradient; no step is made.
+
+It is the trainer itself that computes, in one process, with all processes' micro-batches as one window.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainingArguments
+
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.errors import ConfigError
+from grpo_ext.trainer.checkpoints.identity import HARMLESS, plain
+from grpo_ext.trainer.findings import Watched
+from grpo_ext.trainer.generation import Generation, MicroBatch, live_mask
+from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+from grpo_ext.trainer.progress import Progress
+from grpo_ext.trainer.recording import Content
+from grpo_ext.trainer.replaying import micro_batches, restored
+
+ASIDE: dict[str, Any] = {
+    "max_steps": 1,
+    "learning_rate": 0.0,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "save_strategy": "no",
+    "report_to": "none",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "num_iterations": 1,
+    "generation_batch_size": None,
+    "dynamic_sampling": None,
+    "generation_kwargs": None,
+    "sync_ref_model": False,
+    "reward_weights": None,
+    "use_vllm": False,
+    "replay_batches": None,
+}
+"""Settings of a run that the loss of one step does not depend on."""
+PRECISION = {"bf16", "fp16", "gradient_checkpointing", "gradient_checkpointing_kwargs", "use_liger_kernel"}
+"""What it does depend on of those that are not GRPO's own."""
+OF_THE_SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+OF_ADVANTAGES = ("advantage", "advantage_kwargs", "combination", "missing_rewards")
+OF_THE_KL = ("beta", "kl", "kl_placement")
+_NOT_OF_THE_LOSS = re.compile(r"loss|grad_norm|learning_rate|epoch|step|.*time.*|num_tokens|nonfinite/.*|profiling/.*")
+_BLOCK = re.compile(r"(?:^|\.)((?:layers|layer|blocks|block|h)\.\d+)\.")
+
+
+@dataclass(frozen=True)
+class Token:
+    """One that is trained on."""
+
+    row: int
+    """Of the step's completions."""
+    place: int
+    id: int
+    advantage: float
+    ratio: float
+    """Policy over old policy."""
+    entropy: float
+    term: float
+    """Of the loss, before it is aggregated."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a step came to."""
+
+    objective: str
+    loss: float
+    grad_norm: float
+    figures: dict[str, float]
+    blocks: dict[str, float]
+    """Norm of the gradient by block of the model."""
+    tokens: list[Token]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in JSON's types."""
+        return asdict(self)
+
+
+class OneStep(GRPOExtTrainer):
+    """Computes the loss and the gradient of recorded micro-batches."""
+
+    contents: Sequence[Content]
+
+    def compute(self, contents: Sequence[Content]) -> Computed:
+        """The step that some processes have recorded.
+
+        Raises:
+            ConfigError: the loss asks for something that was not recorded.
+        """
+        self.contents, self._replayed = contents, OneStep._batches
+        self.use_vllm = bool(contents[0]["settings"].get("use_vllm"))
+        self.remove_callback(Progress)
+        self.train()
+        log = next(row for row in self.state.log_history if "loss" in row)
+        return Computed(
+            objective=self.objective.describe(),
+            loss=sum(watched.computed["loss"].item() for watched in self.window),
+            grad_norm=self.norm.item(),
+            figures={name: float(value) for name, value in log.items() if not _NOT_OF_THE_LOSS.fullmatch(name)},
+            blocks=by_block(self.gradients),
+            tokens=[token for watched in numbered(self.window) for token in tokens(*watched)],
+        )
+
+    def _batches(self) -> Generation:
+        there, here = self.contents[0]["objective"], plain(self.objective.to_dict())
+        revalued = not same_advantages(there, here)
+        generation = restored(self, self.contents, sees_silent=revalued)
+        check_recorded(self, generation.micro_batches)
+        if revalued:
+            revalue(self, generation.micro_batches, self.contents)
+        return generation
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        self.accelerator.unscale_gradients()
+        named = model.named_parameters()
+        self.gradients = {n.removeprefix("module."): p.grad.detach().clone() for n, p in named if p.grad is not None}
+        self.window = list(self._guard._window)
+        self.norm = torch.nn.utils.get_total_norm(list(self.gradients.values()))
+        return self.norm
+
+
+def config_of(contents: Sequence[Content], changes: Mapping[str, Any], folder: str) -> GRPOExtConfig:
+    """The recorded run's settings, with `changes`, for one step in one process.
+
+    Raises:
+        ConfigError: what is wrong with them.
+    """
+    first, known = contents[0], {f.name: f.default for f in fields(GRPOExtConfig)}
+    of_the_loss = (
+        known.keys() - {f.name for f in fields(TrainingArguments)} - (HARMLESS - {"trust_remote_code"})
+    ) | PRECISION
+    of_the_loss -= {name for name in known if name.startswith("vllm_") and "importance_sampling" not in name}
+    of_the_loss -= set(OF_THE_SPLIT)
+    if aside := sorted(changes.keys() - (of_the_loss - ASIDE.keys())):
+        raise ConfigError(
+            [f"--{name}: the loss of a recorded step does not depend on it. Remove it." for name in aside]
+        )
+    recorded = plain({name: value for name, value in first["settings"].items() if name in of_the_loss})
+    own = {name: value for name, value in recorded.items() if value != known[name]}
+    if dtype := (own.get("model_init_kwargs") or {}).get("dtype"):
+        own["model_init_kwargs"]["dtype"] = dtype.removeprefix("torch.")
+    batches = micro_batches(contents)
+    settings = own | ASIDE | changes
+    generation = first["settings"]["steps_per_generation"] * first["processes"]  # as long as it was, for stock's share
+    exact = settings.get("loss_defaults", "paper") == "paper"
+    return GRPOExtConfig(
+        **settings,
+        output_dir=folder,
+        per_device_train_batch_size=len(batches[0]["completion_ids"]),
+        gradient_accumulation_steps=len(batches),
+        steps_per_generation=len(batches) * recorded["num_generations"] if exact else generation,
+        use_cpu=first["settings"]["use_cpu"] or not torch.accelerator.is_available(),
+    )
+
+
+# What was not recorded cannot be asked for.
+
+
+def check_recorded(trainer: OneStep, batches: Sequence[MicroBatch]) -> None:
+    """Whether the loss finds all that it reads.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    objective, first = trainer.objective, batches[0]
+    problems = []
+    if objective.kl_in_loss and "ref_per_token_logps" not in first:
+        problems.append(
+            f"beta={objective.beta:g}: the recorded run had no reference (beta 0), whose log-probabilities are "
+            "wanted. Record a run with beta > 0, or leave beta as it was."
+        )
+    if trainer._sampler_corrected and "importance_sampling_ratio" not in first:
+        problems.append(
+            "vllm_importance_sampling_correction=True: the batch has no log-probabilities of the sampler. Set it to "
+            "false, or record a run with it."
+        )
+    if trainer.use_adaptive_entropy:
+        problems.append(
+            "use_adaptive_entropy=True: where its coefficient stood is not in the batch. Set --use_adaptive_entropy "
+            "false, and --entropy_coef to what the log has at this step (entropy_coef)."
+        )
+    if trainer.top_entropy_quantile < 1.0 and trainer.contents[0]["processes"] > 1:
+        problems.append(
+            f"top_entropy_quantile={trainer.top_entropy_quantile:g}: the quantile is one over the processes' "
+            "micro-batches side by side, and here they come one after the other. Set --top_entropy_quantile 1."
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def same_advantages(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Whether two objectives have one estimate of the advantage."""
+    in_reward = any(objective["beta"] and objective["kl_placement"] == "reward" for objective in (there, here))
+    return all(there[name] == here[name] for name in OF_ADVANTAGES + (OF_THE_KL if in_reward else ()))
+
+
+def revalue(trainer: OneStep, batches: Sequence[MicroBatch], contents: Sequence[Content]) -> None:
+    """Give `batches` the advantages that the trainer's objective makes of the recorded rewards.
+
+    Raises:
+        ConfigError: it makes them of more than the rewards of these groups.
+    """
+    objective, first = trainer.objective, contents[0]
+    keep = f"Keep the recorded advantages: --advantage_estimator {first['objective']['advantage']}"
+    if objective.sees_tokens or objective.remembered_batches or "group_rewards" not in batches[0]:
+        raise ConfigError(
+            [f"advantage_estimator={objective.advantage!r} is made of more than this batch's rewards. {keep}."]
+        )
+    found, of_row = _groups(batches)
+    weights = torch.tensor(first["reward_weights"], dtype=found.dtype, device=found.device)
+    together = objective.advantages(found, weights)
+    alone = torch.cat([objective.advantages(group[None], weights) for group in found])
+    size = first["settings"]["per_device_train_batch_size"] * first["settings"]["steps_per_generation"]
+    entire = sum(len(batch["completion_ids"]) for batch in batches) == size * first["processes"]
+    if not entire and not torch.allclose(together, alone):
+        raise ConfigError(
+            [
+                f"advantage_estimator={objective.advantage!r} is made of the whole generation's rewards, and this "
+                f"step is a part of it. {keep}, or record with steps_per_generation: gradient_accumulation_steps."
+            ]
+        )
+    rows = iter(of_row)
+    for batch in batches:
+        values = [together[next(rows), row % found.shape[1]] for row in batch["generation_row"].tolist()]
+        batch["advantages"] = torch.stack(values).to(batch["advantages"].dtype)
+
+
+def _groups(batches: Sequence[MicroBatch]) -> tuple[Tensor, list[int]]:
+    """Rewards [groups, completions, functions] of the batches' groups, each once, and the group of each row."""
+    size = batches[0]["group_rewards"].shape[1]
+    numbers = [row // size for batch in batches for row in batch["generation_row"].tolist()]
+    rewards = [rewards for batch in batches for rewards in batch["group_rewards"]]
+    keys = [(number, tuple(group.flatten().tolist())) for number, group in zip(numbers, rewards, strict=True)]
+    groups = dict(zip(keys, rewards, strict=True))
+    order = {key: i for i, key in enumerate(groups)}
+    return torch.stack(list(groups.values())), [order[key] for key in keys]
+
+
+# What is shown of it.
+
+
+def block_of(name: str) -> str:
+    """The part of a model that a parameter belongs to: `layers.3`, `embed_tokens`, `lm_head`."""
+    match = _BLOCK.search(name)
+    parts = [part for part in name.split(".") if part not in ("weight", "bias", "default", "lora_A", "lora_B")]
+    return match[1] if match else parts[-1]
+
+
+def by_block(gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """The norm of each block's gradient, in the model's order."""
+    squares: dict[str, float] = {}
+    for name, gradient in gradients.items():
+        block = block_of(name)
+        squares[block] = squares.get(block, 0.0) + gradient.double().square().sum().item()
+    return {block: total**0.5 for block, total in squares.items()}
+
+
+def numbered(window: Sequence[Watched]) -> list[tuple[int, Watched]]:
+    """Micro-batches, each with the number of its first row."""
+    found, rows = [], 0
+    for watched in window:
+        found.append((rows, watched))
+        rows += len(watched.inputs["completion_ids"])
+    return found
+
+
+def tokens(first_row: int, watched: Watched) -> list[Token]:
+    """The tokens of a micro-batch that are trained on."""
+    inputs, live = watched.inputs, live_mask(watched.inputs).bool()
+    logps = watched.computed["per_token_logps"].float()
+    advantages = inputs["advantages"]
+    columns = (
+        inputs["completion_ids"],
+        advantages[:, None] if advantages.dim() == 1 else advantages,
+        (logps - inputs.get("old_per_token_logps", logps).float()).exp(),
+        watched.computed["entropies"].float(),
+        watched.computed["per_token_loss"].float(),
+    )
+    rows, places = live.nonzero(as_tuple=True)
+    values = [column.expand(live.shape)[live].tolist() for column in columns]
+    rows = (rows + first_row).tolist()
+    return [Token(*row) for row in zip(rows, places.tolist(), *values, strict=True)]

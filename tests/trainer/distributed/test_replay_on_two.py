@@ -1,0 +1,28 @@
+"""Two processes record, and train on what they have recorded; one computes a step of both again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tiny
+from grpo_ext.commands import replay
+from grpo_ext.trainer.replaying import whole
+from processes import launcher, run
+
+pytestmark = pytest.mark.slow
+
+
+def test_two_processes_record_and_one_computes_it_again(tmp_path):
+    model = tiny.save(tmp_path / "model")
+    run([*launcher(), str(Path(__file__).parent / "replay_rank.py"), model, str(tmp_path)])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["equal"]
+    for step, logged in enumerate(found["log"], 1):
+        folder = tmp_path / "run" / "batches" / f"step_{step}"
+        contents = whole(folder)
+        assert [content["rank"] for content in contents] == [0, 1]
+        computed = replay.computed(contents, replay.recorded_weights(folder, contents[0]), {})
+        assert computed.loss == pytest.approx(logged["loss"], rel=1e-5, abs=1e-7)
+        assert computed.grad_norm == pytest.approx(logged["grad_norm"], rel=1e-5)
+        assert computed.figures["kl"] == pytest.approx(logged["kl"], rel=1e-5, abs=1e-8)
