@@ -45,8 +45,8 @@ def _replay(options: argparse.Namespace, argv: Sequence[str]) -> None:
     contents = [read(folder)] if folder.is_file() else whole(folder)
     changes = changes_in(argv)
     model = options.model or recorded_weights(folder, contents[0])
-    with_model = {"recorded loss": {}} | ({"changed": changes} if changes else {})
-    found = {name: computed(contents, model, own) for name, own in with_model.items()}
+    settings: dict[str, dict[str, Any]] = {"recorded loss": {}} | ({"changed": changes} if changes else {})
+    found = {name: computed(contents, model, own) for name, own in settings.items()}
     told = recorded(contents)
     show(contents, model, told, found)
     if output is not None:
@@ -103,7 +103,7 @@ def changes_in(argv: Sequence[str]) -> dict[str, Any]:
     nothing = [i for i, word in enumerate(words) if word == "null" and i and words[i - 1][:2] == "--"]
     unset = {words[i - 1][2:]: None for i in nothing}
     rest = [word for i, word in enumerate(words) if i not in nothing and i + 1 not in nothing]
-    parser = Parser(GRPOExtConfig, allow_abbrev=False)
+    parser = Parser(GRPOExtConfig, allow_abbrev=False)  # type: ignore[arg-type]
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     given, extra = parser.parse_known_args(rest)
@@ -139,7 +139,7 @@ def recorded_weights(folder: Path, content: Mapping[str, Any]) -> str:
 # What is computed.
 
 
-def computed(contents: Sequence[Mapping[str, Any]], model: str, changes: Mapping[str, Any]) -> Any:
+def computed(contents: Sequence[dict[str, Any]], model: str, changes: Mapping[str, Any]) -> Any:
     """The step under the recorded settings with `changes`.
 
     Raises:
@@ -166,7 +166,7 @@ def _dataset(rows: list[dict[str, str]]) -> Any:
     return Dataset.from_list(rows)
 
 
-def _loaded(contents: Sequence[Mapping[str, Any]], model: str, args: Any) -> tuple[Any, Any]:
+def _loaded(contents: Sequence[dict[str, Any]], model: str, args: Any) -> tuple[Any, Any]:
     """The policy (an adapter on its base, else the path) and its tokenizer."""
     from trl import DatasetMixtureConfig, ModelConfig
 
@@ -196,7 +196,7 @@ def _loaded(contents: Sequence[Mapping[str, Any]], model: str, args: Any) -> tup
         ) from error
 
 
-def _check_tokenizer(contents: Sequence[Mapping[str, Any]], tokenizer: Any, model: str) -> None:
+def _check_tokenizer(contents: Sequence[dict[str, Any]], tokenizer: Any, model: str) -> None:
     """Whether the recording's tokens are this model's."""
     from grpo_ext.trainer.recording import texts
 
@@ -212,7 +212,7 @@ def _check_tokenizer(contents: Sequence[Mapping[str, Any]], tokenizer: Any, mode
             )
 
 
-def recorded(contents: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def recorded(contents: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Loss and gradient norm of the step, as the run had them."""
     losses = [sum(batch["loss"].item() for batch in content.get("micro_batches", [])) for content in contents]
     told = {"loss": sum(losses) / contents[0]["processes"]}
@@ -222,9 +222,7 @@ def recorded(contents: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 # What is shown.
 
 
-def show(
-    contents: Sequence[Mapping[str, Any]], model: str, told: Mapping[str, float], found: Mapping[str, Any]
-) -> None:
+def show(contents: Sequence[dict[str, Any]], model: str, told: Mapping[str, float], found: Mapping[str, Any]) -> None:
     """A table of figures beside each other, and the tokens with the largest terms."""
     from rich.console import Console
     from rich.table import Table
@@ -269,7 +267,7 @@ def _short(value: float | None) -> str:
 
 
 def write(
-    output: Path, contents: Sequence[Mapping[str, Any]], told: Mapping[str, float], found: Mapping[str, Any]
+    output: Path, contents: Sequence[dict[str, Any]], told: Mapping[str, float], found: Mapping[str, Any]
 ) -> None:
     """All that was computed as JSON, or drawn."""
     output.parent.mkdir(parents=True, exist_ok=True)

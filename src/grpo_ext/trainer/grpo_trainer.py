@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -141,7 +141,9 @@ class GRPOExtTrainer(EvaluatingTrainer):
         if self.use_vllm:
             self._times.parts += ("weight_push",)
             self.vllm_generation.pushing = partial(self._times.during, "weight_push")
-        self._replayed = None if args.replay_batches is None else RecordedBatches(args.replay_batches)
+        self._replayed: Callable[[Any], Generation] | None = None
+        if args.replay_batches is not None:
+            self._replayed = RecordedBatches(args.replay_batches)
         self._drift = DriftCheck(self) if self.use_vllm and args.rollout_drift != 0 else None
         self._engine = engine_for(self)
         self._sampler = DynamicSampler(self) if args.dynamic_sampling is not None else None

@@ -147,7 +147,7 @@ def config_of(contents: Sequence[Content], changes: Mapping[str, Any], folder: s
     if dtype := (own.get("model_init_kwargs") or {}).get("dtype"):
         own["model_init_kwargs"]["dtype"] = dtype.removeprefix("torch.")
     batches = micro_batches(contents)
-    settings = own | ASIDE | changes
+    settings = own | ASIDE | dict(changes)
     generation = first["settings"]["steps_per_generation"] * first["processes"]  # as long as it was, for stock's share
     exact = settings.get("loss_defaults", "paper") == "paper"
     return GRPOExtConfig(
@@ -285,5 +285,5 @@ def tokens(first_row: int, watched: Watched) -> list[Token]:
     )
     rows, places = live.nonzero(as_tuple=True)
     values = [column.expand(live.shape)[live].tolist() for column in columns]
-    rows = (rows + first_row).tolist()
-    return [Token(*row) for row in zip(rows, places.tolist(), *values, strict=True)]
+    placed = zip((rows + first_row).tolist(), places.tolist(), *values, strict=True)
+    return [Token(*token) for token in placed]
