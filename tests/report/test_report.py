@@ -233,7 +233,7 @@ def test_a_tick_keeps_its_digits(tmp_path):
 
 
 def test_folders_of_the_machine_are_cut_and_those_of_the_recipe_are_not():
-    given = "/home/me/data/a.csv ~/b/c.csv ./data/d.csv ../e/f.csv org/name"
+    given = "/Users/me/data/a.csv ~/b/c.csv ./data/d.csv ../e/f.csv org/name"
     assert without_paths(given) == "\u2026/a.csv \u2026/c.csv ./data/d.csv ../e/f.csv org/name"
 
 
