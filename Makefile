@@ -24,7 +24,7 @@ WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED=$(abspath $(VENV))/deepspeed
 QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint tables docs bench bench-grid bench-vllm bench-losses bench-splits clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint tables docs bench bench-grid bench-vllm bench-losses bench-splits bench-faults clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -43,6 +43,7 @@ help:
 	@echo "make bench-vllm    time a step with vLLM in the training process beside transformers"
 	@echo "make bench-losses  train the quickstart task with six losses and write benchmarks/losses.md"
 	@echo "make bench-splits  check every loss's gradient under every split and engine, and rewrite docs/launching.md's table"
+	@echo "make bench-faults  plant faults in real runs, see what grpo-ext diagnose names, and rewrite docs/troubleshooting.md's table"
 	@echo "make clean         remove caches and build products (not $(VENV), not outputs/)"
 
 install: $(STAMP)
@@ -129,6 +130,7 @@ bench: install
 	@echo "bench: an optimizer step of grpo-ext and of stock TRL, side by side"
 	$(QUIET_ENV) $(BIN)/python benchmarks/step_overhead.py --pairs 100
 	$(QUIET_ENV) $(BIN)/python benchmarks/guard_overhead.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/doctor_overhead.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/whole_step.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/answers.py
@@ -150,6 +152,11 @@ bench-losses: install
 bench-splits: install-deepspeed
 	@echo "bench-splits: gradients of every loss under every split and engine, beside one row at a time; this is long"
 	$(WITH_DEEPSPEED) $(QUIET_ENV) $(BIN)/python benchmarks/splits.py
+	$(BIN)/python docs/tables.py
+
+bench-faults: install
+	@echo "bench-faults: planted faults and sound runs; half an hour"
+	$(QUIET_ENV) $(BIN)/python benchmarks/faults.py
 	$(BIN)/python docs/tables.py
 
 clean:

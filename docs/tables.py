@@ -35,6 +35,8 @@ from grpo_ext.recipe.foreign.projects import NO_RECIPES, PROJECTS, own_table
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 from grpo_ext.trainer.checkpoints import identity
+from grpo_ext.trainer.diagnosis.recording import FIGURES
+from grpo_ext.trainer.diagnosis.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -270,6 +272,36 @@ def migrated_table() -> str:
     return table(("configuration", "keys", "left out", "to decide", "`check`"), rows)
 
 
+def fault_table() -> str:
+    """THE table of faults."""
+    rows = ((rule.name, rule.seen, plain(rule.meaning), plain(rule.cure)) for rule in RULES)
+    return table(("fault", "what the log shows", "what it is", "what to do"), rows)
+
+
+def figure_table() -> str:
+    """What is logged for a diagnosis alone."""
+    return table(("figure", "what it is"), ((code(name), plain(meaning)) for name, meaning in FIGURES.items()))
+
+
+def planted_table() -> str:
+    """Each planted fault, and what `make bench-faults` found named, seed by seed."""
+    found = json.loads((RESULTS / "faults.json").read_text())
+    rows = []
+    for name in dict.fromkeys(run["fault"] for run in found["faults"]):
+        runs = [run for run in found["faults"] if run["fault"] == name]
+        named = ", then ".join(f"{n['fault']} ({n['step']})" for n in runs[0]["named"]) or "nothing"
+        right = f"{sum(run['right'] for run in runs)} of {len(runs)}"
+        rows.append((name, str(runs[0]["planted"]), named, right))
+    header = ("planted", "from step", f"named, first seed (step): `{found['faults'][0]['seed']}`", "right, of seeds")
+    alarms = [run for run in found["sound"] if run["named"]]
+    told = "".join(f" {run['recipe']} {run['settings'] or ''}: {run['named']}." for run in alarms)
+    right = sum(run["right"] for run in found["faults"])
+    return (
+        f"{table(header, rows)}\n\nNamed right: {right} of {len(found['faults'])}. "
+        f"False alarms: {len(alarms)} of {len(found['sound'])} sound runs.{told}"
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "house": house_table,
     "speed": speed_table,
@@ -290,6 +322,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "data": lambda: field_table(DataConfig),
     "resumable": resumable_table,
     "damages": damage_table,
+    "faults": fault_table,
+    "figures": figure_table,
+    "planted": planted_table,
     "migrated": migrated_table,
     "no_recipes": lambda: table(("kind of file", "what you are told it is"), NO_RECIPES.items()),
     **{f"from_{name.replace('-', '_')}": partial(foreign_table, name) for name in PROJECTS if own_table(name)},

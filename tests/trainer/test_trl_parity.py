@@ -9,6 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 import tiny
 from float64 import FLOAT64, float64_throughout
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.trainer.diagnosis.recording import FIGURES
 
 LOSSES = {
     "grpo": {},
@@ -147,7 +148,7 @@ def test_loss_gradient_and_metrics_are_stock_trls(name, variant, float64_model, 
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
     for key, values in expected_metrics.items():
         assert metrics[key] == pytest.approx(values, rel=1e-6, abs=1e-8, nan_ok=True), key
-    assert set(metrics) - set(expected_metrics) <= {"log_ratio/clamped_frac"}
+    assert set(metrics) - set(expected_metrics) <= {"log_ratio/clamped_frac", *FIGURES}
 
 
 @pytest.mark.parametrize("name", LOSSES)

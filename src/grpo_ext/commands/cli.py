@@ -59,6 +59,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "a recorded step computed again, under any loss: DUMP [--model RUN] [--output FILE] [--loss_type L] "
         "[--key value ...]",
     ),
+    "diagnose": (AFTER, "name the likely faults of a run, with evidence and cure: RUN [--json]"),
     "recipes": (LOOK_UP, "the packaged recipes"),
     "losses": (LOOK_UP, "what `loss_type` may name: formula and paper"),
     "rewards": (LOOK_UP, "what `reward_funcs` may name: what it gives, its options"),

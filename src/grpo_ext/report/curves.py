@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from grpo_ext.report.reading import RunFolder, Series
+from grpo_ext.trainer.diagnosis.recording import FIGURES
 
 COLOURS = (
     "#3b82f6",
@@ -29,8 +30,14 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Rewards": ("reward", "rewards/.*/mean", "reward_std", "eval_reward", "eval_rewards/.*/mean"),
     "Groups": ("groups/.*", "frac_reward_zero_std", "advantages/zero_variance_groups"),
     "Policy": ("kl", "entropy", "loss", "clip_ratio/region_mean", "clip_ratio/(low|high)_mean", "clip_ratio"),
-    "Lengths": ("completions/mean_length", "completions/(min|max)_length", "completions/clipped_ratio"),
-    "Optimizer": ("grad_norm", "learning_rate"),
+    "Sampler": ("sampling/mismatch(_.*)?", "sampling/(ess|bias)"),
+    "Lengths": (
+        "completions/mean_length",
+        "completions/length_.*",
+        "completions/(min|max)_length",
+        "completions/clipped_ratio",
+    ),
+    "Optimizer": ("grad_norm", "grad_norm/.*", "weights/change", "learning_rate"),
     "Time": ("tokens_per_second", "time/.*", "step_time", "profiling/.*", "rewards/.*/seconds"),
     "Evaluation": ("eval_.*@.*(?<!_low)(?<!_high)",),
 }
@@ -44,7 +51,7 @@ OTHERS = "Other figures"
 MAX_OTHERS = 40
 ONCE = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|total_flos|epoch")
 
-EXPLAINED = {
+EXPLAINED = FIGURES | {
     "reward": "weighted sum of the rewards, mean over completions",
     "reward_std": "standard deviation of that sum",
     "groups/all_right": "share of groups all of whose completions are right: too easy",

@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_ext.report.completions import browsed, clipped, embedded
 from grpo_ext.report.curves import COLOURS, DASHES, EXPLAINED, OTHERS, Curve, curves, pictures
+from grpo_ext.report.doctor import of_run
 from grpo_ext.report.facts import differing, facts, said
 from grpo_ext.report.reading import RunFolder, read_runs
 
@@ -38,12 +39,14 @@ def write_report(paths: Sequence[str | Path], output: Path) -> Path:
 
 def html(runs: Sequence[RunFolder], watched: str = "") -> str:
     """The page; `watched` is the version of a page that is served and loads itself anew."""
-    sections = {"run": _what_was_run(runs), "curves": _curves(runs), "evaluation": _evaluation(runs)}
+    sections = {"run": _what_was_run(runs), "findings": _findings(runs), "curves": _curves(runs)}
+    sections["evaluation"] = _evaluation(runs)
     sections["settings"] = _settings(runs)
     room = min(_FOR_COMPLETIONS, MAX_SIZE - 200_000 - sum(len(part.encode()) for part in sections.values()))
     sections["completions"] = _browser(runs, room)
     titles = {
         "run": "What was run",
+        "findings": "Likely faults",
         "curves": "Curves",
         "evaluation": "Evaluation",
         "completions": "Completions",
@@ -117,6 +120,17 @@ def _what_was_run(runs: Sequence[RunFolder]) -> str:
     rows = [[_text(key), *map(_text, values)] for key, values in differing(runs)]
     between = _table(_heads(runs, "setting"), rows) if rows else "<p>None that is on record.</p>"
     return f"{table}<h3>Settings that differ</h3>{between}"
+
+
+def _findings(runs: Sequence[RunFolder]) -> str:
+    """What the doctor says; nothing where it finds nothing."""
+    rows = [
+        [_text(f"{run.name}, step {f.step}" if len(runs) > 1 else f"step {f.step}"), *map(_text, told)]
+        for run in runs
+        for f in of_run(run).findings
+        for told in [(f.rule.name, f.evidence, f"{f.rule.meaning}. {f.rule.cure}")]
+    ]
+    return _table(["since", "fault", "seen", "what it is, and the cure"], rows) if rows else ""
 
 
 def _settings(runs: Sequence[RunFolder]) -> str:

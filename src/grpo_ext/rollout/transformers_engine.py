@@ -7,6 +7,7 @@ of transformers; what is drawn has the distribution of `generate`, and a greedy 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -58,33 +59,35 @@ class Grouped:
         logger.warning(f"rollouts by transformers' own generate: {reason}.")
 
     @contextmanager
-    def generating(self, model: Any) -> Iterator[None]:
+    def generating(self, model: Any) -> Iterator[list[Tensor]]:
         """While it lasts, `model.generate` decodes by `decode` where that is exact.
+
+        Yields a list that gets the log-probabilities [batch, time] of what each such call has drawn.
 
         Raises:
             Unsupported: it is not, and the engine is required.
         """
-        stock = model.generate
+        stock, drawn = model.generate, list[Tensor]()
 
         def generate(**kwargs: Any) -> Tensor:
             try:
                 if not self.refusal:
                     for reason in obstacles(model, Forward.ROLLOUT):
                         raise Unsupported(reason)
-                    return stock(**kwargs, custom_generate=decode)
+                    return stock(**kwargs, custom_generate=partial(decode, drawn=drawn))
             except Unsupported as error:
                 self.refuse(str(error))
             return stock(**kwargs)
 
         with patch.object(model, "generate", generate):
-            yield
+            yield drawn
 
 
-def engine_for(trainer: Any) -> Callable[[Any], AbstractContextManager[None]]:
+def engine_for(trainer: Any) -> Callable[[Any], AbstractContextManager[Any]]:
     """What to generate under: `Grouped.generating`, or nothing where `rollout_engine` leaves the work to TRL."""
     args = trainer.args
     if args.use_vllm or args.use_transformers_continuous_batching or args.rollout_engine_resolved == "generate":
-        return nullcontext
+        return lambda model: nullcontext()
     engine = Grouped(required=args.rollout_engine_resolved == "grouped")
     if trainer.is_fsdp_enabled:
         engine.refuse("the weights are sharded over processes")
@@ -146,9 +149,12 @@ def decode(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    drawn: list[Tensor] | None = None,
     **inputs: Any,
 ) -> Int[Tensor, "batch time"]:
     """Complete every row of `input_ids`; a decoding method for `generate(custom_generate=...)`.
+
+    `drawn` gets the log-probabilities [batch, time] of the tokens, where they are sampled; after a row's end anything.
 
     Raises:
         Unsupported: the rows are to be generated anew, by another method.
@@ -159,6 +165,8 @@ def decode(
     while True:
         batch.append(batch.choose(logits))
         if not len(batch.rows):
+            if drawn is not None and generation_config.do_sample:
+                drawn.append(batch.drawn[:, input_ids.shape[1] : batch.length].log())
             return batch.completed()
         logits = batch.forward()
 
@@ -185,6 +193,7 @@ class _Batch:
         self.pad = padding(config)
         self.output = input_ids.new_full((batch, max(self.length + 1, config.max_length)), self.pad)
         self.output[:, : self.length] = input_ids
+        self.drawn = torch.ones(self.output.shape, device=input_ids.device)
         self.rows = torch.arange(batch, device=input_ids.device)
         self.ids = self.output.clone()
         self.finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
@@ -229,7 +238,10 @@ class _Batch:
         scores: Tensor = self.processors(self.ids[:, : self.length], logits)  # type: ignore[arg-type]
         if not self.config.do_sample:
             return scores.argmax(dim=-1)
-        return torch.multinomial(scores.softmax(dim=-1), num_samples=1)[:, 0]
+        probabilities = scores.softmax(dim=-1)
+        tokens = torch.multinomial(probabilities, num_samples=1)
+        self.drawn[self.rows, self.length] = probabilities.gather(-1, tokens)[:, 0]
+        return tokens[:, 0]
 
     def append(self, tokens: Int[Tensor, " rows"]) -> None:
         """Add a token to each row; those that are finished leave when there are enough of them."""

@@ -39,6 +39,8 @@ from grpo_ext.trainer import groups, old_policy, progress
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
 from grpo_ext.trainer.arguments import check_reward_names, data_problems, policy
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
+from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, add_ess, log_rows, row_record
+from grpo_ext.trainer.diagnosis.watching import Watching
 from grpo_ext.trainer.entropy import entropy_bonus, high_entropy_mask
 from grpo_ext.trainer.evaluated import batch_weight
 from grpo_ext.trainer.evaluating import EvaluatingTrainer
@@ -124,6 +126,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._times = StepTimes(self._metrics["train"], self.accelerator.device, ("rollout", "rewards"))
         self.add_callback(self._times)
         self.add_callback(MetricsFile())
+        self.add_callback(Watching(self._metrics["train"]))
         make_portable(self.model)
         check_reward_names(self.reward_func_names)
         self._contain_rewards()
@@ -172,8 +175,10 @@ class GRPOExtTrainer(EvaluatingTrainer):
     # Rollouts: stock TRL's, guarded where it would crash or reuse what is stale.
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
-        with self._engine(self.accelerator.unwrap_model(self.model_wrapped)):
+        with self._engine(self.accelerator.unwrap_model(self.model_wrapped)) as drawn:
             completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        if drawn and self.model.training:
+            logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn[-1], completion_ids, strict=True)]
         fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
         return completion_ids, logprobs
 
@@ -213,6 +218,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
             self.reward_runtime.close()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._lengths = [len(ids) for ids in args[3]]
         if (settled := self._settled) is not None:
             self._pending_extra_logs.update(settled.logged)
             self._rewards_per_func = settled.rewards
@@ -253,6 +259,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
             output = super()._generate_and_score_completions(inputs)
         if self._evaluated is not None and self._rewards_per_func is not None:
             self._mask_fillers(output, self._rewards_per_func)
+        if not self.use_vllm and self.rollout_func is None and "sampling_per_token_logps" in output:
+            output[DRAWN] = output.pop("sampling_per_token_logps")  # which no mask of the loss is to be made of
         early = output.pop("old_per_token_logps", None)  # over other micro-batches than the loss: not for its ratio
         if mode == "train" and self._drift is not None and "sampling_per_token_logps" in output:
             self._drift.due = True
@@ -263,6 +271,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._log_rewards(rewards, total, mode)
         if mode == "train":
             output |= with_rewards(output, rewards, self.accelerator.process_index)
+            output[ROWS] = self._row_record(output, rewards, total)
         if self.objective.stock_advantages and self.args.loss_defaults == "trl":
             if mode == "train":
                 self._silence.note(rewards, bool(zero_variance(total).all()))
@@ -286,6 +295,14 @@ class GRPOExtTrainer(EvaluatingTrainer):
         assert self._rewards_per_func is not None
         g = self.num_generations if mode == "train" else self.num_generations_eval
         return self._rewards_per_func.double().view(-1, g, self._rewards_per_func.shape[1])
+
+    def _row_record(self, output: dict[str, Any], rewards: Tensor, total: Tensor) -> Tensor:
+        """What this process's rows carry along for a diagnosis."""
+        local = len(output["completion_ids"])
+        first = self.accelerator.process_index * local
+        mine = slice(first, first + local)
+        rewards, total = rewards.flatten(0, 1)[mine], total.flatten()[mine]
+        return row_record(rewards, total, self._lengths, output["completion_ids"], first, self.num_generations)
 
     def _log_rewards(self, rewards: Tensor, total: Tensor, mode: str) -> None:
         """The total that trains, in place of TRL's, which counts a partial None as 0; and the kinds of groups."""
@@ -435,7 +452,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
         stock = self.args.loss_defaults == "trl"
-        figures, regions = loss_figures(objective, tensors, entropies, live, as_stock=stock)
+        figures, regions = loss_figures(objective, tensors, entropies, inputs, live, as_stock=stock)
         weight = loss.new_ones(()) if mode == "train" else batch_weight(objective, totals)
         if self._entropy_bonus_enabled:
             as_trl = stock and objective.aggregation == "token-mean"  # whose shares TRL logs as they are
@@ -449,6 +466,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._figures.add(figures, regions, mask)
         if self._evaluated is None and (mode == "eval" or stock or self.accelerator.sync_gradients):
             self._figures.log(self._metrics[mode], self.accelerator)
+            add_ess(self._metrics[mode])
         return loss
 
     def _loss_factors(
@@ -482,6 +500,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
             return inputs
         if self._buffered_inputs is not self._generation.micro_batches:  # TRL has just generated
             self._generation = self._arranged(self._buffered_inputs)
+            log_rows(self._buffered_inputs, self.reward_func_names, self._metrics["train"], self.accelerator)
             self._buffered_inputs = self._generation.micro_batches
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         if self.accelerator.sync_gradients:  # the policy is about to move

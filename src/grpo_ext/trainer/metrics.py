@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND
+from grpo_ext.trainer.diagnosis.recording import token_figures
 
 Regions = tuple[Tensor, Tensor]
 """Where a ratio is clipped from below and from above, [batch, time] or [batch, 1]."""
@@ -62,9 +63,15 @@ class Figures:
 
 
 def loss_figures(
-    objective: Any, tensors: dict[str, Any], entropies: Tensor, live: Tensor | None, *, as_stock: bool
+    objective: Any,
+    tensors: dict[str, Any],
+    entropies: Tensor,
+    inputs: Mapping[str, Any],
+    live: Tensor | None,
+    *,
+    as_stock: bool,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Regions | None]:
-    """KL, entropy, clip and clamp figures of a micro-batch, each with its mask, and the clip regions.
+    """Figures of a micro-batch (KL, entropy, clip, clamp, sampler), each with its mask, and the clip regions.
 
     `tensors` are the trainer's; a figure of shape [batch, 1] counts once for a completion that has a live token, with
     `as_stock` for every completion. Rows that are not `live` were
@@ -76,6 +83,7 @@ def loss_figures(
     clamped = (tensors["log_ratio"].detach().abs() >= LOG_RATIO_BOUND).float()
     figures = {name: (values.detach(), mask) for name, values in objective.metrics(tensors).items()}
     figures |= {"entropy": (entropies.detach(), computed), "log_ratio/clamped_frac": (clamped, computed)}
+    figures |= token_figures(inputs, tensors["log_ratio"], mask, computed)
     if "kl" in tensors:
         figures["kl"] = tensors["kl"].detach(), mask
     regions = objective.clip_regions(tensors)

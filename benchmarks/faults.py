@@ -1,0 +1,423 @@
+"""Faults planted in real runs, and whether `grpo-ext diagnose` names them: `make bench-faults`.
+
+Each run trains the quickstart's warm model by a recipe of `quickstart/`, on one thread, with 32 completions a step. A
+fault sets in after `PLANTED` sound steps and stays for `AFTER` more; it is planted from here, by patches around the
+trainer's methods, and the product knows nothing of it. Sound runs are over different losses, seeds and features. Rules
+were made by looking at runs of seeds below `REPORTED`; what is reported was run afterwards. Logs are kept in
+build/faults.jsonl, so that what was cut off goes on where it was, and results/faults.json is judged from them anew.
+"""
+
+import argparse
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+FOLDER = Path(__file__).parent
+RESULT = FOLDER / "results" / "faults.json"
+LOGS = FOLDER.parent / "build" / "faults.jsonl"
+PLANTED, AFTER, WITHIN = 8, 10, 10
+"""Sound steps, steps with the fault, and those of them in which it is to be named."""
+HEALTHY_STEPS = 18
+REPORTED = 100
+DIES = "GRPO_EXT_BENCH_REWARD_DIES"
+
+Trainer = Any
+
+
+def mortal(completions, solution, **_):
+    """The accuracy of the quickstart, by a process that dies of a batch once the file of that name is there."""
+    if Path(os.environ[DIES]).exists():
+        os._exit(1)
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(f"<answer>\n{s}\n</answer>" in text) for text, s in zip(texts, solution, strict=True)]
+
+
+# How faults are planted: `active` says whether the fault has set in.
+
+
+def active(trainer: Trainer) -> bool:
+    return trainer.model.training and trainer.state.global_step >= PLANTED
+
+
+def wrapped(trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
+    """`trainer.name(...)` becomes `around(stock, ...)` once the fault has set in."""
+    stock = getattr(trainer, name)
+    setattr(trainer, name, lambda *a, **k: around(stock, *a, **k) if active(trainer) else stock(*a, **k))
+
+
+@contextmanager
+def weights(model: Any, other: dict[str, Any]) -> Iterator[None]:
+    """The model with other weights, for a while."""
+    mine = {name: p.data for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.data = other[name]
+    try:
+        yield
+    finally:
+        for name, p in model.named_parameters():
+            p.data = mine[name]
+
+
+def snapshot(model: Any) -> dict[str, Any]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def stale_weights(trainer: Trainer) -> None:
+    kept: dict[str, Any] = {}
+
+    def generate(stock, *args, **kwargs):
+        kept.update({} if kept else snapshot(trainer.model))
+        with weights(trainer.model, kept):
+            return stock(*args, **kwargs)
+
+    wrapped(trainer, "_generate_single_turn", generate)
+
+
+def stale_prefix_cache(trainer: Trainer) -> None:
+    from grpo_ext.rollout import transformers_engine
+
+    kept: dict[str, Any] = {}
+
+    class Stale(transformers_engine._Batch):
+        def prefill(self):
+            if not active(trainer):
+                return super().prefill()
+            kept.update({} if kept else snapshot(trainer.model))
+            with weights(trainer.model, kept):
+                return super().prefill()
+
+    def generate(stock, *args, **kwargs):
+        transformers_engine._Batch, sound = Stale, transformers_engine._Batch
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            transformers_engine._Batch = sound
+
+    wrapped(trainer, "_generate_single_turn", generate)
+
+
+def wrong_template(trainer: Trainer) -> None:
+    """The sampler's template has no generation prompt."""
+    wrapped(
+        trainer,
+        "_generate_single_turn",
+        lambda stock, prompt_ids, *args, **kwargs: stock([ids[:-1] for ids in prompt_ids], *args, **kwargs),
+    )
+
+
+def merged_in_bf16(trainer: Trainer) -> None:
+    """The sampler is given the adapter merged into its base, rounded to bfloat16."""
+    import torch
+
+    def generate(stock, *args, **kwargs):
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        base = {n: p.detach().clone() for n, p in model.named_parameters() if "lora_" not in n}
+        model.merge_adapter()
+        for name, p in model.named_parameters():
+            if name in base:
+                p.data = p.data.to(torch.bfloat16).to(p.dtype)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            model.unmerge_adapter()
+            for name, p in model.named_parameters():
+                if name in base:
+                    p.data = base[name]
+
+    wrapped(trainer, "_generate_single_turn", generate)
+
+
+def truncated_sampling(trainer: Trainer) -> None:
+    def generate(stock, *args, **kwargs):
+        trainer.generation_config.top_p = 0.8
+        return stock(*args, **kwargs)
+
+    wrapped(trainer, "_generate_single_turn", generate)
+
+
+def eos_lost(trainer: Trainer) -> None:
+    """What the sampler returns lacks the end token."""
+
+    def generate(stock, *args, **kwargs):
+        completions, logps = stock(*args, **kwargs)
+        ends = [ids[-1] in trainer.eos_token_ids and len(ids) > 1 for ids in completions]
+        completions = [ids[:-1] if end else ids for ids, end in zip(completions, ends, strict=True)]
+        return completions, logps and [row[: len(ids)] for row, ids in zip(logps, completions, strict=True)]
+
+    wrapped(trainer, "_generate_single_turn", generate)
+
+
+def on_output(change: Callable[[dict[str, Any]], None]) -> Callable[[Trainer], None]:
+    """A fault in what has been generated and scored, on its way to the loss."""
+
+    def plant(trainer: Trainer) -> None:
+        def generate(stock, *args, **kwargs):
+            output = stock(*args, **kwargs)
+            change(output)
+            return output
+
+        wrapped(trainer, "_generate_and_score_completions", generate)
+
+    return plant
+
+
+def shuffled(output: dict[str, Any]) -> None:
+    import torch
+
+    output["advantages"] = output["advantages"][torch.randperm(len(output["advantages"]))]
+
+
+def mask_off_by_one(output: dict[str, Any]) -> None:
+    import torch
+
+    output["completion_mask"] = torch.nn.functional.pad(output["completion_mask"][:, 1:], (0, 1))
+
+
+def learning_rate(trainer: Trainer) -> None:
+    """Each step is 100 times as large; the log does not show it."""
+    create = trainer.create_optimizer
+
+    def created(*args, **kwargs):
+        optimizer = create(*args, **kwargs)
+        step = optimizer.step
+
+        def larger(*args, **kwargs):
+            factor = 100.0 if active(trainer) else 1.0
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+            try:
+                return step(*args, **kwargs)
+            finally:
+                for group in optimizer.param_groups:
+                    group["lr"] /= factor
+
+        optimizer.step = larger
+        return optimizer
+
+    trainer.create_optimizer = created
+
+
+def entropy_collapse(trainer: Trainer) -> None:
+    """Logits grow by half each step, so that the policy becomes certain."""
+
+    def generate(stock, *args, **kwargs):
+        trainer.model.model.norm.weight.data *= 1.5
+        return stock(*args, **kwargs)
+
+    wrapped(trainer, "_generate_and_score_completions", generate)
+
+
+def on_reward(place: int, change: Callable[[list, dict[str, Any]], list]) -> Callable[[Trainer], None]:
+    """A fault in one reward: what it gives becomes `change(values, columns)`."""
+
+    def plant(trainer: Trainer) -> None:
+        stock = trainer.reward_funcs[place]
+
+        def reward(**columns):
+            values = stock(**columns)
+            return change(values, columns) if active(trainer) else values
+
+        reward.__name__ = trainer.reward_func_names[place]
+        trainer.reward_funcs[place] = reward
+
+    return plant
+
+
+def text(columns: dict[str, Any]) -> list[str]:
+    return [completion[0]["content"] for completion in columns["completions"]]
+
+
+def three_lines(values: list, columns: dict[str, Any]) -> list:
+    """Pays, in place of the right form, for three lines of work: for a carry that is forgotten."""
+    return [4.0 * (t.count("=") == 3) for t in text(columns)]
+
+
+def on_data(change: Callable[[int], tuple[int, int]]) -> Callable[[Trainer], None]:
+    """Other problems than before: `change` is given a number for each prompt."""
+
+    def plant(trainer: Trainer) -> None:
+        from grpo_ext.quickstart.task import example
+
+        def generate(stock, inputs):
+            group = trainer.num_generations
+            pairs = [change(37 * (trainer.state.global_step * len(inputs) + i // group)) for i in range(len(inputs))]
+            return stock([{**row, **example(*pair)} for row, pair in zip(inputs, pairs, strict=True)])
+
+        wrapped(trainer, "_generate_and_score_completions", generate)
+
+    return plant
+
+
+def without_carries(number: int) -> tuple[int, int]:
+    a = [1 + (number // 4**i) % 4 for i in range(3)]
+    b = [1 + (number // 3**i) % 4 for i in range(3)]
+    return int("".join(map(str, a))), int("".join(map(str, b)))
+
+
+def of_five_digits(number: int) -> tuple[int, int]:
+    return 10_000 + (number * 7919) % 90_000, 10_000 + (number * 104_729) % 90_000
+
+
+def dying(trainer: Trainer) -> None:
+    def rewards(stock, *args, **kwargs):
+        Path(os.environ[DIES]).touch()
+        return stock(*args, **kwargs)
+
+    wrapped(trainer, "_calculate_rewards", rewards)
+
+
+MORTAL = [{"func": f"{FOLDER / 'faults.py'}:mortal", "name": "accuracy"}, {"name": "format", "weight": 0.5}]
+FAULTS: dict[str, tuple[Callable[[Trainer], None], str, dict[str, Any]]] = {
+    "stale weights": (stale_weights, "stale sampler", {}),
+    "stale prefix cache": (stale_prefix_cache, "stale sampler", {}),
+    "wrong template": (wrong_template, "another prompt", {}),
+    "truncated sampling": (truncated_sampling, "truncated sampling", {}),
+    "LoRA merged in bf16": (merged_in_bf16, "sampler's precision", {"use_peft": True, "lora_r": 8}),
+    "groups shuffled": (on_output(shuffled), "advantages of other rows", {}),
+    "mask off by one": (on_output(mask_off_by_one), "misplaced mask", {}),
+    "EOS lost": (eos_lost, "end token lost", {}),
+    "learning rate x 100": (learning_rate, "steps too large", {}),
+    "entropy collapse": (entropy_collapse, "entropy collapse", {}),
+    "sign of a reward": (on_reward(0, lambda values, _: [-v for v in values]), "sign of a reward", {}),
+    "reward hacked by length": (
+        on_reward(2, lambda _, columns: [float(len(ids)) for ids in columns["completion_ids"]]),
+        "hacked by length",
+        {"learning_rate": 5e-4},
+    ),
+    "reward hacked by format": (on_reward(1, three_lines), "hacked by another reward", {"learning_rate": 5e-4}),
+    "constant reward": (on_reward(0, lambda values, _: [0.25] * len(values)), "constant reward", {}),
+    "dead reward worker": (dying, "reward fails", {"reward_workers": 1, "reward_funcs": MORTAL}),
+    "data too easy": (on_data(without_carries), "data too easy", {}),
+    "data too hard": (on_data(of_five_digits), "data too hard", {}),
+}
+"""Name: how it is planted, the rule that is to name it, settings beside those of all runs."""
+
+HEALTHY: list[tuple[str, dict[str, Any]]] = [
+    ("quickstart/grpo", {}),
+    ("quickstart/dr_grpo", {}),
+    ("quickstart/dapo", {}),
+    ("quickstart/gspo", {}),
+    ("quickstart/bnpo", {}),
+    ("quickstart/beta_bnpo", {}),
+    ("quickstart/deepseek_v3", {}),
+    ("quickstart/minimind", {}),
+    ("quickstart/grpo", {"loss_type": "cispo", "beta": 0.0}),
+    ("quickstart/grpo", {"loss_type": "rloo", "beta": 0.0}),
+    ("quickstart/grpo", {"loss_type": "reinforce_pp", "beta": 0.0}),
+    ("quickstart/grpo", {"loss_type": "sapo", "beta": 0.0}),
+    ("quickstart/grpo", {"loss_type": "maxrl", "beta": 0.0}),
+    ("quickstart/grpo", {"use_peft": True, "lora_r": 8, "learning_rate": 1e-3}),
+    ("quickstart/grpo", {"num_iterations": 2}),
+    ("quickstart/grpo", {"steps_per_generation": 2, "per_device_train_batch_size": 16}),
+    ("quickstart/grpo", {"dynamic_sampling": "accuracy", "dynamic_sampling_max_rounds": 1}),
+    ("quickstart/grpo", {"mask_truncated_completions": True, "max_completion_length": 40}),
+    ("quickstart/grpo", {"loss_defaults": "trl", "beta": 0.0}),
+    ("quickstart/grpo", {"temperature": 1.2, "learning_rate": 3e-4}),
+]
+"""Recipe and settings beside those of all runs."""
+
+
+def trained(recipe: str, settings: dict[str, Any], seed: int, steps: int, plant: Callable[[Trainer], None] | None):
+    """The log of one run."""
+    import torch
+    import yaml
+    from datasets.utils.logging import disable_progress_bar
+
+    from grpo_ext.quickstart.model import ensure_model
+    from grpo_ext.recipe.files import packaged_recipes, read_yaml
+    from grpo_ext.recipe.parsing import load_recipe
+    from grpo_ext.train import build_trainer
+
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as sink, redirect_stdout(sink):
+        os.environ[DIES] = str(Path(folder) / "dies")
+        given = {
+            "model_name_or_path": str(ensure_model(seed % 2)), "output_dir": folder, "seed": seed, "max_steps": steps,
+            "logging_steps": 1, "warmup_steps": 0, "save_strategy": "no", "disable_tqdm": True, "reward_workers": 0,
+            "per_device_train_batch_size": 32, "num_generations": 4,
+        } | settings  # fmt: skip
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(yaml.safe_dump(read_yaml(packaged_recipes()[recipe]) | given))
+        trainer = build_trainer(load_recipe(["--config", str(file)]))
+        if plant is not None:
+            plant(trainer)
+        trainer.train()
+        return trainer.state.log_history
+
+
+def jobs(seeds: list[int]) -> Iterator[dict[str, Any]]:
+    """What is to be run: each fault for each seed, and each sound run once, with a seed of its own."""
+    for name, (_, _, settings) in FAULTS.items():
+        yield from ({"fault": name, "recipe": "quickstart/grpo", "settings": settings, "seed": s} for s in seeds)
+    for i, (recipe, settings) in enumerate(HEALTHY):
+        yield {"fault": None, "recipe": recipe, "settings": settings, "seed": seeds[0] + i}
+
+
+def name_of(job: dict[str, Any]) -> str:
+    return job["fault"] or f"sound: {job['recipe']} {job['settings'] or ''}".rstrip()
+
+
+def kept() -> list[dict[str, Any]]:
+    """Logs of earlier runs."""
+    return [json.loads(line) for line in LOGS.read_text().splitlines()] if LOGS.exists() else []
+
+
+def judged(run: dict[str, Any]) -> dict[str, Any]:
+    """What the rules say of a run."""
+    from grpo_ext.trainer.diagnosis.rules import diagnose
+
+    named = [{"step": found.step, "fault": found.rule.name} for found in diagnose(run["log"])]
+    told = {key: run[key] for key in ("fault", "recipe", "settings", "seed", "seconds")} | {"named": named}
+    if run["fault"] is None:
+        return told | {"steps": HEALTHY_STEPS}
+    expected = FAULTS[run["fault"]][1]
+    after = [found for found in named if found["step"] > PLANTED]
+    right = bool(after) and after[0]["fault"] == expected and after[0]["step"] <= PLANTED + WITHIN
+    return told | {"expected": expected, "planted": PLANTED + 1, "right": right and len(after) == len(named)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[REPORTED])
+    parser.add_argument("--only", nargs="+", default=[], help="words of the names of what is run")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    LOGS.parent.mkdir(exist_ok=True)
+    wanted = [job for job in jobs(options.seeds) if not options.only or any(w in name_of(job) for w in options.only)]
+    done = {(name_of(run), run["seed"]) for run in kept()}
+    for job in wanted:
+        if (name_of(job), job["seed"]) in done:
+            continue
+        plant = FAULTS[job["fault"]][0] if job["fault"] else None
+        start = time.process_time()
+        log = trained(job["recipe"], job["settings"], job["seed"], PLANTED + AFTER if plant else HEALTHY_STEPS, plant)
+        run = job | {"seconds": round(time.process_time() - start, 1), "log": log}
+        with LOGS.open("a") as file:
+            file.write(json.dumps(run) + "\n")
+        print(f"{name_of(job)}, seed {job['seed']}: {judged(run)['named']}", flush=True)
+    names = {(name_of(job), job["seed"]) for job in wanted}
+    results = [judged(run) for run in kept() if (name_of(run), run["seed"]) in names]
+    faults, sound = ([r for r in results if (r["fault"] is None) == healthy] for healthy in (False, True))
+    alarms = sum(bool(r["named"]) for r in sound)
+    right = f"{sum(r['right'] for r in faults)} of {len(faults)}"
+    print(f"named right: {right}; sound runs alarmed: {alarms} of {len(sound)}")
+    if min(options.seeds) >= REPORTED and not options.only:
+        found = {"machine": platform.machine(), "within": WITHIN, "faults": faults, "sound": sound}
+        RESULT.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

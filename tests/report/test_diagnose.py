@@ -1,0 +1,146 @@
+"""`grpo-ext diagnose`: what it prints of a run's folder, its exit codes, and the warnings of the run itself."""
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tiny
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.commands import diagnose
+from grpo_ext.report.page import write_report
+from grpo_ext.trainer.diagnosis import rules
+from grpo_ext.trainer.diagnosis.watching import Watching
+from histories import history
+from processes import PATIENCE, run
+from run_folders import run_folder
+
+STALE = {"sampling/mismatch": lambda n: 2e-3 * n}
+MASK = {"completions/mask_misplaced": 0.8}
+
+
+def asked(*argv, capsys) -> tuple[int, str, str]:
+    code = diagnose.run([str(word) for word in argv])
+    return code, *capsys.readouterr()
+
+
+def test_a_fault_is_told_with_its_step_evidence_and_cure(tmp_path, capsys):
+    folder = run_folder(tmp_path / "run", log=history(STALE))
+    code, out, _ = asked(folder, capsys=capsys)
+    assert code == 1
+    assert out.startswith("step 15: stale sampler\n")
+    for words in ("sampling/mismatch 0.002 to 0.01 nats per token in 5 logs, 4e-08 to 6e-08 before", "cure Look at"):
+        assert words in " ".join(out.split())
+
+
+def test_a_sound_run_has_none(tmp_path, capsys):
+    code, out, _ = asked(run_folder(tmp_path / "run", log=history()), capsys=capsys)
+    assert (code, out) == (0, "No fault is told by 20 logs, up to step 20.\n")
+
+
+def test_it_answers_a_program(tmp_path, capsys):
+    folder = run_folder(tmp_path / "run", log=history(STALE | MASK))
+    code, out, _ = asked(folder, "--json", capsys=capsys)
+    answer = json.loads(out)
+    assert (code, answer["logs"], answer["unseen"]) == (1, 20, [])
+    assert [(f["fault"], f["step"]) for f in answer["findings"]] == [("misplaced mask", 12), ("stale sampler", 15)]
+    assert all(f["evidence"] and f["is"] and f["cure"] for f in answer["findings"])
+
+
+def test_a_run_of_before_tells_what_cannot_be_said_of_it(tmp_path, capsys):
+    code, out, _ = asked(run_folder(tmp_path / "run", steps=9), capsys=capsys)
+    assert code == 0
+    assert (
+        "Nothing can be said of the sampler beside the policy (sampling/mismatch was not logged) and the rows" in out
+    )
+
+
+def test_a_half_written_log_is_read_to_where_it_stands(tmp_path, capsys):
+    folder = run_folder(tmp_path / "run", log=history(STALE))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"reward": 0.1, "ste')
+    code, out, _ = asked(folder, capsys=capsys)
+    assert code == 1
+    assert "Note: metrics.jsonl: line 21 left out (half written, or no JSON object with a step)." in out
+    assert "step 15: stale sampler" in out
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (None, "no such folder. Name the output_dir of a run."),
+        ([], "no metrics.jsonl with a log in it"),
+        ([{"eval_reward": 0.1, "step": 3}], "no log of a training step"),
+    ],
+)
+def test_what_there_is_nothing_to_read_of_is_said(log, words, tmp_path, capsys):
+    folder = tmp_path / "run"
+    if log is not None:
+        run_folder(folder, log=log)
+    code, out, error = asked(folder, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert words in error
+
+
+def test_the_report_has_the_findings(tmp_path):
+    runs = [run_folder(tmp_path / name, log=history(changes)) for name, changes in (("a", MASK), ("b", {}))]
+    page = write_report(runs, tmp_path / "page.html").read_text()
+    assert "Likely faults" in page
+    assert "a, step 12" in page
+    assert "b, step" not in page
+    assert "Likely faults" not in write_report(runs[1:], tmp_path / "page.html").read_text()
+
+
+class MaskOffByOne(GRPOExtTrainer):
+    """The last token of a completion never trains, from the fourth step on."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.state.global_step >= 3:
+            output["completion_mask"] = torch.nn.functional.pad(output["completion_mask"][:, 1:], (0, 1))
+        return output
+
+
+@pytest.mark.parametrize(("trainer", "named"), [(MaskOffByOne, ["misplaced mask"]), (GRPOExtTrainer, [])])
+def test_a_run_warns_once_of_what_diagnose_names(trainer, named, tmp_path, caplog, capsys):
+    args = GRPOExtConfig(output_dir=str(tmp_path), **(tiny.TRAINING | {"max_steps": 8}))
+    training = trainer(tiny.model(), tiny.count_a, args, tiny.prompts(64), processing_class=tiny.tokenizer())
+    with caplog.at_level(logging.WARNING):
+        training.train()
+    warned = [r.getMessage() for r in caplog.records if r.name == "grpo_ext.trainer.diagnosis.watching"]
+    assert [text.partition(". ")[0] for text in warned] == [f"step 5: {name}" for name in named]
+    capsys.readouterr()
+    code, out, _ = asked(tmp_path, "--json", capsys=capsys)
+    assert (code, [f["fault"] for f in json.loads(out)["findings"]]) == (len(named), named)
+
+
+def test_a_rule_that_fails_does_not_end_a_run(caplog, monkeypatch):
+    def fails(history):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(rules, "RULES", (dataclasses.replace(rules.RULES[0], evidence=fails),))
+    watching, state = Watching({}), SimpleNamespace(is_world_process_zero=True, log_history=history())
+    with caplog.at_level(logging.WARNING):
+        watching.on_log(None, state, None)
+        watching.on_log(None, state, None)
+    (record,) = caplog.records
+    assert "the diagnosis failed" in record.getMessage()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("option", "named"), [(["--top_p", "0.6"], "truncated sampling"), ([], "")])
+def test_a_users_run_is_diagnosed(option, named, tmp_path):
+    """Sampling that is truncated from the first step on is named on the console; a sound run is not bothered."""
+    recipe = ["--config", "quickstart/grpo", "--output_dir", tmp_path, "--max_steps", 5, "--logging_steps", 1]
+    recipe += ["--per_device_train_batch_size", 32, "--save_strategy", "no", "--report_to", "none", *option]
+    command = [sys.executable, "-m", "grpo_ext"]
+    console = run([*command, "train", *map(str, recipe)])
+    done = subprocess.run([*command, "diagnose", str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == bool(named)
+    assert ("step 3: truncated sampling" in console) == bool(named)
+    assert done.stdout.startswith("step 3: truncated sampling" if named else "No fault is told by 5 logs")

@@ -1,0 +1,147 @@
+"""What a run records for a diagnosis: values worked out by hand, and in a run that samples by itself."""
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+
+import tiny
+from grpo_ext.trainer.diagnosis.recording import (
+    DRAWN,
+    FIGURES,
+    ROWS,
+    log_rows,
+    row_record,
+    token_figures,
+)
+from trainers import build
+
+
+class Alone:
+    """One process."""
+
+    device = torch.device("cpu")
+
+    def reduce(self, tensor, reduction):
+        return tensor
+
+
+def means(figures: dict) -> dict[str, float]:
+    sums = {name: ((values * mask).sum().item(), mask.sum().item()) for name, (values, mask) in figures.items()}
+    return {name: total / count for name, (total, count) in sums.items() if count}
+
+
+def test_a_sampler_is_compared_by_thirds_of_each_completion():
+    policy = torch.full((2, 6), -1.0)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    off = torch.tensor([[0.1, 0.1, 0.2, -0.2, 0.3, 0.3], [0.1, 0.2, 0.3, 9.0, 9.0, 9.0]])
+    inputs = {"old_per_token_logps": policy, DRAWN: policy + off}
+    found = means(token_figures(inputs, torch.zeros(2, 6), mask, mask))
+    assert found["sampling/mismatch_first"] == pytest.approx(0.1)
+    assert found["sampling/mismatch_middle"] == pytest.approx(0.2)
+    assert found["sampling/mismatch_last"] == pytest.approx(0.3)
+    assert found["sampling/mismatch"] == pytest.approx(1.8 / 9)
+    assert found["sampling/bias"] == pytest.approx(1.4 / 9)
+    weights = [math.exp(-x) - 1 for x in (0.1, 0.1, 0.2, -0.2, 0.3, 0.3, 0.1, 0.2, 0.3)]
+    assert found["sampling/chi2"] == pytest.approx(sum(w * w for w in weights) / 9, rel=1e-5)
+
+
+def test_tokens_without_a_log_probability_and_rows_not_computed_do_not_count():
+    policy, sampler = torch.zeros(2, 2), torch.tensor([[0.5, math.nan], [7.0, 7.0]])
+    inputs = {"old_per_token_logps": policy, "sampling_per_token_logps": sampler}
+    mask, computed = torch.ones(2, 2), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    assert means(token_figures(inputs, torch.zeros(2, 2), mask, computed))["sampling/mismatch"] == 0.5
+
+
+def test_a_ratio_has_its_chi2():
+    log_ratio = torch.tensor([[0.0], [math.log(1.5)]])
+    values, _ = token_figures({}, log_ratio, torch.ones(2, 3), torch.ones(2, 3))["ratio/chi2"]
+    assert values.flatten().tolist() == pytest.approx([0.0, 0.25])
+
+
+IDS = torch.tensor([[5, 6, 1, 0], [5, 6, 1, 0], [5, 7, 8, 1], [6, 1, 0, 0], [6, 1, 0, 0], [9, 9, 9, 9]])
+LENGTHS = [3, 3, 4, 2, 2, 4]
+REWARDS = torch.tensor([[0.0, 3.0], [1.0, 3.0], [2.0, 4.0], [1.0, 2.0], [1.0, 2.0], [1.0, 4.0]])
+
+
+def rows(advantages, mask=None, rewards=REWARDS) -> dict[str, float]:
+    """Figures of six rows in two groups, spread over two micro-batches that hold them in another order."""
+    record = row_record(rewards, rewards[:, 0], LENGTHS, IDS, 0, 3)
+    mask = (torch.arange(4) < torch.tensor(LENGTHS)[:, None]).long() if mask is None else mask
+    batch = {ROWS: record, "advantages": torch.tensor(advantages), "completion_mask": mask}
+    parts = [{name: value[order] for name, value in batch.items()} for order in ([4, 0, 2], [5, 1, 3])]
+    metrics = defaultdict(list)
+    log_rows(parts, ["a", "b"], metrics, Alone())
+    return {name: value for name, (value,) in metrics.items()}
+
+
+def test_rows_are_measured_as_they_train():
+    found = rows([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    assert found["advantages/of_reward"] == pytest.approx(1.0)
+    assert found["rewards/a/of_advantage"] == pytest.approx(1.0)
+    # b, less its group's mean: -1/3 -1/3 2/3 | -2/3 -2/3 4/3; lengths the same: they go together
+    assert found["rewards/b/of_length"] == pytest.approx(1.0)
+    assert found["rewards/b/of_advantage"] == pytest.approx(1.0 / math.sqrt(2.0 * (6 / 9 + 24 / 9)))
+    assert found["groups/distinct"] == pytest.approx(2 / 3)
+    assert (found["completions/length_above"], found["completions/length_below"]) == (4.0, 3.0)
+    assert found["rewards/same_text_differs"] == pytest.approx(0.5)  # the first two of the four that have a twin
+    assert found["completions/mask_misplaced"] == found["completions/skipped"] == 0.0
+
+
+def test_advantages_of_other_rows_and_of_tokens_show():
+    assert rows([1.0, 0.0, -1.0, 0.0, 0.0, 0.0])["advantages/of_reward"] == pytest.approx(-1.0)
+    of_tokens = [[a, a, a, a] for a in (-1.0, 0.0, 1.0, 0.0, 0.0, 0.0)]
+    assert rows(of_tokens)["advantages/of_reward"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "misplaced", "skipped"),
+    [
+        (lambda mask: mask.index_fill(1, torch.tensor([0]), 0), 1.0, 0.0),
+        (lambda mask: torch.nn.functional.pad(mask[:, 1:], (0, 1)), 1.0, 0.0),
+        (lambda mask: torch.nn.functional.pad(mask[:, :-1], (1, 0)), 1.0, 0.0),
+        (lambda mask: mask.index_fill(0, torch.tensor([1, 2]), 0), 0.0, 2 / 6),
+    ],
+)
+def test_a_mask_covers_what_was_drawn_or_nothing(change, misplaced, skipped):
+    mask = (torch.arange(4) < torch.tensor(LENGTHS)[:, None]).long()
+    found = rows([0.0] * 6, change(mask))
+    assert found["completions/mask_misplaced"] == pytest.approx(misplaced)
+    assert found["completions/skipped"] == pytest.approx(skipped)
+
+
+def test_a_reward_that_scored_nobody_costs_nothing_else():
+    rewards = REWARDS.index_fill(1, torch.tensor([1]), math.nan)
+    found = rows([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0], rewards=rewards)
+    assert "rewards/b/of_length" not in found
+    assert found["advantages/of_reward"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "gradient_accumulation_steps": 2}])
+def test_a_run_that_samples_by_itself_is_its_own_sampler(settings, tmp_path):
+    trainer = build(tiny.model(), tmp_path, max_steps=4, learning_rate=0.05, temperature=0.7, **settings)
+    trainer.train()
+    log = [row for row in trainer.state.log_history if "reward" in row]
+    assert len(log) == (2 if settings else 4)  # a generation is logged with its first step
+    for row in log:
+        if "sampling/mismatch" in row:
+            assert row["sampling/mismatch"] < 1e-5
+            assert row["sampling/ess"] == pytest.approx(1.0)
+    assert any("sampling/mismatch" in row for row in log)
+    moved = [row["ratio/chi2"] for row in trainer.state.log_history if "ratio/chi2" in row]
+    assert (max(moved) > 0.1) == bool(settings)
+    named = {name for name in FIGURES if "NAME" not in name and "BLOCK" not in name}
+    assert named - {name for row in log for name in row} <= {"rewards/same_text_differs"}
+    assert {"grad_norm/embeddings", "grad_norm/layers_first", "rewards/length/of_length"} <= log[0].keys()
+    assert log[0]["rewards/length/of_length"] > 0.5
+    blocks = [value for name, value in log[0].items() if name.startswith("grad_norm/")]
+    assert math.hypot(*blocks) == pytest.approx(log[0]["grad_norm"], rel=1e-4)
+
+
+def test_truncated_sampling_shows_in_what_the_sampler_drew(tmp_path):
+    trainer = build(tiny.model(), tmp_path, max_steps=1, top_k=3)
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert row["sampling/mismatch"] > 0.1
+    assert row["sampling/bias"] == pytest.approx(row["sampling/mismatch"], rel=1e-3)

@@ -1,0 +1,145 @@
+"""THE table of faults: each rule names its fault in a log, and is silent beside it."""
+
+import math
+
+import pytest
+
+from grpo_ext.trainer.diagnosis.rules import RULES, Doctor, diagnose
+from histories import history
+
+
+def level(value):
+    return {"sampling/mismatch": value}
+
+
+GROWING = {"sampling/mismatch": lambda n: 2e-3 * n, "sampling/bias": lambda n: 2e-4 * n}
+SILENT = {"advantages/zero_variance_groups": 1.0}
+ALIKE = {"advantages/zero_variance_groups": 0.9, "groups/all_wrong": 0.5, "groups/all_right": 0.4}
+LONGER = {"completions/mean_length": lambda n: 33 + 3 * n}
+HACKED = {
+    "rewards/format/of_advantage": 0.95, "rewards/accuracy/of_advantage": 0.1,
+    "rewards/format/mean": lambda n: 0.95 + 0.1 * n, "rewards/accuracy/mean": 0.1,
+}  # fmt: skip
+FAULTS = {
+    "reward fails": ({"rewards/format/errors": 64.0, "rewards/format/none_frac": 1.0, "rewards/format/std": None}, 2),
+    "skipped steps": ({"nonfinite/skipped_steps": 1.0}, 3),
+    "misplaced mask": ({"completions/mask_misplaced": 0.8}, 2),
+    "end token lost": ({"completions/clipped_ratio": 1.0}, 3),
+    "advantages of other rows": (
+        {name: lambda n: 0.2 * (-1) ** n for name in (
+            "advantages/of_reward", "rewards/accuracy/of_advantage", "rewards/format/of_advantage")}, 3,
+    ),
+    "rewards of other rows": ({"rewards/same_text_differs": 0.6}, 3),
+    "steps too large": ({"weights/change": 0.02, "reward": 0.3}, 3),
+    "another prompt": (level(2.0), 3),
+    "truncated sampling": (level(0.02) | {"sampling/bias": 0.0199}, 3),
+    "stale sampler": (GROWING, 5),
+    "sampler's precision": (level(0.002), 5),
+    "sign of a reward": ({"rewards/accuracy/mean": lambda n: -(0.5, 0.35)[n % 2]}, 3),
+    "constant reward": ({"rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 0.0}, 3),
+    "data too easy": ({"rewards/accuracy/mean": 1.0, "rewards/accuracy/std": 0.0} | SILENT, 3),
+    "data too hard": ({"rewards/accuracy/mean": 0.0, "rewards/accuracy/std": 0.0}, 3),
+    "entropy collapse": ({"entropy": 0.04} | ALIKE, 3),
+    "hacked by length": (HACKED | LONGER | {"rewards/format/of_length": 0.98}, 3),
+    "hacked by another reward": (HACKED, 3),
+    "completions no longer end": ({"completions/clipped_ratio": 0.9}, 3),
+}  # fmt: skip
+"""What changes in a sound log from step 11 on, and how many logs later it is named."""
+
+NEIGHBOURS = {
+    "reward fails": {"rewards/format/errors": 3.0, "rewards/format/none_frac": 0.05, "rewards/format/std": 0.0},
+    "skipped steps": {"nonfinite/skipped_steps": lambda n: float(n % 3 == 0)},
+    "misplaced mask": {"completions/mask_misplaced": None, "completions/skipped": 0.8},
+    "end token lost": {"completions/clipped_ratio": 0.75, "completions/min_length": 12},
+    "advantages of other rows": {"advantages/of_reward": 0.2},  # rewards normalised one by one
+    "rewards of other rows": {"rewards/same_text_differs": 0.1},
+    "steps too large": {"weights/change": 0.02},
+    "another prompt": level(2e-7),
+    "truncated sampling": level(1e-5) | {"sampling/bias": 1e-5},
+    "stale sampler": {"sampling/mismatch": lambda n: 5e-2 * (n == 3)},
+    "sampler's precision": level(1e-5),
+    "sign of a reward": {"rewards/accuracy/mean": lambda n: 0.3 - 0.05 * n},
+    "constant reward": {"rewards/format/mean": 1.0, "rewards/format/std": 0.0},
+    "data too easy": {"rewards/accuracy/mean": 1.0, "rewards/accuracy/std": 0.0},  # learned, and others are left
+    "data too hard": {"rewards/accuracy/mean": 0.05, "rewards/accuracy/std": 0.2},
+    "entropy collapse": {"entropy": 0.04, "groups/all_right": 0.9, "advantages/zero_variance_groups": 0.95},
+    "hacked by length": LONGER | {"rewards/accuracy/of_length": 0.95},  # and no other reward has less to say
+    "hacked by another reward": HACKED | {"rewards/format/mean": 1.0, "rewards/accuracy/mean": 0.3},
+    "completions no longer end": {"completions/clipped_ratio": lambda n: 0.9 if n % 3 else 0.5},
+}
+"""What is like the fault, and none."""
+
+
+def test_every_rule_has_its_case_and_its_neighbour():
+    assert list(FAULTS) == list(NEIGHBOURS) == [rule.name for rule in RULES]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_once_at_its_step_and_first(name):
+    changes, rows = FAULTS[name]
+    found = diagnose(history(changes))
+    assert [(f.rule.name, f.step) for f in found][:1] == [(name, 10 + rows)]
+    assert len({f.rule.name for f in found}) == len(found)
+    assert name in str(found[0])
+    assert found[0].rule.cure in str(found[0])
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_what_is_like_it_is_no_fault(name):
+    assert not diagnose(history(NEIGHBOURS[name]))
+
+
+def test_a_sound_run_is_sound():
+    assert not diagnose(history(steps=60))
+
+
+@pytest.mark.parametrize("since", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("another prompt", level(2.0)),
+        ("misplaced mask", FAULTS["misplaced mask"][0]),
+        ("data too hard", {"groups/all_wrong": 1.0} | SILENT),
+        ("data too easy", {"groups/all_right": 1.0} | SILENT),
+        ("advantages of other rows", FAULTS["advantages of other rows"][0]),
+    ],
+)
+def test_what_cannot_be_is_told_from_the_first_steps_on(name, changes, since):
+    assert [f.rule.name for f in diagnose(history(changes, since=since))] == [name]
+
+
+@pytest.mark.parametrize("value", [None, math.nan, "nan", True, 10**400])
+def test_a_figure_that_is_no_number_is_not_known(value):
+    changes = {name: value for name in history()[0] if name not in ("step", "reward")}
+    assert not diagnose(history(changes))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 1e99, -1e99])
+def test_whatever_the_figures_are_a_log_is_read(value):
+    rows = history({name: value for name in history()[0] if name != "step"}, since=1, steps=30)
+    mixed = history({name: lambda n: value * (n % 3) for name in history()[0] if name != "step"}, since=4, steps=30)
+    for log in (rows, mixed):
+        diagnose(log)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_missing_figure_costs_its_rules_and_no_more(name):
+    changes, rows = FAULTS[name]
+    log = history(changes, steps=10 + rows)[10 - 5 :]
+    for missing in log[0]:
+        diagnose({k: v for k, v in row.items() if k != missing} for row in log)
+
+
+def test_a_log_without_the_figures_of_a_rule_tells_nothing_by_it():
+    assert not diagnose([{"reward": 0.1 * s, "kl": 0.01, "step": s} for s in range(30)])
+
+
+def test_evaluations_and_summaries_are_no_rows_of_training():
+    rows = history(FAULTS["misplaced mask"][0])
+    mixed = [row for r in rows for row in (r, {"eval_reward": 0.0, "step": r["step"]}, {"train_loss": 1.0, "step": 9})]
+    assert [(f.rule.name, f.step) for f in diagnose(mixed)] == [("misplaced mask", 12)]
+
+
+def test_a_doctor_reads_row_by_row_what_it_reads_at_once():
+    rows, doctor = history(FAULTS["stale sampler"][0]), Doctor()
+    assert [str(f) for row in rows for f in doctor.read(row)] == [str(f) for f in diagnose(rows)]
