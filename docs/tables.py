@@ -280,7 +280,8 @@ def fault_table() -> str:
 
 def figure_table() -> str:
     """What is logged for a diagnosis alone."""
-    return table(("figure", "what it is"), ((code(name), plain(meaning)) for name, meaning in FIGURES.items()))
+    rows = ((code(name), plain(meaning), "where there is one") for name, meaning in FIGURES.items())
+    return table(("metric", "what it is", "when"), rows)
 
 
 def planted_table() -> str:

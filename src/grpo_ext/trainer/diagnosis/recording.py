@@ -28,10 +28,10 @@ FIGURES: dict[str, str] = {
     "completions/mask_misplaced": "share of the others whose mask does not cover exactly the tokens that were drawn",
     "advantages/of_reward": "correlation of the advantage that a row trains with and its reward, within groups",
     "rewards/same_text_differs": "share of completions whose text another of the group has, with another reward",
-    "rewards/NAME/of_length": "correlation of that reward and the length, within groups",
-    "rewards/NAME/of_advantage": "correlation of that reward and the advantage, within groups",
+    "rewards/<reward>/of_length": "correlation of that reward and the length, within groups",
+    "rewards/<reward>/of_advantage": "correlation of that reward and the advantage, within groups",
     "weights/change": "relative change of some 1,000 weights by an optimizer step, at the steps that are logged",
-    "grad_norm/BLOCK": "norm of the gradient of the embeddings, of each third of the layers, and of the rest; "
+    "grad_norm/<block>": "norm of the gradient of the embeddings, of each third of the layers, and of the rest; "
     "before clipping, at the steps that are logged",
 }
 """Names in the log, and what they are."""
