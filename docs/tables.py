@@ -297,9 +297,11 @@ def planted_table() -> str:
     alarms = [run for run in found["sound"] if run["named"]]
     told = "".join(f" {run['recipe']} {run['settings'] or ''}: {run['named']}." for run in alarms)
     right = sum(run["right"] for run in found["faults"])
+    left = [n - len(found[kind]) for kind, n in found["wanted"].items()]
+    rest = f" Not run yet: {left[0]} with a fault, {left[1]} sound." if any(left) else ""
     return (
         f"{table(header, rows)}\n\nNamed right: {right} of {len(found['faults'])}. "
-        f"False alarms: {len(alarms)} of {len(found['sound'])} sound runs.{told}"
+        f"False alarms: {len(alarms)} of {len(found['sound'])} sound runs.{told}{rest}"
     )
 
 
