@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     """The trainer a recipe describes, with model, data and rewards loaded."""
-    model, training = recipe.model, recipe.training
+    model, training, record = recipe.model, recipe.training, _record(recipe)
     tokenizer = load_tokenizer(recipe)
     train_dataset, eval_dataset = datasets_of(recipe, tokenizer)
     problems, notes = findings(recipe, recipe.rewards, train_dataset, tokenizer, None)
@@ -78,7 +78,7 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     given = training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
     training.model_init_kwargs = {**{k: v for k, v in loading.items() if v is not None}, **given}
     base = base_of(model_path(recipe), model.model_revision)
-    return GRPOExtTrainer(
+    trainer = GRPOExtTrainer(
         model=model_path(recipe) if base is None else adapted_policy(recipe, base, tokenizer),
         reward_funcs=runtime.functions,
         args=training,
@@ -88,6 +88,13 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
         quantization_config=None if base else get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
+    trainer.recipe_record = record
+    return trainer
+
+
+def _record(recipe: Recipe) -> dict[str, Any]:
+    parts = (recipe.script, recipe.data, recipe.model, recipe.mixture)
+    return record_of(recipe.training, *parts, rewards=recipe.rewards, model=model_path(recipe))
 
 
 def adapted_policy(recipe: Recipe, base: Base, tokenizer: Any) -> PeftModel:
@@ -129,16 +136,13 @@ def train(recipe: Recipe) -> GRPOExtTrainer | None:
 
 def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     training, say = recipe.training, PartialState().print
-    parts = (recipe.script, recipe.data, recipe.model, recipe.mixture)
-    record = record_of(training, *parts, rewards=recipe.rewards, model=model_path(recipe))
-    begin = beginning(training, record)
+    begin = beginning(training, _record(recipe))
     if begin.over:
         say(begin.over)
         return None
     tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
     sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
     trainer = build_trainer(recipe)
-    trainer.recipe_record = record
     if begin.checkpoint:
         say(f"Resuming from {begin.checkpoint}.")
     elif asks_afresh(training.resume_from_checkpoint) and (moved := make_room(training)):
