@@ -46,7 +46,9 @@ PRECISION = {"bf16", "fp16", "gradient_checkpointing", "gradient_checkpointing_k
 OF_THE_SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 OF_ADVANTAGES = ("advantage", "advantage_kwargs", "combination", "missing_rewards")
 OF_THE_KL = ("beta", "kl", "kl_placement")
-_NOT_OF_THE_LOSS = re.compile(r"loss|grad_norm|learning_rate|epoch|step|.*time.*|num_tokens|nonfinite/.*|profiling/.*")
+_NOT_OF_THE_LOSS = re.compile(
+    r"loss|grad_norm|weights/change|tokens_per_second|learning_rate|epoch|step|.*time.*|num_tokens|nonfinite/.*|profiling/.*"
+)
 _BLOCK = re.compile(r"(?:^|\.)((?:layers|layer|blocks|block|h)\.\d+)\.")
 
 
