@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import tempfile
 from pathlib import Path
 
@@ -39,13 +40,17 @@ def test_only_what_belongs_to_nobody_is_removed(temp):
     assert (left.exists(), ours.exists(), another.exists()) == (False, True, True)
 
 
-def test_all_workers_of_a_process_end_at_once(temp):
+def test_all_workers_of_a_process_end_at_once_and_none_is_started_for_them(temp, monkeypatch):
+    monkeypatch.setattr(pool, "_starting", threading.Lock())  # which is kept
     with Pool(2) as workers:
         workers.run([Job("faulty:letters", {"completions": ["a"]}, 60.0)] * 2)
         processes = [worker.process for worker in workers._idle]
         assert len(list(temp.glob(f"{pool.FOLDER}*"))) == len(processes) > 0
         end_workers()
         assert all(process.poll() is not None for process in processes)
+        late = threading.Thread(target=pool.Worker, args=(1.0,), daemon=True)
+        late.start()
+        late.join(0.5)
         assert not list(temp.glob(f"{pool.FOLDER}*"))
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -52,10 +53,14 @@ class Outcome:
 
 _living: set["Worker"] = set()
 """Workers of this process."""
+_starting = threading.Lock()
+"""Held while one is started."""
+ENDING_SECONDS = 5.0
 
 
 def end_workers() -> None:
-    """End all workers of this process at once, for one that does not come to its own end."""
+    """End all workers of this process at once, for one that does not come to its own end; none starts hereafter."""
+    _starting.acquire(timeout=ENDING_SECONDS)  # for good: another thread would replace those that it misses
     for worker in list(_living):
         with contextlib.suppress(Exception):
             worker.kill()
@@ -93,6 +98,14 @@ class Worker:
 
     def __init__(self, memory_gib: float) -> None:
         """Start it; a few hundred milliseconds pass before it answers."""
+        with _starting:
+            self._start(memory_gib)
+        self.unsent = memoryview(b"")
+        self._received = bytearray()
+        self.job: Job | None = None
+        self.started = self.deadline = 0.0
+
+    def _start(self, memory_gib: float) -> None:
         requests, self.requests = os.pipe()
         self.answers, answers = os.pipe()
         os.set_blocking(self.requests, False)  # whoever does not read must not stop us
@@ -114,10 +127,6 @@ class Worker:
         finally:
             os.close(requests)
             os.close(answers)
-        self.unsent = memoryview(b"")
-        self._received = bytearray()
-        self.job: Job | None = None
-        self.started = self.deadline = 0.0
         _living.add(self)
 
     def give(self, job: Job, request: bytes) -> bool:
