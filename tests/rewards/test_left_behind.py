@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
-import threading
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
