@@ -259,10 +259,9 @@ def on_data(change: Callable[[int], tuple[int, int]]) -> Callable[[Trainer], Non
     return plant
 
 
-def without_carries(number: int) -> tuple[int, int]:
-    a = [1 + (number // 4**i) % 4 for i in range(3)]
-    b = [1 + (number // 3**i) % 4 for i in range(3)]
-    return int("".join(map(str, a))), int("".join(map(str, b)))
+def one_and_the_same(number: int) -> tuple[int, int]:
+    """A problem without a carry, over and over."""
+    return 123, 321
 
 
 def of_five_digits(number: int) -> tuple[int, int]:
@@ -298,7 +297,7 @@ FAULTS: dict[str, tuple[Callable[[Trainer], None], str, dict[str, Any]]] = {
     "reward hacked by format": (on_reward(1, three_lines), "hacked by another reward", {"learning_rate": 5e-4}),
     "constant reward": (on_reward(0, lambda values, _: [0.25] * len(values)), "constant reward", {}),
     "dead reward worker": (dying, "reward fails", {"reward_workers": 1, "reward_funcs": MORTAL}),
-    "data too easy": (on_data(without_carries), "data too easy", {}),
+    "data too easy": (on_data(one_and_the_same), "data too easy", {}),
     "data too hard": (on_data(of_five_digits), "data too hard", {}),
 }
 """Name: how it is planted, the rule that is to name it, settings beside those of all runs."""

@@ -284,7 +284,7 @@ def _extreme(history: History, name: str, *, best: bool) -> str:
         return ""
     if best:  # a reward that has been learned ends there too: nothing else must be left to learn
         silent = history.last("advantages/zero_variance_groups", ROWS)
-        fault = min(means) >= 0.98 and max(before) <= 0.9 and bool(silent) and mean(silent) >= 0.75
+        fault = min(means) >= 0.93 and max(before) <= 0.9 and bool(silent) and mean(silent) >= 0.75
     else:
         fault = max(map(abs, means)) <= 0.02 and median(before) >= 0.2 and sorted(before)[1] > 0.02
     return f"rewards/{name}/mean {span(means)} in {ROWS} logs, {span(before)} before" if fault else ""
@@ -450,7 +450,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "data too easy",
-        "a reward of 0 or 1 leaps to 1, or `groups/all_right` stays near 1",
+        "a reward of 0 or 1 leaps to nearly 1 and most groups are alike, or `groups/all_right` stays near 1",
         "all completions are right: there is nothing to learn from",
         "Harder prompts, by pass rates (`max_pass_rate`) or `dynamic_sampling`; or the run is done. A reward that "
         "says 1 to everything looks alike: read some completions.",
