@@ -33,7 +33,6 @@ def in_place_of_trls(use_vllm: bool, weight_transfer: str, dtype: str) -> Iterat
     if not use_vllm:
         yield
         return
-    import_vllm()
     ours = partial(Generation, weight_transfer=weight_transfer, dtype=dtype)
     with patch.object(grpo_trainer, "VLLMGeneration", ours):
         yield
@@ -44,6 +43,7 @@ def _engine_settings(dtype: str) -> Iterator[None]:
     """While TRL builds its engine: our dtype; on a CPU weights stay in place, and threads and memory stay small."""
     from vllm.platforms import current_platform
 
+    import_vllm()
     settings: dict[str, Any] = {"dtype": dtype}
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
