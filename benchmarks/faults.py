@@ -315,7 +315,7 @@ HEALTHY: list[tuple[str, dict[str, Any]]] = [
     ("quickstart/grpo", {"loss_type": "rloo", "beta": 0.0}),
     ("quickstart/grpo", {"loss_type": "reinforce_pp", "beta": 0.0}),
     ("quickstart/grpo", {"loss_type": "sapo", "beta": 0.0}),
-    ("quickstart/grpo", {"loss_type": "maxrl", "beta": 0.0}),
+    ("quickstart/grpo", {"loss_type": "maxrl", "beta": 0.0, "reward_funcs": ["accuracy"]}),  # in [0, 1]
     ("quickstart/grpo", {"use_peft": True, "lora_r": 8, "learning_rate": 1e-3}),
     ("quickstart/grpo", {"num_iterations": 2}),
     ("quickstart/grpo", {"steps_per_generation": 2, "per_device_train_batch_size": 16}),

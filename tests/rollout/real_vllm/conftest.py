@@ -36,4 +36,6 @@ def served(tmp_path_factory, tied):
     server.start()
     server.wait()
     yield server
-    server.stop()
+    assert server.stop() == 0
+    assert "Stopping vLLM" in server.log.read_text()
+    assert not server.engine_processes_alive()

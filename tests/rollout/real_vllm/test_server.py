@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from processes import PATIENCE, machines, on_cpu
-from vllm_runs import DDP, ENV, HEADS, RUN, Server, drifts, free_port, steps, train
+from vllm_runs import DDP, ENV, HEADS, RUN, drifts, free_port, steps, train
 
 FLOAT32 = 0.02
 
@@ -31,27 +31,11 @@ def test_it_learns_and_does_not_drift(tied, address, tmp_path):
     assert len(drifts(log)) == 20
     assert max(drifts(log)) < FLOAT32
     assert all(entry["sampling/weight_sync_mib"] > 0 for entry in steps(log))
-
-
-def test_an_untied_head_learns_and_does_not_drift(untied, tmp_path):
-    server = Server(tmp_path, untied)
-    server.start()
-    server.wait()
-    try:
-        settings = {"port": server.port, "group_port": free_port(), "config": {"max_steps": 20}}
-        log, _, _ = train(tmp_path, "server", untied, **settings)
-        # a later run finds an earlier one's weights in the server
-        stale, said, code = train(tmp_path / "later", "server", untied, check=False, sync=False, **settings)
-    finally:
-        assert server.stop() == 0
-    rewards = [entry["reward"] for entry in steps(log)]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.5
-    assert max(drifts(log)) < FLOAT32
+    # a later run finds an earlier one's weights in the server
+    stale, said, code = train(tmp_path / "later", "server", tied, check=False, sync=False, **address)
     assert code != 0
     assert "earlier run's weights" in said
     assert not steps(stale)  # it stopped before it had logged a step
-    assert "Stopping vLLM" in server.log.read_text()
-    assert not server.engine_processes_alive()
 
 
 def test_lora_arrives_merged(tied, address, tmp_path):
@@ -60,9 +44,8 @@ def test_lora_arrives_merged(tied, address, tmp_path):
     assert max(drifts(log)) < FLOAT32
 
 
-@pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
-def test_two_trainer_processes_share_one_server(launch, tied, address, tmp_path):
-    log, _, _ = train(tmp_path, "server", tied, launch=on_cpu(launch, tmp_path), **address, config={"max_steps": 5})
+def test_two_trainer_processes_share_one_server(tied, address, tmp_path):
+    log, _, _ = train(tmp_path, "server", tied, launch=on_cpu("fsdp2", tmp_path), **address, config={"max_steps": 5})
     assert len(drifts(log)) == 5
     assert max(drifts(log)) < FLOAT32
 

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "engine_rank.py"
 FSDP, ZERO = "DistributedType.FSDP", "DistributedType.DEEPSPEED"
 ENGINES = {
-    "ddp": ("ddp", {}, "DistributedType.MULTI_CPU", False),
     "fsdp2": ("fsdp2", {}, FSDP, True),
     "fsdp2 in shards, activations computed again": (
         "fsdp2",

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import splits
 
 pytestmark = pytest.mark.slow
-EVERYTHING, SPLIT = "all of these", {"one": (4, 4), "ddp": (4, 2), "fsdp2": (2, 4)}
+EVERYTHING, SPLIT = "all of these", {"ddp": (4, 2), "fsdp2": (2, 4)}
 
 
 @pytest.mark.parametrize("launch", SPLIT)
