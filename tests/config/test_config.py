@@ -168,6 +168,8 @@ NOW_AS_THE_ROW_SAYS = {
 """TRL's fields whose default is None here: "as the row says"."""
 OURS = {
     "on_nonfinite",
+    "record_batches",
+    "replay_batches",
     "push_to_hub_revision",
     "shared_prefix",
     "skip_zero_advantages",
