@@ -15,6 +15,8 @@ LISTED = {name: row[-1].strip("` |") for row in ROWS for name in re.findall(r"`(
 """Names, and when they are logged."""
 NOT_HERE = ("tools", "use_vllm", "mixtures of experts", "eval_sets")
 """What no run here has; tests of these look at their figures."""
+BY_CHANCE = {"rewards/same_text_differs"}
+"""What a run logs where two completions of a group happen to be the same."""
 
 RUNS = {
     "adaptive entropy": {"beta": 0.1, "use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 3.0},
@@ -58,7 +60,7 @@ def test_every_name_that_is_logged_is_listed(logged):
 
 
 def test_every_name_that_is_listed_is_logged(logged):
-    everything = {p for names in logged.values() for name in names for p in known(name)}
+    everything = {p for names in logged.values() for name in names for p in known(name)} | BY_CHANCE
     assert sorted(name for name, when in LISTED.items() if name not in everything and when not in NOT_HERE) == []
     for run, names in logged.items():
         listed = {p for name in names for p in known(name)}
