@@ -379,6 +379,9 @@ def judged(run: dict[str, Any]) -> dict[str, Any]:
 
     named = [{"step": found.step, "fault": found.rule.name} for found in diagnose(run["log"])]
     told = {key: run[key] for key in ("fault", "recipe", "settings", "seed", "seconds")} | {"named": named}
+    told["settings"] = json.loads(
+        json.dumps(run["settings"]).replace(f"{FOLDER.parent}/", "")
+    )  # no folder of a machine
     if run["fault"] is None:
         return told | {"steps": HEALTHY_STEPS}
     expected = FAULTS[run["fault"]][1]
