@@ -119,7 +119,9 @@ def test_whatever_the_figures_are_a_log_is_read(value):
     rows = history({name: value for name in history()[0] if name != "step"}, since=1, steps=30)
     mixed = history({name: lambda n: value * (n % 3) for name in history()[0] if name != "step"}, since=4, steps=30)
     for log in (rows, mixed):
-        diagnose(log)
+        found = diagnose(log)
+        assert len({f.rule.name for f in found}) == len(found)
+        assert all(f.evidence and 1 <= f.step <= 30 for f in found)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -127,7 +129,8 @@ def test_a_missing_figure_costs_its_rules_and_no_more(name):
     changes, rows = FAULTS[name]
     log = history(changes, steps=10 + rows)[10 - 5 :]
     for missing in log[0]:
-        diagnose({k: v for k, v in row.items() if k != missing} for row in log)
+        found = diagnose({k: v for k, v in row.items() if k != missing} for row in log)
+        assert all(f.evidence and missing not in f.evidence.split() for f in found), missing
 
 
 def test_a_log_without_the_figures_of_a_rule_tells_nothing_by_it():

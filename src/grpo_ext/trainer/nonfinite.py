@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.trainer.checkpoints.shards import local
-from grpo_ext.trainer.diagnosis.recording import gradient_figures
+from grpo_ext.trainer.diagnosis.recording import gradient_figures, is_logged
 from grpo_ext.trainer.findings import ORDER, Finding, Watched, value_in
 from grpo_ext.trainer.recording import Recorder, file_of, origin, taken, write
 from grpo_ext.trainer.signals import signals
@@ -113,11 +113,6 @@ class NonFiniteGuard:
 
     # The optimizer step.
 
-    @property
-    def _logged(self) -> bool:
-        """Whether this step's figures will be logged."""
-        return self.step % max(1, int(self.trainer.state.logging_steps)) == 0
-
     def clip(self, model: Any, max_norm: float, stock: Callable[[], Any]) -> Any:
         """Norm of the gradients, which are clipped as `stock` would, if the step may be made; else they are dropped.
 
@@ -133,7 +128,7 @@ class NonFiniteGuard:
         self.trainer.accelerator.unscale_gradients()
         norm = torch.nn.utils.get_total_norm([p.grad for _, p in named])
         sound = self._settle(norm, named)
-        if sound and named and self._logged:
+        if sound and named and is_logged(self.trainer.state):
             for name, value in gradient_figures(named).items():
                 self.trainer._metrics["train"][name].append(value)
         if sound and max_norm < float("inf"):

@@ -191,7 +191,12 @@ def _mean_or_correlation(product: float, x: float, y: float | None = None) -> fl
     return product / (x * y) ** 0.5 if x > _TINY and y > _TINY else None
 
 
-# Gradients.
+# Steps that are logged, which alone are measured where measuring costs.
+
+
+def is_logged(state: Any) -> bool:
+    """Whether what the step that is being computed comes to will be logged."""
+    return (state.global_step + 1) % max(1, int(state.logging_steps)) == 0
 
 
 def gradient_figures(named: Sequence[tuple[str, Any]]) -> dict[str, float]:

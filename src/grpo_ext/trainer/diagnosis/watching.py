@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_ext.trainer.checkpoints.shards import local
+from grpo_ext.trainer.diagnosis.recording import is_logged
 from grpo_ext.trainer.diagnosis.rules import Doctor
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,7 @@ class Watching(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Keep some weights."""
-        logged = (state.global_step + 1) % max(1, int(state.logging_steps)) == 0
-        self._before = _some(model) if logged else None
+        self._before = _some(model) if is_logged(state) else None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Compare them."""
