@@ -7,10 +7,6 @@ what the recording's own lines take of a step; every step is logged, which is th
 results/doctor_overhead.json.
 """
 
-import argparse
-import json
-import logging
-import platform
 import statistics
 import time
 from contextlib import ExitStack
@@ -18,11 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 from step_overhead import RESULT as SIBLING
-from step_overhead import Lap, paired
+from step_overhead import Lap, paired, share_of_a_step, timed
 
 import torch  # isort: skip
-import transformers
-import trl
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.rollout.transformers_engine import _Batch
@@ -30,7 +24,6 @@ from grpo_ext.trainer import grpo_trainer, metrics, nonfinite
 from grpo_ext.trainer.diagnosis.watching import Watching
 
 RESULT = SIBLING.with_name("doctor_overhead.json")
-PAIRS = 60
 RECORDING: dict[str, tuple[Any, str, Any]] = {
     "tokens": (metrics, "token_figures", {}),
     "chi2": (grpo_trainer, "add_ess", None),
@@ -63,7 +56,7 @@ class Step(Lap):
     def __call__(self, seed: int) -> float:
         with ExitStack() as patched:
             for place, name, nothing in RECORDING.values():
-                method = self._timed(getattr(place, name)) if self.records else lambda *_, n=nothing, **__: n
+                method = timed(getattr(place, name), self.own) if self.records else lambda *_, n=nothing, **__: n
                 patched.enter_context(patch.object(place, name, method))
             if not self.records:
                 patched.enter_context(patch.object(_Batch, "choose", choose_alone))
@@ -83,16 +76,6 @@ class Step(Lap):
         trainer._metrics["train"].clear()
         self.watching.on_log(trainer.args, state, None)
         return time.process_time() - start
-
-    def _timed(self, method: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.own.append(time.process_time() - start)
-
-        return call
 
 
 def compare(hidden: int, layers: int, pairs: int) -> dict:
@@ -114,19 +97,5 @@ def compare(hidden: int, layers: int, pairs: int) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=PAIRS)
-    pairs = parser.parse_args().pairs
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    results = [compare(hidden, layers, pairs) for hidden, layers in ((64, 2), (128, 4), (256, 4))]
-    versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    RESULT.write_text(json.dumps({"machine": platform.machine(), **versions, "results": results}, indent=2) + "\n")
-    for r in results:
-        model = f"{r['layers']} x {r['hidden']}"
-        print(f"{model}: {r['without_seconds']:.4f} s, ratio {r['ratio_median']:.4f}, own lines {r['share']:.4%}")
-
-
 if __name__ == "__main__":
-    main()
+    share_of_a_step(compare, RESULT, __doc__)

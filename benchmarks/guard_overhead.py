@@ -7,25 +7,18 @@ that a busy machine does not count. `share` is what the guard's own lines take o
 results/guard_overhead.json.
 """
 
-import argparse
-import json
-import logging
-import platform
 import statistics
 import time
 
 from step_overhead import RESULT as SIBLING
-from step_overhead import Lap, paired
+from step_overhead import Lap, paired, share_of_a_step, timed
 
 import torch  # isort: skip
-import transformers
-import trl
 from trl import GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 
 RESULT = SIBLING.with_name("guard_overhead.json")
-PAIRS = 60
 
 
 class Unguarded(GRPOExtTrainer):
@@ -52,31 +45,15 @@ class Step(Lap):
         return time.process_time() - start
 
 
-def timed(guard, *names: str) -> list[float]:
-    """Seconds of each call of the guard's methods from now on."""
-    seconds: list[float] = []
-
-    def wrapped(method):
-        def call(*args, **kwargs):
-            start = time.process_time()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                seconds.append(time.process_time() - start)
-
-        return call
-
-    for name in names:
-        setattr(guard, name, wrapped(getattr(guard, name)))
-    return seconds
-
-
 def compare(hidden: int, layers: int, pairs: int) -> dict:
     without = Step(Unguarded, GRPOExtConfig, "grpo", hidden, layers, logging_nan_inf_filter=True)
     guarded = Step(GRPOExtTrainer, GRPOExtConfig, "grpo", hidden, layers)
     for seed in range(3):
         without(seed), guarded(seed)
-    own = timed(guarded.trainer._guard, "note", "watch", "_settle")
+    own: list[float] = []
+    guard = guarded.trainer._guard
+    for name in ("note", "watch", "_settle"):
+        setattr(guard, name, timed(getattr(guard, name), own))
     times, ratios = paired(without, guarded, pairs)
     return {
         "hidden": hidden,
@@ -89,19 +66,5 @@ def compare(hidden: int, layers: int, pairs: int) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=PAIRS)
-    pairs = parser.parse_args().pairs
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    results = [compare(hidden, layers, pairs) for hidden, layers in ((64, 2), (128, 4), (256, 4))]
-    versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    RESULT.write_text(json.dumps({"machine": platform.machine(), **versions, "results": results}, indent=2) + "\n")
-    for r in results:
-        model = f"{r['layers']} x {r['hidden']}"
-        print(f"{model}: {r['without_seconds']:.4f} s, ratio {r['ratio_median']:.4f}, own lines {r['share']:.4%}")
-
-
 if __name__ == "__main__":
-    main()
+    share_of_a_step(compare, RESULT, __doc__)

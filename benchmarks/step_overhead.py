@@ -12,7 +12,9 @@ import platform
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -89,6 +91,40 @@ def paired(theirs: Lap, ours: Lap, pairs: int) -> tuple[list[tuple[float, float]
     return times, {"ratio_median": statistics.median(ratios), "ratio_quartiles": quartiles}
 
 
+def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """`method`, of which each call's seconds of the processor go into a list."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.process_time()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            seconds.append(time.process_time() - start)
+
+    return call
+
+
+def write(result: Path, results: list[dict]) -> None:
+    """With the versions that they are of."""
+    versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    result.parent.mkdir(exist_ok=True)
+    result.write_text(json.dumps({"machine": platform.machine(), **versions, "results": results}, indent=2) + "\n")
+
+
+def share_of_a_step(compare: Callable[[int, int, int], dict], result: Path, description: str) -> None:
+    """Compare a step with something and without it on three sizes of model, print and write."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--pairs", type=int, default=60)
+    pairs = parser.parse_args().pairs
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    results = [compare(hidden, layers, pairs) for hidden, layers in ((64, 2), (128, 4), (256, 4))]
+    write(result, results)
+    for r in results:
+        model = f"{r['layers']} x {r['hidden']}"
+        print(f"{model}: {r['without_seconds']:.4f} s, ratio {r['ratio_median']:.4f}, own lines {r['share']:.4%}")
+
+
 def compare(loss_type: str, hidden: int, layers: int, pairs: int) -> dict:
     stock = Lap(GRPOTrainer, GRPOConfig, loss_type, hidden, layers)
     ours = Lap(GRPOExtTrainer, GRPOExtConfig, loss_type, hidden, layers, loss_defaults="trl", shared_prefix="false")
@@ -117,9 +153,7 @@ def main() -> None:
         for hidden, layers in ((64, 2), (128, 4))
         for loss_type in ("grpo", "dapo")
     ]
-    versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({"machine": platform.machine(), **versions, "results": results}, indent=2) + "\n")
+    write(RESULT, results)
     print(f"{'loss':8}{'model':>14}{'stock':>12}{'grpo-ext':>12}{'ratio':>8}")
     for r in results:
         model = f"{r['layers']} x {r['hidden']}"

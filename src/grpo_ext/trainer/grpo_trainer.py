@@ -122,11 +122,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         aside = rollouts_set_aside(args)
         with aside, reference_copied_from(model, args, kwargs.get("peft_config")), ours:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
-        progress.install(self)
-        self._times = StepTimes(self._metrics["train"], self.accelerator.device, ("rollout", "rewards"))
-        self.add_callback(self._times)
-        self.add_callback(MetricsFile())
-        self.add_callback(Watching(self._metrics["train"]))
+        self._look_on()
         make_portable(self.model)
         check_reward_names(self.reward_func_names)
         self._contain_rewards()
@@ -141,12 +137,9 @@ class GRPOExtTrainer(EvaluatingTrainer):
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {CURE}"])
         self._name_objective()
-        if self.use_vllm:
-            self._times.parts += ("weight_push",)
-            self.vllm_generation.pushing = partial(self._times.during, "weight_push")
-        self._replayed: Callable[[Any], Generation] | None = None
-        if args.replay_batches is not None:
-            self._replayed = RecordedBatches(args.replay_batches)
+        self._replayed: Callable[[Any], Generation] | None = (
+            None if args.replay_batches is None else RecordedBatches(args.replay_batches)
+        )
         self._drift = DriftCheck(self) if self.use_vllm and args.rollout_drift != 0 else None
         self._engine = engine_for(self)
         self._sampler = DynamicSampler(self) if args.dynamic_sampling is not None else None
@@ -157,6 +150,17 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._guard = NonFiniteGuard(self)
         self._silence = Silence(self.reward_func_names, tells=self.accelerator.is_main_process)
         self.use_vllm = args.use_vllm  # of which a replay has the corrections alone
+
+    def _look_on(self) -> None:
+        """What tells of a run while it trains: the line of a step, its clock, the file of metrics, the doctor."""
+        metrics = self._metrics["train"]
+        progress.install(self)
+        self._times = StepTimes(metrics, self.accelerator.device, ("rollout", "rewards"))
+        if self.use_vllm:
+            self._times.parts += ("weight_push",)
+            self.vllm_generation.pushing = partial(self._times.during, "weight_push")
+        for callback in (self._times, MetricsFile(), Watching(metrics)):
+            self.add_callback(callback)
 
     def _name_objective(self) -> None:
         """Tell the user, the model card, and those attributes that stock TRL goes on to read."""
