@@ -224,6 +224,36 @@ MUTATIONS = [
         ],
     ),
     (
+        "objective/trajectory",
+        "objective/test_trajectory",
+        [
+            ("key=lambda way: way[0]", "key=lambda way: -way[0]"),
+            ("path[-1] if path else -len(prompt) - 1", "path[-1] if path else -1"),
+            ("            path.append(len(tree.ids))\n", "            path = [*path, len(tree.ids)]\n"),
+            ("ways.append((turn.context + turn.sampled, path))", "ways.append((turn.context, path))"),
+            ("tuple(news if number else prompt)", "tuple(news)"),
+            ("(low, middle)", "(low, middle - 1)"),
+            ("found.append((prompt + 1 + place", "found.append((prompt"),
+            ("if ids and (ids[-1] in ends)", "if (ids[-1] in ends)"),
+            ("known = bool(sampled) and all(", "known = all("),
+        ],
+    ),
+    (
+        "objective/turn_credit",
+        "objective/test_turn_credit",
+        [
+            ("exists & (number < last)", "exists"),
+            ("rewards - earlier.sum(dim=-1)", "rewards"),
+            ("pays[..., t] + gamma * following", "pays[..., t] + following"),
+            ("torch.minimum(number.expand_as(returns), last)", "number.expand_as(returns)"),
+            ("torch.where(turns >= 0, values.gather", "torch.where(turns >= -1, values.gather"),
+            ("only_signal(group(returns, ddof=ddof, eps=eps), returns)", "group(returns, ddof=ddof, eps=eps)"),
+            ("if scale else none(values)", "if not scale else none(values)"),
+            ("torch.stack([of_group[known], states[known]])", "torch.stack([states[known], states[known]])"),
+            ("step_weight * step, turns)", "step, turns)"),
+        ],
+    ),
+    (
         "objective/advantages",
         "objective/test_laws",
         [

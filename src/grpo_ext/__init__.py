@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from grpo_ext.config.grpo_config import GRPOExtConfig as GRPOExtConfig
     from grpo_ext.errors import ConfigError as ConfigError
     from grpo_ext.objective.losses import register as register_loss
+    from grpo_ext.objective.trajectory import Trajectory as Trajectory
+    from grpo_ext.objective.trajectory import Turn as Turn
     from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer as GRPOExtTrainer
 
 __version__ = "0.1.0"
@@ -16,6 +18,8 @@ _HOMES = {
     "ConfigError": "errors:ConfigError",
     "GRPOExtConfig": "config.grpo_config:GRPOExtConfig",
     "GRPOExtTrainer": "trainer.grpo_trainer:GRPOExtTrainer",
+    "Trajectory": "objective.trajectory:Trajectory",
+    "Turn": "objective.trajectory:Turn",
     "register_advantage": "objective.advantages:estimators.register",
     "register_aggregation": "objective.aggregation:aggregations.register",
     "register_kl": "objective.kl:kl_estimators.register",
@@ -26,6 +30,8 @@ __all__ = [
     "ConfigError",
     "GRPOExtConfig",
     "GRPOExtTrainer",
+    "Trajectory",
+    "Turn",
     "__version__",
     "register_advantage",
     "register_aggregation",

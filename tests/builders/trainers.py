@@ -1,7 +1,10 @@
 """Trainers of a tiny model, with rollouts and rewards that are the same on every split and every processor."""
 
+import random
+
 import torch
 
+import rewritten
 import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 
@@ -17,6 +20,16 @@ def scripted_rollout(prompts, trainer):
         ids = torch.randint(3, len(tiny.WORDS), (length,), generator=g).tolist()
         completions.append(ids if i % 5 == 0 else [*ids, tokenizer.eos_token_id])
     return {"prompt_ids": tokenizer(list(prompts))["input_ids"], "completion_ids": completions, "logprobs": None}
+
+
+def scripted_trajectories(prompts, trainer):
+    """The same of trajectories whose contexts are rewritten."""
+    rank, local = trainer.accelerator.process_index, len(prompts)
+    made = []
+    for i, prompt in enumerate(trainer.processing_class(list(prompts))["input_ids"], rank * local):
+        r = random.Random(100 + i + 1000 * trainer.state.global_step)
+        made.append(rewritten.trajectory(r, prompt, r.randint(1, 4), truncated=i % 5 == 0))
+    return {"trajectories": made}
 
 
 def build(

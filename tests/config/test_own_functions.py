@@ -267,7 +267,10 @@ def test_an_estimator_that_one_none_would_stop_is_warned_of(own):
     assert not [w for w in warnings(config(**ADVANTAGE)) if "None" in w]
 
 
-@pytest.mark.parametrize("settings", [{"loss_type": name} for name in losses] + [{"advantage_estimator": "beta"}])
+@pytest.mark.parametrize(
+    "settings",
+    [*({"loss_type": n} for n in losses), *({"advantage_estimator": n} for n in ("beta", "turn_return", "gigpo"))],
+)
 def test_what_is_packaged_passes(settings, monkeypatch):
     monkeypatch.setattr(rehearsal, "_has_own", lambda objective: True)
     extra = {} if settings.get("loss_type") == "maxrl" else {"beta": 0.1}

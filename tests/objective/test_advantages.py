@@ -165,7 +165,12 @@ REFERENCES = {
     "beta": ref_beta,
     "bernoulli": ref_bernoulli,
     "pass_at_k": ref_pass_at_k,
+    "turn_return": lambda groups, gamma=1.0, **options: ref_group(groups, **options),
+    "gigpo": lambda groups, step_weight=1.0, **options: [
+        [(1 + step_weight) * a for a in row] for row in ref_group(groups, **options)
+    ],
 }
+"""The last two for completions of one turn; `test_turn_credit` has the others."""
 MIXED = [
     [0.1, 0.7, 0.4, 1.0],
     [0.0, 0.0, 0.3, None],
@@ -192,6 +197,8 @@ CASES = [
     ("beta", {}, MIXED),
     ("bernoulli", {}, MIXED),
     ("bernoulli", {"eps": 0.02}, BINARY),
+    ("turn_return", {"gamma": 0.5, "eps": 0.02}, MIXED),
+    ("gigpo", {"step_weight": 0.5}, MIXED),
     ("pass_at_k", {}, BINARY),
     ("pass_at_k", {"k": 1}, BINARY),
     ("pass_at_k", {"k": 3}, [[1, 0, 0, 1, 0], [0, 0, 1, None, 0], [None, 0, None, 1, 1], [0, 1, 0, 0, 0]]),

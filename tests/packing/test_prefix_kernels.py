@@ -23,6 +23,19 @@ LAYOUTS = {
     "one prompt": Segments((Run(0, 1, 5), Run(5, 2, 3, (0, 5)), Run(11, 1, 4, (0, 5)))),
     "two prompts and a row of its own": TWO_PROMPTS,
     "nothing shared": Segments((Run(0, 2, 4), Run(8, 1, 1))),
+    "a tree": Segments(
+        (
+            Run(0, 1, 4),
+            Run(4, 2, 2, (0, 4)),
+            Run(8, 1, 3, (0, 4)),
+            Run(11, 2, 2, (8, 11)),
+            Run(15, 1, 3, (8, 11)),
+            Run(18, 1, 2, (15, 18)),
+            Run(20, 1, 1, (0, 4)),
+            Run(21, 1, 3),
+            Run(24, 1, 2, (21, 24)),
+        )
+    ),
 }
 IMPLEMENTATIONS = {"cpu": MergedAttention.apply, "cuda": FlashAttention.apply, "sdpa": by_sdpa}
 
@@ -32,7 +45,7 @@ def attends(segments, i, j):
     for run in segments.runs:
         if run.start <= i < run.stop:
             begin = i - (i - run.start) % run.length
-            return begin <= j <= i or (run.prefix is not None and run.prefix[0] <= j < run.prefix[1])
+            return begin <= j <= i or (run.prefix is not None and attends(segments, run.prefix[1] - 1, j))
     raise AssertionError(i)
 
 

@@ -97,6 +97,9 @@ def _advantages(objective: Objective, group: int, *, unscored: bool = False) -> 
     if unscored:
         rewards[:, -1] = torch.nan
     tokens = {"mask": torch.ones(2, group, TIME, dtype=torch.long)} if objective.sees_tokens else {}
+    if objective.sees_turns:
+        tokens |= {name: torch.zeros(2, group, n, dtype=torch.long) for name, n in (("turns", TIME), ("states", 1))}
+        tokens["turn_rewards"] = torch.zeros(2, group, 1, 1, dtype=torch.float64)
     if objective.kl_in_reward:
         tokens["kl"] = torch.zeros(2, group, TIME, dtype=torch.float64)
     weights, log_metric = torch.ones(1, dtype=torch.float64), lambda *_: None

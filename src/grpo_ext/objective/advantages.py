@@ -10,7 +10,8 @@ Positional parameters beyond `rewards` are asked for by name, as in `surrogates`
 - `log_metric(name, value)`: records a figure;
 - `mask` [groups, completions, time]: the live completion tokens, or None where every completion counts as one;
 - `kl_rewards` [groups, completions, time]: -beta KL of each token where `kl_placement` is 'reward', else None. An
-  estimator that does not ask for it gets rewards that hold the sum.
+  estimator that does not ask for it gets rewards that hold the sum;
+- `turn_rewards`, `turns`, `states`: of trajectories of several turns, as in `turn_credit`.
 
 After the star stand the options a recipe may set through `advantage_kwargs`.
 """

@@ -29,11 +29,30 @@ def weighted_total(rewards: FunctionRewards, weights: Float[Tensor, " functions"
     total = (rewards * weights).nansum(dim=-1)
     if missing == "renormalize":
         scored = scored & (weights != 0)
-        total = total * weights.abs().sum() / (scored * weights.abs()).sum(dim=-1).clamp(min=1e-30)
+        total = total * weights.abs().sum() / _present(rewards, weights)
     total = torch.where(scored.any(dim=-1), total, math.nan)
     highest, lowest = (bound[:, None] for bound in extremes(total))
     rounded = highest - lowest <= ROUNDING * torch.maximum(highest.abs(), lowest.abs())
     return torch.where(rounded & ~total.isnan(), highest, total)
+
+
+def weighted_turns(
+    turn_rewards: Float[Tensor, "groups completions functions turns"],
+    rewards: FunctionRewards,
+    weights: Float[Tensor, " functions"],
+    *,
+    missing: str,
+) -> Float[Tensor, "groups completions turns"]:
+    """The part of `weighted_total` that was earned by turns; NaN where there is no turn."""
+    earned = (turn_rewards * weights[:, None]).nansum(dim=-2)
+    if missing == "renormalize":
+        earned = earned * (weights.abs().sum() / _present(rewards, weights))[..., None]
+    return torch.where(turn_rewards.isnan().all(dim=-2), math.nan, earned)
+
+
+def _present(rewards: FunctionRewards, weights: Float[Tensor, " functions"]) -> Tensor:
+    """The sum of |w| of the functions that scored a completion."""
+    return (~rewards.isnan() * weights.abs()).sum(dim=-1).clamp(min=1e-30)
 
 
 @combinations.register("sum_then_normalize")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from grpo_ext.objective.advantages import LogMetric, Rewards, estimators
 from grpo_ext.objective.aggregation import StepTotals, aggregations
-from grpo_ext.objective.combinations import combinations, weighted_total
+from grpo_ext.objective.combinations import combinations, weighted_total, weighted_turns
 from grpo_ext.objective.estimate import estimate
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import Loss, find
@@ -29,7 +29,8 @@ TENSORS = (
 )
 """What a surrogate, its clip regions and its metrics may ask for."""
 KL_INPUTS = ("log_ref_ratio", "log_ratio", "mask")
-ESTIMATOR_INPUTS = ("history", "log_metric", "mask", "kl_rewards")
+TURN_INPUTS = ("turn_rewards", "turns", "states")
+ESTIMATOR_INPUTS = ("history", "log_metric", "mask", "kl_rewards", *TURN_INPUTS)
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,12 @@ class Objective:
     @property
     def sees_tokens(self) -> bool:
         """Whether advantages depend on which tokens are live, or on their KL."""
-        return self.kl_in_reward or "mask" in asked_for(estimators[self.advantage])
+        return self.kl_in_reward or self.sees_turns or "mask" in asked_for(estimators[self.advantage])
+
+    @property
+    def sees_turns(self) -> bool:
+        """Whether advantages depend on what each turn of a trajectory earned."""
+        return not {*TURN_INPUTS}.isdisjoint(asked_for(estimators[self.advantage]))
 
     def log_ratio(
         self, log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"]
@@ -203,20 +209,28 @@ class Objective:
         log_metric: LogMetric | None = None,
         mask: Shaped[Tensor, "groups completions time"] | None = None,
         kl: Float[Tensor, "groups completions time"] | None = None,
+        turn_rewards: Float[Tensor, "groups completions functions turns"] | None = None,
+        turns: Int[Tensor, "groups completions time"] | None = None,
+        states: Int[Tensor, "groups completions turns"] | None = None,
     ) -> Float[Tensor, "groups completions"] | Float[Tensor, "groups completions time"]:
         """Advantages of a generation batch; column -1 of `history` belongs to the weighted total.
 
         `mask` are the live tokens of its completions, wanted where the objective `sees_tokens`; `kl` is the KL
-        estimate of each where it is `kl_in_reward`, then `rewards` are those of `less_kl`.
+        estimate of each where it is `kl_in_reward`, then `rewards` are those of `less_kl`. What is known of the turns
+        of trajectories, as in `turn_credit`, is wanted where it `sees_turns`.
 
         Raises:
             ValueError: the estimator is not defined for these rewards, or breaks a rule of all estimators.
         """
-        offered = {"log_metric": log_metric, "mask": mask, "kl_rewards": None if kl is None else -self.beta * kl}
+        offered = {"log_metric": log_metric, "mask": mask, "turns": turns, "states": states}
+        offered |= {"kl_rewards": None if kl is None else -self.beta * kl}
 
         def estimated(values: Rewards, column: int) -> Tensor:
-            past = None if history is None else history[:, column]
-            return estimate(self.advantage, values, offered | {"history": past}, **self.advantage_kwargs)
+            of_turns = None if turn_rewards is None else turn_rewards[..., column, :]
+            if turn_rewards is not None and column < 0:
+                of_turns = weighted_turns(turn_rewards, rewards, weights, missing=self.missing_rewards)
+            more = {"history": None if history is None else history[:, column], "turn_rewards": of_turns}
+            return estimate(self.advantage, values, offered | more, **self.advantage_kwargs)
 
         combine = combinations[self.combination]
         kwargs = {"missing": self.missing_rewards} if "missing" in option_defaults(combine) else {}

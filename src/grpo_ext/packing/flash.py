@@ -1,7 +1,7 @@
 """`kernels` on CUDA: torch's flash kernel over sequences of different lengths.
 
-One call for what is causal and one for the prompts, whatever the number of completions, merged in the same way; half
-precision only, as the kernel.
+One call for what is causal and one for each level of prefixes, whatever the number of segments, merged in the same
+way; half precision only, as the kernel.
 """
 
 import logging
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_ext.packing.kernels import Run, Segments
+from grpo_ext.packing.kernels import Crossing, Run, Segments
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +22,21 @@ Bounds = tuple[Tensor, Tensor, int, int]
 """Where sequences of queries and of keys begin and end, and how long the longest of each is."""
 
 
+class _Level(NamedTuple):
+    """A call for prefixes of one depth."""
+
+    bounds: Bounds
+    asking: Tensor
+    """Tokens behind a prefix,"""
+    answering: Tensor
+    """and those of the prefixes."""
+
+
 class _Plan(NamedTuple):
-    """The two calls."""
+    """The calls."""
 
     own: Bounds
-    prompts: Bounds | None
-    """None where no prompt is shared."""
-    asking: Tensor
-    """Tokens of the second call: those behind a prompt,"""
-    answering: Tensor
-    """and those of the prompts."""
+    levels: list[_Level]
 
 
 @lru_cache(maxsize=4)
@@ -46,11 +51,14 @@ def _plan(segments: Segments, device: torch.device) -> _Plan:
         (q, longest_q), (k, longest_k) = bounds(queries), bounds(keys)
         return q, k, longest_q, longest_k
 
+    def level(crossings: tuple[Crossing, ...]) -> _Level:
+        asking = [(first, last) for first, last, _ in crossings]
+        answering = [prefix for *_, prefix in crossings]
+        lengths = ([last - first for first, last in side] for side in (asking, answering))
+        return _Level(both(*lengths), tokens(asking), tokens(answering))
+
     own = [run.length for run in segments.runs for _ in range(run.count)]
-    asking = [(first, last) for first, last, _ in segments.crossings]
-    answering = [prompt for *_, prompt in segments.crossings]
-    prompts = both(*([last - first for first, last in side] for side in (asking, answering))) if asking else None
-    return _Plan(both(own, own), prompts, tokens(asking), tokens(answering))
+    return _Plan(both(own, own), [level(crossings) for crossings in segments.levels])
 
 
 def flash_forward(
@@ -64,13 +72,13 @@ def flash_forward(
     call = torch.ops.aten._flash_attention_forward
     p = _plan(segments, q.device)
     out, lse, *state, _ = call(q, k, v, *p.own, 0.0, True, False, scale=scale)
-    if p.prompts is not None:
-        asked = q[p.asking], k[p.answering], v[p.answering]
-        part, part_lse, *_ = call(*asked, *p.prompts, 0.0, False, False, scale=scale)
-        own_lse = lse[:, p.asking]
+    for bounds, asking, answering in p.levels:
+        asked = q[asking], k[answering], v[answering]
+        part, part_lse, *_ = call(*asked, *bounds, 0.0, False, False, scale=scale)
+        own_lse = lse[:, asking]
         share = torch.sigmoid(part_lse - own_lse).T[..., None]
-        out[p.asking] = torch.lerp(out[p.asking].to(lse.dtype), part.to(lse.dtype), share).to(out.dtype)
-        lse[:, p.asking] = torch.logaddexp(own_lse, part_lse)
+        out[asking] = torch.lerp(out[asking].to(lse.dtype), part.to(lse.dtype), share).to(out.dtype)
+        lse[:, asking] = torch.logaddexp(own_lse, part_lse)
     return out, lse, state
 
 
@@ -89,11 +97,11 @@ def flash_backward(
     call = torch.ops.aten._flash_attention_backward
     p = _plan(segments, q.device)
     dq, dk, dv = call(grad, q, k, v, out, lse, *p.own, 0.0, True, *state, scale=scale)
-    if p.prompts is not None:
-        asked = grad[p.asking], q[p.asking], k[p.answering], v[p.answering]
-        merged = out[p.asking], lse[:, p.asking].contiguous()
-        parts = call(*asked, *merged, *p.prompts, 0.0, False, *state, scale=scale)
-        for target, where, part in zip((dq, dk, dv), (p.asking, p.answering, p.answering), parts, strict=True):
+    for bounds, asking, answering in p.levels:
+        asked = grad[asking], q[asking], k[answering], v[answering]
+        merged = out[asking], lse[:, asking].contiguous()
+        parts = call(*asked, *merged, *bounds, 0.0, False, *state, scale=scale)
+        for target, where, part in zip((dq, dk, dv), (asking, answering, answering), parts, strict=True):
             target.index_add_(0, where, part)
     return dq, dk, dv
 
@@ -124,11 +132,12 @@ EXAMPLE = Segments(
         Run(150, 1, 3),
         Run(153, 2, 40, (0, 150)),
         Run(233, 1, 200, (0, 150)),
-        Run(433, 3, 2, (150, 153)),
-        Run(439, 1, 70),
+        Run(433, 1, 50, (233, 433)),
+        Run(483, 3, 2, (150, 153)),
+        Run(489, 1, 20),
     )
 )
-"""Two prompts, completions shorter and longer than a tile of the kernel, and a row of its own."""
+"""Two prompts, completions shorter and longer than a tile of the kernel, one behind another, a row of its own."""
 TOLERANCE = 0.02
 """Relative, of values and gradients in the Euclidean norm; bfloat16 rounds to 0.004."""
 
@@ -175,9 +184,9 @@ def visible(segments: Segments) -> Bool[Tensor, "tokens tokens"]:
     tokens = segments.runs[-1].stop
     seen = torch.zeros(tokens, tokens, dtype=torch.bool)
     for run in segments.runs:
-        for start in range(run.start, run.stop, run.length):
-            own = slice(start, start + run.length)
+        for segment in run.segments:
+            own = slice(*segment)
             seen[own, own] = torch.ones(run.length, run.length).tril().bool()
-        if run.prefix is not None:
-            seen[run.start : run.stop, slice(*run.prefix)] = True
+        for prefix in segments.seen_by(run):
+            seen[run.start : run.stop, slice(*prefix)] = True
     return seen

@@ -26,21 +26,22 @@ def log_probs(
     `base` is the causal language model with TRL's fused LM head inside of `model`, which may be wrapped.
     """
     device = input_ids.device
-    source, scored = (torch.from_numpy(x).to(device) for x in (layout.source, layout.scored))
+    parts = layout.source, layout.position, layout.scored, layout.labels
+    source, position, scored, labels = (torch.from_numpy(x).to(device) for x in parts)
     rows, width = layout.shape
     if inputs.get("output_router_logits"):  # the load-balancing loss takes its mask for weights
         inputs["attention_mask"] = torch.from_numpy(layout.weight).to(device)[None]
-    flat, place = input_ids.reshape(-1), source[scored]
+    flat = input_ids.reshape(-1)
     with _shared(base, scored, device):
         outputs = model(
             input_ids=flat[source][None],
-            position_ids=(source % width)[None],
-            shift_labels=flat[place + 1][None],
+            position_ids=position[None],
+            shift_labels=flat[labels][None],
             fused_lm_head=True,
             **{LAYOUT: layout.segments},
             **inputs,
         )
-    target = place // width * completion + place % width - (width - completion - 1)
+    target = labels // width * completion + labels % width - (width - completion)
 
     def scattered(values: Tensor | None) -> Tensor | None:
         if values is None:

@@ -1,7 +1,7 @@
-"""softmax(q k) v where completions see their prompt and themselves, on a CPU; by torch's SDPA on any device.
+"""softmax(q k) v where segments see themselves and all before them in a tree, on a CPU; by torch's SDPA anywhere.
 
-On a CPU no key of a prompt is copied: a completion attends to itself and to its prompt in two calls,
-which are merged by their log-sum-exp,
+On a CPU no key of a prompt is copied: a completion attends to itself and to its prompt, or to each segment before it
+on its way from the root, in calls of their own, which are merged by their log-sum-exp,
 
     out = sigmoid(lse_own - lse_prompt) out_own + sigmoid(lse_prompt - lse_own) out_prompt;
 
@@ -11,6 +11,8 @@ attention (arXiv:2310.01889).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +20,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+
+Span = tuple[int, int]
+"""A first token, and the last + 1."""
+Crossing = tuple[int, int, Span]
+"""(first query, last query + 1, (first key, last key + 1))."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +34,18 @@ class Run:
     start: int
     count: int
     length: int
-    prefix: tuple[int, int] | None = None
-    """The tokens before them that all of them see as well."""
+    prefix: Span | None = None
+    """The segment before them that all of them see as well, with all that it sees."""
 
     @property
     def stop(self) -> int:
         """The first token after them."""
         return self.start + self.count * self.length
+
+    @property
+    def segments(self) -> list[Span]:
+        """Where each of them begins and ends."""
+        return [(start, start + self.length) for start in range(self.start, self.stop, self.length)]
 
 
 @dataclass(frozen=True)
@@ -42,16 +54,37 @@ class Segments:
 
     runs: tuple[Run, ...]
 
+    @cached_property
+    def _before(self) -> dict[Span, Span | None]:
+        """What stands right before each segment."""
+        return {span: run.prefix for run in self.runs for span in run.segments}
+
+    def seen_by(self, run: Run) -> list[Span]:
+        """The segments that a run sees beside itself, from the root on."""
+        span, found = run.prefix, list[Span]()
+        while span is not None:
+            found.append(span)
+            span = self._before.get(span)
+        return found[::-1]
+
+    @cached_property
+    def levels(self) -> tuple[tuple[Crossing, ...], ...]:
+        """All that stands behind a prefix, and the prefix: by its depth, so that no token asks twice in a level."""
+        found: list[list[Crossing]] = []
+        for run in self.runs:
+            for depth, span in enumerate(self.seen_by(run)):
+                if depth == len(found):
+                    found.append([])
+                level, first = found[depth], run.start
+                if level and level[-1][1:] == (run.start, span):
+                    first = level.pop()[0]
+                level.append((first, run.stop, span))
+        return tuple(map(tuple, found))
+
     @property
-    def crossings(self) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """(first query, last query + 1, (first key, last key + 1)): all completions of a prompt, and the prompt."""
-        start: int | None = None
-        for run, following in zip(self.runs, (*self.runs[1:], None), strict=True):
-            start = run.start if start is None else start
-            if following is None or following.prefix != run.prefix:
-                if run.prefix is not None:
-                    yield start, run.stop, run.prefix
-                start = None
+    def crossings(self) -> Iterator[Crossing]:
+        """Those of all levels."""
+        return chain.from_iterable(self.levels)
 
 
 def by_sdpa(
@@ -61,19 +94,19 @@ def by_sdpa(
     segments: Segments,
     scale: float,
 ) -> Float[Tensor, "1 tokens heads size"]:
-    """The same through torch's public SDPA on any device; copies a prompt's keys once per completion."""
+    """The same through torch's public SDPA on any device; copies a prefix's keys once per segment."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     pieces = []
     for run in segments.runs:
         q, k, v = (_split(x, run.start, run.count, run.length) for x in (query, key, value))
-        if run.prefix is None:
+        spans = segments.seen_by(run)
+        if not spans:
             piece = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         else:
-            before = slice(*run.prefix)
             k, v = (
-                torch.cat([x[:, :, before].expand(run.count, -1, -1, -1), own], dim=2)
+                torch.cat([*(x[:, :, slice(*s)].expand(run.count, -1, -1, -1) for s in spans), own], dim=2)
                 for x, own in ((key, k), (value, v))
             )
             bias: Any = causal_lower_right(run.length, k.shape[2])

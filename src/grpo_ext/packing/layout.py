@@ -24,10 +24,14 @@ class Layout:
 
     source: np.ndarray
     """Flat index into the padded batch [rows, width], for each packed token."""
+    position: np.ndarray
+    """Of each packed token, as the model counts them."""
     weight: np.ndarray
-    """How many rows of the padded batch a packed token stands for."""
+    """How many tokens of the padded batch a packed token stands for."""
     scored: np.ndarray
-    """Packed positions that have a label: the token that follows in the padded batch."""
+    """Packed positions that have a label,"""
+    labels: np.ndarray
+    """and the flat index of that label into the padded batch."""
     segments: Segments
     shape: tuple[int, int]
     """Rows and width of the padded batch."""
@@ -73,10 +77,13 @@ def pack(
     labelled = [
         np.arange(p.labels) + begin + p.first_label for p, begin in zip(pieces, starts, strict=False) if p.labels
     ]
+    scored = np.concatenate(labelled)
     return Layout(
         source=source,
+        position=source % width,
         weight=np.concatenate([np.full(len(p.columns), p.weight) for p in pieces]),
-        scored=np.concatenate(labelled),
+        scored=scored,
+        labels=source[scored] + 1,
         segments=_segments(pieces, starts),
         shape=(rows, width),
     )

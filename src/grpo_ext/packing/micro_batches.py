@@ -12,6 +12,8 @@ from grpo_ext.packing.layout import groups_of
 Batch = dict[str, Any]
 
 ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+PARENTS = "parents"
+"""Of trajectories whose contexts were rewritten: which token each token of the completions follows."""
 
 
 # Groups stay together, and micro-batches are equally long.
@@ -131,7 +133,8 @@ def of_live_rows(
     shape = inputs["completion_ids"].shape
     if live.any():
         rows = live.nonzero()[:, 0]
-        logps, entropies, _ = forward(trim(_rows({name: inputs[name] for name in ROWS}, rows), prompts=False))
+        of_rows = {name: inputs[name] for name in (*ROWS, PARENTS) if name in inputs}
+        logps, entropies, _ = forward(trim(_rows(of_rows, rows), prompts=False))
         at = rows
     else:
         stub = {name: inputs[name][:1, -1:] if name.startswith("prompt") else inputs[name][:1, :1] for name in ROWS}

@@ -15,10 +15,8 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.packing.attention import ForeignAttention
 from grpo_ext.packing.forward import positions_moved
 from grpo_ext.packing.layout import Layout, pack
-from grpo_ext.packing.obstacles import (
-    causal_lm,
-    obstacles,
-)
+from grpo_ext.packing.obstacles import causal_lm, obstacles
+from grpo_ext.packing.tree import is_plain, pack_tree, plain_rows
 
 logger = logging.getLogger(__name__)
 
@@ -196,19 +194,54 @@ class PrefixSharing:
         batch_size: int,
         compute_entropy: bool,
         compute_aux_loss: bool,
+        parents: Tensor | None = None,
     ) -> Scores:
-        """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time."""
+        """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time.
+
+        `parents` [rows, completion], as in `tree`, of trajectories whose contexts were rewritten.
+        """
         parts: list[Scores] = []
         extra = {"output_router_logits": True} if compute_aux_loss else {}
-        for ids, live in zip(input_ids.split(batch_size), mask.split(batch_size), strict=True):
-            layout = self.layout(ids, live, completion, compute_aux_loss)
-            if layout is None:
-                parts.append(plain(ids, live, completion))
+        for begin in range(0, len(input_ids), batch_size):
+            rows = slice(begin, begin + batch_size)
+            ids, live = input_ids[rows], mask[rows]
+            tree = None if parents is None else _tree(parents[rows], live[:, -completion:])
+            if tree is None:
+                layout = self.layout(ids, live, completion, compute_aux_loss)
+            elif self.size is not None:
+                layout = pack_tree(ids.cpu().numpy(), live.cpu().numpy(), tree, whole=compute_aux_loss)
             else:
+                layout = None
+            if layout is not None:
                 logps, entropies, aux_loss = packed(ids, layout, completion, **extra)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))
+            elif tree is not None:
+                parts.append(_by_plain_rows(plain, ids, live, tree))
+            else:
+                parts.append(plain(ids, live, completion))
         if len(parts) == 1:
             return parts[0]
         found = [[x for x in column if x is not None] for column in zip(*parts, strict=True)]
         aux = torch.stack(found[2]).mean() if found[2] else None
         return torch.cat(found[0]), torch.cat(found[1]) if found[1] else None, aux
+
+
+def _tree(parents: Tensor, live: Tensor) -> np.ndarray | None:
+    """`parents`, or None where every row is a plain one."""
+    found = parents.cpu().numpy()
+    return None if is_plain(found, live.cpu().numpy()) else found
+
+
+def _by_plain_rows(plain: Plain, input_ids: Tensor, mask: Tensor, parents: np.ndarray) -> Scores:
+    """Scores of the tokens of trees, each from a plain row in which it stands.
+
+    One forward, whatever the number of rows: processes that wait for each other's collectives run as many.
+    """
+    rows, device = plain_rows(input_ids.cpu().numpy(), mask.cpu().numpy(), parents), input_ids.device
+    ids, live, places = (torch.from_numpy(x).to(device) for x in (rows.input_ids, rows.mask, rows.places))
+    logps, entropies, aux_loss = plain(ids, live, rows.completion)
+
+    def gathered(values: Tensor) -> Tensor:
+        return torch.where(places >= 0, values.reshape(-1)[places.clamp(min=0)], 0.0)
+
+    return gathered(logps), None if entropies is None else gathered(entropies), aux_loss

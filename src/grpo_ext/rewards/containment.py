@@ -8,13 +8,15 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from grpo_ext.rewards.outcomes import to_number
 from grpo_ext.rewards.runtime import Component
+from grpo_ext.rewards.turns import split, turn_counts
 from grpo_ext.rewards.workers.worker import last_lines, shown
 
 
 def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]) -> Any:
     """A reward of the user's own that, should it raise, scores nothing and leaves its message in `errors`.
 
-    Rows of a batch for which it returned NaN or inf stand in `no_numbers` under its name; None is neither.
+    Rows of a batch for which it returned NaN or inf stand in `no_numbers` under its name; None is neither. What it
+    said of the turns of trajectories stands in its own `turns`.
     """
     if isinstance(function, Component | torch.nn.Module):
         return function
@@ -22,11 +24,12 @@ def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]
     def report(error: Exception, columns: dict[str, Any]) -> list[None]:
         what = f": {error}" if isinstance(error, _Wrong) else f" raised: {last_lines(error)}"
         errors.append(f"reward {name!r}{what}")
-        no_numbers[name] = []
+        no_numbers[name], chosen.turns = [], []
         return [None] * len(columns["completions"])
 
     def checked(values: Any, columns: dict[str, Any]) -> list:
         values = _listed(values, len(columns["completions"]))
+        values, chosen.turns = _by_turn(values, columns)
         numbers = _numbers(values)
         no_numbers[name] = (~numbers.isfinite()).nonzero().flatten().tolist()
         return values
@@ -46,7 +49,7 @@ def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]
             return report(error, columns)
 
     chosen: Any = reward_async if is_async_callable(function) else reward
-    chosen.__name__ = name
+    chosen.__name__, chosen.turns = name, []
     return chosen
 
 
@@ -63,6 +66,14 @@ def _listed(values: Any, expected: int) -> list[Any]:
     if len(values) != expected:
         raise _Wrong(f"it returned {len(values)} values for {expected} completions. Return one number for each.")
     return values
+
+
+def _by_turn(values: list[Any], columns: dict[str, Any]) -> tuple[list[Any], list[list[float] | None]]:
+    try:
+        parts = [split(value, turns) for value, turns in zip(values, turn_counts(columns), strict=True)]
+    except ValueError as error:
+        raise _Wrong(str(error)) from None
+    return [total for total, _ in parts], [earned for _, earned in parts]
 
 
 def _numbers(values: list[Any]) -> torch.Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.turns import split
 from grpo_ext.rewards.workers.pool import Outcome
 from grpo_ext.rewards.workers.worker import shown
 
@@ -21,6 +22,8 @@ class Scores:
     """One reward's values for a batch, before its weight, and what happened on the way."""
 
     values: list[float | None]
+    turns: list[list[float] | None]
+    """What each turn earned, where the function says so."""
     failed: list[tuple[int, str]] = field(default_factory=list)
     timeouts: int = 0
     clipped: int = 0
@@ -29,9 +32,13 @@ class Scores:
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
 
-def merged(spec: RewardSpec, total: int, parts: Sequence[Part]) -> Scores:
-    """Values of all `total` rows; what failed is the reward's `on_error` value, which nothing scales or clips."""
-    scores = Scores([None] * total)
+def merged(spec: RewardSpec, turns: Sequence[int | None], parts: Sequence[Part]) -> Scores:
+    """Values of all rows, whose `turns` are counted where they have some.
+
+    What failed is the reward's `on_error` value, which nothing scales or clips.
+    """
+    total = len(turns)
+    scores = Scores([None] * total, [None] * total)
     for rows, outcome in parts:
         scores.seconds += outcome.seconds
         scores.timeouts += len(rows) * (outcome.status == "timeout")
@@ -41,10 +48,11 @@ def merged(spec: RewardSpec, total: int, parts: Sequence[Part]) -> Scores:
             scores.failed += [(row, reason) for row in rows]
             continue
         for row, value in zip(rows, outcome.values, strict=True):
-            number, problem = to_number(value)
+            number, earned, problem = _numbers(value, turns[row])
             scores.failed += [(row, problem)] if problem else []
             if number is not None:
                 scores.values[row] = final = _scaled(spec, number)
+                scores.turns[row] = None if earned is None else [reward * spec.scale for reward in earned]
                 scores.clipped += final != number * spec.scale
         for column, values in outcome.extras:
             for row, value in zip(rows, values, strict=False):
@@ -63,6 +71,15 @@ def failure(outcome: Outcome, rows: int) -> str:
     if len(outcome.values) != rows:
         return f"it returned {len(outcome.values)} values for {rows} completions. Return one for each, or None"
     return ""
+
+
+def _numbers(value: Any, turns: int | None) -> tuple[float | None, list[float] | None, str]:
+    try:
+        value, earned = split(value, turns)
+    except ValueError as error:
+        return None, None, str(error)
+    number, problem = to_number(value)
+    return number, earned, problem
 
 
 def to_number(value: Any) -> tuple[float | None, str]:

@@ -17,6 +17,7 @@ from grpo_ext.rewards.failures import report
 from grpo_ext.rewards.outcomes import Part, Scores, failure, merged
 from grpo_ext.rewards.schedule import weight_at
 from grpo_ext.rewards.signatures import asks, is_async
+from grpo_ext.rewards.turns import turn_counts
 from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Pool
 from grpo_ext.rewards.workers.worker import callbacks, last_lines, listed
 
@@ -124,7 +125,7 @@ class Runtime:
 
     def _finish(self, spec: RewardSpec, parts: Sequence[Part], columns: Mapping[str, Any]) -> Scores:
         """Tell what failed, and log under the reward's name."""
-        scores = merged(spec, len(columns["completions"]), parts)
+        scores = merged(spec, turn_counts(columns), parts)
         if scores.failed:
             self._report(spec, report(spec, columns, scores.failed, self.failures))
         log_extra, log_metric = (columns.get(name) for name in CALLBACKS)
@@ -162,6 +163,8 @@ class Component:
         """TRL logs it under `__name__`."""
         self.runtime, self.spec = runtime, spec
         self.__name__ = spec.name
+        self.turns: list[list[float] | None] = []
+        """What each turn of the last batch earned, where the function says so."""
 
     def weight(self, step: int, steps: int) -> float:
         """The weight at an optimizer step."""
@@ -169,7 +172,11 @@ class Component:
 
     def __call__(self, **columns: Any) -> list[float | None]:
         """Rewards of one batch."""
-        return self.runtime.scores(self.spec, columns).values
+        return self._kept(self.runtime.scores(self.spec, columns))
+
+    def _kept(self, scores: Scores) -> list[float | None]:
+        self.turns = scores.turns
+        return scores.values
 
 
 class AsyncComponent(Component):
@@ -177,7 +184,7 @@ class AsyncComponent(Component):
 
     async def __call__(self, **columns: Any) -> list[float | None]:  # type: ignore[override]
         """Rewards of one batch."""
-        return (await self.runtime.scores_here(self.spec, columns)).values
+        return self._kept(await self.runtime.scores_here(self.spec, columns))
 
 
 def values_of(function: Component, columns: Mapping[str, Any]) -> list[float | None]:

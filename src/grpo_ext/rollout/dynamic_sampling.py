@@ -113,6 +113,8 @@ class Row(NamedTuple):
     logprobs: list | None
     extra: dict[str, Any]
     logged: dict[str, Any]
+    earned: list[list[float] | None]
+    """What each function said of the turns of a trajectory."""
 
 
 @dataclass
@@ -142,6 +144,11 @@ class Settled:
         return prompts, ids, listed("tool_mask"), completions, listed("logprobs"), extra, None, []
 
     @property
+    def earned(self) -> list[list[list[float] | None]]:
+        """Of each row what each function said of its turns."""
+        return [row.earned for row in self.rows]
+
+    @property
     def logged(self) -> dict[str, list]:
         """Columns that rewards logged for the table of completions."""
         return {name: [row.logged.get(name) for row in self.rows] for name in self.columns}
@@ -159,6 +166,7 @@ class Generates(Protocol):
     reward_weights: Tensor
     tools: Any
     train_dataset: Any
+    _earned: list[list[list[float] | None]]
     _metrics: Any
     _pending_extra_logs: dict[str, Any]
 
@@ -256,6 +264,7 @@ class DynamicSampler:
                 None if logprobs is None else logprobs[i],
                 extras[i],
                 {name: values[i] for name, values in pending.items() if len(values) == len(ids)},
+                trainer._earned[i],
             )
             for i, example in enumerate(examples)
         ]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_ext.objective.advantages import group_means
+from grpo_ext.trainer.turns import PADDING
 
 
 class GroupMeans:
@@ -40,10 +41,12 @@ class GroupMeans:
 
 
 def gathered(values: dict[str, Tensor], group: int, accelerator: Any) -> dict[str, Tensor]:
-    """Tensors [rows, time] of each process as [groups, completions, time] of all."""
-    padded = (accelerator.pad_across_processes(tensor, dim=1) for tensor in values.values())
-    every = (accelerator.gather(tensor.contiguous()) for tensor in padded)
-    return {name: tensor.view(-1, group, tensor.shape[1]) for name, tensor in zip(values, every, strict=True)}
+    """Tensors [rows, ..., time] of each process as [groups, completions, ..., time] of all."""
+    found = {}
+    for name, tensor in values.items():
+        padded = accelerator.pad_across_processes(tensor, dim=-1, pad_index=PADDING.get(name, 0))
+        found[name] = accelerator.gather(padded.contiguous()).unflatten(0, (-1, group))
+    return found
 
 
 def per_completion(advantages: Tensor, mask: Tensor | None) -> Tensor:

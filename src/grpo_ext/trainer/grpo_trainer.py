@@ -19,18 +19,21 @@ from grpo_ext.data.given import as_dataset
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.objective.advantages import estimators, zero_variance
 from grpo_ext.objective.aggregation import StepTotals
-from grpo_ext.objective.combinations import weighted_total
+from grpo_ext.objective.combinations import weighted_total, weighted_turns
 from grpo_ext.objective.ratios import masked
+from grpo_ext.objective.trajectory import COLUMN, Trajectory
 from grpo_ext.packing import micro_batches
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.layout import Layout
+from grpo_ext.packing.micro_batches import PARENTS
 from grpo_ext.packing.obstacles import causal_lm, forward_obstacle
 from grpo_ext.packing.policy import CURE, PrefixSharing
 from grpo_ext.rewards.containment import contained
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler, Settled
 from grpo_ext.rollout.empty_completions import fill_empty, without_empty_completions
+from grpo_ext.rollout.trajectories import parents_of, told, with_trajectories
 from grpo_ext.rollout.transformers_engine import engine_for
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
@@ -54,6 +57,7 @@ from grpo_ext.trainer.replaying import RecordedBatches, rollouts_set_aside
 from grpo_ext.trainer.rewards import ready
 from grpo_ext.trainer.silence import Silence
 from grpo_ext.trainer.times import StepTimes
+from grpo_ext.trainer.turns import Earned, earned_by_turn, turn_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +131,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         check_reward_names(self.reward_func_names)
         self._contain_rewards()
         if self.rollout_func is not None:
+            ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+            self.rollout_func = with_trajectories(self.rollout_func, ends)
             self.rollout_func = without_empty_completions(self.rollout_func, self._tokenizer.eos_token_id)
         if args.dropout_disabled:
             switch_dropout_off(self.model)
@@ -142,9 +148,11 @@ class GRPOExtTrainer(EvaluatingTrainer):
         )
         self._drift = DriftCheck(self) if self.use_vllm and args.rollout_drift != 0 else None
         self._engine = engine_for(self)
+        self._made: list[Trajectory] | None = None  # trajectories of the batch that TRL is making
         self._sampler = DynamicSampler(self) if args.dynamic_sampling is not None else None
         self._group_means = GroupMeans(self.objective.remembered_batches)
         self._rewards_per_func: Tensor | None = None
+        self._earned: list[Earned] = []
         self._generation = Generation()
         self._figures = Figures()
         self._guard = NonFiniteGuard(self)
@@ -188,9 +196,17 @@ class GRPOExtTrainer(EvaluatingTrainer):
 
     def _generate(self, prompts: list) -> tuple[Any, ...]:
         if (settled := self._settled) is not None:
-            return settled.generation
-        with self._times.during("rollout"):
-            return super()._generate(prompts)
+            generated = settled.generation
+        else:
+            with self._times.during("rollout"):
+                generated = super()._generate(prompts)
+        ids, completion_ids, tool_mask, completions, logprobs, extra, *images = generated
+        trajectories = extra.get(COLUMN)
+        if trajectories is not None:
+            completions = told(trajectories, completions)
+        if self._made is not None:
+            self._made = trajectories or []
+        return ids, completion_ids, tool_mask, completions, logprobs, extra, *images
 
     @property
     def _settled(self) -> Settled | None:
@@ -225,13 +241,14 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._lengths = [len(ids) for ids in args[3]]
         if (settled := self._settled) is not None:
             self._pending_extra_logs.update(settled.logged)
-            self._rewards_per_func = settled.rewards
+            self._rewards_per_func, self._earned = settled.rewards, settled.earned
             return settled.rewards
         for i, function in enumerate(self.reward_funcs):
             if isinstance(function, Component) and function.spec.weight_schedule is not None:
                 self.reward_weights[i] = function.weight(self.state.global_step, self.state.max_steps)
         with self._times.during("rewards"):
             rewards = super()._calculate_rewards(*args, **kwargs)
+        self._earned = earned_by_turn(self.reward_funcs, len(args[2]))
         found, problem = self._no_numbers(rewards, *args[1:3])
         said = [(self._reward_errors.copy(), found, problem)]
         said = gather_object(said) if self.accelerator.num_processes > 1 else said
@@ -259,8 +276,14 @@ class GRPOExtTrainer(EvaluatingTrainer):
         settling: AbstractContextManager[list[dict[str, Any]]] = nullcontext(inputs)
         if self._sampler is not None and mode == "train":
             settling = self._sampler.settling(inputs)
-        with settling as inputs, old_policy.no_early_pass(self.args):
-            output = super()._generate_and_score_completions(inputs)
+        self._made = []
+        try:
+            with settling as inputs, old_policy.no_early_pass(self.args):
+                output = super()._generate_and_score_completions(inputs)
+        finally:
+            made, self._made = self._made, None
+        if made and (parents := parents_of(made, output["completion_ids"].shape[1])) is not None:
+            output[PARENTS] = parents.to(self.accelerator.device)
         if self._evaluated is not None and self._rewards_per_func is not None:
             self._mask_fillers(output, self._rewards_per_func)
         if not self.use_vllm and self.rollout_func is None and "sampling_per_token_logps" in output:
@@ -281,9 +304,14 @@ class GRPOExtTrainer(EvaluatingTrainer):
                 self._silence.note(rewards, bool(zero_variance(total).all()))
             return output
         scored = rewards
-        tokens = self._tokens(output, early, rewards.shape[1], mode) if self.objective.sees_tokens else {}
+        tokens = self._tokens(output, early, made, rewards.shape[1], mode) if self.objective.sees_tokens else {}
         if self.objective.kl_in_reward:
-            rewards, weights = self.objective.less_kl(rewards, weights, **tokens), weights.new_ones(1)
+            if "turn_rewards" in tokens:
+                missing = self.objective.missing_rewards
+                earned = weighted_turns(tokens["turn_rewards"], rewards, weights, missing=missing)
+                tokens["turn_rewards"] = earned.unsqueeze(-2)
+            rewards = self.objective.less_kl(rewards, weights, tokens["mask"], tokens["kl"])
+            weights = weights.new_ones(1)
             total = rewards.squeeze(-1)
         values = self._advantages(rewards, weights, total, mode, tokens).flatten(0, 1).to(output["advantages"].dtype)
         if mode == "train":
@@ -330,14 +358,19 @@ class GRPOExtTrainer(EvaluatingTrainer):
             self._group_means.remember(rewards, total)
         return values
 
-    def _tokens(self, output: dict[str, Any], logps: Tensor | None, group: int, mode: str) -> dict[str, Tensor]:
+    def _tokens(
+        self, output: dict[str, Any], logps: Tensor | None, made: list[Trajectory] | None, group: int, mode: str
+    ) -> dict[str, Tensor]:
         """Mask and, where the reward is lowered by it, KL [groups, completions, time] of all processes' tokens.
 
-        `logps` are the policy's log-probabilities where they are known.
+        `logps` are the policy's log-probabilities where they are known; of trajectories also what turns have earned.
         """
         tokens = {"mask": live_mask(output)}
         if self.objective.kl_in_reward:
             tokens["kl"] = self._reward_kl(output, logps, tokens["mask"], mode)
+        if made and self.objective.sees_turns:
+            turns = turn_tensors(made, self._earned, output["completion_ids"].shape[1])
+            tokens |= {name: tensor.to(self.accelerator.device) for name, tensor in turns.items()}
         return gathered(tokens, group, self.accelerator)
 
     @torch.no_grad()
@@ -361,7 +394,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].size(1),
-            **{name: inputs[name] for name in MULTIMODAL_INPUTS if name in inputs},
+            **{name: inputs[name] for name in (PARENTS, *MULTIMODAL_INPUTS) if name in inputs},
             **kwargs,
         )
 
@@ -376,9 +409,15 @@ class GRPOExtTrainer(EvaluatingTrainer):
         compute_aux_loss: bool = False,
         **multimodal: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        options = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
+        parents = multimodal.pop(PARENTS, None)  # ours alone
+        options: dict[str, Any] = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         stock = super()._get_per_token_logps_and_entropies
-        if not self.sharing.possible or any(value is not None for value in multimodal.values()):
+        if self._made:  # TRL is making a batch of them, and does not know how their tokens hang together
+            parents = parents_of(self._made, logits_to_keep)
+        has_images = any(value is not None for value in multimodal.values())
+        if parents is not None and has_images:
+            raise ValueError("a trajectory whose context was rewritten cannot hold images yet. Leave one of them out.")
+        if has_images or (parents is None and not self.sharing.possible):
             return stock(model, input_ids, attention_mask, logits_to_keep, batch_size, **options, **multimodal)
 
         def plain(ids: Tensor, mask: Tensor, completion: int) -> Any:
@@ -390,11 +429,13 @@ class GRPOExtTrainer(EvaluatingTrainer):
             with self.accelerator.autocast():
                 return log_probs(model, base, ids, layout, completion, **extra)
 
-        if not self.sharing.checked:
+        if self.sharing.possible and not self.sharing.checked:
             with old_policy.forward_only(self):
                 self.sharing.check(plain, packed, base, input_ids.device)
         rows = batch_size or len(input_ids)
-        return self.sharing.scores(plain, packed, input_ids, attention_mask, logits_to_keep, rows, **options)
+        return self.sharing.scores(
+            plain, packed, input_ids, attention_mask, logits_to_keep, rows, **options, parents=parents
+        )
 
     def _scores(self, model: Any, inputs: dict[str, Any], live: Tensor | None) -> tuple[Tensor, Any, Any]:
         """Log-probabilities, entropies, auxiliary loss: one forward for the loss and for old log-probabilities."""

@@ -13,12 +13,13 @@ torch.set_num_threads(1)
 from float64 import FLOAT64, float64_throughout  # noqa: E402
 from fsdp_on_cpu import is_sharded, make_fsdp_real  # noqa: E402
 from grpo_ext.train import leave_process_group  # noqa: E402
-from trainers import build, scripted_rollout, unit_interval  # noqa: E402
+from trainers import build, scripted_rollout, scripted_trajectories, unit_interval  # noqa: E402
 
 CASES = {
     "whole groups": {"beta": 0.05, "entropy_coef": 0.01},
     "silent groups": {"beta": 0.0},
     "groups over two micro-batches": {"beta": 0.05, "gradient_accumulation_steps": 2},
+    "trajectories": {"beta": 0.05, "advantage_estimator": "gigpo", "mask_truncated_completions": True},
 }
 
 
@@ -26,6 +27,10 @@ def half_silent(prompts, completions, **_):
     """No signal for every other prompt."""
     scores = unit_interval(completions)
     return [score * (int(prompt.rstrip(":")[1:]) % 2) for prompt, score in zip(prompts, scores, strict=True)]
+
+
+def by_turn(trajectory, **_):
+    return [[turn.reward for turn in made.turns] for made in trajectory]
 
 
 @float64_throughout()
@@ -44,7 +49,10 @@ def main(model: str, output: str, rows: str, shared: str) -> None:
             "max_steps": 2,
             **FLOAT64,
         }
-        trainer = build(model, Path(output) / name, [half_silent], rollout=scripted_rollout, **fixed, **settings)
+        rollout, rewards = scripted_rollout, [half_silent]
+        if name == "trajectories":
+            rollout, rewards = scripted_trajectories, [half_silent, by_turn]
+        trainer = build(model, Path(output) / name, rewards, rollout=rollout, **fixed, **settings)
         trainer.train()
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.accelerator.is_main_process:

@@ -145,6 +145,8 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, str):
         return str.__str__(value)  # without its class
+    if type(value) in (list, tuple):
+        return [plain(part) for part in value]
     try:
         return float(value) if hasattr(value, "__float__") else repr(value)
     except Exception:  # such as a tensor of several elements

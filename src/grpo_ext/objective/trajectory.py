@@ -1,0 +1,185 @@
+"""A trajectory: what one attempt at one prompt produced, in however many turns and contexts, as one row of a batch.
+
+A turn is what the policy saw, its context, and what it sampled behind it. Contexts mostly extend each other; where
+one is rewritten (thinking stripped, history summarised, a sub-agent) a trajectory has several plain rows, which share
+what they share. Its tokens then make a tree, in which each stands once: the first context is the prompt, all others
+follow in the order of the turns, each with its predecessor. A sampled token is trained in the one place where it was
+sampled; where a later context repeats it, it is context. Text is in none of this: ids are those that were sampled.
+"""
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+
+COLUMN = "trajectory"
+"""What reward functions find a row's `Trajectory` under."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of the policy."""
+
+    context: list[int]
+    """Every id that it saw."""
+    sampled: list[int]
+    logprobs: list[float | None] | None = None
+    """Log-probability of each sampled id when it was sampled; None where the sampler does not say."""
+    version: int = 0
+    """Of the weights that sampled it."""
+    reward: float | None = None
+    """What this turn earned, where the environment pays by turn."""
+    state: Hashable = None
+    """What the environment was in; None stands for the ids that the context has since the turn that it extends."""
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be trained."""
+        if not self.context:
+            raise ValueError("a turn without a context: the policy's first token has nothing to follow. Give its ids.")
+        if self.logprobs is not None and len(self.logprobs) != len(self.sampled):
+            raise ValueError(
+                f"a turn with {len(self.sampled)} sampled ids and {len(self.logprobs)} log-probabilities: "
+                "give one for each, or None for all."
+            )
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Turns in the order in which they were sampled, at least one; one that failed at once has sampled nothing."""
+
+    turns: list[Turn]
+    reward: float | None = None
+    """What the whole of it earned, beside its turns."""
+    truncated: bool = False
+    """Whether it was cut: by a limit, a deadline or a failure."""
+    failure: str | None = None
+    environment: str = ""
+    messages: list = field(default_factory=list)
+    """What was said behind the prompt, as a reward function sees it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what has no prompt."""
+        if not self.turns:
+            raise ValueError(
+                "a trajectory without a turn: it has no prompt. Give it one turn with the prompt's ids as its context "
+                "and nothing sampled."
+            )
+
+    @cached_property
+    def tree(self) -> "Tree":
+        """Its tokens, each once."""
+        return _tree(self.turns)
+
+    def rows(self) -> list[list[int]]:
+        """The plain rows it becomes: a row for each turn that no other turn's context extends."""
+        tree = self.tree
+        return [
+            tree.prompt[:kept] + [tree.ids[i] for i in path] for kept, path in paths(tree.parents, len(tree.prompt))
+        ]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Tokens of a trajectory, each once, a parent before its children."""
+
+    prompt: list[int]
+    """The first context."""
+    ids: list[int]
+    """All others, in the order of the turns."""
+    parents: list[int]
+    """Of each of `ids` the one before it: its place in `ids`, or, counted from -1 backwards, in the prompt.
+
+    -len(prompt) - 1 is no token: a context that has nothing in common with the prompt begins there.
+    """
+    turns: list[int]
+    """The turn that sampled it, or -1."""
+    logprobs: list[float | None]
+    """0 where nothing was sampled."""
+    states: list[Hashable]
+    """Of each turn."""
+
+
+def _tree(turns: Sequence[Turn]) -> Tree:
+    """Every context follows the turn that it has the longest beginning in common with.
+
+    Each token of the tree is on the way of some turn, so nothing else in the tree has a longer one.
+    """
+    prompt = turns[0].context
+    tree = Tree(prompt, [], [], [], [], [])
+    ways: list[tuple[list[int], list[int]]] = [(prompt, list(range(-len(prompt), 0)))]
+    for number, turn in enumerate(turns):
+        shared, places = max(((common(ids, turn.context), places) for ids, places in ways), key=lambda way: way[0])
+        path, news = places[:shared], turn.context[shared:]
+        known = turn.logprobs if turn.logprobs is not None else [None] * len(turn.sampled)
+        for token, author, logprob in (
+            *((token, -1, 0.0) for token in news),
+            *((token, number, logprob) for token, logprob in zip(turn.sampled, known, strict=True)),
+        ):
+            tree.parents.append(path[-1] if path else -len(prompt) - 1)
+            path.append(len(tree.ids))
+            tree.ids.append(token)
+            tree.turns.append(author)
+            tree.logprobs.append(logprob)
+        tree.states.append(turn.state if turn.state is not None else tuple(news if number else prompt))
+        ways.append((turn.context + turn.sampled, path))
+    return tree
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """How many tokens two lists begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # alike up to `low`, not up to `high`
+        middle = (low + high) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
+    return low
+
+
+def paths(parents: Sequence[int], prompt: int) -> list[tuple[int, list[int]]]:
+    """How many tokens of the prompt, then which others: the way to each token that none follows, in their order."""
+    inner = set(parents)
+    found = []
+    for leaf in range(len(parents)):
+        if leaf not in inner:
+            path = [leaf]
+            while (place := parents[path[-1]]) >= 0:
+                path.append(place)
+            found.append((prompt + 1 + place, path[::-1]))
+    return found or [(prompt, [])]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Trajectories as the rows of TRL's batch, one for each."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    tool_mask: list[list[int]]
+    """1 for what the policy sampled."""
+    logprobs: list[list[float | None]] | None
+
+
+def batch(trajectories: Sequence[Trajectory], ends: Collection[int]) -> Rows:
+    """Rows of a batch, of which those that end with one of `ends` are those that were not cut, as TRL takes them.
+
+    Where that is not so, or nothing follows the prompt, a token is put at the end that is not trained.
+    """
+    trees = [trajectory.tree for trajectory in trajectories]
+    closing = [_closing(trajectory, ends) for trajectory in trajectories]
+    both = list(zip(trees, closing, strict=True))
+    sampled = [turn for trajectory in trajectories for turn in trajectory.turns if turn.sampled]
+    known = bool(sampled) and all(turn.logprobs is not None for turn in sampled)
+    return Rows(
+        prompt_ids=[list(tree.prompt) for tree in trees],
+        completion_ids=[tree.ids + more for tree, more in both],
+        tool_mask=[[int(turn >= 0) for turn in tree.turns] + [0] * len(more) for tree, more in both],
+        logprobs=[tree.logprobs + [0.0] * len(more) for tree, more in both] if known else None,
+    )
+
+
+def _closing(trajectory: Trajectory, ends: Collection[int]) -> list[int]:
+    ids = trajectory.tree.ids
+    if ids and (ids[-1] in ends) is not trajectory.truncated:
+        return []
+    return [next(i for i in count() if (i in ends) is not trajectory.truncated)]

@@ -1,0 +1,177 @@
+"""Trajectories whose contexts were rewritten: rows that are trees, each distinct token packed once, or plain rows.
+
+`parents` [rows, completion] says of each token of a completion which one is before it: its column among the
+completions, or, counted backwards from -1, the prompt's. Where it is always the column before, a row is a plain one.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from jaxtyping import Int
+
+from grpo_ext.objective.trajectory import paths
+from grpo_ext.packing.kernels import Run, Segments, Span
+from grpo_ext.packing.layout import Layout
+
+Ids = Int[np.ndarray, "rows width"]
+Parents = Int[np.ndarray, "rows completion"]
+ROOT = -1
+
+
+def is_plain(parents: Parents, live: Int[np.ndarray, "rows completion"]) -> bool:
+    """Whether every live token follows the column before."""
+    return bool(((parents == np.arange(parents.shape[1]) - 1) | (live == 0)).all())
+
+
+def pack_tree(input_ids: Ids, mask: Ids, parents: Parents, *, whole: bool = False) -> Layout | None:
+    """The layout of a padded batch in which rows share all that they begin with alike; None where nothing is labelled.
+
+    `whole` keeps tokens that nothing is predicted from, for figures that count every token.
+    """
+    width, completion = input_ids.shape[1], parents.shape[1]
+    start, vocabulary = width - completion, int(input_ids.max()) + 1
+    nodes: dict[int, int] = {}
+    before: list[int] = []
+    source: list[int] = []
+    weight: list[int] = []
+    scored: list[int] = []
+    labels: list[int] = []
+
+    def node(parent: int, token: int, place: int) -> int:
+        found = nodes.setdefault((parent + 1) * vocabulary + token, len(before))
+        if found == len(before):
+            before.append(parent)
+            source.append(place)
+            weight.append(0)
+        weight[found] += 1
+        return found
+
+    for row, (ids, live) in enumerate(zip(input_ids.tolist(), mask, strict=True)):
+        length, first = int(live[start:].sum()), row * width
+        if not (length or whole):
+            continue
+        prompt = [ROOT]
+        for column in np.flatnonzero(live[:start]).tolist():
+            prompt.append(node(prompt[-1], ids[column], first + column))
+        own: list[int] = []
+        for column, parent in enumerate(parents[row, :length].tolist(), start):
+            previous = own[parent] if parent >= 0 else prompt[parent]
+            own.append(node(previous, ids[column], first + column))
+            if previous != ROOT:
+                scored.append(previous)
+                labels.append(first + column)
+    if not labels:
+        return None
+    kept = np.ones(len(before), bool) if whole else np.isin(np.arange(len(before)), before)
+    order, position, runs = _linear(before, kept)
+    at = np.zeros(len(before), int)
+    at[order] = np.arange(len(order))
+    return Layout(
+        source=np.array(source)[order],
+        position=np.array(position),
+        weight=np.array(weight)[order],
+        scored=at[scored],
+        labels=np.array(labels),
+        segments=Segments(tuple(runs)),
+        shape=(len(input_ids), width),
+    )
+
+
+@dataclass
+class _Segment:
+    """Tokens that follow each other without a branch."""
+
+    prefix: int
+    """The segment before it."""
+    position: int
+    """Of its first token."""
+    tokens: list[int]
+    behind: list[int]
+    """The segments behind it."""
+
+
+def _segments(before: list[int], kept: np.ndarray) -> list[_Segment]:
+    """Those of a tree in which `before` names the token before each, an earlier one; the first, the root, is empty."""
+    followers = Counter(parent for parent, k in zip(before, kept, strict=True) if k)
+    segments, of = [_Segment(ROOT, 0, [], [])], {ROOT: 0}
+    for token in np.flatnonzero(kept).tolist():
+        number = of[before[token]]
+        if before[token] == ROOT or followers[before[token]] > 1:
+            prefix, number = number, len(segments)
+            position = segments[prefix].position + len(segments[prefix].tokens)
+            segments.append(_Segment(prefix, position, [], []))
+            segments[prefix].behind.append(number)
+        of[token] = number
+        segments[number].tokens.append(token)
+    return segments
+
+
+def _linear(before: list[int], kept: np.ndarray) -> tuple[list[int], list[int], list[Run]]:
+    """Tokens and their positions in the order in which they are packed: a segment, then all that is behind it."""
+    segments = _segments(before, kept)
+    order: list[int] = []
+    position: list[int] = []
+    runs: list[Run] = []
+    spans: dict[int, Span] = {}
+
+    def emit(numbers: list[int]) -> None:
+        """Segments of one length behind one prefix."""
+        first = segments[numbers[0]]
+        runs.append(Run(len(order), len(numbers), len(first.tokens), spans.get(first.prefix)))
+        for number in numbers:
+            spans[number] = len(order), len(order) + len(first.tokens)
+            order.extend(segments[number].tokens)
+            position.extend(range(first.position, first.position + len(first.tokens)))
+
+    def length(number: int) -> int:
+        return len(segments[number].tokens)
+
+    waiting = [0]
+    while waiting:
+        number = waiting.pop()
+        if number:
+            emit([number])
+        inner = [n for n in segments[number].behind if segments[n].behind]
+        leaves = sorted((n for n in segments[number].behind if not segments[n].behind), key=length)
+        for _, alike in groupby(leaves, key=length):
+            emit(list(alike))
+        waiting += inner[::-1]
+    return order, position, runs
+
+
+# Where a model does not share.
+
+
+@dataclass(frozen=True)
+class PlainRows:
+    """Each way to a token that none follows as a padded row of its own."""
+
+    input_ids: Ids
+    mask: Ids
+    completion: int
+    """Columns at their end of which log-probabilities are wanted."""
+    places: Int[np.ndarray, "rows completion"]
+    """Where a token of the trees stands in them, a flat index into [plain rows, completion]; -1 for none."""
+
+
+def plain_rows(input_ids: Ids, mask: Ids, parents: Parents) -> PlainRows:
+    """The plain rows of a padded batch; of a token that stands in several, the last is its place."""
+    start = input_ids.shape[1] - parents.shape[1]
+    ways: list[tuple[int, np.ndarray, np.ndarray]] = []
+    for row, live in enumerate(mask.astype(bool)):
+        prompt = np.flatnonzero(live[:start])
+        for kept, path in paths(parents[row, : live[start:].sum()].tolist(), len(prompt)):
+            columns = np.concatenate([prompt[:kept], np.array(path, int) + start])
+            first = max(1, kept)  # a row begins with a token that nothing predicts
+            ways.append((row, columns[:first], columns[first:]))
+    right = max(1, *(len(rest) for *_, rest in ways))
+    ids, live = (np.zeros((len(ways), start + right), input_ids.dtype) for _ in range(2))
+    places = np.full(parents.shape, -1)
+    for number, (row, lead, rest) in enumerate(ways):
+        columns = np.arange(start - len(lead), start + len(rest))
+        ids[number, columns] = input_ids[row, np.concatenate([lead, rest])]
+        live[number, columns] = 1
+        places[row, rest - start] = number * right + np.arange(len(rest))
+    return PlainRows(ids, live, right, places)

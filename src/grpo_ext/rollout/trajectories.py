@@ -1,0 +1,44 @@
+"""Trajectories in a rollout: from what a `rollout_func` returns to what TRL takes, and what TRL has no place for."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from grpo_ext.objective.trajectory import COLUMN, Trajectory, batch
+
+
+def with_trajectories(rollout_func: Callable[..., dict], ends: Collection[int]) -> Callable[..., dict]:
+    """`rollout_func`, which may return `{"trajectories": [...]}`, one for each prompt, in place of TRL's lists."""
+
+    def rollout(prompts: list, *args: Any) -> dict:
+        output = rollout_func(prompts, *args)
+        if "trajectories" not in output:
+            return output
+        trajectories = output.pop("trajectories")
+        if len(trajectories) != len(prompts):
+            raise ValueError(
+                f"rollout_func returned {len(trajectories)} trajectories for {len(prompts)} prompts. Return one for "
+                "each, in their order."
+            )
+        rows = batch(trajectories, ends)
+        lists = {"prompt_ids": rows.prompt_ids, "completion_ids": rows.completion_ids, "logprobs": rows.logprobs}
+        return {**output, **lists, "env_mask": rows.tool_mask, COLUMN: trajectories}
+
+    return rollout
+
+
+def told(trajectories: Sequence[Trajectory], completions: list) -> list:
+    """`completions` as reward functions and tables see them: the messages, where all trajectories have some."""
+    messages = [trajectory.messages for trajectory in trajectories]
+    return messages if all(messages) else completions
+
+
+def parents_of(trajectories: Sequence[Trajectory], width: int) -> Int[Tensor, "rows width"] | None:
+    """Which token each token of the completions follows, as in `Tree`; None where it is always the one before."""
+    found = torch.arange(-1, width - 1).repeat(len(trajectories), 1)
+    for row, trajectory in zip(found, trajectories, strict=True):
+        row[: len(trajectory.tree.parents)] = torch.tensor(trajectory.tree.parents, dtype=torch.long)
+    return found if (found != torch.arange(-1, width - 1)).any() else None

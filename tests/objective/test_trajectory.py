@@ -1,0 +1,172 @@
+"""A trajectory as one row: each token once, sampled ids as they were sampled, whatever a template makes of them."""
+
+import random
+
+import pytest
+
+from grpo_ext.objective.trajectory import Trajectory, Turn, batch, common, paths
+
+EOS = 1
+
+
+def trajectory(*turns, **more):
+    return Trajectory([Turn(*turn) for turn in turns], **more)
+
+
+def test_contexts_that_extend_each_other_are_one_plain_row():
+    made = trajectory(([5, 6], [7, 8], [-0.1, -0.2]), ([5, 6, 7, 8, 9], [10, EOS], [-0.3, -0.4]))
+    tree = made.tree
+    assert (tree.prompt, tree.ids, tree.parents) == ([5, 6], [7, 8, 9, 10, EOS], [-1, 0, 1, 2, 3])
+    assert tree.turns == [0, 0, -1, 1, 1]
+    assert tree.logprobs == [-0.1, -0.2, 0.0, -0.3, -0.4]
+    assert made.rows() == [[5, 6, 7, 8, 9, 10, EOS]]
+
+
+def test_a_rewritten_context_branches_where_it_differs():
+    """The second context has lost the 7 that was sampled first: 8 is context there, trained where it was sampled."""
+    made = trajectory(([5, 6], [7, 8]), ([5, 6, 8, 9], [10]), ([5, 6, 7, 8, 11], [12]), ([5, 13], [14]), ([15], [16]))
+    tree = made.tree
+    assert tree.ids == [7, 8, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+    assert tree.parents == [-1, 0, -1, 2, 3, 1, 5, -2, 7, -3, 9]
+    assert tree.turns == [0, 0, -1, -1, 1, -1, 2, -1, 3, -1, 4]
+    assert made.rows() == [[5, 6, 8, 9, 10], [5, 6, 7, 8, 11, 12], [5, 13, 14], [15, 16]]
+
+
+def test_what_is_sampled_again_in_the_same_place_is_trained_again():
+    tree = trajectory(([5], [7, 8]), ([5], [7, 9]), ([5, 7, 9, 3], [4])).tree
+    assert tree.ids == [7, 8, 7, 9, 3, 4]
+    assert tree.parents == [-1, 0, -1, 2, 3, 4]
+    assert tree.turns == [0, 0, 1, 1, -1, 2]
+
+
+def test_a_state_is_the_environments_or_what_the_context_has_gained():
+    made = Trajectory([Turn([5, 6], [7]), Turn([5, 6, 7, 8, 9], [3]), Turn([5, 6, 7, 8, 9, 3, 2], [4], state="there")])
+    assert made.tree.states == [(5, 6), (8, 9), "there"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "truncated", "ids", "mask"),
+    [
+        ([([5], [7, EOS])], False, [7, EOS], [1, 1]),
+        ([([5], [7, EOS])], True, [7, EOS, 0], [1, 1, 0]),
+        ([([5], [7])], True, [7], [1]),
+        ([([5], [7])], False, [7, EOS], [1, 0]),
+        ([([5], [])], True, [0], [0]),
+        ([([5], [])], False, [EOS], [0]),
+        ([([5], []), ([5, 6], [7, EOS])], False, [6, 7, EOS], [0, 1, 1]),
+    ],
+)
+def test_a_row_ends_as_its_trajectory_did(turns, truncated, ids, mask):
+    """TRL judges by the last token of a completion."""
+    rows = batch([trajectory(*turns, truncated=truncated)], {EOS})
+    assert (rows.prompt_ids, rows.completion_ids, rows.tool_mask) == ([[5]], [ids], [mask])
+    assert rows.logprobs is None
+
+
+def test_log_probabilities_are_known_for_all_or_for_none():
+    known, unknown = trajectory(([5], [7, EOS], [-0.5, -0.25])), trajectory(([5], [8, EOS]))
+    assert batch([known, trajectory(([5], [], None), truncated=True)], {EOS}).logprobs == [[-0.5, -0.25], [0.0]]
+    assert batch([known, unknown], {EOS}).logprobs is None
+
+
+@pytest.mark.parametrize(("turn", "words"), [(([], [3]), "without a context"), (([5], [3, 4], [-1.0]), "2 sampled")])
+def test_what_could_not_be_trained_is_refused(turn, words):
+    with pytest.raises(ValueError, match=words):
+        Turn(*turn)
+    with pytest.raises(ValueError, match="without a turn"):
+        Trajectory([])
+
+
+# A tokenizer and a template made to break.
+
+PIECES = [*"abcdef<>/", "ab", "bc", "cd", "abc", "<t>", "</t>", "|u|", "|a|", "|o|", "f<", ">a", "a|", "|e|"]
+"""Tokens that merge across the borders of turns, and markers that are tokens and may also be spelt."""
+ENDING = PIECES.index("|e|")
+
+
+def encode(text):
+    """The longest token first, as a greedy tokenizer merges."""
+    ids = []
+    while text:
+        piece = max((p for p in PIECES if text.startswith(p)), key=len, default=None)
+        if piece is None:
+            text = text[1:]
+            continue
+        ids.append(PIECES.index(piece))
+        text = text[len(piece) :]
+    return ids
+
+
+def decode(ids):
+    return "".join(PIECES[i] for i in ids)
+
+
+def rendered(turns, strip, r):
+    """A chat template by text: history is tokenised anew, thinking of earlier turns is gone, tools write markers."""
+    text = "|u|abc"
+    for sampled, answer in turns:
+        said = decode(sampled)
+        if strip and "</t>" in said:
+            said = said.split("</t>")[-1]
+        text += "|a|" + said + "|o|" + answer
+    return encode(text + "|a|") if r.random() < 0.8 else encode(text[len(text) // 2 :] + "|a|")
+
+
+def conversation(r):
+    """As a loop makes it: a context is the last one and what was sampled, or what the template makes of the text."""
+    turns, told, context = [], [], encode("|u|abc|a|")
+    exact, strip = r.random() < 0.4, r.random() < 0.5
+    for _ in range(r.randint(1, 5)):
+        sampled = [r.randrange(len(PIECES)) for _ in range(r.randint(0, 6))]
+        turns.append(Turn(context, sampled, [-r.random() for _ in sampled]))
+        told.append((sampled, "".join(r.choice(PIECES) for _ in range(r.randint(0, 2)))))
+        if exact and r.random() < 0.8:
+            context = context + sampled + encode("|o|" + told[-1][1] + "|a|")
+        else:
+            context = rendered(told, strip, r)
+    return Trajectory(turns)
+
+
+def ways(made):
+    """Every token's whole path from the beginning, by the tree alone."""
+    tree, found = made.tree, []
+    for i, token in enumerate(tree.ids):
+        parent = tree.parents[i]
+        assert parent < i
+        before = found[parent] if parent >= 0 else tree.prompt[: len(tree.prompt) + 1 + parent]
+        found.append([*before, token])
+    return found
+
+
+def test_ten_thousand_trajectories_train_what_was_sampled_each_once():
+    r, several = random.Random(0), 0
+    for _ in range(10_000):
+        made = conversation(r)
+        tree, found = made.tree, ways(made)
+        for number, turn in enumerate(made.turns):
+            places = [i for i, of in enumerate(tree.turns) if of == number]
+            assert [tree.ids[i] for i in places] == turn.sampled
+            assert [tree.logprobs[i] for i in places] == turn.logprobs
+            for n, i in enumerate(places):
+                assert found[i] == turn.context + turn.sampled[: n + 1]
+        context = [tuple(found[i]) for i, of in enumerate(tree.turns) if of < 0]
+        sampled = {tuple(way) for way, of in zip(found, tree.turns, strict=True) if of >= 0}
+        assert len(context) == len({*context})  # nothing of a context stands twice
+        rows = made.rows()
+        assert {tuple(row[: n + 1]) for row in rows for n in range(len(row))} >= sampled
+        several += len(rows) > 1
+    assert several > 3000  # broken by the template
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "n"), [([], [1], 0), ([1], [2], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 4], [1, 2, 3, 5], 2)]
+)
+def test_what_two_lists_begin_with(one, other, n):
+    assert common(one, other) == common(other, one) == n
+    padded = [0] * 37
+    assert common(padded + one, padded + other) == 37 + n
+
+
+def test_the_ways_through_a_tree():
+    assert paths([], 3) == [(3, [])]
+    assert paths([-1, 0, -2, 2, 0], 3) == [(3, [0, 1]), (2, [2, 3]), (3, [0, 4])]
