@@ -87,6 +87,8 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
         processing_class=load_processor(recipe) if base is None else tokenizer,
         quantization_config=None if base else get_quantization_config(model),
         peft_config=get_peft_config(model),
+        environments=recipe.environments,
+        reward_memory_gib=recipe.script.reward_memory_gib,
     )
     trainer.recipe_record = record
     return trainer

@@ -184,6 +184,8 @@ OURS = {
     "loss_aggregation_kwargs",
     "dynamic_sampling",
     "dynamic_sampling_max_rounds",
+    "completion_length_counts",
+    "environment_waves",
     "rollout_engine",
     "vllm_weight_transfer",
     "vllm_dtype",

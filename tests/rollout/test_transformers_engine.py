@@ -366,7 +366,7 @@ def test_a_run_that_shards_compiles_or_adds_noise_is_left_to_generate(fsdp, sett
     with pytest.raises(Unsupported, match=reason):
         engine_for(trainer)
     trainer.args.rollout_engine_resolved = "auto"
-    assert reason in engine_for(trainer).__self__.refusal
+    assert reason in engine_for(trainer).refusal
 
 
 def test_an_engine_that_is_required_and_cannot_says_so(model_path, tmp_path):
@@ -391,3 +391,31 @@ def test_a_mask_that_a_model_makes_itself_is_kept():
     inputs, config = prompts([260, 260, 251, 260, 251]), settings(max_new_tokens=12, repetition_penalty=1.3)
     stock, ours = both(model, inputs, config)
     assert torch.equal(stock, ours)
+
+
+# Numbers of one's own.
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 0), (0.1, 0), (0.25, 2), (0.6, 2), (0.75, 3), (1 - 2**-53, 3)])
+def test_a_number_draws_the_token_in_whose_share_it_falls(number, token):
+    probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]])
+    assert transformers_engine.drawn(probabilities, torch.tensor([number], dtype=torch.float64)).item() == token
+
+
+def test_a_row_with_numbers_of_its_own_says_the_same_whoever_shares_its_batch():
+    model, engine = tiny.model(dtype=torch.float64).eval(), Grouped(required=True)
+    inputs, config = prompts([5, 5, 3, 7, 5]), settings(do_sample=True, max_new_tokens=12)
+    uniforms = torch.rand(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def said(rows):
+        engine.uniforms = uniforms[rows]
+        with engine.generating(model), torch.no_grad():
+            ids = model.generate(**{name: part[rows] for name, part in inputs.items()}, generation_config=config)
+        return [row[7:].tolist() for row in ids]
+
+    together = said([0, 1, 2, 3, 4])
+    assert together[0] != together[1]
+    for row in range(5):
+        alone = said([row])[0]
+        assert together[row][: len(alone)] == alone
+        assert set(together[row][len(alone) :]) <= {0}

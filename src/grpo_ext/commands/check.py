@@ -11,6 +11,8 @@ from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.config.launch import planned_processes, world_size
 from grpo_ext.config.machine import lacks
 from grpo_ext.config.warnings import warnings
+from grpo_ext.environments.composition import EnvironmentSpec
+from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.look import Look
@@ -32,8 +34,25 @@ def loss_section(recipe: Recipe) -> Section:
         ("loss", objective.describe()),
         ("formula", f"{objective.row.formula or 'of your own'}{but}"),
         ("paper", f"{objective.row.paper or 'of your own'}{but and ' (not as it stands there)'}"),
-        ("rewards", ", ".join(f"{spec.name} x {spec.weight:g}" for spec in recipe.rewards)),
+        ("rewards", ", ".join(f"{name} x {weight:g}" for name, weight in _rewards(recipe))),
     ]
+
+
+def _rewards(recipe: Recipe) -> list[tuple[str, float]]:
+    own = [(f"environment {spec.name}", spec.weight) for spec in recipe.environments if spec.owns_reward]
+    return [*((spec.name, spec.weight) for spec in recipe.rewards), *own]
+
+
+def environment_section(recipe: Recipe) -> Section:
+    """What each environment is: tools, turns, where it runs."""
+    return [(spec.name, _environment(spec)) for spec in recipe.environments]
+
+
+def _environment(spec: EnvironmentSpec) -> str:
+    tools = [tool["function"]["name"] for tool in schemas(spec.target, spec.functions)] if spec.uses_tools else []
+    where = "a process for each attempt" if spec.isolated else "this process"
+    how = f"tools {', '.join(tools)}" if tools else "a conversation"
+    return f"{how}, up to {spec.max_turns} turns of {spec.turn_timeout:g} s, in {where}"
 
 
 def batch_section(recipe: Recipe, rows: int | None) -> Section:
@@ -100,6 +119,7 @@ def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
     lines = (*warnings(recipe.training), *recipe_warnings(recipe), *look.notes)
     return {
         "Loss": loss_section(recipe),
+        **({"Environments": environment_section(recipe)} if recipe.environments else {}),
         "Batch": batch_section(recipe, rows),
         "Memory": memory_section(recipe, look.policy),
         "Warnings": [("", warning) for warning in lines],

@@ -67,7 +67,7 @@ def sample(trainer: Any, num: int, prompts: int) -> Iterator[list[dict[str, Any]
     while batch := list(islice(rows, prompts)):
         examples = [dict(row) for row in batch for _ in range(num)]
         asked = [example["prompt"] for example in examples]
-        _, ids, _, completions, *_ = trainer._generate(asked)
+        examples, (_, ids, _, completions, *_) = trainer.rollouts(examples)
         rewards = trainer._calculate_rewards(examples, asked, completions, ids).double().cpu()
         totals = weighted_total(rewards[None], weights.cpu(), missing=missing)[0].tolist()
         scored = [

@@ -81,6 +81,8 @@ CHOICES: dict[str, Any] = {
     "shared_prefix": ("auto", "true", "false", True, False),
     "missing_rewards": ("renormalize", "zero"),
     "loss_aggregation": aggregations,
+    "completion_length_counts": ("all", "policy"),
+    "environment_waves": ("ready", "turn"),
     "rollout_engine": ("auto", "grouped", "generate"),
     "vllm_mode": ("server", "colocate"),
     "vllm_weight_transfer": ("auto", "nccl", "gloo"),

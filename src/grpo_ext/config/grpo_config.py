@@ -148,6 +148,22 @@ class GRPOExtConfig(GRPOConfig):
         },
     )
 
+    completion_length_counts: str = field(
+        default="all",
+        metadata={
+            "help": "What `max_completion_length` counts of a conversation with environments: 'all' (default) tokens "
+            "behind the prompt, as TRL does, or those that the 'policy' wrote."
+        },
+    )
+    environment_waves: str = field(
+        default="ready",
+        metadata={
+            "help": "What the policy answers at once: 'ready' (default), whatever environments have answered so far; "
+            "'turn', only when all have, so that a run with environments in processes of their own is a function of "
+            "its recipe and seed to the last bit."
+        },
+    )
+
     shared_prefix: str | None = field(
         default="auto",
         metadata={

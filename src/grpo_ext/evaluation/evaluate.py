@@ -76,7 +76,7 @@ def _chunk(trainer: Any, chosen: EvalSet, rows: Sequence[tuple[int, Any]], runti
     """Samples of some prompts."""
     repeated = [(i, dict(row)) for i, row in rows for _ in range(chosen.samples)]
     prompts = [row["prompt"] for _, row in repeated]
-    _, ids, tool_mask, completions, *_ = trainer._generate(prompts)
+    _, (_, ids, tool_mask, completions, *_) = trainer.rollouts([row for _, row in repeated])
     ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     columns = {name: [row.get(name) for _, row in repeated] for name in repeated[0][1] if name != "prompt"}
     columns |= {"prompts": prompts, "completions": completions, "completion_ids": ids}

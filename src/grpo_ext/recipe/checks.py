@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +22,15 @@ from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.run import AFRESH, FRESH_START, LAST
 from grpo_ext.data.config import problems as data_problems
+from grpo_ext.environments import fit
+from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rollout.dynamic_sampling import judge_problems
 
 QUICKSTART_TASKS = ("quickstart/addition",)
 ALSO: Mapping[str, Any] = {"lora_target_modules": str} | dict.fromkeys(
-    ("reward_funcs", "eval_sets", "datasets", "test_size"), object
+    ("reward_funcs", "eval_sets", "environments", "datasets", "test_size"), object
 )
 """Fields of the parts that may be of a further type, or whose own checks speak of theirs."""
 
@@ -181,12 +183,16 @@ def _data(script: Any, data: Any, mixture: Any) -> Iterator[str]:
         yield from data_problems(data, name, dataset_config=script.dataset_config, streaming=script.dataset_streaming)
 
 
-def reward_problems(rewards: list[RewardSpec], training: Any) -> Iterator[str]:
+def reward_problems(
+    rewards: list[RewardSpec], training: Any, environments: Sequence[EnvironmentSpec] = ()
+) -> Iterator[str]:
     """Whether anything is rewarded at all, and whether dynamic sampling can find its judge."""
-    if rewards and not any(spec.weight for spec in rewards):
+    yield from fit.reward_problems(environments, [spec for spec in rewards if spec.weight])
+    earns = [fit.REWARD] if any(spec.owns_reward for spec in environments) else []
+    if rewards and not earns and not any(spec.weight for spec in rewards):
         yield "reward_funcs: all weights are 0, nothing would be rewarded. Give at least one a weight."
-    if rewards and training is not None:
-        names = [spec.name for spec in rewards]
+    if (rewards or earns) and training is not None:
+        names = [*(spec.name for spec in rewards), *earns]
         yield from judge_problems(training.dynamic_sampling, names)
         yield from _figure(training.metric_for_best_model, names)
 

@@ -14,6 +14,7 @@ from grpo_ext.data import chat_template
 from grpo_ext.data.config import PROCEDURAL, QUICKSTART
 from grpo_ext.data.files import is_path
 from grpo_ext.data.mixture import check_mixture, is_local
+from grpo_ext.environments import fit
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.recipe.loading import datasets_of
 from grpo_ext.recipe.policies import Policy, look_at
@@ -91,7 +92,9 @@ def findings(
     if isinstance(train, Dataset):
         problems += too_few(parts.training, len(train))
         problems += _template_problems(train[0]["prompt"], tokenizer, parts.training.chat_template_kwargs)
+        problems += fit.policy_problems(parts.environments, tokenizer, as_mapping(parts.training.chat_template_kwargs))
         notes += [] if problems else _too_long(train, tokenizer, parts.training, context)
+    problems += fit.data_problems(parts.environments, train)
     if train.column_names is None:  # a stream may not say
         return problems, notes
     silent = []

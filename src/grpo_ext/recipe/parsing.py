@@ -16,6 +16,8 @@ from grpo_ext.config.fields import OPEN_TO_PATHS, sound_values
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import planning, rank
 from grpo_ext.data.eval_sets import parse as parse_eval_sets
+from grpo_ext.environments.composition import parse as parse_environments
+from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.checks import ALSO, mixture_problems, part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
@@ -83,20 +85,25 @@ def load_recipe(
     if model is not None and re.fullmatch(r"\w+", str(model.lora_target_modules or "")):
         # TRL takes a list of one apart, and PEFT takes what it held for a regular expression of whole paths
         model.lora_target_modules = [model.lora_target_modules]
-    rewards = _rewards(script, None if training is None else training.reward_weights, folder, problems)
-    problems += reward_problems(rewards, training)
+    environments, found = parse_environments(None if script is None else script.environments, folder)
+    problems += found
+    weights = None if training is None else training.reward_weights
+    rewards = _rewards(script, weights, folder, problems)
+    problems += [*reward_problems(rewards, training, environments), *setting_problems(environments, training)]
     eval_sets, found = parse_eval_sets(None if script is None else script.eval_sets, rewards, folder)
     problems += found
     asked = stand_in(given.get(GRPOExtConfig, {})) if training is None else training
     sound = None if mixed or rewards_only else mixture
     problems += part_problems(script, data, training, None if rewards_only else model, sound, asked)
-    named = SimpleNamespace(script=script, data=data, training=asked, model=model, mixture=sound)
+    named = SimpleNamespace(
+        script=script, data=data, training=asked, model=model, mixture=sound, environments=environments
+    )
     problems += look(named, rewards, problems)
     if problems := _told_once(problems):
         raise ConfigError(problems)
     if any(spec.weight != 1.0 for spec in rewards):
         training.reward_weights = [spec.weight for spec in rewards]
-    recipe = Recipe(script, data, training, model, mixture, rewards, eval_sets)
+    recipe = Recipe(script, data, training, model, mixture, rewards, eval_sets, environments)
     if rank() == 0 and not planning():
         for warning in recipe_warnings(recipe):
             logger.warning(warning)
@@ -214,6 +221,8 @@ def _rewards(script: Any, weights: Any, folder: Path | None, problems: list[str]
     if script is None:
         return []
     entries = script.reward_funcs
+    if entries is None and script.environments and not script.reward_model_name_or_path:
+        return []  # whether these have rewards of their own is told with them
     if script.reward_model_name_or_path:
         model = {"name": script.reward_model_name_or_path.split("/")[-1], "func": script.reward_model_name_or_path}
         entries = [model, *(entries or [])]

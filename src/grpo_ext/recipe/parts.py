@@ -10,6 +10,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.eval_sets import EvalSet
+from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.quickstart.model import NAME
 from grpo_ext.rewards.composition import RewardSpec
 
@@ -36,7 +37,15 @@ class RecipeArguments(GRPOScriptArguments):
         },
     )
     reward_memory_gib: float = field(
-        default=8.0, metadata={"help": "Memory a reward worker may use, in GiB; 0 for no limit."}
+        default=8.0,
+        metadata={"help": "Memory that a reward worker, or an environment's process, may use, in GiB; 0: no limit."},
+    )
+    environments: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What completions are conversations with: a list of {name or path, kwargs, tools, max_turns, "
+            "turn_timeout, weight, on_error, isolate}; docs/environments.md."
+        },
     )
 
 
@@ -59,3 +68,4 @@ class Recipe:
     mixture: DatasetMixtureConfig
     rewards: list[RewardSpec] = field(default_factory=list)
     eval_sets: list[EvalSet] = field(default_factory=list)
+    environments: list[EnvironmentSpec] = field(default_factory=list)

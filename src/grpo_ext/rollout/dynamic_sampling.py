@@ -170,7 +170,8 @@ class Generates(Protocol):
     _metrics: Any
     _pending_extra_logs: dict[str, Any]
 
-    def _generate(self, prompts: list) -> tuple[Any, ...]: ...
+    def rollouts(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
+        """Rows with what became of them, and what TRL's `_generate` returns."""
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
@@ -181,7 +182,7 @@ class DynamicSampler:
     """Refills what is dead in a generation batch; the same rounds on every process.
 
     Args:
-        trainer: its `_generate`, `_calculate_rewards` and training set are used.
+        trainer: its `rollouts`, `_calculate_rewards` and training set are used.
 
     Raises:
         ConfigError: an unknown reward, or a trainer whose batches cannot be put together anew.
@@ -245,11 +246,10 @@ class DynamicSampler:
     def _scored(self, examples: list[dict[str, Any]]) -> Settled:
         """Completions and rewards of `examples`, by TRL's own methods."""
         trainer, prompts = self.trainer, [example["prompt"] for example in examples]
-        prompt_ids, ids, tool_mask, completions, logprobs, extra, images, _ = trainer._generate(prompts)
+        examples, generated = trainer.rollouts(examples)
+        prompt_ids, ids, tool_mask, completions, logprobs, extra, images, _ = generated
         if images is not None:
             raise ConfigError([_NO_IMAGES.format(trainer.args.dynamic_sampling)])
-        extras = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(ids))]
-        examples = [{**example, **more} for example, more in zip(examples, extras, strict=True)]
         trainer._pending_extra_logs.clear()
         rewards = trainer._calculate_rewards(examples, prompts, completions, ids)
         pending = {name: list(values) for name, values in trainer._pending_extra_logs.items()}
@@ -262,7 +262,7 @@ class DynamicSampler:
                 None if tool_mask is None else tool_mask[i],
                 completions[i],
                 None if logprobs is None else logprobs[i],
-                extras[i],
+                {name: example[name] for name in extra},
                 {name: values[i] for name, values in pending.items() if len(values) == len(ids)},
                 trainer._earned[i],
             )

@@ -5,14 +5,14 @@ of transformers; what is drawn has the distribution of `generate`, and a greedy 
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
@@ -46,6 +46,8 @@ class Grouped:
         """Nothing is known of the model yet."""
         self.required = required
         self.refusal = ""
+        self.uniforms: Tensor | None = None
+        """Numbers in [0, 1) [rows, tokens] that the next call draws by, each row by its own; None: as torch draws."""
 
     def refuse(self, reason: str) -> None:
         """From now on leave the work to `generate`.
@@ -74,7 +76,7 @@ class Grouped:
                 if not self.refusal:
                     for reason in obstacles(model, Forward.ROLLOUT):
                         raise Unsupported(reason)
-                    return stock(**kwargs, custom_generate=partial(decode, drawn=drawn))
+                    return stock(**kwargs, custom_generate=partial(decode, drawn=drawn, uniforms=self.uniforms))
             except Unsupported as error:
                 self.refuse(str(error))
             return stock(**kwargs)
@@ -83,17 +85,17 @@ class Grouped:
             yield drawn
 
 
-def engine_for(trainer: Any) -> Callable[[Any], AbstractContextManager[Any]]:
-    """What to generate under: `Grouped.generating`, or nothing where `rollout_engine` leaves the work to TRL."""
+def engine_for(trainer: Any) -> Grouped | None:
+    """What to generate under: None where `rollout_engine` leaves the work to TRL."""
     args = trainer.args
     if args.use_vllm or args.use_transformers_continuous_batching or args.rollout_engine_resolved == "generate":
-        return lambda model: nullcontext()
+        return None
     engine = Grouped(required=args.rollout_engine_resolved == "grouped")
     if trainer.is_fsdp_enabled:
         engine.refuse("the weights are sharded over processes")
     elif reason := forward_obstacle(args):
         engine.refuse(reason)
-    return engine.generating
+    return engine
 
 
 # What applies.
@@ -149,18 +151,21 @@ def decode(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    *,
     drawn: list[Tensor] | None = None,
+    uniforms: Float[Tensor, "batch tokens"] | None = None,
     **inputs: Any,
 ) -> Int[Tensor, "batch time"]:
     """Complete every row of `input_ids`; a decoding method for `generate(custom_generate=...)`.
 
     `drawn` gets the log-probabilities [batch, time] of the tokens, where they are sampled; after a row's end anything.
+    With `uniforms` a row's tokens depend on its own numbers and logits, not on who shares the batch.
 
     Raises:
         Unsupported: the rows are to be generated anew, by another method.
     """
     check_call(logits_processor, stopping_criteria, generation_config, inputs)
-    batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+    batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, uniforms)
     logits = batch.prefill()
     while True:
         batch.append(batch.choose(logits))
@@ -182,7 +187,10 @@ class _Batch:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         inputs: dict[str, Any],
+        uniforms: Tensor | None,
     ) -> None:
+        self.uniforms = None if uniforms is None else uniforms.to(input_ids.device)
+        self.prompt = input_ids.shape[1]
         self.model, self.processors, self.criteria, self.config = model, processors, criteria, config
         self.cache: DynamicCache = inputs["past_key_values"]
         self.rows_kept: RowCache | None = None
@@ -239,9 +247,12 @@ class _Batch:
         if not self.config.do_sample:
             return scores.argmax(dim=-1)
         probabilities = scores.softmax(dim=-1)
-        tokens = torch.multinomial(probabilities, num_samples=1)
-        self.drawn[self.rows, self.length] = probabilities.gather(-1, tokens)[:, 0]
-        return tokens[:, 0]
+        if self.uniforms is None:
+            tokens = torch.multinomial(probabilities, num_samples=1)[:, 0]
+        else:
+            tokens = picked(probabilities, self.uniforms[self.rows, self.length - self.prompt])
+        self.drawn[self.rows, self.length] = probabilities.gather(-1, tokens[:, None])[:, 0]
+        return tokens
 
     def append(self, tokens: Int[Tensor, " rows"]) -> None:
         """Add a token to each row; those that are finished leave when there are enough of them."""
@@ -268,6 +279,16 @@ class _Batch:
     def completed(self) -> Int[Tensor, "batch time"]:
         """All rows in their order, padded on the right."""
         return self.output[:, : self.length]
+
+
+def picked(
+    probabilities: Float[Tensor, "rows tokens"], uniforms: Float[Tensor, " rows"]
+) -> Int[Tensor, " rows"]:  # fmt: skip
+    """The token of each row in whose share of [0, 1) its number falls."""
+    up_to = probabilities.double().cumsum(dim=-1)
+    total = up_to[:, -1:].contiguous()
+    found = torch.searchsorted(up_to, uniforms[:, None] * total, right=True)
+    return torch.minimum(found, torch.searchsorted(up_to, total))[:, 0]  # at most the last that has a share
 
 
 def _random_state(device: torch.device) -> Tensor:

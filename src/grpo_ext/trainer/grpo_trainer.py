@@ -1,5 +1,6 @@
 """GRPOExtTrainer: TRL's GRPOTrainer with the loss and the advantages of `grpo_ext.objective.losses`."""
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.data.given import as_dataset
+from grpo_ext.environments.composition import parse as parse_environments
+from grpo_ext.environments.fit import data_problems as environment_data_problems
+from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.objective.advantages import estimators, zero_variance
 from grpo_ext.objective.aggregation import StepTotals
@@ -39,6 +43,7 @@ from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
 from grpo_ext.rollout.vllm.late import GRPOTrainer
 from grpo_ext.trainer import groups, old_policy, progress
+from grpo_ext.trainer.acting import Acting, earned_by, lost
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
 from grpo_ext.trainer.arguments import check_reward_names, data_problems, policy
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
@@ -93,6 +98,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         processing_class: Any = None,
         *,
         reward_workers: int | None = None,
+        environments: Any = None,
+        reward_memory_gib: float = 8.0,
         **kwargs: Any,
     ) -> None:
         """As `trl.GRPOTrainer`; `args` may be left out, a plain `GRPOConfig` is refused.
@@ -104,6 +111,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
             train_dataset: also a list of rows, a pandas frame, or a generator, which is read to its end.
             eval_dataset: the same.
             reward_workers: processes that score what is named; 0: this one. As in a recipe.
+            environments: what completions are conversations with, as in a recipe; `path` may be a class.
+            reward_memory_gib: memory that an environment's process may use.
         """
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
@@ -116,10 +125,20 @@ class GRPOExtTrainer(EvaluatingTrainer):
         train_dataset = as_dataset(train_dataset, "train_dataset")
         eval_dataset = as_dataset(eval_dataset, "eval_dataset")
         problems = [*machine_problems(args, None), *data_problems(args, train_dataset, eval_dataset)]
-        if reward_funcs is not None or kwargs.get("environment_factory") is None:  # which may bring a reward along
+        specs, found = parse_environments(environments)
+        problems += [*found, *setting_problems(specs, args), *environment_data_problems(specs, train_dataset)]
+        earned = earned_by(specs)
+        if earned and not reward_funcs:
+            reward_funcs = []
+        elif reward_funcs is not None or kwargs.get("environment_factory") is None:  # which may bring a reward along
             reward_funcs, args = ready(reward_funcs, args, reward_workers, train_dataset, problems)
         if problems:
             raise ConfigError(problems)
+        self.acting: Acting | None = None
+        if earned and args.reward_weights is not None:
+            args = copy.copy(args)
+            args.reward_weights = [*args.reward_weights, 1.0]
+        reward_funcs = [*(reward_funcs or []), *earned] if earned else reward_funcs
         model = policy(model)
         accept_numbered_cpu()
         ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
@@ -130,6 +149,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         make_portable(self.model)
         check_reward_names(self.reward_func_names)
         self._contain_rewards()
+        if specs:
+            self.rollout_func = self.acting = Acting(self, specs, reward_memory_gib)
         if self.rollout_func is not None:
             ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
             self.rollout_func = with_trajectories(self.rollout_func, ends)
@@ -187,7 +208,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
     # Rollouts: stock TRL's, guarded where it would crash or reuse what is stale.
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
-        with self._engine(self.accelerator.unwrap_model(self.model_wrapped)) as drawn:
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        with nullcontext() if self._engine is None else self._engine.generating(model) as drawn:
             completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
         if drawn and self.model.training:
             logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn[-1], completion_ids, strict=True)]
@@ -207,6 +229,15 @@ class GRPOExtTrainer(EvaluatingTrainer):
         if self._made is not None:
             self._made = trajectories or []
         return ids, completion_ids, tool_mask, completions, logprobs, extra, *images
+
+    def rollouts(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
+        """What `_generate` makes of rows, and the rows with what a rollout function said of each, as TRL has them."""
+        if self.acting is not None:
+            self.acting.rows = rows
+        generated = self._generate([row["prompt"] for row in rows])
+        extra = generated[5]
+        said = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
+        return [{**row, **more} for row, more in zip(rows, said, strict=True)], generated
 
     @property
     def _settled(self) -> Settled | None:
@@ -233,7 +264,9 @@ class GRPOExtTrainer(EvaluatingTrainer):
             self.close_rewards()
 
     def close_rewards(self) -> None:
-        """End the processes that score rewards; they would otherwise wait for the next batch."""
+        """End the processes that score rewards and run environments; they would otherwise wait for the next batch."""
+        if self.acting is not None:
+            self.acting.close()
         if self.reward_runtime is not None:
             self.reward_runtime.close()
 
@@ -257,7 +290,11 @@ class GRPOExtTrainer(EvaluatingTrainer):
             raise RewardError("\n".join(errors))
         if findings := [Finding(**finding) for _, found, _ in said for finding in found]:
             self._guard.rewards(findings, next((problem for _, _, problem in said if problem), ""))
-        self._rewards_per_func = rewards.masked_fill(rewards.isinf(), torch.nan)
+        unscored = rewards.isinf()
+        if self.acting is not None:
+            gone = torch.tensor([lost(row[COLUMN]) for row in args[0]], device=rewards.device)
+            unscored |= self.accelerator.gather(gone)[:, None]
+        self._rewards_per_func = rewards.masked_fill(unscored, torch.nan)
         return self._rewards_per_func
 
     def _no_numbers(self, rewards: Tensor, prompts: list, completions: list) -> tuple[list[dict[str, Any]], str]:
@@ -279,6 +316,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._made = []
         try:
             with settling as inputs, old_policy.no_early_pass(self.args):
+                if self.acting is not None:
+                    self.acting.rows = inputs
                 output = super()._generate_and_score_completions(inputs)
         finally:
             made, self._made = self._made, None

@@ -110,11 +110,12 @@ def main(output: Path, settings: dict) -> None:
         peft = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = GRPOExtTrainer(
         settings["model"],
-        [count_a],
+        None if "environments" in settings else [count_a],
         args=GRPOExtConfig(str(output / "out"), **(arguments | settings.get("config", {}))),
-        train_dataset=tiny.prompts(),
+        train_dataset=settings.get("rows") or tiny.prompts(),
         processing_class=tiny.tokenizer(),
         peft_config=peft,
+        environments=settings.get("environments"),
     )
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
     if settings.get("sync") is False:

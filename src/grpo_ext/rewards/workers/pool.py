@@ -94,9 +94,15 @@ def _alive(process: int) -> bool:
 
 
 class Worker:
-    """One worker process, its two pipes and its folder for temporary files."""
+    """One worker process, its two pipes and its folder for temporary files.
 
-    def __init__(self, memory_gib: float) -> None:
+    Args:
+        memory_gib: what it may use; 0 for no limit.
+        program: what it runs, handed its descriptors, the limit and our process's number.
+        fds: further descriptors that it gets, and is told of last.
+    """
+
+    def __init__(self, memory_gib: float, program: str = WORKER, fds: Sequence[int] = ()) -> None:
         """Start it; a few hundred milliseconds pass before it answers."""
         with _starting:
             self._start(memory_gib)
@@ -111,12 +117,12 @@ class Worker:
         os.set_blocking(self.requests, False)  # whoever does not read must not stop us
         self._open = [self.requests, self.answers]
         self._folder = tempfile.mkdtemp(prefix=f"{FOLDER}{_namespace()}_{os.getpid()}_")
-        command = [sys.executable, "-c", WORKER, str(requests), str(answers)]
+        command = [sys.executable, "-c", program, str(requests), str(answers)]
         path = os.pathsep.join(filter(None, sys.path))  # it imports what we can import
         try:
             self.process = subprocess.Popen(
-                [*command, str(memory_gib), str(os.getpid())],
-                pass_fds=(requests, answers),
+                [*command, str(memory_gib), str(os.getpid()), *map(str, fds)],
+                pass_fds=(requests, answers, *fds),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path, "TMPDIR": self._folder},
                 start_new_session=True,  # so that it can be killed with whatever it started

@@ -187,15 +187,22 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         send(answers, answer)
 
 
-def main() -> None:
-    """Entry point: descriptors and limits come as arguments."""
+def started() -> bool:
+    """Begin as a worker does, by the limits that come as arguments; whether the parent is still there."""
     die_with_parent()
     if os.getppid() != int(sys.argv[4]):  # the parent died before the kernel was told
-        return
+        return False
     limit_memory(float(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    return True
+
+
+def main() -> None:
+    """Entry point: descriptors and limits come as arguments."""
+    if not started():
+        return
     with open(int(sys.argv[1]), "rb") as requests, open(int(sys.argv[2]), "wb") as answers:
         serve(requests, answers)
 

@@ -164,13 +164,21 @@ class Client(VLLMClient):
     def _start_time(self) -> float | None:
         return self._metric("process_start_time_seconds ")
 
+    def asked(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's `generate`; from any thread.
+
+        Raises:
+            ServerTrouble: the server did not answer, or has lost our weights.
+        """
+        if self._start_time() not in (None, self._started):  # between two requests
+            raise ServerTrouble(f"{self.base_url} has been restarted")
+        return super().generate(*args, **kwargs)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; a failure is kept in `failure` and answered with NOTHING, since other processes wait for us."""
         self.failure = None
         try:
-            if self._start_time() not in (None, self._started):  # between two requests: it has lost our weights
-                raise ServerTrouble(f"{self.base_url} has been restarted")
-            return super().generate(*args, **kwargs)
+            return self.asked(*args, **kwargs)
         except Exception as error:
             self.failure = error
             return NOTHING

@@ -265,6 +265,15 @@ class Generation(VLLMGeneration):
             for name, value in before.items():
                 setattr(self, name, value)
 
+    @contextmanager
+    def seeded(self, seeds: list[int]) -> Iterator[None]:
+        """While it lasts a colocated engine samples each prompt by its own seed."""
+        if self.mode != "colocate":
+            yield
+            return
+        with patch.object(self.llm, "generate", partial(_each_seeded, self.llm.generate, seeds)):
+            yield
+
     def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> Any:
         """As TRL's; asked again, after a push, if the server dies meanwhile. Nothing of a failed attempt is kept.
 
@@ -284,9 +293,16 @@ class Generation(VLLMGeneration):
 
 def _seeded_apart(generate: Callable[..., Any], prompts: Any, *, sampling_params: Any, **options: Any) -> Any:
     """`LLM.generate` with a seed for each request: TRL asks for every completion by a request of its own."""
+    seeds = [sampling_params.seed + i for i in range(len(prompts))]
+    return _each_seeded(generate, seeds, prompts, sampling_params=sampling_params, **options)
+
+
+def _each_seeded(
+    generate: Callable[..., Any], seeds: list[int], prompts: Any, *, sampling_params: Any, **options: Any
+) -> Any:  # fmt: skip
     each = [sampling_params.clone() for _ in prompts]
-    for i, params in enumerate(each):
-        params.seed = sampling_params.seed + i
+    for params, seed in zip(each, seeds, strict=False):  # rows of other processes' making have none
+        params.seed = seed
     return generate(prompts, sampling_params=each, **options)
 
 

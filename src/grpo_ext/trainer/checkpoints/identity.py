@@ -59,6 +59,7 @@ HARMLESS = {
 """Settings that change no trained number; with stock's `loss_defaults: trl` an evaluation draws random numbers."""
 
 ROUNDING = {
+    "environment_waves",
     *("attn_implementation", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb"),
     *("ddp_find_unused_parameters", "ddp_static_graph", "full_determinism", "gradient_checkpointing"),
     *("gradient_checkpointing_kwargs", "shared_prefix", "torch_compile", "torch_compile_backend"),

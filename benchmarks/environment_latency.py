@@ -1,0 +1,114 @@
+"""Environments that take their time, and how long a generation takes: TRL's tool loop beside ours, the same sampler.
+
+64 attempts of 5 turns. Every answer takes a log-normal time (median 0.2 s, sigma 1, at most 5 s), the same in both; a
+wave of the sampler takes 20 ms and 1 ms for each row. The critical path is that of the attempt that took longest: its
+environment's time and a wave of its own for each turn. `python benchmarks/environment_latency.py` writes
+results/environment_latency.json.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "builders"))
+
+from trl import GRPOConfig
+
+import speakers
+import tiny
+from grpo_ext import GRPOExtConfig
+
+ATTEMPTS, TURNS, GROUP = 64, 5, 8
+WAVE, ROW = 0.02, 0.001
+SECONDS = np.minimum(5.0, np.random.default_rng(0).lognormal(np.log(0.2), 1.0, (ATTEMPTS, TURNS))).round(3)
+
+
+class Thinker:
+    """Its tool takes as long as the row says."""
+
+    def reset(self, seconds, **row):
+        self.seconds, self.thought = seconds, 0
+
+    def think(self) -> str:
+        """Think."""
+        time.sleep(self.seconds[self.thought])
+        self.thought += 1
+        return "on"
+
+    def get_reward(self):
+        return float(self.thought)
+
+
+class Timed:
+    """A sampler that takes its time."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        time.sleep(WAVE + ROW * len(prompt_ids))
+        return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+
+class Stock(Timed, speakers.Stock):
+    pass
+
+
+class Ours(Timed, speakers.Ours):
+    pass
+
+
+def think(place):
+    return speakers.called("think")
+
+
+def done(place):
+    return "done<|im_end|>"
+
+
+def seconds(kind, config, **environments):
+    """Wall time of one generation, after one that starts what is needed."""
+    made = speakers.tokenizer()
+    data = speakers.rows(ATTEMPTS, seconds=SECONDS.tolist())
+    sizes = {"max_completion_length": 2000, "per_device_train_batch_size": ATTEMPTS, "num_generations": GROUP}
+    with tempfile.TemporaryDirectory() as folder:
+        args = config(folder, **(tiny.TRAINING | sizes))
+        trainer = kind(speakers.model(made), [], args, data, processing_class=made, **environments)
+        trainer.script = [done]
+        trainer._generate_and_score_completions([dict(row) for row in data])
+        trainer.script = [*[think] * TURNS, done]
+        start = time.monotonic()
+        trainer._generate([row["prompt"] for row in data])
+        wall = time.monotonic() - start
+        if hasattr(trainer, "close_rewards"):
+            trainer.close_rewards()
+    return wall
+
+
+def main():
+    alone = WAVE + ROW
+    critical = float((SECONDS.sum(axis=1) + (TURNS + 1) * alone).max())
+    ours = seconds(Ours, GRPOExtConfig, environments=[{"path": f"{__file__}:Thinker", "turn_timeout": 60}])
+    stock = seconds(Stock, GRPOConfig, environment_factory=Thinker)
+    found = {
+        "attempts": ATTEMPTS,
+        "turns": TURNS,
+        "critical_path_seconds": round(critical, 3),
+        "ours_seconds": round(ours, 3),
+        "stock_seconds": round(stock, 3),
+        "ours_over_critical_path": round(ours / critical, 3),
+        "stock_over_critical_path": round(stock / critical, 3),
+    }
+    (ROOT / "benchmarks" / "results" / "environment_latency.json").write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""The registry with all environments that are packaged."""
+
+from grpo_ext.environments.library import calculator, guess, python, retry, search
+from grpo_ext.environments.protocol import environments
+
+__all__ = ["calculator", "environments", "guess", "python", "retry", "search"]

@@ -1,0 +1,4 @@
+"""The packaged environments, one a module.
+
+May know the protocol of environments, rewards, registry. Begin with `guess`.
+"""

@@ -1,0 +1,86 @@
+"""What an environment answered, read and checked in our own process: it may have written anything."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from grpo_ext.environments.protocol import Message
+from grpo_ext.environments.seat import Garbage
+from grpo_ext.rewards.workers.worker import shown
+
+LONGEST = 2**20
+"""Characters of an observation."""
+
+
+class Stepped(NamedTuple):
+    """A checked answer to a turn."""
+
+    observation: list[Message]
+    reward: float | None
+    done: bool
+    afresh: bool
+    calls: int
+    refused: int
+
+
+def opened(
+    prompt: Sequence[Message], value: Mapping[str, Any], harmless: Callable[[Sequence[Message]], list[Message]]
+) -> list[Message]:
+    """The conversation that an attempt begins with: text goes behind the prompt's last message, as in TRL.
+
+    Raises:
+        Garbage: it is neither text nor messages.
+    """
+    said = value.get("opening")
+    if said is None:
+        return list(prompt)
+    if isinstance(said, str):
+        [news] = harmless([{"content": said}])
+        return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}{news['content']}"}]
+    messages = _messages(said)
+    if not messages:
+        raise Garbage("no messages to begin with. Return None to begin with the prompt as it is.")
+    return harmless(messages)
+
+
+def stepped(value: Mapping[str, Any]) -> Stepped:
+    """Raises Garbage where an answer to a turn is none."""
+    said = value.get("observation")
+    news = [] if said is None else _messages(said)
+    done = value.get("done") is True
+    if not done and not news:
+        raise Garbage("no observation, and it is not done: the model would have nothing to answer. Return one.")
+    counts = [value.get(name) for name in ("calls", "refused")]
+    calls, refused = (count if isinstance(count, int) else 0 for count in counts)
+    return Stepped(news, _number(value.get("reward")), done, value.get("afresh") is True, calls, refused)
+
+
+def worth(value: Mapping[str, Any]) -> float | None:
+    """What an attempt earned beside its turns, by its environment's `get_reward`.
+
+    Raises:
+        Garbage: that is no number.
+    """
+    return _number(value.get("reward"))
+
+
+def _messages(said: Any) -> list[Message]:
+    said = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    if not isinstance(said, list) or not all(_is_message(message) for message in said):
+        cure = "Return text, or [{'role': ..., 'content': ...}]."
+        raise Garbage(f"{shown(said)} is neither text nor messages. {cure}")
+    if (length := sum(len(message["content"]) for message in said)) > LONGEST:
+        raise Garbage(f"an observation of {length} characters; {LONGEST} are the most.")
+    return said
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise Garbage(f"a reward of {shown(value)}. Return a finite number or None.")
+    return float(value)

@@ -1,0 +1,66 @@
+"""Games of the package textarena, for one player: the model reads the transcript of the game and writes its move."""
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grpo_ext.environments.protocol import Conversation, Message, Step
+from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.text import completion_text
+
+PLAYER = 0
+
+
+class TextArena(Conversation):
+    """One game; its options are those of the game, and the prompt's seed deals the same game to all completions.
+
+    What it observes is the whole transcript, which takes the place of what was said before. It pays once, at the end.
+    """
+
+    def __init__(self, game: str, **options: Any) -> None:
+        """Make the game."""
+        import textarena
+
+        self._game = textarena.make(game, **options)
+
+    @staticmethod
+    def preload(**_: Any) -> None:
+        """Import the games once for all attempts."""
+        import textarena  # noqa: F401
+
+    @staticmethod
+    def option_problems(game: str, **options: Any) -> Iterator[str]:
+        """Whether there is such a game, and whether one player can begin it here."""
+        if importlib.util.find_spec("textarena") is None:
+            yield f"textarena/{game} needs textarena, which is not installed. Install grpo-ext[textarena]."
+            return
+        from textarena.envs.registration import ENV_REGISTRY
+
+        if game not in ENV_REGISTRY:
+            yield f"textarena has no game {game!r}. {did_you_mean(game, ENV_REGISTRY)}"
+            return
+        try:
+            TextArena(game, **options).reset({})
+        except Exception as error:  # such as that it wants two players, or a download
+            yield (
+                f"textarena/{game} does not begin with one player on this machine ({type(error).__name__}: {error}). "
+                "Name a game for one player that needs no network."
+            )
+
+    def reset(self, row: Mapping[str, Any]) -> list[Message]:
+        """Deal the game."""
+        self._game.reset(num_players=1, seed=self.seed)
+        return self._transcript()
+
+    def step(self, message: Message) -> Step:
+        """Make the move."""
+        done, _ = self._game.step(completion_text([message]))
+        if not done:
+            return Step(self._transcript(), None, False, True)
+        rewards, _ = self._game.close()
+        return Step(None, float((rewards or {}).get(PLAYER, 0.0)), True)
+
+    def _transcript(self) -> list[Message]:
+        _, said = self._game.get_observation()
+        text = said if isinstance(said, str) else "\n".join(str(part) for _, part, *_ in said)
+        return [{"role": "user", "content": text}]

@@ -1,0 +1,58 @@
+"""A tiny model that speaks in Qwen's turns and calls, and trainers whose sampler is scripted."""
+
+from datasets import Dataset
+from trl import GRPOTrainer
+from trl.chat_template_utils import qwen3_chat_template
+
+import tiny
+from grpo_ext import GRPOExtTrainer
+from grpo_ext.quickstart.model import build_tokenizer
+
+ASKED = [{"role": "user", "content": "count"}]
+
+
+def tokenizer():
+    """Characters, and Qwen's tags as one token each."""
+    made = build_tokenizer()
+    made.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"])
+    made.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<user>"]})
+    made.chat_template = qwen3_chat_template
+    return made
+
+
+def model(made, **overrides):
+    settings = {"vocab_size": len(made), "eos_token_id": made.eos_token_id, "max_position_embeddings": 4096}
+    return tiny.model(**{**settings, **overrides})
+
+
+def rows(n=8, **columns):
+    return Dataset.from_dict({"prompt": [ASKED] * n, **columns})
+
+
+def called(name, **arguments):
+    """What a model writes that calls a tool."""
+    import json
+
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
+
+
+class _Scripted:
+    """Its sampler says in turn k of every conversation what `script[k]` says, by the row's place."""
+
+    script: list
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        made, start = self._tokenizer, self._tokenizer.convert_tokens_to_ids("<|im_start|>")
+        said = []
+        for place, ids in enumerate(prompt_ids):
+            turn = sum(token == start for token in ids) // 2 - 1  # user, assistant, tool, assistant, ...
+            said.append(made(self.script[turn](place), add_special_tokens=False)["input_ids"])
+        return said, None
+
+
+class Stock(_Scripted, GRPOTrainer):
+    pass
+
+
+class Ours(_Scripted, GRPOExtTrainer):
+    pass

@@ -1,0 +1,191 @@
+"""Environments for tests: of both protocols, sound and with every fault; imported by path in their own processes."""
+
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from grpo_ext.environments.protocol import Conversation, Step
+
+FAULTS = {
+    "raises in reset": "raised",
+    "raises in step": "raised",
+    "leaves": "raised",
+    "hangs": "timeout",
+    "is killed": "died",
+    "exits": "died",
+    "segfaults": "died",
+    "eats memory": "raised",
+    "says nothing known": "garbage",
+    "pays no number": "garbage",
+    "says too much": "garbage",
+    "writes over its line": "garbage",
+    "leaves processes behind": "died",
+}
+"""Each kind of fault, and the kind of failure that it is told as."""
+
+
+class Faulty(Conversation):
+    """Answers with a random number; in its second turn it does what the row's column `fault` says."""
+
+    def reset(self, row):
+        self.fault, self.turns = row["fault"], 0
+        if self.fault == "raises in reset":
+            raise RuntimeError("no world")
+
+    def step(self, message):
+        self.turns += 1
+        if self.turns == 2 and self.fault:
+            return self._fail()
+        return Step(f"{self.turns}{random.randrange(10)}", 0.25, self.turns == 3)
+
+    def _fail(self):
+        if self.fault == "raises in step":
+            raise RuntimeError("the world ended")
+        if self.fault == "leaves":
+            sys.exit(3)
+        if self.fault == "hangs":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(3600)
+        if self.fault == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "exits":
+            os._exit(3)
+        if self.fault == "segfaults":
+            ctypes.string_at(0)
+        if self.fault == "eats memory":
+            bytearray(64 << 30)
+        if self.fault == "says too much":
+            return Step("x" * 2**21)
+        if self.fault == "pays no number":
+            return Step("a", float("nan"))
+        if self.fault == "writes over its line":
+            for descriptor in range(3, 64):
+                try:
+                    os.write(descriptor, b"\x04\0\0\0\0\0\0\0nope")
+                except OSError:
+                    continue
+            time.sleep(3600)
+        if self.fault == "leaves processes behind":
+            subprocess.Popen(["setsid", "sleep", "3599"])
+            time.sleep(0.2)
+            os._exit(0)
+        return 7
+
+
+class FaultyOnTheSecond(Faulty):
+    """On one of two processes, from its first turn on."""
+
+    def reset(self, row):
+        super().reset({"fault": row["fault"] if os.environ["RANK"] == "1" else None})
+        self.turns = 1
+
+
+class Slow(Conversation):
+    """Takes as long as the row's `seconds`, one for each turn."""
+
+    def reset(self, row):
+        self.seconds = list(row["seconds"])
+
+    def step(self, message):
+        time.sleep(self.seconds.pop(0))
+        return Step("on", 1.0, not self.seconds)
+
+
+class Meets(Conversation):
+    """Waits in its first turn until `count` have arrived in `folder`, where it does itself in the turn `arrives`."""
+
+    def reset(self, row):
+        self.turn, self.row = 0, row
+
+    def step(self, message):
+        folder = Path(self.row["folder"])
+        self.turn += 1
+        if self.turn == self.row["arrives"]:
+            (folder / str(self.row["place"])).touch()
+        while self.turn == 1 and len(list(folder.iterdir())) < self.row["count"]:
+            time.sleep(0.01)
+        return Step("on", 1.0, self.turn == self.row["turns"])
+
+
+class Counter:
+    """TRL's protocol: methods are tools."""
+
+    def reset(self, start=0, **row):
+        self.count = start
+        return f" from {start}"
+
+    def add(self, number: int) -> int:
+        """Add to the count.
+
+        Args:
+            number: What is added.
+        """
+        if number < 0:
+            raise ValueError("only upwards")
+        self.count += number
+        return self.count
+
+    async def look(self) -> str:
+        """Look at the count."""
+        return f"it is {self.count}"
+
+    def get_reward(self):
+        return float(self.count)
+
+
+class Solved(Counter):
+    """Its reset wants a column."""
+
+    def reset(self, solution, **row):
+        self.count = 0
+
+
+class Strict(Counter):
+    """Its reset takes no further columns."""
+
+    def reset(self):
+        self.count = 0
+
+
+class Mute:
+    def reset(self, **row):
+        pass
+
+
+class NoReset:
+    def shout(self) -> str:
+        """Shout."""
+        return "!"
+
+
+class NoStep(Conversation):
+    pass
+
+
+class NoDocstring(Mute):
+    def shout(self, word: str) -> str:
+        return word
+
+
+class NoHint(Mute):
+    def shout(self, word) -> str:
+        """Shout.
+
+        Args:
+            word: What.
+        """
+        return word
+
+
+def add(number: int) -> int:
+    """Add one.
+
+    Args:
+        number: To what.
+    """
+    return number + 1

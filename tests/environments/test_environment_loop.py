@@ -1,0 +1,275 @@
+"""The loop: real environments in real processes, a policy that is scripted where its tokens do not matter."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from tokenizers import decoders
+
+import tiny
+import worlds
+from grpo_ext.environments.composition import parse
+from grpo_ext.environments.hosts import Hosts
+from grpo_ext.environments.loop import Attempts, Limits, Sample, Task
+from grpo_ext.environments.rendering import Renderer
+from processes import PATIENCE
+
+EOS, LETTERS = 1, range(3, 29)
+LIMITS = Limits(completion=200, counts_all=True, context=None, ends=frozenset([EOS]))
+HERE = Path(worlds.__file__)
+
+
+class Scripted:
+    """A policy whose turns depend on the attempt alone, and end unless told otherwise."""
+
+    version, pending, descriptor = 3, 0, None
+
+    def __init__(self, turn=None, waits=False):
+        self.turn, self.waits, self.waves = turn or self._random, waits, []
+        self.said = {}
+
+    @staticmethod
+    def _random(attempt, turn):
+        g = np.random.default_rng((attempt, turn))
+        return [*g.integers(LETTERS.start, LETTERS.stop, g.integers(1, 6)).tolist(), EOS]
+
+    def anyone(self, here):
+        return here
+
+    def generate(self, contexts, limits, attempts):
+        if attempts:
+            self.waves.append(list(attempts))
+        samples = []
+        for limit, attempt in zip(limits, attempts, strict=True):
+            turns = self.said.setdefault(attempt, [])
+            turns.append(self.turn(attempt, len(turns))[:limit])
+            samples.append((attempt, Sample(turns[-1], None)))
+        return samples
+
+
+class Requests(Scripted):
+    """The same, a turn of which takes as long as `seconds` says of the attempt, in a thread of its own."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds, self.threads, self.asked = seconds, ThreadPoolExecutor(8), {}
+        self.descriptor, self.told = os.pipe()
+        os.set_blocking(self.descriptor, False)
+
+    @property
+    def pending(self):
+        return len(self.asked)
+
+    def generate(self, contexts, limits, attempts):
+        for attempt, sample in super().generate(contexts, limits, attempts):
+            future = self.threads.submit(time.sleep, self.seconds[attempt])
+            self.asked[future] = attempt, sample
+            future.add_done_callback(lambda _: os.write(self.told, b"."))
+        with suppress(BlockingIOError):
+            os.read(self.descriptor, 1)
+        return [self.asked.pop(future) for future in list(self.asked) if future.done()]
+
+    def close(self):
+        self.threads.shutdown()
+        os.close(self.descriptor)
+        os.close(self.told)
+
+
+def spec(name="Faulty", **settings):
+    entry = {"path": f"{HERE}:{name}", "turn_timeout": PATIENCE, **settings}
+    [found], problems = parse([entry])
+    assert not problems
+    return found
+
+
+def tasks(given, rows):
+    prompt = [{"role": "user", "content": "go"}]
+    return [Task(given, row, prompt, None, seed=i // 2) for i, row in enumerate(rows)]
+
+
+@pytest.fixture
+def hosts():
+    before = descriptors()
+    opened = Hosts(memory_gib=1.0)
+    yield opened
+    opened.close()
+    assert psutil.Process().children(recursive=True) == []
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "3599"]]
+    deadline = time.monotonic() + PATIENCE
+    while descriptors() > before and time.monotonic() < deadline:  # a thread's end closes with it
+        time.sleep(0.05)
+    assert descriptors() == before
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def run(hosts, todo, engine=None, limits=LIMITS, tokenizer=None):
+    engine = engine or Scripted()
+    tokenizer = tokenizer or tiny.tokenizer()
+
+    def parsed(ids, context, tools):
+        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+
+    attempts = Attempts(engine, hosts, Renderer(tokenizer, {}), parsed, limits)
+    return [trajectory for trajectory, _ in attempts.run(todo)], engine
+
+
+# Faults.
+
+
+def test_each_fault_costs_its_own_attempt_and_nothing_else(hosts):
+    faults = [None, *worlds.FAULTS, None]
+    sound, _ = run(hosts, tasks(spec(), [{"fault": None}] * len(faults)))
+    todo = tasks(spec(), [{"fault": fault} for fault in faults])
+    for i in (faults.index("hangs"), faults.index("writes over its line")):
+        todo[i] = replace(todo[i], spec=spec(turn_timeout=2.0))
+    faulty, _ = run(hosts, todo)
+    assert [t.failure and t.failure.partition(":")[0] for t in faulty] == [None, *worlds.FAULTS.values(), None]
+    assert [t for t, fault in zip(faulty, faults, strict=True) if fault is None] == [sound[0], sound[-1]]
+    assert all(t.reward is None and t.truncated for t in faulty if t.failure)
+    assert all(turn.reward is None for t in faulty if t.failure for turn in t.turns)
+    assert [len(t.turns) for t in faulty] == [3, 1, *[2] * (len(worlds.FAULTS) - 1), 3]
+    assert faulty[1].turns[0].sampled == []
+
+
+def test_on_error_may_name_a_reward(hosts):
+    [lost], _ = run(hosts, tasks(spec(on_error=-1.0), [{"fault": "exits"}]))
+    assert (lost.reward, [turn.reward for turn in lost.turns]) == (-1.0, [None, None])
+    assert lost.failure == "died: it ended with exit code 3"
+
+
+def test_what_cannot_be_imported_is_told_of_each_attempt(hosts, tmp_path):
+    (tmp_path / "late.py").write_text((HERE).read_text())
+    [found], problems = parse([f"{tmp_path}/late.py:Faulty"])
+    assert not problems
+    (tmp_path / "late.py").write_text("raise RuntimeError('gone')")
+    lost, _ = run(hosts, tasks(found, [{"fault": None}] * 2))
+    assert all("gone" in t.failure for t in lost)
+
+
+# Time.
+
+
+def meeting(folder, *attempts):
+    """Rows of `worlds.Meets`, of which each has turns, the turn in which it arrives, and for how many it waits."""
+    return [
+        {"folder": str(folder), "place": i, "turns": turns, "arrives": arrives, "count": count}
+        for i, (turns, arrives, count) in enumerate(attempts)
+    ]
+
+
+def test_nobody_waits_for_the_slowest(hosts, tmp_path):
+    """The first is waiting, in its first turn, until the others have come to their last."""
+    rows = meeting(tmp_path, (2, 0, 3), *[(4, 4, 0)] * 3)
+    done, engine = run(hosts, tasks(spec("Meets"), rows))
+    assert [(len(t.turns), t.failure) for t in done] == [(2, None), *[(4, None)] * 3]
+    assert engine.waves[-1] == [0]
+
+
+def test_requests_are_sent_as_attempts_are_ready(hosts):
+    """The first's turns take long, and nobody waits for them."""
+    with closing(Requests([1.0, 0.0, 0.0])) as engine:
+        done, _ = run(hosts, tasks(spec("Slow"), [{"seconds": [0.0] * 3}] * 3), engine)
+    assert [(len(t.turns), t.failure) for t in done] == [(3, None)] * 3
+    assert engine.waves[-2:] == [[0], [0]]
+
+
+def test_waves_of_turns_are_the_same_whatever_environments_take(hosts):
+    rows = [{"seconds": [0.3 * (i == k) for k in range(3)]} for i in range(3)]
+    _, engine = run(hosts, tasks(spec("Slow"), rows), Scripted(waits=True))
+    assert engine.waves == [[0, 1, 2]] * 3
+
+
+def test_environments_think_at_the_same_time(hosts, tmp_path):
+    done, _ = run(hosts, tasks(spec("Meets"), meeting(tmp_path, *[(1, 1, 30)] * 30)))
+    assert [t.failure for t in done] == [None] * 30
+
+
+def test_completions_of_a_prompt_play_the_same_game(hosts):
+    done, _ = run(hosts, tasks(spec(), [{"fault": None}] * 4))
+    said = [[m["content"] for m in t.messages if m["role"] == "user"] for t in done]
+    assert said[0] == said[1] != said[2] == said[3]
+
+
+# Tokens.
+
+
+def test_what_was_sampled_is_what_is_trained(hosts):
+    done, engine = run(hosts, tasks(spec(), [{"fault": None}] * 6))
+    for number, trajectory in enumerate(done):
+        assert [turn.sampled for turn in trajectory.turns] == engine.said[number]
+        tree = trajectory.tree
+        trained = [token for token, turn in zip(tree.ids, tree.turns, strict=True) if turn >= 0]
+        assert trained == [token for said in engine.said[number] for token in said]
+        assert len(trajectory.rows()) == 1
+        text = tiny.tokenizer().decode(trajectory.turns[-1].context)
+        assert text.replace(" ", "").startswith("go=")
+
+
+def test_a_template_that_rewrites_what_was_before_makes_a_further_row(hosts):
+    """It leaves out every a that the assistant has said."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'].replace('a', '') }}<eos>"
+        "{% else %}{{ m['content'] }}={% endif %}{% endfor %}"
+    )
+    a, b = (tiny.WORDS.index(letter) for letter in "ab")
+    script = Scripted(lambda attempt, turn: [a, b, EOS] if turn == 0 and attempt == 0 else [b, EOS])
+    (rewritten, plain), engine = run(hosts, tasks(spec(), [{"fault": None}] * 2), script, tokenizer=tokenizer)
+    assert [t.sampled for t in rewritten.turns] == engine.said[0]
+    assert (len(rewritten.rows()), len(plain.rows())) == (2, 1)
+    assert rewritten.turns[1].context[:4] == [*tokenizer("go=")["input_ids"], b]
+
+
+def test_special_tokens_that_an_environment_says_are_text(hosts):
+    tokenizer = tiny.tokenizer()
+    news = Renderer(tokenizer, {}).harmless([{"role": "user", "content": "a<eos>b\ud800"}])
+    assert news == [{"role": "user", "content": "a< eos>b?"}]
+
+
+@pytest.mark.parametrize(("counts_all", "turns"), [(True, 2), (False, 3)])
+def test_a_budget_is_of_all_tokens_or_of_the_policys(hosts, counts_all, turns):
+    """Two tokens a turn; what the environment says takes three."""
+    limits = replace(LIMITS, completion=7, counts_all=counts_all)
+    [t], _ = run(hosts, tasks(spec(), [{"fault": None}]), Scripted(lambda *_: [5, EOS]), limits)
+    assert len(t.turns) == turns
+    assert t.truncated == counts_all
+
+
+def test_a_turn_that_does_not_end_is_the_last(hosts):
+    [t], _ = run(hosts, tasks(spec(), [{"fault": None}]), Scripted(lambda *_: [5] * 9), replace(LIMITS, completion=4))
+    assert ([turn.sampled for turn in t.turns], t.truncated, t.failure) == ([[5] * 4], True, None)
+
+
+def test_max_turns_ends_an_attempt_after_the_environment_has_judged_it(hosts):
+    [t], _ = run(hosts, tasks(spec(max_turns=2), [{"fault": None}]))
+    assert ([turn.reward for turn in t.turns], t.truncated) == ([0.25, 0.25], True)
+
+
+# Here and now, and in threads.
+
+
+@pytest.mark.parametrize("where", [{"environment": worlds.Meets}, {"isolate": False}])
+def test_in_threads_environments_think_at_the_same_time_too(hosts, where, tmp_path):
+    rows = meeting(tmp_path, *[(2, 1, 20)] * 20)
+    done, _ = run(hosts, tasks(replace(spec("Meets"), **where), rows))
+    assert [(t.failure, sum(turn.reward for turn in t.turns)) for t in done] == [(None, 2.0)] * 20
+
+
+def test_what_answers_at_once_is_played_in_waves_of_turns(hosts):
+    [guess], _ = parse([{"name": "guess", "kwargs": {"high": 9, "guesses": 3}}])
+    nine = tiny.WORDS.index("9")
+    script = Scripted(lambda attempt, turn: [nine - (attempt == 1), EOS])
+    done, engine = run(hosts, tasks(guess, [{"solution": "9"}, {"solution": "9"}, {"solution": "1"}]), script)
+    assert [[turn.reward for turn in t.turns] for t in done] == [[1.0], [-0.0] * 3, [-0.0] * 3]
+    assert [m["content"] for m in done[2].messages] == ["9", "lower", "9", "lower", "9", "lower"]
+    assert engine.waves == [[0, 1, 2], [1, 2], [1, 2]]

@@ -1,0 +1,118 @@
+"""Training with environments, by TRL's trainer and ours: tiny models, real environments, real steps."""
+
+import pytest
+import torch
+from trl import GRPOConfig
+
+import speakers
+import tiny
+import worlds
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.errors import ConfigError
+from trainers import weights
+
+HERE = worlds.__file__
+GUESS = {"name": "guess", "kwargs": {"high": 9, "guesses": 3}, "max_turns": 4}
+LENGTH = {"max_completion_length": 40}
+
+
+def asked(n=16):
+    return [{"prompt": [{"role": "user", "content": f"guess {i}:"}], "solution": str(i % 9 + 1)} for i in range(n)]
+
+
+class Recorder(GRPOExtTrainer):
+    def _generate_and_score_completions(self, inputs):
+        self.output = super()._generate_and_score_completions(inputs)
+        self.attempts = [row.get("trajectory") for row in inputs]
+        return self.output
+
+
+def trained(tmp_path, environments, data=None, kind=Recorder, model=None, rewards=None, **settings):
+    args = GRPOExtConfig(output_dir=str(tmp_path), **(tiny.TRAINING | LENGTH | settings))
+    made = kind(
+        model or tiny.model(),
+        rewards,
+        args,
+        data or asked(),
+        processing_class=tiny.tokenizer(),
+        environments=environments,
+    )
+    made.train()
+    return made
+
+
+def test_a_model_that_plays_is_trained_on_what_it_said(tmp_path):
+    trainer = trained(tmp_path, [GUESS])
+    output, attempts = trainer.output, trainer.attempts
+    for row, attempt in enumerate(attempts):
+        live = (output["completion_mask"] * output["tool_mask"])[row].bool()
+        assert output["completion_ids"][row][live].tolist() == [i for t in attempt.turns for i in t.sampled]
+        assert attempt.turns[0].version == 1
+    log = trainer.state.log_history[0]
+    assert 1 <= log["environments/guess/turns"] <= 4
+    assert log["environments/guess/failed"] == 0
+    assert log["rewards/environment/mean"] == pytest.approx(log["environments/guess/reward"], abs=1e-6)
+
+
+def test_a_run_is_a_function_of_its_recipe_and_seed(tmp_path):
+    one, other = (weights(trained(tmp_path, [GUESS]).model) for _ in range(2))
+    assert torch.equal(one, other)
+    assert not torch.equal(one, weights(tiny.model()))
+
+
+def test_a_failing_environment_costs_its_attempt(tmp_path):
+    faults = [None, "exits", None, "raises in step"]
+    data = [{**row, "fault": faults[i % 4]} for i, row in enumerate(asked())]
+    trainer = trained(tmp_path, [{"path": f"{HERE}:Faulty"}], data, learning_rate=0.1)
+    log = trainer.state.log_history
+    assert [entry["environments/Faulty/failed"] > 0 for entry in log[:2]] != [False, False]
+    lost = torch.tensor([a.failure is not None for a in trainer.attempts])
+    assert (trainer.output["advantages"][lost] == 0).all()
+    assert not trainer.acting.hosts._nurseries
+
+
+def test_groups_without_a_signal_are_drawn_anew_with_environments_too(tmp_path):
+    trainer = trained(tmp_path, [GUESS], dynamic_sampling="environment", dynamic_sampling_max_rounds=2)
+    assert trainer.state.log_history[0]["dynamic_sampling/rounds"] >= 1
+
+
+def test_rewards_score_conversations_beside_the_environment(tmp_path):
+    def turns(completions, trajectory, **_):
+        assert [len(t.turns) for t in trajectory] == [sum(m["role"] == "assistant" for m in c) for c in completions]
+        return [float(len(t.turns)) for t in trajectory]
+
+    log = trained(tmp_path, [GUESS | {"weight": 0.5}], rewards=[turns]).state.log_history[0]
+    assert log["rewards/turns/mean"] == pytest.approx(log["environments/guess/turns"])
+
+
+def test_trls_class_makes_the_rows_that_it_makes_in_trl(tmp_path):
+    made = speakers.tokenizer()
+    script = [lambda i: speakers.called("add", number=i + 1), lambda i: "done<|im_end|>" if i % 2 else "<|im_end|>"]
+    settings = tiny.TRAINING | {"max_completion_length": 400, "max_steps": 1}
+    common = {"train_dataset": speakers.rows(start=list(range(8))), "processing_class": made}
+    stock = type("Stock", (speakers.Stock,), {"script": script})(
+        speakers.model(made), [], GRPOConfig(str(tmp_path), **settings), environment_factory=worlds.Counter, **common
+    )
+    ours = type("Ours", (speakers.Ours,), {"script": script})(
+        speakers.model(made), None, GRPOExtConfig(str(tmp_path), **settings), environments=[worlds.Counter], **common
+    )
+    inputs = [dict(common["train_dataset"][i // 4]) for i in range(8)]
+    outputs = [trainer._generate_and_score_completions(inputs) for trainer in (stock, ours)]
+    for name in ("prompt_ids", "completion_ids", "completion_mask", "tool_mask"):
+        assert torch.equal(outputs[0][name], outputs[1][name]), name
+    assert stock._logs["rewards"]["Counter"] == ours._logs["rewards"]["environment"]
+    ours.close_rewards()
+
+
+def test_rows_say_which_environment_they_are_of(tmp_path):
+    data = [{**row, "environment": ("guess", "slow")[i % 2], "seconds": [0.0]} for i, row in enumerate(asked())]
+    slow = {"name": "slow", "path": f"{HERE}:Slow"}
+    trainer = trained(tmp_path, [GUESS, slow], data)
+    assert {a.environment for a in trainer.attempts} <= {"guess", "slow"}
+    assert any("environments/slow/turns" in entry for entry in trainer.state.log_history)
+
+
+def test_what_does_not_suit_is_told_before_a_model_is_loaded(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        trained(tmp_path, [GUESS | {"max_turns": 0}, {"path": "worlds:Solved"}], [{"prompt": "text"}] * 16)
+    assert len(error.value.problems) == 3

@@ -1,0 +1,187 @@
+"""One environment as it is asked: TRL's protocol and ours, their tools, what they may not return."""
+
+import json
+import sys
+
+import pytest
+
+import worlds
+from grpo_ext.environments.catalogue import environments
+from grpo_ext.environments.composition import parse
+from grpo_ext.environments.observations import LONGEST, opened, stepped
+from grpo_ext.environments.protocol import Conversation, Step
+from grpo_ext.environments.seat import Garbage, Seat
+from grpo_ext.environments.tools import schemas
+
+
+def call(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def said(seat, *calls):
+    return seat.answer(("step", {"role": "assistant", "content": "", "tool_calls": list(calls)}))
+
+
+def seat(make, *functions):
+    return Seat(make, functions, seed=5)
+
+
+def test_trls_class_is_played_as_trl_plays_it():
+    play = seat(worlds.Counter, worlds.add)
+    assert play.answer(("reset", {"start": 2, "solution": "7"})) == {"opening": " from 2"}
+    answer = said(play, call("add", number=3), call("look"), call("add", number=-1), call("fly"))
+    assert [m["content"] for m in answer["observation"]] == [
+        "5",
+        "it is 5",
+        "{'error': 'only upwards'}",
+        "{'error': \"there is no tool 'fly', only add, look\"}",
+    ]
+    assert [m["role"] for m in answer["observation"]] == ["tool"] * 4
+    assert (answer["calls"], answer["refused"], answer["done"]) == (4, 2, False)
+    assert said(play)["done"] is True
+    assert play.answer(("finish", None)) == {"reward": 5.0}
+
+
+def test_schemas_are_of_functions_and_methods_without_their_self():
+    [function, method, other] = schemas(worlds.Counter, [worlds.add])
+    assert [s["function"]["name"] for s in (function, method, other)] == ["add", "add", "look"]
+    assert method["function"]["parameters"]["required"] == ["number"]
+
+
+class Returns(Conversation):
+    def __init__(self, value):
+        self.value = value
+
+    def step(self, message):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        (Step("on"), (["on"], None, False)),
+        (("on", 0.5), (["on"], 0.5, False)),
+        ((None, 1, True), ([], 1.0, True)),
+        (Step([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]), (["a", "b"], None, False)),
+    ],
+)
+def test_a_step_is_read(value, read):
+    step = stepped(_answered(value))
+    assert ([m["content"] for m in step.observation], step.reward, step.done) == read
+
+
+def _answered(value):
+    play = seat(lambda: Returns(value))
+    play.answer(("reset", {}))
+    return play.answer(("step", {}))
+
+
+@pytest.mark.parametrize("value", [7, None, (), (1, 2, 3, 4, 5), "text"])
+def test_what_is_no_step_is_garbage(value):
+    kind, reason = _answered(value)["failed"]
+    assert kind == "garbage"
+    assert "Return Step(observation, reward, done)" in reason
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({"observation": None, "done": False}, "nothing to answer"),
+        ({"observation": 7}, "neither text nor messages"),
+        ({"observation": [{"role": "user"}]}, "neither text nor messages"),
+        ({"observation": "x" * (LONGEST + 1)}, "characters"),
+        ({"observation": "a", "reward": float("nan")}, "a finite number"),
+        ({"observation": "a", "reward": "much"}, "a finite number"),
+    ],
+)
+def test_an_answer_is_checked_where_it_arrives(answer, told):
+    with pytest.raises(Garbage, match=told):
+        stepped(answer)
+
+
+@pytest.mark.parametrize(
+    ("opening", "contents"),
+    [(None, ["s", "go"]), ("!", ["s", "go!"]), ([{"role": "user", "content": "new"}], ["new"])],
+)
+def test_a_conversation_is_opened(opening, contents):
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "go"}]
+    assert [m["content"] for m in opened(prompt, {"opening": opening}, list)] == contents
+
+
+# The packaged ones.
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [("(3 + 4) * 2", "14"), ("7 / 2", "3.5"), ("2^10", "1024"), ("-7 // 2", "-4"), ("6/3", "2")],
+)
+def test_the_calculator_works_out(expression, result):
+    assert environments["calculator"]().calculate(expression) == result
+
+
+@pytest.mark.parametrize("expression", ["9**9**9", "10**16", "__import__('os')", "1/0", "1" * 300, "(-1)**.5", "a+1"])
+def test_the_calculator_refuses(expression):
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        environments["calculator"]().calculate(expression)
+
+
+def test_retry_pays_the_last_attempt():
+    play = environments["retry"](reward="accuracy", attempts=3, discount=0.5, feedback="again")
+    play.reset({"prompt": "1+1", "solution": "2"})
+    steps = [play.step({"role": "assistant", "content": f"\\boxed{{{x}}}"}) for x in (3, 2)]
+    assert steps == [Step("again", None, False), Step(None, 0.5, True)]
+
+
+def test_guess_draws_from_the_prompts_seed_where_the_row_has_no_number():
+    games = [environments["guess"](high=1000) for _ in range(3)]
+    for seed, game in zip((1, 1, 2), games, strict=True):
+        game.seed = seed
+        game.reset({})
+    assert games[0].secret == games[1].secret != games[2].secret
+    assert games[0].step({"role": "assistant", "content": "well"}) == Step("no number", -0.0, False)
+
+
+def test_search_finds_the_passage_that_has_the_words(tmp_path):
+    pytest.importorskip("bm25s")
+    corpus = tmp_path / "corpus.jsonl"
+    texts = ["the owl hunts at night", "bread is baked in the morning", "the river freezes in winter"]
+    corpus.write_text("\n".join(json.dumps({"title": str(i), "text": text}) for i, text in enumerate(texts)))
+    tool = environments["search"](corpus=str(corpus), results=1)
+    assert tool.search("when is bread baked?") == "1\nbread is baked in the morning"
+    assert tool.search("zebra") == "nothing was found"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("print(6 * 7)", "42"),
+        ("1/0", "ZeroDivisionError"),
+        ("while True: pass", "[stopped: time]"),
+        ("x = 1", "[noth"),
+    ],
+)
+def test_python_runs_programs(program, said):
+    assert said in environments["python"](timeout=2.0, min_protection="network").python(program)
+
+
+def test_a_game_of_textarena_is_played_to_its_end():
+    pytest.importorskip("textarena")
+    [spec], problems = parse([{"name": "textarena/GuessTheNumber-v0", "kwargs": {"max_number": 4}}])
+    assert not problems
+    games = [spec.make() for _ in range(2)]
+    for game in games:
+        game.seed = 5
+        [opening] = game.reset({})
+        assert "between 1 and 4" in opening["content"]
+    steps = [[game.step({"role": "assistant", "content": f"[{n}]"}) for n in (1, 2, 3, 4)] for game in games]
+    assert steps[0] == steps[1]
+    assert any(step.done and step.reward == 1.0 for step in steps[0])
+    assert steps[0][0].afresh or steps[0][0].done
+
+
+@pytest.mark.parametrize("game", ["Chess-v0", "GuessTheNumbr-v0"])
+def test_a_game_that_does_not_begin_here_is_refused(game):
+    pytest.importorskip("textarena")
+    _, [problem] = parse([f"textarena/{game}"])
+    assert ("does not begin with one player" in problem) != ("GuessTheNumber-v0" in problem)
