@@ -26,27 +26,12 @@ from trl import GRPOConfig
 
 import speakers
 import tiny
+import worlds
 from grpo_ext import GRPOExtConfig
 
 ATTEMPTS, TURNS, GROUP = 64, 5, 8
 WAVE, ROW = 0.02, 0.001
 SECONDS = np.minimum(5.0, np.random.default_rng(0).lognormal(np.log(0.2), 1.0, (ATTEMPTS, TURNS))).round(3)
-
-
-class Thinker:
-    """Its tool takes as long as the row says."""
-
-    def reset(self, seconds, **row):
-        self.seconds, self.thought = seconds, 0
-
-    def think(self) -> str:
-        """Think."""
-        time.sleep(self.seconds[self.thought])
-        self.thought += 1
-        return "on"
-
-    def get_reward(self):
-        return float(self.thought)
 
 
 class Timed:
@@ -95,8 +80,8 @@ def seconds(kind, config, **environments):
 def main():
     alone = WAVE + ROW
     critical = float((SECONDS.sum(axis=1) + (TURNS + 1) * alone).max())
-    ours = seconds(Ours, GRPOExtConfig, environments=[{"path": f"{__file__}:Thinker", "turn_timeout": 60}])
-    stock = seconds(Stock, GRPOConfig, environment_factory=Thinker)
+    ours = seconds(Ours, GRPOExtConfig, environments=[{"path": f"{worlds.__file__}:Thinker", "turn_timeout": 60}])
+    stock = seconds(Stock, GRPOConfig, environment_factory=worlds.Thinker)
     found = {
         "attempts": ATTEMPTS,
         "turns": TURNS,

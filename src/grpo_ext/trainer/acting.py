@@ -29,7 +29,8 @@ def earned_by(specs: Sequence[EnvironmentSpec]) -> list[Callable[..., list[Any]]
     by_name = {spec.name: spec for spec in specs}
 
     def environment(trajectory: Sequence[Trajectory], **_: Any) -> list[Any]:
-        return [earned(attempt, by_name[attempt.environment]) for attempt in trajectory]
+        # what is lost the trainer leaves unscored; of a None TRL would print the whole row
+        return [0.0 if lost(attempt) else earned(attempt, by_name[attempt.environment]) for attempt in trajectory]
 
     return [environment] if any(spec.owns_reward for spec in specs) else []
 

@@ -135,10 +135,11 @@ class GRPOExtTrainer(EvaluatingTrainer):
         if problems:
             raise ConfigError(problems)
         self.acting: Acting | None = None
-        if earned and args.reward_weights is not None:
-            args = copy.copy(args)
-            args.reward_weights = [*args.reward_weights, 1.0]
-        reward_funcs = [*(reward_funcs or []), *earned] if earned else reward_funcs
+        if earned:
+            reward_funcs = list(reward_funcs) + earned
+            if args.reward_weights is not None:
+                args = copy.copy(args)
+                args.reward_weights = [*args.reward_weights, 1.0]
         model = policy(model)
         accept_numbered_cpu()
         ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
