@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_ext.config.grpo_config import GRPOExtConfig as GRPOExtConfig
+    from grpo_ext.environments.protocol import Conversation as Conversation
+    from grpo_ext.environments.protocol import Step as Step
     from grpo_ext.errors import ConfigError as ConfigError
     from grpo_ext.objective.losses import register as register_loss
     from grpo_ext.objective.trajectory import Trajectory as Trajectory
@@ -16,8 +18,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ConfigError": "errors:ConfigError",
+    "Conversation": "environments.protocol:Conversation",
     "GRPOExtConfig": "config.grpo_config:GRPOExtConfig",
     "GRPOExtTrainer": "trainer.grpo_trainer:GRPOExtTrainer",
+    "Step": "environments.protocol:Step",
     "Trajectory": "objective.trajectory:Trajectory",
     "Turn": "objective.trajectory:Turn",
     "register_advantage": "objective.advantages:estimators.register",
@@ -28,8 +32,10 @@ _HOMES = {
 }
 __all__ = [
     "ConfigError",
+    "Conversation",
     "GRPOExtConfig",
     "GRPOExtTrainer",
+    "Step",
     "Trajectory",
     "Turn",
     "__version__",

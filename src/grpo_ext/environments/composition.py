@@ -139,7 +139,7 @@ def _parse_entry(entry: Any, folder: Path | None) -> tuple[EnvironmentSpec | Non
         if not is_conversation(target) and not methods_of(target) and not functions:
             problems.append(
                 f"{_shown(environment)} has neither tools (public methods) nor step. Write one, or derive it from "
-                "grpo_ext.environments.protocol.Conversation."
+                "grpo_ext.Conversation."
             )
     problems += _setting_problems(entry)
     name = entry.get("name") or (target.__name__ if target else "tools")
