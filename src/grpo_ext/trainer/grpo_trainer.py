@@ -136,10 +136,10 @@ class GRPOExtTrainer(EvaluatingTrainer):
             raise ConfigError(problems)
         self.acting: Acting | None = None
         if earned:
-            reward_funcs = list(reward_funcs) + earned
-            if args.reward_weights is not None:
+            reward_funcs = [*(reward_funcs or []), *earned]
+            if (weights := args.reward_weights) is not None:
                 args = copy.copy(args)
-                args.reward_weights = [*args.reward_weights, 1.0]
+                args.reward_weights = [*weights, 1.0]
         model = policy(model)
         accept_numbered_cpu()
         ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
@@ -326,7 +326,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
             output[PARENTS] = parents.to(self.accelerator.device)
         if self._evaluated is not None and self._rewards_per_func is not None:
             self._mask_fillers(output, self._rewards_per_func)
-        if not self.use_vllm and self.rollout_func is None and "sampling_per_token_logps" in output:
+        draws_itself = not self.use_vllm and (self.rollout_func is None or self.acting is not None)
+        if draws_itself and "sampling_per_token_logps" in output:
             output[DRAWN] = output.pop("sampling_per_token_logps")  # which no mask of the loss is to be made of
         early = output.pop("old_per_token_logps", None)  # over other micro-batches than the loss: not for its ratio
         if mode == "train" and self._drift is not None and "sampling_per_token_logps" in output:

@@ -105,13 +105,13 @@ class Worker:
     def __init__(self, memory_gib: float, program: str = WORKER, fds: Sequence[int] = ()) -> None:
         """Start it; a few hundred milliseconds pass before it answers."""
         with _starting:
-            self._start(memory_gib)
+            self._start(memory_gib, program, fds)
         self.unsent = memoryview(b"")
         self._received = bytearray()
         self.job: Job | None = None
         self.started = self.deadline = 0.0
 
-    def _start(self, memory_gib: float) -> None:
+    def _start(self, memory_gib: float, program: str, fds: Sequence[int]) -> None:
         requests, self.requests = os.pipe()
         self.answers, answers = os.pipe()
         os.set_blocking(self.requests, False)  # whoever does not read must not stop us
