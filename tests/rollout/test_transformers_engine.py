@@ -399,7 +399,7 @@ def test_a_mask_that_a_model_makes_itself_is_kept():
 @pytest.mark.parametrize(("number", "token"), [(0.0, 0), (0.1, 0), (0.25, 2), (0.6, 2), (0.75, 3), (1 - 2**-53, 3)])
 def test_a_number_draws_the_token_in_whose_share_it_falls(number, token):
     probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]])
-    assert transformers_engine.drawn(probabilities, torch.tensor([number], dtype=torch.float64)).item() == token
+    assert transformers_engine.picked(probabilities, torch.tensor([number], dtype=torch.float64)).item() == token
 
 
 def test_a_row_with_numbers_of_its_own_says_the_same_whoever_shares_its_batch():
