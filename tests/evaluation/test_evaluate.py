@@ -10,6 +10,7 @@ import torch
 
 import tiny
 import trainers
+from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.data.eval_sets import EvalSet, parse
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.evaluation.during import DuringTraining
@@ -113,6 +114,50 @@ def test_a_reward_that_raises_ends_it_by_name(trainer, tmp_path):
     bad = replace(SET, rewards=(RewardSpec("broken", "test_evaluate:broken", on_error="raise"),))
     with pytest.raises(RewardError, match="broken"):
         drawn(trainer(), tmp_path, bad)
+
+
+class Drawn(Conversation):
+    """Pays what is drawn, and fails where that is high."""
+
+    def reset(self, row):
+        self.value = random.Random(self.seed).random()
+        if self.value > 0.6:
+            raise RuntimeError("no world")
+
+    def step(self, message):
+        return Step(done=True)
+
+    def get_reward(self):
+        return self.value
+
+
+def messages(completions, **_):
+    return [float(len(completion)) for completion in completions]
+
+
+def test_environments_play_one_game_for_each_prompt(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    args = GRPOExtConfig(output_dir=str(tmp_path), **tiny.TRAINING)
+    played = {"processing_class": tiny.tokenizer(), "environments": [{"path": Drawn, "weight": 0.5}]}
+    made = [GRPOExtTrainer(tiny.model(), None, args, rows, **played) for _ in range(2)]
+    made[1].state.global_step = 7
+    chosen = replace(SET, plays=True, judge="environment", rewards=(RewardSpec("said", "test_evaluate:messages"),))
+    found = [drawn(one, tmp_path, chosen, rows, name=f"{i}") for i, one in enumerate(made)]
+    paid = [[s["rewards/environment"] for s in samples] for samples in found]
+    assert paid[0] == paid[1]
+    assert all(len(set(paid[0][i : i + 4])) == 1 for i in range(0, 20, 4))
+    assert len(set(paid[0])) > 2
+    for sample in found[0]:
+        assert (
+            (sample["rewards/environment"] is None)
+            is (sample["rewards/vowels"] is None)
+            is sample["environment/failed"]
+        )
+    figures = result(chosen, found[0], model="m").figures
+    failed = [value is None for value in paid[0]]
+    assert figures["environment/failed"].mean == sum(failed) / 20 > 0
+    assert figures["environment/turns"].mean == 1
+    assert figures["avg@4"].prompts == 5 - sum(failed) // 4
 
 
 def broken(completions, **_):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from trainers import unit_interval
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
@@ -23,6 +23,7 @@ RUNS = {
     "cispo": {"loss_type": "cispo", "dynamic_sampling": "reward", "on_nonfinite": "skip"},
     "vespo": {"loss_type": "vespo", "advantage_estimator": "bernoulli"},
     "beta": {"loss_type": "beta_bnpo"},
+    "played": {},
 }
 
 
@@ -34,6 +35,18 @@ def known(name: str) -> list[str]:
         if when != "eval_sets" and re.fullmatch(re.sub("<[^>]+>", ".+", re.escape(p)), name)
     ]
     return [p for p in found if p != "eval_<metric>" or known(name.removeprefix("eval_"))]
+
+
+class Breaking(Conversation):
+    """Pays for a word, and fails at every second."""
+
+    def reset(self, row):
+        """Nothing is to be set."""
+
+    def step(self, message):
+        if self.seed % 2:
+            raise RuntimeError("no world")
+        return Step("", 1.0, True)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +62,10 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
         )
         reward = {"name": "mine", "func": unit_interval}
         data = tiny.prompts(8)
-        trainer = GRPOExtTrainer(tiny.model(), [reward], args, data, data, tiny.tokenizer(), reward_workers=0)
+        plays: dict = {} if run != "played" else {"environments": [{"path": Breaking}]}
+        if plays:
+            data = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in data]
+        trainer = GRPOExtTrainer(tiny.model(), [reward], args, data, data, tiny.tokenizer(), reward_workers=0, **plays)
         trainer.train()
         names[run] = {name for row in trainer.state.log_history for name in row}
     return names

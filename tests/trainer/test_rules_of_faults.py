@@ -22,6 +22,7 @@ HACKED = {
 }  # fmt: skip
 FAULTS = {
     "reward fails": ({"rewards/format/errors": 64.0, "rewards/format/none_frac": 1.0, "rewards/format/std": None}, 2),
+    "environment fails": ({"environments/guess/failed": 0.75}, 3),
     "skipped steps": ({"nonfinite/skipped_steps": 1.0}, 3),
     "misplaced mask": ({"completions/mask_misplaced": 0.8}, 2),
     "end token lost": ({"completions/clipped_ratio": 1.0}, 3),
@@ -48,6 +49,7 @@ FAULTS = {
 
 NEIGHBOURS = {
     "reward fails": {"rewards/format/errors": 3.0, "rewards/format/none_frac": 0.05, "rewards/format/std": 0.0},
+    "environment fails": {"environments/guess/failed": lambda n: 0.75 * (n % 2)},
     "skipped steps": {"nonfinite/skipped_steps": lambda n: float(n % 3 == 0)},
     "misplaced mask": {"completions/mask_misplaced": None, "completions/skipped": 0.8},
     "end token lost": {"completions/clipped_ratio": 0.75, "completions/min_length": 12},

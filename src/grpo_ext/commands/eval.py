@@ -92,7 +92,9 @@ def _sets(recipe: Recipe, options: argparse.Namespace) -> list[EvalSet]:
     changes = {
         name: value for name in ("samples", "limit", "temperature") if (value := getattr(options, name)) is not None
     }
-    of_training = EvalSet("test", rewards=recipe.rewards, samples=SAMPLES, temperature=recipe.training.temperature)
+    plays = any(spec.owns_reward for spec in recipe.environments)
+    temperature = recipe.training.temperature
+    of_training = EvalSet("test", rewards=recipe.rewards, samples=SAMPLES, temperature=temperature, plays=plays)
     sets = [dataclasses.replace(chosen, **changes) for chosen in recipe.eval_sets or [of_training]]
     if found := [f"{chosen.name}: {problem}" for chosen in sets for problem in problems_of(chosen)]:
         raise ConfigError(found)

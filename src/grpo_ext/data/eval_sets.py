@@ -12,7 +12,7 @@ from grpo_ext.data.config import problems as data_problems
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.composition import parse as parse_rewards
-from grpo_ext.rewards.protocol import RIGHT
+from grpo_ext.rewards.protocol import ENVIRONMENT, RIGHT
 
 DATA_KEYS = tuple(f.name for f in dataclasses.fields(DataConfig))
 """Keys of the data that a set may have for itself; what it leaves out is the recipe's."""
@@ -50,6 +50,13 @@ class EvalSet:
     source_column: str = "data_source"
     """Column that names where a prompt is from; with it, figures are also given for each source."""
     seed: int = 0
+    plays: bool = False
+    """Whether the recipe's environments have a reward of their own, which counts as one more."""
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Of all that is said of a completion."""
+        return [*(spec.name for spec in self.rewards), *([ENVIRONMENT] if self.plays else [])]
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -57,12 +64,12 @@ class EvalSet:
         return self.k or tuple(2**i for i in range(self.samples.bit_length()) if 2**i <= self.samples)
 
 
-_OWN = tuple(f.name for f in dataclasses.fields(EvalSet) if f.name not in ("data", "rewards"))
+_OWN = tuple(f.name for f in dataclasses.fields(EvalSet) if f.name not in ("data", "rewards", "plays"))
 KEYS = (*_OWN, "reward_funcs", *DATA_KEYS)
 
 
 def parse(
-    entries: Any, recipe_rewards: Sequence[RewardSpec], folder: Path | None = None
+    entries: Any, recipe_rewards: Sequence[RewardSpec], folder: Path | None = None, *, plays: bool = False
 ) -> tuple[list[EvalSet], list[str]]:
     """Sets of the valid entries, and every problem with value, reason and cure; `folder` is the recipe's."""
     if entries is None:
@@ -74,7 +81,7 @@ def parse(
         if not isinstance(entry, Mapping):
             problems.append(f"eval_sets[{i}]={entry!r}: not a mapping. Write {{name: test, samples: 4}}.")
             continue
-        chosen, found = _parse_entry(entry, recipe_rewards, folder)
+        chosen, found = _parse_entry(entry, recipe_rewards, folder, plays)
         problems += [f"eval_sets[{i}]: {problem}" for problem in found]
         sets += [chosen] if chosen is not None and not found else []
     names = [chosen.name for chosen in sets]
@@ -87,14 +94,14 @@ def parse(
 
 
 def _parse_entry(
-    entry: Mapping[str, Any], recipe_rewards: Sequence[RewardSpec], folder: Path | None
+    entry: Mapping[str, Any], recipe_rewards: Sequence[RewardSpec], folder: Path | None, plays: bool
 ) -> tuple[EvalSet | None, list[str]]:
     problems = [f"{key}: no such key. {did_you_mean(str(key), KEYS)}" for key in entry if key not in KEYS]
     rewards, found = list(recipe_rewards), list[str]()
     if entry.get("reward_funcs") is not None:
         rewards, found = parse_rewards(entry["reward_funcs"], folder=folder)
     problems += found
-    values = {"name": "", **{key: entry[key] for key in _OWN if entry.get(key) is not None}}
+    values = {"name": "", "plays": plays, **{key: entry[key] for key in _OWN if entry.get(key) is not None}}
     k = values.pop("k", ())
     sound, told = sound_values(EvalSet, EvalSet(**values), {"data": object, "rewards": object, "k": object})
     problems += told
@@ -121,9 +128,8 @@ def problems_of(s: EvalSet) -> Iterator[str]:
     for k in s.k:
         if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= s.samples:
             yield f"k={k!r} of {s.samples} samples: give whole numbers from 1 to samples, or raise samples."
-    names = [spec.name for spec in s.rewards]
-    if s.judge is not None and s.judge not in names:
-        yield f"judge={s.judge!r}: no reward has this name. {did_you_mean(s.judge, names)}"
+    if s.judge is not None and s.judge not in s.reward_names:
+        yield f"judge={s.judge!r}: no reward has this name. {did_you_mean(s.judge, s.reward_names)}"
     if models := [spec.name for spec in s.rewards if spec.is_model]:
         yield f"reward_funcs: {', '.join(models)} is loaded by TRL alone. Use reward_model in its place."
     if s.dataset_name is not None:

@@ -14,9 +14,6 @@ from grpo_ext.environments.tools import schemas
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.registry import did_you_mean
 
-REWARD = "environment"
-"""What the reward of the environments is logged under."""
-
 
 def setting_problems(specs: Sequence[EnvironmentSpec], config: Any) -> Iterator[str]:
     """Settings of a training that environments give no meaning to."""

@@ -8,7 +8,8 @@ an environment that has a deadline, or over; and a failure is of one attempt alo
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -131,12 +132,21 @@ class Attempts:
         renderer: makes contexts.
         parse: reads messages.
         limits: of each attempt.
+        waiting: what it waits for environments in, while nothing is sampled.
     """
 
-    def __init__(self, engine: Engine, hosts: Hosts, renderer: Renderer, parse: Parser, limits: Limits) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        hosts: Hosts,
+        renderer: Renderer,
+        parse: Parser,
+        limits: Limits,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Nothing is begun."""
         self.engine, self.hosts, self.renderer, self.parse, self.limits = engine, hosts, renderer, parse, limits
-        self.generating = 0.0
+        self.waiting = waiting
         self._done: dict[int, tuple[Trajectory, Figures]] = {}
         self._ready: list[_Attempt] = []
         self._thinking: dict[Line, _Attempt] = {}
@@ -149,7 +159,8 @@ class Attempts:
             for number, task in enumerate(tasks):
                 self._begin(_Attempt(number, task))
             while self.engine.anyone(bool(self._ready or self._thinking or self._answered or self._speaking)):
-                self._take_answers()
+                with nullcontext() if self.engine.pending else self.waiting():
+                    self._take_answers()
                 if self._ready or self._speaking or not self._thinking:
                     self._wave()
         finally:
@@ -265,13 +276,11 @@ class Attempts:
         wave = sorted(self._ready, key=lambda attempt: attempt.number)
         self._ready = []
         self._speaking |= {attempt.number: attempt for attempt in wave}
-        start = time.monotonic()
         samples = self.engine.generate(
             [attempt.context.ids for attempt in wave],
             [self._room(attempt) for attempt in wave],
             [attempt.number for attempt in wave],
         )
-        self.generating += time.monotonic() - start
         for number, sample in samples:
             self._speak(self._speaking.pop(number), sample)
 

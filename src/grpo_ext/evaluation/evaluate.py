@@ -15,8 +15,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.errors import RewardError
 from grpo_ext.evaluation.sampling import evaluating, seed_chunk
+from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
+from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.runtime import Runtime, values_of
+from grpo_ext.trainer.acting import lost
 
+TURNS, FAILED = f"{ENVIRONMENT}/turns", f"{ENVIRONMENT}/failed"
 Sample = dict[str, Any]
 """A prompt's row with a completion and what was made of it."""
 READ = "answer_parsed"
@@ -76,11 +80,15 @@ def _chunk(trainer: Any, chosen: EvalSet, rows: Sequence[tuple[int, Any]], runti
     """Samples of some prompts."""
     repeated = [(i, dict(row)) for i, row in rows for _ in range(chosen.samples)]
     prompts = [row["prompt"] for _, row in repeated]
-    _, (_, ids, tool_mask, completions, *_) = trainer.rollouts([row for _, row in repeated])
+    told, (_, ids, tool_mask, completions, *_) = trainer.rollouts(
+        [row for _, row in repeated], [(chosen.seed, i) for i, _ in repeated]
+    )
     ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     columns = {name: [row.get(name) for _, row in repeated] for name in repeated[0][1] if name != "prompt"}
     columns |= {"prompts": prompts, "completions": completions, "completion_ids": ids}
     rewards, extras = _scored(runtime, columns, trainer.state)
+    if trainer.acting is not None:
+        _add_played(trainer.acting, [row[TRAJECTORY] for row in told], rewards, extras)
     found = []
     for j, (i, row) in enumerate(repeated):
         tokens = len(ids[j]) if tool_mask is None else sum(tool_mask[j])
@@ -89,6 +97,18 @@ def _chunk(trainer: Any, chosen: EvalSet, rows: Sequence[tuple[int, Any]], runti
         sample |= {name: values[j] for name, values in extras.items()}
         found.append(sample | {"truncated": ids[j][-1] not in ends})
     return found
+
+
+def _add_played(
+    acting: Any, attempts: Sequence[Any], rewards: dict[str, list[float | None]], extras: dict[str, list[Any]]
+) -> None:
+    """What environments paid, and how many turns it took; what an environment lost nobody scores."""
+    for name, values in rewards.items():
+        rewards[name] = [None if lost(t) else value for t, value in zip(attempts, values, strict=True)]
+    if acting.pays:
+        rewards[ENVIRONMENT] = [acting.paid(attempt, weighted=False) for attempt in attempts]
+    extras[TURNS] = [len(attempt.turns) for attempt in attempts]
+    extras[FAILED] = [attempt.failure is not None for attempt in attempts]
 
 
 def _scored(

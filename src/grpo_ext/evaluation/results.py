@@ -10,9 +10,8 @@ from typing import Any
 
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
-from grpo_ext.evaluation.evaluate import READ, Sample
+from grpo_ext.evaluation.evaluate import FAILED, READ, TURNS, Sample
 from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
-from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.protocol import judge as default_judge
 
 FOLDER = "evaluation"
@@ -64,8 +63,8 @@ def result(chosen: EvalSet, samples: Sequence[Sample], *, model: str, step: int 
     """The figures of an evaluation."""
     prompts = per_prompt(chosen, samples)
     sources = sorted({str(prompt["source"]) for prompt in prompts if prompt["source"] is not None})
-    settings = {name: value for name, value in asdict(chosen).items() if name not in ("name", "rewards")}
-    settings |= {"rewards": [asdict(spec) for spec in chosen.rewards], "judge": judge(chosen).name, "k": chosen.ks}
+    settings = {name: value for name, value in asdict(chosen).items() if name not in ("name", "rewards", "plays")}
+    settings |= {"rewards": [asdict(spec) for spec in chosen.rewards], "judge": judge(chosen), "k": chosen.ks}
     return Result(
         chosen.name,
         model,
@@ -78,10 +77,9 @@ def result(chosen: EvalSet, samples: Sequence[Sample], *, model: str, step: int 
     )
 
 
-def judge(chosen: EvalSet) -> RewardSpec:
+def judge(chosen: EvalSet) -> str:
     """The reward that says what is right."""
-    names = {spec.name: spec for spec in chosen.rewards}
-    return names[chosen.judge or default_judge(list(names))]
+    return chosen.judge or default_judge(chosen.reward_names)
 
 
 def per_prompt(chosen: EvalSet, samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -92,7 +90,7 @@ def per_prompt(chosen: EvalSet, samples: Sequence[Sample]) -> list[dict[str, Any
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample["index"], []).append(sample)
-    column = f"rewards/{judge(chosen).name}"
+    column = f"rewards/{judge(chosen)}"
     found = []
     for group in groups.values():
         values = [sample[column] for sample in group]
@@ -115,13 +113,11 @@ def _shares(chosen: EvalSet, group: Sequence[Sample], right: Sequence[bool]) -> 
 
 
 def _group_means(chosen: EvalSet, group: Sequence[Sample]) -> dict[str, float]:
-    columns = {f"rewards/{spec.name}": f"rewards/{spec.name}" for spec in chosen.rewards}
-    columns |= {"tokens": "tokens", "truncated": "truncated"}
     means = {}
-    for name, column in columns.items():
-        known = [float(sample[column]) for sample in group if sample[column] is not None]
+    for column in (*(f"rewards/{name}" for name in chosen.reward_names), "tokens", "truncated", TURNS, FAILED):
+        known = [float(sample[column]) for sample in group if sample.get(column) is not None]
         if known:
-            means[name] = sum(known) / len(known)
+            means[column] = sum(known) / len(known)
     return means
 
 

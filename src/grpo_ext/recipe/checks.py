@@ -26,6 +26,7 @@ from grpo_ext.environments import fit
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rollout.dynamic_sampling import judge_problems
 
 QUICKSTART_TASKS = ("quickstart/addition",)
@@ -188,7 +189,7 @@ def reward_problems(
 ) -> Iterator[str]:
     """Whether anything is rewarded at all, and whether dynamic sampling can find its judge."""
     yield from fit.reward_problems(environments, [spec for spec in rewards if spec.weight])
-    earns = [fit.REWARD] if any(spec.owns_reward for spec in environments) else []
+    earns = [ENVIRONMENT] if any(spec.owns_reward for spec in environments) else []
     if rewards and not earns and not any(spec.weight for spec in rewards):
         yield "reward_funcs: all weights are 0, nothing would be rewarded. Give at least one a weight."
     if (rewards or earns) and training is not None:

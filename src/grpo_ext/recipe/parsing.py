@@ -90,7 +90,8 @@ def load_recipe(
     weights = None if training is None else training.reward_weights
     rewards = _rewards(script, weights, folder, problems)
     problems += [*reward_problems(rewards, training, environments), *setting_problems(environments, training)]
-    eval_sets, found = parse_eval_sets(None if script is None else script.eval_sets, rewards, folder)
+    plays = any(spec.owns_reward for spec in environments)
+    eval_sets, found = parse_eval_sets(None if script is None else script.eval_sets, rewards, folder, plays=plays)
     problems += found
     asked = stand_in(given.get(GRPOExtConfig, {})) if training is None else training
     sound = None if mixed or rewards_only else mixture

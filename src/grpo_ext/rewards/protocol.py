@@ -10,6 +10,8 @@ rewards: Registry[Reward] = Registry("reward")
 
 RIGHT = 1.0
 """From which value of its judge on a completion is right, where nothing else is said."""
+ENVIRONMENT = "environment"
+"""What the reward of the environments is logged under."""
 
 
 def judge(names: Sequence[str]) -> str:

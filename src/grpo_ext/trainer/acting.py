@@ -3,7 +3,8 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,6 @@ def lost(attempt: Trajectory) -> bool:
     return attempt.failure is not None and attempt.reward is None
 
 
-def _total(paid: list[float] | float | None) -> float | None:
-    return sum(paid) if isinstance(paid, list) else paid
-
-
 class Acting:
     """Environments of one trainer; as a function, TRL's `rollout_func`.
 
@@ -71,8 +68,12 @@ class Acting:
         """Nothing is started before the first generation."""
         self.trainer, self.hosts = trainer, Hosts(memory_gib)
         self.specs = {spec.name: spec for spec in specs}
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What it waits for environments in."""
         self.rows: list[dict[str, Any]] = []
         """Of the dataset, which TRL does not hand to a rollout function."""
+        self.games: Sequence[tuple[int, ...]] | None = None
+        """What tells each row's game from others; None: each group plays another one in each step."""
         self._tools = {s.name: schemas(s.target, s.functions) if s.uses_tools else None for s in specs}
         self._reader = reader_of(trainer._tokenizer) if any(self._tools.values()) else None
 
@@ -87,18 +88,18 @@ class Acting:
             ends=frozenset(trainer.eos_token_ids),
         )
         renderer = Renderer(trainer._tokenizer, trainer.chat_template_kwargs)
-        attempts = Attempts(engine, self.hosts, renderer, self._parsed, limits)
+        attempts = Attempts(engine, self.hosts, renderer, self._parsed, limits, self.waiting)
         with closing(engine):
             done = attempts.run([self._task(i, row, mode) for i, row in enumerate(self.rows)])
-        self._tell(done, attempts.generating, mode)
+        self._tell(done, mode)
         return {"trajectories": [trajectory for trajectory, _ in done]}
 
     def _task(self, place: int, row: dict[str, Any], mode: str) -> Task:
         trainer = self.trainer
         group = trainer.num_generations if mode == "train" else trainer.num_generations_eval
-        place += trainer.accelerator.process_index * len(self.rows)
-        entropy = (trainer.args.seed, trainer.state.global_step, mode == "train", place // group)
-        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        group = (place + trainer.accelerator.process_index * len(self.rows)) // group
+        game = (trainer.args.seed, trainer.state.global_step, mode == "train", group)
+        seed = int(np.random.SeedSequence(game if self.games is None else self.games[place]).generate_state(1)[0])
         spec = self.specs[row[COLUMN]] if len(self.specs) > 1 else next(iter(self.specs.values()))
         ours = (TRAJECTORY, COLUMN) if len(self.specs) > 1 else (TRAJECTORY,)
         given = {name: value for name, value in row.items() if name not in ours}
@@ -115,10 +116,29 @@ class Acting:
 
     # Figures.
 
-    def _tell(self, done: Sequence[tuple[Trajectory, Figures]], generating: float, mode: str) -> None:
+    def columns(self, attempts: Sequence[Trajectory]) -> dict[str, list[Any]]:
+        """What the table of completions says of attempts beside what was said."""
+        found: dict[str, list[Any]] = {
+            "turns": [len(attempt.turns) for attempt in attempts],
+            "turn_rewards": [[turn.reward for turn in attempt.turns] for attempt in attempts],
+            "failure": [attempt.failure for attempt in attempts],
+        }
+        return found | ({COLUMN: [attempt.environment for attempt in attempts]} if len(self.specs) > 1 else {})
+
+    @property
+    def pays(self) -> bool:
+        """Whether an environment has a reward of its own."""
+        return any(spec.owns_reward for spec in self.specs.values())
+
+    def paid(self, attempt: Trajectory, *, weighted: bool = True) -> float | None:
+        """What an attempt earned in all; None where no reward is to score it, or its environment has none."""
+        spec = self.specs[attempt.environment]
+        paid = None if lost(attempt) else earned(attempt, spec if weighted else replace(spec, weight=1.0))
+        return sum(paid) if isinstance(paid, list) else paid
+
+    def _tell(self, done: Sequence[tuple[Trajectory, Figures]], mode: str) -> None:
         """Log what all processes' attempts took, by environment, and warn of failures."""
-        paid = [None if lost(t) else _total(earned(t, self.specs[t.environment])) for t, _ in done]
-        mine = [(t.environment, t.truncated, t.failure, p, vars(f)) for (t, f), p in zip(done, paid, strict=True)]
+        mine = [(t.environment, t.truncated, t.failure, self.paid(t), vars(figures)) for t, figures in done]
         told = gather_object(mine) if self.trainer.accelerator.num_processes > 1 else mine
         metrics = self.trainer._metrics[mode]
         for name in self.specs:
@@ -148,7 +168,6 @@ class Acting:
                     f"environment {name!r}: {sum(kinds.values())} of {len(of)} attempts failed ({count}), counted as "
                     f"{lot}. The first: {first[:500]}"
                 )
-        metrics["environments/seconds_generating"].append(generating)
 
     def close(self) -> None:
         """End all processes."""

@@ -146,12 +146,12 @@ class GRPOExtTrainer(EvaluatingTrainer):
         aside = rollouts_set_aside(args)
         with aside, reference_copied_from(model, args, kwargs.get("peft_config")), ours:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        if specs:
+            self.rollout_func = self.acting = Acting(self, specs, reward_memory_gib)
         self._look_on()
         make_portable(self.model)
         check_reward_names(self.reward_func_names)
         self._contain_rewards()
-        if specs:
-            self.rollout_func = self.acting = Acting(self, specs, reward_memory_gib)
         if self.rollout_func is not None:
             ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
             self.rollout_func = with_trajectories(self.rollout_func, ends)
@@ -186,6 +186,9 @@ class GRPOExtTrainer(EvaluatingTrainer):
         metrics = self._metrics["train"]
         progress.install(self)
         self._times = StepTimes(metrics, self.accelerator.device, ("rollout", "rewards"))
+        if self.acting is not None:
+            self._times.parts += ("environments",)
+            self.acting.waiting = partial(self._times.during, "environments")
         if self.use_vllm:
             self._times.parts += ("weight_push",)
             self.vllm_generation.pushing = partial(self._times.during, "weight_push")
@@ -231,10 +234,15 @@ class GRPOExtTrainer(EvaluatingTrainer):
             self._made = trajectories or []
         return ids, completion_ids, tool_mask, completions, logprobs, extra, *images
 
-    def rollouts(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
-        """What `_generate` makes of rows, and the rows with what a rollout function said of each, as TRL has them."""
+    def rollouts(
+        self, rows: list[dict[str, Any]], games: list[tuple[int, ...]] | None = None
+    ) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
+        """What `_generate` makes of rows, and the rows with what a rollout function said of each, as TRL has them.
+
+        Environments of equal `games` are seeded alike.
+        """
         if self.acting is not None:
-            self.acting.rows = rows
+            self.acting.rows, self.acting.games = rows, games
         generated = self._generate([row["prompt"] for row in rows])
         extra = generated[5]
         said = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
@@ -293,8 +301,11 @@ class GRPOExtTrainer(EvaluatingTrainer):
             self._guard.rewards(findings, next((problem for _, _, problem in said if problem), ""))
         unscored = rewards.isinf()
         if self.acting is not None:
-            gone = torch.tensor([lost(row[COLUMN]) for row in args[0]], device=rewards.device)
+            attempts = [row[COLUMN] for row in args[0]]
+            gone = torch.tensor([lost(attempt) for attempt in attempts], device=rewards.device)
             unscored |= self.accelerator.gather(gone)[:, None]
+            for name, values in self.acting.columns(attempts).items():
+                self._pending_extra_logs[name].extend(values)
         self._rewards_per_func = rewards.masked_fill(unscored, torch.nan)
         return self._rewards_per_func
 
@@ -318,7 +329,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         try:
             with settling as inputs, old_policy.no_early_pass(self.args):
                 if self.acting is not None:
-                    self.acting.rows = inputs
+                    self.acting.rows, self.acting.games = inputs, None
                 output = super()._generate_and_score_completions(inputs)
         finally:
             made, self._made = self._made, None

@@ -81,7 +81,8 @@ def line(logs: Logs, step: int, steps: int, seconds_left: float = 0.0) -> str:
         return place if over else "   ".join([place, *_all(logs)])
     prefix = total.removesuffix("reward")
     place += f"   {prefix.strip('_')}" if prefix else ""
-    figures = [f"{name} {short(logs[prefix + key])}" for key, name in SHOWN.items() if prefix + key in logs]
+    shown = {key: name for key, name in SHOWN.items() if prefix + key in logs} | _turns(logs, prefix)
+    figures = [f"{name} {short(logs[prefix + key])}" for key, name in shown.items()]
     speed = [f"{logs[THROUGHPUT]:,.0f} tokens/s"] if THROUGHPUT in logs else []
     left = [f"{clock(seconds_left)} left"] if seconds_left and not prefix and not over else []
     return "   ".join([place, f"reward {short(logs[total])}", *_parts(logs, prefix), *figures, *speed, *left])
@@ -93,6 +94,19 @@ def _parts(logs: Logs, prefix: str) -> list[str]:
     names = [name[len(begin) : -len(end)] for name in logs if name.startswith(begin) and name.endswith(end)]
     told = ", ".join(f"{name} {short(logs[f'{begin}{name}{end}'])}" for name in names)
     return [f"({told})"] if len(names) > 1 else []
+
+
+def _turns(logs: Logs, prefix: str) -> dict[str, str]:
+    """Figures of environments: turns of each, and the share of attempts that failed where some did."""
+    begin = f"{prefix}environments/"
+    names = [name[len(begin) : -len("/turns")] for name in logs if name.startswith(begin) and name.endswith("/turns")]
+    found = {}
+    for name in names:
+        of = f"{name} " if len(names) > 1 else ""
+        found[f"environments/{name}/turns"] = f"{of}turns"
+        if logs.get(f"{begin}{name}/failed"):
+            found[f"environments/{name}/failed"] = f"{of}failed"
+    return found
 
 
 def _all(logs: Logs) -> Iterator[str]:

@@ -102,7 +102,7 @@ class Worker:
         fds: further descriptors that it gets, and is told of last.
     """
 
-    def __init__(self, memory_gib: float, program: str = WORKER, fds: Sequence[int] = ()) -> None:
+    def __init__(self, memory_gib: float, program: str, fds: Sequence[int] = ()) -> None:
         """Start it; a few hundred milliseconds pass before it answers."""
         with _starting:
             self._start(memory_gib, program, fds)
@@ -248,7 +248,7 @@ class Pool:
             if worker.give(job, request):
                 return worker
             worker.kill()
-        worker = Worker(self.memory_gib)
+        worker = Worker(self.memory_gib, WORKER)
         worker.give(job, request)  # should it be dead already, the end of its answers will say so
         return worker
 

@@ -245,6 +245,14 @@ def _fails(history: History, name: str) -> str:
     return f"rewards/{name}/errors {span(errors)} completions a step, none_frac {span(unscored)}"
 
 
+def _environment_fails(history: History) -> str:
+    for figure in (name for name in history.rows[-1] if name.startswith("environments/") and name.endswith("/failed")):
+        values = history.last(figure, ROWS)
+        if values and min(values) > 0.5:
+            return f"{figure} {span(values)} in {ROWS} logs"
+    return ""
+
+
 def _sign(history: History, name: str) -> str:
     figure = f"rewards/{name}/mean"
     values, before = history.last(figure, ROWS), history.before(figure, ROWS)
@@ -354,6 +362,14 @@ RULES: tuple[Rule, ...] = (
         "The rows and the reason are in output_dir/reward_failures; `grpo-ext score` calls it alone. Raise its "
         "`timeout` or `reward_memory_gib`, or set `on_error: raise` to stop at once.",
         _of_some_reward(_fails),
+    ),
+    Rule(
+        "environment fails",
+        "`environments/NAME/failed` above half, log after log",
+        "attempts end because their environment raises, hangs or dies",
+        "`environments/NAME/failed/KIND` and the warning say how; raise its `turn_timeout` or `reward_memory_gib`, or "
+        "play it by hand.",
+        _environment_fails,
     ),
     Rule(
         "skipped steps",
