@@ -147,17 +147,13 @@ def test_environments_play_one_game_for_each_prompt(tmp_path):
     assert paid[0] == paid[1]
     assert all(len(set(paid[0][i : i + 4])) == 1 for i in range(0, 20, 4))
     assert len(set(paid[0])) > 2
-    for sample in found[0]:
-        assert (
-            (sample["rewards/environment"] is None)
-            is (sample["rewards/vowels"] is None)
-            is sample["environment/failed"]
-        )
-    figures = result(chosen, found[0], model="m").figures
     failed = [value is None for value in paid[0]]
+    assert failed == [s["rewards/said"] is None for s in found[0]] == [s["environment/failed"] for s in found[0]]
+    figures = result(chosen, found[0], model="m").figures
     assert figures["environment/failed"].mean == sum(failed) / 20 > 0
     assert figures["environment/turns"].mean == 1
     assert figures["avg@4"].prompts == 5 - sum(failed) // 4
+    assert figures["avg@4"].mean == sum(value > 0.25 for value in paid[0] if value) / (20 - sum(failed))
 
 
 def broken(completions, **_):

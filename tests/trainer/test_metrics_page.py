@@ -1,6 +1,7 @@
 """docs/metrics.md names what runs log, and nothing else."""
 
 import re
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -38,15 +39,20 @@ def known(name: str) -> list[str]:
 
 
 class Breaking(Conversation):
-    """Pays for a word, and fails at every second."""
+    """Fails in every second attempt."""
+
+    attempts = count()
 
     def reset(self, row):
-        """Nothing is to be set."""
+        self.number = next(self.attempts)
+        if self.number % 2:
+            raise RuntimeError("no world")
 
     def step(self, message):
-        if self.seed % 2:
-            raise RuntimeError("no world")
-        return Step("", 1.0, True)
+        return Step(done=True)
+
+    def get_reward(self):
+        return self.number
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +66,12 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
             | {"max_steps": 1, "eval_strategy": "steps" if run == "adaptive entropy" else "no"}
             | settings,
         )
-        reward = {"name": "mine", "func": unit_interval}
+        rewards = [{"name": "mine", "func": unit_interval}] if run != "played" else []
         data = tiny.prompts(8)
         plays: dict = {} if run != "played" else {"environments": [{"path": Breaking}]}
         if plays:
             data = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in data]
-        trainer = GRPOExtTrainer(tiny.model(), [reward], args, data, data, tiny.tokenizer(), reward_workers=0, **plays)
+        trainer = GRPOExtTrainer(tiny.model(), rewards, args, data, data, tiny.tokenizer(), reward_workers=0, **plays)
         trainer.train()
         names[run] = {name for row in trainer.state.log_history for name in row}
     return names
