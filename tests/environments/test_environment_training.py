@@ -85,6 +85,13 @@ def test_a_failing_environment_of_two_costs_its_own_attempts(tmp_path):
     lost = torch.tensor([a.failure is not None for a in trainer.attempts])
     assert (trainer.output["advantages"][lost] == 0).all()
     assert not trainer.acting.hosts._nurseries
+    table = trainer._logs["extra"]
+    assert {"guess", "Faulty"} == set(table["environment_name"])
+    assert all(
+        (failure is None) or name == "Faulty"
+        for failure, name in zip(table["failure"], table["environment_name"], strict=True)
+    )
+    assert [len(rewards) for rewards in list(table["turn_rewards"])[-8:]] == [len(a.turns) for a in trainer.attempts]
 
 
 def test_groups_without_a_signal_are_drawn_anew_with_environments_too(tmp_path):

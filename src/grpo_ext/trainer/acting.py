@@ -119,11 +119,11 @@ class Acting:
     def columns(self, attempts: Sequence[Trajectory]) -> dict[str, list[Any]]:
         """What the table of completions says of attempts beside what was said."""
         found: dict[str, list[Any]] = {
-            "turns": [len(attempt.turns) for attempt in attempts],
             "turn_rewards": [[turn.reward for turn in attempt.turns] for attempt in attempts],
             "failure": [attempt.failure for attempt in attempts],
         }
-        return found | ({COLUMN: [attempt.environment for attempt in attempts]} if len(self.specs) > 1 else {})
+        names = {"environment_name": [attempt.environment for attempt in attempts]}
+        return found | (names if len(self.specs) > 1 else {})
 
     @property
     def pays(self) -> bool:

@@ -47,4 +47,4 @@ class Guess(Conversation):
         if guess == self.secret:
             return Step(None, 1.0, True)
         said = "no number" if guess is None else "higher" if guess < self.secret else "lower"
-        return Step(said, -self.cost, self.left < 1)
+        return Step(said, 0.0 - self.cost, self.left < 1)
