@@ -39,6 +39,7 @@ print(wrong)
     assert fresh(program) == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm")
 def test_a_check_of_a_recipe_with_vllm_imports_no_vllm():
     """Nor the trainer, which does: half a minute on a busy machine."""
@@ -51,6 +52,7 @@ print(code, [name for name in ("vllm", "trl.trainer.grpo_trainer") if name in sy
     assert fresh(program) == "0 []"
 
 
+@pytest.mark.slow
 def test_modules_of_posix_are_imported_where_they_are_needed():
     """All but the program that runs inside the sandbox, which is Linux's alone."""
     program = """

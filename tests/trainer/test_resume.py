@@ -4,7 +4,7 @@ import pytest
 
 from interrupted import CASES, check, trainer
 
-QUICK = ("both", "sync_ref_model", "lora", "dynamic sampling", "logging every third", "stream", "evaluation")
+QUICK = ("both", "lora", "dynamic sampling", "stream")
 
 
 @pytest.mark.parametrize("case", QUICK)

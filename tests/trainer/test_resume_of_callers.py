@@ -73,7 +73,7 @@ def test_the_patience_of_early_stopping(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{**BEST, "eval_steps": 3, "save_steps": 3}, {"eval_strategy": "epoch"}])
-@pytest.mark.parametrize("step", [3, 4, 6])
+@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 6))])
 def test_the_evaluation_that_a_signal_put_off(step, settings, tmp_path):
     whole = build(tmp_path / "whole", **settings)
     whole.train()

@@ -75,7 +75,10 @@ def killed_at(operation: int, action) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize(("there", "limit"), [([1], 1), ([1, 2], 2), ([1, 2, 3], 1), ([2], None)])
+@pytest.mark.parametrize(
+    ("there", "limit"),
+    [([1, 2], 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (([1], 1), ([1, 2, 3], 1), ([2], None)))],
+)
 def test_killed_at_any_file_operation_of_a_save(there, limit, tmp_path):
     """Before it, the elder ones are sound; after it, the new one; nothing half is ever seen, nothing stays behind."""
     last = max(there)
