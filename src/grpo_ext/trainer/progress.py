@@ -77,15 +77,18 @@ def line(logs: Logs, step: int, steps: int, seconds_left: float = 0.0) -> str:
     if over:
         place += f"   trained in {clock(logs['train_runtime'])}"
     total = next((name for name in logs if name == "reward" or name.endswith("_reward")), None)
-    if total is None:
-        return place if over else "   ".join([place, *_all(logs)])
-    prefix = total.removesuffix("reward")
+    if total is None and over:
+        return place
+    if total is None and "loss" not in logs:
+        return "   ".join([place, *_all(logs)])
+    prefix = "" if total is None else total.removesuffix("reward")
     place += f"   {prefix.strip('_')}" if prefix else ""
+    first = f"reward {short(logs[total])}" if total else f"loss {short(logs['loss'])}"  # a step without rollouts
     shown = {key: name for key, name in SHOWN.items() if prefix + key in logs} | _turns(logs, prefix)
     figures = [f"{name} {short(logs[prefix + key])}" for key, name in shown.items()]
     speed = [f"{logs[THROUGHPUT]:,.0f} tokens/s"] if THROUGHPUT in logs else []
     left = [f"{clock(seconds_left)} left"] if seconds_left and not prefix and not over else []
-    return "   ".join([place, f"reward {short(logs[total])}", *_parts(logs, prefix), *figures, *speed, *left])
+    return "   ".join([place, first, *_parts(logs, prefix), *figures, *speed, *left])
 
 
 def _parts(logs: Logs, prefix: str) -> list[str]:
