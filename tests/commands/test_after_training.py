@@ -245,6 +245,22 @@ def test_samples_are_scored_and_their_prompts_train(suffix, chat, project, tmp_p
     assert [row["prompt"] for row in kept] == [rows[3 * i]["prompt"] for i in above]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_conversations_with_an_environment_are_sampled(suffix, project, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"problem": "{i}:", "answer": "{i}"}}\n' for i in range(1, 9)))
+    played = {"reward_funcs": None, "environments": [{"name": "guess", "kwargs": {"high": 9, "guesses": 2}}]}
+    settings = SETTINGS | played | {"dataset_name": str(data), "max_completion_length": 60}
+    argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "run", **settings)
+    file = tmp_path / f"out.{suffix}"
+    assert command("sample", *argv, "--num", "2", "--output", file) == 0
+    assert "the mean of environment" in capsys.readouterr().out
+    rows = read_completions(file)
+    turns = [sum(message["role"] == "assistant" for message in row["completion"]) for row in rows]
+    assert [len(row["turn_rewards"]) for row in rows] == turns
+    assert {row["failure"] for row in rows} == {None}
+
+
 def test_a_pass_rate_leaves_out_what_could_not_be_scored():
     rows = [{"rewards/a": value} for value in (1.0, float("nan"), 0.0, 0.0, float("nan"))]
     assert pass_rate(rows, "a") == pytest.approx(1 / 3)

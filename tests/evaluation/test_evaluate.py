@@ -17,6 +17,7 @@ from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.evaluation.results import Result, difference, flat, per_prompt, result
 from grpo_ext.evaluation.sampling import evaluating
+from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rewards.composition import RewardSpec
 
@@ -266,6 +267,19 @@ def test_a_recipe_tells_of_its_sets(tmp_path):
         load_recipe(["--config", str(path)])
     assert "eval_sets[1]: limit=0" in str(told.value)
     assert "2 sets have the name 't'" in str(told.value)
+
+
+def test_check_tells_of_a_set_without_rows(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "solution": "1"}\n' * 8)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model_name_or_path: quickstart\ndataset_name: {tmp_path / 'data.jsonl'}\nreward_funcs: [accuracy]\n"
+        "use_cpu: true\nbf16: false\nreport_to: none\nmax_completion_length: 16\n"
+        "eval_sets: [{name: held}, {name: far, dataset_name: org/on_the_hub}]\n"
+    )
+    with pytest.raises(ConfigError, match=r"eval_sets: held: .*no split 'test'") as told:
+        load_recipe(["--config", str(path)], Look())
+    assert len(told.value.problems) == 1
 
 
 def test_the_mode_is_that_before_also_after_an_error(trainer):

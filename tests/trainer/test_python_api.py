@@ -252,6 +252,7 @@ def test_a_bar_on_a_terminal_unless_it_is_switched_off(terminal, disable_tqdm, b
         ({"train_runtime": 5.0, "reward": 0.5, "kl": 0.2}, "step  5/60   trained in 0:05   reward 0.50   kl 0.20"),
         ({"reward": 1, "tokens_per_second": 12345.6}, "step  5/60   reward 1.00   12,346 tokens/s   1:05 left"),
         ({"mine": 3, "epoch": 0.1}, "step  5/60   mine 3.00"),
+        ({"eval_t/pass@2": 0.5, "eval_t/pass@2_low": 0.1, "eval_t/tokens": 9}, "step  5/60   eval_t/pass@2 0.50"),
         ({"loss": 0.5, "entropy": 2, "time/rollout": 0.0}, "step  5/60   loss 0.50   entropy 2.00   1:05 left"),
         (
             {"reward": 1, "environments/a/turns": 2.5, "environments/a/failed": 0.0},

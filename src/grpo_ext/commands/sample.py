@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from grpo_ext.data.completions import check_output, with_rewards, write_completi
 from grpo_ext.data.rows import WRITTEN
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError
 from grpo_ext.objective.combinations import weighted_total
+from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
+from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.train import build_trainer
 
 ALONE: dict[str, Any] = {
@@ -71,11 +74,20 @@ def sample(trainer: Any, num: int, prompts: int) -> Iterator[list[dict[str, Any]
         rewards = trainer._calculate_rewards(examples, asked, completions, ids).double().cpu()
         totals = weighted_total(rewards[None], weights.cpu(), missing=missing)[0].tolist()
         scored = [
-            with_rewards({**example, "completion": text}, dict(zip(names, each, strict=True)), total)
+            with_rewards({**written(example), "completion": text}, dict(zip(names, each, strict=True)), total)
             for example, text, each, total in zip(examples, completions, rewards.tolist(), totals, strict=True)
         ]
         for start in range(0, len(scored), num):
             yield scored[start : start + num]
+
+
+def written(example: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as a file can hold it: of a trajectory what its turns earned, and what ended it."""
+    attempt = example.get(TRAJECTORY)
+    if not isinstance(attempt, Trajectory):
+        return dict(example)
+    row = {name: value for name, value in example.items() if name != TRAJECTORY}
+    return row | {"turn_rewards": [turn.reward for turn in attempt.turns], "failure": attempt.failure}
 
 
 def pass_rate(completions: Sequence[dict[str, Any]], by: str) -> float | None:
@@ -123,7 +135,8 @@ def _sample(options: argparse.Namespace, argv: list[str]) -> None:
     processes = launch_of(argv).planned or 1  # that train; one samples
     with planned_processes(processes, here=True):
         recipe = load_recipe(argv)
-    by = _judge(options.pass_by, [spec.name for spec in recipe.rewards])
+    plays = any(spec.owns_reward for spec in recipe.environments)
+    by = _judge(options.pass_by, [*(spec.name for spec in recipe.rewards), *([ENVIRONMENT] if plays else [])])
     batch = max(1, (recipe.training.generation_batch_size or 1) // processes // options.num)
     completions: list[dict[str, Any]] = []
     asked: list[dict[str, Any]] = []

@@ -9,6 +9,7 @@ from transformers import AutoProcessor
 
 from grpo_ext.config.adapters import base_of
 from grpo_ext.data.chat_template import template_text
+from grpo_ext.data.config import DataConfig
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
@@ -33,15 +34,20 @@ def base_path(recipe: Recipe) -> str:
     return model_path(recipe) if base is None else base.model
 
 
-def datasets_of(recipe: Recipe, tokenizer: Any, *, evaluates: bool | None = None) -> tuple[Any, Any]:
-    """Training and evaluation dataset, prepared; the second where `evaluates`, by default as `eval_strategy` says."""
-    script = recipe.script
+def datasets_of(
+    recipe: Recipe, tokenizer: Any, *, evaluates: bool | None = None, data: DataConfig | None = None
+) -> tuple[Any, Any]:
+    """Training and evaluation dataset, prepared; the second where `evaluates`, by default as `eval_strategy` says.
+
+    `data` takes the place of the recipe's settings.
+    """
+    script, data = recipe.script, data or recipe.data
     evaluates = recipe.training.eval_strategy != "no" if evaluates is None else evaluates
     template: Any = recipe.training.chat_template_kwargs or {}
     if recipe.mixture.datasets:
         mixed = {
-            split: prepare(dataset, recipe.data, tokenizer=tokenizer, source=f"datasets ({split})", **template)
-            for split, dataset in load_mixture(recipe.mixture, recipe.data).items()
+            split: prepare(dataset, data, tokenizer=tokenizer, source=f"datasets ({split})", **template)
+            for split, dataset in load_mixture(recipe.mixture, data).items()
         }
         asked = recipe.training.eval_strategy
         if evaluates and "test" not in mixed:
@@ -54,7 +60,7 @@ def datasets_of(recipe: Recipe, tokenizer: Any, *, evaluates: bool | None = None
         return mixed["train"], mixed["test"] if evaluates else None
     return load_datasets(
         str(script.dataset_name),
-        recipe.data,
+        data,
         dataset_config=script.dataset_config,
         train_split=script.dataset_train_split,
         test_split=script.dataset_test_split,
@@ -74,7 +80,7 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Any) -> list[dict[str, A
     data = dataclasses.replace(recipe.data, **chosen.data)
     template: Any = recipe.training.chat_template_kwargs or {}
     if chosen.dataset_name is None and chosen.split is None:
-        dataset = datasets_of(dataclasses.replace(recipe, data=data), tokenizer, evaluates=True)[1]
+        dataset = datasets_of(recipe, tokenizer, evaluates=True, data=data)[1]
     else:
         dataset, _ = load_datasets(
             str(chosen.dataset_name or recipe.script.dataset_name),

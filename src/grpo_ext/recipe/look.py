@@ -16,7 +16,7 @@ from grpo_ext.data.files import is_path
 from grpo_ext.data.mixture import check_mixture, is_local
 from grpo_ext.environments import fit
 from grpo_ext.errors import ConfigError, DataError
-from grpo_ext.recipe.loading import datasets_of
+from grpo_ext.recipe.loading import datasets_of, rows_of
 from grpo_ext.recipe.policies import Policy, look_at
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.columns import absences, check_clash
@@ -40,7 +40,7 @@ class Look:
     """What is no fault, but should be known."""
 
     def __call__(self, parts: Any, rewards: list[RewardSpec], told: list[str]) -> Iterator[str]:
-        """Problems of the policy and of the data; `parts` has script, data, training, model and mixture."""
+        """Problems of the policy and of the data; `parts` has script, data, training, model and lists."""
         found: list[str] = []
         if (
             parts.model is not None
@@ -67,6 +67,12 @@ class Look:
             return
         problems, self.notes = findings(parts, rewards, self.train, self.policy.tokenizer, self.policy.context)
         yield from problems
+        for chosen in parts.eval_sets:
+            if chosen.dataset_name is None or is_path(chosen.dataset_name):
+                try:
+                    rows_of(chosen, parts, self.policy.tokenizer)
+                except (ConfigError, DataError) as error:
+                    yield from (f"eval_sets: {chosen.name}: {problem}" for problem in error.problems)
 
 
 def _loads_here(parts: Any) -> bool:

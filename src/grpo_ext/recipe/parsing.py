@@ -97,7 +97,13 @@ def load_recipe(
     sound = None if mixed or rewards_only else mixture
     problems += part_problems(script, data, training, None if rewards_only else model, sound, asked)
     named = SimpleNamespace(
-        script=script, data=data, training=asked, model=model, mixture=sound, environments=environments
+        script=script,
+        data=data,
+        training=asked,
+        model=model,
+        mixture=sound,
+        eval_sets=eval_sets,
+        environments=environments,
     )
     problems += look(named, rewards, problems)
     if problems := _told_once(problems):

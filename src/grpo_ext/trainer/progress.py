@@ -113,7 +113,10 @@ def _turns(logs: Logs, prefix: str) -> dict[str, str]:
 
 
 def _all(logs: Logs) -> Iterator[str]:
-    return (f"{name} {short(value)}" for name, value in logs.items() if name not in ("epoch", "total_flos"))
+    """All figures; of an evaluation set, whose table stands above, shares of right answers alone."""
+    of_sets = (name for name in logs if name.startswith("eval_") and "/" in name)
+    left_out = {"epoch", "total_flos", *(name for name in of_sets if not name.partition("@")[2].isdecimal())}
+    return (f"{name} {short(value)}" for name, value in logs.items() if name not in left_out)
 
 
 def short(value: Any) -> str:
