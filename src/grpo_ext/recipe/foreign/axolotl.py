@@ -98,7 +98,7 @@ TABLE: dict[str, Rule] = rules(**{
     "trl.vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "trl.vllm_server_host": "* vllm_server_host | 0.0.0.0 is where a server listens; localhost here",
     "trl.use_liger_loss": "- | log-probabilities are always computed without full logits",
-    "trl.rollout_func": "* - | environments of several turns are not in a recipe",
+    "trl.rollout_func": "* - | write it as a class, and list it under environments",
     "trl.use_data_producer": _ASYNC,
     "trl.async_prefetch": _ASYNC,
     "trl.prefetch_depth": _ASYNC,

@@ -74,7 +74,7 @@ TABLE = rules(
         "train.full_determinism_enable": "full_determinism",
         "train.colocate_all": "* vllm_mode | colocate; without it vLLM has GPUs of its own: server",
         "train.async_enable": "* - | rollouts are of the current weights here",
-        "train.agent_func_path": "* - | environments of several turns are not in a recipe",
+        "train.agent_func_path": "* - | write it as a class, and list it under environments",
         "train.*": _PLACES,
         "rollout.batch_size": "* generation_batch_size | prompts there; completions here: times n_samples_per_prompt",
         "rollout.n_samples_per_prompt": "* num_generations",
@@ -336,9 +336,8 @@ def _rewards(d: Draft) -> None:
             )
     if d.take("train.agent_func_path"):
         d.decide(
-            f"reward_funcs: {d.given['train.agent_func_path']} is an agent, whose environment scores; write its "
-            "score as "
-            "a reward: {func: 'module:function'}. Several turns are not in a recipe."
+            f"environments: {d.given['train.agent_func_path']} is an agent, whose environment scores; write it as a "
+            "class with reset and step (docs/environments.md), {path: './file.py:Class'}, and leave out reward_funcs."
         )
     buffer, factor = d.take("reward.overlong_buffer_len"), d.take("reward.overlong_penalty_factor", 1.0)
     if buffer is not None:

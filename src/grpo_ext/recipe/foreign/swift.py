@@ -85,16 +85,16 @@ TABLE = rules(
     vllm_server_group_port="vllm_group_port",
     vllm_enable_lora=_MOVES,
     vllm_enable_prefix_caching="- | vLLM does it by default",
-    vllm_server_pass_dataset="- | environments of several turns are not in a recipe",
+    vllm_server_pass_dataset="- | write it as a class, and list it under environments",
     sleep_level="* vllm_enable_sleep_mode | 1 and 2 are true",
     move_model_batches=_MOVES,
     offload_model=_MOVES,
     offload_optimizer=_MOVES,
     async_generate="* - | rollouts are of the current weights here",
-    multi_turn_scheduler="* - | environments of several turns are not in a recipe",
-    max_turns="- | environments of several turns are not in a recipe",
-    use_gym_env="* - | environments of several turns are not in a recipe",
-    gym_env="* - | environments of several turns are not in a recipe",
+    multi_turn_scheduler="* - | write it as a class, and list it under environments",
+    max_turns="- | write it as a class, and list it under environments",
+    use_gym_env="* - | write it as a class, and list it under environments",
+    gym_env="* - | write it as a class, and list it under environments",
     deepspeed="* accelerate_config | zero1, zero2, zero3; the _offload ones by a file of accelerate",
     warmup_ratio="warmup_steps | a value below 1 is a ratio",
     lr_warmup_fraction="warmup_steps | a value below 1 is a ratio",
@@ -402,6 +402,4 @@ def _sampler(d: Draft) -> None:
         d.decide("async_generate: rollouts are of the current weights here, and training waits for them.")
     for key in ("multi_turn_scheduler", "use_gym_env", "gym_env"):
         if d.take(key):
-            d.decide(
-                f"{key}: environments of several turns are not in a recipe; GRPOExtTrainer takes tools in Python."
-            )
+            d.decide(f"{key}: write it as a class (docs/environments.md): environments: [{{path: ./file.py:Class}}].")

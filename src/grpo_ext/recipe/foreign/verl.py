@@ -80,9 +80,8 @@ TABLE = rules(
         "actor_rollout_ref.rollout.dtype": "vllm_dtype",
         "actor_rollout_ref.rollout.val_kwargs.n": "num_generations_eval",
         "actor_rollout_ref.rollout.val_kwargs.*": "- | evaluation draws as training does",
-        "actor_rollout_ref.rollout.multi_turn.enable": "* - | conversations of several turns with tools are not in a "
-        "recipe",
-        "actor_rollout_ref.rollout.multi_turn.*": "- | conversations of several turns with tools are not in a recipe",
+        "actor_rollout_ref.rollout.multi_turn.enable": "* - | list its tools under environments",
+        "actor_rollout_ref.rollout.multi_turn.*": "- | list its tools under environments",
         "actor_rollout_ref.rollout.*": "- | of verl's sampler",
         "data.train_files": "* dataset_name | parquet, with the reference in the nested column reward_model",
         "data.val_files": "* dataset_test_split | a folder with train and test files has both splits here",
@@ -431,7 +430,7 @@ def _sampler(d: Draft) -> None:
     if top_k > 0:
         d.set("top_k", top_k)
     if d.take("actor_rollout_ref.rollout.multi_turn.enable", False):
-        d.decide("multi_turn: conversations with tools are not in a recipe; GRPOExtTrainer takes tools in Python.")
+        d.decide("multi_turn: list its tools as functions: environments: [{tools: [./file.py:function]}].")
     mode, cap = (
         d.take("algorithm.rollout_correction.rollout_is"),
         d.take("algorithm.rollout_correction.rollout_is_threshold", 2.0),
