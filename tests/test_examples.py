@@ -88,3 +88,13 @@ def test_the_reward_by_hand():
     texts = ["<sum>\n579\n</sum>", "<sum>9</sum>", "<sum>1579</sum>", "579", "<sum>579</sum>"]
     gold = ["579", "579", "579", "579", ""]
     assert digits(texts, gold, tag="sum", prompts=None) == [1.0, pytest.approx(1 / 3), 0.75, 0.0, None]
+
+
+def test_the_environment_by_hand():
+    from examples.custom_environment import AskAgain
+
+    game = AskAgain(attempts=3)
+    game.reset({"prompt": [{"role": "user", "content": "12+34="}], "solution": "46"})
+    said = [{"role": "assistant", "content": f"<answer>\n{answer}\n</answer>"} for answer in (45, 46)]
+    assert game.step(said[0]) == ("12+34=", 0.0, False, False)
+    assert game.step(said[1])[1:3] == (0.5, True)
