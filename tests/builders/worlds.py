@@ -17,14 +17,19 @@ FAULTS = {
     "leaves": "raised",
     "hangs": "timeout",
     "is killed": "died",
+    "is killed by a signal without a name": "died",
     "exits": "died",
     "segfaults": "died",
     "eats memory": "raised",
     "says nothing known": "garbage",
+    "says what is no text": "garbage",
     "pays no number": "garbage",
+    "pays beyond all bounds": "garbage",
     "says too much": "garbage",
     "writes over its line": "garbage",
+    "closes its line": "died",
     "leaves processes behind": "died",
+    "forks itself": "died",
 }
 """Each kind of fault, and the kind of failure that it is told as."""
 
@@ -53,6 +58,8 @@ class Faulty(Conversation):
             time.sleep(3600)
         if self.fault == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "is killed by a signal without a name":
+            os.kill(os.getpid(), signal.SIGRTMIN + 3)
         if self.fault == "exits":
             os._exit(3)
         if self.fault == "segfaults":
@@ -61,8 +68,12 @@ class Faulty(Conversation):
             bytearray(64 << 30)
         if self.fault == "says too much":
             return Step("x" * 2**21)
+        if self.fault == "says what is no text":
+            return Step(b"\xff\xfe")
         if self.fault == "pays no number":
             return Step("a", float("nan"))
+        if self.fault == "pays beyond all bounds":
+            return Step("a", 10**400)
         if self.fault == "writes over its line":
             for descriptor in range(3, 64):
                 try:
@@ -70,10 +81,17 @@ class Faulty(Conversation):
                 except OSError:
                     continue
             time.sleep(3600)
+        if self.fault == "closes its line":
+            os.closerange(3, 64)
+            time.sleep(3600)
         if self.fault == "leaves processes behind":
-            subprocess.Popen(["setsid", "sleep", "3599"])
+            subprocess.Popen(["setsid", "sh", "-c", "setsid sleep 3599 & exec sleep 3599"])
             time.sleep(0.2)
             os._exit(0)
+        if self.fault == "forks itself":
+            if all([os.fork() for _ in range(3)]):
+                os._exit(0)
+            time.sleep(3600)
         return 7
 
 

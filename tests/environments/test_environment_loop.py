@@ -130,7 +130,7 @@ def test_each_fault_costs_its_own_attempt_and_nothing_else(hosts):
     sound, _ = run(hosts, tasks(spec(), [{"fault": None}] * len(faults)))
     todo = tasks(spec(), [{"fault": fault} for fault in faults])
     for i in (faults.index("hangs"), faults.index("writes over its line")):
-        todo[i] = replace(todo[i], spec=spec(turn_timeout=2.0))
+        todo[i] = replace(todo[i], spec=spec(turn_timeout=4.0))
     faulty, _ = run(hosts, todo)
     assert [t.failure and t.failure.partition(":")[0] for t in faulty] == [None, *worlds.FAULTS.values(), None]
     assert [t for t, fault in zip(faulty, faults, strict=True) if fault is None] == [sound[0], sound[-1]]
@@ -143,7 +143,7 @@ def test_each_fault_costs_its_own_attempt_and_nothing_else(hosts):
 def test_on_error_may_name_a_reward(hosts):
     [lost], _ = run(hosts, tasks(spec(on_error=-1.0), [{"fault": "exits"}]))
     assert (lost.reward, [turn.reward for turn in lost.turns]) == (-1.0, [None, None])
-    assert lost.failure == "died: it ended with exit code 3"
+    assert lost.failure == "died: it ended its process with exit code 3"
 
 
 def test_what_cannot_be_imported_is_told_of_each_attempt(hosts, tmp_path):

@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import selectors
-import signal
 import socket
 import threading
 import time
@@ -17,12 +16,14 @@ from typing import Any, NamedTuple
 
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of
 from grpo_ext.environments.seat import GARBAGE, LENGTH, Seat, serve
-from grpo_ext.rewards.workers.pool import LAST_SECONDS, LOADING_SECONDS, Worker
+from grpo_ext.rewards.workers.pool import LAST_SECONDS, LOADING_SECONDS, Worker, cause_of_death
 from grpo_ext.rewards.workers.worker import packed
 
 CHILD = "from grpo_ext.environments.nursery_child import main; main()"
 LARGEST = 2**26
 """Bytes of an answer; more is no answer."""
+GRACE = 5.0
+"""Seconds that an answer may go on, whose beginning is there when its time is up."""
 TIMEOUT, DIED = "timeout", "died"
 """Kinds of failure that are known here."""
 
@@ -52,6 +53,10 @@ class Line:
     seat: Seat | None = None
     asked: float = 0.0
     deadline: float = float("inf")
+    seconds: float = float("inf")
+    """That an answer may take, from when the request is sent."""
+    late: bool = False
+    """Whether it was still writing when its time was up."""
     unsent: memoryview = field(default_factory=lambda: memoryview(b""))
     received: bytearray = field(default_factory=bytearray)
 
@@ -59,7 +64,7 @@ class Line:
         """Begin to send a request."""
         body = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
         self.unsent = memoryview(LENGTH.pack(len(body)) + body)
-        self.asked = time.monotonic()
+        self.asked, self.seconds, self.late = time.monotonic(), seconds, False
         self.deadline = self.asked + seconds
         self.push()
 
@@ -69,6 +74,7 @@ class Line:
         try:
             while self.unsent:
                 self.unsent = self.unsent[self.channel.send(self.unsent) :]
+                self.deadline = time.monotonic() + self.seconds
         except BlockingIOError:
             pass
         except OSError:
@@ -105,15 +111,13 @@ class Line:
             answer = None
         if not isinstance(answer, dict):
             raise Failed(f"{GARBAGE}: what it wrote is no answer: {body[:80]!r}")
-        if "failed" in answer:
-            raise Failed(": ".join(map(str, answer["failed"])))
+        if isinstance(failed := answer.get("failed"), list):
+            raise Failed(": ".join(map(str, failed)))
         return answer
 
     def _cause(self) -> str:
         code = None if self.nursery is None else self.nursery.exit_code(self.number)
-        if code is None:
-            return "it closed its side"
-        return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+        return "it closed its side" if code is None else cause_of_death(code)
 
     def close(self) -> None:
         """End it with all that it started; a thread ends when its environment returns."""
@@ -139,7 +143,7 @@ class Nursery:
             self._worker = Worker(memory_gib, CHILD, (theirs.fileno(),))
         finally:
             theirs.close()
-        self._codes: dict[int, int] = {}
+        self._codes: dict[int, int | None] = {}
         self._living: set[int] = set()
         arguments = {"tools": list(spec.tools), "kwargs": dict(spec.kwargs)}
         request = packed(str(spec.environment or ""), arguments)
@@ -183,23 +187,30 @@ class Nursery:
         """Of a process that has closed its line; None where nobody can say."""
         self.kill(number)
         end = time.monotonic() + LAST_SECONDS
-        while number not in self._codes:
-            said = self._next(max(0.0, end - time.monotonic()))
-            if said is None:
+        while number in self._living:
+            if not self._heed(max(0.0, end - time.monotonic())):
                 return None
+        return self._codes.get(number)
+
+    def _heed(self, seconds: float = 0.0) -> bool:
+        """Take note of a process that has ended, if it says so in time."""
+        said = self._next(seconds)
+        if said is not None:
             self._codes[said[1]] = said[2]
             self._living.discard(said[1])
-        return self._codes[number]
+        return said is not None
 
     def kill(self, number: int) -> None:
         """End a process."""
-        if number in self._living and number not in self._codes:
+        while number in self._living and self._heed():  # what nobody reads would stop its writing
+            continue
+        if number in self._living:
             self._tell(f"kill {number}")
 
     def drain(self) -> None:
         """Forget those that are gone."""
-        while (said := self._next(0.0)) is not None:
-            self._living.discard(said[1])
+        while self._heed():
+            continue
         self._codes.clear()
 
     def _tell(self, what: str) -> None:
@@ -210,6 +221,7 @@ class Nursery:
 
     def close(self) -> None:
         """End it, its forks and what they left behind."""
+        self._living.clear()
         self._tell("stop")
         self._worker.kill(LAST_SECONDS)
         self._control.close()
@@ -279,14 +291,23 @@ def answers(lines: list[Line], seconds: float, also: int | None) -> tuple[list[t
 
     At most so many seconds.
     """
+    end = time.monotonic() + seconds
+    while True:
+        found, spoken = _look(lines, end, also)
+        if found or spoken or time.monotonic() >= end:
+            return found, spoken
+
+
+def _look(lines: list[Line], end: float, also: int | None) -> tuple[list[tuple[Line, Answer]], bool]:
+    """As `answers`, but what is sent or received in part ends it too."""
     with selectors.DefaultSelector() as selector:
         for line in lines:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
             selector.register(line.channel, events, line)  # type: ignore[arg-type]
         if also is not None:
             selector.register(also, selectors.EVENT_READ)
-        until = min((line.deadline for line in lines), default=math.inf) - time.monotonic()
-        found = {key.data: events for key, events in selector.select(max(0.0, min(seconds, until)))}
+        until = min((line.deadline for line in lines), default=math.inf)
+        found = {key.data: events for key, events in selector.select(max(0.0, min(end, until) - time.monotonic()))}
     return list(_answered(lines, found)), None in found
 
 
@@ -299,7 +320,10 @@ def _answered(lines: list[Line], found: Mapping[Line, int]) -> Iterator[tuple[Li
         if found.get(line, 0) & selectors.EVENT_READ:
             answer = _read(line, now)
         if answer is None and now >= line.deadline:
-            reason = f"{TIMEOUT}: it did not answer within {line.deadline - line.asked:g} s"
+            if line.received and not line.late:  # more than a socket holds, while nobody looked
+                line.late, line.deadline = True, now + GRACE
+                continue
+            reason = f"{TIMEOUT}: it did not answer within {line.seconds:g} s"
             answer = Answer({}, reason, now - line.asked)
         if answer is not None:
             yield line, answer

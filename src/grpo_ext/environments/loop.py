@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.environments.hosts import Answer, Failed, Hosts, Line, answers
+from grpo_ext.environments.hosts import DIED, Answer, Failed, Hosts, Line, answers
 from grpo_ext.environments.observations import opened, stepped, worth
 from grpo_ext.environments.protocol import Message
 from grpo_ext.environments.rendering import CannotRender, Context, Renderer
@@ -155,17 +155,19 @@ class Attempts:
 
     def run(self, tasks: Sequence[Task]) -> list[tuple[Trajectory, Figures]]:
         """The trajectory of each task, in order, and what it took; whatever environments do."""
+        attempts = [_Attempt(number, task) for number, task in enumerate(tasks)]
         try:
-            for number, task in enumerate(tasks):
-                self._begin(_Attempt(number, task))
+            for attempt in attempts:
+                self._begin(attempt)
             while self.engine.anyone(bool(self._ready or self._thinking or self._answered or self._speaking)):
                 with nullcontext() if self.engine.pending else self.waiting():
                     self._take_answers()
                 if self._ready or self._speaking or not self._thinking:
                     self._wave()
         finally:
-            for line in self._thinking:
-                line.close()
+            for attempt in attempts:  # those that an engine's failure has left open
+                if attempt.line is not None and attempt.number not in self._done:
+                    attempt.line.close()
             self.hosts.drain()
         return [self._done[number] for number in range(len(tasks))]
 
@@ -176,8 +178,10 @@ class Attempts:
         attempt.history = list(task.prompt)
         try:
             attempt.line = self.hosts.open(task.spec, task.seed)
-        except (Failed, OSError) as failure:
+        except Failed as failure:
             self._answered.append((attempt, Answer({}, str(failure), 0.0)))
+        except Exception as error:  # no descriptors, no threads left
+            self._answered.append((attempt, Answer({}, f"{DIED}: it could not be started ({error})", 0.0)))
         else:
             self._ask(attempt, "reset", dict(task.row))
 

@@ -10,9 +10,12 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -70,25 +73,30 @@ def _tend(control: socket.socket, requests: BinaryIO, answers: BinaryIO, seat: A
             _end_strays()
             return
         if word == "fork":
-            process = _fork(descriptors[0], seat, int(numbers[1]), (control, requests, answers, woken, wakes))
-            forks[process] = int(numbers[0])
+            number, seed = map(int, numbers)
+            try:
+                forks[_fork(descriptors[0], seat, number, seed, (control, requests, answers, woken, wakes))] = number
+            except OSError:  # too many processes: nobody serves this one, and the others go on
+                send(answers, ("ended", number, None))
+            os.close(descriptors[0])
         elif word == "kill":
             for process in [p for p, number in forks.items() if number == int(numbers[0])]:
                 _kill(process)
         if woken in readable:
             os.read(woken, 4096)
         for process, code in list(_ended(forks)):
-            send(answers, ("ended", forks.pop(process), code))
+            number = forks.pop(process)
+            shutil.rmtree(_folder(number), ignore_errors=True)
+            send(answers, ("ended", number, code))
             if not forks:
                 _end_strays()
 
 
-def _fork(descriptor: int, seat: Any, seed: int, ours: tuple[Any, ...]) -> int:
+def _fork(descriptor: int, seat: Any, number: int, seed: int, ours: tuple[Any, ...]) -> int:
     """The number of a process that serves one attempt."""
     parent = os.getpid()
     process = os.fork()
     if process:
-        os.close(descriptor)
         return process
     code = 1
     try:
@@ -101,11 +109,19 @@ def _fork(descriptor: int, seat: Any, seed: int, ours: tuple[Any, ...]) -> int:
         for file in ours:
             os.close(file if isinstance(file, int) else file.fileno())
         seed_all(seed)
+        folder = _folder(number)
+        folder.mkdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         serve(socket.socket(fileno=descriptor), seat(seed))
         code = 0
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _folder(number: int) -> Path:
+    """For an attempt's temporary files."""
+    return Path(tempfile.gettempdir(), str(number))
 
 
 def _kill(process: int) -> None:
@@ -124,6 +140,7 @@ def _ended(forks: dict[int, int]) -> Iterator[tuple[int, int]]:
 
 
 _PR_SET_CHILD_SUBREAPER = 36
+_ENDING_SECONDS = 3.0
 
 
 def _adopt() -> None:
@@ -133,14 +150,15 @@ def _adopt() -> None:
 
 
 def _end_strays() -> None:
-    """End and reap every child that there is, and theirs, which they hand up."""
+    """End and reap every child that there is, and theirs, which they hand up as they go."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    while True:
+    end = time.monotonic() + _ENDING_SECONDS
+    while time.monotonic() < end:
         with contextlib.suppress(OSError):  # a kernel that does not tell
             for process in children.read_text().split():
                 _kill(int(process))
         try:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                return
+                time.sleep(0.001)
         except ChildProcessError:
             return

@@ -1,6 +1,5 @@
 """What an environment answered, read and checked in our own process: it may have written anything."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,8 @@ from grpo_ext.rewards.workers.worker import shown
 
 LONGEST = 2**20
 """Characters of an observation."""
+LARGEST = 1e30
+"""Reward, up or down, whose sums a float32 still holds."""
 
 
 class Stepped(NamedTuple):
@@ -36,7 +37,9 @@ def opened(
         return list(prompt)
     if isinstance(said, str):
         [news] = harmless([{"content": said}])
-        return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}{news['content']}"}]
+        before, added = prompt[-1].get("content") or "", news["content"]
+        content = [*before, {"type": "text", "text": added}] if isinstance(before, list) else f"{before}{added}"
+        return [*prompt[:-1], {**prompt[-1], "content": content}]
     messages = _messages(said)
     if not messages:
         raise Garbage("no messages to begin with. Return None to begin with the prompt as it is.")
@@ -51,7 +54,7 @@ def stepped(value: Mapping[str, Any]) -> Stepped:
     if not done and not news:
         raise Garbage("no observation, and it is not done: the model would have nothing to answer. Return one.")
     counts = [value.get(name) for name in ("calls", "refused")]
-    calls, refused = (count if isinstance(count, int) else 0 for count in counts)
+    calls, refused = (count if isinstance(count, int) and abs(count) <= LONGEST else 0 for count in counts)
     return Stepped(news, _number(value.get("reward")), done, value.get("afresh") is True, calls, refused)
 
 
@@ -81,6 +84,6 @@ def _is_message(message: Any) -> bool:
 def _number(value: Any) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not isinstance(value, int | float) or not abs(value) <= LARGEST:
         raise Garbage(f"a reward of {shown(value)}. Return a finite number or None.")
     return float(value)

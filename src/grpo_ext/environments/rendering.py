@@ -39,6 +39,7 @@ class Renderer:
     def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
         """Nothing is rendered yet."""
         self.tokenizer, self.options = tokenizer, dict(options)
+        self._name = tokenizer.name_or_path or "a tokenizer without a name"
         self._specials = sorted(set(tokenizer.all_special_tokens), key=len, reverse=True)
 
     def opening(self, messages: Sequence[Message], tools: list[dict] | None) -> Context:
@@ -89,15 +90,15 @@ class Renderer:
 
     def harmless(self, messages: Sequence[Message]) -> list[Message]:
         """What an environment says, in which the text of a special token is text: a space parts it."""
-        return [{**message, "content": self._parted(message.get("content"))} for message in messages]
+        return [{key: self._parted(value) for key, value in message.items()} for message in messages]
 
-    def _parted(self, content: Any) -> Any:
-        if isinstance(content, str):
-            content = content.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+    def _parted(self, value: Any) -> Any:
+        if isinstance(value, str):
+            value = value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
             for special in self._specials:
                 if len(special) > 1:
-                    content = content.replace(special, f"{special[0]} {special[1:]}")
-        return content
+                    value = value.replace(special, f"{special[0]} {special[1:]}")
+        return value
 
     def _text(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
         try:
@@ -105,13 +106,15 @@ class Renderer:
                 list(messages), tools=tools or None, add_generation_prompt=True, tokenize=False, **self.options
             )
         except Exception as error:  # a template may raise anything of its own
-            roles = ", ".join(message["role"] for message in messages)
-            name = self.tokenizer.name_or_path or "the tokenizer"
-            raise CannotRender(f"the chat template of {name} does not take {roles} ({error})") from error
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise CannotRender(f"the chat template of {self._name} does not take {roles} ({error})") from error
         return text
 
     def _encoded(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # half a surrogate pair, deep in a message
+            raise CannotRender(f"the tokenizer of {self._name} does not take the text ({error})") from error
         return ids
 
     def _after(self, last: int, closing: str, suffix: str) -> list[int]:

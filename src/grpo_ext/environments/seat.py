@@ -13,11 +13,12 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from typing import Any
 
 from grpo_ext.environments.protocol import REWARD, Conversation, Message, Step
 from grpo_ext.environments.tools import methods_of
-from grpo_ext.rewards.workers.worker import last_lines, plain, shown
+from grpo_ext.rewards.workers.worker import last_lines, shown
 
 LENGTH = struct.Struct("<Q")
 RAISED, GARBAGE = "raised", "garbage"
@@ -55,7 +56,9 @@ class Seat:
             return self._step(value) if name == "step" else self._finish()
         except Garbage as error:
             return {"failed": [GARBAGE, f"{name}: {error}"]}
-        except (Exception, SystemExit) as error:  # the environment is the user's
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the environment is the user's
             return {"failed": [RAISED, f"{name}: {last_lines(error)}"]}
 
     def _reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,21 +127,17 @@ class Seat:
 
 def serve(channel: socket.socket, seat: Seat) -> None:
     """Answer requests until the other side closes."""
-    with channel, channel.makefile("rb") as requests:
+    with closing(seat), channel, channel.makefile("rb") as requests, suppress(OSError):
         while len(header := requests.read(LENGTH.size)) == LENGTH.size:
             body = written(seat.answer(pickle.loads(requests.read(LENGTH.unpack(header)[0]))))
-            try:
-                channel.sendall(LENGTH.pack(len(body)) + body)
-            except OSError:  # nobody waits for it any more
-                return
-    seat.close()
+            channel.sendall(LENGTH.pack(len(body)) + body)
 
 
 def written(answer: dict[str, Any]) -> bytes:
     """An answer as it is sent."""
     try:
-        return json.dumps(answer, default=plain, skipkeys=True).encode()
-    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps(answer, default=float, skipkeys=True).encode()
+    except Exception as error:  # a value's own methods may raise anything
         return json.dumps({"failed": [GARBAGE, f"what it returned cannot be sent: {error}"]}).encode()
 
 

@@ -282,7 +282,7 @@ class Pool:
                 answer = worker.next_answer()
         except EOFError:
             seconds = time.monotonic() - worker.started
-            return Outcome("died", reason=_cause_of_death(worker.kill(LAST_SECONDS)), seconds=seconds)
+            return Outcome("died", reason=cause_of_death(worker.kill(LAST_SECONDS)), seconds=seconds)
         if answer is None:
             return None
         seconds = time.monotonic() - worker.started
@@ -315,7 +315,9 @@ def _events(workers: Collection[Worker], deadline: float) -> list[tuple[Worker, 
         return [(key.data, key.fd) for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
 
 
-def _cause_of_death(code: int) -> str:
+def cause_of_death(code: int) -> str:
+    """What an exit code says."""
     if code < 0:
-        return f"it was killed by {signal.Signals(-code).name}"
+        known = {number.value: number.name for number in signal.Signals}
+        return f"it was killed by {known.get(-code, f'signal {-code}')}"
     return f"it ended its process with exit code {code}"
