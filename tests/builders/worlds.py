@@ -1,11 +1,13 @@
 """Environments for tests: of both protocols, sound and with every fault; imported by path in their own processes."""
 
 import ctypes
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -112,6 +114,28 @@ class Slow(Conversation):
     def step(self, message):
         time.sleep(self.seconds.pop(0))
         return Step("on", 1.0, not self.seconds)
+
+
+class Litters(Conversation):
+    """Leaves a temporary file, and says where."""
+
+    def step(self, message):
+        return Step(tempfile.mkstemp()[1], 1.0, True)
+
+
+class Crowded(Slow):
+    """No second process can be forked where its processes are forked from."""
+
+    @classmethod
+    def preload(cls):
+        fork, numbers = os.fork, itertools.count()
+
+        def refused():
+            if next(numbers) == 1:
+                raise BlockingIOError("no more processes")
+            return fork()
+
+        os.fork = refused
 
 
 class Meets(Conversation):

@@ -1,6 +1,8 @@
 """The loop: real environments in real processes, a policy that is scripted where its tokens do not matter."""
 
+import fcntl
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -15,9 +17,10 @@ from tokenizers import decoders
 import tiny
 import worlds
 from grpo_ext.environments.composition import parse
-from grpo_ext.environments.hosts import Hosts
+from grpo_ext.environments.hosts import LOADING_SECONDS, Failed, Hosts
 from grpo_ext.environments.loop import Attempts, Limits, Sample, Task
 from grpo_ext.environments.rendering import Renderer
+from grpo_ext.rewards.workers.pool import FOLDER
 from processes import PATIENCE
 
 EOS, LETTERS = 1, range(3, 29)
@@ -155,6 +158,64 @@ def test_what_cannot_be_imported_is_told_of_each_attempt(hosts, tmp_path):
     assert all("gone" in t.failure for t in lost)
 
 
+def test_where_no_process_can_be_forked_one_attempt_is_lost(hosts):
+    begun = time.monotonic()
+    done, _ = run(hosts, tasks(spec("Crowded"), [{"seconds": [0.0]}] * 3))
+    assert [t.failure for t in done] == [None, "died: it closed its side", None]
+    assert time.monotonic() - begun < LOADING_SECONDS
+
+
+def test_what_cannot_be_started_is_lost(hosts, monkeypatch):
+    def full(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(hosts, "open", full)
+    [lost], _ = run(hosts, tasks(spec(), [{"fault": None}]))
+    assert lost.failure == "died: it could not be started (can't start new thread)"
+
+
+def test_what_an_engine_leaves_open_is_ended_and_files_go_with_their_attempt(hosts):
+    [littered], _ = run(hosts, tasks(spec("Litters"), [{}]))
+    file = Path(littered.messages[-1]["content"])
+    assert file.parent.parent.name.startswith(FOLDER)
+
+    def broken(*_):
+        raise MemoryError
+
+    before = descriptors()
+    with pytest.raises(MemoryError):
+        run(hosts, tasks(spec("Litters"), [{}] * 3), Scripted(broken))
+    assert descriptors() == before
+    deadline = time.monotonic() + PATIENCE
+    while (file.parent.exists() or len(psutil.Process().children(recursive=True)) > 1) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not file.parent.exists()
+    assert len(psutil.Process().children(recursive=True)) == 1
+
+
+def test_a_thousand_ends_that_nobody_hears_of_stop_nobody(hosts):
+    """What a process says of its forks' ends fits no pipe, however long; here it is short."""
+    lines = [hosts.open(spec(), 0)]
+    fcntl.fcntl(lines[0].nursery._worker.answers, fcntl.F_SETPIPE_SZ, 4096)
+
+    def churn():
+        for _ in range(200):
+            hosts.open(spec(), 0).close()
+
+    thread = threading.Thread(target=churn, daemon=True)
+    thread.start()
+    thread.join(PATIENCE / 4)
+    assert not thread.is_alive()
+    lost = lines[0].nursery
+    lost._worker.process.kill()
+    lost._worker.process.wait()
+    hosts.open(spec(), 0).close()
+    with pytest.raises(Failed, match="died: it closed its side"):  # its pipes are closed: others may have their numbers
+        while lines[0].read() is None:
+            time.sleep(0.05)
+    lines[0].close()
+
+
 # Time.
 
 
@@ -234,6 +295,15 @@ def test_special_tokens_that_an_environment_says_are_text(hosts):
     tokenizer = tiny.tokenizer()
     news = Renderer(tokenizer, {}).harmless([{"role": "user", "content": "a<eos>b\ud800"}])
     assert news == [{"role": "user", "content": "a< eos>b?"}]
+    news = Renderer(tokenizer, {}).harmless([{"role": "<eos>", "content": "", "name": "<eos>"}])
+    assert news == [{"role": "< eos>", "content": "", "name": "< eos>"}]
+
+
+def test_what_a_tokenizer_does_not_take_costs_one_attempt(hosts):
+    todo = tasks(spec(), [{"fault": None}] * 2)
+    todo[0] = replace(todo[0], prompt=[{"role": "user", "content": "\ud800"}])
+    done, _ = run(hosts, todo)
+    assert [t.failure and t.failure.partition(":")[0] for t in done] == ["template", None]
 
 
 @pytest.mark.parametrize(("counts_all", "turns"), [(True, 2), (False, 3)])

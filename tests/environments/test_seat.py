@@ -1,8 +1,10 @@
 """One environment as it is asked: TRL's protocol and ours, their tools, what they may not return."""
 
+import asyncio
 import json
 import sys
 
+import numpy as np
 import pytest
 
 import worlds
@@ -10,7 +12,7 @@ from grpo_ext.environments.catalogue import environments
 from grpo_ext.environments.composition import parse
 from grpo_ext.environments.observations import LONGEST, opened, stepped
 from grpo_ext.environments.protocol import Conversation, Step
-from grpo_ext.environments.seat import Garbage, Seat
+from grpo_ext.environments.seat import Garbage, Seat, written
 from grpo_ext.environments.tools import schemas
 
 
@@ -76,6 +78,21 @@ def _answered(value):
     return play.answer(("step", {}))
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit()])
+def test_whatever_is_raised_is_the_environments(error):
+    class Raises(Conversation):
+        def reset(self, row):
+            raise error
+
+    assert seat(Raises).answer(("reset", {}))["failed"][0] == "raised"
+
+
+@pytest.mark.parametrize("value", [b"bytes", object(), {1, 2}, np.ones(3)])
+def test_what_cannot_be_sent_is_garbage(value):
+    assert json.loads(written(_answered(Step(value))))["failed"][0] == "garbage"
+    assert json.loads(written(_answered(Step("on", np.float32(0.5)))))["reward"] == 0.5
+
+
 @pytest.mark.parametrize("value", [7, None, (), (1, 2, 3, 4, 5), "text"])
 def test_what_is_no_step_is_garbage(value):
     kind, reason = _answered(value)["failed"]
@@ -92,6 +109,8 @@ def test_what_is_no_step_is_garbage(value):
         ({"observation": "x" * (LONGEST + 1)}, "characters"),
         ({"observation": "a", "reward": float("nan")}, "a finite number"),
         ({"observation": "a", "reward": "much"}, "a finite number"),
+        ({"observation": "a", "reward": 10**400}, "a finite number"),
+        ({"observation": "a", "reward": -1e39}, "a finite number"),
     ],
 )
 def test_an_answer_is_checked_where_it_arrives(answer, told):
@@ -106,6 +125,12 @@ def test_an_answer_is_checked_where_it_arrives(answer, told):
 def test_a_conversation_is_opened(opening, contents):
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "go"}]
     assert [m["content"] for m in opened(prompt, {"opening": opening}, list)] == contents
+
+
+def test_text_goes_behind_a_prompt_of_parts_too():
+    part = {"type": "text", "text": "go"}
+    [message] = opened([{"role": "user", "content": [part]}], {"opening": "!"}, list)
+    assert message["content"] == [part, {"type": "text", "text": "!"}]
 
 
 # The packaged ones.
