@@ -254,6 +254,74 @@ MUTATIONS = [
         ],
     ),
     (
+        "packing/tree",
+        "packing/test_trees",
+        [
+            ("(parent + 1) * vocabulary + token", "token"),
+            ("weight[found] += 1", "weight[found] = 1"),
+            ("own[parent] if parent >= 0 else prompt[parent]", "own[parent] if parent >= 0 else prompt[-1]"),
+            ("            if previous != ROOT:\n", "            if True:\n"),
+            ("followers[before[token]] > 1", "False"),
+            ("segments[prefix].position + len(segments[prefix].tokens)", "segments[prefix].position"),
+            ("first = max(1, kept)", "first = kept"),
+            ("number * right + np.arange", "number + np.arange"),
+            ("- 1) | (live == 0)).all()", "- 1)).all()"),
+        ],
+    ),
+    (
+        "environments/loop",
+        "environments/test_environment_loop",
+        [
+            ("attempt.truncated = not step.done", "attempt.truncated = False"),
+            ("len(attempt.context.ids) - common(seen, attempt.context.ids)", "0"),
+            ("[replace(turn, reward=None) for turn in attempt.turns]", "attempt.turns"),
+            ("None if isinstance(chosen, str) else float(chosen)", "None"),
+            ("idle = self.engine.waits or not self._ready", "idle = not self._ready"),
+            ("sorted(self._ready, key=lambda attempt: attempt.number)", "self._ready"),
+            ("if sample.ids and sample.ids[-1] in self.limits.ends:", "if sample.ids:"),
+            ("except Exception as error:  # no descriptors, no threads left", "except OSError as error:"),
+        ],
+    ),
+    (
+        "environments/rendering",
+        "environments/test_sampled_is_trained",
+        [
+            ("return ids[1:] if ids[:1] == [last] else self._encoded(suffix)", "return ids"),
+            ("*before.ids, *sampled, *self._after", "*before.ids, *self._after"),
+            ("if text.startswith(before.text + said):", "if True:"),
+            ('value.encode("utf-8", "replace").decode()', "value"),
+            ('f"{special[0]} {special[1:]}"', "special"),
+        ],
+    ),
+    (
+        "environments/hosts",
+        "environments/test_hosts",
+        [
+            ("                self.deadline = time.monotonic() + self.seconds\n", ""),
+            ("if line.received and not line.late:", "if False:"),
+            ('if isinstance(failed := answer.get("failed"), list):', 'if failed := answer.get("failed"):'),
+        ],
+    ),
+    (
+        "environments/seat",
+        "environments/test_seat",
+        [
+            ("except BaseException as error:", "except Exception as error:"),
+            ("default=float", "default=str"),
+            ("refused = sum(not well", "refused = sum(well"),
+        ],
+    ),
+    (
+        "environments/observations",
+        "environments/test_seat",
+        [
+            ("not abs(value) <= LARGEST", "False"),
+            ("isinstance(count, int) and abs(count) <= LONGEST", "isinstance(count, int)"),
+            ('value.get("done") is True', "True"),
+            ("[*before, {", "[{"),
+        ],
+    ),
+    (
         "objective/advantages",
         "objective/test_laws",
         [

@@ -100,6 +100,10 @@ def test_what_is_no_step_is_garbage(value):
     assert "Return Step(observation, reward, done)" in reason
 
 
+def test_counts_beyond_all_bounds_are_none():
+    assert stepped({"observation": "a", "calls": 10**400, "refused": "7"})[-2:] == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
