@@ -91,9 +91,10 @@ class Faulty(Conversation):
             time.sleep(0.2)
             os._exit(0)
         if self.fault == "forks itself":
-            if all([os.fork() for _ in range(3)]):
-                os._exit(0)
-            time.sleep(3600)
+            for _ in range(3):
+                if not os.fork():
+                    time.sleep(3600)
+            os._exit(0)
         return 7
 
 
