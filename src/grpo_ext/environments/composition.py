@@ -14,7 +14,11 @@ from grpo_ext.environments.tools import methods_of, tool_problems
 from grpo_ext.errors import UnknownNameError
 from grpo_ext.registry import did_you_mean, import_path, located
 
-FAMILIES = {"textarena/": ("grpo_ext.environments.textarena:TextArena", "game")}
+FAMILIES = {
+    "textarena/": ("grpo_ext.environments.textarena:TextArena", "game"),
+    "verifiers/": ("grpo_ext.environments.verifiers:Verifiers", "name"),
+    "openenv/": ("grpo_ext.environments.openenv:OpenEnv", "base_url"),
+}
 """Environments of others, whose names begin so: the class, and the option that the rest of the name is."""
 
 
