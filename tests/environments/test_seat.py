@@ -13,7 +13,7 @@ from grpo_ext.environments.composition import parse
 from grpo_ext.environments.observations import LONGEST, opened, stepped
 from grpo_ext.environments.protocol import Conversation, Step
 from grpo_ext.environments.seat import Garbage, Seat, written
-from grpo_ext.environments.tools import schemas
+from grpo_ext.environments.tools import methods_of, schemas
 
 
 def call(name, **arguments):
@@ -138,6 +138,15 @@ def test_text_goes_behind_a_prompt_of_parts_too():
 
 
 # The packaged ones.
+
+
+@pytest.mark.parametrize(("name", "tool"), [("calculator", "calculate"), ("python", "python"), ("search", "search")])
+def test_a_packaged_class_of_tools_is_named_in_a_recipe(name, tool, tmp_path):
+    (tmp_path / "corpus.txt").write_text("one\n")
+    options = {"corpus": str(tmp_path / "corpus.txt")} if name == "search" else {}
+    specs, problems = parse([{"name": name, "kwargs": options}])
+    assert all("which is not installed" in problem for problem in problems)
+    assert [list(methods_of(spec.target)) for spec in specs] == [[tool]] * (not problems)
 
 
 @pytest.mark.parametrize(

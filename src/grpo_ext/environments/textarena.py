@@ -1,6 +1,7 @@
 """Games of the package textarena, for one player: the model reads the transcript of the game and writes its move."""
 
 import importlib.util
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.text import completion_text
 
 PLAYER = 0
+BEGINNING_SECONDS = 60.0
+"""What a game may take to begin; some look for a board for hours."""
 
 
 class TextArena(Conversation):
@@ -39,12 +42,10 @@ class TextArena(Conversation):
         if game not in ENV_REGISTRY:
             yield f"textarena has no game {game!r}. {did_you_mean(game, ENV_REGISTRY)}"
             return
-        try:
-            TextArena(game, **options).reset({})
-        except Exception as error:  # such as that it wants two players, or a download
+        if problem := _beginning(game, options):
             yield (
-                f"textarena/{game} does not begin with one player on this machine ({type(error).__name__}: {error}). "
-                "Name a game for one player that needs no network."
+                f"textarena/{game} does not begin with one player on this machine ({problem}). Name a game for one "
+                "player that needs no network."
             )
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
@@ -57,10 +58,33 @@ class TextArena(Conversation):
         done, _ = self._game.step(completion_text([message]))
         if not done:
             return Step(self._transcript(), None, False, True)
-        rewards, _ = self._game.close()
-        return Step(None, float((rewards or {}).get(PLAYER, 0.0)), True)
+        return Step(None, _paid(*self._game.close()), True)
 
     def _transcript(self) -> list[Message]:
         _, said = self._game.get_observation()
         text = said if isinstance(said, str) else "\n".join(str(part) for _, part, *_ in said)
         return [{"role": "user", "content": text}]
+
+
+def _beginning(game: str, options: Mapping[str, Any]) -> str | None:
+    """Why a game does not begin; None: it does."""
+    problems: list[str] = []
+
+    def begin() -> None:
+        try:
+            TextArena(game, **options).reset({})
+        except BaseException as error:  # such as that it wants two players, or a download
+            problems.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=begin, daemon=True)  # what does not end nobody can stop; it ends with the process
+    thread.start()
+    thread.join(BEGINNING_SECONDS)
+    if thread.is_alive():
+        return f"it had not begun after {BEGINNING_SECONDS:g} s"
+    return problems[0] if problems else None
+
+
+def _paid(rewards: Mapping[int, Any] | None, told: Mapping[int, Mapping[str, Any]]) -> float:
+    """The reward; some games say it where the reason belongs, and the reason in its place."""
+    reward = (rewards or {}).get(PLAYER, 0.0)
+    return float(told[PLAYER]["reason"].removeprefix("Invalid Move: ") if isinstance(reward, str) else reward)

@@ -12,8 +12,12 @@ def methods_of(environment: type | None) -> dict[str, Callable[..., Any]]:
     """Public methods of one of TRL's classes, which are its tools."""
     if environment is None or is_conversation(environment):
         return {}
-    members = inspect.getmembers(environment, predicate=inspect.isfunction)
-    return {name: method for name, method in members if name not in (RESET, REWARD) and not name.startswith("_")}
+    return {
+        name: method
+        for name, method in inspect.getmembers(environment, predicate=inspect.isfunction)
+        if name not in (RESET, REWARD) and not name.startswith("_")
+        if not isinstance(inspect.getattr_static(environment, name), staticmethod)  # as in TRL
+    }
 
 
 def schemas(environment: type | None, functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:

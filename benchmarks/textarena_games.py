@@ -1,0 +1,81 @@
+"""Every game of TextArena for one player: what `check` says of it, and one episode of random play through a seat.
+
+python benchmarks/textarena_games.py [--moves 60] [--seconds 120]: needs grpo-ext[textarena]; writes
+benchmarks/results/textarena_games.json. Each game is checked and played in a process of its own that may take so many
+seconds."""
+
+import argparse
+import json
+import multiprocessing
+import random
+import re
+import time
+from pathlib import Path
+
+import textarena
+from textarena.envs.registration import ENV_REGISTRY
+
+from grpo_ext.environments.composition import parse
+from grpo_ext.environments.observations import opened, stepped
+from grpo_ext.environments.seat import Seat
+
+RESULTS = Path(__file__).parent / "results" / "textarena_games.json"
+MOVE = re.compile(r"\[[^\[\]\n]{1,24}\]")
+
+
+def played(game: str, moves: int) -> dict:
+    """What came of one game."""
+    specs, problems = parse([f"textarena/{game}"])
+    return {"refused": problems[0]} if problems else episode(specs[0], moves)
+
+
+def episode(spec, moves: int) -> dict:
+    """Random moves, out of what the transcript shows in brackets, until the game is over."""
+    seat, draw = Seat(spec.make, (), seed=0), random.Random(0)
+    answer = seat.answer(("reset", {}))
+    if "failed" in answer:
+        return {"failed": answer["failed"][1]}
+    said = opened([{"role": "user", "content": ""}], answer, list)
+    for move in range(1, moves + 1):
+        shown = MOVE.findall(said[-1]["content"]) + [f"[{draw.randrange(10)}]"] * 2
+        answer = seat.answer(("step", {"role": "assistant", "content": draw.choice(shown)}))
+        if "failed" in answer:
+            return {"failed": answer["failed"][1], "moves": move}
+        step = stepped(answer)
+        if step.done:
+            return {"moves": move, "reward": step.reward}
+        said = step.observation
+    return {"moves": moves, "reward": None}
+
+
+def contained(game: str, moves: int, seconds: float) -> dict:
+    """The same in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: theirs.send(played(game, moves)))
+    start = time.monotonic()
+    process.start()
+    theirs.close()
+    try:
+        result = ours.recv() if ours.poll(seconds) else {"failed": f"took more than {seconds:g} s"}
+    except EOFError:
+        result = {"failed": "its process ended"}
+    process.kill()
+    process.join()
+    return {**result, "seconds": round(time.monotonic() - start, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--moves", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    arguments = parser.parse_args()
+    games = {}
+    for game in ENV_REGISTRY:
+        games[game] = contained(game, arguments.moves, arguments.seconds)
+        print(game, games[game], flush=True)
+    RESULTS.write_text(json.dumps({"textarena": textarena.__version__, "games": games}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
