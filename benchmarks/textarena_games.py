@@ -1,8 +1,9 @@
 """Every game of TextArena for one player: what `check` says of it, and one episode of random play through a seat.
 
 python benchmarks/textarena_games.py [--moves 60] [--seconds 120]: needs grpo-ext[textarena]; writes
-benchmarks/results/textarena_games.json. Each game is checked and played in a process of its own that may take so many
-seconds."""
+benchmarks/results/textarena_games.json. Each game is checked and played in a process of its own that
+may take so many seconds.
+"""
 
 import argparse
 import json

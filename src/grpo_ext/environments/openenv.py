@@ -58,7 +58,7 @@ class OpenEnv(Conversation):
             )
             return
         if action is not None and action not in known:
-            yield f"action={action!r}: the server's action has the fields {', '.join(known)}. Name one, or null for all."
+            yield f"action={action!r}: the server's action has the fields {', '.join(known)}. Name one, or null."
 
     async def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Open the session."""

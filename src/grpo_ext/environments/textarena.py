@@ -60,6 +60,13 @@ class TextArena(Conversation):
             return Step(self._transcript(), None, False, True)
         return Step(None, _paid(*self._game.close()), True)
 
+    @property
+    def is_single(self) -> bool:
+        """Whether one player plays it; some games for several begin with one, and never end."""
+        import textarena
+
+        return isinstance(self._game.state, textarena.SinglePlayerState)
+
     def _transcript(self) -> list[Message]:
         _, said = self._game.get_observation()
         text = said if isinstance(said, str) else "\n".join(str(part) for _, part, *_ in said)
@@ -72,7 +79,10 @@ def _beginning(game: str, options: Mapping[str, Any]) -> str | None:
 
     def begin() -> None:
         try:
-            TextArena(game, **options).reset({})
+            made = TextArena(game, **options)
+            made.reset({})
+            if not made.is_single:
+                problems.append("it is for several")
         except BaseException as error:  # such as that it wants two players, or a download
             problems.append(f"{type(error).__name__}: {error}")
 

@@ -103,7 +103,10 @@ def _plan(options: str) -> tuple[Any, list[Any]]:
     given = json.loads(options)
     name, count = given.pop("name"), given.pop("tasks", 1000)
     config = configured(name, given)
-    tasks = list(itertools.islice(load_taskset(config.taskset), count))
+    taskset = load_taskset(config.taskset)
+    if type(taskset).task_type().toolsets(config.taskset.task) or taskset.toolsets(config.taskset):
+        raise ValueError("it offers tools, which are not handed on to the policy")
+    tasks = list(itertools.islice(taskset, count))
     if not tasks:
         raise ValueError("it has no tasks")
     return config, tasks
