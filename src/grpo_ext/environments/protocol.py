@@ -1,11 +1,12 @@
 """What an environment is: TRL's class of tools, or a `Conversation` that answers the model's whole message."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from grpo_ext.registry import Registry
 
 Message: TypeAlias = dict[str, Any]
+Opening: TypeAlias = str | list[Message] | None
 environments: Registry[type] = Registry("environment")
 """Those that a recipe can name; `catalogue` fills it."""
 COLUMN = "environment"
@@ -39,11 +40,11 @@ class Conversation:
     seed = 0
     """Alike for all completions of a prompt, so that they play the same game; set before `reset`."""
 
-    def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
+    def reset(self, row: Mapping[str, Any]) -> Opening | Awaitable[Opening]:
         """Begin with a row of the dataset; the answer is put behind the prompt if text, in its place if messages."""
         return None
 
-    def step(self, message: Message) -> Step | tuple:
+    def step(self, message: Message) -> Step | tuple | Awaitable[Step | tuple]:
         """Answer the model's message: observation, reward of the turn, whether it is over."""
         raise NotImplementedError
 

@@ -29,7 +29,7 @@ MODEL = "policy"
 __all__ = ["Chat", "Policy", "configured", "play"]
 
 
-class Policy(Client):  # type: ignore[misc]
+class Policy(Client):
     """A client whose completions somebody else writes."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Policy(Client):  # type: ignore[misc]
         return response
 
 
-class Chat(Harness[HarnessConfig]):  # type: ignore[misc]
+class Chat(Harness[HarnessConfig]):
     """Verifiers' harness `null` without a process of its own and without tools: one request for each turn."""
 
     APPENDS_SYSTEM_PROMPT = True
