@@ -305,6 +305,34 @@ def planted_table() -> str:
     )
 
 
+OUTCOMES = {
+    "the game is for several players": r"player|for several",
+    "its word lists are to be downloaded": "NLTK",
+    "it asks a model on the web": "API key",
+    "not begun after a minute": "had not begun",
+    "it cannot be imported or has lost a file": "Error",
+}
+"""Why a game of TextArena is refused, by what the refusal says."""
+
+
+def textarena_table() -> str:
+    """What came of TextArena's games, as benchmarks/textarena_games.py found it."""
+    found = json.loads((RESULTS / "textarena_games.json").read_text())
+    kinds: dict[str, list[str]] = {}
+    for name, game in found["games"].items():
+        reason = game.get("refused", "").partition("on this machine (")[2].rpartition("). Name")[0]
+        kind = next((kind for kind, says in OUTCOMES.items() if re.search(says, reason)), "played")
+        kinds.setdefault("failed in play" if "failed" in game else f"refused: {kind}" if reason else kind, []).append(name)
+    rows = [(kind, str(len(names)), families(names)) for kind, names in kinds.items()]
+    return table((f"of the {len(found['games'])} names of {found['textarena']}", "names", "games"), rows)
+
+
+def families(names: list[str], most: int = 25) -> str:
+    """Games without their variants: the first so many."""
+    games = list(dict.fromkeys(name.partition("-v0")[0] for name in names))
+    return ", ".join(games[:most]) + (", ..." if len(games) > most else "")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "house": house_table,
     "speed": speed_table,
@@ -328,6 +356,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults": fault_table,
     "figures": figure_table,
     "planted": planted_table,
+    "textarena": textarena_table,
     "migrated": migrated_table,
     "no_recipes": lambda: table(("kind of file", "what you are told it is"), NO_RECIPES.items()),
     **{f"from_{name.replace('-', '_')}": partial(foreign_table, name) for name in PROJECTS if own_table(name)},

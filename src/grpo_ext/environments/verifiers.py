@@ -34,8 +34,14 @@ class Verifiers(Conversation):
 
     @staticmethod
     def preload(**options: Any) -> None:
-        """Load the tasks once for all attempts."""
-        _plan(json.dumps(options))
+        """Load the tasks, and what an episode imports as it begins, once for all attempts."""
+
+        async def begin() -> None:
+            first = Verifiers(**options)
+            await first.reset({INDEX: 0})
+            await first.get_reward()
+
+        asyncio.run(begin())
 
     @staticmethod
     def option_problems(name: str, tasks: int = 1000, **config: Any) -> Iterator[str]:
