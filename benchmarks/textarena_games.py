@@ -27,7 +27,13 @@ MOVE = re.compile(r"\[[^\[\]\n]{1,24}\]")
 def played(game: str, moves: int) -> dict:
     """What came of one game."""
     specs, problems = parse([f"textarena/{game}"])
-    return {"refused": problems[0]} if problems else episode(specs[0], moves)
+    return {"refused": reason(problems[0])} if problems else episode(specs[0], moves)
+
+
+def reason(problem: str) -> str:
+    """What stands in brackets, in one line, without this machine's folders."""
+    said = problem.partition("on this machine (")[2].rpartition("). Name")[0]
+    return re.sub(r"[\w.~-]*/\S*/", "", " ".join(said.replace("*", "").split()))[:120]
 
 
 def episode(spec, moves: int) -> dict:
@@ -75,7 +81,8 @@ def main() -> None:
     for game in ENV_REGISTRY:
         games[game] = contained(game, arguments.moves, arguments.seconds)
         print(game, games[game], flush=True)
-    RESULTS.write_text(json.dumps({"textarena": textarena.__version__, "games": games}, indent=1) + "\n")
+    lines = ",\n".join(f"{json.dumps(game)}: {json.dumps(found)}" for game, found in games.items())
+    RESULTS.write_text(f'{{"textarena": "{textarena.__version__}", "games": {{\n{lines}\n}}}}\n')
 
 
 if __name__ == "__main__":

@@ -320,9 +320,11 @@ def textarena_table() -> str:
     found = json.loads((RESULTS / "textarena_games.json").read_text())
     kinds: dict[str, list[str]] = {}
     for name, game in found["games"].items():
-        reason = game.get("refused", "").partition("on this machine (")[2].rpartition("). Name")[0]
+        reason = game.get("refused", "")
         kind = next((kind for kind, says in OUTCOMES.items() if re.search(says, reason)), "played")
-        kinds.setdefault("failed in play" if "failed" in game else f"refused: {kind}" if reason else kind, []).append(name)
+        kinds.setdefault("failed in play" if "failed" in game else f"refused: {kind}" if reason else kind, []).append(
+            name
+        )
     rows = [(kind, str(len(names)), families(names)) for kind, names in kinds.items()]
     return table((f"of the {len(found['games'])} names of {found['textarena']}", "names", "games"), rows)
 
