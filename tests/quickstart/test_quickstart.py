@@ -132,7 +132,7 @@ def test_the_cache_is_used_and_keyed(folder, monkeypatch):
 def test_two_builders_at_once_agree_and_leave_nothing_behind(tmp_path, monkeypatch):
     together = threading.Barrier(2, timeout=300)
 
-    def slow_warm_up(directory, seed, *, steps):
+    def slow_warm_up(directory, seed, *, steps, lesson):
         directory.mkdir()
         (directory / "model").write_text("weights")
         together.wait()

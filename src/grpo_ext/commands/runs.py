@@ -11,7 +11,7 @@ import torch
 from grpo_ext.config.adapters import base_of, located
 from grpo_ext.data.rows import with_system_prompt
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.parts import QUICKSTART_MODEL
+from grpo_ext.quickstart.model import LESSONS, ensure_model
 from grpo_ext.trainer.checkpoints.choice import newest_sound
 from grpo_ext.trainer.checkpoints.finish import finished, holds_weights
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
@@ -35,8 +35,8 @@ class Trained:
             ConfigError: nobody says.
         """
         start = self.record.get("model_name_or_path")
-        if start == QUICKSTART_MODEL:
-            return _quickstart()
+        if start in LESSONS:
+            return str(ensure_model(lesson=LESSONS[start]))
         if start:
             return located(start, Path(self.model))
         if base := base_of(self.model):
@@ -83,8 +83,8 @@ def find(name: str) -> Trained:
         ConfigError: a folder that is not there, or has no model in it.
     """
     folder = Path(name).expanduser()
-    if name == QUICKSTART_MODEL:
-        return Trained(_quickstart(), {})
+    if name in LESSONS:
+        return Trained(str(ensure_model(lesson=LESSONS[name])), {})
     if not folder.is_dir():
         if folder.exists() or name.startswith((".", "/", "~")):
             raise ConfigError([f"{name}: no such folder. Name an output_dir, a checkpoint, a model, or a hub id."])
@@ -97,9 +97,3 @@ def find(name: str) -> Trained:
         raise ConfigError([f"{name}: no model in this folder, nor a checkpoint. Name a run's output_dir or a model."])
     file = folder / RECIPE_FILE
     return Trained(str(folder), json.loads(file.read_text()) if file.is_file() else {})
-
-
-def _quickstart() -> str:
-    from grpo_ext.quickstart.model import ensure_model
-
-    return str(ensure_model())

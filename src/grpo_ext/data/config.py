@@ -14,6 +14,8 @@ from grpo_ext.errors import DataError
 from grpo_ext.registry import did_you_mean
 
 PROCEDURAL, QUICKSTART = "reasoning_gym/", "quickstart/"
+GAME = f"{QUICKSTART}guess"
+"""The quickstart's task that has no options."""
 
 
 @dataclass
@@ -158,7 +160,7 @@ def value_problems(config: DataConfig) -> list[str]:
 def _foreign_kwargs(config: DataConfig, name: str) -> list[str]:
     if not config.dataset_kwargs:
         return []
-    reason = f"{name!r} is not a procedural task ({PROCEDURAL}<task>, {QUICKSTART}<task>), which alone has options."
+    reason = f"{name!r} is not a procedural task ({PROCEDURAL}<task>, {QUICKSTART}addition), which alone has options."
     return [f"dataset_kwargs={config.dataset_kwargs!r}: {reason} Unset dataset_kwargs."]
 
 
@@ -174,7 +176,7 @@ def _procedural_problems(config: DataConfig, name: str, dataset_config: str | No
     if name.startswith(QUICKSTART):
         if config.test_size is not None:
             found.append(f"test_size={config.test_size!r}: {name!r} brings its own evaluation split. Unset test_size.")
-        return found + _quickstart_problems(config)
+        return found + (_foreign_kwargs(config, name) if name == GAME else _quickstart_problems(config))
     try:
         return found + tasks.option_problems(name.removeprefix(PROCEDURAL), options(config))
     except DataError:  # already among the values' problems

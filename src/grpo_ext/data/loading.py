@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from grpo_ext.data import files as local_files
 from grpo_ext.data import tables, tasks
-from grpo_ext.data.config import PROCEDURAL, QUICKSTART, DataConfig, options, problems, split_problems
+from grpo_ext.data.config import GAME, PROCEDURAL, QUICKSTART, DataConfig, options, problems, split_problems
 from grpo_ext.data.prepare import AnyDataset, Split, prepare_split
 from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS
 from grpo_ext.errors import DataError
@@ -106,9 +106,9 @@ def _hold_out(dataset: AnyDataset, config: DataConfig) -> tuple[AnyDataset, AnyD
 
 
 def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split | None]:
-    from grpo_ext.quickstart.task import load
+    from grpo_ext.quickstart import game, task
 
-    train, test = load(name.removeprefix(QUICKSTART), **options(config))
+    train, test = game.load() if name == GAME else task.load(name.removeprefix(QUICKSTART), **options(config))
     return Split(train, f"{name}, split train"), Split(test, f"{name}, split test")
 
 

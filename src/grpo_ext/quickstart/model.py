@@ -1,24 +1,19 @@
-"""The quickstart's model: a character tokenizer, a tiny Llama, and a short supervised warm-up, cached on disk."""
+"""The quickstart's models: a character tokenizer, a tiny Llama, and a short supervised warm-up, cached on disk."""
 
 import hashlib
-import itertools
 import json
 import os
-import random
 import tempfile
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo_ext.quickstart import task
-from grpo_ext.quickstart.task import careless_demonstration, example, problems
+from grpo_ext.quickstart import game, task
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-NAME = "quickstart"
-"""What stands for the model where one is named."""
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<system>")
 CHAT_TEMPLATE = (
@@ -38,9 +33,28 @@ ARCHITECTURE: dict[str, Any] = {
     "initializer_range": 0.06,
 }
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # its new and its old name in transformers
-WARM_UP_STEPS = 500
 WARM_UP_BATCH_SIZE = 16
 WARM_UP_LEARNING_RATE = 2e-3
+
+
+class Lesson(NamedTuple):
+    """What a tiny model is warmed up with."""
+
+    task: str
+    words: Sequence[str]
+    """One token each, beside the characters."""
+    demonstrations: Callable[[int, int], list[dict[str, Any]]]
+    """Rows of prompt and completion, by their seed and number."""
+    steps: int
+
+
+NAME = "quickstart"
+"""What stands for the model that adds where one is named."""
+LESSONS = {
+    NAME: Lesson("addition", TAGS, task.demonstrations, steps=500),
+    "quickstart/guess": Lesson("guess", game.WORDS, game.demonstrations, steps=300),
+}
+"""By what stands for the model."""
 
 
 def cache_directory() -> Path:
@@ -49,20 +63,24 @@ def cache_directory() -> Path:
 
 
 def ensure_model(
-    seed: int = 0, directory: str | os.PathLike[str] | None = None, *, steps: int = WARM_UP_STEPS
+    seed: int = 0,
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    steps: int | None = None,
+    lesson: Lesson = LESSONS[NAME],
 ) -> Path:
-    """Folder of the warm model of that seed, trained on first use and kept in `directory` (see `cache_directory`).
+    """Folder of the warm model of that lesson and seed, trained on first use and kept in `directory`.
 
     The folder's name is a hash of all that decides the weights: this package's code, the settings and the libraries.
     Two processes may ask at once: each trains in a folder of its own, and the first to finish gives it its name.
     """
     root = Path(directory) if directory is not None else cache_directory()
-    target = root / f"addition-{_fingerprint(seed, steps)}"
+    target = root / f"{lesson.task}-{_fingerprint(seed, steps or lesson.steps)}"
     if target.is_dir():
         return target
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".building-") as building:
-        warm_up(Path(building) / "model", seed, steps=steps)
+        warm_up(Path(building) / "model", seed, steps=steps, lesson=lesson)
         try:
             os.rename(Path(building) / "model", target)
         except OSError:
@@ -71,32 +89,32 @@ def ensure_model(
     return target
 
 
-def ensure_once() -> Path:
-    """The same in a launch of several processes: the first one trains it."""
+def ensure_once(name: str = NAME) -> Path:
+    """The same of a name in `LESSONS`, in a launch of several processes: the first one trains it."""
     from accelerate import PartialState
 
     with PartialState().main_process_first():
-        return ensure_model()
+        return ensure_model(lesson=LESSONS[name])
 
 
 def _fingerprint(seed: int, steps: int) -> str:
     """Hash of everything that decides the warm model."""
-    code = Path(__file__).read_text(encoding="utf-8") + Path(task.__file__).read_text(encoding="utf-8")
+    code = [Path(file).read_text(encoding="utf-8") for file in (__file__, str(task.__file__), str(game.__file__))]
     libraries = {name: version(name) for name in ("torch", "transformers", "trl", "tokenizers")}
     settings = json.dumps([code, libraries, seed, steps], sort_keys=True)
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
-def build_tokenizer() -> "PreTrainedTokenizerFast":
-    """Character tokenizer: printable ASCII and newline; each tag is one ordinary token, so decoding keeps it."""
+def build_tokenizer(words: Sequence[str] = TAGS) -> "PreTrainedTokenizerFast":
+    """Character tokenizer: printable ASCII and newline; each of `words` is one ordinary token, so it is decoded."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [*SPECIAL, *TAGS, "\n", *map(chr, range(32, 127))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    known = dict.fromkeys([*SPECIAL, *words, "\n", *map(chr, range(32, 127))])
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
-    core.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    core.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
@@ -127,21 +145,24 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "PreTrai
         return LlamaForCausalLM(config)
 
 
-def warm_up(directory: str | os.PathLike[str], seed: int = 0, *, steps: int = WARM_UP_STEPS) -> Path:
-    """Train a fresh model for `steps` supervised steps on a careless teacher's demonstrations, and save it.
+def warm_up(
+    directory: str | os.PathLike[str], seed: int = 0, *, steps: int | None = None, lesson: Lesson = LESSONS[NAME]
+) -> Path:
+    """Train a fresh model for `steps` supervised steps on a teacher's demonstrations, and save it.
 
-    The model learns the format, the sums of two digits and the teacher's bad habit: to forget most carries. TRL's
-    SFTTrainer, loss on the completion only, problems of the train split only.
+    The model learns the form of an answer and the teacher's bad habits. TRL's SFTTrainer, loss on the completion only.
     """
+    from datasets import Dataset
     from transformers import PrinterCallback
     from trl import SFTTrainer
 
-    tokenizer = build_tokenizer()
+    steps = steps or lesson.steps
+    tokenizer = build_tokenizer(lesson.words)
     model = build_model(tokenizer, seed)
     trainer = SFTTrainer(
         model=model,
         args=_warm_up_arguments(directory, seed, steps),
-        train_dataset=_demonstrations(seed, steps * WARM_UP_BATCH_SIZE),
+        train_dataset=Dataset.from_list(lesson.demonstrations(seed, steps * WARM_UP_BATCH_SIZE)),
         processing_class=tokenizer,
     )
     trainer.remove_callback(PrinterCallback)
@@ -149,20 +170,6 @@ def warm_up(directory: str | os.PathLike[str], seed: int = 0, *, steps: int = WA
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return Path(directory)
-
-
-def _demonstrations(seed: int, size: int) -> "Dataset":
-    """`size` rows of prompt and completion, over and over the train split when it is smaller than that."""
-    from datasets import Dataset
-
-    draw = random.Random(seed)
-    pairs = list(problems("train"))
-    draw.shuffle(pairs)
-    rows = [
-        example(a, b) | {"completion": [{"role": "assistant", "content": careless_demonstration(a, b, draw)}]}
-        for a, b in itertools.islice(itertools.cycle(pairs), size)
-    ]
-    return Dataset.from_list(rows).remove_columns("solution")
 
 
 def _warm_up_arguments(directory: str | os.PathLike[str], seed: int, steps: int) -> Any:

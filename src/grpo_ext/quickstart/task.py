@@ -1,6 +1,7 @@
 """The quickstart's task: three-digit addition, digit by digit, with a held-out set no training ever sees."""
 
 import hashlib
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -67,6 +68,20 @@ def careless_demonstration(a: int, b: int, draw: random.Random) -> str:
 def example(a: int, b: int) -> dict[str, Any]:
     """One dataset row: a conversational `prompt` and the `solution`."""
     return {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "solution": str(a + b)}
+
+
+def demonstrations(seed: int, size: int) -> list[dict[str, Any]]:
+    """`size` rows of prompt and completion, over and over the train split when it is smaller than that."""
+    draw = random.Random(seed)
+    pairs = list(problems("train"))
+    draw.shuffle(pairs)
+    return [
+        {
+            "prompt": example(a, b)["prompt"],
+            "completion": [{"role": "assistant", "content": careless_demonstration(a, b, draw)}],
+        }
+        for a, b in itertools.islice(itertools.cycle(pairs), size)
+    ]
 
 
 def load(

@@ -21,6 +21,7 @@ from grpo_ext.config.launch import elsewhere
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.run import AFRESH, FRESH_START, LAST
+from grpo_ext.data.config import GAME
 from grpo_ext.data.config import problems as data_problems
 from grpo_ext.environments import fit
 from grpo_ext.environments.composition import EnvironmentSpec
@@ -29,7 +30,7 @@ from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rollout.dynamic_sampling import judge_problems
 
-QUICKSTART_TASKS = ("quickstart/addition",)
+QUICKSTART_TASKS = ("quickstart/addition", GAME)
 ALSO: Mapping[str, Any] = {"lora_target_modules": str} | dict.fromkeys(
     ("reward_funcs", "eval_sets", "environments", "datasets", "test_size"), object
 )

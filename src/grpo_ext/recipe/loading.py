@@ -15,17 +15,17 @@ from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.data.prepare import prepare
 from grpo_ext.errors import ConfigError, DataError
-from grpo_ext.quickstart.model import ensure_once
-from grpo_ext.recipe.parts import QUICKSTART_MODEL, Recipe
+from grpo_ext.quickstart.model import LESSONS, ensure_once
+from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policy import load_tokenizer_of
 
 
 def model_path(recipe: Recipe) -> str:
-    """Hub id or folder of the policy; the quickstart model is built (once) when it is asked for."""
+    """Hub id or folder of the policy; a quickstart model is built (once) when it is asked for."""
     name = str(recipe.model.model_name_or_path)
-    if name != QUICKSTART_MODEL:
+    if name not in LESSONS:
         return str(Path(name).expanduser()) if name.startswith("~") else name
-    return str(ensure_once())
+    return str(ensure_once(name))
 
 
 def base_path(recipe: Recipe) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_ext.config.adapters import is_adapter
-from grpo_ext.recipe.parts import QUICKSTART_MODEL
+from grpo_ext.quickstart.model import LESSONS
 
 
 def folder_problems(name: str) -> Iterator[str]:
@@ -14,7 +14,7 @@ def folder_problems(name: str) -> Iterator[str]:
     if path.is_file():
         yield f"{setting}: this is a file. Name the folder that holds config.json and the weights."
         return
-    if name == QUICKSTART_MODEL or not path.is_dir():
+    if name in LESSONS or not path.is_dir():
         return
     files = [file.name for file in path.iterdir()]
     if is_adapter(name):

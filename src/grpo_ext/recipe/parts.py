@@ -11,11 +11,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.quickstart.model import NAME
 from grpo_ext.rewards.composition import RewardSpec
-
-QUICKSTART_MODEL = NAME
-"""`model_name_or_path` of the tiny model that grpo-ext builds itself."""
 
 
 @dataclass

@@ -21,9 +21,9 @@ from trl import get_peft_config
 from grpo_ext.config.adapters import base_of, is_adapter
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.errors import ConfigError
+from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.lora import unmatched
 from grpo_ext.recipe.model_folders import folder_problems
-from grpo_ext.recipe.parts import QUICKSTART_MODEL
 from grpo_ext.recipe.policy import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
 
@@ -51,11 +51,9 @@ def look_at(model: Any, training: Any) -> tuple[Policy, list[str]]:
     if problems:
         policy.unknown = "see above"
         return policy, problems
-    if model.model_name_or_path == QUICKSTART_MODEL:
-        from grpo_ext.quickstart.model import build_model, build_tokenizer  # the warm one takes a short training
-
-        policy.tokenizer = build_tokenizer()
-        policy.empty = build_model(policy.tokenizer)
+    if model.model_name_or_path in LESSONS:
+        policy.tokenizer = build_tokenizer(LESSONS[model.model_name_or_path].words)
+        policy.empty = build_model(policy.tokenizer)  # the warm one takes a short training
     else:
         problems += _load(policy, model, training)
     if policy.empty is not None:

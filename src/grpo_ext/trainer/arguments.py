@@ -10,7 +10,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.given import prompt_problems
 from grpo_ext.data.rows import check_columns
 from grpo_ext.errors import ConfigError, DataError
-from grpo_ext.quickstart.model import NAME, ensure_once
+from grpo_ext.quickstart.model import LESSONS, ensure_once
 
 
 def data_problems(args: GRPOExtConfig, train_dataset: Any, eval_dataset: Any) -> Iterator[str]:
@@ -27,8 +27,8 @@ def data_problems(args: GRPOExtConfig, train_dataset: Any, eval_dataset: Any) ->
 
 
 def policy(model: Any) -> Any:
-    """`model`, or the folder of the tiny one that grpo-ext builds itself, once, where it is 'quickstart'."""
-    return str(ensure_once()) if isinstance(model, str) and model == NAME else model
+    """`model`, or the folder of a tiny one that grpo-ext builds itself, once: 'quickstart', 'quickstart/guess'."""
+    return str(ensure_once(model)) if isinstance(model, str) and model in LESSONS else model
 
 
 def check_trained(args: GRPOExtConfig, train_dataset: Any, steps: int) -> None:

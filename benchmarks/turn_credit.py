@@ -1,0 +1,195 @@
+"""A task of five turns of which one decides: how many episodes credit by turn needs, beside GRPO: `make bench-credit`.
+
+The prompt names one of four doors; in each of five turns the model says a digit, and only what it says in the third
+counts: the door's own digit pays 1, at once. What it says in the other turns is noise. The model can speak and knows
+nothing of the doors. A run ends when 90 % of the episodes of ten steps in a row have opened their door, or after 100
+steps. Writes results/turn_credit.json, turn_credit.md and turn_credit.png.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import argparse
+import contextlib
+import json
+import logging
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from transformers import TrainerCallback
+
+from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
+from grpo_ext.quickstart.model import Lesson, ensure_model
+
+FOLDER = Path(__file__).parent
+RESULT = FOLDER / "results" / "turn_credit.json"
+TURNS, DECISIVE, DOORS, GROUP, STEPS = 5, 3, 4, 16, 100
+EPISODES = DOORS * GROUP
+"""Of a step."""
+DIGITS = random.Random(0).sample("0123456789", DOORS)
+WINDOW, GOAL = 10, 0.9
+REWARD = "rewards/environment/mean"
+ESTIMATORS = {
+    "group": {"advantage_estimator": "group"},
+    "turn_return": {"advantage_estimator": "turn_return", "advantage_kwargs": {"gamma": 0.0}},
+}
+TITLES = {"group": "GRPO (`group`)", "turn_return": "`turn_return`, gamma 0"}
+
+
+class Doors(Conversation):
+    """Listens to five digits, the third of which opens the door or does not."""
+
+    in_process = True
+
+    def reset(self, row):
+        self.digit, self.turn = row["solution"], 0
+
+    def step(self, message):
+        self.turn += 1
+        paid = float(message["content"] == self.digit) if self.turn == DECISIVE else None
+        return Step(str(self.turn), paid, self.turn == TURNS)
+
+
+class StopAtGoal(TrainerCallback):
+    """Ends a run that has learned its task."""
+
+    def on_log(self, args, state, control, **kwargs):
+        control.should_training_stop |= reached(curve_of(state.log_history)) is not None
+
+
+def door(number):
+    return [{"role": "user", "content": f"door {number}"}]
+
+
+def chatter(seed, size):
+    """Five digits, whatever the door."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(size):
+        said = [("assistant", str(draw.randrange(10))) if i % 2 == 0 else ("user", str(i // 2 + 1)) for i in range(9)]
+        completion = [{"role": role, "content": content} for role, content in said]
+        rows.append({"prompt": door(draw.randrange(DOORS)), "completion": completion})
+    return rows
+
+
+LESSON = Lesson("doors", [], chatter, steps=150)
+
+
+def curve_of(log):
+    return [entry[REWARD] for entry in log if REWARD in entry]
+
+
+def reached(curve):
+    """Steps until the goal, or None."""
+    return next((s for s in range(WINDOW, len(curve) + 1) if statistics.mean(curve[s - WINDOW : s]) >= GOAL), None)
+
+
+def run(name, rate, seed):
+    """The share of episodes of each step that opened their door, and episodes until the goal."""
+    folder = str(ensure_model(seed, lesson=LESSON))
+    rows = Dataset.from_list([{"prompt": door(i), "solution": DIGITS[i]} for i in range(DOORS)])
+    with tempfile.TemporaryDirectory() as output, open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
+        args = GRPOExtConfig(
+            output_dir=output,
+            max_steps=STEPS,
+            per_device_train_batch_size=EPISODES,
+            num_generations=GROUP,
+            max_completion_length=32,
+            learning_rate=rate,
+            lr_scheduler_type="constant",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=seed,
+            **ESTIMATORS[name],
+        )
+        trainer = GRPOExtTrainer(folder, None, args, rows, environments=[Doors], callbacks=[StopAtGoal()])
+        start = time.process_time()
+        trainer.train()
+        seconds = time.process_time() - start
+    curve = [round(share, 4) for share in curve_of(trainer.state.log_history)]
+    steps = reached(curve)
+    found = {"estimator": name, "learning_rate": rate, "seed": seed, "episodes": steps and steps * EPISODES}
+    print(found, f"last {curve[-1]:.2f}, {seconds:.0f} s", flush=True)
+    return {**found, "cpu_seconds": round(seconds, 1), "curve": curve}
+
+
+def shown(result):
+    return f"{result['episodes']}" if result["episodes"] else f"not in {STEPS * EPISODES} ({result['curve'][-1]:.0%})"
+
+
+def table(results):
+    """Markdown: a row for each estimator and learning rate."""
+    lines = [
+        "# One turn of five decides",
+        "",
+        f"Episodes until {GOAL:.0%} of those of {WINDOW} steps in a row succeed, for each seed; of a run that does not get",
+        "there, the share at its end. `make bench-credit` rewrites this file.",
+        "",
+        "| advantages | learning rate | episodes |",
+        "|---|---|---|",
+    ]
+    for name in ESTIMATORS:
+        for rate in sorted({r["learning_rate"] for r in results}):
+            cells = ", ".join(shown(r) for r in results if (r["estimator"], r["learning_rate"]) == (name, rate))
+            lines.append(f"| {TITLES[name]} | {rate:g} | {cells} |")
+    return "\n".join([*lines, "", "![share of episodes that succeed](turn_credit.png)", ""])
+
+
+def picture(results):
+    """Success over episodes, a panel for each learning rate, a line for each seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rates = sorted({r["learning_rate"] for r in results})
+    figure, axes = plt.subplots(1, len(rates), figsize=(6 * len(rates), 3.8), sharey=True, squeeze=False)
+    for axis, rate in zip(axes.flat, rates, strict=True):
+        for r in (r for r in results if r["learning_rate"] == rate):
+            smooth = [statistics.mean(r["curve"][max(0, i - WINDOW) : i]) for i in range(1, len(r["curve"]) + 1)]
+            colour, label = f"C{list(ESTIMATORS).index(r['estimator'])}", TITLES[r["estimator"]].replace("`", "")
+            axis.plot([EPISODES * i for i in range(1, len(smooth) + 1)], smooth, color=colour, label=label)
+        axis.axhline(GOAL, color="grey", linewidth=0.8, linestyle="--")
+        axis.set(xlabel="episodes", title=f"learning rate {rate:g}", ylim=(0, 1.03))
+        axis.grid(alpha=0.25)
+        handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        axis.legend(handles.values(), handles.keys(), frameon=False, fontsize=8)
+    axes.flat[0].set_ylabel(f"share that succeed, of {WINDOW} steps")
+    figure.tight_layout()
+    figure.savefig(FOLDER / "turn_credit.png", dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--rates", nargs="+", type=float, default=[5e-4, 1e-3])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    disable_progress_bars()
+    results = []
+    for rate in args.rates:
+        for seed in args.seeds:
+            results += [run(name, rate, seed) for name in ESTIMATORS]
+            RESULT.write_text(json.dumps(results) + "\n")
+            (FOLDER / "turn_credit.md").write_text(table(results))
+            picture(results)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
