@@ -25,13 +25,13 @@ from grpo_ext.trainer.diagnosis.watching import Watching
 
 RESULT = SIBLING.with_name("doctor_overhead.json")
 RECORDING: dict[str, tuple[Any, str, Any]] = {
+    "drawn": (_Batch, "note", None),
     "tokens": (metrics, "token_figures", {}),
     "chi2": (grpo_trainer, "add_ess", None),
     "row": (grpo_trainer, "row_record", None),
     "rows": (grpo_trainer, "log_rows", None),
     "gradient": (nonfinite, "gradient_figures", {}),
-    "before": (Watching, "on_pre_optimizer_step", None),
-    "after": (Watching, "on_optimizer_step", None),
+    "weights": (Watching, "on_optimizer_step", None),
     "log": (Watching, "on_log", None),
 }
 """What records: where it is called from, and what stands there on the side that does not."""
@@ -52,6 +52,7 @@ class Step(Lap):
         self.own: list[float] = []
         callbacks = self.trainer.callback_handler.callbacks
         self.watching = next(callback for callback in callbacks if isinstance(callback, Watching))
+        self.watching.on_train_begin(self.trainer.args, self.trainer.state, None, model=self.trainer.model)
 
     def __call__(self, seed: int) -> float:
         with ExitStack() as patched:
@@ -68,9 +69,8 @@ class Step(Lap):
         start = time.process_time()
         trainer.training_step(trainer.model, batch, None)
         trainer._clip_grad_norm(trainer.model)
-        self.watching.on_pre_optimizer_step(trainer.args, state, None, model=trainer.model)
         trainer.optimizer.step()
-        self.watching.on_optimizer_step(trainer.args, state, None, model=trainer.model)
+        self.watching.on_optimizer_step(trainer.args, state, None)
         trainer.model.zero_grad()
         state.log_history.append({n: sum(v) / len(v) for n, v in trainer._metrics["train"].items()} | {"step": seed})
         trainer._metrics["train"].clear()

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,16 +16,14 @@ from grpo_ext.trainer.diagnosis.recording import (
     row_record,
     token_figures,
 )
+from grpo_ext.trainer.diagnosis.watching import Watching
 from trainers import build
 
 
 class Alone:
     """One process."""
 
-    device = torch.device("cpu")
-
-    def reduce(self, tensor, reduction):
-        return tensor
+    num_processes = 1
 
 
 def means(figures: dict) -> dict[str, float]:
@@ -67,7 +66,8 @@ REWARDS = torch.tensor([[0.0, 3.0], [1.0, 3.0], [2.0, 4.0], [1.0, 2.0], [1.0, 2.
 
 def rows(advantages, mask=None, rewards=REWARDS) -> dict[str, float]:
     """Figures of six rows in two groups, spread over two micro-batches that hold them in another order."""
-    record = row_record(rewards, rewards[:, 0], LENGTHS, IDS, 0, 3)
+    drawn = [ids[:length].tolist() for ids, length in zip(IDS, LENGTHS, strict=True)]
+    record = row_record(rewards, rewards[:, 0], drawn, 0, 3)
     mask = (torch.arange(4) < torch.tensor(LENGTHS)[:, None]).long() if mask is None else mask
     batch = {ROWS: record, "advantages": torch.tensor(advantages), "completion_mask": mask}
     parts = [{name: value[order] for name, value in batch.items()} for order in ([4, 0, 2], [5, 1, 3])]
@@ -116,6 +116,27 @@ def test_a_reward_that_scored_nobody_costs_nothing_else():
     found = rows([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0], rewards=rewards)
     assert "rewards/b/of_length" not in found
     assert found["advantages/of_reward"] == pytest.approx(1.0)
+
+
+def test_a_twin_without_a_reward_is_no_other_reward():
+    rewards = REWARDS.index_put((torch.tensor([4]), torch.tensor([0])), torch.tensor(math.nan))
+    found = rows([0.0] * 6, rewards=rewards)
+    assert found["rewards/same_text_differs"] == pytest.approx(2 / 3)  # the first two of the three
+
+
+def test_the_change_of_the_weights_is_that_of_the_steps_that_are_logged():
+    """Whoever makes the step: the optimizer, or an engine in its backward."""
+    model, metrics = torch.nn.Linear(3, 2), defaultdict(list)
+    state = SimpleNamespace(global_step=0, logging_steps=2, log_history=[], is_world_process_zero=True)
+    watching = Watching(metrics)
+    watching.on_train_begin(None, state, None, model=model)
+    for factor in (3.0, 1.25, 0.5, 0.9):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        watching.on_optimizer_step(None, state, None)
+        state.global_step += 1
+    assert metrics["weights/change"] == pytest.approx([0.25, 0.1])
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "gradient_accumulation_steps": 2}])

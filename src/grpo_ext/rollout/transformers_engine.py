@@ -202,6 +202,7 @@ class _Batch:
         self.output = input_ids.new_full((batch, max(self.length + 1, config.max_length)), self.pad)
         self.output[:, : self.length] = input_ids
         self.drawn = torch.ones(self.output.shape, device=input_ids.device)
+        self.latest: list[Tensor] = []
         self.rows = torch.arange(batch, device=input_ids.device)
         self.ids = self.output.clone()
         self.finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
@@ -251,8 +252,12 @@ class _Batch:
             tokens = torch.multinomial(probabilities, num_samples=1)[:, 0]
         else:
             tokens = picked(probabilities, self.uniforms[self.rows, self.length - self.prompt])
-        self.drawn[self.rows, self.length] = probabilities.gather(-1, tokens[:, None])[:, 0]
+        self.note(probabilities, tokens)
         return tokens
+
+    def note(self, probabilities: Tensor, tokens: Int[Tensor, " rows"]) -> None:
+        """Remember how probable the tokens are, which `append` comes to."""
+        self.latest.append(probabilities.gather(-1, tokens[:, None]))
 
     def append(self, tokens: Int[Tensor, " rows"]) -> None:
         """Add a token to each row; those that are finished leave when there are enough of them."""
@@ -266,6 +271,9 @@ class _Batch:
 
     def _keep(self, live: Bool[Tensor, " rows"]) -> None:
         """Only these rows go on."""
+        if self.latest:
+            self.drawn[self.rows, self.length - len(self.latest) : self.length] = torch.cat(self.latest, dim=1)
+            self.latest.clear()
         rows = live.nonzero()[:, 0]
         self.rows, self.ids, self.finished = self.rows[rows], self.ids[rows], self.finished[rows]
         self.positions = self.positions[rows]

@@ -280,7 +280,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
             self.reward_runtime.close()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._lengths = [len(ids) for ids in args[3]]
+        self._drawn = args[3]
         if (settled := self._settled) is not None:
             self._pending_extra_logs.update(settled.logged)
             self._rewards_per_func, self._earned = settled.rewards, settled.earned
@@ -386,7 +386,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         first = self.accelerator.process_index * local
         mine = slice(first, first + local)
         rewards, total = rewards.flatten(0, 1)[mine], total.flatten()[mine]
-        return row_record(rewards, total, self._lengths, output["completion_ids"], first, self.num_generations)
+        return row_record(rewards, total, self._drawn, first, self.num_generations)
 
     def _log_rewards(self, rewards: Tensor, total: Tensor, mode: str) -> None:
         """The total that trains, in place of TRL's, which counts a partial None as 0; and the kinds of groups."""

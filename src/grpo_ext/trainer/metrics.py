@@ -1,6 +1,6 @@
 """Figures of a loss, under TRL's names where TRL has one, for every ratio level."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Figures:
             mask: live tokens [batch, time].
         """
         self.names = tuple(figures)
-        sums = torch.stack([_sum_and_count(values, weight) for values, weight in figures.values()])
+        sums = _sums_and_counts(figures.values())
         self.sums = sums if self.sums is None else self.sums + sums
         if regions is not None:
             low, high = (_sequence_means(region.float(), mask) for region in regions)
@@ -97,13 +97,24 @@ def loss_figures(
     return figures, regions
 
 
-def _sum_and_count(values: Tensor, mask: Tensor) -> Float[Tensor, "2"]:
-    if values.dim() == 0:
-        return torch.stack([values * mask, mask]).double()
-    live = mask.bool()
-    if values.shape[1] == 1:  # counts once for each completion that has a live token
-        live = live.any(dim=1, keepdim=True)
-    return torch.stack([torch.where(live, values, 0.0).sum(), live.sum().to(values.dtype)]).double()
+def _sums_and_counts(figures: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, "figures 2"]:
+    """Of each figure; what a mask that several of them have lets count is found once."""
+    live: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+
+    def of(mask: Tensor, once: bool) -> tuple[Tensor, Tensor]:
+        if (key := (id(mask), once)) not in live:
+            counts = mask.bool().any(dim=1, keepdim=True) if once else mask.bool()
+            live[key] = counts, counts.sum(dtype=torch.float64)
+        return live[key]
+
+    found: list[Tensor] = []
+    for values, mask in figures:
+        if values.dim() == 0:
+            found += [values * mask, mask]
+        else:  # [batch, 1] counts once for each completion that has a live token
+            counts, number = of(mask, values.shape[1] == 1)
+            found += [torch.where(counts, values, 0.0).sum(), number]
+    return torch.stack([x.double() for x in found]).view(-1, 2)
 
 
 def _sequence_means(values: Tensor, mask: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What was logged of a run's training, as rules look at it: the last rows, and those before them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -11,54 +11,55 @@ MANY = 20
 
 
 class History:
-    """Rows of a log that have figures of training, in order."""
+    """Figures of those rows of a log that are of training, in order.
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Evaluations and summaries are left out."""
-        self.rows: list[Mapping[str, Any]] = []
-        for row in rows:
-            self.add(row)
+    Attributes:
+        columns: by name the value of each row, None where it has none.
+        rewards: names, as the last row has them.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self.rows = 0
+        self.columns: dict[str, list[float | None]] = {}
+        self.rewards: list[str] = []
 
     def add(self, row: Mapping[str, Any]) -> bool:
-        """Take in a row; whether it is one of training."""
-        training = "reward" in row and "step" in row
-        if training:
-            self.rows.append(row)
-        return training
-
-    @property
-    def step(self) -> int:
-        """Of the last row."""
-        return int(self.rows[-1]["step"])
-
-    @property
-    def rewards(self) -> list[str]:
-        """Names, as the last row has them."""
-        ends = [name for name in self.rows[-1] if name.startswith("rewards/") and name.endswith("/mean")]
-        return [name[len("rewards/") : -len("/mean")] for name in ends]
+        """Take in a row; whether it is one of training, and not an evaluation or a summary."""
+        if "reward" not in row or "step" not in row:
+            return False
+        for name in row.keys() - self.columns.keys():
+            self.columns[name] = [None] * self.rows
+        for name, column in self.columns.items():
+            column.append(number(row.get(name)))
+        self.rows += 1
+        ends = (name for name in row if name.startswith("rewards/") and name.endswith("/mean"))
+        self.rewards = [name[len("rewards/") : -len("/mean")] for name in ends]
+        return True
 
     def last(self, name: str, rows: int) -> list[float]:
         """The last values, or none where one of them is missing."""
-        values = [number(row.get(name)) for row in self.rows[-rows:]]
-        found = [value for value in values if value is not None]
+        found = _known(self.columns.get(name, [])[-rows:])
         return found if len(found) == rows else []
 
     def known(self, name: str, rows: int) -> list[float]:
         """As many of the last values that are there, from at most twice as many rows."""
-        values = [number(row.get(name)) for row in self.rows[-2 * rows :]]
-        found = [value for value in values if value is not None][-rows:]
+        found = _known(self.columns.get(name, [])[-2 * rows :])[-rows:]
         return found if len(found) == rows else []
 
     def before(self, name: str, rows: int) -> list[float]:
         """Values from before the last `rows`, or none where too few are known."""
-        values = [number(row.get(name)) for row in self.rows[-rows - MANY : -rows]]
-        found = [value for value in values if value is not None]
+        found = _known(self.columns.get(name, [])[-rows - MANY : -rows])
         return found if len(found) >= FEW else []
 
     def first(self, name: str) -> float | None:
         """The median of the first rows' values."""
-        found = [value for row in self.rows[:FEW] if (value := number(row.get(name))) is not None]
+        found = _known(self.columns.get(name, [])[:FEW])
         return median(found) if len(found) == FEW else None
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def number(value: Any) -> float | None:

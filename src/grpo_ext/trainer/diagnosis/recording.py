@@ -4,10 +4,12 @@ Each is a reduction over tensors that are there anyway; `FIGURES` says what they
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import lru_cache
+from operator import mul
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -59,20 +61,20 @@ def token_figures(
         mask: live tokens [batch, time].
         computed: those of rows that were computed.
     """
-    figures = {"ratio/chi2": ((log_ratio.detach().exp() - 1).square(), mask)}
+    figures = {"ratio/chi2": (log_ratio.detach().expm1().square(), mask)}
     policy, sampler = inputs.get("old_per_token_logps"), inputs.get(DRAWN, inputs.get("sampling_per_token_logps"))
     if policy is None or sampler is None:
         return figures
-    known = computed * ~sampler.isnan()
-    difference = torch.where(known.bool(), sampler - policy, 0.0)
-    place = mask.cumsum(dim=1) * 3
-    length = mask.sum(dim=1, keepdim=True)
+    known = computed.bool() & ~sampler.isnan()
+    difference = torch.where(known, sampler - policy, 0.0)
     distance = difference.abs()
     figures["sampling/mismatch"] = distance, known
+    place = mask.cumsum(dim=1)
+    third = torch.where(known, (3 * place - 1) // place[:, -1:].clamp(min=1), -1)
     for i, name in enumerate(THIRDS):
-        figures[f"sampling/mismatch_{name}"] = distance, known * (place > i * length) * (place <= (i + 1) * length)
+        figures[f"sampling/mismatch_{name}"] = distance, third == i
     figures["sampling/bias"] = difference, known
-    figures["sampling/chi2"] = (difference.clamp(-20, 20).neg().exp() - 1).square(), known
+    figures["sampling/chi2"] = (-difference).clamp(-20, 20).expm1().square(), known
     return figures
 
 
@@ -86,27 +88,23 @@ def add_ess(metrics: MutableMapping[str, list[float]]) -> None:
 
 
 def row_record(
-    rewards: Tensor, total: Tensor, lengths: Sequence[int], completion_ids: Tensor, first_row: int, group: int
+    rewards: Tensor, total: Tensor, completion_ids: Sequence[Sequence[int]], first_row: int, group: int
 ) -> Tensor:
-    """What the rows of this process carry along: rewards, their total, length, text and group.
+    """What the rows of this process carry along: their text's and their group's number here, length, total, rewards.
 
     Args:
         rewards: this process's, [rows, functions].
         total: this process's, [rows].
-        lengths: tokens that were drawn.
-        completion_ids: padded, [rows, time].
+        completion_ids: tokens that were drawn.
         first_row: the place of the first row among those of all processes.
         group: completions of a prompt.
     """
-    device = rewards.device
-    count = torch.as_tensor(lengths, device=device)
-    place = torch.arange(completion_ids.shape[1], device=device)
-    factors = (place * 2654435761 + 40503) % 2147483647  # a text's number: any that tells most texts apart
-    ids = torch.where(place < count[:, None], completion_ids + 1, 0)
-    text = (ids * factors).sum(dim=1) % 2**52
-    rows = torch.arange(len(rewards), device=device) + first_row
-    columns = [*rewards.unbind(dim=1), total, count, text, rows // group]
-    return torch.stack([column.double() for column in columns], dim=1)[..., None]
+    groups = [(first_row + i) // group - first_row // group for i in range(len(completion_ids))]
+    seen: dict[tuple[int, ...], int] = {}
+    texts = [seen.setdefault((of, *ids), len(seen)) for of, ids in zip(groups, completion_ids, strict=True)]
+    known = [texts, groups, [len(ids) for ids in completion_ids]]
+    columns = torch.tensor(known, dtype=torch.float64, device=rewards.device).T
+    return torch.cat([columns, total[:, None], rewards], dim=1)[..., None]
 
 
 def row_sums(batches: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, tuple[float, ...]]:
@@ -118,53 +116,56 @@ def row_sums(batches: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict
         batches: of one generation, with what `row_record` gave to their rows.
         names: of the rewards.
     """
-    table = torch.cat([_row_table(batch) for batch in batches]).cpu().numpy().T
-    parts, (total, length, text, group, advantage, live, begins) = table[: len(names)], table[len(names) :]
-    _, of_group, members = np.unique(group, return_inverse=True, return_counts=True)
-
-    def centred(values: np.ndarray) -> np.ndarray:
-        """Less the group's mean; what was not scored is there."""
-        known = ~np.isnan(values)
-        sums = np.bincount(of_group, np.where(known, values, 0.0))
-        means = sums / np.maximum(np.bincount(of_group, known), 1)
-        return np.where(known, values - means[of_group], 0.0)
-
-    def mean(values: np.ndarray, among: np.ndarray) -> tuple[float, float]:
-        return float(values[among].sum()), float(among.sum())
-
-    def correlation(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-        return float(x @ y), float(x @ x), float(y @ y)
-
-    off, lengths, advantages = centred(total), centred(length), centred(advantage)
-    _, same, alike = np.unique(np.stack([group, text]), axis=1, return_inverse=True, return_counts=True)
-    same = same.ravel()
-    differs = np.abs(total - (np.bincount(same, np.nan_to_num(total)) / alike)[same]) > 1e-6
-    distinct = np.bincount(of_group, 1 / alike[same]) / members
-    trained = live > 0
-    sums: dict[str, tuple[float, ...]] = {
-        "groups/distinct": mean(distinct, np.ones(len(members), dtype=bool)),
-        "completions/length_above": mean(length, off > 1e-9),
-        "completions/length_below": mean(length, off < -1e-9),
-        "completions/skipped": mean(~trained, np.ones_like(trained)),
-        "completions/mask_misplaced": mean((live != length) | (begins == 0), trained),
-        "advantages/of_reward": correlation(off, advantages),
-        "rewards/same_text_differs": mean(differs, (alike[same] > 1) & ~np.isnan(total)),
+    table = torch.cat([_row_table(batch) for batch in batches])
+    text, group, length, total, *rewards, advantage, live, begins = table.T.tolist()
+    alike, members = Counter(text), Counter(group)
+    off_length, off_total, off_advantage = (_less_means(x, group) for x in (length, total, advantage))
+    off_text = _less_means(total, text)
+    counted: dict[str, tuple[Sequence[float], Sequence[float]]] = {
+        "groups/distinct": ([1 / alike[t] for t in text], [1 / members[g] for g in group]),
+        "completions/length_above": (length, [x > 1e-9 for x in off_total]),
+        "completions/length_below": (length, [x < -1e-9 for x in off_total]),
+        "completions/skipped": ([not n for n in live], [1] * len(live)),
+        "completions/mask_misplaced": (
+            [n != drawn or not first for n, drawn, first in zip(live, length, begins, strict=True)],
+            [n > 0 for n in live],
+        ),
+        "rewards/same_text_differs": (
+            [abs(x) > 1e-6 for x in off_text],
+            [alike[t] > 1 and x == x for t, x in zip(text, total, strict=True)],
+        ),
     }
-    for name, values in zip(names, parts, strict=True):
-        own = centred(values)
-        sums[f"rewards/{name}/of_length"] = correlation(own, lengths)
-        sums[f"rewards/{name}/of_advantage"] = correlation(own, advantages)
-    return sums
+    sums: dict[str, tuple[float, ...]] = {n: (_product(x, among), sum(among)) for n, (x, among) in counted.items()}
+    pairs = {"advantages/of_reward": (off_total, off_advantage)}
+    for name, values in zip(names, rewards, strict=True):
+        off = _less_means(values, group)
+        pairs |= {f"rewards/{name}/of_length": (off, off_length), f"rewards/{name}/of_advantage": (off, off_advantage)}
+    return sums | {name: (_product(x, y), _product(x, x), _product(y, y)) for name, (x, y) in pairs.items()}
+
+
+def _less_means(values: Sequence[float], groups: Sequence[float]) -> list[float]:
+    """Values less the mean of their group; 0 for what was not scored."""
+    known: dict[float, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        if value == value:
+            known.setdefault(group, []).append(value)
+    means = {group: sum(scored) / len(scored) for group, scored in known.items()}
+    return [value - means[group] if value == value else 0.0 for value, group in zip(values, groups, strict=True)]
+
+
+def _product(x: Sequence[float], y: Sequence[float]) -> float:
+    return sum(map(mul, x, y))
 
 
 def _row_table(batch: Mapping[str, Any]) -> Tensor:
     """What the rows carry, their advantages, their live tokens, and whether the first token is one."""
     mask, advantages = batch["completion_mask"], batch["advantages"]
-    live = mask.sum(dim=1)
-    if advantages.dim() == 2:
-        advantages = (advantages * mask).sum(dim=1) / live.clamp(min=1)
-    further = torch.stack([x.double() for x in (advantages, live, mask[:, 0])], dim=1)
-    return torch.cat([batch[ROWS][..., 0], further], dim=1)
+    live = mask.sum(dim=1, keepdim=True)
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]
+    else:
+        advantages = (advantages * mask).sum(dim=1, keepdim=True) / live.clamp(min=1)
+    return torch.cat([batch[ROWS][..., 0], advantages, live, mask[:, :1]], dim=1)
 
 
 def log_rows(
@@ -177,8 +178,11 @@ def log_rows(
     if any(ROWS not in batch for batch in batches):
         return
     sums = row_sums(batches, names)
-    flat = torch.tensor([x for found in sums.values() for x in found], dtype=torch.float64, device=accelerator.device)
-    total = iter(accelerator.reduce(flat, reduction="sum").tolist())
+    flat = [x for found in sums.values() for x in found]
+    if accelerator.num_processes > 1:
+        here = torch.tensor(flat, dtype=torch.float64, device=accelerator.device)
+        flat = accelerator.reduce(here, reduction="sum").tolist()
+    total = iter(flat)
     for name, found in sums.items():
         value = _mean_or_correlation(*(next(total) for _ in found))
         if value is not None:
@@ -194,24 +198,27 @@ def _mean_or_correlation(product: float, x: float, y: float | None = None) -> fl
 # Steps that are logged, which alone are measured where measuring costs.
 
 
-def is_logged(state: Any) -> bool:
-    """Whether what the step that is being computed comes to will be logged."""
-    return (state.global_step + 1) % max(1, int(state.logging_steps)) == 0
+def is_logged(state: Any, ahead: int = 0) -> bool:
+    """Whether what the step that is being computed comes to will be logged, or a step `ahead` of it."""
+    return (state.global_step + 1 + ahead) % max(1, int(state.logging_steps)) == 0
 
 
 def gradient_figures(named: Sequence[tuple[str, Any]]) -> dict[str, float]:
     """Norms by block of parameters with a gradient; one wait for the device."""
-    layers = [int(match[1]) if (match := _LAYER.search(name)) else None for name, _ in named]
-    count = 1 + max((layer for layer in layers if layer is not None), default=0)
     norms = torch._foreach_norm([parameter.grad for _, parameter in named])
-    squares = torch.stack([_whole(norm).double().square() for norm in norms]).tolist()
-    blocks: dict[str, float] = {}
-    for (name, _), layer, square in zip(named, layers, squares, strict=True):
-        whole = "embeddings" if "embed" in name else "rest"
-        block = whole if layer is None else f"layers_{THIRDS[3 * layer // count]}"
-        blocks[block] = blocks.get(block, 0.0) + square
-    return {f"grad_norm/{block}": square**0.5 for block, square in blocks.items()}
+    squares: dict[str, float] = {}
+    whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+    for block, norm in zip(_blocks(tuple(name for name, _ in named)), whole.tolist(), strict=True):
+        squares[block] = squares.get(block, 0.0) + norm * norm
+    return {f"grad_norm/{block}": square**0.5 for block, square in squares.items()}
 
 
-def _whole(norm: Any) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+@lru_cache(maxsize=1)
+def _blocks(names: tuple[str, ...]) -> list[str]:
+    """The block that each parameter belongs to."""
+    layers = [int(match[1]) if (match := _LAYER.search(name)) else None for name in names]
+    count = 1 + max((layer for layer in layers if layer is not None), default=0)
+    return [
+        f"layers_{THIRDS[3 * layer // count]}" if layer is not None else "embeddings" if "embed" in name else "rest"
+        for name, layer in zip(names, layers, strict=True)
+    ]

@@ -11,7 +11,7 @@ from statistics import fmean as mean
 from statistics import median
 from typing import Any
 
-from grpo_ext.trainer.diagnosis.history import History, deviation, number, span
+from grpo_ext.trainer.diagnosis.history import History, deviation, span
 
 ROWS = 3
 """Logged rows in a row that a rule asks for, where it names no other number."""
@@ -74,7 +74,7 @@ class Doctor:
         for rule in RULES:
             if rule.name not in self.named and (evidence := rule.evidence(self.history)):
                 self.named.add(rule.name)
-                found.append(Finding(rule, self.history.step, evidence))
+                found.append(Finding(rule, int(row["step"]), evidence))
         return found
 
 
@@ -91,10 +91,11 @@ MISMATCH = "sampling/mismatch"
 
 def _leapt(history: History, rows: int, alone: float = ALONE) -> list[float]:
     """The last mismatches, where all of them are far beyond those before, or beyond `alone` if none are known."""
-    values, before = history.last(MISMATCH, rows), history.before(MISMATCH, rows)
-    if not values:
+    values = history.last(MISMATCH, rows)
+    if not values or min(values) <= ROUNDING:
         return []
-    limit = max(LEAP * max(before), ROUNDING) if before else alone
+    before = history.before(MISMATCH, rows)
+    limit = LEAP * max(before) if before else alone
     return values if min(values) > limit else []
 
 
@@ -148,16 +149,18 @@ def _precision(history: History) -> str:
 
 def _other_rows(history: History) -> str:
     values = history.known("advantages/of_reward", ROWS)
+    if not values or max(values) > 0.3:
+        return ""
     parts = [history.known(f"rewards/{name}/of_advantage", ROWS) for name in history.rewards]
-    if not values or max(values) > 0.3 or any(part and max(part) > 0.5 for part in parts):
+    if any(part and max(part) > 0.5 for part in parts):
         return ""
     return f"advantages/of_reward {span(values)} in {ROWS} logs, where 1 is expected"
 
 
 def _rewards_of_other_rows(history: History) -> str:
     name = "rewards/same_text_differs"
-    values, before = history.known(name, ROWS), history.before(name, ROWS)
-    if not values or not before or max(before) > 0.01 or min(values) < 0.2:
+    values = history.known(name, ROWS)
+    if not values or min(values) < 0.2 or not (before := history.before(name, ROWS)) or max(before) > 0.01:
         return ""
     return f"{name} {span(values)} in {ROWS} logs, {span(before)} before"
 
@@ -168,12 +171,11 @@ def _misplaced_mask(history: History) -> str:
 
 
 def _end_lost(history: History) -> str:
-    cut, least, most = (
-        history.last(f"completions/{name}", ROWS) for name in ("clipped_ratio", "min_length", "max_length")
-    )
-    if not (cut and least and most) or "tools/call_frequency" in history.rows[-1]:
+    cut = history.last("completions/clipped_ratio", ROWS)
+    if not cut or min(cut) < 0.99 or history.last("tools/call_frequency", 1):
         return ""
-    if min(cut) < 0.99 or any(low > 0.9 * high for low, high in zip(least, most, strict=True)):
+    least, most = (history.last(f"completions/{name}_length", ROWS) for name in ("min", "max"))
+    if not (least and most) or any(low > 0.9 * high for low, high in zip(least, most, strict=True)):
         return ""
     lengths = f"lengths of {min(least):g} to {max(most):g} tokens are no common limit"
     return f"completions/clipped_ratio {span(cut)} in {ROWS} logs, yet {lengths}"
@@ -195,9 +197,9 @@ def _steps_too_large(history: History) -> str:
 
 def _harm(history: History) -> str:
     """What the last steps have done to the reward or the entropy."""
-    rows = history.rows[:-ROWS] or history.rows[:1]
     for name in ("reward", "entropy"):
-        after, earlier = history.last(name, 2), [v for row in rows if (v := number(row.get(name))) is not None]
+        values = history.columns.get(name, [])
+        after, earlier = history.last(name, 2), [v for v in values[:-ROWS] or values[:1] if v is not None]
         if not after or not earlier:
             continue
         now, usual = median(after), median(earlier)
@@ -208,19 +210,21 @@ def _harm(history: History) -> str:
 
 
 def _entropy_collapse(history: History) -> str:
-    values, first = history.last("entropy", ROWS), history.first("entropy")
     alike, good = (history.last(name, ROWS) for name in ("advantages/zero_variance_groups", "groups/all_right"))
-    if not values or not alike or first is None or max(values) > 0.2 * first:
+    if not alike or mean(alike) < 0.8 or (good and mean(good) > 0.8):
         return ""
-    if mean(alike) < 0.8 or (good and mean(good) > 0.8):
+    values, first = history.last("entropy", ROWS), history.first("entropy")
+    if not values or first is None or max(values) > 0.2 * first:
         return ""
     return f"entropy {span(values)} nats in {ROWS} logs, {first:.3g} at first; {mean(alike):.0%} of groups are alike"
 
 
 def _no_end(history: History) -> str:
     name = "completions/clipped_ratio"
-    values, before = history.last(name, ROWS), history.before(name, ROWS)
-    if not values or not before or min(values) < 0.8 or median(before) > 0.3 or _end_lost(history):
+    values = history.last(name, ROWS)
+    if not values or min(values) < 0.8 or not (before := history.before(name, ROWS)):
+        return ""
+    if median(before) > 0.3 or _end_lost(history):
         return ""
     return f"{name} {span(values)} in {ROWS} logs, {span(before)} before"
 
@@ -239,8 +243,10 @@ def _of_some_reward(rule: Callable[[History, str], str]) -> Evidence:
 
 def _fails(history: History, name: str) -> str:
     errors, unscored = (history.last(f"rewards/{name}/{figure}", 2) for figure in ("errors", "none_frac"))
-    nothing = [number(row.get(f"rewards/{name}/{figure}")) for row in history.rows[-2:] for figure in ("mean", "std")]
-    if not errors or not unscored or min(errors) < 1 or (min(unscored) < 0.5 and any(nothing)):
+    if not errors or not unscored or min(errors) < 1:
+        return ""
+    values = (history.columns.get(f"rewards/{name}/{figure}", [])[-2:] for figure in ("mean", "std"))
+    if min(unscored) < 0.5 and any(map(any, values)):
         return ""
     return f"rewards/{name}/errors {span(errors)} completions a step, none_frac {span(unscored)}"
 
@@ -256,12 +262,14 @@ def _environment_fails(history: History) -> str:
 def _sign(history: History, name: str) -> str:
     figure = f"rewards/{name}/mean"
     values, before = history.last(figure, ROWS), history.before(figure, ROWS)
-    if not values or not before or min(v * median(before) for v in before) < 0:
+    if not values or not before:
         return ""
     usual, far = median(before), 4 * deviation(before)
+    if max(v * usual for v in values) >= 0 or min(v * usual for v in before) < 0:
+        return ""
     now, then = (read(f"rewards/{name}/std", ROWS) for read in (history.last, history.before))
     impossible = _binary(before, then) and _binary([-v for v in values], now)
-    if any(v * usual >= 0 or (abs(v - usual) < far and not impossible) for v in values):
+    if min(abs(v - usual) for v in values) < far and not impossible:
         return ""
     if abs(mean(values) + usual) > 0.5 * abs(mean(values) - usual):
         return ""
@@ -271,8 +279,10 @@ def _sign(history: History, name: str) -> str:
 def _constant(history: History, name: str) -> str:
     """Not one that has been learned: that ends at the highest value it has had."""
     means, spread = (history.last(f"rewards/{name}/{figure}", ROWS) for figure in ("mean", "std"))
+    if not means or not spread or max(spread) > 0:
+        return ""
     before, wide = (history.before(f"rewards/{name}/{figure}", ROWS) for figure in ("mean", "std"))
-    if not means or not spread or not before or not wide or max(spread) > 0 or min(wide) <= 0:
+    if not before or not wide or min(wide) <= 0:
         return ""
     if max(means) - min(means) > 1e-6 or means[0] >= max(before) or (means[0] == 0 and _binary(before, wide)):
         return ""
@@ -287,14 +297,17 @@ def _binary(means: list[float], spread: list[float]) -> bool:
 
 def _extreme(history: History, name: str, *, best: bool) -> str:
     """A reward of 0 or 1 that is all at once the same for everything."""
-    means, before = (read(f"rewards/{name}/mean", ROWS) for read in (history.last, history.before))
-    if not means or not before or not _binary(before, history.before(f"rewards/{name}/std", ROWS)):
+    means = history.last(f"rewards/{name}/mean", ROWS)
+    if not means or (min(means) < 0.93 if best else max(map(abs, means)) > 0.02):
+        return ""
+    before = history.before(f"rewards/{name}/mean", ROWS)
+    if not before or not _binary(before, history.before(f"rewards/{name}/std", ROWS)):
         return ""
     if best:  # a reward that has been learned ends there too: nothing else must be left to learn
         silent = history.last("advantages/zero_variance_groups", ROWS)
-        fault = min(means) >= 0.93 and max(before) <= 0.9 and bool(silent) and mean(silent) >= 0.75
+        fault = max(before) <= 0.9 and bool(silent) and mean(silent) >= 0.75
     else:
-        fault = max(map(abs, means)) <= 0.02 and median(before) >= 0.2 and sorted(before)[1] > 0.02
+        fault = median(before) >= 0.2 and sorted(before)[1] > 0.02
     return f"rewards/{name}/mean {span(means)} in {ROWS} logs, {span(before)} before" if fault else ""
 
 

@@ -13,7 +13,7 @@ from grpo_ext.trainer.diagnosis.rules import Doctor
 
 logger = logging.getLogger(__name__)
 
-TENSORS, VALUES = 32, 32
+TENSORS, VALUES = 8, 128
 """Of the weights that are looked at: tensors, spread evenly, and values in the middle of each."""
 
 
@@ -24,23 +24,26 @@ class Watching(TrainerCallback):
         """`metrics` are the trainer's, by name."""
         self.metrics = metrics
         self.doctor: Doctor | None = Doctor()
-        self._before: Tensor | None = None
+        self._looked_at: list[tuple[Any, int]] = []
+        self._before = torch.zeros(0)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read what was logged up to the checkpoint; what it tells was told then."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Read what was logged up to the checkpoint, and told then; choose the weights that are looked at."""
         self.doctor = Doctor()
         for row in state.log_history if state.is_world_process_zero else ():
             self.doctor.read(row)
+        self._looked_at = _chosen(model)
+        self._before = _values(self._looked_at)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Keep some weights."""
-        self._before = _some(model) if is_logged(state) else None
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Compare them."""
-        if self._before is not None and self._before.numel():
-            change = (_some(model) - self._before).norm() / self._before.norm().clamp(min=1e-12)
-            self.metrics["weights/change"].append(change.item())
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compare the weights with those after the step before: an engine may have made the step in its backward."""
+        logged = is_logged(state)
+        if not self._before.numel() or not (logged or is_logged(state, ahead=1)):
+            return
+        before, self._before = self._before, _values(self._looked_at)
+        if logged:
+            change, was = torch.linalg.vector_norm(torch.stack([self._before - before, before]), dim=1).tolist()
+            self.metrics["weights/change"].append(change / max(was, 1e-12))
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Warn of what this log tells for the first time; a rule that fails costs the warnings, not the run."""
@@ -54,8 +57,12 @@ class Watching(TrainerCallback):
             logger.warning("the diagnosis failed, and is left out from here on; please report it", exc_info=True)
 
 
-def _some(model: Any) -> Tensor:
+def _chosen(model: Any) -> list[tuple[Any, int]]:
+    """Parameters of which this process has a part that is trained, and where in it the values are."""
     trained = [p for p in model.parameters() if p.requires_grad and local(p).numel()]
-    chosen = [local(p.detach()).reshape(-1) for p in trained[:: -(-len(trained) // TENSORS) or 1]]
-    parts = [values[len(values) // 2 :][:VALUES].float() for values in chosen]
-    return torch.cat(parts) if parts else torch.zeros(0)
+    return [(p, local(p).numel() // 2) for p in trained[:: -(-len(trained) // TENSORS) or 1]]
+
+
+def _values(looked_at: list[tuple[Any, int]]) -> Tensor:
+    parts = [local(p).reshape(-1)[start : start + VALUES] for p, start in looked_at]
+    return torch.cat(parts).float() if parts else torch.zeros(0)
