@@ -210,12 +210,16 @@ def test_a_thousand_ends_that_nobody_hears_of_stop_nobody(hosts):
     lost._worker.process.kill()
     lost._worker.process.wait()
     hosts.open(spec(), 0).close()
-    with pytest.raises(
-        Failed, match="died: it closed its side"
-    ):  # its pipes are closed: others may have their numbers
-        while lines[0].read() is None:
-            time.sleep(0.05)
+    # its pipes are closed: others may have their numbers
+    with pytest.raises(Failed, match="died: it closed its side"):
+        _answer(lines[0])
     lines[0].close()
+
+
+def _answer(line):
+    while (answer := line.read()) is None:
+        time.sleep(0.05)
+    return answer
 
 
 # Time.

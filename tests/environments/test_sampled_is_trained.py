@@ -1,4 +1,4 @@
-"""Random conversations, a policy that says anything, tokenizers and a template made to break: trained is what was said.
+"""Random conversations, a policy that says anything, tokenizers and a template made to break: what was said trains.
 
 `TRAJECTORIES=10000 python -m pytest tests/environments/test_sampled_is_trained.py` plays as many.
 """

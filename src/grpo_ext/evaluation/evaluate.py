@@ -18,7 +18,6 @@ from grpo_ext.evaluation.sampling import evaluating, seed_chunk
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.runtime import Runtime, values_of
-from grpo_ext.trainer.acting import lost
 
 TURNS, FAILED = f"{ENVIRONMENT}/turns", f"{ENVIRONMENT}/failed"
 Sample = dict[str, Any]
@@ -104,7 +103,7 @@ def _add_played(
 ) -> None:
     """What environments paid, and how many turns it took; what an environment lost nobody scores."""
     for name, values in rewards.items():
-        rewards[name] = [None if lost(t) else value for t, value in zip(attempts, values, strict=True)]
+        rewards[name] = [None if attempt.lost else value for attempt, value in zip(attempts, values, strict=True)]
     if acting.pays:
         rewards[ENVIRONMENT] = [acting.paid(attempt, weighted=False) for attempt in attempts]
     extras[TURNS] = [len(attempt.turns) for attempt in attempts]

@@ -65,6 +65,11 @@ class Trajectory:
                 "and nothing sampled."
             )
 
+    @property
+    def lost(self) -> bool:
+        """Whether no reward is to score it: it failed, and no reward was set for that."""
+        return self.failure is not None and self.reward is None
+
     @cached_property
     def tree(self) -> "Tree":
         """Its tokens, each once."""

@@ -31,7 +31,7 @@ def earned_by(specs: Sequence[EnvironmentSpec]) -> list[Callable[..., list[Any]]
 
     def environment(trajectory: Sequence[Trajectory], **_: Any) -> list[Any]:
         # what is lost the trainer leaves unscored; of a None TRL would print the whole row
-        return [0.0 if lost(attempt) else earned(attempt, by_name[attempt.environment]) for attempt in trajectory]
+        return [0.0 if attempt.lost else earned(attempt, by_name[attempt.environment]) for attempt in trajectory]
 
     return [environment] if any(spec.owns_reward for spec in specs) else []
 
@@ -48,11 +48,6 @@ def earned(attempt: Trajectory, spec: EnvironmentSpec) -> list[float] | float | 
         return spec.weight * whole
     each = [reward or 0.0 for reward in turns]
     return [spec.weight * reward for reward in [*each[:-1], each[-1] + whole]]
-
-
-def lost(attempt: Trajectory) -> bool:
-    """Whether no reward is to score it."""
-    return attempt.failure is not None and attempt.reward is None
 
 
 class Acting:
@@ -133,7 +128,7 @@ class Acting:
     def paid(self, attempt: Trajectory, *, weighted: bool = True) -> float | None:
         """What an attempt earned in all; None where no reward is to score it, or its environment has none."""
         spec = self.specs[attempt.environment]
-        paid = None if lost(attempt) else earned(attempt, spec if weighted else replace(spec, weight=1.0))
+        paid = None if attempt.lost else earned(attempt, spec if weighted else replace(spec, weight=1.0))
         return sum(paid) if isinstance(paid, list) else paid
 
     def _tell(self, done: Sequence[tuple[Trajectory, Figures]], mode: str) -> None:

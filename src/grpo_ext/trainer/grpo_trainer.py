@@ -43,7 +43,7 @@ from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
 from grpo_ext.rollout.vllm.late import GRPOTrainer
 from grpo_ext.trainer import groups, old_policy, progress
-from grpo_ext.trainer.acting import Acting, earned_by, lost
+from grpo_ext.trainer.acting import Acting, earned_by
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
 from grpo_ext.trainer.arguments import check_reward_names, data_problems, policy
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
@@ -302,7 +302,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         unscored = rewards.isinf()
         if self.acting is not None:
             attempts = [row[COLUMN] for row in args[0]]
-            gone = torch.tensor([lost(attempt) for attempt in attempts], device=rewards.device)
+            gone = torch.tensor([attempt.lost for attempt in attempts], device=rewards.device)
             unscored |= self.accelerator.gather(gone)[:, None]
             for name, values in self.acting.columns(attempts).items():
                 self._pending_extra_logs[name].extend(values)

@@ -252,7 +252,7 @@ def _fails(history: History, name: str) -> str:
 
 
 def _environment_fails(history: History) -> str:
-    for figure in (name for name in history.rows[-1] if name.startswith("environments/") and name.endswith("/failed")):
+    for figure in (name for name in history.columns if name.startswith("environments/") and name.endswith("/failed")):
         values = history.last(figure, ROWS)
         if values and min(values) > 0.5:
             return f"{figure} {span(values)} in {ROWS} logs"
