@@ -3,11 +3,13 @@
 import asyncio
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
 
 import worlds
+from grpo_ext.environments import textarena
 from grpo_ext.environments.catalogue import environments
 from grpo_ext.environments.composition import parse
 from grpo_ext.environments.observations import LONGEST, opened, stepped
@@ -218,8 +220,29 @@ def test_a_game_of_textarena_is_played_to_its_end():
     assert steps[0][0].afresh or steps[0][0].done
 
 
-@pytest.mark.parametrize("game", ["Chess-v0", "GuessTheNumbr-v0"])
-def test_a_game_that_does_not_begin_here_is_refused(game):
+@pytest.mark.parametrize(
+    ("game", "word"),
+    [
+        ("TicTacToe-v0", "does not begin with one player"),
+        ("PublicGoodsGame-v0", "it is for several"),
+        ("GuessTheNumbr-v0", "GuessTheNumber-v0"),
+    ],
+)
+def test_a_game_that_does_not_begin_here_is_refused(game, word):
     pytest.importorskip("textarena")
     _, [problem] = parse([f"textarena/{game}"])
-    assert ("does not begin with one player" in problem) != ("GuessTheNumber-v0" in problem)
+    assert word in problem
+
+
+def test_a_game_that_never_begins_is_refused_in_time(monkeypatch):
+    monkeypatch.setattr(textarena, "BEGINNING_SECONDS", 0.05)
+    monkeypatch.setattr(textarena, "TextArena", lambda game: time.sleep(5))
+    assert textarena._beginning("slow", {}) == "it had not begun after 0.05 s"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason", "paid"),
+    [({0: 0.5}, "won", 0.5), (None, None, 0.0), ({0: "No."}, "Invalid Move: 0.25", 0.25)],
+)
+def test_a_game_pays_its_reward_wherever_it_says_it(rewards, reason, paid):
+    assert textarena._paid(rewards, {0: {"reason": reason}}) == paid

@@ -69,12 +69,10 @@ class OpenEnv(Conversation):
         """Act."""
         text = completion_text([message]).strip()
         try:
-            action = json.loads(text) if self._action is None else {self._action: text}
+            action = dict(json.loads(text)) if self._action is None else {self._action: text}
             result = await self._client.step(action)
-        except (ValueError, TypeError) as error:
-            return Step(f"This is no action: {error}")
-        except RuntimeError as error:
-            if "VALIDATION_ERROR" not in str(error):
+        except (ValueError, TypeError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "VALIDATION_ERROR" not in str(error):
                 raise
             return Step(f"This is no action: {error}")
         reward = None if result.reward is None else float(result.reward)

@@ -75,7 +75,8 @@ class Verifiers(Conversation):
     async def step(self, message: Message) -> Step:
         """Answer the request, and wait for the next, or for the reward."""
         before = [*self._said, {"role": "assistant", "content": message["content"]}]
-        self._reply.set_result(message["content"])
+        if not self._reply.done():  # by a time limit of verifiers'
+            self._reply.set_result(message["content"])
         if not await self._asked():
             return Step(None, self._episode.result(), True)
         if self._said[: len(before)] == before:
