@@ -93,8 +93,8 @@ def configured(name: str, block: Mapping[str, Any]) -> Any:
     agent = {**({"harness": {"id": CHAT}} if ours else {}), "runtime": {"type": "subprocess"}}
     return resolve_env_config(
         {
-            "interception": InterceptionServerConfig().model_dump(),
             **block,
+            "interception": InterceptionServerConfig().model_dump(),  # one server, whose client `play` sets
             "taskset": {**(block.get("taskset") or {}), "id": name},
             role: {**agent, **(block.get(role) or {})},
         }
