@@ -235,7 +235,8 @@ MUTATIONS = [
             ("(low, middle)", "(low, middle - 1)"),
             ("found.append((prompt + 1 + place", "found.append((prompt"),
             ("if ids and (ids[-1] in ends)", "if (ids[-1] in ends)"),
-            ("known = bool(sampled) and all(", "known = all("),
+            ("for turn in sampled) if sampled else None", "for turn in sampled)"),
+            ("known(trajectories) if logprobs is None else logprobs", "known(trajectories)"),
         ],
     ),
     (

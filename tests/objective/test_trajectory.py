@@ -67,6 +67,10 @@ def test_log_probabilities_are_known_for_all_or_for_none():
     known, unknown = trajectory(([5], [7, EOS], [-0.5, -0.25])), trajectory(([5], [8, EOS]))
     assert batch([known, trajectory(([5], [], None), truncated=True)], {EOS}).logprobs == [[-0.5, -0.25], [0.0]]
     assert batch([known, unknown], {EOS}).logprobs is None
+    nothing = trajectory(([5], [], None), truncated=True)
+    assert batch([nothing], {EOS}).logprobs is None
+    assert batch([nothing], {EOS}, logprobs=True).logprobs == [[0.0]]
+    assert batch([known], {EOS}, logprobs=False).logprobs is None
 
 
 @pytest.mark.parametrize(("turn", "words"), [(([], [3]), "without a context"), (([5], [3, 4], [-1.0]), "2 sampled")])

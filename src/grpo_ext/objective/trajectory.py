@@ -165,21 +165,27 @@ class Rows:
     logprobs: list[list[float | None]] | None
 
 
-def batch(trajectories: Sequence[Trajectory], ends: Collection[int]) -> Rows:
+def known(trajectories: Sequence[Trajectory]) -> bool | None:
+    """Whether the sampler said the log-probabilities of all that it sampled; None where it sampled nothing."""
+    sampled = [turn for trajectory in trajectories for turn in trajectory.turns if turn.sampled]
+    return all(turn.logprobs is not None for turn in sampled) if sampled else None
+
+
+def batch(trajectories: Sequence[Trajectory], ends: Collection[int], logprobs: bool | None = None) -> Rows:
     """Rows of a batch, of which those that end with one of `ends` are those that were not cut, as TRL takes them.
 
-    Where that is not so, or nothing follows the prompt, a token is put at the end that is not trained.
+    Where that is not so, or nothing follows the prompt, a token is put at the end that is not trained. The rows have
+    log-probabilities if `logprobs`, or if they are `known`.
     """
     trees = [trajectory.tree for trajectory in trajectories]
     closing = [_closing(trajectory, ends) for trajectory in trajectories]
     both = list(zip(trees, closing, strict=True))
-    sampled = [turn for trajectory in trajectories for turn in trajectory.turns if turn.sampled]
-    known = bool(sampled) and all(turn.logprobs is not None for turn in sampled)
+    logprobs = known(trajectories) if logprobs is None else logprobs
     return Rows(
         prompt_ids=[list(tree.prompt) for tree in trees],
         completion_ids=[tree.ids + more for tree, more in both],
         tool_mask=[[int(turn >= 0) for turn in tree.turns] + [0] * len(more) for tree, more in both],
-        logprobs=[tree.logprobs + [0.0] * len(more) for tree, more in both] if known else None,
+        logprobs=[tree.logprobs + [0.0] * len(more) for tree, more in both] if logprobs else None,
     )
 
 

@@ -4,10 +4,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from jaxtyping import Int
 from torch import Tensor
 
-from grpo_ext.objective.trajectory import COLUMN, Trajectory, batch
+from grpo_ext.objective.trajectory import COLUMN, Trajectory, batch, known
 
 
 def with_trajectories(rollout_func: Callable[..., dict], ends: Collection[int]) -> Callable[..., dict]:
@@ -23,7 +25,9 @@ def with_trajectories(rollout_func: Callable[..., dict], ends: Collection[int]) 
                 f"rollout_func returned {len(trajectories)} trajectories for {len(prompts)} prompts. Return one for "
                 "each, in their order."
             )
-        rows = batch(trajectories, ends)
+        mine = known(trajectories)
+        said = gather_object([mine]) if PartialState().num_processes > 1 else [mine]
+        rows = batch(trajectories, ends, logprobs=True in said and False not in said)  # on all processes or on none
         lists = {"prompt_ids": rows.prompt_ids, "completion_ids": rows.completion_ids, "logprobs": rows.logprobs}
         return {**output, **lists, "env_mask": rows.tool_mask, COLUMN: trajectories}
 

@@ -16,7 +16,9 @@ GAMES = {
 }
 
 
-@pytest.mark.parametrize(("mode", "game"), [("colocate", "guess"), ("colocate", "slow"), ("server", "slow")])
+@pytest.mark.parametrize(
+    ("mode", "game"), [("colocate", "guess"), ("colocate", "slow"), ("server", "guess"), ("server", "slow")]
+)
 def test_conversations_are_sampled_and_do_not_drift(mode, game, tied, tmp_path, request):
     settings = {"config": {"max_steps": 10, "max_completion_length": 40}, "rows": ROWS, "environments": [GAMES[game]]}
     if mode == "server":
