@@ -25,7 +25,7 @@ WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED=$(abspath $(VENV))/deepspeed
 QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint tables docs bench bench-grid bench-vllm bench-losses bench-splits bench-trajectories bench-environments bench-textarena bench-faults clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint tables docs bench bench-grid bench-vllm bench-losses bench-splits bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -46,6 +46,8 @@ help:
 	@echo "make bench-trajectories  time a step of conversations of ten turns, and check that rows of a trajectory have one gradient"
 	@echo "make bench-environments  time environments that take their time beside stock TRL, and let a thousand of them fail"
 	@echo "make bench-textarena  check and play every game of TextArena, which it installs, and rewrite docs/environments.md's table"
+	@echo "make bench-game    train the quickstart that plays a game and write benchmarks/game.md"
+	@echo "make bench-credit  count the episodes that credit by turn needs, beside GRPO, and write benchmarks/turn_credit.md"
 	@echo "make bench-splits  check every loss's gradient under every split and engine, and rewrite docs/launching.md's table"
 	@echo "make bench-faults  plant faults in real runs, see what grpo-ext diagnose names, and rewrite docs/troubleshooting.md's table"
 	@echo "make clean         remove caches and build products (not $(VENV), not outputs/)"
@@ -167,6 +169,14 @@ bench-textarena: install
 	$(BIN)/python -m pip install --quiet '.[textarena]' --constraint constraints.txt
 	$(QUIET_ENV) $(BIN)/python benchmarks/textarena_games.py
 	$(BIN)/python docs/tables.py
+
+bench-game: install
+	@echo "bench-game: the quickstart that plays a game, three seeds"
+	$(QUIET_ENV) $(BIN)/python benchmarks/game.py
+
+bench-credit: install
+	@echo "bench-credit: a task of five turns of which one decides, by GRPO and by credit by turn"
+	$(QUIET_ENV) $(BIN)/python benchmarks/turn_credit.py
 
 bench-splits: install-deepspeed
 	@echo "bench-splits: gradients of every loss under every split and engine, beside one row at a time; this is long"

@@ -135,8 +135,8 @@ def table(results):
     lines = [
         "# One turn of five decides",
         "",
-        f"Episodes until {GOAL:.0%} of those of {WINDOW} steps in a row succeed, for each seed; of a run that does not get",
-        "there, the share at its end. `make bench-credit` rewrites this file.",
+        f"Episodes until {GOAL:.0%} of those of {WINDOW} steps in a row succeed, for each seed; of a run that does",
+        "not get there, the share at its end. `make bench-credit` rewrites this file.",
         "",
         "| advantages | learning rate | episodes |",
         "|---|---|---|",

@@ -25,7 +25,7 @@ class DataConfig:
     dataset_kwargs: dict | str | None = field(
         default=None,
         metadata={
-            "help": "Options of a procedural task (dataset_name: reasoning_gym/<task> or quickstart/<task>), for "
+            "help": "Options of a procedural task (dataset_name: reasoning_gym/<task> or quickstart/addition), for "
             'example {"min_terms": 2, "max_terms": 3, "size": 5000, "seed": 1}.'
         },
     )
