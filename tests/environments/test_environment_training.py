@@ -7,7 +7,7 @@ from trl import GRPOConfig
 import speakers
 import tiny
 import worlds
-from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.errors import ConfigError
 from trainers import weights
 
@@ -65,6 +65,22 @@ def test_a_model_that_plays_is_trained_on_what_it_said(trainer):
     assert 1 <= log["environments/guess/turns"] == pytest.approx(log["rewards/turns/mean"])
     assert log["environments/guess/failed"] == 0
     assert log["rewards/environment/mean"] == pytest.approx(log["environments/guess/reward"], abs=1e-6)
+
+
+class Deals(Conversation):
+    """Brings its own prompt."""
+
+    def reset(self, row):
+        return [{"role": "user", "content": f"{self.seed % 9}:"}]
+
+    def step(self, message):
+        return Step(done=True)
+
+
+def test_the_table_has_the_prompt_that_the_policy_read(tmp_path):
+    trainer = trained(tmp_path, [Deals], max_steps=1)
+    assert {len(prompt) for prompt in trainer._logs["prompt"]} == {1}
+    assert all(prompt[0]["content"][1:] == ":" for prompt in trainer._logs["prompt"])
 
 
 def test_a_run_is_a_function_of_its_recipe_and_seed(trainer, tmp_path):

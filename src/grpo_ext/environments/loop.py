@@ -112,6 +112,7 @@ class _Attempt:
     line: Line | None = None
     context: Context = field(default_factory=lambda: Context([], ""))
     history: list[Message] = field(default_factory=list)
+    opening: list[Message] = field(default_factory=list)
     said: list[Message] = field(default_factory=list)
     """Behind the prompt, as rewards see it."""
     parsed: Message = field(default_factory=dict)
@@ -175,7 +176,7 @@ class Attempts:
 
     def _begin(self, attempt: _Attempt) -> None:
         task = attempt.task
-        attempt.history = list(task.prompt)
+        attempt.history, attempt.opening = list(task.prompt), list(task.prompt)
         try:
             attempt.line = self.hosts.open(task.spec, task.seed)
         except Failed as failure:
@@ -228,6 +229,7 @@ class Attempts:
 
     def _open(self, attempt: _Attempt, value: Mapping[str, Any]) -> None:
         attempt.history = opened(attempt.task.prompt, value, self.renderer.harmless)
+        attempt.opening = list(attempt.history)
         attempt.context = self.renderer.opening(attempt.history, attempt.task.tools)
         self._continue(attempt)
 
@@ -326,5 +328,5 @@ class Attempts:
         turns = attempt.turns or [Turn(attempt.context.ids, [], None, self.engine.version)]
         name = attempt.task.spec.name
         said = attempt.said or [{"role": "assistant", "content": ""}]
-        trajectory = Trajectory(turns, reward, attempt.truncated, failure, name, said)
+        trajectory = Trajectory(turns, reward, attempt.truncated, failure, name, said, attempt.opening)
         self._done[attempt.number] = trajectory, attempt.figures

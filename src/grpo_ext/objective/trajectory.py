@@ -56,6 +56,8 @@ class Trajectory:
     environment: str = ""
     messages: list = field(default_factory=list)
     """What was said behind the prompt, as a reward function sees it."""
+    opening: list = field(default_factory=list)
+    """The prompt as the policy read it, where an environment has added to the dataset's or replaced it."""
 
     def __post_init__(self) -> None:
         """Refuse what has no prompt."""

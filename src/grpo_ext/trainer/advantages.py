@@ -56,7 +56,7 @@ def per_completion(advantages: Tensor, mask: Tensor | None) -> Tensor:
     return advantages.sum(dim=1) / mask.flatten(0, 1).sum(dim=1).clamp(min=1)
 
 
-def replace_tail(logged: deque, values: list[float]) -> None:
+def replace_tail(logged: deque, values: list) -> None:
     """Swap what has just been appended to a column of the table of completions."""
     for _ in range(min(len(values), len(logged))):
         logged.pop()

@@ -335,6 +335,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
             made, self._made = self._made, None
         if made and (parents := parents_of(made, output["completion_ids"].shape[1])) is not None:
             output[PARENTS] = parents.to(self.accelerator.device)
+        if self.acting is not None:
+            replace_tail(self._logs["prompt"], gather_object([attempt.opening for attempt in made]))
         if self._evaluated is not None and self._rewards_per_func is not None:
             self._mask_fillers(output, self._rewards_per_func)
         draws_itself = not self.use_vllm and (self.rollout_func is None or self.acting is not None)
