@@ -9,7 +9,7 @@ import yaml
 
 import tiny
 from grpo_ext.commands.eval import run
-from processes import launcher
+from processes import launcher, on_cpu
 from processes import run as run_process
 
 
@@ -63,12 +63,19 @@ def test_a_mistake_is_told_before_a_model_is_loaded(options, words, recipe, caps
     assert "Traceback" not in told
 
 
+def sharded(folder):
+    """By FSDP as accelerate sets it up: the first process alone is to load the weights."""
+    file = on_cpu("fsdp2", folder, fsdp_cpu_ram_efficient_loading=True)
+    return [*launcher(file), str(Path(tiny.__file__).with_name("fsdp_on_cpu.py"))]
+
+
 @pytest.mark.slow
-def test_two_processes_draw_what_one_draws(recipe, tmp_path):
+@pytest.mark.parametrize("launched", [lambda folder: [*launcher(), "-m"], sharded])
+def test_two_processes_draw_what_one_draws(launched, recipe, tmp_path):
     command = ["--config", str(recipe), "--output"]
     assert run([*command, str(tmp_path / "one")]) == 0
     path = os.pathsep.join([str(Path(tiny.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    run_process([*launcher(), "-m", "grpo_ext.commands.eval", *command, str(tmp_path / "two")], PYTHONPATH=path)
+    run_process([*launched(tmp_path), "grpo_ext.commands.eval", *command, str(tmp_path / "two")], PYTHONPATH=path)
     one, two = figures(tmp_path / "one"), figures(tmp_path / "two")
     assert one == two
     files = [next((tmp_path / name / "held").glob("*_samples.jsonl")) for name in ("one", "two")]

@@ -157,7 +157,8 @@ def _show(recipe: Recipe, options: argparse.Namespace, models: Sequence[str | No
 
 
 def _launched(argv: Sequence[str]) -> int:
-    """One process of those that were started."""
+    """One process of those that were started; FSDP never gives it the weights that only the first has loaded."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     try:
         check_announced()
         return _evaluate_one(argv)
