@@ -100,10 +100,12 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     disable_progress_bars()
-    results = [run(seed) for seed in args.seeds]
-    RESULT.write_text(json.dumps(results, indent=1) + "\n")
-    (FOLDER / "game.md").write_text(table(results))
-    picture(results)
+    results = []
+    for seed in args.seeds:
+        results.append(run(seed))
+        RESULT.write_text(json.dumps(results) + "\n")
+        (FOLDER / "game.md").write_text(table(results))
+        picture(results)
     print(table(results))
 
 

@@ -35,7 +35,7 @@ TURNS, DECISIVE, DOORS, GROUP, STEPS = 5, 3, 4, 16, 100
 EPISODES = DOORS * GROUP
 """Of a step."""
 DIGITS = random.Random(0).sample("0123456789", DOORS)
-WINDOW, GOAL = 10, 0.9
+WINDOW, GOAL, LEARNING_RATE = 10, 0.9, 5e-4
 REWARD = "rewards/environment/mean"
 ESTIMATORS = {
     "group": {"advantage_estimator": "group"},
@@ -92,7 +92,7 @@ def reached(curve):
     return next((s for s in range(WINDOW, len(curve) + 1) if statistics.mean(curve[s - WINDOW : s]) >= GOAL), None)
 
 
-def run(name, rate, seed):
+def run(name, seed):
     """The share of episodes of each step that opened their door, and episodes until the goal."""
     folder = str(ensure_model(seed, lesson=LESSON))
     rows = Dataset.from_list([{"prompt": door(i), "solution": DIGITS[i]} for i in range(DOORS)])
@@ -103,7 +103,7 @@ def run(name, rate, seed):
             per_device_train_batch_size=EPISODES,
             num_generations=GROUP,
             max_completion_length=32,
-            learning_rate=rate,
+            learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
             use_cpu=True,
             bf16=False,
@@ -121,7 +121,7 @@ def run(name, rate, seed):
         seconds = time.process_time() - start
     curve = [round(share, 4) for share in curve_of(trainer.state.log_history)]
     steps = reached(curve)
-    found = {"estimator": name, "learning_rate": rate, "seed": seed, "episodes": steps and steps * EPISODES}
+    found = {"estimator": name, "seed": seed, "episodes": steps and steps * EPISODES}
     print(found, f"last {curve[-1]:.2f}, {seconds:.0f} s", flush=True)
     return {**found, "cpu_seconds": round(seconds, 1), "curve": curve}
 
@@ -131,43 +131,38 @@ def shown(result):
 
 
 def table(results):
-    """Markdown: a row for each estimator and learning rate."""
+    """Markdown: a row for each estimator."""
     lines = [
         "# One turn of five decides",
         "",
         f"Episodes until {GOAL:.0%} of those of {WINDOW} steps in a row succeed, for each seed; of a run that does",
         "not get there, the share at its end. `make bench-credit` rewrites this file.",
         "",
-        "| advantages | learning rate | episodes |",
-        "|---|---|---|",
+        "| advantages | episodes |",
+        "|---|---|",
     ]
     for name in ESTIMATORS:
-        for rate in sorted({r["learning_rate"] for r in results}):
-            cells = ", ".join(shown(r) for r in results if (r["estimator"], r["learning_rate"]) == (name, rate))
-            lines.append(f"| {TITLES[name]} | {rate:g} | {cells} |")
+        lines.append(f"| {TITLES[name]} | {', '.join(shown(r) for r in results if r['estimator'] == name)} |")
     return "\n".join([*lines, "", "![share of episodes that succeed](turn_credit.png)", ""])
 
 
 def picture(results):
-    """Success over episodes, a panel for each learning rate, a line for each seed."""
+    """Success over episodes, a line for each seed."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rates = sorted({r["learning_rate"] for r in results})
-    figure, axes = plt.subplots(1, len(rates), figsize=(6 * len(rates), 3.8), sharey=True, squeeze=False)
-    for axis, rate in zip(axes.flat, rates, strict=True):
-        for r in (r for r in results if r["learning_rate"] == rate):
-            smooth = [statistics.mean(r["curve"][max(0, i - WINDOW) : i]) for i in range(1, len(r["curve"]) + 1)]
-            colour, label = f"C{list(ESTIMATORS).index(r['estimator'])}", TITLES[r["estimator"]].replace("`", "")
-            axis.plot([EPISODES * i for i in range(1, len(smooth) + 1)], smooth, color=colour, label=label)
-        axis.axhline(GOAL, color="grey", linewidth=0.8, linestyle="--")
-        axis.set(xlabel="episodes", title=f"learning rate {rate:g}", ylim=(0, 1.03))
-        axis.grid(alpha=0.25)
-        handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-        axis.legend(handles.values(), handles.keys(), frameon=False, fontsize=8)
-    axes.flat[0].set_ylabel(f"share that succeed, of {WINDOW} steps")
+    figure, axis = plt.subplots(figsize=(7.5, 4))
+    for r in results:
+        smooth = [statistics.mean(r["curve"][max(0, i - WINDOW) : i]) for i in range(1, len(r["curve"]) + 1)]
+        label = TITLES[r["estimator"]].replace("`", "") if r["seed"] == results[0]["seed"] else None
+        colour = f"C{list(ESTIMATORS).index(r['estimator'])}"
+        axis.plot([EPISODES * i for i in range(1, len(smooth) + 1)], smooth, color=colour, label=label)
+    axis.axhline(GOAL, color="grey", linewidth=0.8, linestyle="--")
+    axis.set(xlabel="episodes", ylabel=f"share that succeed, of {WINDOW} steps", ylim=(0, 1.03))
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(FOLDER / "turn_credit.png", dpi=110)
 
@@ -175,19 +170,17 @@ def picture(results):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rates", nargs="+", type=float, default=[5e-4, 1e-3])
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     disable_progress_bars()
     results = []
-    for rate in args.rates:
-        for seed in args.seeds:
-            results += [run(name, rate, seed) for name in ESTIMATORS]
-            RESULT.write_text(json.dumps(results) + "\n")
-            (FOLDER / "turn_credit.md").write_text(table(results))
-            picture(results)
+    for seed in args.seeds:
+        results += [run(name, seed) for name in ESTIMATORS]
+    RESULT.write_text(json.dumps(results) + "\n")
+    (FOLDER / "turn_credit.md").write_text(table(results))
+    picture(results)
     print(table(results))
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from datasets import Dataset
 
-HIGH, GUESSES = 12, 4
+HIGH, GUESSES = 15, 5
 """Who halves what is left finds any number from 1 up to it."""
-FORGETFULNESS = 0.5
+FORGETFULNESS = 0.4
 WORDS = ("higher", "lower", *map(str, range(1, HIGH + 1)))
 
 

@@ -52,7 +52,7 @@ NAME = "quickstart"
 """What stands for the model that adds where one is named."""
 LESSONS = {
     NAME: Lesson("addition", TAGS, task.demonstrations, steps=500),
-    "quickstart/guess": Lesson("guess", game.WORDS, game.demonstrations, steps=300),
+    "quickstart/guess": Lesson("guess", game.WORDS, game.demonstrations, steps=400),
 }
 """By what stands for the model."""
 
