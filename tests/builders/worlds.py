@@ -9,9 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 from grpo_ext.environments.protocol import Conversation, Step
+
+_RUN = [os.environ.get(name, "") for name in ("PYTEST_XDIST_TESTRUNUID", "PYTEST_XDIST_WORKER")]
+LITTER = f"3599.{zlib.crc32(''.join(_RUN).encode())}"
+"""Seconds that a process which is left behind sleeps; by them it is known among those of other runs."""
 
 FAULTS = {
     "raises in reset": "raised",
@@ -87,7 +92,7 @@ class Faulty(Conversation):
             os.closerange(3, 64)
             time.sleep(3600)
         if self.fault == "leaves processes behind":
-            subprocess.Popen(["setsid", "sh", "-c", "setsid sleep 3599 & exec sleep 3599"])
+            subprocess.Popen(["setsid", "sh", "-c", f"setsid sleep {LITTER} & exec sleep {LITTER}"])
             time.sleep(0.2)
             os._exit(0)
         if self.fault == "forks itself":

@@ -103,7 +103,7 @@ def hosts():
     yield opened
     opened.close()
     assert psutil.Process().children(recursive=True) == []
-    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "3599"]]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", worlds.LITTER]]
     deadline = time.monotonic() + PATIENCE
     while descriptors() > before and time.monotonic() < deadline:  # a thread's end closes with it
         time.sleep(0.05)

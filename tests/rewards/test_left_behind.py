@@ -48,7 +48,7 @@ def test_all_workers_of_a_process_end_at_once_and_none_is_started_for_them(temp,
         assert len(list(temp.glob(f"{pool.FOLDER}*"))) == len(processes) > 0
         end_workers()
         assert all(process.poll() is not None for process in processes)
-        late = threading.Thread(target=pool.Worker, args=(1.0,), daemon=True)
+        late = threading.Thread(target=pool.Worker, args=(1.0, pool.WORKER), daemon=True)
         late.start()
         late.join(0.5)
         assert not list(temp.glob(f"{pool.FOLDER}*"))

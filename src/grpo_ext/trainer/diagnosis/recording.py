@@ -207,7 +207,7 @@ def gradient_figures(named: Sequence[tuple[str, Any]]) -> dict[str, float]:
     """Norms by block of parameters with a gradient; one wait for the device."""
     norms = torch._foreach_norm([parameter.grad for _, parameter in named])
     squares: dict[str, float] = {}
-    whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+    whole = torch.stack([(n.full_tensor() if isinstance(n, DTensor) else n).to(norms[0].device) for n in norms])
     for block, norm in zip(_blocks(tuple(name for name, _ in named)), whole.tolist(), strict=True):
         squares[block] = squares.get(block, 0.0) + norm * norm
     return {f"grad_norm/{block}": square**0.5 for block, square in squares.items()}

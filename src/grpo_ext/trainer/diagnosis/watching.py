@@ -65,4 +65,4 @@ def _chosen(model: Any) -> list[tuple[Any, int]]:
 
 def _values(looked_at: list[tuple[Any, int]]) -> Tensor:
     parts = [local(p).reshape(-1)[start : start + VALUES] for p, start in looked_at]
-    return torch.cat(parts).float() if parts else torch.zeros(0)
+    return torch.cat([part.to(parts[0].device) for part in parts]).float() if parts else torch.zeros(0)
