@@ -126,11 +126,20 @@ def test_trls_class_makes_the_rows_that_it_makes_in_trl(tmp_path):
     ours = type("Ours", (speakers.Ours,), {"script": script})(
         speakers.model(made), None, GRPOExtConfig(str(tmp_path), **settings), environments=[worlds.Counter], **common
     )
+    by_trls_loop = type("Ours", (speakers.Ours,), {"script": script})(
+        speakers.model(made),
+        [],
+        GRPOExtConfig(str(tmp_path), **settings),
+        environment_factory=worlds.Counter,
+        **common,
+    )
     inputs = [dict(common["train_dataset"][i // 4]) for i in range(8)]
-    outputs = [trainer._generate_and_score_completions(inputs) for trainer in (stock, ours)]
+    outputs = [trainer._generate_and_score_completions(inputs) for trainer in (stock, ours, by_trls_loop)]
     for name in ("prompt_ids", "completion_ids", "completion_mask", "tool_mask"):
         assert torch.equal(outputs[0][name], outputs[1][name]), name
+        assert torch.equal(outputs[0][name], outputs[2][name]), name
     assert stock._logs["rewards"]["Counter"] == ours._logs["rewards"]["environment"]
+    assert stock._logs["rewards"]["Counter"] == by_trls_loop._logs["rewards"]["Counter"]
     ours.close_rewards()
 
 

@@ -249,15 +249,15 @@ class _Batch:
             return scores.argmax(dim=-1)
         probabilities = scores.softmax(dim=-1)
         if self.uniforms is None:
-            tokens = torch.multinomial(probabilities, num_samples=1)[:, 0]
+            tokens = torch.multinomial(probabilities, num_samples=1)
         else:
             tokens = picked(probabilities, self.uniforms[self.rows, self.length - self.prompt])
         self.note(probabilities, tokens)
-        return tokens
+        return tokens[:, 0]
 
-    def note(self, probabilities: Tensor, tokens: Int[Tensor, " rows"]) -> None:
+    def note(self, probabilities: Tensor, tokens: Int[Tensor, "rows 1"]) -> None:
         """Remember how probable the tokens are, which `append` comes to."""
-        self.latest.append(probabilities.gather(-1, tokens[:, None]))
+        self.latest.append(probabilities.gather(-1, tokens))
 
     def append(self, tokens: Int[Tensor, " rows"]) -> None:
         """Add a token to each row; those that are finished leave when there are enough of them."""
@@ -291,12 +291,12 @@ class _Batch:
 
 def picked(
     probabilities: Float[Tensor, "rows tokens"], uniforms: Float[Tensor, " rows"]
-) -> Int[Tensor, " rows"]:  # fmt: skip
-    """The token of each row in whose share of [0, 1) its number falls."""
+) -> Int[Tensor, "rows 1"]:  # fmt: skip
+    """The token of each row in whose share of [0, 1) its number falls, as `torch.multinomial` has it."""
     up_to = probabilities.double().cumsum(dim=-1)
     total = up_to[:, -1:].contiguous()
     found = torch.searchsorted(up_to, uniforms[:, None] * total, right=True)
-    return torch.minimum(found, torch.searchsorted(up_to, total))[:, 0]  # at most the last that has a share
+    return torch.minimum(found, torch.searchsorted(up_to, total))  # at most the last that has a share
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -130,7 +130,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         earned = earned_by(specs)
         if earned and not reward_funcs:
             reward_funcs = []
-        elif reward_funcs is not None or kwargs.get("environment_factory") is None:  # which may bring a reward along
+        elif reward_funcs or kwargs.get("environment_factory") is None:  # which may bring a reward along
             reward_funcs, args = ready(reward_funcs, args, reward_workers, train_dataset, problems)
         if problems:
             raise ConfigError(problems)
