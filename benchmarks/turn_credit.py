@@ -2,7 +2,7 @@
 
 The prompt names one of four doors; in each of five turns the model says a digit, and only what it says in the third
 counts: the door's own digit pays 1, at once. What it says in the other turns is noise. The model can speak and knows
-nothing of the doors. A run ends when 90 % of the episodes of ten steps in a row have opened their door, or after 100
+nothing of the doors. A run ends when 90 % of the episodes of ten steps in a row have opened their door, or after 160
 steps. Writes results/turn_credit.json, turn_credit.md and turn_credit.png.
 """
 
@@ -31,11 +31,11 @@ from grpo_ext.quickstart.model import Lesson, ensure_model
 
 FOLDER = Path(__file__).parent
 RESULT = FOLDER / "results" / "turn_credit.json"
-TURNS, DECISIVE, DOORS, GROUP, STEPS = 5, 3, 4, 16, 100
+TURNS, DECISIVE, DOORS, GROUP, STEPS = 5, 3, 4, 16, 160
 EPISODES = DOORS * GROUP
 """Of a step."""
 DIGITS = random.Random(0).sample("0123456789", DOORS)
-WINDOW, GOAL, LEARNING_RATE = 10, 0.9, 5e-4
+WINDOW, GOAL, LEARNING_RATE = 10, 0.9, 3e-4
 REWARD = "rewards/environment/mean"
 ESTIMATORS = {
     "group": {"advantage_estimator": "group"},
@@ -119,7 +119,7 @@ def run(name, seed):
         start = time.process_time()
         trainer.train()
         seconds = time.process_time() - start
-    curve = [round(share, 4) for share in curve_of(trainer.state.log_history)]
+    curve = curve_of(trainer.state.log_history)
     steps = reached(curve)
     found = {"estimator": name, "seed": seed, "episodes": steps and steps * EPISODES}
     print(found, f"last {curve[-1]:.2f}, {seconds:.0f} s", flush=True)
