@@ -136,7 +136,7 @@ class Settled:
 
         def listed(name: str) -> list | None:
             values = [getattr(row, name) for row in self.rows]
-            return None if values[0] is None else values
+            return None if any(value is None for value in values) else values
 
         extra = {key: [row.extra[key] for row in self.rows] for key in self.rows[0].extra}
         ids, completions = [r.completion_ids for r in self.rows], [r.completion for r in self.rows]
