@@ -1,9 +1,9 @@
 """A task of five turns of which one decides: how many episodes credit by turn needs, beside GRPO: `make bench-credit`.
 
-The prompt names one of four doors; in each of five turns the model says a digit, and only what it says in the third
-counts: the door's own digit pays 1, at once. What it says in the other turns is noise. The model can speak and knows
-nothing of the doors. A run ends when 90 % of the episodes of ten steps in a row have opened their door, or after 160
-steps. Writes results/turn_credit.json, turn_credit.md and turn_credit.png.
+The prompt names one of four doors; in the third of five turns the model says a digit, and that alone counts: the
+door's own digit pays 1, at once. In the other turns it says four digits, which are noise. The model can speak and
+knows nothing of the doors. A run ends when 90 % of the episodes of ten steps in a row have opened their door, or after
+160 steps. Writes results/turn_credit.json, turn_credit.md and turn_credit.png.
 """
 
 import os
@@ -45,7 +45,7 @@ TITLES = {"group": "GRPO (`group`)", "turn_return": "`turn_return`, gamma 0"}
 
 
 class Doors(Conversation):
-    """Listens to five digits, the third of which opens the door or does not."""
+    """Listens to five turns, the third of which opens the door or does not."""
 
     in_process = True
 
@@ -70,13 +70,15 @@ def door(number):
 
 
 def chatter(seed, size):
-    """Five digits, whatever the door."""
+    """Digits, whatever the door: one in the turn that decides, four in the others."""
     draw = random.Random(seed)
     rows = []
     for _ in range(size):
-        said = [("assistant", str(draw.randrange(10))) if i % 2 == 0 else ("user", str(i // 2 + 1)) for i in range(9)]
-        completion = [{"role": role, "content": content} for role, content in said]
-        rows.append({"prompt": door(draw.randrange(DOORS)), "completion": completion})
+        completion = []
+        for turn in range(1, TURNS + 1):
+            digits = "".join(draw.choices("0123456789", k=1 if turn == DECISIVE else 4))
+            completion += [{"role": "assistant", "content": digits}, {"role": "user", "content": str(turn)}]
+        rows.append({"prompt": door(draw.randrange(DOORS)), "completion": completion[:-1]})
     return rows
 
 
@@ -102,7 +104,7 @@ def run(name, seed):
             max_steps=STEPS,
             per_device_train_batch_size=EPISODES,
             num_generations=GROUP,
-            max_completion_length=32,
+            max_completion_length=64,
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
             use_cpu=True,
@@ -169,7 +171,7 @@ def picture(results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[10, 11, 12])
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

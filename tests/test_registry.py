@@ -245,3 +245,9 @@ def test_the_pure_modules_import_torch_and_nothing_of_trl():
     assert len(pure) > 8
     statement = "import " + ", ".join(f"grpo_ext.{name}" for name in pure)
     assert imported(statement, "torch", "trl", "transformers", "accelerate", "datasets") == {"torch"}
+
+
+def test_a_list_that_nobody_reads_through_is_not_told():
+    many = [f"setting_{i}" for i in range(200)]
+    assert did_you_mean("x", many) == "None of the 200 known names is like it."
+    assert did_you_mean("setting_7", many).startswith("Did you mean 'setting_7'")

@@ -14,13 +14,17 @@ from typing import Any, Generic, TypeVar
 from grpo_ext.errors import UnknownNameError
 
 T = TypeVar("T")
+MANY = 100
+"""Names that nobody reads through."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Sentence naming the closest known names, or all of them when nothing is close."""
+    """Sentence naming the closest known names, or all of them when nothing is close, unless they are `MANY`."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    return f"Did you mean {' or '.join(map(repr, close))}?" if close else f"Known: {', '.join(known)}."
+    if close:
+        return f"Did you mean {' or '.join(map(repr, close))}?"
+    return f"Known: {', '.join(known)}." if len(known) < MANY else f"None of the {len(known)} known names is like it."
 
 
 def located(path: str, folder: Path | None = None) -> str:
