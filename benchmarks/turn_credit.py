@@ -3,7 +3,7 @@
 The prompt names one of four doors; in the third of five turns the model says a digit, and that alone counts: the
 door's own digit pays 1, at once. In the other turns it says four digits, which are noise. The model can speak and
 knows nothing of the doors. A run ends when 90 % of the episodes of ten steps in a row have opened their door, or after
-160 steps. Writes results/turn_credit.json, turn_credit.md and turn_credit.png.
+180 steps. Writes results/turn_credit.json, turn_credit.md and turn_credit.png.
 """
 
 import os
@@ -31,7 +31,7 @@ from grpo_ext.quickstart.model import Lesson, ensure_model
 
 FOLDER = Path(__file__).parent
 RESULT = FOLDER / "results" / "turn_credit.json"
-TURNS, DECISIVE, DOORS, GROUP, STEPS = 5, 3, 4, 16, 160
+TURNS, DECISIVE, DOORS, GROUP, STEPS = 5, 3, 4, 16, 180
 EPISODES = DOORS * GROUP
 """Of a step."""
 DIGITS = random.Random(0).sample("0123456789", DOORS)
