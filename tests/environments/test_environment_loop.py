@@ -150,10 +150,10 @@ def test_on_error_may_name_a_reward(hosts):
 
 
 def test_what_cannot_be_imported_is_told_of_each_attempt(hosts, tmp_path):
-    (tmp_path / "late.py").write_text((HERE).read_text())
-    [found], problems = parse([f"{tmp_path}/late.py:Faulty"])
+    (tmp_path / "vanishing.py").write_text((HERE).read_text())
+    [found], problems = parse([f"{tmp_path}/vanishing.py:Faulty"])
     assert not problems
-    (tmp_path / "late.py").write_text("raise RuntimeError('gone')")
+    (tmp_path / "vanishing.py").write_text("raise RuntimeError('gone')")
     lost, _ = run(hosts, tasks(found, [{"fault": None}] * 2))
     assert all("gone" in t.failure for t in lost)
 
