@@ -78,7 +78,7 @@ class Deals(Conversation):
 
 
 def test_the_table_has_the_prompt_that_the_policy_read(tmp_path):
-    trainer = trained(tmp_path, [Deals], max_steps=1)
+    trainer = trained(tmp_path, [Deals], max_steps=1, log_completions=True, num_completions_to_print=0)
     assert {len(prompt) for prompt in trainer._logs["prompt"]} == {1}
     assert all(prompt[0]["content"][1:] == ":" for prompt in trainer._logs["prompt"])
 
@@ -141,6 +141,21 @@ def test_trls_class_makes_the_rows_that_it_makes_in_trl(tmp_path):
     assert stock._logs["rewards"]["Counter"] == ours._logs["rewards"]["environment"]
     assert stock._logs["rewards"]["Counter"] == by_trls_loop._logs["rewards"]["Counter"]
     ours.close_rewards()
+
+
+@pytest.mark.parametrize("name", ["rollout_func", "environment_factory", "tools"])
+def test_what_makes_rollouts_beside_them_is_refused(name, tmp_path):
+    given = {name: [tiny.count_a] if name == "tools" else worlds.Counter}
+    with pytest.raises(ConfigError, match=f"{name} beside environments"):
+        GRPOExtTrainer(
+            tiny.model(), None, GRPOExtConfig(str(tmp_path), **tiny.TRAINING), asked(), environments=[GUESS], **given
+        )
+
+
+@pytest.mark.parametrize("setting", [{"environment_waves": "turn"}, {"completion_length_counts": "policy"}])
+def test_settings_of_environments_without_any_are_refused(setting, tmp_path):
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}=.*there are none"):
+        trained(tmp_path, None, tiny.prompts(16), rewards=[tiny.count_a], **setting)
 
 
 def test_what_does_not_suit_is_told_before_a_model_is_loaded(tmp_path):

@@ -18,6 +18,7 @@ from grpo_ext.commands.sample import model_keys, sampler
 from grpo_ext.commands.train import call, default_config, launch
 from grpo_ext.config.launch import check_announced
 from grpo_ext.data.eval_sets import EvalSet, problems_of
+from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, ServerLost
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.evaluation.results import FOLDER, Result, difference, result, table
@@ -92,7 +93,7 @@ def _sets(recipe: Recipe, options: argparse.Namespace) -> list[EvalSet]:
     changes = {
         name: value for name in ("samples", "limit", "temperature") if (value := getattr(options, name)) is not None
     }
-    plays = any(spec.owns_reward for spec in recipe.environments)
+    plays = any_pays(recipe.environments)
     temperature = recipe.training.temperature
     of_training = EvalSet("test", rewards=recipe.rewards, samples=SAMPLES, temperature=temperature, plays=plays)
     sets = [dataclasses.replace(chosen, **changes) for chosen in recipe.eval_sets or [of_training]]

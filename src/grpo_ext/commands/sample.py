@@ -14,6 +14,7 @@ from grpo_ext.commands.runs import find
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.data.completions import check_output, with_rewards, write_completions
 from grpo_ext.data.rows import WRITTEN
+from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
@@ -135,8 +136,8 @@ def _sample(options: argparse.Namespace, argv: list[str]) -> None:
     processes = launch_of(argv).planned or 1  # that train; one samples
     with planned_processes(processes, here=True):
         recipe = load_recipe(argv)
-    plays = any(spec.owns_reward for spec in recipe.environments)
-    by = _judge(options.pass_by, [*(spec.name for spec in recipe.rewards), *([ENVIRONMENT] if plays else [])])
+    names = [*(spec.name for spec in recipe.rewards), *([ENVIRONMENT] if any_pays(recipe.environments) else [])]
+    by = _judge(options.pass_by, names)
     batch = max(1, (recipe.training.generation_batch_size or 1) // processes // options.num)
     completions: list[dict[str, Any]] = []
     asked: list[dict[str, Any]] = []

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,11 @@ class EnvironmentSpec:
         """`isolate`, settled."""
         by_path = all(isinstance(part, str | None) for part in (self.environment, *self.tools))
         return (by_path and not getattr(self.target, "in_process", False)) if self.isolate is None else self.isolate
+
+
+def any_pays(specs: Iterable[EnvironmentSpec]) -> bool:
+    """Whether one of them has a reward of its own."""
+    return any(spec.owns_reward for spec in specs)
 
 
 def maker_of(environment: str | type | None) -> Any:

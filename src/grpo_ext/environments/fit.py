@@ -23,6 +23,17 @@ def setting_problems(specs: Sequence[EnvironmentSpec], config: Any) -> Iterator[
             "Set max_turns in its entry, which counts the model's messages."
         )
 
+    for name, usual in (("completion_length_counts", "all"), ("environment_waves", "ready")):
+        if not specs and (value := getattr(config, name, usual)) != usual:
+            yield f"{name}={value!r}: it speaks of environments, and there are none. Remove it, or list some."
+
+
+def beside_problems(specs: Sequence[EnvironmentSpec], given: Mapping[str, Any]) -> Iterator[str]:
+    """Arguments of TRL's trainer that make its rollouts, which environments take the place of."""
+    for name in ("rollout_func", "environment_factory", "tools"):
+        if specs and given.get(name):
+            yield f"{name} beside environments: both would make the rollouts. Leave one of them out."
+
 
 def data_problems(specs: Sequence[EnvironmentSpec], dataset: Any) -> Iterator[str]:
     """A dataset without what environments are reset with, or that does not say which environment a row is of."""

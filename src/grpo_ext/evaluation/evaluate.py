@@ -13,6 +13,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_ext.data.eval_sets import EvalSet
+from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import RewardError
 from grpo_ext.evaluation.sampling import evaluating, seed_chunk
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
@@ -104,7 +105,7 @@ def _add_played(
     """What environments paid, and how many turns it took; what an environment lost nobody scores."""
     for name, values in rewards.items():
         rewards[name] = [None if attempt.lost else value for attempt, value in zip(attempts, values, strict=True)]
-    if acting.pays:
+    if any_pays(acting.specs.values()):
         rewards[ENVIRONMENT] = [acting.paid(attempt, weighted=False) for attempt in attempts]
     extras[TURNS] = [len(attempt.turns) for attempt in attempts]
     extras[FAILED] = [attempt.failure is not None for attempt in attempts]

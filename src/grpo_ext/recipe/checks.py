@@ -24,7 +24,7 @@ from grpo_ext.config.run import AFRESH, FRESH_START, LAST
 from grpo_ext.data.config import GAME
 from grpo_ext.data.config import problems as data_problems
 from grpo_ext.environments import fit
-from grpo_ext.environments.composition import EnvironmentSpec
+from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.protocol import ENVIRONMENT
@@ -190,7 +190,7 @@ def reward_problems(
 ) -> Iterator[str]:
     """Whether anything is rewarded at all, and whether dynamic sampling can find its judge."""
     yield from fit.reward_problems(environments, [spec for spec in rewards if spec.weight])
-    earns = [ENVIRONMENT] if any(spec.owns_reward for spec in environments) else []
+    earns = [ENVIRONMENT] if any_pays(environments) else []
     if rewards and not earns and not any(spec.weight for spec in rewards):
         yield "reward_funcs: all weights are 0, nothing would be rewarded. Give at least one a weight."
     if (rewards or earns) and training is not None:

@@ -16,6 +16,7 @@ from grpo_ext.config.fields import OPEN_TO_PATHS, sound_values
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import planning, rank
 from grpo_ext.data.eval_sets import parse as parse_eval_sets
+from grpo_ext.environments.composition import any_pays
 from grpo_ext.environments.composition import parse as parse_environments
 from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ConfigError
@@ -90,8 +91,8 @@ def load_recipe(
     weights = None if training is None else training.reward_weights
     rewards = _rewards(script, weights, folder, problems)
     problems += [*reward_problems(rewards, training, environments), *setting_problems(environments, training)]
-    plays = any(spec.owns_reward for spec in environments)
-    eval_sets, found = parse_eval_sets(None if script is None else script.eval_sets, rewards, folder, plays=plays)
+    entries, plays = None if script is None else script.eval_sets, any_pays(environments)
+    eval_sets, found = parse_eval_sets(entries, rewards, folder, plays=plays)
     problems += found
     asked = stand_in(given.get(GRPOExtConfig, {})) if training is None else training
     sound = None if mixed or rewards_only else mixture

@@ -11,7 +11,7 @@ import numpy as np
 from accelerate.utils import gather_object
 from trl.chat_template_utils import parse_response
 
-from grpo_ext.environments.composition import EnvironmentSpec
+from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import Hosts
 from grpo_ext.environments.loop import Attempts, Figures, Limits, Task
@@ -33,7 +33,7 @@ def earned_by(specs: Sequence[EnvironmentSpec]) -> list[Callable[..., list[Any]]
         # what is lost the trainer leaves unscored; of a None TRL would print the whole row
         return [0.0 if attempt.lost else earned(attempt, by_name[attempt.environment]) for attempt in trajectory]
 
-    return [environment] if any(spec.owns_reward for spec in specs) else []
+    return [environment] if any_pays(specs) else []
 
 
 def earned(attempt: Trajectory, spec: EnvironmentSpec) -> list[float] | float | None:
@@ -119,11 +119,6 @@ class Acting:
         }
         names = {"environment_name": [attempt.environment for attempt in attempts]}
         return found | (names if len(self.specs) > 1 else {})
-
-    @property
-    def pays(self) -> bool:
-        """Whether an environment has a reward of its own."""
-        return any(spec.owns_reward for spec in self.specs.values())
 
     def paid(self, attempt: Trajectory, *, weighted: bool = True) -> float | None:
         """What an attempt earned in all; None where no reward is to score it, or its environment has none."""

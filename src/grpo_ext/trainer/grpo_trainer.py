@@ -1,6 +1,5 @@
 """GRPOExtTrainer: TRL's GRPOTrainer with the loss and the advantages of `grpo_ext.objective.losses`."""
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.data.given import as_dataset
 from grpo_ext.environments.composition import parse as parse_environments
+from grpo_ext.environments.fit import beside_problems, setting_problems
 from grpo_ext.environments.fit import data_problems as environment_data_problems
-from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.objective.advantages import estimators, zero_variance
 from grpo_ext.objective.aggregation import StepTotals
@@ -127,19 +126,13 @@ class GRPOExtTrainer(EvaluatingTrainer):
         problems = [*machine_problems(args, None), *data_problems(args, train_dataset, eval_dataset)]
         specs, found = parse_environments(environments)
         problems += [*found, *setting_problems(specs, args), *environment_data_problems(specs, train_dataset)]
+        problems += beside_problems(specs, kwargs)
         earned = earned_by(specs)
-        if earned and not reward_funcs:
-            reward_funcs = []
-        elif reward_funcs or kwargs.get("environment_factory") is None:  # which may bring a reward along
-            reward_funcs, args = ready(reward_funcs, args, reward_workers, train_dataset, problems)
+        if reward_funcs or kwargs.get("environment_factory") is None:  # which may bring a reward along
+            reward_funcs, args = ready(reward_funcs, args, reward_workers, train_dataset, earned, problems)
         if problems:
             raise ConfigError(problems)
         self.acting: Acting | None = None
-        if earned:
-            reward_funcs = [*(reward_funcs or []), *earned]
-            if (weights := args.reward_weights) is not None:
-                args = copy.copy(args)
-                args.reward_weights = [*weights, 1.0]
         model = policy(model)
         accept_numbered_cpu()
         ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
@@ -335,7 +328,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
             made, self._made = self._made, None
         if made and (parents := parents_of(made, output["completion_ids"].shape[1])) is not None:
             output[PARENTS] = parents.to(self.accelerator.device)
-        if self.acting is not None:
+        if self.acting is not None and self.log_completions:
             replace_tail(self._logs["prompt"], gather_object([attempt.opening for attempt in made]))
         if self._evaluated is not None and self._rewards_per_func is not None:
             self._mask_fillers(output, self._rewards_per_func)

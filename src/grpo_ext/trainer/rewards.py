@@ -19,12 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 def ready(
-    reward_funcs: Any, args: GRPOExtConfig, workers: int | None, train_dataset: Any, problems: list[str]
+    reward_funcs: Any,
+    args: GRPOExtConfig,
+    workers: int | None,
+    train_dataset: Any,
+    earned: list[Any],
+    problems: list[str],
 ) -> tuple[list[Any], GRPOExtConfig]:
     """TRL's `reward_funcs`: functions and models as they are, all else scored as a recipe has it; and their weights.
 
-    What is wrong with them is added to `problems`.
+    `earned`, what environments pay, is one more. What is wrong with them is added to `problems`.
     """
+    if earned and not reward_funcs:
+        return earned, args
     if isinstance(reward_funcs, str | Mapping) or callable(reward_funcs):
         reward_funcs = [reward_funcs]
     entries = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else reward_funcs
@@ -44,7 +51,10 @@ def ready(
     if args.reward_weights is None and any(weight != 1.0 for weight in weights):
         args = copy.copy(args)  # the caller's may be used again, with other rewards
         args.reward_weights = weights
-    return [entry if callable(entry) else next(functions) for entry in entries], args
+    if earned and args.reward_weights is not None:
+        args = copy.copy(args)
+        args.reward_weights = [*args.reward_weights, 1.0]  # type: ignore[misc]
+    return [*(entry if callable(entry) else next(functions) for entry in entries), *earned], args
 
 
 def _shown(entry: Any) -> str:
