@@ -7,7 +7,6 @@ if __name__ == "__main__":
 
 import gc
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from grpo_ext.config.adapters import Base, base_of
-from grpo_ext.config.launch import EXIT_CODE_FILE, check_announced, rank
+from grpo_ext.config.launch import check_announced, rank, write_exit_code
 from grpo_ext.errors import (
     NOT_FINISHED,
     ConfigError,
@@ -206,8 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def leave(code: int) -> None:
     """End by an exit code that reaches `grpo-ext train` also through a launcher, whose own is always 1."""
-    if EXIT_CODE_FILE in os.environ:
-        Path(os.environ[EXIT_CODE_FILE]).write_text(str(code))
+    write_exit_code(code)
     sys.exit(code)
 
 

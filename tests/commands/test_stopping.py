@@ -198,9 +198,10 @@ def test_while_it_loads_it_leaves_at_once(how, start):
     assert "Traceback" not in run.text
 
 
-def test_a_second_signal_leaves_at_once_and_clears_up(start, monkeypatch):
+@pytest.mark.parametrize("how", [ALONE, TWO])
+def test_a_second_signal_leaves_at_once_and_clears_up(how, start, monkeypatch):
     monkeypatch.setenv("SLOW_SECONDS", "500")
-    run = start(ALONE).training(0)
+    run = start(how).training(0)
     run.process.send_signal(signal.SIGTERM)
     time.sleep(5)
     assert run.process.poll() is None
@@ -225,6 +226,19 @@ def test_a_killed_launcher_leaves_no_rank(start):
     launching.kill()
     psutil.wait_procs(ranks, timeout=ENDS)
     run.nothing_left()
+    assert "The launcher is gone: saved checkpoint-" in run.text
+
+
+def test_a_killed_command_leaves_no_rank(start):
+    """`grpo-ext train` is gone, and the launcher that it started is not."""
+    run = start(TWO).training()
+    ranks = run.ranks()
+    run.process.kill()
+    psutil.wait_procs(ranks, timeout=ENDS)
+    deadline = time.monotonic() + ENDS
+    while left := run.processes():
+        assert time.monotonic() < deadline, [p.cmdline() for p in left]
+        time.sleep(0.2)
     assert "The launcher is gone: saved checkpoint-" in run.text
 
 

@@ -6,12 +6,15 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 import poisoned
 import tiny
+from grpo_ext.commands import replay
 from grpo_ext.errors import ConfigError, NonFiniteError
 from grpo_ext.train import main
-from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT
+from grpo_ext.trainer.findings import Finding, Watched
+from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT, rank_of_cause
 from grpo_ext.trainer.recording import read
 from trainers import build, scripted_rollout, weights
 
@@ -221,24 +224,84 @@ def test_the_setting_has_two_values(tmp_path):
 def test_a_step_that_overflows_is_not_saved(model_path, tmp_path):
     """Finite gradients, and a rate at which the weights become infinite."""
     trainer = poisoned.build(model_path, tmp_path, learning_rate=3e38, weight_decay=100.0)
-    with pytest.raises(NonFiniteError, match=r"After step 1 of 4 the weights .* a step was too large"):
+    with pytest.raises(NonFiniteError, match=r"After step 1 of 4 the weights .* the step was too large"):
         trainer.train()
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("read", [False, True])
-def test_log_probabilities_of_a_sampler_that_nothing_reads_stop_nobody(read, tmp_path):
-    """A rollout function may not know them, and say nan."""
+@pytest.mark.parametrize("settings", [{}, {"off_policy_mask_threshold": 1.0}, {"on_nonfinite": "skip"}], ids=str)
+def test_a_token_that_the_sampler_could_not_score_does_not_stop_the_run(settings, tmp_path):
+    """TRL makes NaN of None, and counts such a token as unchanged in the ratio and in the off-policy mask."""
 
     def rollout(prompts, trainer):
         made = scripted_rollout(prompts, trainer)
-        return made | {"logprobs": [[float("nan")] * len(ids) for ids in made["completion_ids"]]}
+        known = [[-1.0] * (len(ids) - 1) for ids in made["completion_ids"]]
+        return made | {"logprobs": [[None, *row] for row in known]}
 
-    settings = {"off_policy_mask_threshold": 1.0} if read else {}
     one = build(tiny.model(), tmp_path, rollout=rollout, max_steps=1, **settings)
-    if read:
-        with pytest.raises(NonFiniteError, match="nan in the sampler's log-probabilities"):
-            one.train()
+    one.train()
+    assert torch.isfinite(weights(one.model)).all()
+    assert all(entry.get("nonfinite/skipped_steps", 0) == 0 for entry in one.state.log_history)
+
+
+def test_a_ratio_that_is_nan_is_still_found():
+    mask = torch.ones(2, 3)
+    inputs = {"completion_mask": mask, "sampling_per_token_logps": mask * math.nan, "importance_sampling_ratio": mask}
+    assert not Watched(inputs).bad()
+    assert Watched(inputs | {"importance_sampling_ratio": mask * math.nan}).bad()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("step", [0, 1])
+def test_weights_that_overflowed_are_named_before_they_sample(step, value, model_path, tmp_path):
+    """Nothing is saved in between, so the rollout is the first to meet them."""
+    settings = {"save_strategy": "no", "steps_per_generation": 2}
+    trainer = poisoned.build(model_path, tmp_path, **settings)
+
+    class Overflows(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **_):
+            with torch.no_grad():
+                dict(model.named_parameters())[poisoned.PARAMETER][0, 0] = value
+
+    if step:
+        trainer.add_callback(Overflows())
     else:
-        one.train()
-        assert torch.isfinite(weights(one.model)).all()
+        Overflows().on_step_end(None, None, None, trainer.model)
+    with pytest.raises(NonFiniteError) as stopped:
+        trainer.train()
+    assert poisoned.PARAMETER in str(stopped.value)
+    assert ("After step 1 of 4" if step else "before the first step") in str(stopped.value)
+
+
+def test_logits_that_overflow_are_named_with_the_largest_weight(model_path, tmp_path):
+    """Every weight is finite, and far too large."""
+    trainer = build(model_path, tmp_path, max_steps=1)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "layers.0" in name:
+                parameter.mul_(1e16)
+    with pytest.raises(
+        NonFiniteError, match=r"no completion can be sampled\. Its largest weight is \S*e\+1., in model"
+    ):
+        trainer.train()
+
+
+@pytest.mark.parametrize("place", ["loss", "gradient", "logps", "reference"])
+def test_the_dump_of_a_bad_step_replays(place, model_path, tmp_path, capsys):
+    """Also where a figure of the replay is NaN, which the log has as None."""
+    if place == "reference":
+        trainer = poisoned.build(model_path, tmp_path, beta=0.1)
+        with torch.no_grad():
+            trainer.ref_model.get_output_embeddings().weight[0] = math.nan
+    else:
+        trainer = poisoned.build(model_path, tmp_path).arm(place)
+    with pytest.raises(NonFiniteError):
+        trainer.train()
+    step = 1 if place == "reference" else 2
+    assert replay.run([str(tmp_path / "failures" / f"step_{step}")]) == 0, capsys.readouterr().err
+
+
+def test_a_gradient_whose_parameter_is_known_comes_first():
+    """A shard of rank 0 may hold none of the parameter that is bad in rank 1's."""
+    found = [Finding("gradient", 0), Finding("gradient", 1, name="layers.0.mlp"), Finding("loss", 1)]
+    assert sorted(found, key=rank_of_cause) == [found[2], found[1], found[0]]

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from pathlib import Path
 
 from grpo_ext.errors import ConfigError
 
@@ -12,6 +13,17 @@ ASKED = "GRPO_EXT_NUM_PROCESSES"
 
 EXIT_CODE_FILE = "GRPO_EXT_EXIT_CODE_FILE"
 """Environment variable by which `grpo-ext train` learns with what code a process ended that a launcher started."""
+
+COMMAND = "GRPO_EXT_COMMAND"
+"""Environment variable that holds pid, start time and machine of the `grpo-ext train` that started the launcher."""
+
+
+def write_exit_code(code: int) -> None:
+    """Write the code that this process ends with for `grpo-ext train`: a launcher's own is always 1."""
+    if EXIT_CODE_FILE in os.environ:
+        with suppress(OSError):  # the command, and its temporary folder, may be gone
+            Path(os.environ[EXIT_CODE_FILE]).write_text(str(code))
+
 
 _PLANNED: ContextVar[int | None] = ContextVar("planned processes", default=None)  # None: this launch is no plan
 _ELSEWHERE: ContextVar[bool] = ContextVar("planned for another machine", default=False)

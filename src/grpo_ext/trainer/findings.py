@@ -11,18 +11,20 @@ from grpo_ext.trainer.generation import live_mask
 
 BEFORE_THE_FORWARD = (
     "advantages",
-    "sampling_per_token_logps",
     "importance_sampling_ratio",
     "ref_per_token_logps",
     "old_per_token_logps",
 )
 ORDER = ("rewards", *BEFORE_THE_FORWARD, "per_token_logps", "per_token_loss", "loss", "gradient")
-"""What is looked at, as it is computed."""
+"""Tensors to check, in the order of computation.
+
+The sampler's own log-probabilities are not among them: NaN there marks a token that the sampler could not score. The
+importance ratio and the off-policy mask, the only readers in the loss, count such a token as unchanged.
+"""
 NAMES = {
     "per_token_logps": "log-probabilities",
     "old_per_token_logps": "old log-probabilities",
     "ref_per_token_logps": "the reference's log-probabilities",
-    "sampling_per_token_logps": "the sampler's log-probabilities",
     "importance_sampling_ratio": "the sampler's importance ratios",
     "per_token_loss": "the loss of single tokens",
     "loss": "the loss",
@@ -65,8 +67,6 @@ class Watched:
 
     inputs: dict[str, Any]
     computed: dict[str, Tensor] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()
-    """Inputs that the loss does not depend on."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Floating-point tensors in the order of computation; what the mask hides is 0."""
@@ -74,7 +74,7 @@ class Watched:
         logps = self.computed.get("per_token_logps")
         for name in ORDER:
             values = self.inputs.get(name) if name in BEFORE_THE_FORWARD else self.computed.get(name)
-            if not isinstance(values, Tensor) or name in self.unread:
+            if not isinstance(values, Tensor):
                 continue
             if name == "old_per_token_logps" and logps is not None and values.data_ptr() == logps.data_ptr():
                 continue  # this very forward's

@@ -217,7 +217,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         if (settled := self._settled) is not None:
             generated = settled.generation
         else:
-            with self._times.during("rollout"):
+            with self._times.during("rollout"), self._sampling():
                 generated = super()._generate(prompts)
         ids, completion_ids, tool_mask, completions, logprobs, extra, *images = generated
         trajectories = extra.get(COLUMN)

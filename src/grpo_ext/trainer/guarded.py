@@ -1,10 +1,15 @@
 """GuardedTrainer: TRL's GRPOTrainer whose optimizer sees no NaN, and which leaves after a step when it is told to."""
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import torch
+from torch import Tensor
 
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.trainer.checkpoints.agreement import everywhere
@@ -13,6 +18,23 @@ from grpo_ext.trainer.checkpoints.writing import WritingTrainer
 from grpo_ext.trainer.leaving import interrupted, leave_after_this_step, told_of_lost_ranks
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
 from grpo_ext.trainer.signals import signals
+
+LARGEST = 1e18
+"""Absolute value above which a weight counts as overflowed: the product of two exceeds float32 and bfloat16."""
+
+
+def overflowed(weights: Sequence[tuple[str, Tensor]]) -> str | None:
+    """Name of the first weight that holds NaN, inf or a value beyond LARGEST; waits for the device once."""
+    sizes = largest_by_name(weights)
+    if not sizes or torch.stack(list(sizes.values())).max() <= LARGEST:  # False where the maximum is NaN
+        return None
+    return next(name for name, size in sizes.items() if not size <= LARGEST)
+
+
+def largest_by_name(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Largest absolute value of each floating-point weight, as scalars on the first weight's device."""
+    floating = [(name, w.detach()) for name, w in weights if w.is_floating_point() and w.numel()]
+    return {n: torch.linalg.vector_norm(w, math.inf).to(floating[0][1].device, torch.float32) for n, w in floating}
 
 
 class GuardedTrainer(WritingTrainer):
@@ -70,25 +92,56 @@ class GuardedTrainer(WritingTrainer):
         super()._save_checkpoint(model, trial)
 
     def save_final(self, output_dir: str | Path) -> None:
-        """As ever, if the weights are numbers.
+        """Save the final model.
 
         Raises:
-            NonFiniteError: they are not, and nothing is written; on all processes.
+            NonFiniteError: a weight is NaN or inf, and nothing is written; on all processes.
         """
         self._check_weights()
         super().save_final(output_dir)
 
     def _check_weights(self) -> None:
-        """A step may overflow by itself, from gradients that were finite."""
-        trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-        bad = next((name for name, p in trained if not local(p).isfinite().all()), None)
-        named = next((name for name in everywhere(bad) if name is not None), None)
-        if named is not None:
+        """Stop before weights that overflowed are saved or sampled from; a step may overflow from finite gradients.
+
+        Raises:
+            NonFiniteError: a weight is NaN, inf or beyond LARGEST; on all processes.
+        """
+        step, steps = self.state.global_step, self.state.max_steps
+        checked = [(name, local(p)) for name, p in self.model.named_parameters() if p.requires_grad or not step]
+        named = next((name for name in everywhere(overflowed(checked)) if name is not None), None)
+        if named is None:
+            return
+        if step == 0:
             raise NonFiniteError(
-                f"After step {self.state.global_step} of {self.state.max_steps} the weights {named} hold NaN or inf, "
-                "although every gradient was finite: a step was too large. They are not saved; the run goes on from "
-                "the last checkpoint. Lower learning_rate, or train in another precision."
+                f"The weights {named} hold NaN, inf or values beyond {LARGEST:g} before the first step. Load a sound "
+                "model, or load it in another precision (dtype)."
             )
+        raise NonFiniteError(
+            f"After step {step} of {steps} the weights {named} hold NaN, inf or values beyond {LARGEST:g}, although "
+            "every gradient was finite: the step was too large. These weights are not saved. Lower learning_rate or "
+            "train in another precision, and resume from the last checkpoint."
+        )
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Name step, parameter and cure where the policy's logits leave nothing to sample from.
+
+        Raises:
+            NonFiniteError: a weight has overflowed, or the logits hold NaN or inf.
+        """
+        self._check_weights()
+        try:
+            yield
+        except RuntimeError as error:
+            if "probability tensor contains" not in str(error):
+                raise
+            sizes = largest_by_name([(name, local(p)) for name, p in self.model.named_parameters()])
+            name, size = max(sizes.items(), key=lambda item: item[1].item())
+            raise NonFiniteError(
+                f"After step {self.state.global_step} of {self.state.max_steps} the policy's logits hold NaN or inf, "
+                f"so no completion can be sampled. Its largest weight is {size.item():.3g}, in {name}. Lower "
+                "learning_rate or train in another precision, and resume from the last checkpoint."
+            ) from error
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As TRL's, with the number of steps that were skipped since the last time."""

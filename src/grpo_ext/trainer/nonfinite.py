@@ -34,18 +34,23 @@ IN_A_ROW = 3
 """Skipped steps after which it is no accident."""
 SKIPPED = "nonfinite/skipped_steps"
 HOW_TO_LOOK = """\
-Batches in which NaN or inf was found before optimizer step {step}; one file for each rank that had any.
-`grpo-ext replay` computes them again, under any loss. By hand:
+Batches of the step in which NaN or inf was found, before optimizer step {step}; one file for each rank.
+`grpo-ext replay` on this folder computes the step again, under any loss. By hand:
 
     import torch
     kept = torch.load("rank_0.pt")
-    kept["findings"]       what was found first, in which micro-batch and rows
+    kept["findings"]       the first bad tensor of this rank, its micro-batch and rows; empty where it had none
     kept["micro_batches"]  each micro-batch of the step: token ids, masks, advantages, log-probabilities, loss
     kept["parameters"]     names of the parameters whose gradient was not finite
     kept["rewards"]        and prompts, completions, reward_names instead, where a reward returned it
 
 Weights and optimizer were not touched: the last checkpoint has the weights of its own step.
 """
+
+
+def rank_of_cause(finding: Finding) -> tuple[int, bool]:
+    """Sort key: the earliest tensor first; of gradients, those whose parameter is known (a shard may lack it)."""
+    return ORDER.index(finding.tensor), finding.tensor == "gradient" and not finding.name
 
 
 class NonFiniteGuard:
@@ -84,7 +89,7 @@ class NonFiniteGuard:
 
     def watch(self, inputs: dict[str, Any], loss: Tensor) -> Tensor:
         """Flag a micro-batch; returns the loss to go backward from."""
-        micro_batch = Watched(inputs, {**self._computed, "loss": loss.detach()}, self._unread)
+        micro_batch = Watched(inputs, {**self._computed, "loss": loss.detach()})
         self._computed = {}
         self._window.append(micro_batch)
         while len(self._window) > self.trainer.current_gradient_accumulation_steps:
@@ -94,13 +99,6 @@ class NonFiniteGuard:
         if self._engine_skips and self.trainer.accelerator.sync_gradients:
             loss = loss * torch.where(self._bad, torch.nan, 1.0)  # so that the engine sees it in the gradients
         return loss
-
-    @property
-    def _unread(self) -> tuple[str, ...]:
-        """What rollouts bring along: the sampler's log-probabilities, where neither ratio nor mask is made of them."""
-        trainer = self.trainer
-        corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-        return () if corrected or trainer.off_policy_mask_threshold is not None else ("sampling_per_token_logps",)
 
     @property
     def _deepspeed(self) -> bool:
@@ -173,17 +171,17 @@ class NonFiniteGuard:
         return sound
 
     def _unsound(self, named: Sequence[tuple[str, Any]], *, mine: bool) -> None:
-        """Save the batch where it is `mine`, tell, and stop or drop the gradients."""
+        """Save the batch of every rank, name the fault of those where it is `mine`, and stop or drop the gradients."""
         parameters = [name for name, p in named if not local(p.grad).isfinite().all()] if mine else []
         findings = self._findings(parameters, dict(named)) if mine else []
         self.skipped += 1
         self._in_a_row += 1
         again = self.skips and self._in_a_row >= IN_A_ROW
         kept = self.skipped <= KEPT or again or not self.skips
-        problem = self._save(findings, parameters) if mine and kept else ""
-        told = gather_object([(asdict(f), problem) for f in findings[:1]])
-        everyone = sorted((Finding(**f) for f, _ in told), key=lambda f: ORDER.index(f.tensor))
-        problem = next((p for _, p in told if p), "")
+        problem = self._save(findings, parameters) if kept else ""
+        gathered = gather_object([([asdict(f) for f in findings[:1]], problem)])
+        everyone = sorted((Finding(**f) for found, _ in gathered for f in found), key=rank_of_cause)
+        problem = next((p for _, p in gathered if p), "")
         text = self._text(everyone, problem if problem or not kept else f"The batch is in {self.folder}.")
         if again:
             text += f" It is the {IN_A_ROW}rd step in a row that is skipped: the run does not recover, and stops."

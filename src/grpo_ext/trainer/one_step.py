@@ -3,6 +3,7 @@
 It is the trainer itself that computes, in one process, with all processes' micro-batches as one window.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -105,7 +106,7 @@ class OneStep(GRPOExtTrainer):
             objective=self.objective.describe(),
             loss=sum(watched.computed["loss"].item() for watched in self.window),
             grad_norm=self.norm.item(),
-            figures={name: float(value) for name, value in log.items() if not _NOT_OF_THE_LOSS.fullmatch(name)},
+            figures={name: _number(value) for name, value in log.items() if not _NOT_OF_THE_LOSS.fullmatch(name)},
             blocks=by_block(self.gradients),
             tokens=[token for watched in numbered(self.window) for token in tokens(*watched)],
         )
@@ -160,6 +161,11 @@ def config_of(contents: Sequence[Content], changes: Mapping[str, Any], folder: s
         steps_per_generation=len(batches) * recorded["num_generations"] if exact else generation,
         use_cpu=first["settings"]["use_cpu"] or not torch.accelerator.is_available(),
     )
+
+
+def _number(value: float | None) -> float:
+    """Return a logged figure; the log has None where a figure was NaN, as in the step of a NaN dump."""
+    return math.nan if value is None else float(value)
 
 
 # What was not recorded cannot be asked for.

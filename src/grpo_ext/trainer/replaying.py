@@ -82,7 +82,7 @@ def whole(folder: Path) -> list[Content]:
     if not contents:
         raise ConfigError([f"{folder} holds no recorded batch (rank_0.pt). Name a step's folder."])
     missing = sorted(set(range(contents[0]["processes"])) - {content["rank"] for content in contents})
-    if missing:
+    if missing and any("micro_batches" in content for content in contents):
         raise ConfigError(
             [
                 f"{folder} lacks rank_{missing[0]}.pt: {contents[0]['processes']} processes have recorded, each on "

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from grpo_ext.config.launch import write_exit_code
 from grpo_ext.errors import NOT_FINISHED
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name))
@@ -110,6 +111,7 @@ class Signals:
             say(line)
         for cleanup in self.cleanups:
             cleanup()
+        write_exit_code(code)
         os._exit(code)
 
     def _forked(self) -> None:

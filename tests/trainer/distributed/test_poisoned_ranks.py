@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 import poisoned
 import tiny
+from grpo_ext.commands import replay
 from processes import launcher, run
 
 pytestmark = pytest.mark.slow
@@ -47,8 +48,17 @@ def test_both_stop_before_the_step_and_say_the_same(place, step, outcomes):
     assert left == {f"checkpoint-{i}" for i in range(1, at)}
     assert all(sound(folder / name / checkpoint) for checkpoint in left)
     kept = {path.name for path in (folder / name / "failures" / f"step_{at}").glob("*.pt")}
-    assert kept >= {"rank_1.pt"}
+    assert kept == ({"rank_1.pt"} if place == "rewards" else {"rank_0.pt", "rank_1.pt"})
     assert torch.load(folder / name / "failures" / f"step_{at}" / "rank_1.pt")["findings"][0]["value"] == "nan"
+
+
+@pytest.mark.parametrize("place", poisoned.PLACES)
+def test_the_dump_of_two_ranks_replays(place, outcomes, capsys):
+    step = 1 if place == "rewards" else 2
+    code = replay.run([str(outcomes[0] / f"{place}-stop-2" / "failures" / f"step_{step}")])
+    shown = capsys.readouterr()
+    assert code == (2 if place == "rewards" else 0), shown.err
+    assert ("there was no batch yet" in shown.err) == (place == "rewards")
 
 
 @pytest.mark.parametrize("step", [2, 4])
