@@ -1,6 +1,6 @@
-"""Run TRL's own tests of GRPO on GRPOExtTrainer, and on stock TRL beside it.
+"""Run TRL's own tests of GRPO on GRPOExtTrainer, and on stock TRL beside it: `trl_suite.py CHECKOUT`.
 
-`python benchmarks/trl_suite.py CHECKOUT`: CHECKOUT is a clone of huggingface/trl. Its tests load tiny models and a dataset from the hub; the same architectures
+CHECKOUT is a clone of huggingface/trl. Its tests load tiny models and a dataset from the hub; the same architectures
 are built here at random, in a cache of their own, so that nothing is downloaded. Tests whose models need a processor
 are left out. Writes benchmarks/results/trl_suite.json: the tests that stock passes and grpo-ext does not.
 """
