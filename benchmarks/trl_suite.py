@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from functools import partial
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results" / "trl_suite.json"
@@ -98,12 +99,12 @@ def pytest_configure() -> None:
     """Replace what would download."""
     if TRAINER in os.environ:
         import datasets
-        import trl.import_utils
+        from trl import import_utils
 
         datasets.load_dataset = load_dataset
         for name in re.findall(r"is_\w+_available", Path("tests/testing_utils.py").read_text()):
-            if not hasattr(trl.import_utils, name):  # the tests are of another version than the one installed
-                setattr(trl.import_utils, name, lambda: False)
+            if not hasattr(import_utils, name):  # the tests are of another version than the one installed
+                setattr(import_utils, name, lambda: False)
 
 
 def pytest_collection_finish(session) -> None:
@@ -111,8 +112,8 @@ def pytest_collection_finish(session) -> None:
     if os.environ.get(TRAINER) == "grpo_ext":
         from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 
-        for module in {item.module for item in session.items}:
-            module.GRPOTrainer, module.GRPOConfig = GRPOExtTrainer, GRPOExtConfig
+        for module in {item.module for item in session.items}:  # TRL's conftest sets use_cpu too late for our checks
+            module.GRPOTrainer, module.GRPOConfig = GRPOExtTrainer, partial(GRPOExtConfig, use_cpu=True)
 
 
 # As a command.
