@@ -3,8 +3,8 @@
 Each run trains the quickstart's warm model by a recipe of `quickstart/`, on one thread, with 32 completions a step. A
 fault sets in after `PLANTED` sound steps and stays for `AFTER` more; it is planted from here, by patches around the
 trainer's methods, and the product knows nothing of it. Sound runs are over different losses, seeds, features and two
-tasks. Rules were made by looking at runs of seeds below `REPORTED`; what is reported was run afterwards. Logs are kept in
-build/faults.jsonl, so that what was cut off goes on where it was, and results/faults.json is judged from them anew.
+tasks. Rules were made by looking at runs of seeds below `REPORTED`; what is reported was run afterwards. Logs are kept
+in build/faults.jsonl, so that an interrupted benchmark resumes; results/faults.json is judged from them.
 """
 
 import argparse

@@ -84,7 +84,7 @@ SOUND_RUNS = {
         "rewards/accuracy/mean": 1.0, "rewards/accuracy/std": 0.0, "advantages/zero_variance_groups": 1.0,
         "groups/all_right": 1.0, "entropy": 0.02, "rewards/format/mean": 1.0, "rewards/format/std": 0.0,
     },
-    "the model learns to be long": {"completions/mean_length": lambda n: 33 + 3 * n, "rewards/accuracy/of_length": 0.95},
+    "completions grow": {"completions/mean_length": lambda n: 33 + 3 * n, "rewards/accuracy/of_length": 0.95},
     "one of two rewards is traded for the other": {
         "rewards/format/of_advantage": 0.95, "rewards/accuracy/of_advantage": 0.1, "rewards/accuracy/mean": 0.2,
     },
