@@ -363,6 +363,13 @@ def judged(run: dict[str, Any]) -> dict[str, Any]:
     return told | {"expected": expected, "planted": PLANTED + 1, "right": right and len(after) == len(named)}
 
 
+def ranges(log: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """First, median and last value of each metric of a run, for the page that says what a healthy run reads."""
+    rows = [row for row in log if "reward" in row]
+    columns = {name: [row[name] for row in rows if isinstance(row.get(name), int | float)] for name in rows[0]}
+    return {name: [v[0], sorted(v)[len(v) // 2], v[-1]] for name, v in columns.items() if v}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[REPORTED])
@@ -392,7 +399,9 @@ def main() -> None:
     print(f"named right: {right}; sound runs alarmed: {alarms} of {len(sound)}")
     if min(options.seeds) >= REPORTED and not options.only:
         counts = {"within": WITHIN, "wanted": {"faults": len(FAULTS) * len(options.seeds), "sound": len(HEALTHY)}}
-        found = {"machine": platform.machine(), **counts, "faults": faults, "sound": sound}
+        first = next(job for job in wanted if job["fault"] is None)
+        log = next(r["log"] for r in kept() if (name_of(r), r["seed"]) == (name_of(first), first["seed"]))
+        found = {"machine": platform.machine(), **counts, "faults": faults, "sound": sound, "healthy": ranges(log)}
         RESULT.write_text(json.dumps(found, indent=1) + "\n")
 
 
