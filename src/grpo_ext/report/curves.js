@@ -28,6 +28,7 @@
     box.addEventListener("pointermove", (event) => {
       const at = share(event);
       const found = nearest(data.steps, step(at));
+      line.style.visibility = "visible";
       line.style.left = left((data.steps[found] - step(0)) / (step(1) - step(0) || 1));
       value.textContent = "step " + number(data.steps[found]) + ": " + data.lines.map((one) => words(one, found, data.lines.length > 1)).join(", ");
       chosen.style.left = left(Math.min(at, start ?? at));
@@ -39,7 +40,7 @@
       if (ends.length && ends[1] - ends[0] > 0.02) zoom([step(ends[0]), step(ends[1])]);
       over();
     });
-    box.addEventListener("pointerleave", () => { over(); value.textContent = ""; line.style.left = "-9px"; });
+    box.addEventListener("pointerleave", () => { over(); value.textContent = ""; line.style.visibility = "hidden"; });
     box.addEventListener("dblclick", () => zoom(null));
   }
 
