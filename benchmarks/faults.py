@@ -364,10 +364,10 @@ def judged(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def ranges(log: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """First, median and last value of each metric of a run, for the page that says what a healthy run reads."""
+    """Least, median and greatest value of each metric of a run, for the page that says what a healthy run reads."""
     rows = [row for row in log if "reward" in row]
-    columns = {name: [row[name] for row in rows if isinstance(row.get(name), int | float)] for name in rows[0]}
-    return {name: [v[0], sorted(v)[len(v) // 2], v[-1]] for name, v in columns.items() if v}
+    columns = {name: sorted(row[name] for row in rows if isinstance(row.get(name), int | float)) for name in rows[0]}
+    return {name: [v[0], v[len(v) // 2], v[-1]] for name, v in columns.items() if v}
 
 
 def main() -> None:

@@ -335,7 +335,7 @@ def healthy_table() -> str:
         for name, meaning in HEALTHY.items()
         if name in found
     )
-    return table(("metric", "first step", "median", "last step", "on a healthy run"), rows)
+    return table(("metric", "least", "median", "greatest", "on a healthy run"), rows)
 
 
 OUTCOMES = {
