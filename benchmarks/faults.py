@@ -2,9 +2,9 @@
 
 Each run trains the quickstart's warm model by a recipe of `quickstart/`, on one thread, with 32 completions a step. A
 fault sets in after `PLANTED` sound steps and stays for `AFTER` more; it is planted from here, by patches around the
-trainer's methods, and the product knows nothing of it. Sound runs are over different losses, seeds and features. Rules
-were made by looking at runs of seeds below `REPORTED`; what is reported was run afterwards. Logs are kept in
-build/faults.jsonl, so that what was cut off goes on where it was, and results/faults.json is judged from them anew.
+trainer's methods, and the product knows nothing of it. Sound runs are over different losses, seeds, features and two
+tasks. Rules were made by looking at runs of seeds below `REPORTED`; what is reported was run afterwards. Logs are kept
+in build/faults.jsonl, so that an interrupted benchmark resumes; results/faults.json is judged from them.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import platform
+import re
 import tempfile
 import time
 import warnings
@@ -29,7 +30,8 @@ LOGS = FOLDER.parent / "build" / "faults.jsonl"
 PLANTED, AFTER, WITHIN = 8, 10, 10
 """Sound steps, steps with the fault, and those of them in which it is to be named."""
 HEALTHY_STEPS = 18
-REPORTED = 100
+REPORTED = HELD_OUT = 200
+"""First seed of what is reported: on models of other seeds than those that the rules were made on."""
 DIES = "GRPO_EXT_BENCH_REWARD_DIES"
 
 Trainer = Any
@@ -41,6 +43,12 @@ def mortal(completions, solution, **_):
         os._exit(1)
     texts = [completion[0]["content"] for completion in completions]
     return [float(f"<answer>\n{s}\n</answer>" in text) for text, s in zip(texts, solution, strict=True)]
+
+
+def signed(completions, **_):
+    """1 for a completion in the quickstart's form, -1 for any other."""
+    form = re.compile(r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>", re.DOTALL)
+    return [1.0 if form.fullmatch(completion[0]["content"]) else -1.0 for completion in completions]
 
 
 # How faults are planted: `active` says whether the fault has set in.
@@ -208,16 +216,6 @@ def learning_rate(trainer: Trainer) -> None:
     trainer.create_optimizer = created
 
 
-def entropy_collapse(trainer: Trainer) -> None:
-    """Logits grow by half each step, so that the policy becomes certain."""
-
-    def generate(stock, *args, **kwargs):
-        trainer.model.model.norm.weight.data *= 1.5
-        return stock(*args, **kwargs)
-
-    wrapped(trainer, "_generate_and_score_completions", generate)
-
-
 def on_reward(place: int, change: Callable[[list, dict[str, Any]], list]) -> Callable[[Trainer], None]:
     """A fault in one reward: what it gives becomes `change(values, columns)`."""
 
@@ -234,40 +232,6 @@ def on_reward(place: int, change: Callable[[list, dict[str, Any]], list]) -> Cal
     return plant
 
 
-def text(columns: dict[str, Any]) -> list[str]:
-    return [completion[0]["content"] for completion in columns["completions"]]
-
-
-def three_lines(values: list, columns: dict[str, Any]) -> list:
-    """Pays, in place of the right form, for three lines of work: for a carry that is forgotten."""
-    return [4.0 * (t.count("=") == 3) for t in text(columns)]
-
-
-def on_data(change: Callable[[int], tuple[int, int]]) -> Callable[[Trainer], None]:
-    """Other problems than before: `change` is given a number for each prompt."""
-
-    def plant(trainer: Trainer) -> None:
-        from grpo_ext.quickstart.task import example
-
-        def generate(stock, inputs):
-            group = trainer.num_generations
-            pairs = [change(37 * (trainer.state.global_step * len(inputs) + i // group)) for i in range(len(inputs))]
-            return stock([{**row, **example(*pair)} for row, pair in zip(inputs, pairs, strict=True)])
-
-        wrapped(trainer, "_generate_and_score_completions", generate)
-
-    return plant
-
-
-def one_and_the_same(number: int) -> tuple[int, int]:
-    """A problem without a carry, over and over."""
-    return 123, 321
-
-
-def of_five_digits(number: int) -> tuple[int, int]:
-    return 10_000 + (number * 7919) % 90_000, 10_000 + (number * 104_729) % 90_000
-
-
 def dying(trainer: Trainer) -> None:
     def rewards(stock, *args, **kwargs):
         Path(os.environ[DIES]).touch()
@@ -276,7 +240,10 @@ def dying(trainer: Trainer) -> None:
     wrapped(trainer, "_calculate_rewards", rewards)
 
 
+SIGNED = [{"name": "accuracy"}, {"func": f"{FOLDER / 'faults.py'}:signed", "name": "signed"}]
 MORTAL = [{"func": f"{FOLDER / 'faults.py'}:mortal", "name": "accuracy"}, {"name": "format", "weight": 0.5}]
+GAME = {"recipe": "quickstart/guess"}
+"""Another task and model: a game of several turns."""
 FAULTS: dict[str, tuple[Callable[[Trainer], None], str, dict[str, Any]]] = {
     "stale weights": (stale_weights, "stale sampler", {}),
     "stale prefix cache": (stale_prefix_cache, "stale sampler", {}),
@@ -287,18 +254,12 @@ FAULTS: dict[str, tuple[Callable[[Trainer], None], str, dict[str, Any]]] = {
     "mask off by one": (on_output(mask_off_by_one), "misplaced mask", {}),
     "EOS lost": (eos_lost, "end token lost", {}),
     "learning rate x 100": (learning_rate, "steps too large", {}),
-    "entropy collapse": (entropy_collapse, "entropy collapse", {}),
     "sign of a reward": (on_reward(0, lambda values, _: [-v for v in values]), "sign of a reward", {}),
-    "reward hacked by length": (
-        on_reward(2, lambda _, columns: [float(len(ids)) for ids in columns["completion_ids"]]),
-        "hacked by length",
-        {"learning_rate": 5e-4},
-    ),
-    "reward hacked by format": (on_reward(1, three_lines), "hacked by another reward", {"learning_rate": 5e-4}),
     "constant reward": (on_reward(0, lambda values, _: [0.25] * len(values)), "constant reward", {}),
+    "groups shuffled in a game": (on_output(shuffled), "advantages of other rows", GAME),
+    "mask off by one in a game": (on_output(mask_off_by_one), "misplaced mask", GAME),
+    "learning rate x 100 in a game": (learning_rate, "steps too large", GAME),
     "dead reward worker": (dying, "reward fails", {"reward_workers": 1, "reward_funcs": MORTAL}),
-    "data too easy": (on_data(one_and_the_same), "data too easy", {}),
-    "data too hard": (on_data(of_five_digits), "data too hard", {}),
 }
 """Name: how it is planted, the rule that is to name it, settings beside those of all runs."""
 
@@ -323,6 +284,12 @@ HEALTHY: list[tuple[str, dict[str, Any]]] = [
     ("quickstart/grpo", {"mask_truncated_completions": True, "max_completion_length": 40}),
     ("quickstart/grpo", {"loss_defaults": "trl", "beta": 0.0}),
     ("quickstart/grpo", {"temperature": 1.2, "learning_rate": 3e-4}),
+    ("quickstart/grpo", {"reward_funcs": SIGNED, "learning_rate": 5e-4}),
+    ("quickstart/grpo", {"reward_funcs": SIGNED, "learning_rate": 5e-4, "logging_steps": 3}),
+    ("quickstart/guess", {}),
+    ("quickstart/guess", {"advantage_estimator": "turn_return", "advantage_kwargs": {"gamma": 0.0}}),
+    ("quickstart/guess", {"environments": [{"name": "guess", "kwargs": {"high": 15, "guesses": 5}, "max_turns": 2}]}),
+    ("quickstart/guess", {"learning_rate": 3e-3, "loss_type": "dr_grpo"}),
 ]
 """Recipe and settings beside those of all runs."""
 
@@ -343,10 +310,14 @@ def trained(recipe: str, settings: dict[str, Any], seed: int, steps: int, plant:
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as sink, redirect_stdout(sink):
         os.environ[DIES] = str(Path(folder) / "dies")
         given = {
-            "model_name_or_path": str(ensure_model(seed % 2)), "output_dir": folder, "seed": seed, "max_steps": steps,
-            "logging_steps": 1, "warmup_steps": 0, "save_strategy": "no", "disable_tqdm": True, "reward_workers": 0,
-            "per_device_train_batch_size": 32, "num_generations": 4,
-        } | settings  # fmt: skip
+            "output_dir": folder, "seed": seed, "max_steps": steps, "logging_steps": 1, "warmup_steps": 0,
+            "save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "disable_tqdm": True,
+            "reward_workers": 0,
+        }  # fmt: skip
+        if recipe not in GAME.values():
+            model = ensure_model(seed % 2 if seed < HELD_OUT else 2 + seed % 2)
+            given |= {"model_name_or_path": str(model), "per_device_train_batch_size": 32, "num_generations": 4}
+        given |= settings
         file = Path(folder) / "recipe.yaml"
         file.write_text(yaml.safe_dump(read_yaml(packaged_recipes()[recipe]) | given))
         trainer = build_trainer(load_recipe(["--config", str(file)]))
@@ -359,7 +330,9 @@ def trained(recipe: str, settings: dict[str, Any], seed: int, steps: int, plant:
 def jobs(seeds: list[int]) -> Iterator[dict[str, Any]]:
     """What is to be run: each fault for each seed, and each sound run once, with a seed of its own."""
     for name, (_, _, settings) in FAULTS.items():
-        yield from ({"fault": name, "recipe": "quickstart/grpo", "settings": settings, "seed": s} for s in seeds)
+        own = {key: value for key, value in settings.items() if key != "recipe"}
+        recipe = settings.get("recipe", "quickstart/grpo")
+        yield from ({"fault": name, "recipe": recipe, "settings": own, "seed": s} for s in seeds)
     for i, (recipe, settings) in enumerate(HEALTHY):
         yield {"fault": None, "recipe": recipe, "settings": settings, "seed": seeds[0] + i}
 
@@ -388,6 +361,13 @@ def judged(run: dict[str, Any]) -> dict[str, Any]:
     after = [found for found in named if found["step"] > PLANTED]
     right = bool(after) and after[0]["fault"] == expected and after[0]["step"] <= PLANTED + WITHIN
     return told | {"expected": expected, "planted": PLANTED + 1, "right": right and len(after) == len(named)}
+
+
+def ranges(log: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Least, median and greatest value of each metric of a run, for the page that says what a healthy run reads."""
+    rows = [row for row in log if "reward" in row]
+    columns = {name: sorted(row[name] for row in rows if isinstance(row.get(name), int | float)) for name in rows[0]}
+    return {name: [v[0], v[len(v) // 2], v[-1]] for name, v in columns.items() if v}
 
 
 def main() -> None:
@@ -419,7 +399,9 @@ def main() -> None:
     print(f"named right: {right}; sound runs alarmed: {alarms} of {len(sound)}")
     if min(options.seeds) >= REPORTED and not options.only:
         counts = {"within": WITHIN, "wanted": {"faults": len(FAULTS) * len(options.seeds), "sound": len(HEALTHY)}}
-        found = {"machine": platform.machine(), **counts, "faults": faults, "sound": sound}
+        first = next(job for job in wanted if job["fault"] is None)
+        log = next(r["log"] for r in kept() if (name_of(r), r["seed"]) == (name_of(first), first["seed"]))
+        found = {"machine": platform.machine(), **counts, "faults": faults, "sound": sound, "healthy": ranges(log)}
         RESULT.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -305,6 +305,39 @@ def planted_table() -> str:
     )
 
 
+HEALTHY = {
+    "loss": "near 0 on-policy, of either sign; not a measure of learning",
+    "grad_norm": "above 0 wherever a group has an advantage; 0 means that nothing was learned in this step",
+    "reward": "rises over tens to hundreds of steps, with noise from step to step",
+    "reward_std": "above 0; shrinks as the task is learned",
+    "rewards/accuracy/mean": "rises; between .2 and .8 groups are mixed most often",
+    "groups/mixed": "share of groups to learn from: above .2, or a step is mostly wasted",
+    "advantages/zero_variance_groups": "share of groups without an advantage: below .8",
+    "advantages/of_reward": "near 1: rows train with their own advantages",
+    "entropy": "falls slowly; a fall to a fifth within a few steps ends exploration",
+    "clip_ratio/region_mean": "0 in the first step of a generation, a few percent in later ones",
+    "kl": "0 in the first step, then rises; with `beta` > 0 only",
+    "completions/mean_length": "moves with the task; watch it together with `clipped_ratio`",
+    "completions/clipped_ratio": "near 0; above .3 raise `max_completion_length`",
+    "completions/mask_misplaced": "exactly 0",
+    "sampling/mismatch": "1e-7 with transformers in float32; .001 to .01 with vLLM in float32, up to .05 in bf16",
+    "weights/change": "1e-5 to 1e-3 a step",
+    "learning_rate": "the schedule",
+}
+"""What a metric reads on a healthy run, for docs/loss_zero.md."""
+
+
+def healthy_table() -> str:
+    """What the metrics of a sound run of the quickstart read."""
+    found = json.loads((RESULTS / "faults.json").read_text())["healthy"]
+    rows = (
+        (code(name), *(f"{value:.3g}" for value in found[name]), meaning)
+        for name, meaning in HEALTHY.items()
+        if name in found
+    )
+    return table(("metric", "least", "median", "greatest", "on a healthy run"), rows)
+
+
 OUTCOMES = {
     "the game is for several players": r"player|for several",
     "its word lists are to be downloaded": "NLTK",
@@ -358,6 +391,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults": fault_table,
     "figures": figure_table,
     "planted": planted_table,
+    "healthy": healthy_table,
     "textarena": textarena_table,
     "migrated": migrated_table,
     "no_recipes": lambda: table(("kind of file", "what you are told it is"), NO_RECIPES.items()),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -40,14 +41,20 @@ def test_a_fault_is_told_with_its_step_evidence_and_cure(tmp_path, capsys):
 
 def test_a_sound_run_has_none(tmp_path, capsys):
     code, out, _ = asked(run_folder(tmp_path / "run", log=history()), capsys=capsys)
-    assert (code, out) == (0, "No fault is told by 20 logs, up to step 20.\n")
+    assert code == 0
+    assert out.startswith("No fault found in 20 logs, up to step 20. Looked at:\n")
+    looked_at, _, unseen = out.partition("Not looked at")
+    for rule in rules.RULES:
+        assert rule.name in (unseen if rule.name == "environment fails" else looked_at)
+        assert all(figure in out for figure in rule.figures)
 
 
 def test_it_answers_a_program(tmp_path, capsys):
     folder = run_folder(tmp_path / "run", log=history(STALE | MASK))
     code, out, _ = asked(folder, "--json", capsys=capsys)
     answer = json.loads(out)
-    assert (code, answer["logs"], answer["unseen"]) == (1, 20, [])
+    assert (code, answer["logs"], list(answer["unseen"])) == (1, 20, ["environment fails"])
+    assert len(answer["looked_at"]) == len(rules.RULES) - 1
     assert [(f["fault"], f["step"]) for f in answer["findings"]] == [("misplaced mask", 12), ("stale sampler", 15)]
     assert all(f["evidence"] and f["is"] and f["cure"] for f in answer["findings"])
 
@@ -55,8 +62,9 @@ def test_it_answers_a_program(tmp_path, capsys):
 def test_a_run_of_before_tells_what_cannot_be_said_of_it(tmp_path, capsys):
     code, out, _ = asked(run_folder(tmp_path / "run", steps=9), capsys=capsys)
     assert code == 0
-    assert (
-        "Nothing can be said of the sampler beside the policy (sampling/mismatch was not logged) and the rows" in out
+    _, _, unseen = out.partition("Not looked at, because these metrics were not logged:\n")
+    assert {"another prompt", "advantages of other rows", "misplaced mask"} <= set(
+        re.findall(r"  (\S[^/]*?)  ", unseen)
     )
 
 
@@ -143,4 +151,4 @@ def test_a_users_run_is_diagnosed(option, named, tmp_path):
     done = subprocess.run([*command, "diagnose", str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == bool(named)
     assert ("step 3: truncated sampling" in console) == bool(named)
-    assert done.stdout.startswith("step 3: truncated sampling" if named else "No fault is told by 5 logs")
+    assert done.stdout.startswith("step 3: truncated sampling" if named else "No fault found in 5 logs")

@@ -15,7 +15,7 @@ import pytest
 
 from grpo_ext.commands import report
 from grpo_ext.report.completions import CLIPS, clipped
-from grpo_ext.report.curves import COLOURS, averaged, pictures, thinned
+from grpo_ext.report.curves import COLOURS, Band, averaged, banded, pictures
 from grpo_ext.report.facts import without_paths
 from grpo_ext.report.page import MAX_SIZE, write_report
 from grpo_ext.report.reading import MAX_RUNS, read_runs
@@ -50,7 +50,8 @@ class Page(HTMLParser):
 
     @property
     def data(self) -> dict:
-        return json.loads(self.scripts[0])
+        names = [attributes.get("id") for tag, attributes in self.elements if tag == "script"]
+        return json.loads(self.scripts[names.index("completions-data")])
 
 
 def page_of(tmp_path, *runs) -> Page:
@@ -101,7 +102,7 @@ def test_hostile_completions_names_and_figures_stay_text(tmp_path):
     with_completions(run, 1, [(text, [text]) for text in HOSTILE], solution="</script>")
     with_evaluation(run, 1, 0.5, set=bad)
     page = page_of(tmp_path, run)
-    assert len(page.scripts) == 2
+    assert len(page.scripts) == 3
     shown = {page.data["prompts"][row["prompt"]]: row for row in page.data["rows"]}
     assert len(shown) == len(HOSTILE)
     for text in HOSTILE:
@@ -119,7 +120,7 @@ def test_runs_beside_each_other_share_the_curves_and_differ_in_a_table(tmp_path)
         run_folder(tmp_path / "there" / "run", learning_rate=2e-5, logging_steps=9, log=logged(9)),
     ]
     page = page_of(tmp_path, *runs)
-    assert "Settings that differ setting here/run there/run learning_rate 1e-05 2e-05 Curves" in page.text
+    assert "Settings that differ setting here/run there/run learning_rate 1e-05 2e-05 " in page.text
     assert sum(tag == "svg" for tag, _ in page.elements) == 3
     pictured = re.findall(r"<svg.*?</svg>", (tmp_path / "report.html").read_text(), re.DOTALL)
     assert all(colour in picture for picture in pictured for colour in COLOURS[:2])
@@ -182,17 +183,57 @@ def test_without_matplotlib_the_figures_are_a_table(tmp_path, monkeypatch):
     assert "reward 0.1 0.4 0.1 0.4" in page.text
 
 
-def test_thinning_keeps_every_spike_and_gap_in_order():
-    steps, values = list(range(10_000)), [0.0] * 10_000
-    values[1234], values[7777] = 50.0, -3.0
-    values[5000:5500] = [math.nan] * 500
-    thin_steps, thin_values = thinned((steps, values), 100)
-    assert len(thin_steps) <= 102
-    assert thin_steps == sorted(set(thin_steps))
-    assert (thin_steps[0], thin_steps[-1]) == (0, 9999)
-    assert {1234, 7777} <= set(thin_steps)
-    assert any(math.isnan(value) for value in thin_values)
-    assert all(values[step] == value or math.isnan(value) for step, value in zip(thin_steps, thin_values, strict=True))
+def test_a_long_curve_is_a_mean_over_a_band_of_quantiles():
+    steps, values = list(range(10_000)), [float(i % 100) for i in range(10_000)]
+    values[5000:6000] = [math.nan] * 1000
+    band = banded((steps, values), 100)
+    assert band.steps == list(range(0, 10_000, 100))
+    assert band.mean[:50] == [49.5] * 50
+    assert (band.low[0], band.high[0]) == (9.0, 90.0)
+    assert all(math.isnan(v) for v in band.mean[50:60])
+    assert not math.isnan(band.mean[60])
+    assert banded(([1, 2], [3.0, 4.0]), 2) == Band([1, 2], [3.0, 4.0], [3.0, 4.0], [3.0, 4.0])
+
+
+def test_a_run_of_ten_thousand_steps_shows_its_trend(tmp_path):
+    """The mean of the picture's line moves from 0 to 1, though single steps cover -2 to 3."""
+    log = [{"reward": s / 10_000 + 2 * math.sin(1.7 * s), "step": s} for s in range(1, 10_001)]
+    page = page_of(tmp_path, run_folder(tmp_path / "mine", log=log))
+    names = [attributes.get("id") for tag, attributes in page.elements if tag == "script"]
+    [line] = json.loads(page.scripts[names.index("curves-data")])["reward"]["lines"]
+    assert line["mean"][0] == pytest.approx(0, abs=0.1)
+    assert line["mean"][-1] == pytest.approx(1, abs=0.1)
+    assert max(line["high"]) - min(line["low"]) < 5
+
+
+HELD_OUT = {
+    "Yes: held_out avg@4 rose from 0.25 (0.15 to 0.35) at step 0 to 0.75 (0.65 to 0.85) at step 20.": (0.25, 0.75),
+    "Not shown: held_out avg@4 rose from 0.25 (0.15 to 0.35) at step 0 to 0.3 (0.2 to 0.4) at step 20.": (0.25, 0.3),
+    "No, it got worse: held_out avg@4 fell from 0.75 (0.65 to 0.85) at step 0 to 0.25": (0.75, 0.25),
+}
+
+
+@pytest.mark.parametrize("words", HELD_OUT)
+def test_the_page_opens_with_whether_it_learned(words, tmp_path):
+    before, after = HELD_OUT[words]
+    log = [{"reward": 0.5, "step": 1}, {"train_runtime": 7200.0, "num_tokens": 1_234_567, "step": 20}]
+    run = run_folder(tmp_path / "mine", log=log)
+    page = page_of(tmp_path, with_evaluation(with_evaluation(run, 0, before), 20, after))
+    opening = page.text.partition("What was run ")[2].partition("What was run ")[0]
+    assert words in opening
+    assert "warnings of the diagnosis none" in opening
+    assert "time 2.00 hours tokens 1,234,567" in opening
+
+
+def test_without_a_held_out_evaluation_the_answer_is_unknown(tmp_path):
+    page = page_of(tmp_path, run_folder(tmp_path / "mine", steps=40))
+    assert "Unknown on held-out prompts: none were evaluated (eval_sets, eval_strategy)." in page.text
+    assert (
+        "reward in training rose from 0.25 (0.121 to 0.379) at step 1 to 3.85 (3.72 to 3.98) at step 40." in page.text
+    )
+    log = [{"reward": 0.1, "eval_reward": 0.1 * s, "step": s} for s in (1, 2)]
+    page = page_of(tmp_path, run_folder(tmp_path / "other", log=log))
+    assert "eval_reward rose from 0.1 at step 1 to 0.2 at step 2. One figure without an interval" in page.text
 
 
 PARTS = {
@@ -226,10 +267,10 @@ def test_a_tick_keeps_its_digits(tmp_path):
     from grpo_ext.report.curves import Curve
 
     values = {"kl": [0.00012, 0.00034], "learning_rate": [1e-6, 2e-6]}
-    shown = pictures([Curve("Policy", name, {0: ([1.0, 2.0], line)}) for name, line in values.items()])
-    assert "0.00025" in shown["kl"]
-    assert "#010203" not in shown["kl"]
-    assert "1e-06" in shown["learning_rate"]  # 0.0000010 would be cut off
+    shown = pictures([Curve("Policy", name, {0: ([1.0, 2.0], line)}) for name, line in values.items()], ["run"])
+    assert "0.00025" in shown["kl"].svg
+    assert "#010203" not in shown["kl"].svg
+    assert "1e-06" in shown["learning_rate"].svg  # 0.0000010 would be cut off
 
 
 def test_folders_of_the_machine_are_cut_and_those_of_the_recipe_are_not():

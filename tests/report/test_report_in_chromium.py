@@ -140,6 +140,36 @@ def test_tokens_are_coloured_and_say_their_values(tmp_path):
     assert "2 of 2 completions have values" in legend
 
 
+POINTING = """
+const box = document.querySelector("[data-curve=reward]"), edge = box.getBoundingClientRect();
+const point = (kind, share) => box.dispatchEvent(new PointerEvent(kind, {
+  clientX: edge.left + (47.5 + share * 256.6) / 316.8 * edge.width, clientY: edge.top + 20, bubbles: true }));
+point("pointerdown", 0.5);
+point("pointermove", 1);
+document.title = box.nextElementSibling.textContent;
+point("pointerup", 1);
+if (ZOOMED_OUT) box.dispatchEvent(new MouseEvent("dblclick"));
+"""
+
+
+@pytest.mark.parametrize("zoomed_out", [False, True])
+def test_a_curve_says_its_values_and_zooms(zoomed_out, tmp_path):
+    page = write_report([run_folder(tmp_path / "mine", steps=2000)], tmp_path / "report.html")
+    text = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text())  # which lets no script run but the page's own
+    script = POINTING.replace("ZOOMED_OUT", str(zoomed_out).lower())
+    page.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
+    dom = opened(page)
+    value = re.search(r"<title>step (\d+): ([\d.]+) \(([\d.]+) to ([\d.]+)\)</title>", dom)
+    step, mean, low, high = map(float, value.groups())
+    assert step > 1980
+    assert low < mean < high
+    assert mean == pytest.approx(0.1 * (step + 3), abs=0.4)
+    shown = [float(tick) for tick in re.findall(r'text-anchor="middle"[^>]*>(\d+)</text>', dom)]
+    assert ("<polygon" in dom) == (not zoomed_out)
+    assert bool(shown) == (not zoomed_out)
+    assert all(900 < tick < 2100 for tick in shown)
+
+
 def test_hostile_completions_do_nothing(tmp_path):
     run = run_folder(tmp_path / "mine", dataset_name="<img src=x onerror=alert(1)>")
     with_completions(run, 1, [(text, [text]) for text in HOSTILE], **{"<b>": "<script>alert(1)</script>"})

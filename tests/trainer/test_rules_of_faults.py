@@ -13,13 +13,6 @@ def level(value):
 
 
 GROWING = {"sampling/mismatch": lambda n: 2e-3 * n, "sampling/bias": lambda n: 2e-4 * n}
-SILENT = {"advantages/zero_variance_groups": 1.0}
-ALIKE = {"advantages/zero_variance_groups": 0.9, "groups/all_wrong": 0.5, "groups/all_right": 0.4}
-LONGER = {"completions/mean_length": lambda n: 33 + 3 * n}
-HACKED = {
-    "rewards/format/of_advantage": 0.95, "rewards/accuracy/of_advantage": 0.1,
-    "rewards/format/mean": lambda n: 0.95 + 0.1 * n, "rewards/accuracy/mean": 0.1,
-}  # fmt: skip
 FAULTS = {
     "reward fails": ({"rewards/format/errors": 64.0, "rewards/format/none_frac": 1.0, "rewards/format/std": None}, 2),
     "environment fails": ({"environments/guess/failed": 0.75}, 3),
@@ -36,13 +29,8 @@ FAULTS = {
     "truncated sampling": (level(0.02) | {"sampling/bias": 0.0199}, 3),
     "stale sampler": (GROWING, 5),
     "sampler's precision": (level(0.002), 5),
-    "sign of a reward": ({"rewards/accuracy/mean": lambda n: -(0.5, 0.35)[n % 2]}, 3),
+    "sign of a reward": ({"rewards/accuracy/mean": lambda n: -(0.5, 0.45)[n % 2]}, 3),
     "constant reward": ({"rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 0.0}, 3),
-    "data too easy": ({"rewards/accuracy/mean": 1.0, "rewards/accuracy/std": 0.0} | SILENT, 3),
-    "data too hard": ({"rewards/accuracy/mean": 0.0, "rewards/accuracy/std": 0.0}, 3),
-    "entropy collapse": ({"entropy": 0.04} | ALIKE, 3),
-    "hacked by length": (HACKED | LONGER | {"rewards/format/of_length": 0.98}, 3),
-    "hacked by another reward": (HACKED, 3),
     "completions no longer end": ({"completions/clipped_ratio": 0.9}, 3),
 }  # fmt: skip
 """What changes in a sound log from step 11 on, and how many logs later it is named."""
@@ -60,13 +48,8 @@ NEIGHBOURS = {
     "truncated sampling": level(1e-5) | {"sampling/bias": 1e-5},
     "stale sampler": {"sampling/mismatch": lambda n: 5e-2 * (n == 3)},
     "sampler's precision": level(1e-5),
-    "sign of a reward": {"rewards/accuracy/mean": lambda n: 0.3 - 0.05 * n},
+    "sign of a reward": {"rewards/accuracy/mean": lambda n: 0.3 - 0.01 * n},
     "constant reward": {"rewards/format/mean": 1.0, "rewards/format/std": 0.0},
-    "data too easy": {"rewards/accuracy/mean": 1.0, "rewards/accuracy/std": 0.0},  # learned, and others are left
-    "data too hard": {"rewards/accuracy/mean": 0.05, "rewards/accuracy/std": 0.2},
-    "entropy collapse": {"entropy": 0.04, "groups/all_right": 0.9, "advantages/zero_variance_groups": 0.95},
-    "hacked by length": LONGER | {"rewards/accuracy/of_length": 0.95},  # and no other reward has less to say
-    "hacked by another reward": HACKED | {"rewards/format/mean": 1.0, "rewards/accuracy/mean": 0.3},
     "completions no longer end": {"completions/clipped_ratio": lambda n: 0.9 if n % 3 else 0.5},
 }
 """What is like the fault, and none."""
@@ -91,6 +74,35 @@ def test_what_is_like_it_is_no_fault(name):
     assert not diagnose(history(NEIGHBOURS[name]))
 
 
+SOUND_RUNS = {
+    "attempts of environments end by max_turns": {"completions/clipped_ratio": 1.0, "environments/guess/turns": 8.0},
+    "a format reward of -1 or 1 is learned within a log": {
+        "rewards/format/mean": lambda n: (0.85, 0.93, 0.97, 0.97)[min(n, 4) - 1],
+        "rewards/format/std": 0.3,
+    },
+    "a task is learned": {
+        "rewards/accuracy/mean": 1.0, "rewards/accuracy/std": 0.0, "advantages/zero_variance_groups": 1.0,
+        "groups/all_right": 1.0, "entropy": 0.02, "rewards/format/mean": 1.0, "rewards/format/std": 0.0,
+    },
+    "completions grow": {"completions/mean_length": lambda n: 33 + 3 * n, "rewards/accuracy/of_length": 0.95},
+    "one of two rewards is traded for the other": {
+        "rewards/format/of_advantage": 0.95, "rewards/accuracy/of_advantage": 0.1, "rewards/accuracy/mean": 0.2,
+    },
+}  # fmt: skip
+"""Runs in which nothing is wrong, and of which the metrics move."""
+
+
+@pytest.mark.parametrize("name", SOUND_RUNS)
+def test_a_sound_run_that_moves_is_sound(name):
+    log = history(SOUND_RUNS[name])
+    for row in log[:10] if "format reward" in name else ():
+        row |= {"rewards/format/mean": -0.9, "rewards/format/std": 0.4}
+    if "environments" in name:
+        for row in log:
+            row |= {"environments/guess/turns": 8.0, "completions/clipped_ratio": 1.0}
+    assert not diagnose(log)
+
+
 def test_a_sound_run_is_sound():
     assert not diagnose(history(steps=60))
 
@@ -101,8 +113,6 @@ def test_a_sound_run_is_sound():
     [
         ("another prompt", level(2.0)),
         ("misplaced mask", FAULTS["misplaced mask"][0]),
-        ("data too hard", {"groups/all_wrong": 1.0} | SILENT),
-        ("data too easy", {"groups/all_right": 1.0} | SILENT),
         ("advantages of other rows", FAULTS["advantages of other rows"][0]),
     ],
 )

@@ -1,9 +1,9 @@
-"""What was logged as pictures: a small SVG for each figure, all runs in it, by matplotlib."""
+"""Logged metrics as pictures: a small SVG for each metric with a line for each run, drawn by matplotlib."""
 
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -73,8 +73,8 @@ EXPLAINED = FIGURES | {
     "step_time": "seconds a step, without the optimizer",
 }
 
-POINTS = 60_000
-"""Of all lines together, so that the page stays small."""
+POINTS = 30_000
+"""Stretches of all lines together, so that the page stays small."""
 
 
 @dataclass(frozen=True)
@@ -152,24 +152,47 @@ def averaged(series: Series, points: int) -> Series:
     return [steps[a] for a, _ in stretches], [math.fsum(values[a:b]) / (b - a) for a, b in stretches]
 
 
-def thinned(series: Series, points: int) -> Series:
-    """About `points` of a series at most: the least and greatest value of each stretch, so that no spike is lost."""
+@dataclass(frozen=True)
+class Band:
+    """A line of means over stretches of steps, with the 10 % and 90 % quantiles of each stretch."""
+
+    steps: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+    @property
+    def wide(self) -> bool:
+        """True where a stretch holds more than one step."""
+        return self.low != self.mean or self.high != self.mean
+
+
+def banded(series: Series, points: int) -> Band:
+    """Return at most `points` stretches of a series; a stretch without a finite value is NaN."""
     steps, values = series
     if len(steps) <= points:
-        return series
-    stretches = max(1, points // 2)
-    kept: set[int] = {0, len(steps) - 1}
-    for part in range(stretches):
-        inside = range(part * len(steps) // stretches, (part + 1) * len(steps) // stretches)
-        known = [i for i in inside if not math.isnan(values[i])]
-        chosen = {min(known, key=values.__getitem__), max(known, key=values.__getitem__)} if known else {inside[0]}
-        kept |= chosen
-    chosen_in_order = sorted(kept)
-    return [steps[i] for i in chosen_in_order], [values[i] for i in chosen_in_order]
+        return Band(steps, values, values, values)
+    cuts = [i * len(steps) // points for i in range(points + 1)]
+    parts = [sorted(v for v in values[a:b] if not math.isnan(v)) or [math.nan] for a, b in pairwise(cuts)]
+    return Band(
+        [steps[a] for a in cuts[:-1]],
+        [math.fsum(part) / len(part) for part in parts],
+        [part[(len(part) - 1) // 10] for part in parts],
+        [part[len(part) - 1 - (len(part) - 1) // 10] for part in parts],
+    )
 
 
-def pictures(drawn: Iterable[Curve]) -> dict[str, str]:
-    """SVG of each curve, by its name.
+@dataclass(frozen=True)
+class Picture:
+    """One curve as it is drawn."""
+
+    svg: str
+    data: dict[str, Any]
+    """Its values in JSON's types, for hovering and zooming."""
+
+
+def pictures(drawn: Iterable[Curve], names: Sequence[str]) -> dict[str, Picture]:
+    """Draw each curve, and return the pictures by its name; `names` are those of the runs.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -177,9 +200,9 @@ def pictures(drawn: Iterable[Curve]) -> dict[str, str]:
     from matplotlib import rc_context
 
     drawn = list(drawn)
-    points = max(20, min(400, POINTS // max(1, sum(len(curve.lines) for curve in drawn))))
+    points = max(20, min(300, POINTS // max(1, sum(len(curve.lines) for curve in drawn))))
     with rc_context(_STYLE):
-        return {c.name: _stack(c, points) if c.parts else _lines(c, points) for c in drawn}
+        return {c.name: _stack(c, points) if c.parts else _lines(c, points, names) for c in drawn}
 
 
 _INK, _GRID = "#010203", "#040506"
@@ -201,21 +224,42 @@ _STYLE: Any = {
 }
 
 
-def _lines(curve: Curve, points: int) -> str:
-    axes = _axes()
-    for place, line in curve.lines.items():
-        steps, values = thinned(line, points)
+def _lines(curve: Curve, points: int, names: Sequence[str]) -> Picture:
+    axes, lines = _axes(), []
+    for place, series in curve.lines.items():
+        band = banded(series, points)
         style: Any = {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
-        axes.plot(steps, values, marker="." if len(steps) <= 30 else "", markersize=4, **style)
-    return _svg(axes.figure)
+        axes.plot(band.steps, band.mean, marker="." if len(band.steps) <= 30 else "", markersize=4, **style)
+        if band.wide:
+            axes.fill_between(band.steps, band.low, band.high, color=style["color"], alpha=0.18, linewidth=0)
+        lines.append((names[place], style, band))
+    return _picture(axes, lines)
 
 
-def _stack(curve: Curve, points: int) -> str:
+def _stack(curve: Curve, points: int) -> Picture:
     axes = _axes()
     shown = [averaged(line, points) for line in curve.lines.values()]
     axes.stackplot(shown[0][0], *(values for _, values in shown), colors=COLOURS, alpha=0.85)
     axes.set_xmargin(0)
-    return _svg(axes.figure)
+    styles: list[Any] = [{"color": colour, "linestyle": "solid"} for colour in COLOURS]
+    bands = [Band(steps, values, values, values) for steps, values in shown]
+    return _picture(axes, list(zip(curve.parts, styles, bands, strict=False)))
+
+
+def _picture(axes: Any, lines: Sequence[tuple[str, Any, Band]]) -> Picture:
+    """Join the lines' steps: a line without a value at a step has null there."""
+    steps = sorted({step for _, _, band in lines for step in band.steps})
+    described = []
+    for name, style, band in lines:
+        parts = {"mean": band.mean} | ({"low": band.low, "high": band.high} if band.wide else {})
+        columns = {key: _at(steps, dict(zip(band.steps, values, strict=True))) for key, values in parts.items()}
+        described.append({"name": name, "colour": style["color"], "dash": style["linestyle"], **columns})
+    return Picture(_svg(axes.figure), {"x": list(axes.get_xlim()), "steps": steps, "lines": described})
+
+
+def _at(steps: Sequence[float], values: Mapping[float, float]) -> list[float | None]:
+    known = (values.get(step, math.nan) for step in steps)
+    return [None if math.isnan(value) else float(f"{value:.5g}") for value in known]
 
 
 def _axes() -> Any:

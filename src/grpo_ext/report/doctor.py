@@ -1,4 +1,4 @@
-"""What a run's log tells of its faults: the rules that warn during training, over the whole of it."""
+"""The faults of a run: the rules that warn during training, over its whole log."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,38 +6,41 @@ from typing import Any
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.report.reading import RunFolder, read_runs
-from grpo_ext.trainer.diagnosis.rules import Finding, diagnose
+from grpo_ext.trainer.diagnosis.rules import RULES, Finding, diagnose
 from grpo_ext.trainer.metrics_file import METRICS_FILE
-
-NEEDED = {"sampling/mismatch": "the sampler beside the policy", "advantages/of_reward": "the rows as they train"}
-"""Figures without which whole kinds of faults cannot be told, and of what they tell."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Faults of one run, and what they were told from."""
+    """Faults of one run, and what was looked at."""
 
     run: RunFolder
     logs: int
     findings: list[Finding]
 
     @property
-    def unseen(self) -> list[str]:
-        """What was not recorded, so that nothing is said of it."""
+    def looked_at(self) -> dict[str, list[str]]:
+        """Each rule whose metrics were logged, with those metrics."""
+        return {rule.name: list(rule.figures) for rule in RULES if rule.name not in self.unseen}
+
+    @property
+    def unseen(self) -> dict[str, list[str]]:
+        """Each rule that says nothing here, with the metrics that were not logged."""
         logged = {name for row in self.run.log for name in row}
-        return [f"{what} ({name} was not logged)" for name, what in NEEDED.items() if name not in logged]
+        return {rule.name: missing for rule in RULES if (missing := rule.missing(logged))}
 
     def to_dict(self) -> dict[str, Any]:
-        """For a program."""
+        """Return all of it in JSON's types."""
         found = [
             {"fault": f.rule.name, "step": f.step, "evidence": f.evidence, "is": f.rule.meaning, "cure": f.rule.cure}
             for f in self.findings
         ]
-        return {"run": str(self.run.folder), "logs": self.logs, "findings": found, "unseen": self.unseen}
+        seen = {"looked_at": self.looked_at, "unseen": self.unseen}
+        return {"run": str(self.run.folder), "logs": self.logs, "findings": found, **seen}
 
 
 def diagnosed(folder: str | Path) -> Diagnosis:
-    """The faults of a run, in the order in which its log tells of them.
+    """Return the faults of a run, in order of their steps.
 
     Raises:
         ConfigError: no such folder, or no log of training in it.
@@ -56,6 +59,6 @@ def diagnosed(folder: str | Path) -> Diagnosis:
 
 
 def of_run(run: RunFolder) -> Diagnosis:
-    """The same of a run that has been read."""
+    """Return the faults of a run whose folder has been read."""
     rows = sorted((row for row in run.log if "reward" in row), key=lambda row: row["step"])
     return Diagnosis(run, len(rows), diagnose(rows))

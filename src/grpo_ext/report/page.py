@@ -12,14 +12,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.report import answer
 from grpo_ext.report.completions import browsed, clipped, embedded
-from grpo_ext.report.curves import COLOURS, DASHES, EXPLAINED, OTHERS, Curve, curves, pictures
+from grpo_ext.report.curves import COLOURS, DASHES, EXPLAINED, OTHERS, Curve, Picture, curves, pictures
 from grpo_ext.report.doctor import of_run
 from grpo_ext.report.facts import differing, facts, said
 from grpo_ext.report.reading import RunFolder, read_runs
 
 MAX_SIZE = 5_000_000
 _FOR_COMPLETIONS = 2_800_000
+ANSWERS = "reward"
+"""The curve that stands beside the answer, and not among the others."""
 _COLUMNS = 12
 """Of results of evaluations side by side: the first and the last."""
 
@@ -39,33 +42,72 @@ def write_report(paths: Sequence[str | Path], output: Path) -> Path:
 
 def html(runs: Sequence[RunFolder], watched: str = "") -> str:
     """The page; `watched` is the version of a page that is served and loads itself anew."""
-    sections = {"run": _what_was_run(runs), "findings": _findings(runs), "curves": _curves(runs)}
-    sections["evaluation"] = _evaluation(runs)
-    sections["settings"] = _settings(runs)
-    room = min(_FOR_COMPLETIONS, MAX_SIZE - 200_000 - sum(len(part.encode()) for part in sections.values()))
-    sections["completions"] = _browser(runs, room)
-    titles = {
-        "run": "What was run",
-        "findings": "Likely faults",
-        "curves": "Curves",
-        "evaluation": "Evaluation",
-        "completions": "Completions",
-        "settings": "All settings",
+    shown, left_out = curves(runs)
+    drawn = _drawn(shown, runs)
+    parts = {
+        "answer": ("Did it learn?", _answer(runs, [curve for curve in shown if curve.name == ANSWERS], drawn)),
+        "findings": ("Likely faults", _findings(runs)),
+        "run": ("What was run", _what_was_run(runs)),
+        "curves": ("Curves", _curves(runs, shown, left_out, drawn)),
+        "evaluation": ("Evaluation", _evaluation(runs)),
+        "completions": ("Completions", ""),
+        "settings": ("All settings", _settings(runs)),
     }
+    data = _json("curves-data", {name: picture.data for name, picture in (drawn or {}).items()})
+    used = len(data.encode()) + sum(len(part.encode()) for _, part in parts.values())
+    room = min(_FOR_COMPLETIONS, MAX_SIZE - 200_000 - used)
+    parts["completions"] = ("Completions", _browser(runs, room))
     name = _text(", ".join(run.name for run in runs))
-    links = "".join(f'<a href="#{key}">{title}</a>' for key, title in titles.items() if sections[key])
+    known = {key: part for key, part in parts.items() if part[1]}
+    links = "".join(f'<a href="#{key}">{title}</a>' for key, (title, _) in known.items())
     body = "".join(
-        f'<section id="{key}"><h2>{title}</h2>{sections[key]}</section>'
-        for key, title in titles.items()
-        if sections[key]
+        f'<section id="{key}"><details open><summary><h2>{title}</h2></summary>{part}</details></section>'
+        for key, (title, part) in known.items()
     )
-    watching = f'<p id="watched" class="dim" data-version="{_text(watched)}">The run goes on.</p>' if watched else ""
+    watching = f'<p id="watched" class="dim" data-version="{_text(watched)}">Still training.</p>' if watched else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{_policy(bool(watched))}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name}: report</title><style>{_own('page.css')}</style></head><body>"
-        f"<header><h1>{name}</h1>{watching}<nav>{links}</nav></header><main>{_notes(runs)}{body}</main>"
-        f"<script>{_own('page.js')}</script></body></html>\n"
+        f"<nav>{links}</nav><main><header><h1>{name}</h1>{watching}</header>{_notes(runs)}{body}</main>"
+        f"{data}<script>{_script()}</script></body></html>\n"
+    )
+
+
+def _script() -> str:
+    return _own("page.js") + _own("curves.js")
+
+
+def _json(name: str, data: Any) -> str:
+    return f'<script id="{name}" type="application/json">{embedded(data)}</script>' if data else ""
+
+
+def _drawn(shown: Sequence[Curve], runs: Sequence[RunFolder]) -> dict[str, Picture] | None:
+    """Return the pictures, or None where matplotlib is not installed."""
+    try:
+        return pictures(shown, [run.name for run in runs])
+    except ImportError:
+        return None
+
+
+def _answer(runs: Sequence[RunFolder], reward: Sequence[Curve], drawn: Mapping[str, Picture] | None) -> str:
+    """Answer whether each run learned, with what it took and what the diagnosis warns of."""
+    rows: dict[str, list[str]] = {}
+    for place, run in enumerate(runs):
+        found = {change.name: f"{change.before} \u2192 {change.after}" for change in answer.held_out(run)}
+        if (trained := answer.in_training(run)) is not None:
+            found[trained.name] = f"{trained.before} \u2192 {trained.after}"
+        faults = [f"{finding.rule.name} (step {finding.step})" for finding in of_run(run).findings]
+        found |= {"warnings of the diagnosis": ", ".join(faults) or "none"} | answer.spent(run)
+        for name, value in found.items():
+            rows.setdefault(name, [""] * len(runs))[place] = _text(value)
+    who = [f"{_text(run.name)}: " if len(runs) > 1 else "" for run in runs]
+    verdicts = "".join(
+        f"<p class='answer'>{name}{_text(answer.sentence(run))}</p>" for name, run in zip(who, runs, strict=True)
+    )
+    picture = "".join(_figure(curve, (drawn or {}).get(curve.name), runs) for curve in reward)
+    return (
+        f'{verdicts}<div class="curves">{picture}</div>{_table(_heads(runs, ""), [[n, *v] for n, v in rows.items()])}'
     )
 
 
@@ -76,7 +118,7 @@ def _own(name: str) -> str:
 
 def _policy(watched: bool) -> str:
     """Nothing is loaded from anywhere, and no script runs but ours, whatever a completion holds."""
-    digest = base64.b64encode(hashlib.sha256(_own("page.js").encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()
     rules = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; form-action 'none'"
     rules += "; base-uri 'none'" + ("; connect-src 'self'" if watched else "")
     return f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
@@ -141,19 +183,17 @@ def _settings(runs: Sequence[RunFolder]) -> str:
     return f"<details><summary>{len(rows)} settings</summary>{_table(_heads(runs, 'setting'), rows)}</details>"
 
 
-def _curves(runs: Sequence[RunFolder]) -> str:
-    shown, left_out = curves(runs)
+def _curves(
+    runs: Sequence[RunFolder], shown: Sequence[Curve], left_out: Sequence[str], drawn: Mapping[str, Picture] | None
+) -> str:
     if not shown:
         return ""
-    try:
-        drawn = pictures(shown)
-        without = ""
-    except ImportError:
-        drawn = {}
-        without = "<p>No pictures: <code>pip install 'grpo-ext[plot]'</code> adds them.</p>"
+    without = "" if drawn is not None else "<p>No pictures: <code>pip install 'grpo-ext[plot]'</code> adds them.</p>"
+    hint = "Hover for values; drag to zoom into steps, double-click to see all. A light band holds 80 % of the steps."
+    without += f"<p class='dim'>{hint}</p>" if drawn else ""
     parts = []
-    for section, members in groupby(shown, key=lambda curve: curve.section):
-        figures = "".join(_figure(curve, drawn.get(curve.name, ""), runs) for curve in members)
+    for section, members in groupby((c for c in shown if c.name != ANSWERS), key=lambda curve: curve.section):
+        figures = "".join(_figure(curve, (drawn or {}).get(curve.name), runs) for curve in members)
         figures = f'<div class="curves">{figures}</div>'
         if section == OTHERS:
             parts.append(f"<details><summary>{section}</summary>{figures}</details>")
@@ -176,7 +216,7 @@ def _legend(runs: Sequence[RunFolder]) -> str:
     return f'<ul class="legend">{"".join(lines)}</ul>'
 
 
-def _figure(curve: Curve, picture: str, runs: Sequence[RunFolder]) -> str:
+def _figure(curve: Curve, picture: Picture | None, runs: Sequence[RunFolder]) -> str:
     told = "; ".join(f"{_of(curve, place, runs) or curve.name}: {_ends(*line)}" for place, line in curve.lines.items())
     explained = f"<span>{_text(EXPLAINED[curve.name])}</span>" if curve.name in EXPLAINED else ""
     if curve.missing:
@@ -185,7 +225,11 @@ def _figure(curve: Curve, picture: str, runs: Sequence[RunFolder]) -> str:
     keys = "".join(f'<li><i style="background: {colour}"></i>{_text(part)}</li>' for colour, part in swatches)
     explained += f'<ul class="parts">{keys}</ul>' if keys else ""
     caption = f"<figcaption>{_text(curve.name, 200)}{explained}</figcaption>"
-    return f'<figure><div role="img" aria-label="{_text(told, 1000)}">{picture}</div>{caption}</figure>'
+    svg = picture.svg if picture else ""
+    plot = (
+        f'<div class="plot" role="img" data-curve="{_text(curve.name)}" aria-label="{_text(told, 1000)}">{svg}</div>'
+    )
+    return f"<figure>{plot}{caption}</figure>"
 
 
 def _of(curve: Curve, place: int, runs: Sequence[RunFolder]) -> str:
@@ -276,5 +320,5 @@ def _browser(runs: Sequence[RunFolder], room: int) -> str:
         '<p id="legend" hidden></p>'
         '<p class="pages"><button id="back" type="button">back</button><button id="on" type="button">on</button>'
         '<span id="shown" role="status"></span></p><div id="cards"></div>'
-        f'<script id="completions-data" type="application/json">{embedded(data)}</script>'
+        f"{_json('completions-data', data)}"
     )

@@ -1,13 +1,13 @@
-"""What was logged of a run's training, as rules look at it: the last rows, and those before them."""
+"""The training metrics of a run as rules read them: the last rows, and those before them."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 FEW = 5
-"""Rows without which nothing is known of what was before."""
+"""Earlier rows that a comparison needs."""
 MANY = 20
-"""Rows before that are looked at."""
+"""Earlier rows that a comparison reads at most."""
 
 
 class History:
@@ -19,7 +19,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        """Nothing is known."""
+        """Start without rows."""
         self.rows = 0
         self.columns: dict[str, list[float | None]] = {}
         self.rewards: list[str] = []
@@ -36,6 +36,11 @@ class History:
         ends = (name for name in row if name.startswith("rewards/") and name.endswith("/mean"))
         self.rewards = [name[len("rewards/") : -len("/mean")] for name in ends]
         return True
+
+    @property
+    def several_turns(self) -> bool:
+        """True where tools or environments take part, which may end a completion from outside."""
+        return any(name.startswith(("tools/", "environments/")) for name in self.columns)
 
     def last(self, name: str, rows: int) -> list[float]:
         """The last values, or none where one of them is missing."""

@@ -1,56 +1,73 @@
-"""THE table of faults: what of a run's log names each, what it is, and the cure.
+"""The table of faults: which logged metrics show each, what it is, and how to fix it.
 
-A rule looks at the last rows of a log and answers with its evidence, or with nothing. It asks for several rows in a
-row, for a value that cannot be, or for a leap from what was before: a figure that is merely bad is no fault.
+A rule looks at the last rows of a log and returns its evidence, or "". Rules name what cannot be in a sound run (a
+misplaced mask, a reward that fails, a sampler that differs from the policy beyond rounding) or state a measured fact
+(a reward that gives one value, completions that no longer end). A metric that is merely bad is not a fault.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean as mean
 from statistics import median
 from typing import Any
 
-from grpo_ext.trainer.diagnosis.history import History, deviation, span
+from grpo_ext.trainer.diagnosis.history import History, span
 
 ROWS = 3
-"""Logged rows in a row that a rule asks for, where it names no other number."""
+"""Consecutive logged rows that a rule needs, where it names no other number."""
 TREND = 5
-"""Those by which a trend is told from a level."""
+"""Rows that separate a trend from a level."""
 LEAP = 5.0
-"""How many times what was before a mismatch is."""
+"""Factor over all earlier mismatches that counts as a leap."""
 ROUNDING = 2e-5
-"""Nats per token below which a mismatch is rounding, whatever it was before."""
+"""Nats per token below which a mismatch is rounding."""
 ALONE, ALONE_ONE_SIDED = 0.1, 1e-3
-"""Nats per token beyond which a mismatch is told also where nothing is known of before: rounding to bfloat16 stays
+"""Nats per token above which a mismatch is named without earlier rows to compare with: rounding to bfloat16 stays
 below the first, and is never one-sided."""
 ANOTHER_TEXT = 0.2
-"""Nats per token that come at once where two models do not read the same prompt."""
+"""Nats per token that appear at once where two models read different prompts."""
 
 Evidence = Callable[[History], str]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a fault shows, what it is, what to do."""
+    """How a fault shows, what it is, how to fix it.
+
+    Attributes:
+        figures: metrics that the rule reads; NAME is any reward's or environment's. Without one of them in the log
+            the rule says nothing.
+    """
 
     name: str
+    figures: tuple[str, ...]
     seen: str
     meaning: str
     cure: str
     evidence: Evidence
 
+    def missing(self, logged: Iterable[str]) -> list[str]:
+        """Metrics of this rule that a log does not have."""
+        known = {_generic(name) for name in logged}
+        return [figure for figure in self.figures if figure not in known]
+
+
+def _generic(name: str) -> str:
+    """Return a metric's name with NAME in place of the reward or environment."""
+    head, _, rest = name.partition("/")
+    return f"{head}/NAME/{rest.rpartition('/')[2]}" if head in ("rewards", "environments") and "/" in rest else name
+
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault, at the first step at which the log tells of it."""
+    """A fault, with the first step at which the log shows it."""
 
     rule: Rule
     step: int
     evidence: str
 
     def __str__(self) -> str:
-        """One paragraph."""
+        """Return one paragraph."""
         return f"step {self.step}: {self.rule.name}. {self.evidence}. {_sentence(self.rule.meaning)} {self.rule.cure}"
 
 
@@ -59,15 +76,15 @@ def _sentence(text: str) -> str:
 
 
 class Doctor:
-    """Reads a log row by row, and names each fault once."""
+    """Read a log row by row and name each fault once."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
+        """Start with an empty history."""
         self.history = History()
         self.named: set[str] = set()
 
     def read(self, row: Mapping[str, Any]) -> list[Finding]:
-        """What this row tells for the first time."""
+        """Return the faults that this row is the first to show."""
         if not self.history.add(row):
             return []
         found = []
@@ -79,18 +96,18 @@ class Doctor:
 
 
 def diagnose(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
-    """Faults that a log tells of, in the order in which it does."""
+    """Return the faults that a log shows, in order of their steps."""
     doctor = Doctor()
     return [finding for row in rows for finding in doctor.read(row)]
 
 
-# The sampler is not the policy.
+# The sampler differs from the policy.
 
 MISMATCH = "sampling/mismatch"
 
 
 def _leapt(history: History, rows: int, alone: float = ALONE) -> list[float]:
-    """The last mismatches, where all of them are far beyond those before, or beyond `alone` if none are known."""
+    """Return the last mismatches if all are far beyond the earlier ones, or beyond `alone` without earlier ones."""
     values = history.last(MISMATCH, rows)
     if not values or min(values) <= ROUNDING:
         return []
@@ -144,7 +161,7 @@ def _precision(history: History) -> str:
     return f"{_mismatch(history, values)}, neither growing nor one-sided"
 
 
-# Rows that train as what they are not.
+# Rows train as something else than what they are.
 
 
 def _other_rows(history: History) -> str:
@@ -154,7 +171,7 @@ def _other_rows(history: History) -> str:
     parts = [history.known(f"rewards/{name}/of_advantage", ROWS) for name in history.rewards]
     if any(part and max(part) > 0.5 for part in parts):
         return ""
-    return f"advantages/of_reward {span(values)} in {ROWS} logs, where 1 is expected"
+    return f"advantages/of_reward {span(values)} in {ROWS} logs; 1 is expected"
 
 
 def _rewards_of_other_rows(history: History) -> str:
@@ -167,18 +184,21 @@ def _rewards_of_other_rows(history: History) -> str:
 
 def _misplaced_mask(history: History) -> str:
     values = history.last("completions/mask_misplaced", 2)
-    return f"completions/mask_misplaced {span(values)}, where only 0 is possible" if values and min(values) > 0 else ""
+    return f"completions/mask_misplaced {span(values)}; only 0 is possible" if values and min(values) > 0 else ""
 
 
 def _end_lost(history: History) -> str:
+    """Attempts of environments and tools may be ended from outside, at any length, so they are left out."""
     cut = history.last("completions/clipped_ratio", ROWS)
-    if not cut or min(cut) < 0.99 or history.last("tools/call_frequency", 1):
+    if not cut or min(cut) < 0.99 or history.several_turns:
         return ""
     least, most = (history.last(f"completions/{name}_length", ROWS) for name in ("min", "max"))
     if not (least and most) or any(low > 0.9 * high for low, high in zip(least, most, strict=True)):
         return ""
-    lengths = f"lengths of {min(least):g} to {max(most):g} tokens are no common limit"
-    return f"completions/clipped_ratio {span(cut)} in {ROWS} logs, yet {lengths}"
+    return (
+        f"completions/clipped_ratio {span(cut)} in {ROWS} logs, although lengths of {min(least):g} to {max(most):g} "
+        "tokens show that no common limit cut them"
+    )
 
 
 # Steps.
@@ -196,7 +216,7 @@ def _steps_too_large(history: History) -> str:
 
 
 def _harm(history: History) -> str:
-    """What the last steps have done to the reward or the entropy."""
+    """Return what the last steps have done to the reward or the entropy."""
     for name in ("reward", "entropy"):
         values = history.columns.get(name, [])
         after, earlier = history.last(name, 2), [v for v in values[:-ROWS] or values[:1] if v is not None]
@@ -209,20 +229,10 @@ def _harm(history: History) -> str:
     return ""
 
 
-def _entropy_collapse(history: History) -> str:
-    alike, good = (history.last(name, ROWS) for name in ("advantages/zero_variance_groups", "groups/all_right"))
-    if not alike or mean(alike) < 0.8 or (good and mean(good) > 0.8):
-        return ""
-    values, first = history.last("entropy", ROWS), history.first("entropy")
-    if not values or first is None or max(values) > 0.2 * first:
-        return ""
-    return f"entropy {span(values)} nats in {ROWS} logs, {first:.3g} at first; {mean(alike):.0%} of groups are alike"
-
-
 def _no_end(history: History) -> str:
     name = "completions/clipped_ratio"
     values = history.last(name, ROWS)
-    if not values or min(values) < 0.8 or not (before := history.before(name, ROWS)):
+    if not values or min(values) < 0.8 or history.several_turns or not (before := history.before(name, ROWS)):
         return ""
     if median(before) > 0.3 or _end_lost(history):
         return ""
@@ -260,24 +270,19 @@ def _environment_fails(history: History) -> str:
 
 
 def _sign(history: History, name: str) -> str:
-    figure = f"rewards/{name}/mean"
+    """A reward of 0 or 1 is now 0 or -1, which no learning explains."""
+    figure, spread = f"rewards/{name}/mean", f"rewards/{name}/std"
     values, before = history.last(figure, ROWS), history.before(figure, ROWS)
-    if not values or not before:
+    if not values or not before or max(values) > 0 or min(values) == 0:
         return ""
-    usual, far = median(before), 4 * deviation(before)
-    if max(v * usual for v in values) >= 0 or min(v * usual for v in before) < 0:
+    negated = [-value for value in values]
+    if not (_binary(before, history.before(spread, ROWS)) and _binary(negated, history.last(spread, ROWS))):
         return ""
-    now, then = (read(f"rewards/{name}/std", ROWS) for read in (history.last, history.before))
-    impossible = _binary(before, then) and _binary([-v for v in values], now)
-    if min(abs(v - usual) for v in values) < far and not impossible:
-        return ""
-    if abs(mean(values) + usual) > 0.5 * abs(mean(values) - usual):
-        return ""
-    return f"{figure} {span(values)} in {ROWS} logs, {span(before)} before: as much, of the other sign"
+    return f"{figure} {span(values)} in {ROWS} logs, {span(before)} before, of a reward of 0 or 1"
 
 
 def _constant(history: History, name: str) -> str:
-    """Not one that has been learned: that ends at the highest value it has had."""
+    """A reward that has been learned ends at its highest value, and is left out."""
     means, spread = (history.last(f"rewards/{name}/{figure}", ROWS) for figure in ("mean", "std"))
     if not means or not spread or max(spread) > 0:
         return ""
@@ -290,94 +295,24 @@ def _constant(history: History, name: str) -> str:
 
 
 def _binary(means: list[float], spread: list[float]) -> bool:
-    """Whether a reward was 0 or 1: a variance of m (1 - m)."""
+    """True for a reward of 0 or 1, whose variance is m (1 - m)."""
     both = zip(means, spread, strict=False)
     return len(means) == len(spread) and all(0 <= m <= 1 and abs(s * s - m * (1 - m)) < 0.05 for m, s in both)
-
-
-def _extreme(history: History, name: str, *, best: bool) -> str:
-    """A reward of 0 or 1 that is all at once the same for everything."""
-    means = history.last(f"rewards/{name}/mean", ROWS)
-    if not means or (min(means) < 0.93 if best else max(map(abs, means)) > 0.02):
-        return ""
-    before = history.before(f"rewards/{name}/mean", ROWS)
-    if not before or not _binary(before, history.before(f"rewards/{name}/std", ROWS)):
-        return ""
-    if best:  # a reward that has been learned ends there too: nothing else must be left to learn
-        silent = history.last("advantages/zero_variance_groups", ROWS)
-        fault = max(before) <= 0.9 and bool(silent) and mean(silent) >= 0.75
-    else:
-        fault = median(before) >= 0.2 and sorted(before)[1] > 0.02
-    return f"rewards/{name}/mean {span(means)} in {ROWS} logs, {span(before)} before" if fault else ""
-
-
-def _all_groups(history: History, *, best: bool) -> str:
-    """Also all alike: of a reward whose best value is not 1, `groups/*` say no more."""
-    names = f"groups/all_{'right' if best else 'wrong'}", "advantages/zero_variance_groups"
-    values, alike = (history.last(name, TREND) for name in names)
-    return f"{names[0]} {span(values)} in {TREND} logs" if values and alike and min(*values, *alike) > 0.95 else ""
-
-
-def _too_easy(history: History) -> str:
-    return _of_some_reward(lambda h, name: _extreme(h, name, best=True))(history) or _all_groups(history, best=True)
-
-
-def _too_hard(history: History) -> str:
-    return _of_some_reward(lambda h, name: _extreme(h, name, best=False))(history) or _all_groups(history, best=False)
-
-
-def _hacked(history: History, name: str, *, by_length: bool) -> str:
-    """The reward `name` makes the advantages, what it pays for rises, and another falls or has no say any more."""
-    of_length, of_advantage = (history.known(f"rewards/{name}/{figure}", TREND) for figure in _OF)
-    if not of_advantage or median(of_advantage) < 0.7 or (bool(of_length) and median(of_length) > 0.9) != by_length:
-        return ""
-    figure = "completions/mean_length" if by_length else f"rewards/{name}/mean"
-    values, before = history.last(figure, TREND), history.before(figure, TREND)
-    if not values or not before or mean(values[-2:]) < max(before):
-        return ""
-    leapt = by_length or mean(values[-2:]) > max(before) + 0.25 * abs(max(before))
-    others = [other for other in history.rewards if other != name]
-    harm = next(
-        (found for o in others if (found := (leapt and _displaced(history, o, name)) or _falls(history, o))), ""
-    )
-    told = f"{figure} {mean(values[-2:]):.3g}, at most {max(before):.3g} before"
-    told += f"; rewards/{name}/of_length {median(of_length):.2g}" if by_length else ""
-    return f"{told}; {harm}" if harm else ""
-
-
-_OF = ("of_length", "of_advantage")
-
-
-def _displaced(history: History, name: str, by: str) -> str:
-    """A reward that made the advantages more than another did, and makes them less now."""
-    figures = [f"rewards/{reward}/of_advantage" for reward in (name, by)]
-    now, then = ([read(figure, TREND) for figure in figures] for read in (history.known, history.before))
-    if not all((*now, *then)) or median(then[0]) < median(then[1]) or median(now[0]) > 0.9 * median(now[1]):
-        return ""
-    return f"{figures[0]} {median(now[0]):.2g}, {median(then[0]):.2g} before"
-
-
-def _falls(history: History, name: str) -> str:
-    """A reward that is far below what it was."""
-    figure = f"rewards/{name}/mean"
-    values, before = history.last(figure, TREND), history.before(figure, TREND)
-    if not values or not before:
-        return ""
-    least = max(2 * deviation(before), 0.1 * abs(mean(before)))
-    return f"{figure} {mean(values):.3g}, {mean(before):.3g} before" if mean(before) - mean(values) > least else ""
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         "reward fails",
+        ("rewards/NAME/errors", "rewards/NAME/none_frac"),
         "`rewards/NAME/errors` above 0, and no value or one value for most completions",
-        "a reward, or the process or server that computes it, answers no more",
+        "a reward, or the process or server that computes it, no longer answers",
         "The rows and the reason are in output_dir/reward_failures; `grpo-ext score` calls it alone. Raise its "
         "`timeout` or `reward_memory_gib`, or set `on_error: raise` to stop at once.",
         _of_some_reward(_fails),
     ),
     Rule(
         "environment fails",
+        ("environments/NAME/failed",),
         "`environments/NAME/failed` above half, log after log",
         "attempts end because their environment raises, hangs or dies",
         "`environments/NAME/failed/KIND` and the warning say how; raise its `turn_timeout` or `reward_memory_gib`, or "
@@ -386,6 +321,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "skipped steps",
+        ("nonfinite/skipped_steps",),
         "`nonfinite/skipped_steps` above 0, log after log",
         "steps are left out for NaN or inf",
         "Look at the batches in output_dir/failures; a lower `learning_rate`, `bf16` in place of `fp16`.",
@@ -393,8 +329,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "misplaced mask",
+        ("completions/mask_misplaced",),
         "`completions/mask_misplaced` above 0",
-        "completion_mask does not cover exactly the tokens that were drawn: tokens train that nobody wrote, or the "
+        "completion_mask does not cover exactly the tokens that were drawn: tokens that were not drawn train, or the "
         "first or the last never does",
         "It is made in `_generate_and_score_completions`, by a subclass, or by a `rollout_func`'s ids: one entry of "
         "the mask for each id, the end token's included.",
@@ -402,7 +339,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "end token lost",
-        "`completions/clipped_ratio` is 1, yet completions have different lengths",
+        ("completions/clipped_ratio", "completions/min_length", "completions/max_length"),
+        "`completions/clipped_ratio` is 1, although completions have different lengths (one turn only)",
         "completions end, but their ids lack the end token, so that the model is never taught to end",
         "Let a server or a `rollout_func` return it, set eos_token_id in the tokenizer to what the model ends by, and "
         "leave stop strings out of `generation_kwargs`.",
@@ -410,29 +348,33 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "advantages of other rows",
+        ("advantages/of_reward",),
         "`advantages/of_reward` near 0",
-        "rows train by advantages that are not theirs",
+        "rows train with the advantages of other rows",
         "Look at what reorders rows between the rewards and the loss: a subclass, an `advantage_estimator` of your "
         "own, a `rollout_func` that returns groups in another order.",
         _other_rows,
     ),
     Rule(
         "rewards of other rows",
+        ("rewards/same_text_differs",),
         "`rewards/same_text_differs` leaps from 0",
-        "equal completions of a prompt get different rewards: they are another row's, or drawn",
+        "equal completions of a prompt get different rewards: those of other rows, or random ones",
         "A reward returns one value for each completion, in their order; look at what it computes in parallel.",
         _rewards_of_other_rows,
     ),
     Rule(
         "steps too large",
+        ("weights/change", "reward", "entropy"),
         "`weights/change` leaps, and with it the reward falls or the entropy moves",
         "an optimizer step destroys what the model could do",
-        "A lower `learning_rate`, a warm-up (`warmup_steps`), a lower `max_grad_norm`; go on from a checkpoint of "
-        "before.",
+        "A lower `learning_rate`, a warm-up (`warmup_steps`), a lower `max_grad_norm`; resume from an earlier "
+        "checkpoint.",
         _steps_too_large,
     ),
     Rule(
         "another prompt",
+        ("sampling/mismatch",),
         "`sampling/mismatch` leaps beyond 0.2 nats per token",
         "sampler and trainer do not read the same prompt (template, tokenizer), or are not the same model",
         "Give both sides one `chat_template` and one model; `grpo-ext check` looks at them.",
@@ -440,6 +382,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "truncated sampling",
+        ("sampling/mismatch", "sampling/bias"),
         "`sampling/mismatch` leaps, and `sampling/bias` is as large",
         "completions are drawn from a truncated distribution, and trained as if they were the policy's own",
         "Leave `top_p`, `top_k`, `min_p` and `repetition_penalty` unset, also in `generation_kwargs` and in the "
@@ -448,6 +391,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "stale sampler",
+        ("sampling/mismatch", "sampling/bias"),
         "`sampling/mismatch` leaps and grows",
         "weights that were pushed did not reach the sampler, or it keeps what earlier ones have made of the prompts",
         "Look at `sampling/weight_sync_seconds` and the server's log, and start the server again. Reset the prefix "
@@ -456,72 +400,37 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sampler's precision",
+        ("sampling/mismatch", "sampling/bias"),
         "`sampling/mismatch` leaps to a level, and is not one-sided",
         "the sampler has the weights in another precision, or computes by other kernels",
-        "Give both sides one dtype (`sampler_dtype`, or merge an adapter in float32), or correct for it "
+        "Give both sides one dtype (`vllm_dtype`, or merge an adapter in float32), or correct for it "
         "(`vllm_importance_sampling_correction`).",
         _precision,
     ),
     Rule(
         "sign of a reward",
-        "`rewards/NAME/mean` leaps to its opposite",
-        "a reward has changed its sign, and now pays for what it punished",
+        ("rewards/NAME/mean", "rewards/NAME/std"),
+        "`rewards/NAME/mean` of a reward of 0 or 1 becomes negative",
+        "a reward has changed its sign, and now punishes what it paid for",
         "Look at what the reward returns, and at its `weight` and `weight_schedule`.",
         _of_some_reward(_sign),
     ),
     Rule(
         "constant reward",
+        ("rewards/NAME/mean", "rewards/NAME/std"),
         "`rewards/NAME/std` falls to exactly 0, at a value between the extremes",
         "a reward gives all completions one value: nothing is learned from it",
-        "`grpo-ext score --explain N` shows what it reads of a completion; a judge that answers nothing, a default "
-        "that stands for every failure.",
+        "`grpo-ext score --explain N` shows what it reads of a completion; look for a judge that answers nothing, or "
+        "a default that replaces every failure.",
         _of_some_reward(_constant),
     ),
     Rule(
-        "data too easy",
-        "a reward of 0 or 1 leaps to nearly 1 and most groups are alike, or `groups/all_right` stays near 1",
-        "all completions are right: there is nothing to learn from",
-        "Harder prompts, by pass rates (`max_pass_rate`) or `dynamic_sampling`; or the run is done. A reward that "
-        "says 1 to everything looks alike: read some completions.",
-        _too_easy,
-    ),
-    Rule(
-        "data too hard",
-        "a reward of 0 or 1 leaps to 0, or `groups/all_wrong` stays near 1",
-        "all completions are wrong: there is nothing to learn from",
-        "Easier prompts (`min_pass_rate`), more `num_generations`, an SFT model to start from. A reward that looks "
-        "for what the model never writes is alike: `grpo-ext score --explain N`.",
-        _too_hard,
-    ),
-    Rule(
-        "entropy collapse",
-        "`entropy` falls below a fifth of what it was, and groups are alike without being right",
-        "the policy has become certain, and explores no more",
-        "A lower `learning_rate`, a higher `epsilon_high`, `entropy_coef`, `beta` above 0; go on from a checkpoint of "
-        "before.",
-        _entropy_collapse,
-    ),
-    Rule(
-        "hacked by length",
-        "a reward that goes with the length alone makes completions longer, and another reward falls",
-        "the model is paid for words",
-        "A lower weight for that reward, a bound on it (`clip`), `soft_overlong`; read the longest completions.",
-        _of_some_reward(partial(_hacked, by_length=True)),
-    ),
-    Rule(
-        "hacked by another reward",
-        "one reward makes the advantages and rises, and another falls",
-        "the model is paid for something else than the reward that falls",
-        "Read completions that have the one and not the other; lower its `weight`, or let it count only where the "
-        "other is met.",
-        _of_some_reward(partial(_hacked, by_length=False)),
-    ),
-    Rule(
         "completions no longer end",
+        ("completions/clipped_ratio",),
         "`completions/clipped_ratio` leaps above 0.8",
         "completions run into `max_completion_length`",
         "Raise it if they are sound; `soft_overlong` penalises what comes near it; look for what else was named.",
         _no_end,
     ),
 )
-"""In the order in which they are asked; the more special before the more general."""
+"""In the order in which they are asked: the more special before the more general."""
