@@ -141,7 +141,7 @@ ESTIMATED = {
 @pytest.mark.parametrize("estimator", ESTIMATED)
 @every_trained_pair
 def test_what_an_estimator_gives_to_a_token_arrives_at_it(name, level, estimator):
-    """Just off policy, inside every clip: the gradient of each token is minus its advantage, times s and its weight."""
+    """Just off policy, inside every clip: a gradient is minus the token's advantage, times its ratio and weight."""
     settled = objective(name, importance_sampling_level=level, **SUMMED | ESTIMATED[estimator])
     inputs = batch()
     tokens = turns()
