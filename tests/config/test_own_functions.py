@@ -167,6 +167,17 @@ BROKEN = {
         LOSS | {"top_entropy_quantile": 0.5},
         ["top_entropy_quantile=0.5", "one term for a whole completion"],
     ),
+    "advantages of tokens in a packaged loss with one term for a completion": (
+        "def f(rewards, mask): return rewards[..., None] * mask",
+        {"advantage_estimator": "own:f", "loss_type": "gmpo"},
+        ["advantage_estimator='own:f' gives each token its own advantage, but with loss_type='gmpo'", "grpo or gspo"],
+    ),
+    "advantages of tokens in a loss that takes their mean": (
+        "@grpo_ext.register_loss('f')\n"
+        "def f(log_ratio, advantages): return -log_ratio.exp() * advantages.mean(dim=1, keepdim=True)",
+        LOSS | {"advantage_estimator": "turn_return"},
+        ["advantage_estimator='turn_return' gives each token its own advantage, but with loss_type='own:f'"],
+    ),
     "a sampler's correction it cannot take": (
         "@grpo_ext.register_loss('f', sampler_levels=('sequence',))\n"
         "def f(per_token_logps, advantages): return -per_token_logps * advantages",

@@ -110,6 +110,30 @@ def test_equal_totals_that_were_earned_otherwise_have_a_signal():
     assert out[0].tolist() == [[0.0, pytest.approx(-HALF)], [0.0, pytest.approx(HALF)]]
 
 
+ROUNDED = [[0.1, 0.2, 0.0], [0.3, 0.0, 0.0], [0.0, 0.1, 0.2], [0.2, 0.1, 0.0]]
+"""Turns whose sum is .3, or .30000000000000004."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e-4])
+@pytest.mark.parametrize("total", ["added up", "as given"])
+def test_returns_that_rounding_alone_keeps_apart_have_no_advantage(total, scale, dtype):
+    """At turn 1 all returns are .3; at turn 2 they are .2, 0, .3, .1; without an eps any rounding becomes 1."""
+    earned = (tensor(ROUNDED) * scale).to(dtype).double()[None]
+    rewards = earned.sum(-1) if total == "added up" else torch.full((1, 4), 0.3 * scale).to(dtype).double()
+    turns = torch.arange(3).expand(1, 4, 3)
+    first, second, third = credit("turn_return", rewards, earned, turns, mask=torch.ones(1, 4, 3))[0].T
+    assert (first == 0).all()
+    expected = tensor([0.2, 0.0, 0.3, 0.1]) - 0.15
+    assert second.tolist() == pytest.approx((expected / expected.std()).tolist(), abs=1e-5)
+    assert third.tolist() == pytest.approx([-0.5, -0.5, 1.5, -0.5], abs=1e-5)  # 0, 0, .2, 0
+    states = torch.tensor([[[0, 1, 2]] * 4])
+    level = rewards[:, :1].expand(1, 4)  # as `weighted_total` gives it
+    of_states = credit("gigpo", level, earned, turns, states, torch.ones(1, 4, 3), gamma=1.0)[0]
+    assert (of_states[:, 0] == 0).all()
+    torch.testing.assert_close(of_states, torch.stack([first, second, third], dim=1), rtol=1e-5, atol=1e-5)
+
+
 def test_several_functions_are_weighed_turn_by_turn():
     """2 x [1, 0, 2] + 1 at the end; of the second completion the first function, of weight 2 of 3, alone."""
     rewards = tensor([[[3.0, 1.0], [1.0, NAN]]])

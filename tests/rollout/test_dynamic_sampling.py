@@ -27,14 +27,13 @@ def model_path(tmp_path_factory):
 def test_a_group_is_judged_by_the_reward_that_is_named():
     accuracy = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, NAN], [NAN, NAN]])
     style = torch.tensor([[0.1, 0.2], [0.3, 0.3], [0.5, 0.5], [0.5, 0.6], [0.1, 0.2]])
-    rewards, weights = torch.stack([accuracy, style], dim=-1).double(), torch.tensor([1.0, 0.5]).double()
+    rewards = torch.stack([accuracy, style], dim=-1).double()
 
     def dead(by):
-        return judged(rewards, ["accuracy", "style"], by, weights, missing="zero").tolist()
+        return judged(rewards, ["accuracy", "style"], by).tolist()
 
     assert dead("accuracy") == [True, False, True, True, True]
     assert dead("style") == [False, True, True, False, False]
-    assert dead("reward") == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize(

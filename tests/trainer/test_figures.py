@@ -1,8 +1,12 @@
 """Logged and evaluated figures: of a step's tokens and completions, however they are split."""
 
 import pytest
+import torch
 
 from figures import evaluated, trainer
+from grpo_ext.objective.aggregation import aggregations, step_totals
+from grpo_ext.trainer.evaluated import batch_weight
+from pure import objective
 from trainers import scripted_rollout
 
 LOSS_FIGURES = ("loss", "kl", "entropy", "policy_loss", "clip_ratio/low_mean", "clip_ratio/high_mean")
@@ -42,3 +46,11 @@ def test_with_stock_defaults_an_evaluation_is_stocks(tmp_path):
     stock = evaluated(tmp_path, 16, loss_type="dapo", loss_defaults="trl")
     ours = evaluated(tmp_path, 16, loss_type="dapo")
     assert stock["eval_reward"] != pytest.approx(ours["eval_reward"], rel=1e-3)
+
+
+@pytest.mark.parametrize("aggregation", aggregations)
+def test_a_batch_of_an_evaluation_without_a_live_token_weighs_nothing(aggregation):
+    """Its loss of 0 would otherwise lower the mean over batches."""
+    settled, mask = objective("grpo", loss_aggregation=aggregation), torch.ones(4, 3)
+    assert batch_weight(settled, step_totals([mask])) > 0
+    assert batch_weight(settled, step_totals([0 * mask])) == 0

@@ -22,7 +22,7 @@ WINDOWS = {
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}}
 WEIGHTS = {"bf16 weights": torch.bfloat16, "fp16 weights": torch.float16}
 SHARING = {"shared": "true", "auto": "auto", "plain": "false"}
-SAMPLING = {"": {}, "dynamic": {"dynamic_sampling": "reward", "dynamic_sampling_max_rounds": 1}}
+SAMPLING = {"": {}, "dynamic": {"dynamic_sampling": "rewards", "dynamic_sampling_max_rounds": 1}}
 ADAPTER = {"": False, "lora": True}
 EVERYTHING = list(itertools.product(losses, PRECISIONS, SHARING, SAMPLING, WINDOWS, ADAPTER))
 

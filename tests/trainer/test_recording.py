@@ -95,6 +95,23 @@ def test_advantages_of_other_rows_and_of_tokens_show():
     assert rows(of_tokens)["advantages/of_reward"] == pytest.approx(1.0)
 
 
+def test_an_environments_tokens_do_not_dilute_the_advantage_of_a_row():
+    """Advantages go with the reward; of rows 0 and 2 most tokens are the environment's, with an advantage of 0."""
+    rewards = torch.tensor([[1.0], [0.9], [-0.9], [-1.0]])
+    tool_mask = torch.tensor([[1] + [0] * 9, [1] * 10] * 2)
+    batch = {
+        ROWS: row_record(rewards, rewards[:, 0], [[i] * 10 for i in range(4)], 0, 4),
+        "advantages": rewards * tool_mask,
+        "completion_mask": torch.ones(4, 10, dtype=torch.long),
+        "tool_mask": tool_mask,
+    }
+    metrics = defaultdict(list)
+    log_rows([batch], ["a"], metrics, Alone())
+    assert metrics["advantages/of_reward"] == [pytest.approx(1.0)]
+    assert metrics["rewards/a/of_advantage"] == [pytest.approx(1.0)]
+    assert metrics["completions/mask_misplaced"] == [0.0]
+
+
 @pytest.mark.parametrize(
     ("change", "misplaced", "skipped"),
     [

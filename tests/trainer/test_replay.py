@@ -13,7 +13,8 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.trainer import recording
 from grpo_ext.trainer.one_step import block_of
 from grpo_ext.trainer.recording import read, runs_of
-from grpo_ext.trainer.replaying import whole
+from grpo_ext.trainer.replaying import check_credit, whole
+from pure import objective
 from trainers import build, scripted_rollout, weights
 
 SETTINGS = {
@@ -209,6 +210,14 @@ def test_settings_that_no_recording_meets(run, tmp_path):
         build("no model", tmp_path, **(SETTINGS | {"replay_batches": there} | evaluated))
     with pytest.raises(ConfigError, match="log_completions=True: with replay_batches nothing is generated"):
         build("no model", tmp_path, **(SETTINGS | {"replay_batches": there, "log_completions": True}))
+
+
+def test_recorded_advantages_of_tokens_are_not_averaged_over_a_completion():
+    of_tokens, of_completions = {"advantages": torch.ones(2, 3)}, {"advantages": torch.ones(2)}
+    with pytest.raises(ConfigError, match="loss_type='gmpo': the recorded advantages differ by token"):
+        check_credit(objective("gmpo"), [of_tokens])
+    check_credit(objective("gmpo"), [of_completions])
+    check_credit(objective("gspo"), [of_tokens])
 
 
 def test_it_is_recorded_every_nth_step_from_the_first_and_never_fills_the_disk(

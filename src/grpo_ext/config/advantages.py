@@ -30,6 +30,23 @@ def advantage_problems(config: Any) -> Iterator[str]:
         )
     yield from option_problems("advantage_kwargs", config.advantage_kwargs, estimators[objective.advantage], {})
     yield from _group_sizes(config, objective)
+    yield from _judged_by_advantages(config, objective)
+
+
+def _judged_by_advantages(config: Any, objective: Objective) -> Iterator[str]:
+    """Whether `dynamic_sampling` can find a group without an advantage."""
+    compared = estimators.traits(objective.advantage).group_baseline or objective.sees_turns
+    if config.dynamic_sampling != "reward" or (compared and not objective.kl_in_reward):
+        return
+    why = (
+        "kl_placement='reward' lowers each completion's reward by its own KL"
+        if objective.kl_in_reward
+        else f"advantage_estimator={objective.advantage!r} compares rewards over the whole batch"
+    )
+    yield (
+        f"dynamic_sampling='reward' replaces groups without an advantage, but {why}, so that groups of equal rewards "
+        "have advantages too. Name the reward that judges, such as dynamic_sampling: accuracy, or remove it."
+    )
 
 
 def _group_sizes(config: Any, objective: Objective) -> Iterator[str]:

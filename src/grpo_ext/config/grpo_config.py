@@ -130,8 +130,8 @@ class GRPOExtConfig(GRPOConfig):
     dynamic_sampling: str | None = field(
         default=None,
         metadata={
-            "help": "Name of the reward by which groups are judged, or 'reward' for the weighted total: a group whose "
-            "completions all score the same is replaced by one of a fresh prompt (DAPO). None (default): off."
+            "help": "Replace groups without a signal by groups of fresh prompts (DAPO). The name of a reward: those "
+            "whose completions it scores alike. 'reward': those without an advantage. None (default): off."
         },
     )
     dynamic_sampling_max_rounds: int = field(

@@ -1,4 +1,4 @@
-"""A user's own functions, called once on a few tokens: what would fail after the first rollouts fails at once."""
+"""Functions called once on a few tokens: what would fail after the first rollouts, or mislead, fails at once."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations, step_totals
+from grpo_ext.objective.credit import mixes_tokens
 from grpo_ext.objective.estimate import BrokenRule
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.objective import ESTIMATOR_INPUTS, KL_INPUTS, TENSORS, Objective, resolve
@@ -22,13 +23,17 @@ PER_TOKEN = ((ROWS, TIME), (ROWS, 1))
 def rehearsal_problems(config: Any) -> list[str]:
     """What is wrong with the functions that a config without problems names: their arguments, shapes, gradients."""
     objective = resolve(config)
-    if not _has_own(objective):
+    own = _has_own(objective)
+    if not own and not objective.sees_tokens:
         return []
     if problems := list(_arguments(objective)):
         return problems
     try:
-        _advantages(objective, config.num_generations)
-        _loss(objective, config)
+        advantages = _advantages(objective, config.num_generations)
+        if own:
+            _loss(objective, config)
+        if advantages is not None and advantages.dim() == 3:
+            _token_credit(objective, config)
     except _Told as told:
         return [str(told)]
     return []
@@ -91,7 +96,8 @@ def _shaped(setting: str, found: Any, *shapes: tuple[int, ...]) -> Tensor:
     raise _Told(f"{setting} returned {what} for {ROWS} completions of {TIME} tokens. Return a tensor {expected}.")
 
 
-def _advantages(objective: Objective, group: int, *, unscored: bool = False) -> None:
+def _advantages(objective: Objective, group: int, *, unscored: bool = False) -> Tensor | None:
+    """The estimator's advantages, or None where it is not defined for rewards of 0 and 1."""
     rewards = torch.zeros(2, group, 1, dtype=torch.float64)
     rewards[0, 0] = rewards[1, 1:] = 1.0
     if unscored:
@@ -104,15 +110,15 @@ def _advantages(objective: Objective, group: int, *, unscored: bool = False) -> 
         tokens["kl"] = torch.zeros(2, group, TIME, dtype=torch.float64)
     weights, log_metric = torch.ones(1, dtype=torch.float64), lambda *_: None
 
-    def estimated() -> None:
+    def estimated() -> Tensor | None:
         try:
-            objective.advantages(rewards, weights, None, log_metric, **tokens)
+            return objective.advantages(rewards, weights, None, log_metric, **tokens)
         except BrokenRule as error:
             raise _Told(str(error)) from error
         except ValueError:
-            pass  # an estimator may be undefined for rewards of 0 and 1
+            return None
 
-    _called(f"advantage_estimator={objective.advantage!r}", estimated)
+    return _called(f"advantage_estimator={objective.advantage!r}", estimated)
 
 
 def _loss(objective: Objective, config: Any) -> None:
@@ -123,9 +129,8 @@ def _loss(objective: Objective, config: Any) -> None:
         "old_per_token_logps": torch.full((ROWS, TIME), -1.1),
         "ref_per_token_logps": torch.full((ROWS, TIME), -1.2),
     }
-    if config.use_vllm and config.vllm_importance_sampling_correction:
-        time = 1 if config.vllm_importance_sampling_mode.startswith("sequence") else TIME
-        inputs["importance_sampling_ratio"] = torch.ones(ROWS, time)
+    if (sampler := _sampler(config)) is not None:
+        inputs["importance_sampling_ratio"] = sampler
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     tensors = objective.tensors(logps, inputs, mask)
     name = f"loss_type={objective.loss_type!r}"
@@ -146,3 +151,22 @@ def _loss(objective: Objective, config: Any) -> None:
         _shaped(f"{name}, clip_regions", region, *PER_TOKEN)
     for figure, values in _called(f"{name}, metrics", lambda: objective.metrics(tensors)).items():
         _shaped(f"{name}, metrics, {figure!r}", values, *PER_TOKEN)
+
+
+def _sampler(config: Any) -> Tensor | None:
+    """The sampler's importance ratio, where the run will have one."""
+    if not (config.use_vllm and config.vllm_importance_sampling_correction):
+        return None
+    return torch.ones(ROWS, 1 if config.vllm_importance_sampling_mode.startswith("sequence") else TIME)
+
+
+def _token_credit(objective: Objective, config: Any) -> None:
+    """Advantages that differ by token need a loss in which a token's gradient carries its own."""
+    name = f"loss_type={objective.loss_type!r}"
+    if _called(f"{name} with advantages [{ROWS}, {TIME}]", lambda: mixes_tokens(objective, _sampler(config))):
+        raise _Told(
+            f"advantage_estimator={objective.advantage!r} gives each token its own advantage, but with {name} a "
+            "token's gradient also depends on the advantages of the completion's other tokens (one term for the whole "
+            "completion). Set a loss with a term for each token, such as loss_type: grpo or gspo, or an estimator "
+            "with one advantage for a completion, such as advantage_estimator: group."
+        )

@@ -71,6 +71,13 @@ def extremes(rewards: Rewards) -> tuple[Tensor, Tensor]:
     return highest, torch.where(scorable, rewards, math.inf).amin(dim=-1)
 
 
+def evened(values: Rewards, scale: Float[Tensor, "groups"]) -> Rewards:
+    """`values`, those of a group made equal that differ by no more than the rounding of numbers as large as `scale`."""
+    highest, lowest = extremes(values)
+    rounded = highest - lowest <= ROUNDING * scale
+    return torch.where(rounded[:, None] & ~values.isnan(), highest[:, None], values)
+
+
 def group_means(rewards: Rewards) -> Float[Tensor, " groups"]:
     """Mean of each group's scorable rewards, NaN where there is none."""
     return rewards.nanmean(dim=-1)

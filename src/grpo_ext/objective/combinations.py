@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_ext.objective.advantages import ROUNDING, Rewards, _std, extremes, only_signal
+from grpo_ext.objective.advantages import Rewards, _std, evened, extremes, only_signal
 from grpo_ext.registry import Registry
 
 combinations: Registry = Registry("multi_objective_aggregation")
@@ -31,9 +31,8 @@ def weighted_total(rewards: FunctionRewards, weights: Float[Tensor, " functions"
         scored = scored & (weights != 0)
         total = total * weights.abs().sum() / _present(rewards, weights)
     total = torch.where(scored.any(dim=-1), total, math.nan)
-    highest, lowest = (bound[:, None] for bound in extremes(total))
-    rounded = highest - lowest <= ROUNDING * torch.maximum(highest.abs(), lowest.abs())
-    return torch.where(rounded & ~total.isnan(), highest, total)
+    highest, lowest = extremes(total)
+    return evened(total, torch.maximum(highest.abs(), lowest.abs()))
 
 
 def weighted_turns(

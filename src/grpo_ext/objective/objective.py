@@ -17,7 +17,7 @@ from grpo_ext.objective.estimate import estimate
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import Loss, find
 from grpo_ext.objective.options import asked_for, bind, option_defaults
-from grpo_ext.objective.ratios import full_precision, masked, ratios
+from grpo_ext.objective.ratios import full_precision, masked, on_tokens, ratios
 
 TENSORS = (
     "log_ratio",
@@ -175,7 +175,14 @@ class Objective:
         return tensors
 
     def surrogate_loss(self, tensors: Mapping[str, Any]) -> Float[Tensor, "batch #time"]:
-        """Loss per token, from a mapping that holds all of `TENSORS`."""
+        """Loss per token, from a mapping that holds all of `TENSORS`.
+
+        Where advantages are given per token, the ratio of a completion is taken per token too (`on_tokens`), so that
+        a token's gradient carries its own advantage and clipping is decided by its sign.
+        """
+        log_ratio, logps = tensors["log_ratio"], tensors["per_token_logps"]
+        if tensors["advantages"].shape[1] != log_ratio.shape[1] == 1:
+            tensors = {**tensors, "log_ratio": on_tokens(log_ratio, logps, tensors["mask"], level=self.ratio)}
         return bind(self.row.function, tensors)(**self.options)
 
     def kl_penalty(self, tensors: Mapping[str, Any]) -> Float[Tensor, "batch #time"]:

@@ -59,3 +59,27 @@ def product(log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch 
     completions stay within .2 of 1. Meant for on-policy training or short completions.
     """
     return bounded(masked(log_ratio, mask).sum(dim=-1, keepdim=True))
+
+
+def on_tokens(
+    log_ratio: Float[Tensor, "batch 1"],
+    per_token_logps: Float[Tensor, "batch time"],
+    mask: Shaped[Tensor, "batch time"],
+    *,
+    level: str,
+) -> Float[Tensor, "batch time"]:
+    r"""log(stopgrad(s) pi_t / stopgrad(pi_t)): a completion's ratio whose gradient belongs to one token each.
+
+    For advantages that differ by token; where they do not, the sum over tokens has the value and the gradient of the
+    completion's own ratio. At product level the log-probability counts n times, as in the sum of n equal terms S A.
+    A ratio that was cut has no gradient. GSPO-token, arXiv:2507.18071.
+
+    Args:
+        log_ratio: of the completion, as the level's function returned it.
+        per_token_logps: of the policy, zero under the mask.
+        mask: live tokens.
+        level: 'sequence' or 'product'.
+    """
+    weight = live_tokens(mask, log_ratio.dtype) if level == "product" else torch.ones_like(log_ratio)
+    weight = torch.where(log_ratio.detach().abs() < LOG_RATIO_BOUND, weight, 0.0)
+    return masked(log_ratio.detach() + weight * (per_token_logps - per_token_logps.detach()), mask)

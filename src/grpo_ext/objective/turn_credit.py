@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_ext.objective.advantages import Rewards, estimators, group, none, only_signal
+from grpo_ext.objective.advantages import Rewards, estimators, evened, group, none, only_signal
 from grpo_ext.objective.options import Ddof, NotNegative, Within
 
 TurnRewards = Float[Tensor, "groups completions turns"]
@@ -40,6 +40,12 @@ def returns_to_go(rewards: Rewards, turn_rewards: TurnRewards, gamma: float) -> 
     return returns.gather(-1, torch.minimum(number.expand_as(returns), last))
 
 
+def _largest(rewards: Rewards, turn_rewards: TurnRewards) -> Float[Tensor, " groups"]:
+    """The largest absolute reward of each group, whose rounding its returns carry."""
+    every = torch.cat([rewards[..., None], turn_rewards], dim=-1).flatten(1)
+    return every.nan_to_num(nan=0.0).abs().amax(dim=-1)
+
+
 def on_tokens(values: TurnRewards, turns: TurnOfToken) -> TokenAdvantages:
     """A turn's value on each token that it sampled, 0 on the others."""
     return torch.where(turns >= 0, values.gather(-1, turns.clamp(min=0)), 0.0)
@@ -63,7 +69,8 @@ def turn_return(
     if turn_rewards is None or turns is None:
         return group(rewards, ddof=ddof, eps=eps)
     at_turn = returns_to_go(rewards, turn_rewards, gamma).movedim(-1, 1).contiguous()
-    returns = at_turn.flatten(0, 1)
+    largest = _largest(rewards, turn_rewards).repeat_interleave(at_turn.shape[1])
+    returns = evened(at_turn.flatten(0, 1), largest)
     values = only_signal(group(returns, ddof=ddof, eps=eps), returns)
     return on_tokens(values.view_as(at_turn).movedim(1, -1), turns)
 
@@ -95,6 +102,7 @@ def gigpo(
     if turn_rewards is None or turns is None or states is None:
         return episode + step_weight * episode
     returns = returns_to_go(rewards, turn_rewards, gamma)
+    largest = _largest(rewards, turn_rewards)
     of_group = torch.arange(len(states), device=states.device)[:, None, None].expand_as(states)
     known = ~turn_rewards.isnan() & ~returns.isnan()
     step = torch.zeros_like(returns)
@@ -102,5 +110,5 @@ def gigpo(
     place = known.nonzero(as_tuple=True)
     for kind in range(int(kinds.max()) + 1 if len(kinds) else 0):
         alike = tuple(axis[kinds == kind] for axis in place)
-        step[alike] = normalised(returns[alike][None])[0]
+        step[alike] = normalised(evened(returns[alike][None], largest[alike[0][:1]]))[0]
     return on_tokens(episode[..., None] + step_weight * step, turns)

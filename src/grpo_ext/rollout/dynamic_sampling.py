@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups whose completions all score alike make way for fresh prompts. DAPO, arXiv:2503.14476.
+"""Dynamic sampling: fresh prompts replace groups whose completions all score alike. DAPO, arXiv:2503.14476.
 
 The batch is settled before TRL sees it: `DynamicSampler.settle` generates and scores, round by round, and what it
 ends with (rows, completions, rewards) is handed to TRL as if it had been generated and scored in one go.
@@ -18,35 +18,25 @@ from torch import Tensor
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import zero_variance
-from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.registry import did_you_mean
 
 TOTAL = "reward"
-"""Value of `dynamic_sampling` that judges by the weighted total."""
+"""Value of `dynamic_sampling` that judges by advantages, those of all rewards together."""
 
 
 # Pure decisions, alike on every process.
 
 
 def judged(
-    rewards: Float[Tensor, "groups completions functions"],
-    names: Sequence[str],
-    by: str,
-    weights: Float[Tensor, " functions"],
-    *,
-    missing: str,
+    rewards: Float[Tensor, "groups completions functions"], names: Sequence[str], by: str
 ) -> Bool[Tensor, " groups"]:
-    """Groups without a learning signal: fewer than two scored completions, or all scored alike.
+    """Groups that one reward cannot tell apart: fewer than two scored completions, or all scored alike.
 
     Args:
         rewards: NaN where a function gave None.
         names: of the functions.
-        by: the function that judges, or 'reward' for the weighted total.
-        weights: of the functions.
-        missing: as the config's `missing_rewards`.
+        by: the function that judges.
     """
-    if by == TOTAL:
-        return zero_variance(weighted_total(rewards, weights, missing=missing))
     return zero_variance(rewards[..., list(names).index(by)])
 
 
@@ -161,9 +151,7 @@ class Generates(Protocol):
     args: Any
     environment_factories: Any
     num_generations: int
-    objective: Any
     reward_func_names: list[str]
-    reward_weights: Tensor
     tools: Any
     train_dataset: Any
     _earned: list[list[list[float] | None]]
@@ -172,6 +160,9 @@ class Generates(Protocol):
 
     def rollouts(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
         """Rows with what became of them, and what TRL's `_generate` returns."""
+
+    def silent_groups(self, settled: Settled) -> Tensor:
+        """Groups of all processes, [groups], in which no completion would have an advantage."""
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
@@ -212,11 +203,11 @@ class DynamicSampler:
         """Generate and score `examples`; replace dead groups until none is left or the bound is reached."""
         trainer, group = self.trainer, self.trainer.num_generations
         batch = self._scored(examples)
-        dead, drawn, rounds = self._dead(batch.rewards), len(batch.rewards), 0
+        dead, drawn, rounds = self._dead(batch), len(batch.rewards), 0
         while any(dead) and rounds < self.rounds:
             rounds += 1
             fresh = self._scored(self._fresh_examples(sum(dead)))
-            fresh_dead = self._dead(fresh.rewards)
+            fresh_dead = self._dead(fresh)
             drawn += len(fresh.rewards)
             exchange = replacements(dead, fresh_dead)
             self._replace(batch, fresh, exchange)
@@ -227,12 +218,13 @@ class DynamicSampler:
         metrics["dynamic_sampling/kept_groups"].append(float(len(batch.rewards) // group - sum(dead)))
         return batch
 
-    def _dead(self, rewards: Tensor) -> list[bool]:
+    def _dead(self, batch: Settled) -> list[bool]:
+        """Groups to replace, of a batch that has just been scored."""
         trainer = self.trainer
-        grouped = rewards.double().view(-1, trainer.num_generations, rewards.shape[1])
-        weights = trainer.reward_weights.double().to(rewards.device)
-        missing = trainer.objective.missing_rewards
-        return judged(grouped, trainer.reward_func_names, self.by, weights, missing=missing).tolist()
+        if self.by == TOTAL:
+            return trainer.silent_groups(batch).tolist()
+        grouped = batch.rewards.double().view(-1, trainer.num_generations, batch.rewards.shape[1])
+        return judged(grouped, trainer.reward_func_names, self.by).tolist()
 
     def _fresh_examples(self, dead: int) -> list[dict[str, Any]]:
         """This process's share of the completions of enough fresh prompts."""

@@ -49,11 +49,17 @@ def gathered(values: dict[str, Tensor], group: int, accelerator: Any) -> dict[st
     return found
 
 
+def without_signal(advantages: Tensor) -> Tensor:
+    """Groups in which no token has an advantage, [groups], of advantages [groups, completions (, time)]."""
+    return ~advantages.flatten(1).any(dim=1)
+
+
 def per_completion(advantages: Tensor, mask: Tensor | None) -> Tensor:
-    """Advantages [completions (, time)] as one number for each completion: the mean over its live tokens."""
+    """Mean over the live tokens of each completion, [completions], of advantages [completions (, time)]."""
     if advantages.dim() == 1 or mask is None:
         return advantages
-    return advantages.sum(dim=1) / mask.flatten(0, 1).sum(dim=1).clamp(min=1)
+    mask = mask.flatten(0, -2)
+    return (advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def replace_tail(logged: deque, values: list) -> None:

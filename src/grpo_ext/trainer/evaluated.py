@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
-from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.trainer import groups
@@ -30,6 +29,7 @@ class Evaluated:
         self.rows, self.seen = rows, 0
         self.rewards: list[Float[Tensor, "rows functions"]] = []
         self.lengths: list[Int[Tensor, "rows 2"]] = []
+        self.silent: list[Bool[Tensor, " groups"]] = []
 
     def take(self, rewards: Float[Tensor, "rows functions"]) -> int:
         """Keep the rewards of a batch of all processes; returns how many of its rows are no fillers."""
@@ -38,6 +38,10 @@ class Evaluated:
         self.rewards.append(rewards[:real])
         self.lengths[-1] = self.lengths[-1][:real]
         return real
+
+    def take_silent(self, silent: Bool[Tensor, " groups"], group: int) -> None:
+        """Keep which groups of the batch have no advantage, after `take`, without those that fill up."""
+        self.silent.append(silent[: len(self.rewards[-1]) // group])
 
     def take_lengths(self, tokens: Sequence[int], truncated: Sequence[bool], accelerator: Any) -> None:
         """Keep lengths of this process's completions and whether they were cut, until `take`."""
@@ -55,7 +59,7 @@ class Evaluated:
         grouped = rewards.view(-1, group, rewards.shape[1])
         total = weighted_total(grouped, weights.to(grouped), missing=objective.missing_rewards)
         figures["reward"], figures["reward_std"] = total.nanmean(), nanstd(total)
-        figures["advantages/zero_variance_groups"] = zero_variance(total).double().mean()
+        figures["advantages/zero_variance_groups"] = torch.cat(self.silent).double().mean()
         lengths, cut = torch.cat(self.lengths).double().unbind(dim=1)
         figures["completions/clipped_ratio"] = cut.mean()
         ended = lengths[cut == 0] if (cut == 0).any() else lengths.new_zeros(1)
@@ -66,7 +70,10 @@ class Evaluated:
 
 
 def batch_weight(objective: Any, totals: StepTotals) -> Float[Tensor, ""]:
-    """What the loss of a batch counts in a mean over batches: the number that its aggregation divides by."""
+    """What the loss of a batch counts in a mean over batches: the number that its aggregation divides by.
+
+    0 for a batch without a live token, whose denominators count as 1 so that its loss is 0.
+    """
     one = torch.ones((1, 1), dtype=torch.float64, device=totals.tokens.device)
     unit = StepTotals(*(one.squeeze() for _ in totals))
-    return objective.aggregate(one, one, unit) / objective.aggregate(one, one, totals)
+    return objective.aggregate(one, one, unit) / objective.aggregate(one, one, totals) * (totals.tokens > 0)

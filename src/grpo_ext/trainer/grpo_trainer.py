@@ -43,7 +43,7 @@ from grpo_ext.rollout.vllm.generation import in_place_of_trls
 from grpo_ext.rollout.vllm.late import GRPOTrainer
 from grpo_ext.trainer import groups, old_policy, progress
 from grpo_ext.trainer.acting import Acting, earned_by
-from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
+from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail, without_signal
 from grpo_ext.trainer.arguments import check_reward_names, data_problems, policy
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, add_ess, log_rows, row_record
@@ -61,7 +61,7 @@ from grpo_ext.trainer.replaying import RecordedBatches, rollouts_set_aside
 from grpo_ext.trainer.rewards import ready
 from grpo_ext.trainer.silence import Silence
 from grpo_ext.trainer.times import StepTimes
-from grpo_ext.trainer.turns import Earned, earned_by_turn, turn_tensors
+from grpo_ext.trainer.turns import Earned, earned_by_turn, tokens_of, turn_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -241,6 +241,17 @@ class GRPOExtTrainer(EvaluatingTrainer):
         said = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
         return [{**row, **more} for row, more in zip(rows, said, strict=True)], generated
 
+    def silent_groups(self, settled: Settled) -> Tensor:
+        """Groups of all processes, [groups], in which no completion would have an advantage."""
+        rewards = settled.rewards.double().view(-1, self.num_generations, settled.rewards.shape[1])
+        weights, tokens = self.reward_weights.double().to(rewards.device), {}
+        if self.objective.sees_tokens:
+            tokens = tokens_of(settled.rows, sees_turns=self.objective.sees_turns)
+            tokens = {name: tensor.to(self.accelerator.device) for name, tensor in tokens.items()}
+            tokens = gathered(tokens, self.num_generations, self.accelerator)
+        history = self._group_means.on(rewards.device)
+        return without_signal(self.objective.advantages(rewards, weights, history, lambda *_: None, **tokens))
+
     @property
     def _settled(self) -> Settled | None:
         """The batch that dynamic sampling has settled and TRL is being handed, if any."""
@@ -347,8 +358,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
             output |= with_rewards(output, rewards, self.accelerator.process_index)
             output[ROWS] = self._row_record(output, rewards, total)
         if self.objective.stock_advantages and self.args.loss_defaults == "trl":
-            if mode == "train":
-                self._silence.note(rewards, bool(zero_variance(total).all()))
+            self._note_silence(rewards, zero_variance(total), mode)
             return output
         scored = rewards
         tokens = self._tokens(output, early, made, rewards.shape[1], mode) if self.objective.sees_tokens else {}
@@ -360,9 +370,9 @@ class GRPOExtTrainer(EvaluatingTrainer):
             rewards = self.objective.less_kl(rewards, weights, tokens["mask"], tokens["kl"])
             weights = weights.new_ones(1)
             total = rewards.squeeze(-1)
-        values = self._advantages(rewards, weights, total, mode, tokens).flatten(0, 1).to(output["advantages"].dtype)
-        if mode == "train":
-            self._silence.note(scored, not values.any().item())
+        values = self._advantages(rewards, weights, total, mode, tokens).to(output["advantages"].dtype)
+        self._note_silence(scored, without_signal(values), mode)
+        values = values.flatten(0, 1)
         replace_tail(self._logs["advantages"], per_completion(values, tokens.get("mask")).tolist())
         local, width = output["completion_ids"].shape
         mine = values[self.accelerator.process_index * local :][:local]
@@ -389,9 +399,16 @@ class GRPOExtTrainer(EvaluatingTrainer):
         if self.objective.missing_rewards != "zero":
             metrics["reward"][-1] = total.nanmean().item()
             metrics["reward_std"][-1] = nanstd(total).item()
-        metrics["advantages/zero_variance_groups"].append(zero_variance(total).float().mean().item())
         for name, share in groups.shares(rewards, self.reward_func_names).items():
             metrics[name].append(share)
+
+    def _note_silence(self, rewards: Tensor, silent: Tensor, mode: str) -> None:
+        """Log and remember the groups, [groups], in which no completion has an advantage."""
+        self._metrics[mode]["advantages/zero_variance_groups"].append(silent.double().mean().item())
+        if mode == "train":
+            self._silence.note(rewards, bool(silent.all()))
+        elif self._evaluated is not None:
+            self._evaluated.take_silent(silent, self.num_generations_eval)
 
     def _advantages(
         self, rewards: Tensor, weights: Tensor, total: Tensor, mode: str, tokens: dict[str, Tensor]

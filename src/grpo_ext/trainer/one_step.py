@@ -21,7 +21,7 @@ from grpo_ext.trainer.generation import Generation, MicroBatch, live_mask
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.progress import Progress
 from grpo_ext.trainer.recording import Content
-from grpo_ext.trainer.replaying import micro_batches, restored
+from grpo_ext.trainer.replaying import check_credit, micro_batches, restored
 
 ASIDE: dict[str, Any] = {
     "max_steps": 1,
@@ -118,6 +118,7 @@ class OneStep(GRPOExtTrainer):
         check_recorded(self, generation.micro_batches)
         if revalued:
             revalue(self, generation.micro_batches, self.contents)
+        check_credit(self.objective, generation.micro_batches)
         return generation
 
     def _clip_grad_norm(self, model: Any) -> Any:

@@ -10,6 +10,8 @@ import torch
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.aggregation import StepTotals
+from grpo_ext.objective.credit import mixes_tokens
+from grpo_ext.objective.objective import Objective
 from grpo_ext.packing.micro_batches import silent
 from grpo_ext.trainer.findings import BEFORE_THE_FORWARD, ORDER
 from grpo_ext.trainer.generation import Generation, MicroBatch, live_mask
@@ -61,6 +63,7 @@ class RecordedBatches:
                 ]
             )
         generation = restored(trainer, contents if processes == 1 else contents[rank : rank + 1])
+        check_credit(trainer.objective, generation.micro_batches)
         found, expected = len(generation.micro_batches), trainer.args.gradient_accumulation_steps
         if found != expected:
             raise ConfigError(
@@ -142,6 +145,21 @@ def _check_tokens(trainer: Any, batches: Sequence[MicroBatch]) -> None:
         )
     if any("pixel_values" in batch for batch in batches):
         raise ConfigError(["The batch holds images, of which not all was recorded. Text alone can be replayed."])
+
+
+def check_credit(objective: Objective, batches: Sequence[MicroBatch]) -> None:
+    """Refuse recorded advantages that differ by token where the loss has one term for a whole completion.
+
+    Raises:
+        ConfigError: they do, and it has.
+    """
+    if any(batch["advantages"].dim() == 2 for batch in batches) and mixes_tokens(objective):
+        raise ConfigError(
+            [
+                f"loss_type={objective.loss_type!r}: the recorded advantages differ by token, and this loss has one "
+                "term for a whole completion. Replay with a loss that has a term for each token, such as grpo or gspo."
+            ]
+        )
 
 
 def _fill_old(trainer: Any, batch: MicroBatch) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grpo_ext.objective.trajectory import Trajectory
+from grpo_ext.objective.trajectory import COLUMN, Trajectory
+from grpo_ext.rollout.dynamic_sampling import Row
 
 Earned = list[list[float] | None]
 """What each reward function said of the turns of a row; None where it scored the whole."""
@@ -36,6 +37,16 @@ def turn_tensors(trajectories: Sequence[Trajectory], earned: Sequence[Earned], w
         "states": pad_sequence(states, batch_first=True, padding_value=-1),
         "turn_rewards": pad_sequence(rewards, batch_first=True, padding_value=math.nan).mT,
     }
+
+
+def tokens_of(rows: Sequence[Row], *, sees_turns: bool) -> dict[str, Tensor]:
+    """`mask` [rows, time] and, of trajectories, `turn_tensors`: of completions that dynamic sampling has scored."""
+    masks = [torch.tensor([1] * len(row.completion_ids) if row.tool_mask is None else row.tool_mask) for row in rows]
+    tokens = {"mask": pad_sequence(masks, batch_first=True)}
+    made = [row.example[COLUMN] for row in rows if COLUMN in row.example]
+    if made and sees_turns:
+        tokens |= turn_tensors(made, [row.earned for row in rows], tokens["mask"].shape[1])
+    return tokens
 
 
 PADDING = {"turns": -1, "states": -1, "turn_rewards": math.nan}

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from grpo_ext.trainer.advantages import per_completion
+from grpo_ext.trainer.generation import live_mask
+
 FIGURES: dict[str, str] = {
     "sampling/mismatch": "mean of |log p(sampler) - log p(policy)| over tokens, in nats: 0 but for rounding",
     "sampling/mismatch_first": "the same over the first third of each completion",
@@ -21,14 +24,16 @@ FIGURES: dict[str, str] = {
     "sampling/mismatch_last": "the same over the last third",
     "sampling/bias": "mean of log p(sampler) - log p(policy): as large as the mismatch where sampling is truncated",
     "sampling/chi2": "mean of (w - 1)^2 over tokens, w = p(policy) / p(sampler)",
-    "sampling/ess": "1 / (1 + chi2): the share of tokens that an estimate with these weights is worth",
+    "sampling/ess": "mean over steps of 1 / (1 + chi2), chi2 that of the step: the share of tokens that an estimate "
+    "with these weights is worth",
     "ratio/chi2": "mean of (r - 1)^2, r the loss's ratio of the policy to the one that the generation began with",
     "groups/distinct": "share of a group's completions that are different texts, mean over groups",
     "completions/length_above": "mean tokens of completions with more reward than their group's mean",
     "completions/length_below": "mean tokens of completions with less",
     "completions/skipped": "share of completions that are masked out of the loss altogether",
     "completions/mask_misplaced": "share of the others whose mask does not cover exactly the tokens that were drawn",
-    "advantages/of_reward": "correlation of the advantage that a row trains with and its reward, within groups",
+    "advantages/of_reward": "correlation of the advantage that a row trains with (mean over the tokens that are "
+    "trained) and its reward, within groups",
     "rewards/same_text_differs": "share of completions whose text another of the group has, with another reward",
     "rewards/<reward>/of_length": "correlation of that reward and the length, within groups",
     "rewards/<reward>/of_advantage": "correlation of that reward and the advantage, within groups",
@@ -158,14 +163,13 @@ def _product(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _row_table(batch: Mapping[str, Any]) -> Tensor:
-    """What the rows carry, their advantages, their live tokens, and whether the first token is one."""
-    mask, advantages = batch["completion_mask"], batch["advantages"]
-    live = mask.sum(dim=1, keepdim=True)
-    if advantages.dim() == 1:
-        advantages = advantages[:, None]
-    else:
-        advantages = (advantages * mask).sum(dim=1, keepdim=True) / live.clamp(min=1)
-    return torch.cat([batch[ROWS][..., 0], advantages, live, mask[:, :1]], dim=1)
+    """What the rows carry, their advantages, the tokens of their mask, and whether the first token is one of them.
+
+    An environment's tokens are in the mask, as they are among those that were drawn, but are not trained.
+    """
+    mask = batch["completion_mask"]
+    advantages = per_completion(batch["advantages"], live_mask(batch))[:, None]
+    return torch.cat([batch[ROWS][..., 0], advantages, mask.sum(dim=1, keepdim=True), mask[:, :1]], dim=1)
 
 
 def log_rows(

@@ -1,0 +1,51 @@
+"""Whether a loss can train on advantages that differ by token: found out on a few tokens, for a user's loss too."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+LOGPS = [[-1.0, -0.5, -2.0], [-0.7, -1.5, -0.3]]
+MOVED = [[0.1, -0.3, 0.2], [-0.2, 0.2, 0.0]]
+"""Log-ratios by token whose sum over a completion is 0, so that no level's clip cuts them all."""
+ADVANTAGES = [[1.0, -2.0, 0.5], [-1.0, 1.5, 2.0]]
+MASK = [[1, 1, 1], [1, 1, 0]]
+
+
+def mixes_tokens(objective: Any, sampler: Float[Tensor, "2 #3"] | None = None) -> bool:
+    """Return whether a token's gradient depends on the advantage of another token of its completion.
+
+    Args:
+        objective: an `Objective`.
+        sampler: the sampler's importance ratio, where the loss is offered one.
+    """
+    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)
+    plain = _gradient(objective, advantages, sampler)
+    return any(bool(_leaks(objective, advantages, sampler, plain, token).any()) for token in range(len(MASK[0])))
+
+
+def _leaks(
+    objective: Any, advantages: Tensor, sampler: Tensor | None, plain: Tensor, token: int
+) -> Bool[Tensor, "2 2"]:
+    """Gradients of the other tokens that change with the advantage of `token`."""
+    changed = advantages.clone()
+    changed[:, token] *= -3.0
+    others = [i for i in range(len(MASK[0])) if i != token]
+    return (_gradient(objective, changed, sampler) - plain)[:, others].abs() > 1e-9
+
+
+def _gradient(objective: Any, advantages: Tensor, sampler: Tensor | None) -> Float[Tensor, "2 3"]:
+    logps = torch.tensor(LOGPS, dtype=torch.float64).requires_grad_()
+    mask = torch.tensor(MASK)
+    inputs = {
+        "advantages": advantages,
+        "old_per_token_logps": torch.tensor(LOGPS, dtype=torch.float64) - torch.tensor(MOVED, dtype=torch.float64),
+        "importance_sampling_ratio": None if sampler is None else sampler.double(),
+    }
+    # the KL reads no advantage and is left out, with the reference that it would ask for
+    tensors = objective.tensors(logps, inputs | {"ref_per_token_logps": logps.detach()}, mask)
+    loss = objective.surrogate_loss(tensors).expand(mask.shape)
+    torch.where(mask.bool(), loss, 0.0).sum().backward()
+    assert logps.grad is not None
+    return logps.grad
