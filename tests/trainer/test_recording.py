@@ -112,6 +112,19 @@ def test_an_environments_tokens_do_not_dilute_the_advantage_of_a_row():
     assert metrics["completions/mask_misplaced"] == [0.0]
 
 
+def test_credit_by_turn_is_not_compared_with_the_total():
+    """With gamma 0 a short last turn decides, and the mean advantage of a row goes with anything but its total."""
+    batch = {
+        ROWS: row_record(REWARDS, REWARDS[:, 0], [[i] * n for i, n in enumerate(LENGTHS)], 0, 3),
+        "advantages": torch.randn(6, 4),
+        "completion_mask": torch.ones(6, 4, dtype=torch.long),
+    }
+    metrics = defaultdict(list)
+    log_rows([batch], ["a", "b"], metrics, Alone(), by_turn=True)
+    assert not [name for name in metrics if name.endswith(("of_reward", "of_advantage"))]
+    assert "rewards/a/of_length" in metrics
+
+
 @pytest.mark.parametrize(
     ("change", "misplaced", "skipped"),
     [

@@ -609,7 +609,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
             return inputs
         if self._buffered_inputs is not self._generation.micro_batches:  # TRL has just generated
             self._generation = self._arranged(self._buffered_inputs)
-            log_rows(self._buffered_inputs, self.reward_func_names, self._metrics["train"], self.accelerator)
+            names, metrics, by_turn = self.reward_func_names, self._metrics["train"], self.objective.sees_turns
+            log_rows(self._buffered_inputs, names, metrics, self.accelerator, by_turn=by_turn)
             self._buffered_inputs = self._generation.micro_batches
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         if self.accelerator.sync_gradients:  # the policy is about to move

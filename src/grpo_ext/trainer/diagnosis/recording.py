@@ -33,10 +33,10 @@ FIGURES: dict[str, str] = {
     "completions/skipped": "share of completions that are masked out of the loss altogether",
     "completions/mask_misplaced": "share of the others whose mask does not cover exactly the tokens that were drawn",
     "advantages/of_reward": "correlation of the advantage that a row trains with (mean over the tokens that are "
-    "trained) and its reward, within groups",
+    "trained) and its reward, within groups; not of credit by turn",
     "rewards/same_text_differs": "share of completions whose text another of the group has, with another reward",
     "rewards/<reward>/of_length": "correlation of that reward and the length, within groups",
-    "rewards/<reward>/of_advantage": "correlation of that reward and the advantage, within groups",
+    "rewards/<reward>/of_advantage": "correlation of that reward and the advantage, within groups; not of credit by turn",
     "weights/change": "relative change of some 1,000 weights by an optimizer step, at the steps that are logged",
     "grad_norm/<block>": "norm of the gradient of the embeddings, of each third of the layers, and of the rest; "
     "before clipping, at the steps that are logged",
@@ -177,11 +177,18 @@ def log_rows(
     names: Sequence[str],
     metrics: MutableMapping[str, list[float]],
     accelerator: Any,
+    *,
+    by_turn: bool = False,
 ) -> None:
-    """Append the figures of a generation's rows, over all processes."""
+    """Append the figures of a generation's rows, over all processes.
+
+    Credit by turn makes advantages of what each turn earned, so their correlation with the total says nothing.
+    """
     if any(ROWS not in batch for batch in batches):
         return
     sums = row_sums(batches, names)
+    if by_turn:
+        sums = {name: found for name, found in sums.items() if not name.endswith(("/of_reward", "/of_advantage"))}
     flat = [x for found in sums.values() for x in found]
     if accelerator.num_processes > 1:
         here = torch.tensor(flat, dtype=torch.float64, device=accelerator.device)
