@@ -36,7 +36,8 @@ FIGURES: dict[str, str] = {
     "trained) and its reward, within groups; not of credit by turn",
     "rewards/same_text_differs": "share of completions whose text another of the group has, with another reward",
     "rewards/<reward>/of_length": "correlation of that reward and the length, within groups",
-    "rewards/<reward>/of_advantage": "correlation of that reward and the advantage, within groups; not of credit by turn",
+    "rewards/<reward>/of_advantage": "correlation of that reward and the advantage, within groups; not of credit by "
+    "turn",
     "weights/change": "relative change of some 1,000 weights by an optimizer step, at the steps that are logged",
     "grad_norm/<block>": "norm of the gradient of the embeddings, of each third of the layers, and of the rest; "
     "before clipping, at the steps that are logged",
