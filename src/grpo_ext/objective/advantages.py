@@ -72,7 +72,7 @@ def extremes(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 
 def evened(values: Rewards, scale: Float[Tensor, "groups"]) -> Rewards:
-    """Values [groups, completions]; equal in a group where only the rounding of numbers as large as `scale` differs."""
+    """Values, made equal in a group where they differ by no more than the rounding of numbers as large as `scale`."""
     highest, lowest = extremes(values)
     rounded = highest - lowest <= ROUNDING * scale
     return torch.where(rounded[:, None] & ~values.isnan(), highest[:, None], values)
