@@ -113,7 +113,7 @@ def row_record(
     return torch.cat([columns, total[:, None], rewards], dim=1)[..., None]
 
 
-def row_sums(batches: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, tuple[float, ...]]:
+def row_sums(batches: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, tuple[float, ...]]:
     """Sums over this process's rows as they are about to train, which add up over processes.
 
     Two of them make a mean, sum and count; three a correlation, of products, squares and squares.
@@ -163,7 +163,7 @@ def _product(x: Sequence[float], y: Sequence[float]) -> float:
     return sum(map(mul, x, y))
 
 
-def _row_table(batch: Mapping[str, Any]) -> Tensor:
+def _row_table(batch: dict[str, Any]) -> Tensor:
     """What the rows carry, their advantages, the tokens of their mask, and whether the first token is one of them.
 
     An environment's tokens are in the mask, as they are among those that were drawn, but are not trained.
@@ -174,7 +174,7 @@ def _row_table(batch: Mapping[str, Any]) -> Tensor:
 
 
 def log_rows(
-    batches: Sequence[Mapping[str, Any]],
+    batches: Sequence[dict[str, Any]],
     names: Sequence[str],
     metrics: MutableMapping[str, list[float]],
     accelerator: Any,
