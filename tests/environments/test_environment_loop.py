@@ -143,6 +143,25 @@ def test_each_fault_costs_its_own_attempt_and_nothing_else(hosts):
     assert faulty[1].turns[0].sampled == []
 
 
+STRIPS = (
+    "{% for m in messages %}{{ m['content'][1:] if m['role'] == 'assistant' else m['content'] }}=<eos>{% endfor %}"
+)
+"""A template that drops what comes first in the model's messages, as others drop its thinking."""
+
+
+def test_the_state_of_a_turn_is_the_observation_though_a_template_rewrites_the_history(hosts):
+    """The policy's words differ, and stand in each context that is rendered from its beginning."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = STRIPS
+    done, _ = run(hosts, tasks(spec("Slow"), [{"seconds": [0.0] * 4}] * 2), tokenizer=tokenizer)
+    one, other = (trajectory.tree.states for trajectory in done)
+    assert [t.sampled for t in done[0].turns] != [t.sampled for t in done[1].turns]
+    assert all(len(trajectory.rows()) == 4 for trajectory in done)  # each context was rewritten
+    assert one == other
+    assert len(set(one)) == 2  # the prompt, then what the environment answers each time
+    assert repr("on") in one[1]
+
+
 def test_on_error_may_name_a_reward(hosts):
     [lost], _ = run(hosts, tasks(spec(on_error=-1.0), [{"fault": "exits"}]))
     assert (lost.reward, [turn.reward for turn in lost.turns]) == (-1.0, [None, None])

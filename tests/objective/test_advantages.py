@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import beta as beta_distribution
 
 from grpo_ext.objective.advantages import estimators, fit_beta, group_means, zero_variance
-from grpo_ext.objective.combinations import combinations, weighted_total
+from grpo_ext.objective.combinations import combinations, weighted_total, weighted_turns
 from grpo_ext.objective.estimate import estimate
 
 QUICK = settings(max_examples=30, deadline=None, derandomize=True)
@@ -608,7 +608,7 @@ def column(k, rewards=REWARDS):
     [
         (
             "renormalize",
-            [[2.15, 1.05, (1 + 0.25) * 1.75 / 1.25], [0.3, None, (1 - 0.05) * 1.75 / 1.5]],
+            [[2.15, 1.05, 1 + 0.25], [0.3, None, 1 * 1.25 / 1 - 0.05]],
         ),
         ("zero", [[2.15, 1.05, 1.25], [0.3, None, 0.95]]),
     ],
@@ -616,6 +616,19 @@ def column(k, rewards=REWARDS):
 def test_weighted_total(missing, expected):
     out = weighted_total(tensor(REWARDS), tensor(WEIGHTS), missing=missing)
     torch.testing.assert_close(out, tensor(expected), rtol=1e-12, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("missing", ["renormalize", "zero"])
+def test_a_missing_penalty_does_not_raise_a_total_above_the_best(missing):
+    """Rewards in [0, 1] of weights 1, -.5 and -.25: no total leaves [-.75, 1], whatever is missing."""
+    values = [0.0, 0.3, 1.0, None]
+    every = tensor([[list(row) for row in itertools.product(values, repeat=3)]])
+    total = weighted_total(every, tensor([1.0, -0.5, -0.25]), missing=missing)
+    known = total[~total.isnan()]
+    assert len(known) == 4**3 - 1
+    assert (known.min().item(), known.max().item()) == (pytest.approx(-0.75), pytest.approx(1.0))
+    turns = weighted_turns(every[..., None], every, tensor([1.0, -0.5, -0.25]), missing=missing)[..., 0]
+    torch.testing.assert_close(turns, total, equal_nan=True)
 
 
 def test_a_function_of_weight_0_watches_and_does_not_score():

@@ -66,6 +66,15 @@ def test_gigpo_by_hand():
     assert centred[0].tolist() == [[1.25, 1.25, 0, 0.75, 1.25], [-1.25, 0, -1, -1, 0]]
 
 
+def test_gigpo_logs_the_share_of_turns_whose_state_another_turn_has():
+    logged = {}
+    offered = {"turn_rewards": EARNED, "turns": TURNS, "mask": MASK, "log_metric": logged.__setitem__}
+    estimate("gigpo", REWARDS, offered | {"states": STATES})
+    assert logged == {"advantages/shared_states": 4 / 5}  # all but the turn in 9
+    estimate("gigpo", REWARDS, offered | {"states": torch.arange(6).view(1, 2, 3)})
+    assert logged == {"advantages/shared_states": 0.0}
+
+
 def test_states_are_compared_within_their_group():
     both = [torch.cat([x, x]) for x in (REWARDS, EARNED, TURNS, STATES, MASK)]
     both[0][1] *= 10

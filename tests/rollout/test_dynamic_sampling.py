@@ -60,6 +60,7 @@ def test_fresh_prompts_visit_every_row_once_an_epoch_and_resume_anywhere():
     resumed = FreshPrompts(7, seed=3)
     resumed.drawn = 10
     assert resumed.draw(11) == whole[10:]
+    assert FreshPrompts(3, seed=3, shuffled=False).draw(7) == [0, 1, 2, 0, 1, 2, 0]
 
 
 # In the trainer.
@@ -129,6 +130,16 @@ def test_after_the_bound_the_batch_trains_as_it_is(model_path, tmp_path):
     assert log["dynamic_sampling/waste"] == pytest.approx(2 / 3)
     assert not trainer.outputs[0]["advantages"].any()
     assert trainer._sampler.prompts.drawn == 4
+
+
+def test_fresh_prompts_come_in_the_datasets_order_where_the_recipe_does_not_shuffle(model_path, tmp_path):
+    settings = {"dynamic_sampling": "never", "dynamic_sampling_max_rounds": 2, "max_steps": 1}
+    trainer = build(model_path, tmp_path, [never], rows=64, shuffle_dataset=False, **settings)
+    asked, rollouts = [], trainer.rollouts
+    trainer.rollouts = lambda rows, *more: asked.append([row["prompt"] for row in rows[::4]]) or rollouts(rows, *more)
+    trainer.train()
+    prompts = list(trainer.train_dataset["prompt"])
+    assert asked == [prompts[:2], prompts[:2], prompts[2:4]]  # the batch, then two rounds from the first row on
 
 
 def test_a_batch_without_dead_groups_is_left_alone(model_path, tmp_path):

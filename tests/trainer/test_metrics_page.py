@@ -24,7 +24,7 @@ RUNS = {
     "cispo": {"loss_type": "cispo", "dynamic_sampling": "reward", "on_nonfinite": "skip"},
     "vespo": {"loss_type": "vespo", "advantage_estimator": "bernoulli"},
     "beta": {"loss_type": "beta_bnpo"},
-    "played": {},
+    "played": {"advantage_estimator": "gigpo"},
 }
 
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 import tiny
 from grpo_ext.trainer.silence import PATIENCE, Silence
@@ -50,6 +51,20 @@ def test_a_process_that_does_not_tell_is_silent(caplog):
     assert not told(caplog)
 
 
+class StopAt(TrainerCallback):
+    """Ends a call of `train` after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == self.step
+
+
+def saved_steps(folder) -> int:
+    return max((int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")), default=0)
+
+
 def same(completions, **_):
     return [1.0] * len(completions)
 
@@ -65,3 +80,13 @@ def test_a_training_run_tells_of_it(tmp_path, caplog, settings):
 def test_a_training_run_with_a_signal_does_not(tmp_path, caplog):
     build(tiny.model(), tmp_path, [tiny.count_a], max_steps=PATIENCE).train()
     assert not told(caplog)
+
+
+def test_a_resumed_run_counts_on_and_warns_once(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": PATIENCE + 2}
+    for stop in (PATIENCE - 2, PATIENCE, PATIENCE + 2):
+        trainer = build(tiny.model(), tmp_path, [same], **settings)
+        last = tmp_path / f"checkpoint-{saved_steps(tmp_path)}"
+        trainer.add_callback(StopAt(stop))
+        trainer.train(resume_from_checkpoint=str(last) if last.is_dir() else None)
+        assert len(told(caplog)) == (stop >= PATIENCE)

@@ -113,6 +113,8 @@ class _Attempt:
     context: Context = field(default_factory=lambda: Context([], ""))
     history: list[Message] = field(default_factory=list)
     opening: list[Message] = field(default_factory=list)
+    observation: list[Message] = field(default_factory=list)
+    """The environment's messages before the next turn: its state, as far as the policy can see it."""
     said: list[Message] = field(default_factory=list)
     """Behind the prompt, as rewards see it."""
     parsed: Message = field(default_factory=dict)
@@ -229,7 +231,7 @@ class Attempts:
 
     def _open(self, attempt: _Attempt, value: Mapping[str, Any]) -> None:
         attempt.history = opened(attempt.task.prompt, value, self.renderer.harmless)
-        attempt.opening = list(attempt.history)
+        attempt.opening = attempt.observation = list(attempt.history)
         attempt.context = self.renderer.opening(attempt.history, attempt.task.tools)
         self._continue(attempt)
 
@@ -260,6 +262,7 @@ class Attempts:
             self._ask(attempt, "finish", None)
             return
         attempt.said += news
+        attempt.observation = news
         self._continue(attempt)
 
     def _continue(self, attempt: _Attempt) -> None:
@@ -291,7 +294,8 @@ class Attempts:
             self._speak(self._speaking.pop(number), sample)
 
     def _speak(self, attempt: _Attempt, sample: Sample) -> None:
-        attempt.turns.append(Turn(attempt.context.ids, sample.ids, sample.logprobs, self.engine.version))
+        turn = Turn(attempt.context.ids, sample.ids, sample.logprobs, self.engine.version)
+        attempt.turns.append(replace(turn, state=repr(attempt.observation)))
         attempt.figures.turns += 1
         attempt.spent += len(sample.ids)
         attempt.parsed = self.parse(sample.ids, attempt.context.ids, attempt.task.tools)

@@ -20,16 +20,16 @@ Estimator = Callable[[Rewards, int], Advantages]
 def weighted_total(rewards: FunctionRewards, weights: Float[Tensor, " functions"], *, missing: str) -> Rewards:
     r"""sum_k w_k r_k; NaN where no function scored the completion.
 
-    A function that returned None for a completion is left out. With `missing="renormalize"` the rest is scaled by
-    sum |w| / sum of the |w| present, so that None is not a reward of 0, and a function of weight 0 only watches;
-    with `missing="zero"` None is a reward of 0 (stock TRL). Totals of a group that rounding alone keeps apart become
-    equal.
+    A function that returned None for a completion is left out. With `missing="renormalize"` the others whose weights
+    have its sign are scaled by sum |w| / sum of the |w| present, so that None is not a reward of 0 and a penalty that
+    is missing does not raise what the others give; a function of weight 0 is only logged. With `missing="zero"` None
+    is a reward of 0 (stock TRL). Totals of a group that only rounding keeps apart become equal.
     """
     scored = ~rewards.isnan()
-    total = (rewards * weights).nansum(dim=-1)
     if missing == "renormalize":
         scored = scored & (weights != 0)
-        total = total * weights.abs().sum() / _present(rewards, weights)
+        weights = _renormalized(rewards, weights)
+    total = (rewards * weights).nansum(dim=-1)
     total = torch.where(scored.any(dim=-1), total, math.nan)
     highest, lowest = extremes(total)
     return evened(total, torch.maximum(highest.abs(), lowest.abs()))
@@ -43,15 +43,20 @@ def weighted_turns(
     missing: str,
 ) -> Float[Tensor, "groups completions turns"]:
     """The part of `weighted_total` that was earned by turns; NaN where there is no turn."""
-    earned = (turn_rewards * weights[:, None]).nansum(dim=-2)
     if missing == "renormalize":
-        earned = earned * (weights.abs().sum() / _present(rewards, weights))[..., None]
+        weights = _renormalized(rewards, weights)
+    earned = (turn_rewards * weights[..., None]).nansum(dim=-2)
     return torch.where(turn_rewards.isnan().all(dim=-2), math.nan, earned)
 
 
-def _present(rewards: FunctionRewards, weights: Float[Tensor, " functions"]) -> Tensor:
-    """The sum of |w| of the functions that scored a completion."""
-    return (~rewards.isnan() * weights.abs()).sum(dim=-1).clamp(min=1e-30)
+def _renormalized(rewards: FunctionRewards, weights: Float[Tensor, " functions"]) -> FunctionRewards:
+    """Weights of each completion's functions, scaled up for those of the same sign that did not score it."""
+    scale = torch.ones_like(rewards)
+    for sign in (weights > 0, weights < 0):
+        size = weights.abs() * sign
+        present = (~rewards.isnan() * size).sum(dim=-1, keepdim=True).clamp(min=1e-30)
+        scale = torch.where(sign, size.sum() / present, scale)
+    return weights * scale
 
 
 @combinations.register("sum_then_normalize")

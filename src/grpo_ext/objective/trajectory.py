@@ -30,7 +30,10 @@ class Turn:
     reward: float | None = None
     """What this turn earned, where the environment pays by turn."""
     state: Hashable = None
-    """What the environment was in; None stands for the ids that the context has since the turn that it extends."""
+    """State of the environment at the turn; None: the ids that the context has since the turn that it extends.
+
+    Where a context was rewritten these hold the history too, so that no two states are equal.
+    """
 
     def __post_init__(self) -> None:
         """Refuse what could not be trained."""

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_ext.objective.advantages import Rewards, estimators, evened, group, none, only_signal
+from grpo_ext.objective.advantages import LogMetric, Rewards, estimators, evened, group, none, only_signal
 from grpo_ext.objective.options import Ddof, NotNegative, Within
 
 TurnRewards = Float[Tensor, "groups completions turns"]
@@ -81,6 +81,7 @@ def gigpo(
     turn_rewards: TurnRewards | None = None,
     turns: TurnOfToken | None = None,
     states: States | None = None,
+    log_metric: LogMetric | None = None,
     *,
     gamma: Discount = 0.95,
     step_weight: NotNegative = 1.0,
@@ -92,7 +93,8 @@ def gigpo(
 
     A^S_t = (G_t - mean) / (std + eps) over all turns of the group that began in the same state, in whichever
     completion; 0 where no other did. G_t = r_t + gamma G_(t+1). Without `scale` neither part is divided by a std.
-    A completion without turns is one turn from the group's one state. GiGPO, arXiv:2505.10978.
+    A completion without turns is one turn from the group's one state. Logs `advantages/shared_states`, the share of
+    turns whose state another turn of the group has. GiGPO, arXiv:2505.10978.
     """
 
     def normalised(values: Rewards) -> Rewards:
@@ -107,6 +109,8 @@ def gigpo(
     known = ~turn_rewards.isnan() & ~returns.isnan()
     step = torch.zeros_like(returns)
     kinds = torch.stack([of_group[known], states[known]]).unique(dim=1, return_inverse=True)[1]
+    if log_metric is not None and len(kinds):
+        log_metric("advantages/shared_states", (kinds.bincount()[kinds] > 1).double().mean().item())
     place = known.nonzero(as_tuple=True)
     for kind in range(int(kinds.max()) + 1 if len(kinds) else 0):
         alike = tuple(axis[kinds == kind] for axis in place)

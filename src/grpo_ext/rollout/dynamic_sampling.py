@@ -63,16 +63,17 @@ def judge_problems(by: str | None, names: Sequence[str]) -> Iterator[str]:
 
 
 class FreshPrompts:
-    """Rows of a dataset in a random order of their own, epoch after epoch; `drawn` is all there is to resume.
+    """Rows of a dataset in an order of their own, epoch after epoch; `drawn` is all there is to resume.
 
     Args:
         size: rows of the dataset.
         seed: of the order; every process needs the same.
+        shuffled: whether the order is random; else it is the dataset's.
     """
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int, seed: int, *, shuffled: bool = True) -> None:
         """Start at the first row of the order."""
-        self.size, self.seed = size, seed
+        self.size, self.seed, self.shuffled = size, seed, shuffled
         self.drawn = 0
         self._epoch, self._order = -1, list[int]()
 
@@ -84,7 +85,8 @@ class FreshPrompts:
         epoch, place = divmod(self.drawn, self.size)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + epoch)
-            self._epoch, self._order = epoch, torch.randperm(self.size, generator=generator).tolist()
+            order = torch.randperm(self.size, generator=generator) if self.shuffled else torch.arange(self.size)
+            self._epoch, self._order = epoch, order.tolist()
         self.drawn += 1
         return self._order[place]
 
@@ -186,7 +188,8 @@ class DynamicSampler:
         problems = [*judge_problems(self.by, trainer.reward_func_names), *_unfit(trainer)]
         if problems:
             raise ConfigError(problems)
-        self.prompts = FreshPrompts(len(trainer.train_dataset), trainer.args.seed)
+        shuffled = bool(trainer.args.shuffle_dataset)
+        self.prompts = FreshPrompts(len(trainer.train_dataset), trainer.args.seed, shuffled=shuffled)
         self.settled: Settled | None = None
 
     @contextmanager

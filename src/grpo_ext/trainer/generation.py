@@ -1,6 +1,6 @@
 """A generation as it is trained on, and the denominators of the optimizer steps that it makes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from grpo_ext.objective.aggregation import StepTotals, step_totals
 MicroBatch = dict[str, Any]
 
 
-def live_mask(inputs: MicroBatch) -> Tensor:
+def live_mask(inputs: Mapping[str, Any]) -> Tensor:
     """Completion tokens [rows, time] that the policy wrote and that are trained on."""
     return inputs["completion_mask"] * inputs.get("tool_mask", 1)
 

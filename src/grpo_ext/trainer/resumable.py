@@ -28,6 +28,7 @@ from grpo_ext.trainer.checkpoints.starting import start
 from grpo_ext.trainer.generation import Generation
 from grpo_ext.trainer.guarded import GuardedTrainer
 from grpo_ext.trainer.model_card import model_card
+from grpo_ext.trainer.silence import Silence
 
 
 class ResumableTrainer(GuardedTrainer):
@@ -42,6 +43,7 @@ class ResumableTrainer(GuardedTrainer):
     _generation: Generation
     _group_means: GroupMeans
     _sampler: DynamicSampler | None
+    _silence: Silence
     recipe_record: Mapping[str, Any] | None = None
     """What defines the run, where a recipe does; else the trainer's own arguments do."""
 

@@ -18,16 +18,25 @@ class Silence:
     def __init__(self, names: list[str], *, tells: bool = True) -> None:
         """`names` are the rewards', as they are logged; one process of several `tells`."""
         self.names = names
-        self.told = not tells
+        self.warned = not tells
         self.rewards: list[Tensor] = []
 
     def note(self, rewards: Tensor, silent: bool) -> None:
         """Take in a generation: rewards [groups, completions, functions], and whether all advantages were 0."""
-        self.rewards = [*self.rewards, rewards.cpu()] if silent and not self.told else []
+        self.rewards = [*self.rewards, rewards.cpu()] if silent and not self.warned else []
         if len(self.rewards) == PATIENCE:
-            self.told = True
+            self.warned = True
             logger.warning(self.describe())
             self.rewards = []
+
+    def to_list(self) -> list[list]:
+        """Rewards of the generations that are counted, for a checkpoint."""
+        return [rewards.tolist() for rewards in self.rewards]
+
+    def load(self, rewards: list[list], warned: bool) -> None:
+        """Go on counting where `to_list` and `warned` were taken."""
+        self.rewards = [torch.tensor(values, dtype=torch.float64) for values in rewards]
+        self.warned = self.warned or warned
 
     def describe(self) -> str:
         """What each reward gave, and what helps."""

@@ -41,6 +41,7 @@ class HasState(Protocol):
     _logs: dict[str, Any]
     _metrics: dict[str, Any]
     _sampler: Any
+    _silence: Any
     _step: int
     _tr_loss: Tensor
 
@@ -96,6 +97,7 @@ def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> None:
     trainer._group_means.load(state["group_means"])
     if trainer._sampler is not None:
         trainer._sampler.prompts.drawn = state["drawn"]
+    trainer._silence.load(state.get("silence", []), state.get("silence_warned", False))
     if trainer._drift is not None:
         trainer._drift.monitor.load(state["drift"])
     _restore_reference(trainer, folder)
@@ -127,6 +129,8 @@ def _taken(trainer: HasState, place: tuple[int, int]) -> dict[str, Any]:
         **{name: getattr(trainer, name) for name in TRAIN_SUMS},
         "group_means": trainer._group_means.to_list(),
         "drawn": 0 if trainer._sampler is None else trainer._sampler.prompts.drawn,
+        "silence": trainer._silence.to_list(),
+        "silence_warned": trainer._silence.warned,
         "drift": [] if trainer._drift is None else trainer._drift.monitor.to_list(),
     }
 
