@@ -24,11 +24,11 @@ class _SameOrder(RepeatSampler):
     A prompt of an evaluation is known by its place in this order.
     """
 
-    def __init__(self, sampler: RepeatSampler) -> None:
+    def __init__(self, sampler: Any) -> None:
         vars(self).update(vars(sampler))
 
     def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
+        if self.seed is not None and self.shuffle:
             self.generator.manual_seed(self.seed)
         return super().__iter__()
 

@@ -111,8 +111,9 @@ class WaveEngine:
     ) -> Iterator[None]:  # fmt: skip
         """While it lasts every row draws from its own stream, of which a turn takes as much as it may sample."""
         trainer = self.trainer
-        if trainer.use_vllm and trainer.model.training and trainer.args.vllm_mode == "server":
-            yield  # one request for the rows of all processes, which can have but one seed
+        server = trainer.use_vllm and trainer.args.vllm_mode == "server"
+        if server and trainer.model.training and trainer.accelerator.num_processes > 1:
+            yield  # all rows in one request, which can have only one seed
             return
         if trainer.use_vllm:
             seeds = [int(stream.integers(2**31)) for stream in streams]
