@@ -25,6 +25,7 @@ import tiny
 import worlds
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.rewards.workers.pool import FOLDER
+from grpo_ext.rollout.seeds import Source, numbered
 
 KINDS = {
     "raises": ("raises in reset", "raises in step"),
@@ -56,8 +57,8 @@ def rows(generation: int, faults: bool) -> list[dict]:
 
 
 def run(trainer: GRPOExtTrainer, generation: int, faults: bool) -> list:
-    torch.manual_seed(generation)
-    made, _ = trainer.rollouts(rows(generation, faults))
+    attempts = numbered(generation, Source.TRAINING, range(BATCH), 4)
+    made, _ = trainer.rollouts(rows(generation, faults), attempts)
     return [row["trajectory"] for row in made]
 
 

@@ -21,7 +21,7 @@ def recipe(tmp_path):
         "reward_funcs": [{"name": "tiny:length", "isolate": False}],
         "output_dir": str(tmp_path / "out"),
         "per_device_eval_batch_size": 8,
-        "eval_sets": [{"name": "held", "samples": 4, "limit": 6, "threshold": 0.5, "seed": 1}],
+        "eval_sets": [{"name": "held", "samples": 4, "limit": 7, "threshold": 0.5, "seed": 1}],
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(settings))
@@ -38,11 +38,11 @@ def test_one_model_is_evaluated_here(recipe, tmp_path, capsys):
     found = figures(tmp_path / "found")
     assert found["settings"]["samples"] == 4
     assert set(found["figures"]) >= {"avg@4", "pass@2", "pass@4", "rewards/length", "tokens", "truncated"}
-    assert len(found["right"]) == 6
+    assert len(found["right"]) == 7
     [samples] = (tmp_path / "found" / "held").glob("*_samples.jsonl")
     chunks = [json.loads(line)["samples"] for line in samples.read_text().splitlines()[1:]]
-    assert [len(chunk) for chunk in chunks] == [8, 8, 8]  # per_device_eval_batch_size
-    assert "held: 6 prompts x 4" in capsys.readouterr().out
+    assert [len(chunk) for chunk in chunks] == [8, 8, 8, 4]  # per_device_eval_batch_size
+    assert "held: 7 prompts x 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.data.eval_sets import EvalSet, parse
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.evaluation.during import DuringTraining
-from grpo_ext.evaluation.evaluate import evaluate
+from grpo_ext.evaluation.evaluate import evaluate, prompts_at_a_time
 from grpo_ext.evaluation.results import Result, difference, flat, per_prompt, result
 from grpo_ext.evaluation.sampling import evaluating
 from grpo_ext.recipe.look import Look
@@ -50,6 +51,26 @@ def test_it_samples_each_prompt_as_told(trainer, tmp_path):
     assert len({s["completion"] for s in samples}) > 10
     expected = trainers.unit_interval([s["completion"] for s in samples])
     assert [s["rewards/vowels"] for s in samples] == expected
+
+
+def test_all_chunks_sample_equally_many_rows(trainer, tmp_path, monkeypatch):
+    """A shorter last chunk is filled up: the processes of a round gather tensors of one shape."""
+    one, asked = trainer(), []
+    monkeypatch.setattr(one, "_generate", lambda prompts, stock=one._generate: asked.append(prompts) or stock(prompts))
+    samples = drawn(one, tmp_path)
+    assert [len(prompts) for prompts in asked] == [8, 8, 8]
+    assert [sample["index"] for sample in samples] == [i for i in range(5) for _ in range(4)]
+    assert asked[-1] == [ROWS[4]["prompt"]] * 8
+
+
+@pytest.mark.parametrize("prompts", range(1, 40))
+@pytest.mark.parametrize("batch", [1, 8, 9, 32])
+def test_chunks_are_as_few_as_can_be_and_as_even(prompts, batch):
+    args = SimpleNamespace(per_device_eval_batch_size=batch, per_device_train_batch_size=1)
+    size, most = prompts_at_a_time(args, 2, prompts), max(1, batch // 2)
+    assert 1 <= size <= most
+    assert -(-prompts // size) == -(-prompts // most)
+    assert size == 1 or -(-prompts // (size - 1)) > -(-prompts // size)  # no narrower chunks are as few
 
 
 def test_greedy_is_what_generate_finds(trainer, tmp_path):
@@ -108,7 +129,7 @@ def test_chunks_of_another_size_are_begun_anew(trainer, tmp_path):
     drawn(trainer(), tmp_path)
     wider = trainer(per_device_train_batch_size=16)
     assert drawn(wider, tmp_path) == drawn(wider, tmp_path, name="fresh")
-    assert (tmp_path / "kept").read_text().count("\n") == 1 + 2  # of four prompts and one
+    assert (tmp_path / "kept").read_text().count("\n") == 1 + 2  # of three prompts and two
 
 
 def test_a_reward_that_raises_ends_it_by_name(trainer, tmp_path):

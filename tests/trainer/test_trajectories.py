@@ -1,6 +1,7 @@
 """Trajectories in training: the same step however their rows are computed, and credit where turns earned it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -199,6 +200,23 @@ def test_rewards_see_messages_and_what_was_cut_counts_as_such(model, tmp_path):
     assert trainer.state.log_history[0]["completions/clipped_ratio"] == 1 / 8
     inputs = trainer._buffered_inputs[0]
     assert sum(row.sum() == 0 for row in inputs["completion_mask"]) == 1
+
+
+def test_a_row_without_messages_is_seen_as_its_text_and_the_others_keep_theirs(model, tmp_path):
+    seen, texts = [], []
+
+    def watching(completions, completion_ids, **_):
+        seen.extend(completions)
+        texts.extend(tiny.tokenizer().batch_decode(completion_ids, skip_special_tokens=True))
+        return [float(i % 3) for i in range(len(completions))]
+
+    def one_without(prompts, trainer):
+        trajectories = told(prompts, trainer)["trajectories"]
+        return {"trajectories": [replace(trajectories[0], messages=[]), *trajectories[1:]]}
+
+    trained(model, tmp_path, [watching], one_without, max_steps=1)
+    assert seen[0] == texts[0]
+    assert seen[1:] == [[{"role": "assistant", "content": f"said {i}"}] for i in range(1, 8)]
 
 
 def test_where_no_context_is_rewritten_a_batch_has_no_parents(model, tmp_path):

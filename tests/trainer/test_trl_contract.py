@@ -23,6 +23,7 @@ CONTRACT = {
     "GRPOTrainer._generate": "2a27fdf8f5e6f356",
     "GRPOTrainer._generate_and_score_completions": "1fa48922792dcd5c",
     "GRPOTrainer._generate_single_turn": "e0f02e4fc094cefd",
+    "GRPOTrainer._get_eval_sampler": "115d885d2f0292c2",
     "GRPOTrainer._get_per_token_logps_and_entropies": "ea73c3909275851d",
     "GRPOTrainer._load_optimizer_and_scheduler": "5c1772becdfd7fdb",
     "GRPOTrainer._prepare_inputs": "f824e7fb07147956",
@@ -31,6 +32,7 @@ CONTRACT = {
     "GRPOTrainer.get_high_entropy_mask": "ce6e86287bac23d6",
     "GRPOTrainer.get_off_policy_mask": "8ee1e196461141a7",
     "GRPOTrainer.log": "1e7772819cc8cf09",
+    "GRPOTrainer.prediction_step": "008b555451073a5a",
     "utils.add_fused_lm_head": "422d009f04b66659",
     "utils.create_model_from_path": "5a78af7066b90c38",
     "utils.disable_dropout_in_model": "7e551ab8e455d5c5",
@@ -54,6 +56,7 @@ CONTRACT = {
     "VLLMGeneration._iter_named_params": "baab615d5c7bc3e1",
     "VLLMGeneration.sync_weights": "63d669fb32304ff5",
     "VLLMGeneration.generate": "2d2ac2be5b1309c4",
+    "RepeatSampler.__iter__": "d80412d80424bd64",
     "ChunkedLogProbFunction.forward": "1d8220b44273cdf3",
     "GRPOConfig.__post_init__": "e833cd8d6b4619ad",
     "TrlParser.set_defaults_with_config": "6ca8d6b566990510",
@@ -68,6 +71,7 @@ def targets() -> dict[str, object]:
         "_generate",
         "_generate_and_score_completions",
         "_generate_single_turn",
+        "_get_eval_sampler",
         "_get_per_token_logps_and_entropies",
         "_load_optimizer_and_scheduler",
         "_prepare_inputs",
@@ -76,6 +80,7 @@ def targets() -> dict[str, object]:
         "get_high_entropy_mask",
         "get_off_policy_mask",
         "log",
+        "prediction_step",
     )
     functions = ["add_fused_lm_head", "create_model_from_path", "disable_dropout_in_model"]
     functions += ["nanmax", "nanmin", "nanstd"]
@@ -85,6 +90,7 @@ def targets() -> dict[str, object]:
         for name, function in vars(theirs).items():
             if inspect.isfunction(function) and name in (*vars(ours), "_fix_param_name_to_vllm"):
                 found[f"{theirs.__name__}.{name}"] = function
+    found["RepeatSampler.__iter__"] = utils.RepeatSampler.__iter__
     found["ChunkedLogProbFunction.forward"] = utils._ChunkedLogProbFunction.forward
     found["GRPOConfig.__post_init__"] = trl.GRPOConfig.__post_init__
     found["TrlParser.set_defaults_with_config"] = trl.TrlParser.set_defaults_with_config

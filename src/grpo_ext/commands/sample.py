@@ -24,6 +24,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.protocol import ENVIRONMENT
+from grpo_ext.rollout.seeds import Source, numbered
 from grpo_ext.train import build_trainer
 
 ALONE: dict[str, Any] = {
@@ -67,11 +68,13 @@ def sample(trainer: Any, num: int, prompts: int) -> Iterator[list[dict[str, Any]
     """For each row of the training set its completions with their rewards, `prompts` rows at a time."""
     names, weights = trainer.reward_func_names, trainer.reward_weights.double()
     missing = trainer.objective.missing_rewards
-    rows = iter(trainer.train_dataset)
+    rows, first = iter(trainer.train_dataset), 0
     while batch := list(islice(rows, prompts)):
+        numbers = range(first * num, (first + len(batch)) * num)
+        attempts, first = numbered(trainer.args.seed, Source.EVALUATION, numbers, num), first + len(batch)
         examples = [dict(row) for row in batch for _ in range(num)]
         asked = [example["prompt"] for example in examples]
-        examples, (_, ids, _, completions, *_) = trainer.rollouts(examples)
+        examples, (_, ids, _, completions, *_) = trainer.rollouts(examples, attempts)
         rewards = trainer._calculate_rewards(examples, asked, completions, ids).double().cpu()
         totals = weighted_total(rewards[None], weights.cpu(), missing=missing)[0].tolist()
         scored = [

@@ -1,24 +1,26 @@
 """An evaluation set by the engine that trains: chunks of prompts, spread over processes, sampled and judged.
 
-A chunk is sampled from a seed of its own, so that neither the number of processes nor an interruption changes what is
-drawn; what is finished is kept in a file, and an evaluation that was cut off goes on behind it.
+A chunk is sampled from a seed of its own, and all chunks have equally many rows, so that neither the number of
+processes nor an interruption changes what is drawn. Finished chunks are kept in a file; an evaluation that was cut off
+continues after the last of them.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import RewardError
-from grpo_ext.evaluation.sampling import evaluating, seed_chunk
+from grpo_ext.evaluation.sampling import evaluating, seeded
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.runtime import Runtime, values_of
+from grpo_ext.rollout.seeds import Source, numbered
 
 TURNS, FAILED = f"{ENVIRONMENT}/turns", f"{ENVIRONMENT}/failed"
 Sample = dict[str, Any]
@@ -43,7 +45,7 @@ def evaluate(
     Raises:
         RewardError: a reward failed under `on_error: raise`; on all processes.
     """
-    size = prompts_at_a_time(trainer.args, chosen.samples)
+    size = prompts_at_a_time(trainer.args, chosen.samples, len(rows))
     identity = {**identity, "prompts_at_a_time": size}
     chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
     accelerator = trainer.accelerator
@@ -56,13 +58,13 @@ def evaluate(
         with evaluating(trainer, chosen):
             for start in range(0, len(left), world):
                 taken = left[start : start + world]
-                mine = taken[min(rank, len(taken) - 1)]  # who has none helps on the last, and is not counted
-                seed_chunk(trainer, chosen.seed, mine)
-                found = _chunk(trainer, chosen, [(i, rows[i]) for i in chunks[mine]], runtime)
-                told = gather_object([(mine, found, list(runtime.errors))])
-                if errors := [error for _, _, theirs in told for error in theirs]:
+                mine = taken[min(rank, len(taken) - 1)]  # a process that has none helps to sample the last
+                made = _sampled(trainer, chosen, rows, chunks[mine], mine, size)
+                found = {mine: _judged(trainer, chosen, made, runtime)} if rank < len(taken) else {}
+                told = gather_object([(found, list(runtime.errors))])
+                if errors := [error for _, theirs in told for error in theirs]:
                     raise RewardError(errors[0])
-                fresh = {chunk: samples for chunk, samples, _ in told}
+                fresh = {chunk: samples for theirs, _ in told for chunk, samples in theirs.items()}
                 done |= fresh
                 if accelerator.is_main_process:
                     _keep(kept, fresh)
@@ -71,28 +73,60 @@ def evaluate(
     return [sample for chunk in range(len(chunks)) for sample in done[chunk]]
 
 
-def prompts_at_a_time(args: Any, samples: int) -> int:
-    """Whose completions are drawn by one call: as many as an evaluation batch has, or as a process trains on."""
-    return max(1, max(args.per_device_eval_batch_size, args.per_device_train_batch_size) // samples)
+def prompts_at_a_time(args: Any, samples: int, prompts: int) -> int:
+    """Prompts of a chunk: about as many completions as an evaluation batch has, or as a process trains on.
+
+    The number of chunks is the least, and the last one as full as it can be.
+    """
+    most = max(1, max(args.per_device_eval_batch_size, args.per_device_train_batch_size) // samples)
+    return -(-prompts // -(-prompts // most)) if prompts else most
 
 
-def _chunk(trainer: Any, chosen: EvalSet, rows: Sequence[tuple[int, Any]], runtime: Runtime) -> list[Sample]:
-    """Samples of some prompts."""
-    repeated = [(i, dict(row)) for i, row in rows for _ in range(chosen.samples)]
-    prompts = [row["prompt"] for _, row in repeated]
-    told, (_, ids, tool_mask, completions, *_) = trainer.rollouts(
-        [row for _, row in repeated], [(chosen.seed, i) for i, _ in repeated]
-    )
+class _Sampled(NamedTuple):
+    """Rows of a chunk with what the engine made of them, `samples` to a prompt."""
+
+    places: range
+    rows: list[dict[str, Any]]
+    made: list[dict[str, Any]]
+    """The rows, with what a rollout function has added."""
+    ids: list[list[int]]
+    masks: list[list[int]]
+    completions: list[Any]
+
+
+def _sampled(
+    trainer: Any, chosen: EvalSet, rows: Sequence[Mapping[str, Any]], places: range, chunk: int, size: int
+) -> _Sampled:
+    """Completions of a chunk's prompts, which have these `places` in the set.
+
+    A last chunk of fewer than `size` prompts is filled up with its last one, and cut afterwards: the processes of a
+    round need equally many rows, and so the draws are the same for any number of processes.
+    """
+    filled = [*places, *[places[-1]] * (size - len(places))]
+    asked = [dict(rows[i]) for i in filled for _ in range(chosen.samples)]
+    numbers = range(places[0] * chosen.samples, (places[0] + size) * chosen.samples)
+    attempts = numbered(chosen.seed, Source.EVALUATION, numbers, chosen.samples)
+    with seeded(trainer, chunk, attempts):
+        made, (_, ids, tool_mask, completions, *_) = trainer.rollouts(asked, attempts)
+    real = len(places) * chosen.samples
+    masks = [[1] * len(row) for row in ids] if tool_mask is None else tool_mask
+    return _Sampled(places, asked[:real], made[:real], ids[:real], masks[:real], completions[:real])
+
+
+def _judged(trainer: Any, chosen: EvalSet, sampled: _Sampled, runtime: Runtime) -> list[Sample]:
+    """Samples with their rewards."""
+    rows, ids = sampled.rows, sampled.ids
     ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-    columns = {name: [row.get(name) for _, row in repeated] for name in repeated[0][1] if name != "prompt"}
-    columns |= {"prompts": prompts, "completions": completions, "completion_ids": ids}
+    columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
+    columns["prompts"] = [row["prompt"] for row in rows]
+    columns |= {"completions": sampled.completions, "completion_ids": ids}
     rewards, extras = _scored(runtime, columns, trainer.state)
     if trainer.acting is not None:
-        _add_played(trainer.acting, [row[TRAJECTORY] for row in told], rewards, extras)
+        _add_played(trainer.acting, [row[TRAJECTORY] for row in sampled.made], rewards, extras)
     found = []
-    for j, (i, row) in enumerate(repeated):
-        tokens = len(ids[j]) if tool_mask is None else sum(tool_mask[j])
-        sample = {**row, "index": i, "completion": completions[j], "tokens": tokens}
+    for j, row in enumerate(rows):
+        place, tokens = sampled.places[j // chosen.samples], sum(sampled.masks[j])
+        sample = {**row, "index": place, "completion": sampled.completions[j], "tokens": tokens}
         sample |= {f"rewards/{name}": values[j] for name, values in rewards.items()}
         sample |= {name: values[j] for name, values in extras.items()}
         found.append(sample | {"truncated": ids[j][-1] not in ends})

@@ -1,8 +1,8 @@
 """Sampling for an evaluation by the engine that trains: its own temperature and seed, and nothing left behind."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.rollout.random_streams import random_streams_kept
+from grpo_ext.rollout.seeds import AttemptId, Purpose, derived
 
 
 @contextmanager
@@ -30,14 +31,16 @@ def evaluating(trainer: Any, chosen: EvalSet) -> Iterator[None]:
         trainer._metrics["eval"].update(metrics)
 
 
-def seed_chunk(trainer: Any, seed: int, chunk: int) -> None:
-    """Seed what samples one chunk of prompts, whichever process takes it."""
-    drawn = int(np.random.SeedSequence((seed, chunk)).generate_state(1)[0])
+@contextmanager
+def seeded(trainer: Any, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[None]:
+    """Sample one chunk of prompts alike on whichever process: `attempts` are its rows, all of one evaluation set."""
+    drawn = derived(Purpose.CHUNK, attempts[0].seed, chunk)
     random.seed(drawn)
     np.random.seed(drawn)
     torch.manual_seed(drawn)
-    if trainer.use_vllm:
-        trainer.vllm_generation.generation_kwargs["seed"] = drawn // 2  # with a number for each request added to it
+    each = [int(attempt.stream().integers(2**31)) for attempt in attempts]
+    with trainer.vllm_generation.seeded(each) if trainer.use_vllm else nullcontext():
+        yield
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.registry import did_you_mean
+from grpo_ext.rollout.seeds import AttemptId, Source, numbered
 
 TOTAL = "reward"
 """Value of `dynamic_sampling` that judges by advantages, those of all rewards together."""
@@ -160,7 +161,9 @@ class Generates(Protocol):
     _metrics: Any
     _pending_extra_logs: dict[str, Any]
 
-    def rollouts(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
+    def rollouts(
+        self, rows: list[dict[str, Any]], attempts: list[AttemptId]
+    ) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
         """Rows with what became of them, and what TRL's `_generate` returns."""
 
     def silent_groups(self, settled: Settled) -> Tensor:
@@ -193,23 +196,25 @@ class DynamicSampler:
         self.settled: Settled | None = None
 
     @contextmanager
-    def settling(self, examples: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    def settling(
+        self, examples: list[dict[str, Any]], attempts: list[AttemptId]
+    ) -> Iterator[list[dict[str, Any]]]:  # fmt: skip
         """While it lasts `settled` is the batch that came of `examples`, for TRL to find; yields its examples."""
-        settled = self.settle(examples)
+        settled = self.settle(examples, attempts)
         self.settled = settled
         try:
             yield settled.examples
         finally:
             self.settled = None
 
-    def settle(self, examples: list[dict[str, Any]]) -> Settled:
+    def settle(self, examples: list[dict[str, Any]], attempts: list[AttemptId]) -> Settled:
         """Generate and score `examples`; replace dead groups until none is left or the bound is reached."""
         trainer, group = self.trainer, self.trainer.num_generations
-        batch = self._scored(examples)
+        batch = self._scored(examples, attempts)
         dead, drawn, rounds = self._dead(batch), len(batch.rewards), 0
         while any(dead) and rounds < self.rounds:
             rounds += 1
-            fresh = self._scored(self._fresh_examples(sum(dead)))
+            fresh = self._scored(*self._fresh_examples(sum(dead)))
             fresh_dead = self._dead(fresh)
             drawn += len(fresh.rewards)
             exchange = replacements(dead, fresh_dead)
@@ -229,19 +234,22 @@ class DynamicSampler:
         grouped = batch.rewards.double().view(-1, trainer.num_generations, batch.rewards.shape[1])
         return judged(grouped, trainer.reward_func_names, self.by).tolist()
 
-    def _fresh_examples(self, dead: int) -> list[dict[str, Any]]:
-        """This process's share of the completions of enough fresh prompts."""
+    def _fresh_examples(self, dead: int) -> tuple[list[dict[str, Any]], list[AttemptId]]:
+        """This process's share of the completions of enough fresh prompts: rows, and which attempts they are."""
         trainer, processes = self.trainer, self.trainer.accelerator.num_processes
+        first = self.prompts.drawn * trainer.num_generations
         indices = self.prompts.draw(groups_to_draw(dead, trainer.num_generations, processes))
         every = [index for index in indices for _ in range(trainer.num_generations)]
         local = len(every) // processes
-        mine = every[trainer.accelerator.process_index * local :][:local]
-        return [dict(trainer.train_dataset[index]) for index in mine]
+        mine = range(trainer.accelerator.process_index * local, (trainer.accelerator.process_index + 1) * local)
+        rows = [dict(trainer.train_dataset[every[i]]) for i in mine]
+        numbers = [first + i for i in mine]
+        return rows, numbered(trainer.args.seed, Source.FRESH, numbers, trainer.num_generations)
 
-    def _scored(self, examples: list[dict[str, Any]]) -> Settled:
+    def _scored(self, examples: list[dict[str, Any]], attempts: list[AttemptId]) -> Settled:
         """Completions and rewards of `examples`, by TRL's own methods."""
         trainer, prompts = self.trainer, [example["prompt"] for example in examples]
-        examples, generated = trainer.rollouts(examples)
+        examples, generated = trainer.rollouts(examples, attempts)
         prompt_ids, ids, tool_mask, completions, logprobs, extra, images, _ = generated
         if images is not None:
             raise ConfigError([_NO_IMAGES.format(trainer.args.dynamic_sampling)])

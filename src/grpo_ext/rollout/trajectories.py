@@ -34,10 +34,9 @@ def with_trajectories(rollout_func: Callable[..., dict], ends: Collection[int]) 
     return rollout
 
 
-def told(trajectories: Sequence[Trajectory], completions: list) -> list:
-    """`completions` as reward functions and tables see them: the messages, where all trajectories have some."""
-    messages = [trajectory.messages for trajectory in trajectories]
-    return messages if all(messages) else completions
+def completions_seen(trajectories: Sequence[Trajectory], completions: list) -> list:
+    """Completions as reward functions and tables see them: a row's `messages`, or its text where it has none."""
+    return [seen.messages or text for seen, text in zip(trajectories, completions, strict=True)]
 
 
 def parents_of(trajectories: Sequence[Trajectory], width: int) -> Int[Tensor, "rows width"] | None:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from accelerate.utils import gather_object
 from trl.chat_template_utils import parse_response
 
@@ -20,6 +19,7 @@ from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import Trajectory
+from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer.turn_engines import engine_of, positions_of
 
 logger = logging.getLogger(__name__)
@@ -67,15 +67,15 @@ class Acting:
         """What it waits for environments in."""
         self.rows: list[dict[str, Any]] = []
         """Of the dataset, which TRL does not hand to a rollout function."""
-        self.games: Sequence[tuple[int, ...]] | None = None
-        """What tells each row's game from others; None: each group plays another one in each step."""
+        self.attempts: Sequence[AttemptId] = ()
+        """Which attempt at which prompt each row is: its seeds come from there."""
         self._tools = {s.name: schemas(s.target, s.functions) if s.uses_tools else None for s in specs}
         self._reader = reader_of(trainer._tokenizer) if any(self._tools.values()) else None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """The rollouts of this process, as TRL takes them."""
         args, mode = trainer.args, "train" if trainer.model.training else "eval"
-        engine = engine_of(trainer)
+        engine = engine_of(trainer, self.attempts)
         limits = Limits(
             completion=args.max_completion_length,
             counts_all=args.completion_length_counts == "all",
@@ -85,21 +85,16 @@ class Acting:
         renderer = Renderer(trainer._tokenizer, trainer.chat_template_kwargs)
         attempts = Attempts(engine, self.hosts, renderer, self._parsed, limits, self.waiting)
         with closing(engine):
-            done = attempts.run([self._task(i, row, mode) for i, row in enumerate(self.rows)])
+            done = attempts.run([self._task(*pair) for pair in zip(self.rows, self.attempts, strict=True)])
         self._tell(done, mode)
         return {"trajectories": [trajectory for trajectory, _ in done]}
 
-    def _task(self, place: int, row: dict[str, Any], mode: str) -> Task:
-        trainer = self.trainer
-        group = trainer.num_generations if mode == "train" else trainer.num_generations_eval
-        group = (place + trainer.accelerator.process_index * len(self.rows)) // group
-        game = (trainer.args.seed, trainer.state.global_step, mode == "train", group)
-        seed = int(np.random.SeedSequence(game if self.games is None else self.games[place]).generate_state(1)[0])
+    def _task(self, row: dict[str, Any], attempt: AttemptId) -> Task:
         spec = self.specs[row[COLUMN]] if len(self.specs) > 1 else next(iter(self.specs.values()))
         ours = (TRAJECTORY, COLUMN) if len(self.specs) > 1 else (TRAJECTORY,)
         given = {name: value for name, value in row.items() if name not in ours}
         prompt = [{key: value for key, value in message.items() if value is not None} for message in row["prompt"]]
-        return Task(spec, given, prompt, self._tools[spec.name], seed)
+        return Task(spec, given, prompt, self._tools[spec.name], attempt.game)
 
     def _parsed(self, ids: list[int], context: list[int], tools: list[dict] | None) -> Message:
         if tools and self._reader is not None:

@@ -36,7 +36,8 @@ from grpo_ext.rewards.containment import contained
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler, Settled
 from grpo_ext.rollout.empty_completions import fill_empty, without_empty_completions
-from grpo_ext.rollout.trajectories import parents_of, told, with_trajectories
+from grpo_ext.rollout.seeds import AttemptId
+from grpo_ext.rollout.trajectories import completions_seen, parents_of, with_trajectories
 from grpo_ext.rollout.transformers_engine import engine_for
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
@@ -222,20 +223,20 @@ class GRPOExtTrainer(EvaluatingTrainer):
         ids, completion_ids, tool_mask, completions, logprobs, extra, *images = generated
         trajectories = extra.get(COLUMN)
         if trajectories is not None:
-            completions = told(trajectories, completions)
+            completions = completions_seen(trajectories, completions)
         if self._made is not None:
             self._made = trajectories or []
         return ids, completion_ids, tool_mask, completions, logprobs, extra, *images
 
     def rollouts(
-        self, rows: list[dict[str, Any]], games: list[tuple[int, ...]] | None = None
+        self, rows: list[dict[str, Any]], attempts: list[AttemptId]
     ) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
         """What `_generate` makes of rows, and the rows with what a rollout function said of each, as TRL has them.
 
-        Environments of equal `games` are seeded alike.
+        Environments and their turns are seeded by `attempts`, one for each row.
         """
         if self.acting is not None:
-            self.acting.rows, self.acting.games = rows, games
+            self.acting.rows, self.acting.attempts = rows, attempts
         generated = self._generate([row["prompt"] for row in rows])
         extra = generated[5]
         said = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
@@ -328,12 +329,12 @@ class GRPOExtTrainer(EvaluatingTrainer):
         mode = "train" if self.model.training else "eval"
         settling: AbstractContextManager[list[dict[str, Any]]] = nullcontext(inputs)
         if self._sampler is not None and mode == "train":
-            settling = self._sampler.settling(inputs)
+            settling = self._sampler.settling(inputs, self.attempt_ids(len(inputs)))
         self._made = []
         try:
             with settling as inputs, old_policy.no_early_pass(self.args):
                 if self.acting is not None:
-                    self.acting.rows, self.acting.games = inputs, None
+                    self.acting.rows, self.acting.attempts = inputs, self.attempt_ids(len(inputs))
                 output = super()._generate_and_score_completions(inputs)
         finally:
             made, self._made = self._made, None

@@ -15,14 +15,16 @@ from accelerate.utils import gather_object
 from transformers import GenerationConfig
 
 from grpo_ext.environments.loop import Sample
+from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.vllm.client import CONNECTIONS
 
 
-def engine_of(trainer: Any) -> "WaveEngine":
-    """The one that suits; for one generation."""
+def engine_of(trainer: Any, attempts: Sequence[AttemptId]) -> "WaveEngine":
+    """Return the engine that suits the trainer, for one generation of `attempts`."""
     args = trainer.args
     server = trainer.use_vllm and args.vllm_mode == "server" and trainer.accelerator.num_processes == 1
-    return ServerEngine(trainer) if server and args.environment_waves == "ready" else WaveEngine(trainer)
+    kind = ServerEngine if server and args.environment_waves == "ready" else WaveEngine
+    return kind(trainer, attempts)
 
 
 def positions_of(trainer: Any) -> int | None:
@@ -44,11 +46,10 @@ class WaveEngine:
     pending = 0
     descriptor: int | None = None
 
-    def __init__(self, trainer: Any) -> None:
-        """Begin the streams of a generation."""
+    def __init__(self, trainer: Any, attempts: Sequence[AttemptId]) -> None:
+        """Begin the random streams of a generation's attempts."""
         self.trainer, self.version = trainer, int(trainer.state.global_step)
-        self._seed = int(torch.randint(2**62, (1,)).item())
-        self._streams: dict[int, np.random.Generator] = {}
+        self._streams = [attempt.stream() for attempt in attempts]
         self._positions = positions_of(trainer)
         args, sharded = trainer.args, trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         server = trainer.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1)
@@ -85,7 +86,7 @@ class WaveEngine:
         if not rows:
             return []
         asked = contexts + [[self.trainer.eos_token_ids[0]]] * (rows - len(contexts))
-        streams = [self._stream(number) for number in attempts]
+        streams = [self._streams[number] for number in attempts]
         with _of_length(self.trainer, most), self._seeded(streams, limits, rows, most):
             ids, logprobs = self.trainer._generate_single_turn(asked, None, {}, 1)
         known = [None] * rows if logprobs is None else logprobs
@@ -104,17 +105,16 @@ class WaveEngine:
             found |= dict(zip(places, self._wave(*chosen), strict=True))  # type: ignore[arg-type]
         return [found[i] for i in range(len(contexts))]
 
-    def _stream(self, number: int) -> np.random.Generator:
-        if number not in self._streams:
-            self._streams[number] = np.random.default_rng((self._seed, number))
-        return self._streams[number]
-
     @contextmanager
     def _seeded(
         self, streams: Sequence[np.random.Generator], limits: Sequence[int], rows: int, width: int
     ) -> Iterator[None]:  # fmt: skip
         """While it lasts every row draws from its own stream, of which a turn takes as much as it may sample."""
         trainer = self.trainer
+        server = trainer.use_vllm and trainer.args.vllm_mode == "server"
+        if server and trainer.model.training and trainer.accelerator.num_processes > 1:
+            yield  # all rows in one request, which can have only one seed
+            return
         if trainer.use_vllm:
             seeds = [int(stream.integers(2**31)) for stream in streams]
             with trainer.vllm_generation.seeded(seeds):
@@ -163,9 +163,9 @@ class ServerEngine(WaveEngine):
 
     waits = False
 
-    def __init__(self, trainer: Any) -> None:
-        """Begin the streams of a generation."""
-        super().__init__(trainer)
+    def __init__(self, trainer: Any, attempts: Sequence[AttemptId]) -> None:
+        """Begin the random streams of a generation's attempts."""
+        super().__init__(trainer, attempts)
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="turn")
         self._asked: dict[Future[Sample], tuple[list[int], int, int]] = {}
         self._tells, self._told = os.pipe()
@@ -202,26 +202,14 @@ class ServerEngine(WaveEngine):
         return found
 
     def _ask(self, context: list[int], limit: int, attempt: int) -> None:
-        seed = int(self._stream(attempt).integers(2**31))
+        seed = int(self._streams[attempt].integers(2**31))
         future = self._threads.submit(self._sampled, context, limit, seed)
         self._asked[future] = (context, limit, attempt)
         future.add_done_callback(lambda _: os.write(self._told, b"."))
 
     def _sampled(self, context: list[int], limit: int, seed: int) -> Sample:
-        server = self.trainer.vllm_generation
-        answer = server.vllm_client.asked(
-            prompts=[context],
-            repetition_penalty=server.repetition_penalty,
-            temperature=server.temperature,
-            top_p=server.top_p,
-            top_k=server.top_k,
-            min_p=server.min_p or 0.0,
-            max_tokens=limit,
-            logprobs=server.logprobs,
-            structured_outputs_regex=server.structured_outputs_regex,
-            generation_kwargs={**(server.generation_kwargs or {}), "seed": seed},
-        )
-        return Sample(answer["completion_ids"][0], [known[0] for known in answer["logprobs"][0]])
+        ids, logprobs = self.trainer.vllm_generation.completion_of(context, limit, seed)
+        return Sample(ids, [known[0] for known in logprobs])
 
     def close(self) -> None:
         """End its threads."""

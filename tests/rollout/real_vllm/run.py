@@ -18,7 +18,9 @@ torch.set_num_threads(1)
 import tiny  # noqa: E402
 from fsdp_on_cpu import make_fsdp_real  # noqa: E402
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer  # noqa: E402
+from grpo_ext.data.eval_sets import EvalSet  # noqa: E402
 from grpo_ext.errors import RolloutDrift, ServerLost  # noqa: E402
+from grpo_ext.evaluation.evaluate import evaluate  # noqa: E402
 from grpo_ext.rollout.vllm import client  # noqa: E402
 from grpo_ext.train import leave_process_group  # noqa: E402
 from vllm_runs import send_all, server_processes  # noqa: E402
@@ -122,6 +124,11 @@ def main(output: Path, settings: dict) -> None:
         trainer.vllm_generation.sync_weights = lambda: None
     if "faults" in settings:
         Faults(trainer, output, settings)
+    if "evaluated" in settings:
+        chosen = EvalSet("held", samples=2, plays=True, seed=5)
+        evaluate(trainer, chosen, settings["evaluated"], kept=output / "samples.jsonl", identity={}, workers=0)
+        trainer.close_rewards()
+        return
     try:
         trainer.train(resume_from_checkpoint=settings.get("resume"))
     except (RolloutDrift, ServerLost) as error:  # as grpo-ext train ends

@@ -4,19 +4,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from accelerate.utils.other import get_free_port
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
 from grpo_ext.errors import ServerLost
-from grpo_ext.rollout.vllm.client import Client, ServerTrouble
+from grpo_ext.rollout.vllm.client import CONNECTIONS, NOTHING, Client, ServerTrouble
 from grpo_ext.rollout.vllm.late import VLLMGeneration, grpo_trainer, import_vllm, vllm_generation
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
 from grpo_ext.rollout.vllm.server import PROBE, Wanted, mismatches, server_facts
@@ -78,6 +79,7 @@ class Generation(VLLMGeneration):
         self.sync_seconds = 0.0
         self.sync_bytes = 0
         self.pushing: Callable[[], AbstractContextManager[None]] = nullcontext  # the clock of who trains
+        self._seeds: list[int] | None = None
         super().__init__(*args, **kwargs)
 
     @property
@@ -250,29 +252,27 @@ class Generation(VLLMGeneration):
 
     @contextmanager
     def sampling_as(self, **settings: Any) -> Iterator[None]:
-        """Other settings of sampling while it lasts; set `generation_kwargs["seed"]` before each call."""
-        before = {name: getattr(self, name) for name in (*settings, "generation_kwargs")}
-        apart: Any = nullcontext()
-        if self.mode == "colocate":
-            apart = patch.object(self.llm, "generate", partial(_seeded_apart, self.llm.generate))
-        self.generation_kwargs = dict(self.generation_kwargs)
+        """Other settings of sampling while it lasts."""
+        before = {name: getattr(self, name) for name in settings}
         for name, value in settings.items():
             setattr(self, name, value)
         try:
-            with apart:
-                yield
+            yield
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
 
     @contextmanager
     def seeded(self, seeds: list[int]) -> Iterator[None]:
-        """While it lasts a colocated engine samples each prompt by its own seed."""
-        if self.mode != "colocate":
+        """While it lasts each of this process's rows is sampled by its own seed.
+
+        A server then gets a request for each row: the rows of one request would share their seed.
+        """
+        before, self._seeds = self._seeds, seeds
+        try:
             yield
-            return
-        with patch.object(self.llm, "generate", partial(_each_seeded, self.llm.generate, seeds)):
-            yield
+        finally:
+            self._seeds = before
 
     def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> Any:
         """As TRL's; asked again, after a push, if the server dies meanwhile. Nothing of a failed attempt is kept.
@@ -280,9 +280,17 @@ class Generation(VLLMGeneration):
         Raises:
             ServerLost: it died and did not come back; on all processes.
         """
+        seeds = None if self._seeds is None else [*self._seeds, *[0] * (len(prompts) - len(self._seeds))]
+        if seeds is not None and self.mode == "colocate":
+            each = partial(_each_seeded, self.llm.generate, self._of_engine(seeds))
+            with patch.object(self.llm, "generate", each):
+                return super().generate(prompts, images, num_generations, profiler)
         troubles: list[Exception] = []
         while True:
-            answer = super().generate(prompts, images, num_generations, profiler)
+            if seeds is None:
+                answer = super().generate(prompts, images, num_generations, profiler)
+            else:
+                answer = self._by_requests(prompts, seeds)
             if self.mode != "server" or answer[1] or not prompts:
                 return answer
             if self.accelerator.is_main_process:
@@ -290,18 +298,61 @@ class Generation(VLLMGeneration):
             self._together(partial(self._outlast, troubles))
             self.sync_weights()
 
+    def _of_engine(self, seeds: list[int]) -> list[int]:
+        """Seeds of all rows that a colocated engine gets, in TRL's order: with tensor parallelism those of its ranks.
 
-def _seeded_apart(generate: Callable[..., Any], prompts: Any, *, sampling_params: Any, **options: Any) -> Any:
-    """`LLM.generate` with a seed for each request: TRL asks for every completion by a request of its own."""
-    seeds = [sampling_params.seed + i for i in range(len(prompts))]
-    return _each_seeded(generate, seeds, prompts, sampling_params=sampling_params, **options)
+        Every rank must give a row the same seed, or the ranks sample different tokens for it.
+        """
+        if self.tensor_parallel_size == 1:
+            return seeds
+        gathered: list[Any] = [None] * self.tensor_parallel_size
+        torch.distributed.all_gather_object(gathered, seeds, group=self.tp_group)
+        return [seed for of_rank in gathered for seed in of_rank]
+
+    def _by_requests(self, prompts: list[list[int]], seeds: list[int]) -> tuple[Any, ...]:
+        """What TRL's `generate` returns, from a server that the main process asks for each row of all processes."""
+        asked = gather_object(list(zip(prompts, seeds, strict=True)))
+        answers = None
+        if self.accelerator.is_main_process:
+            self.vllm_client.failure = None
+            try:
+                with ThreadPoolExecutor(CONNECTIONS) as threads:
+                    limit = self.max_completion_length
+                    answers = list(threads.map(lambda row: self.completion_of(row[0], limit, row[1]), asked))
+            except Exception as error:
+                self.vllm_client.failure = error
+        answers = self._told(answers)
+        if answers is None:
+            return NOTHING["prompt_ids"], NOTHING["completion_ids"], None, None
+        mine = answers[self.accelerator.process_index * len(prompts) :][: len(prompts)]
+        return prompts, [ids for ids, _ in mine], [logprobs for _, logprobs in mine], None
+
+    def completion_of(self, context: list[int], limit: int, seed: int) -> tuple[list[int], list[list[float | None]]]:
+        """Ask a server for one completion; its ids, and for each id a list that begins with its log-probability.
+
+        Raises:
+            ServerTrouble: the server did not answer, or has lost our weights.
+        """
+        answer = self.vllm_client.asked(
+            prompts=[context],
+            repetition_penalty=self.repetition_penalty,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p or 0.0,
+            max_tokens=limit,
+            logprobs=self.logprobs,
+            structured_outputs_regex=self.structured_outputs_regex,
+            generation_kwargs={**(self.generation_kwargs or {}), "seed": seed},
+        )
+        return answer["completion_ids"][0], answer["logprobs"][0]
 
 
 def _each_seeded(
     generate: Callable[..., Any], seeds: list[int], prompts: Any, *, sampling_params: Any, **options: Any
 ) -> Any:  # fmt: skip
     each = [sampling_params.clone() for _ in prompts]
-    for params, seed in zip(each, seeds, strict=False):  # rows of other processes' making have none
+    for params, seed in zip(each, seeds, strict=True):
         params.seed = seed
     return generate(prompts, sampling_params=each, **options)
 

@@ -1,0 +1,137 @@
+"""Seeds of rows that vLLM samples: alike on all ranks of one engine, and one request each where a server samples."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from grpo_ext.rollout.vllm.client import ServerTrouble
+from grpo_ext.rollout.vllm.generation import Generation
+from grpo_ext.rollout.vllm.late import vllm_generation
+
+RANKS = 2
+
+
+class Params(SimpleNamespace):
+    def clone(self):
+        return Params(**vars(self))
+
+
+class Engine:
+    """Answers with the seed that it got for each prompt."""
+
+    def generate(self, prompts, sampling_params, use_tqdm):
+        each = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        self.seeds = [params.seed for params in each]
+        return [
+            SimpleNamespace(
+                prompt_token_ids=prompt["prompt_token_ids"],
+                outputs=[SimpleNamespace(token_ids=[params.seed], logprobs=None)],
+            )
+            for prompt, params in zip(prompts, each, strict=True)
+        ]
+
+
+def made(mode="colocate", **further):
+    found = Generation.__new__(Generation)
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "logprobs": 0}
+    settings |= {"max_completion_length": 4, "structured_outputs_regex": None, "enable_sleep_mode": False}
+    settings |= {"generation_kwargs": {}, "tensor_parallel_size": 1, "model": torch.nn.Linear(1, 1), "llm": Engine()}
+    state = PartialState()
+    settings |= {"accelerator": state, "mode": mode, "_seeds": None}
+    vars(found).update(settings | further)
+    return found
+
+
+@pytest.fixture
+def engine_of_two_ranks(monkeypatch):
+    """TRL's own code on two ranks, which are threads here, that share one engine."""
+    here, meet, shared = threading.local(), threading.Barrier(RANKS, timeout=60), {}
+    monkeypatch.setattr(vllm_generation, "SamplingParams", Params, raising=False)
+
+    def gather(into, value, group):
+        shared[here.rank] = value
+        meet.wait()
+        into[:] = [shared[rank] for rank in range(RANKS)]
+        meet.wait()
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: here.rank)
+
+    def on_ranks(generate):
+        ranks = [made(tensor_parallel_size=RANKS, tp_group=None) for _ in range(RANKS)]
+        answers = [None] * RANKS
+
+        def run(rank):
+            here.rank = rank
+            answers[rank] = generate(ranks[rank], rank)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [rank.llm.seeds for rank in ranks], [answer[1] for answer in answers]
+
+    return on_ranks
+
+
+def test_all_ranks_of_an_engine_give_a_row_the_same_seed(engine_of_two_ranks):
+    def generate(rank, number):
+        with rank.seeded([10 * number + i for i in range(3)]):
+            return rank.generate([[number, i] for i in range(3)], None, 1)
+
+    seeds, completions = engine_of_two_ranks(generate)
+    assert seeds == [[0, 1, 2, 10, 11, 12]] * 2
+    assert completions == [[[0], [1], [2]], [[10], [11], [12]]]  # what each would get from an engine of its own
+
+
+def test_ranks_that_fill_up_their_rows_agree_too(engine_of_two_ranks):
+    """Of a wave in which the second rank has one attempt left, and asks for a row that is dropped."""
+
+    def generate(rank, number):
+        with rank.seeded([[5, 6], [7]][number]):
+            return rank.generate([[1], [2]], None, 1)
+
+    seeds, _ = engine_of_two_ranks(generate)
+    assert seeds[0] == seeds[1]
+    assert seeds[0][:3] == [5, 6, 7]
+
+
+def test_the_seeds_of_a_turn_stand_in_for_those_of_an_evaluation_around_it(monkeypatch):
+    monkeypatch.setattr(vllm_generation, "SamplingParams", Params, raising=False)
+    found = made()
+    with found.sampling_as(temperature=0.5), found.seeded([1, 2]):
+        with found.seeded([8]):
+            assert found.generate([[3]], None, 1)[1] == [[8]]
+        assert found.generate([[3], [4]], None, 1)[1] == [[1], [2]]
+    assert (found.temperature, found._seeds) == (1.0, None)
+
+
+class Server:
+    """Answers each request with its prompt and seed; loses the first `lost` of them."""
+
+    def __init__(self, lost=0):
+        self.lost, self.failure = lost, None
+
+    def asked(self, prompts, max_tokens, generation_kwargs, **settings):
+        if self.lost:
+            self.lost -= 1
+            raise ServerTrouble("gone")
+        [prompt], seed = prompts, generation_kwargs["seed"]
+        return {"completion_ids": [[*prompt, seed]], "logprobs": [[[-1.0]] * (len(prompt) + 1)]}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_rows_of_a_server_have_a_request_and_a_seed_each(lost, monkeypatch):
+    found = made("server", vllm_client=Server(lost))
+    waited = []
+    monkeypatch.setattr(found, "_outlast", waited.append)
+    monkeypatch.setattr(found, "sync_weights", lambda: None)
+    with found.seeded([7, 8]):
+        prompts, ids, logprobs, _ = found.generate([[3], [4]], None, 2)
+    assert (prompts, ids) == ([[3], [4]], [[3, 7], [4, 8]])
+    assert logprobs == [[[-1.0]] * 2] * 2
+    assert len(waited) == lost
