@@ -57,7 +57,7 @@ class ResumableTrainer(GuardedTrainer):
         self._step = 0
         self._epoch_began = (0, 0)
         self._record = self._identity()
-        checkpoint = start(self.args, resume_from_checkpoint, self._record)
+        checkpoint, self._branch = start(self.args, resume_from_checkpoint, self._record)
         starts = self.args.eval_on_start and not checkpoint
         try:
             with patch.object(self.args, "eval_on_start", starts):
