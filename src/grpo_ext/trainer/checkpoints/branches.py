@@ -26,13 +26,13 @@ class Branch:
 
 
 def branch_of(checkpoint: Path) -> Branch | None:
-    """The branch that wrote a checkpoint; None where no manifest can be read."""
+    """The branch that wrote a checkpoint; None where no manifest can be read, or it has no sound record of it."""
     content = read(checkpoint / MANIFEST)
     if isinstance(content, str):
         return None
-    id, order, lineage = content.get("branch"), content.get("order"), content.get("lineage")
+    id, order, lineage = content.get("branch", ""), content.get("order", 0), content.get("lineage", [])
     if not (isinstance(id, str) and type(order) is int and isinstance(lineage, list)):
-        return Branch()  # sealed by a version without branches
+        return None
     parts = [tuple(part) for part in lineage if isinstance(part, list)]
     known = [(str(name), step) for name, step in (part for part in parts if len(part) == 2) if type(step) is int]
     return Branch(id, order, tuple(known))

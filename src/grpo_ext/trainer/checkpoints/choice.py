@@ -91,7 +91,7 @@ def named(checkpoint: Path) -> Sound:
     """
     found = faults(checkpoint)
     if found == [UNSEALED] and not (found := _gaps(checkpoint)):
-        logger.warning(f"{checkpoint} has no {MANIFEST}, so that nobody can tell whether its files are sound.")
+        logger.warning(f"{checkpoint} has no {MANIFEST}: whether its files are sound is unknown.")
     if found:
         inside = [path.name for path in numbered(checkpoint)]
         cure = f"It holds {', '.join(inside)}: name one of them." if inside else "Name another checkpoint, or 'last'."
