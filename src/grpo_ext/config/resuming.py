@@ -28,6 +28,8 @@ class Request:
     """Checkpoints of this order and later ones are what the command began."""
     aside: str
     """Name of the folder in `output_dir` to which everything else goes that the request makes obsolete."""
+    moved: bool = False
+    """Whether all of that is there."""
 
     @property
     def afresh(self) -> bool:
@@ -56,4 +58,6 @@ def noted(output_dir: Path) -> Request | None:
 def _is_sound(request: Any) -> bool:
     if not (isinstance(request.asked, str) and type(request.order) is int and isinstance(request.aside, str)):
         return False
-    return request.aside.startswith(ASIDE) and Path(request.aside).name == request.aside
+    return (
+        type(request.moved) is bool and request.aside.startswith(ASIDE) and Path(request.aside).name == request.aside
+    )

@@ -7,9 +7,12 @@ import pytest
 
 from grpo_ext import ConfigError
 from grpo_ext.config.resuming import REQUEST_FILE, Request, noted, requested
+from grpo_ext.evaluation import results
+from grpo_ext.report import reading
+from grpo_ext.trainer import nonfinite, recording
 from grpo_ext.trainer.checkpoints.branches import branch_of, continued_by
 from grpo_ext.trainer.checkpoints.choice import Sound, newest_sound, numbered
-from grpo_ext.trainer.checkpoints.finish import write_finished
+from grpo_ext.trainer.checkpoints.finish import RECORDS, write_finished
 from grpo_ext.trainer.checkpoints.starting import _beginning, _carried_out, _start
 from killed import killed_at
 from run_folders import checkpoint
@@ -43,11 +46,17 @@ def left(out: Path) -> list[str]:
     return sorted(path.name for path in out.iterdir())
 
 
+RECORDED = ("evaluation/held_out/step_4.json", "evaluation/held_out/step_6_samples.jsonl", "batches/step_6/rank_0.pt")
+
+
 def a_finished_run(out: Path) -> Path:
     """Checkpoints 2 to 8, a log and a model."""
     trains(out, None, 2, 4, 6, 8)
     (out / "metrics.jsonl").write_text("{}\n")
     (out / "mine.txt").write_text("a note")
+    for name in RECORDED:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
     ends(out, 8)
     return out
 
@@ -99,6 +108,11 @@ def test_killed_at_any_file_operation_of_going_back(where, plainly, tmp_path):
             assert contents(out, *asides) == before
             assert [path.name for path in numbered(out)] == stay
             assert not (out / "finished.json").exists()
+            assert [name for name in RECORDED if (out / name).exists()] == list(RECORDED[: 1 if stay else 0])
+            before = contents(out)
+            (out / "metrics.jsonl").write_text("of a start that was killed before its first checkpoint")
+            assert trains(out, None if plainly else wanted) == begins
+            assert contents(out).keys() == {*before, "metrics.jsonl"}
         if not died:
             break
     assert operation > 8
@@ -208,6 +222,14 @@ def test_what_a_kill_left_sealed_goes_aside_too(tmp_path):
     assert trains(tmp_path, "never") is None
     assert numbered(tmp_path) == []
     assert sorted(path.name for path in tmp_path.glob("_before-*/*")) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_the_folders_of_records_are_those_that_a_run_writes():
+    assert set(RECORDS) == {
+        *(module.FOLDER for module in (results, recording, nonfinite)),
+        reading.COMPLETIONS,
+        "reward_failures",
+    }
 
 
 def test_a_run_of_a_version_without_branches(tmp_path):

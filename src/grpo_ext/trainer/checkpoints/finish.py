@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ logger = logging.getLogger(__name__)
 FINISHED_FILE = "finished.json"
 CARD = "README.md"
 """The model card, which a person may go on to write."""
+RECORDS = ("evaluation", "completions", "batches", "failures", "reward_failures")
+"""Folders in output_dir with files, or folders, of a step."""
+_OF_A_STEP = re.compile(r"(?:step_?|completions_)(\d+)")
+
 _KINDS = {"step": int, "files": dict, "recipe": dict}
 
 
@@ -146,10 +151,13 @@ def write_finished(output_dir: Path, names: list[str], recipe: Mapping[str, Any]
     write_synced(output_dir / FINISHED_FILE, json.dumps(content, indent=1))
 
 
-def move_aside(output_dir: Path, aside: str, kept: Collection[Path] = ()) -> bool:
-    """Move a run's checkpoints but those `kept`, its model, log and `finished.json`; whether there was anything.
+def move_aside(output_dir: Path, aside: str, kept: Collection[Path] = (), step: int = -1) -> bool:
+    """Move a run's checkpoints but those `kept`, its model, its log and what it recorded after `step`.
 
     After a kill in its midst, a second call moves the rest. `finished.json`, which names the model's files, is last.
+
+    Returns:
+        whether there was anything to move.
     """
     checkpoints = [path for path in numbered(output_dir) if path not in kept]
     content = finished(output_dir) or {"files": {}}
@@ -158,11 +166,19 @@ def move_aside(output_dir: Path, aside: str, kept: Collection[Path] = ()) -> boo
         return False
     names = dict.fromkeys([*content["files"], OBJECTIVE_FILE, METRICS_FILE, CARD])
     beside = [output_dir / name for name in names if (output_dir / name).exists() and _lies_in(output_dir, name)]
-    moved = [path for path in (*beside, *checkpoints, *ended) if _moved(path, output_dir / aside, output_dir)]
+    found = (*beside, *_recorded_after(step, output_dir), *checkpoints, *ended)
+    moved = [path for path in found if _moved(path, output_dir / aside, output_dir)]
     if moved:
         sync(output_dir / aside)
         sync(output_dir)
     return bool(moved)
+
+
+def _recorded_after(step: int, output_dir: Path) -> list[Path]:
+    """Evaluations, completions and batches of later steps: a run that reaches these steps again has others."""
+    found = [path for folder in RECORDS for path in (output_dir / folder).rglob("*")]
+    steps = {path: _OF_A_STEP.match(path.name) for path in found}
+    return sorted(path for path, match in steps.items() if match and int(match[1]) > step)
 
 
 def _moved(path: Path, aside: Path, output_dir: Path) -> bool:

@@ -134,19 +134,26 @@ def make_room(args: GRPOExtConfig, begin: Beginning) -> str | None:
 
 def _carried_out(output_dir: Path, request: Request, checkpoint: str | None) -> str | None:
     """After a kill at any moment of this, each command finds the note, and has the rest done."""
-    if noted(output_dir) != request:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        write_synced(output_dir / REQUEST_FILE, json.dumps(asdict(request)))
-    kept = [] if checkpoint is None else _leading_to(Path(checkpoint), output_dir)
-    if not move_aside(output_dir, request.aside, kept):
+    if request.moved:
+        return None
+    output_dir.mkdir(parents=True, exist_ok=True)
+    _note(output_dir, request)
+    step = -1 if checkpoint is None else recorded_step(Path(checkpoint)) or 0
+    kept = [] if checkpoint is None else _leading_to(Path(checkpoint), step, output_dir)
+    moved = move_aside(output_dir, request.aside, kept, step if kept else -1)
+    _note(output_dir, replace(request, moved=True))
+    if not moved:
         return None
     what = f"What did not lead to {checkpoint}" if kept else f"The run that was in {output_dir}"
     return f"{what} is now in {output_dir / request.aside}."
 
 
-def _leading_to(checkpoint: Path, output_dir: Path) -> list[Path]:
+def _note(output_dir: Path, request: Request) -> None:
+    write_synced(output_dir / REQUEST_FILE, json.dumps(asdict(request)))
+
+
+def _leading_to(checkpoint: Path, step: int, output_dir: Path) -> list[Path]:
     """The checkpoint, if it is in the folder, and those in the folder that it continues."""
-    step = recorded_step(checkpoint) or 0
     inside = checkpoint.absolute().parent == output_dir.absolute()
     if not inside and not (branch_of(checkpoint) or Branch()).id:
         return []  # of another folder, and without a record of its branch
