@@ -106,3 +106,18 @@ def test_a_requeued_job_comes_to_its_end(asked, recipe, tmp_path, monkeypatch, c
     assert "This run is finished: 6 steps" in said
     assert "the run continues what it began" in said
     assert len(list((tmp_path / "run").glob("_before-*"))) == 1
+
+
+def test_an_evaluation_after_a_fresh_start_is_not_the_old_runs(recipe, tmp_path):
+    """Its samples are kept for a killed evaluation of the same run and step, by the same names."""
+    sets = {"eval_sets": [{"name": "held", "dataset_name": str(tmp_path / "b.jsonl"), "every": 1, "limit": 4}]}
+    settings = sets | {"max_steps": 2, "temperature": 1.0}
+    train(load_recipe(recipe("mixture", "run", **settings)))
+    for output, asked in (("run", ["--resume_from_checkpoint", "never"]), ("other", [])):
+        train(load_recipe([*recipe("mixture", output, **settings, learning_rate=0.3), *asked]))
+    [aside] = (tmp_path / "run").glob("_before-*")
+    old, new, other = (
+        (folder / "evaluation" / "held" / "step_2_samples.jsonl").read_text().splitlines()[1:]
+        for folder in (aside, tmp_path / "run", tmp_path / "other")
+    )
+    assert old != new == other
