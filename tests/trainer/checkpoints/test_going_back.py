@@ -181,6 +181,16 @@ def test_never_begins_again_where_the_recipe_has_changed(tmp_path, caplog):
     assert "seed" in caplog.text
 
 
+def test_what_a_fresh_start_wrote_is_not_begun_again_in_silence(tmp_path, caplog):
+    trains(tmp_path, "never", 2)
+    (tmp_path / "checkpoint-2" / "manifest.json").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint-2 is damaged.*\n.*--resume_from_checkpoint never"):
+        _beginning(tmp_path, None, HERE)
+    assert trains(tmp_path, "never", 1) is None
+    assert "checkpoint-2 is damaged" in caplog.text
+    assert [path.name for path in tmp_path.glob("_before-*/*")] == ["checkpoint-2"]
+
+
 def test_the_lineage_of_each_checkpoint_is_recorded(tmp_path):
     trains(tmp_path, None, 2, 4)
     trains(tmp_path, None, 6)

@@ -44,7 +44,7 @@ def newest_first(checkpoints: Iterable[Path], since: int = 0) -> list[Path]:
     A checkpoint without a readable manifest counts as one of the last branch.
     """
     branches = {path: branch_of(path) for path in checkpoints}
-    last = max((branch.order for branch in branches.values() if branch), default=0)
+    last = max([since, *(branch.order for branch in branches.values() if branch)])
     places = {path: (last if b is None else b.order, step_of(path) or 0) for path, b in branches.items()}
     return sorted((path for path in places if places[path][0] >= since), key=places.__getitem__, reverse=True)
 

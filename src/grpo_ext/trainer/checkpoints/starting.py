@@ -73,13 +73,19 @@ def _continued(output_dir: Path, request: Request | None, here: Mapping[str, Any
     since = request.order if request else 0
     if over := already_done(output_dir, here, request):
         return Beginning(over=over)
-    checkpoint = newest_sound(output_dir, since)
-    if checkpoint is not None:
+    if (checkpoint := _newest_begun(output_dir, request)) is not None:
         return _checked(Beginning(checkpoint), here)
     check_can_go_on(output_dir, since)
     if request is None or request.afresh:
         return Beginning(request=request)
     return _checked(Beginning(named(Path(request.asked)), request=request), here)
+
+
+def _newest_begun(output_dir: Path, request: Request | None) -> Sound | None:
+    """The newest sound checkpoint that is not of a run, or a branch, that was to be left."""
+    if request is None:
+        return newest_sound(output_dir)
+    return newest_sound(output_dir, request.order) if request.moved else None
 
 
 def _checked(found: Beginning, here: Mapping[str, Any]) -> Beginning:
@@ -200,7 +206,7 @@ def _asked_by_a_script(output_dir: Path, asked: Any) -> Beginning:
     wanted, before = requested(asked), noted(output_dir)
     if wanted is not None:
         return Beginning(named(Path(str(asked))), request=_new_request(output_dir, wanted))
-    found = newest_sound(output_dir, before.order if before else 0)
+    found = _newest_begun(output_dir, before)
     if found is not None or before is None or before.afresh:
         return Beginning(found)
     return Beginning(named(Path(before.asked)), request=before)
