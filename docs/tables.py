@@ -244,7 +244,7 @@ def damage_table() -> str:
     for case in cases:
         place = case.get("from", "checkpoint-2")
         rows.append((case["damage"], case["told"] or "nothing", place if place == "refused" else code(place)))
-    return table(("damage", "what the user is told", "goes on from"), rows)
+    return table(("damage", "message", "resumes from"), rows)
 
 
 def foreign_table(project: str) -> str:

@@ -43,7 +43,6 @@ from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policy import with_adapter
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.pool import end_workers
-from grpo_ext.trainer.checkpoints.choice import asks_afresh
 from grpo_ext.trainer.checkpoints.identity import record_of
 from grpo_ext.trainer.checkpoints.starting import beginning, make_room
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
@@ -139,15 +138,15 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     training, say = recipe.training, PartialState().print
     begin = beginning(training, _record(recipe))
     if begin.over:
-        say(begin.over)
+        say("\n".join(filter(None, [begin.over, begin.repeated])))
         return None
     tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
     sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
     trainer = build_trainer(recipe)
     if begin.checkpoint:
         say(f"Resuming from {begin.checkpoint}.")
-    elif asks_afresh(training.resume_from_checkpoint) and (moved := make_room(training)):
-        say(moved)
+    for message in filter(None, [begin.repeated, make_room(training, begin)]):
+        say(message)
     if sets:
         trainer.add_callback(DuringTraining(trainer, sets, recipe.script.reward_workers))
     trainer.train(resume_from_checkpoint=begin.checkpoint)

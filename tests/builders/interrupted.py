@@ -1,6 +1,8 @@
 """Runs that are stopped after a step and go on in another trainer, on one process or several."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import torch
@@ -40,6 +42,18 @@ CASES = {
     "environments": WINDOWS | {"plays": True, "steps_per_generation": 4, "max_completion_length": 24},
     "linear schedule, clip": {"lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 0.1},
 }
+
+
+def spread(completions, **_):
+    """A reward that differs for almost any two texts."""
+    return [sum(map(ord, completion)) % 97 / 97 for completion in completions]
+
+
+def spread_until_told(completions, trainer_state, **_):
+    """The same; it tells its own process to end in the steps that TOLD_IN_STEP lists."""
+    if str(trainer_state.global_step + 1) in os.environ.get("TOLD_IN_STEP", "").split():
+        os.kill(os.getpid(), signal.SIGTERM)
+    return spread(completions)
 
 
 def prompts(stream: bool):

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pandas
 
+from grpo_ext.trainer.checkpoints.manifest import seal
+
 RECORD = {
     "of_recipe": True,
     "model_name_or_path": "/data/someone/models/tiny",
@@ -66,3 +68,16 @@ def with_evaluation(folder: Path, step: int, mean: float, **changed) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"set": "held_out", "model": "m", "step": step, "figures": figures} | changed))
     return folder
+
+
+def checkpoint(folder: Path, step: int, sealed: bool = True, name: str | None = None, **facts) -> Path:
+    """A checkpoint of a few small files, one of them in a folder of its own; `facts` go into its manifest."""
+    path = folder / (name or f"checkpoint-{step}")
+    (path / "shards").mkdir(parents=True)
+    for file in ("model.safetensors", "optimizer.pt", "rng_state.pth", "shards/0.distcp"):
+        (path / file).write_text(f"{file} of step {step}" * 9)
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (path / "recipe.json").write_text("{}")
+    if sealed:
+        seal(path, step=step, **facts)
+    return path

@@ -1,4 +1,4 @@
-"""A recipe with a mixture of datasets and a reward whose weight moves, stopped after any step: the same bits."""
+"""A recipe with a mixture of datasets and a reward whose weight moves: stopped after any step, and gone back with."""
 
 import shutil
 
@@ -7,6 +7,7 @@ import torch
 import yaml
 
 import tiny
+from grpo_ext.errors import NOT_FINISHED, RunInterrupted
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
 from interrupted import logged
@@ -27,11 +28,11 @@ def recipe(tmp_path):
         "stream": {"dataset_name": files[0], "dataset_streaming": True},
     }
 
-    def write(kind: str, output: str) -> list[str]:
-        moving = {"name": "spread", "func": "tiny:spread", "weight_schedule": {"kind": "linear", "to": 0.2}}
+    def write(kind: str, output: str, **changes) -> list[str]:
+        moving = {"name": "spread", "func": "interrupted:spread", "weight_schedule": {"kind": "linear", "to": 0.2}}
         values = tiny.TRAINING | {
             "model_name_or_path": str(folder),
-            "reward_funcs": [moving, {"name": "again", "func": "tiny:spread"}],
+            "reward_funcs": [moving, {"name": "again", "func": "interrupted:spread_until_told"}],
             "reward_workers": 0,
             "steps_per_generation": 2,
             "logging_steps": 2,
@@ -41,7 +42,7 @@ def recipe(tmp_path):
             "output_dir": str(tmp_path / output),
         }
         path = tmp_path / f"{output}.yaml"
-        path.write_text(yaml.safe_dump(values | data[kind]))
+        path.write_text(yaml.safe_dump(values | data[kind] | changes))
         return ["--config", str(path)]
 
     return write
@@ -50,9 +51,73 @@ def recipe(tmp_path):
 @pytest.mark.parametrize("kind", ["mixture", "stream"])
 def test_a_recipe_that_was_stopped_ends_at_the_same_bits(kind, recipe, tmp_path):
     whole = train(load_recipe(recipe(kind, "whole")))
+    assert all(row["grad_norm"] > 0 for row in whole.state.log_history if "grad_norm" in row)
     for step in (1, 4):
         (tmp_path / f"stopped{step}").mkdir()
         shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", tmp_path / f"stopped{step}" / f"checkpoint-{step}")
         resumed = train(load_recipe(recipe(kind, f"stopped{step}")))
         assert logged(resumed) == logged(whole)
         assert torch.equal(weights(resumed.model), weights(whole.model))
+
+
+def same(a, b) -> bool:
+    return logged(a) == logged(b) and torch.equal(weights(a.model), weights(b.model))
+
+
+def steps(out) -> list[str]:
+    return sorted(path.name for path in out.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("limit", [None, pytest.param(1, marks=pytest.mark.slow)])
+def test_going_back_is_not_undone(limit, recipe, tmp_path, monkeypatch, capsys):
+    """A finished run, gone back with to its second step and told to end in its third; the plain command then."""
+    out = tmp_path / "run"
+    whole = train(load_recipe(recipe("mixture", "run")))
+    argv = recipe("mixture", "run", save_total_limit=limit)
+    monkeypatch.setenv("TOLD_IN_STEP", "3")
+    with pytest.raises(RunInterrupted, match=r"saved checkpoint-3 .* Run the same command to resume\."):
+        train(load_recipe([*argv, "--resume_from_checkpoint", str(out / "checkpoint-2")]))
+    monkeypatch.delenv("TOLD_IN_STEP")
+    assert steps(out) == [f"checkpoint-{i}" for i in ((3,) if limit else (1, 2, 3))]
+    [aside] = out.glob("_before-*")
+    assert steps(aside) == [f"checkpoint-{i}" for i in (3, 4, 5, 6)]
+    assert {"finished.json", "model.safetensors", "metrics.jsonl"} <= {path.name for path in aside.iterdir()}
+    capsys.readouterr()
+    resumed = train(load_recipe(argv))
+    assert f"Resuming from {out / 'checkpoint-3'}" in capsys.readouterr().out
+    assert same(resumed, whole)
+
+
+@pytest.mark.parametrize("asked", ["never", "a checkpoint"])
+def test_a_requeued_job_comes_to_its_end(asked, recipe, tmp_path, monkeypatch, capsys):
+    """SLURM starts the same command again on 75; rotation deletes the checkpoint that the command names."""
+    whole = train(load_recipe(recipe("mixture", "run")))
+    argv = recipe("mixture", "run", save_total_limit=1)
+    argv += ["--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2") if asked == "a checkpoint" else asked]
+    monkeypatch.setenv("TOLD_IN_STEP", "1 3 5")
+    for _ in range(2 if asked == "a checkpoint" else 3):
+        with pytest.raises(RunInterrupted) as stopped:
+            train(load_recipe(argv))
+        assert stopped.value.code == NOT_FINISHED
+    ended = train(load_recipe(argv))
+    assert same(ended, whole)
+    assert train(load_recipe(argv)) is None
+    said = capsys.readouterr().out
+    assert "This run is finished: 6 steps" in said
+    assert "the run continues what it began" in said
+    assert len(list((tmp_path / "run").glob("_before-*"))) == 1
+
+
+def test_an_evaluation_after_a_fresh_start_is_not_the_old_runs(recipe, tmp_path):
+    """Its samples are kept for a killed evaluation of the same run and step, by the same names."""
+    sets = {"eval_sets": [{"name": "held", "dataset_name": str(tmp_path / "b.jsonl"), "every": 1, "limit": 4}]}
+    settings = sets | {"max_steps": 2, "temperature": 1.0}
+    train(load_recipe(recipe("mixture", "run", **settings)))
+    for output, asked in (("run", ["--resume_from_checkpoint", "never"]), ("other", [])):
+        train(load_recipe([*recipe("mixture", output, **settings, learning_rate=0.3), *asked]))
+    [aside] = (tmp_path / "run").glob("_before-*")
+    old, new, other = (
+        (folder / "evaluation" / "held" / "step_2_samples.jsonl").read_text().splitlines()[1:]
+        for folder in (aside, tmp_path / "run", tmp_path / "other")
+    )
+    assert old != new == other

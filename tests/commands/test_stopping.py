@@ -130,7 +130,7 @@ def saved(run, name) -> int:
     """The step of the one checkpoint, which the one line that was said names."""
     [folder] = run.out.glob("checkpoint-*")
     step = json.loads((folder / "trainer_state.json").read_text())["global_step"]
-    assert f"{name}: saved checkpoint-{step} of {STEPS} steps; the same command goes on." in run.text
+    assert f"{name}: saved checkpoint-{step} of {STEPS} steps. Run the same command to resume." in run.text
     assert "Traceback" not in run.text, run.text[-6000:]
     assert "Model saved" not in run.text
     assert not (run.out / "model.safetensors").exists()

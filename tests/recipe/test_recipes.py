@@ -27,8 +27,8 @@ from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
-from grpo_ext.trainer.checkpoints.manifest import seal
 from processes import PATIENCE
+from run_folders import checkpoint
 
 PACKAGED = packaged_recipes()
 WITH_RECIPES = ("grpo", "deepseek_v3", "bnpo", "beta_bnpo", "dr_grpo", "minimind", "dapo", "gspo")
@@ -390,8 +390,7 @@ def test_resuming_afresh_or_from_the_last_is_no_path(write, tmp_path):
 
 
 def test_false_and_never_in_any_case_start_afresh(write, tmp_path):
-    (tmp_path / "out" / "checkpoint-1").mkdir(parents=True)
-    seal(tmp_path / "out" / "checkpoint-1", step=1)
+    checkpoint(tmp_path / "out", 1)
     argv = write(output_dir=str(tmp_path / "out"))
     assert resumed(argv) == str(tmp_path / "out" / "checkpoint-1")
     for word in ("never", "NEVER", "false", "False"):

@@ -72,8 +72,18 @@ def test_the_patience_of_early_stopping(tmp_path):
     assert run("whole") == run("resumed", str(tmp_path / "whole" / "checkpoint-2")) == 4
 
 
-@pytest.mark.parametrize("settings", [{**BEST, "eval_steps": 3, "save_steps": 3}, {"eval_strategy": "epoch"}])
-@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 6))])
+BY_STEPS, BY_EPOCHS = {**BEST, "eval_steps": 3, "save_steps": 3}, {"eval_strategy": "epoch"}
+
+
+@pytest.mark.parametrize(
+    ("step", "settings"),
+    [
+        (3, BY_STEPS),
+        (3, BY_EPOCHS),
+        (4, BY_EPOCHS | {"max_steps": 4}),  # the end of an epoch and of the run
+        *(pytest.param(step, how, marks=pytest.mark.slow) for step in (4, 6) for how in (BY_STEPS, BY_EPOCHS)),
+    ],
+)
 def test_the_evaluation_that_a_signal_put_off(step, settings, tmp_path):
     whole = build(tmp_path / "whole", **settings)
     whole.train()

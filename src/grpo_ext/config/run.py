@@ -14,13 +14,6 @@ from grpo_ext.config.machine import is_installed
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.registry import did_you_mean
 
-FRESH_START = "never"
-"""`--resume_from_checkpoint never` ignores the checkpoints in `output_dir`."""
-AFRESH = (FRESH_START, "false")
-"""Values of `resume_from_checkpoint`, in any case, that ignore the checkpoints in `output_dir`."""
-LAST = ("true", "last")
-"""Values of `resume_from_checkpoint` that, like none, mean the last checkpoint in `output_dir`."""
-
 
 def run_problems(config: Any) -> Iterator[str]:
     """Settings that would end the run late, or that silently mean something else."""

@@ -20,7 +20,7 @@ from grpo_ext.config.idle import is_set
 from grpo_ext.config.launch import elsewhere
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
-from grpo_ext.config.run import AFRESH, FRESH_START, LAST
+from grpo_ext.config.resuming import FRESH_START, noted, requested
 from grpo_ext.data.config import GAME
 from grpo_ext.data.config import problems as data_problems
 from grpo_ext.environments import fit
@@ -70,7 +70,7 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
             "without it, or with it as it was, and stays what it is. Remove sync_ref_model."
         )
     if training is not None:
-        yield from _resume(training.resume_from_checkpoint)
+        yield from _resume(training.resume_from_checkpoint, Path(training.output_dir or "."))
         yield from _streams(script, training, mixture)
         yield from _loading(training, model)
     if (asked := training or asked) is not None:
@@ -166,8 +166,10 @@ def _loading(training: Any, model: Any) -> Iterator[str]:
             )
 
 
-def _resume(checkpoint: Any) -> Iterator[str]:
-    if checkpoint and str(checkpoint).lower() not in (*AFRESH, *LAST) and not Path(checkpoint).is_dir():
+def _resume(checkpoint: Any, output_dir: Path) -> Iterator[str]:
+    wanted, before = requested(checkpoint), noted(output_dir)
+    carried_out = before is not None and before.asked == wanted  # rotation may have deleted it since
+    if wanted not in (None, FRESH_START) and not carried_out and not Path(checkpoint).is_dir():
         yield (
             f"resume_from_checkpoint={checkpoint!r}: no such folder. Correct the path; 'last' takes the last one in "
             f"output_dir, {FRESH_START!r} starts afresh."

@@ -19,6 +19,8 @@ _OF_A_LOST_RANK = (
     "connection refused",
 )
 
+_IN_A_SCRIPT = "Call train(resume_from_checkpoint=True) to resume."
+
 
 def leave_after_this_step(trainer: Any) -> None:
     """Have transformers' loop save and stop, once; an evaluation that is due would outlast a grace period."""
@@ -32,9 +34,9 @@ def leave_after_this_step(trainer: Any) -> None:
 def interrupted(trainer: Any) -> RunInterrupted:
     """What ends the run, after the line that says what was saved."""
     state = trainer.state
+    again = "Run the same command to resume." if trainer.recipe_record else _IN_A_SCRIPT
     line = (
-        f"{name(trainer._guard.requested)}: saved checkpoint-{state.global_step} of {state.max_steps} steps; the same "
-        "command goes on."
+        f"{name(trainer._guard.requested)}: saved checkpoint-{state.global_step} of {state.max_steps} steps. {again}"
     )
     if trainer.accelerator.is_main_process:
         say(line)

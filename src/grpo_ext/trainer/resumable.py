@@ -44,6 +44,8 @@ class ResumableTrainer(GuardedTrainer):
     _group_means: GroupMeans
     _sampler: DynamicSampler | None
     _silence: Silence
+    _unrestored: str | None = None
+    """The checkpoint of a resumed run, until its sums and its open generation have been restored."""
     recipe_record: Mapping[str, Any] | None = None
     """What defines the run, where a recipe does; else the trainer's own arguments do."""
 
@@ -59,7 +61,7 @@ class ResumableTrainer(GuardedTrainer):
         self._step = 0
         self._epoch_began = (0, 0)
         self._record = self._identity()
-        checkpoint = start(self.args, resume_from_checkpoint, self._record)
+        checkpoint, self._branch = start(self.args, resume_from_checkpoint, self._record)
         starts = self.args.eval_on_start and not checkpoint
         try:
             with patch.object(self.args, "eval_on_start", starts):
@@ -81,7 +83,7 @@ class ResumableTrainer(GuardedTrainer):
     ) -> tuple[int, int]:
         """Epochs that are over, and batches taken of the one that is not."""
         place = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
-        self._resumed = None
+        self._resumed, self._unrestored = None, checkpoint
         if checkpoint is None:
             return place
         self.state.compute_steps(self.args, max_steps)  # how often to log, save and evaluate: the recipe's, not its
@@ -110,19 +112,32 @@ class ResumableTrainer(GuardedTrainer):
             self._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, epoch, None, time.time())
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        epoch, checkpoint, taken = kwargs["epoch"], kwargs["resume_from_checkpoint"], 0
+        checkpoint, taken = self._unrestored, 0
         self._resumed_at = self.state.max_steps, kwargs["steps_trained_in_current_epoch"] == 0
-        if checkpoint is not None and epoch == kwargs["epochs_trained"]:
+        if checkpoint is not None:
             taken = kwargs["steps_trained_in_current_epoch"]
-            if self._resumed is not None:
-                state.restore(self, self._resumed, Path(checkpoint))
-        self._epoch_began = (epoch, self._step - taken)
+            self._restore(checkpoint)
+        self._epoch_began = (kwargs["epoch"], self._step - taken)
         if self.state.global_step >= self.state.max_steps:  # resumed after its last step
             if checkpoint is not None:
                 self._load_rng_state(checkpoint)
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
+
+    def _restore(self, checkpoint: str) -> None:
+        self._unrestored = None
+        if self._resumed is not None:
+            state.restore(self, self._resumed, Path(checkpoint))
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', also where a run resumes after the last step of its last epoch, so that none is run."""
+        if (checkpoint := self._unrestored) is not None:
+            epoch, taken = self._resumed["place"] if self._resumed else (0, 0)
+            self._resumed_at, self._epoch_began = (self.state.max_steps, True), (epoch, self._step - taken)
+            self._restore(checkpoint)
+            self._load_rng_state(checkpoint)
+        return super()._finalize_training(*args, **kwargs)
 
     def _continue(self, micro_batches: list[dict[str, Any]], totals: list[StepTotals]) -> None:
         """Train on a generation from where it was left."""

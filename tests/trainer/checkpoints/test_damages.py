@@ -12,7 +12,7 @@ import yaml
 import tiny
 from grpo_ext import ConfigError
 from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
-from grpo_ext.trainer.checkpoints.manifest import damage
+from grpo_ext.trainer.checkpoints.manifest import MANIFEST, _digest, damage, seal
 from trainers import build
 
 CASES = yaml.safe_load((Path(__file__).parent / "damages.yaml").read_text())
@@ -85,12 +85,33 @@ def truncate(path: Path, part: float) -> None:
     os.truncate(path, int(path.stat().st_size * part))
 
 
+def nest(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def reseal(path: Path, facts: str = "{}") -> None:
+    """Remove a file, as if the checkpoint had been saved without it; `facts` go into the manifest."""
+    path.unlink()
+    content = json.loads((path.parent / MANIFEST).read_text())
+    kept = {name: value for name, value in content.items() if name not in ("format", "written", "files", "digest")}
+    seal(path.parent, **kept | json.loads(facts))
+
+
+def forge(run: Path, name: str, entry: str) -> None:
+    """Write a manifest anew, with another entry and the right digest."""
+    path = run / "checkpoint-3" / MANIFEST
+    content = json.loads(path.read_text())
+    del content["digest"]
+    content["files"][name] = json.loads(entry)
+    path.write_text(json.dumps(content | {"digest": _digest(content)}))
+
+
 VERBS = {
     "remove": remove,
     "empty": functools.partial(truncate, part=0),
     "halve": functools.partial(truncate, part=0.5),
     "lock": lambda path: path.chmod(0),
-    **{f.__name__: f for f in (flip, edit, folder, clear, file, dangle, link, plain, copy)},
+    **{f.__name__: f for f in (flip, edit, folder, clear, file, dangle, link, plain, copy, nest)},
 }
 
 
@@ -104,6 +125,10 @@ def inflict(run: Path, do: str) -> None:
     words = rest.split(" ", 1) if verb == "write" else rest.split()
     if verb == "write":
         place(run, words[0]).write_text(words[1])
+    elif verb == "forge":
+        forge(run, *words)
+    elif verb == "reseal":
+        reseal(place(run, words[0]), *words[1:])
     elif words[0].split("/")[0].isdecimal():
         for word in words:
             steps, name = word.split("/")

@@ -1,12 +1,15 @@
 """A checkpoint is whole or not there: killed at any file operation, on a full disk, in place of a damaged one."""
 
+import errno
 import json
 import os
 import resource
 import shutil
-import sys
+import stat
+import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -15,9 +18,12 @@ from transformers import TrainerCallback
 import tiny
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import SaveError
+from grpo_ext.trainer.checkpoints import manifest
 from grpo_ext.trainer.checkpoints.choice import newest_sound, numbered
-from grpo_ext.trainer.checkpoints.manifest import MANIFEST, damage, files_in, seal
+from grpo_ext.trainer.checkpoints.manifest import MANIFEST, damage, files_in, seal, sync
 from grpo_ext.trainer.checkpoints.writing import SAVING, put_in_place, recover, remove_if_empty, rotate
+from killed import killed_at
+from run_folders import checkpoint
 from trainers import build
 
 STEPS = {"save_strategy": "steps", "save_steps": 1}
@@ -32,18 +38,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def checkpoint(folder: Path, step: int, sealed: bool = True, name: str | None = None) -> Path:
-    """A folder with a few files, one of them in a folder of its own."""
-    path = folder / (name or f"checkpoint-{step}")
-    (path / "shards").mkdir(parents=True)
-    for file in ("model.safetensors", "optimizer.pt", "shards/0.distcp"):
-        (path / file).write_text(f"{file} of step {step}" * 9)
-    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    if sealed:
-        seal(path, step=step)
-    return path
-
-
 def save(out: Path, step: int, limit: int | None = None) -> None:
     """What the trainer does when a checkpoint's files have been written."""
     folder, final = out / SAVING / f"checkpoint-{step}", out / f"checkpoint-{step}"
@@ -54,24 +48,6 @@ def save(out: Path, step: int, limit: int | None = None) -> None:
 
 
 # Killed.
-
-
-def killed_at(operation: int, action) -> bool:
-    """Run in a child that dies before its n-th file operation; whether it died."""
-    child = os.fork()
-    if child == 0:
-        left = [operation]
-
-        def count(event, _):
-            if event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate"):
-                left[0] -= 1
-                if left[0] == 0:
-                    os._exit(9)
-
-        sys.addaudithook(count)
-        action()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -96,7 +72,7 @@ def test_killed_at_any_file_operation_of_a_save(there, limit, tmp_path):
         assert not (out / SAVING).exists()
         if not died:
             break
-    assert operation > 10
+    assert operation > 5
     assert newest_sound(out) == str(out / f"checkpoint-{last + 1}")
     assert len(numbered(out)) == min(limit or 9, len(there) + 1)
 
@@ -150,12 +126,108 @@ def test_rotation_takes_what_is_damaged_first(tmp_path):
     assert [path.name for path in numbered(tmp_path)] == ["checkpoint-3", "checkpoint-1"]
 
 
-def test_rotation_goes_by_when_they_were_written(tmp_path):
-    """A run that was begun anew in the same folder does not lose its own to an elder run's of more steps."""
-    for step in (50, 100, 2, 4):
-        checkpoint(tmp_path, step)
+def test_rotation_goes_by_branches_before_steps(tmp_path):
+    """A run that begins afresh in the same folder does not lose its own to an older run's of more steps."""
+    for step, branch in ((50, 1), (100, 1), (2, 2), (4, 2)):
+        checkpoint(tmp_path, step, branch=f"of start {branch}", order=branch, lineage=[])
     rotate(tmp_path / "checkpoint-4", 2, None)
     assert [path.name for path in numbered(tmp_path)] == ["checkpoint-4", "checkpoint-2"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("jumps_at", range(1, 9))
+def test_no_clock_decides_which_checkpoint_is_newer(jumps_at, limit, tmp_path, monkeypatch):
+    """A year back before one of eight saves: the newest stay, and the newest is resumed from."""
+    now = [time.time_ns()]
+    monkeypatch.setattr(time, "time_ns", lambda: now[0])
+    for step in range(1, 9):
+        now[0] += -(10**9) * 3600 * 24 * 365 if step == jumps_at else 10**9
+        checkpoint(tmp_path / SAVING, step, sealed=False)
+        save(tmp_path, step, limit)
+    assert [path.name for path in numbered(tmp_path)] == [f"checkpoint-{step}" for step in range(8, 8 - limit, -1)]
+    assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-8")
+
+
+# File systems.
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_that_cannot_sync_folders(code, tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+
+    def fsync(descriptor):
+        synced.append(descriptor)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    checkpoint(tmp_path / SAVING, 1, sealed=False)
+    save(tmp_path, 1)
+    assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-1")
+    assert synced
+
+
+def test_a_disk_that_fails_is_no_such_file_system(tmp_path, monkeypatch):
+    def fsync(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        sync(tmp_path)
+
+
+def test_windows_opens_no_folder_and_syncs_what_it_may_write(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(
+        manifest, "os", SimpleNamespace(**vars(os) | {"name": "nt", "open": lambda *a: opened.append(a)})
+    )
+    sync(tmp_path)
+    assert opened == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TypeError):  # the descriptor that was not opened
+        sync(tmp_path / "file")
+    assert opened == [(tmp_path / "file", os.O_RDWR)]
+
+
+@pytest.fixture
+def nfs(monkeypatch):
+    """A server that keeps what is open elsewhere: the folders of such files cannot be deleted."""
+
+    def rmtree(path, ignore_errors=False, **kwargs):
+        for folder in [path, *(p for p in Path(path).rglob("*") if p.is_dir())]:
+            (Path(folder) / ".nfs0001").write_text("open elsewhere")
+        for file in [p for p in Path(path).rglob("*") if p.is_file() and not p.name.startswith(".nfs")]:
+            file.unlink()
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+
+
+def test_files_that_nfs_keeps_are_no_error(nfs, model_path, tmp_path):
+    """Not in rotation, nor where a checkpoint is replaced, nor at the end; and the next start succeeds."""
+    trainer = build(model_path, tmp_path, max_steps=3, save_total_limit=1, **STEPS)
+    trainer.train()
+    for _ in range(2):
+        put_in_place(checkpoint(tmp_path / SAVING, 3), tmp_path / "checkpoint-3")
+    trainer.save_final(tmp_path)
+    trainer.finish(tmp_path)
+    assert (tmp_path / "finished.json").exists()
+    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-3"]
+    recover(tmp_path)
+    assert damage(tmp_path / "checkpoint-3") == []
+
+
+@pytest.mark.parametrize("kind", ["a link", "a file"])
+def test_a_saving_folder_that_is_none_is_told_before_the_first_step(kind, model_path, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / SAVING).symlink_to(tmp_path) if kind == "a link" else (out / SAVING).write_text("")
+    trainer = build(model_path, out, max_steps=1, **STEPS)
+    with pytest.raises(ConfigError, match=rf"_saving is {kind}: .*Remove it"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 # A whole trainer.

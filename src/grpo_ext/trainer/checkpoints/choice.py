@@ -1,8 +1,10 @@
-"""Which checkpoint a run goes on from: the newest that is sound, or the one that was asked for, if it is."""
+"""Choose the checkpoint to resume from: the newest sound one, or the one that was asked for, if it is sound."""
 
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from transformers.utils import (
     ADAPTER_SAFE_WEIGHTS_NAME,
@@ -13,8 +15,10 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from grpo_ext.config.run import AFRESH, FRESH_START, LAST
+from grpo_ext.config.resuming import FRESH_START, requested
 from grpo_ext.errors import ConfigError
+from grpo_ext.trainer.checkpoints.branches import newest_first
+from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST, STATE, UNSEALED, damage, read, step_of, strangers
 
 logger = logging.getLogger(__name__)
@@ -37,39 +41,36 @@ class Sound(str):
     __slots__ = ()
 
 
-def asks_afresh(asked: object) -> bool:
-    """Whether `resume_from_checkpoint` says to ignore the checkpoints in output_dir."""
-    return str(asked).lower() in AFRESH
-
-
 def checkpoint_to_resume(output_dir: Path, asked: object) -> Sound | None:
-    """The checkpoint to go on from: the one `asked` for, else the newest sound one in `output_dir`.
+    """The checkpoint to resume from: the one `asked` for, else the newest sound one in `output_dir`.
 
     Raises:
         ConfigError: the one that was asked for is damaged, or all are.
     """
-    if asks_afresh(asked):
-        return None
-    if asked and str(asked).lower() not in LAST:
-        return named(Path(str(asked)))
-    return newest_sound(output_dir)
+    request = requested(asked)
+    if request is None:
+        return newest_sound(output_dir)
+    return None if request == FRESH_START else named(Path(str(asked)))
 
 
-def numbered(output_dir: Path) -> list[Path]:
-    """Everything in the folder that is called `checkpoint-N`, newest first."""
+def numbered(output_dir: Path, since: int = 0) -> list[Path]:
+    """Everything in the folder that is called `checkpoint-N`, newest first, from the branch of order `since` on."""
     found = [path for path in output_dir.iterdir() if step_of(path) is not None] if output_dir.is_dir() else []
-    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+    return newest_first(found, since)
 
 
-def newest_sound(output_dir: Path) -> Sound | None:
+def newest_sound(output_dir: Path, since: int = 0) -> Sound | None:
     """The newest sound checkpoint in the folder, and a warning for each newer one; None if there are none at all.
+
+    Those of branches before the order `since` do not count.
 
     Raises:
         ConfigError: there are some, and all are damaged.
     """
     damaged: list[str] = []
-    for path in numbered(output_dir):
-        if not (found := damage(path)):
+    candidates = numbered(output_dir, since)
+    for path in candidates:
+        if not (found := faults(path)):
             for message in damaged:
                 logger.warning(f"{message} It is passed over.")
             _mention_strangers(path)
@@ -77,7 +78,7 @@ def newest_sound(output_dir: Path) -> Sound | None:
         damaged.append(f"{path} is damaged: {_listed(found)}.")
     if not damaged:
         return None
-    whole = [f"--resume_from_checkpoint {path} takes it as it is." for path in numbered(output_dir) if unsealed(path)]
+    whole = [f"--resume_from_checkpoint {path} takes it as it is." for path in candidates if unsealed(path)]
     cure = f"--resume_from_checkpoint {FRESH_START} moves the old run aside and starts afresh."
     raise ConfigError([*damaged, " ".join([f"No sound checkpoint in {output_dir}.", *whole[:1], cure])])
 
@@ -86,11 +87,11 @@ def named(checkpoint: Path) -> Sound:
     """A checkpoint that was asked for by its path; one without a manifest, such as plain TRL's, with a warning.
 
     Raises:
-        ConfigError: it cannot be gone on from.
+        ConfigError: no run can be resumed from it.
     """
-    found = damage(checkpoint)
+    found = faults(checkpoint)
     if found == [UNSEALED] and not (found := _gaps(checkpoint)):
-        logger.warning(f"{checkpoint} has no {MANIFEST}, so that nobody can tell whether its files are sound.")
+        logger.warning(f"{checkpoint} has no {MANIFEST}: whether its files are sound is unknown.")
     if found:
         inside = [path.name for path in numbered(checkpoint)]
         cure = f"It holds {', '.join(inside)}: name one of them." if inside else "Name another checkpoint, or 'last'."
@@ -106,21 +107,29 @@ def unsealed(checkpoint: Path) -> bool:
     return damage(checkpoint, hashes=False) == [UNSEALED] and not _gaps(checkpoint)
 
 
-def _gaps(checkpoint: Path) -> list[str]:
-    """What a checkpoint without a manifest lacks of what plain transformers writes."""
+def faults(checkpoint: Path) -> list[str]:
+    """What keeps a run from resuming from a sealed checkpoint, in words; [] if nothing does."""
+    return damage(checkpoint) or _gaps(checkpoint, {"record of its run": (RECIPE_FILE,)})
+
+
+def recorded_step(checkpoint: Path) -> int | None:
+    """The step that a checkpoint's trainer state names."""
     try:
         step = json.loads((checkpoint / STATE).read_text())["global_step"]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return step if type(step) is int else None
+
+
+def _gaps(checkpoint: Path, further: Mapping[str, Sequence[str]] = MappingProxyType({})) -> list[str]:
+    """What a checkpoint lacks of what transformers writes, and of `further` patterns of files."""
+    step = recorded_step(checkpoint)
+    if step is None:
         return [f"its {STATE} is missing or cannot be read"]
     found = [] if step_of(checkpoint) in (None, step) else [f"its {STATE} is that of step {step}"]
-    if any(path.is_dir() for path in checkpoint.iterdir()):  # sharded, in the engine's own way
-        return found
-    patterns = {
-        "weights": WEIGHTS,
-        "optimizer": ("optimizer.*",),
-        "scheduler": ("scheduler.pt",),
-        "random state": ("rng_*",),
-    }
+    patterns = {"random state": ("rng_*",), **further}
+    if not any(path.is_dir() for path in checkpoint.iterdir()):  # else sharded, in the engine's own way
+        patterns |= {"weights": WEIGHTS, "optimizer": ("optimizer.*",), "scheduler": ("scheduler.pt",)}
     for what, names in patterns.items():
         if not any(path.stat().st_size for name in names for path in checkpoint.glob(name)):
             found.append(f"it has no {what}")

@@ -1,18 +1,19 @@
-"""The end of a run: its model beside `finished.json`, and how a run that is over makes room for another."""
+"""The end of a run: its model beside `finished.json`, and how a run that is left makes room for another."""
 
 import json
 import logging
-import shutil
-import time
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.config.resuming import FRESH_START, REQUEST_FILE, Request
 from grpo_ext.errors import ConfigError
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE, WEIGHTS, numbered
 from grpo_ext.trainer.checkpoints.identity import changes
 from grpo_ext.trainer.checkpoints.manifest import changes as changed_files
-from grpo_ext.trainer.checkpoints.manifest import entries, files_in, sync, write_synced
+from grpo_ext.trainer.checkpoints.manifest import entries, files_in, sync, write_synced, wrong_entry
 from grpo_ext.trainer.metrics_file import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -20,34 +21,49 @@ logger = logging.getLogger(__name__)
 FINISHED_FILE = "finished.json"
 CARD = "README.md"
 """The model card, which a person may go on to write."""
-ASIDE = "_before-"
-"""Folders of elder runs begin with it; what begins with `_` transformers never pushes to the hub."""
+RECORDS = ("evaluation", "completions", "batches", "failures", "reward_failures")
+"""Folders in output_dir with files, or folders, of a step."""
+_OF_A_STEP = re.compile(r"(?:step_?|completions_)(\d+)")
 
 _KINDS = {"step": int, "files": dict, "recipe": dict}
 
 
-def finished(output_dir: Path) -> dict[str, Any] | None:
-    """What `finished.json` says, if it is there and can be read."""
+def finished(output_dir: Path, since: int = 0) -> dict[str, Any] | None:
+    """What `finished.json` records, if it is there, can be read, and is of a branch of the order `since` or later."""
     path = output_dir / FINISHED_FILE
     try:
         content = json.loads(path.read_text())
-        if all(isinstance(content[key], kind) for key, kind in _KINDS.items()):
-            return dict(content)
+        reason = _malformed(content)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError):
-        pass
-    logger.warning(f"{path} cannot be read: the run counts as not finished.")
-    return None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = f"cannot be read ({error})"
+    if reason is not None:
+        logger.warning(f"{path} {reason}. The run counts as not finished.")
+        return None
+    return dict(content) if since <= content.get("order", 0) else None
 
 
-def already_done(output_dir: Path, here: Mapping[str, Any]) -> str | None:
-    """In words, that this run is over and its model sound; None if there is something left to do.
+def _malformed(content: Any) -> str | None:
+    known = isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in _KINDS.items())
+    lengths = [content["recipe"].get(key) for key in ("max_steps", "num_train_epochs")] if known else []
+    if not known or not all(isinstance(number, int | float) for number in (content.get("order", 0), *lengths)):
+        return "is not the record of a run"
+    return wrong_entry(content["files"])
+
+
+def already_done(output_dir: Path, here: Mapping[str, Any], request: Request | None = None) -> str | None:
+    """A message if this run is over and its model sound; None if there is something left to do.
+
+    Args:
+        output_dir: of the run.
+        here: the run's record.
+        request: what was asked for last; an end from before it does not count.
 
     Raises:
         ConfigError: another run than this one has finished here.
     """
-    content = finished(output_dir)
+    content = finished(output_dir, request.order if request else 0)
     if content is None:
         return None
     since = changes(content["recipe"], here)
@@ -55,13 +71,16 @@ def already_done(output_dir: Path, here: Mapping[str, Any]) -> str | None:
         raise since.refusal(output_dir)
     if _goes_further(content, here) or changed_files(output_dir, content["files"]):
         return None
-    return "\n".join([*since.sentences(), _over(output_dir, content)])
+    return "\n".join([*since.sentences(), _over(output_dir, content, request)])
 
 
-def _over(output_dir: Path, content: Mapping[str, Any]) -> str:
+def _over(output_dir: Path, content: Mapping[str, Any], request: Request | None) -> str:
+    again = f"--resume_from_checkpoint {FRESH_START}"
+    if request is not None and request.afresh:
+        again = f"delete {output_dir / REQUEST_FILE} and use {again}"
     return (
-        f"This run is finished: {content['step']} steps, model in {output_dir}. Nothing is trained. To go on, raise "
-        "max_steps (or num_train_epochs); to start afresh, --resume_from_checkpoint never, or another output_dir."
+        f"This run is finished: {content['step']} steps, model in {output_dir}. Nothing is trained. To continue it, "
+        f"raise max_steps (or num_train_epochs); to start afresh, {again}, or set another output_dir."
     )
 
 
@@ -72,22 +91,30 @@ def _goes_further(content: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     return bool(there["max_steps"] > 0 or here["num_train_epochs"] > there["num_train_epochs"])
 
 
-def check_can_go_on(output_dir: Path, here: Mapping[str, Any]) -> None:
-    """A run that is finished, has no checkpoint, and is asked for more or has had its model changed by hand.
+def check_can_go_on(output_dir: Path, since: int = 0) -> None:
+    """Refuse to begin again where a run of the order `since` or later finished and no checkpoint is left.
 
     Raises:
-        ConfigError: it would begin again, over its own model.
+        ConfigError: it would begin again, over its own model or after the model was lost.
     """
-    content = finished(output_dir)
-    if content is not None and (_goes_further(content, here) or holds_weights(output_dir)):
-        raise ConfigError(
-            [
-                f"output_dir={str(output_dir)!r} holds a run that finished at step {content['step']} and left no "
-                "checkpoint to go on from. Set another output_dir (with model_name_or_path: "
-                f"{output_dir} there, training begins from its weights), or --resume_from_checkpoint never, which "
-                "moves the old run aside and starts afresh."
-            ]
-        )
+    content = finished(output_dir, since)
+    if content is None:
+        return
+    ways = [
+        f"--resume_from_checkpoint {FRESH_START}, which moves the old run aside and starts afresh",
+        "or set another output_dir",
+    ]
+    if holds_weights(output_dir):
+        ways[1] += f" (with model_name_or_path: {output_dir} there, training begins from its weights)"
+        left = "left no checkpoint to go on from"
+    else:
+        left = "whose model and checkpoints are gone"
+    raise ConfigError(
+        [
+            f"output_dir={str(output_dir)!r} holds a run that finished at step {content['step']} and {left}. "
+            f"Use {', '.join(ways)}."
+        ]
+    )
 
 
 def holds_weights(folder: Path) -> bool:
@@ -106,9 +133,15 @@ def publish(folder: Path, output_dir: Path) -> list[str]:
         sync(folder / name)
         (folder / name).replace(target)
     for name in set(before["files"]) - set(names):
-        (output_dir / name).unlink(missing_ok=True)
+        if _lies_in(output_dir, name):
+            (output_dir / name).unlink(missing_ok=True)
     sync(output_dir)
     return names
+
+
+def _lies_in(output_dir: Path, name: str) -> bool:
+    """Whether a file lies in the folder, also where one of the folders between is a link."""
+    return (output_dir / name).parent.resolve().is_relative_to(output_dir.resolve())
 
 
 def write_finished(output_dir: Path, names: list[str], recipe: Mapping[str, Any], **facts: Any) -> None:
@@ -118,18 +151,40 @@ def write_finished(output_dir: Path, names: list[str], recipe: Mapping[str, Any]
     write_synced(output_dir / FINISHED_FILE, json.dumps(content, indent=1))
 
 
-def move_aside(output_dir: Path) -> str | None:
-    """Put what an elder run left (checkpoints, model, `finished.json`) into a folder of its own; in words, where."""
+def move_aside(output_dir: Path, aside: str, kept: Collection[Path] = (), step: int = -1) -> bool:
+    """Move a run's checkpoints but those `kept`, its model, its log and what it recorded after `step`.
+
+    After a kill in its midst, a second call moves the rest. `finished.json`, which names the model's files, is last.
+
+    Returns:
+        whether there was anything to move.
+    """
+    checkpoints = [path for path in numbered(output_dir) if path not in kept]
     content = finished(output_dir) or {"files": {}}
-    own = [*content["files"], OBJECTIVE_FILE, METRICS_FILE, FINISHED_FILE, CARD]
-    found = [*numbered(output_dir), *(p for name in dict.fromkeys(own) if (p := output_dir / name).exists())]
-    if not found:
-        return None
-    stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
-    target = next(t for i in range(1000) if not (t := output_dir / f"{ASIDE}{stamp}{f'-{i}' if i else ''}").exists())
-    for path in found:
-        place = target / path.relative_to(output_dir)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(path, place)
-    sync(output_dir)
-    return f"The run that was in {output_dir} is now in {target}."
+    ended = [path for path in (output_dir / FINISHED_FILE,) if os.path.lexists(path)]
+    if kept and not checkpoints and not ended:
+        return False
+    names = dict.fromkeys([*content["files"], OBJECTIVE_FILE, METRICS_FILE, CARD])
+    beside = [output_dir / name for name in names if (output_dir / name).exists() and _lies_in(output_dir, name)]
+    found = (*beside, *_recorded_after(step, output_dir), *checkpoints, *ended)
+    moved = [path for path in found if _moved(path, output_dir / aside, output_dir)]
+    if moved:
+        sync(output_dir / aside)
+        sync(output_dir)
+    return bool(moved)
+
+
+def _recorded_after(step: int, output_dir: Path) -> list[Path]:
+    """Evaluations, completions and batches of later steps: a run that reaches these steps again has others."""
+    found = [path for folder in RECORDS for path in (output_dir / folder).rglob("*")]
+    steps = {path: _OF_A_STEP.match(path.name) for path in found}
+    return sorted(path for path, match in steps.items() if match and int(match[1]) > step)
+
+
+def _moved(path: Path, aside: Path, output_dir: Path) -> bool:
+    place = aside / path.relative_to(output_dir)
+    if os.path.lexists(place):  # moved before a kill; what is here now was written since
+        return False
+    place.parent.mkdir(parents=True, exist_ok=True)
+    path.rename(place)
+    return True

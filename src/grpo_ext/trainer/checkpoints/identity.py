@@ -15,7 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import world_size
-from grpo_ext.config.run import FRESH_START
+from grpo_ext.config.resuming import FRESH_START
 from grpo_ext.errors import ConfigError
 from grpo_ext.registry import portable
 from grpo_ext.trainer.checkpoints.manifest import write_synced
@@ -291,7 +291,7 @@ def changes_since(checkpoint: str | Path, here: Mapping[str, Any]) -> Changes | 
         found = changes(there, here)
     except FileNotFoundError:
         return None
-    except (ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError([f"{checkpoint}: its {RECIPE_FILE} cannot be read ({error}). Name another one."]) from error
     if found.harmful:
         raise found.refusal(checkpoint)

@@ -1,13 +1,14 @@
 """The manifest of a checkpoint: each file with its size and hash, so that damage is known before anything is read."""
 
+import errno
 import hashlib
 import json
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 MANIFEST = "manifest.json"
@@ -21,6 +22,8 @@ _READ_WITHOUT_BEING_NAMED = re.compile(
     r"state|entropy_ctrl|run_state|reference)[^/]*(/.*)?"
 )
 """Files and folders that loading looks for, whether the manifest names them or not."""
+_NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+"""Errors of a file system that cannot sync this kind of file at all (folders on some FUSE and CIFS mounts)."""
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -65,10 +68,20 @@ def _hash(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have the disk take a file, or what a folder names."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush a file, or the entries of a folder, to the disk, as far as the file system can.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    windows = os.name == "nt"
+    if windows and path.is_dir():
+        return  # a folder cannot be opened there
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise
     finally:
         os.close(descriptor)
 
@@ -86,20 +99,41 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def read(path: Path) -> dict[str, Any] | str:
-    """A manifest, or in words why it is none."""
+    """Return a manifest, or in words what is wrong with it."""
     try:
-        content = json.loads(path.read_text())
+        return _read(path)
     except FileNotFoundError:
         return UNSEALED
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"its {path.name} cannot be read ({_reason(error)})"
+
+
+def _read(path: Path) -> dict[str, Any] | str:
+    content = json.loads(path.read_text())
     if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
         return f"its {path.name} is no manifest"
     if content.get("format") != FORMAT:
         return f"its {path.name} has format {content.get('format')!r}, and this version reads {FORMAT}"
     if content.pop("digest", None) != _digest(content):
         return f"its {path.name} has been changed"
-    return content
+    wrong = wrong_entry(content["files"])
+    return content if wrong is None else f"its {path.name} {wrong}"
+
+
+def wrong_entry(files: Mapping[str, Any]) -> str | None:
+    """The first entry that is malformed or names a file outside of the folder, in words; None if there is none."""
+    for name, entry in files.items():
+        if not _is_inside(name):
+            return f"names a file outside of its folder: {name!r}"
+        sound = isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
+        if not sound:
+            return f"has no size and sha256 for {name!r}"
+    return None
+
+
+def _is_inside(name: str) -> bool:
+    path = PureWindowsPath(name)  # which takes both kinds of slash apart
+    return bool(path.parts) and not path.anchor and ".." not in path.parts and "\0" not in name
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -143,7 +177,7 @@ def _change(path: Path, name: str, entry: dict[str, Any], hashes: bool) -> str |
             return f"{name} has been changed (its hash is another)"
     except FileNotFoundError:
         return f"{name} is missing"
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return f"{name} cannot be read ({_reason(error)})"
     return None
 

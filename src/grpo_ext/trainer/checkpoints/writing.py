@@ -4,20 +4,21 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.errors import SaveError
+from grpo_ext.errors import ConfigError, SaveError
 from grpo_ext.rollout.vllm.late import GRPOTrainer
 from grpo_ext.trainer import hub
 from grpo_ext.trainer.checkpoints.agreement import everywhere
+from grpo_ext.trainer.checkpoints.branches import Branch
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, holds_weights, publish, write_finished
-from grpo_ext.trainer.checkpoints.manifest import MANIFEST, STATE, damage, read, seal, step_of, sync
+from grpo_ext.trainer.checkpoints.manifest import STATE, damage, seal, step_of, sync
 from grpo_ext.trainer.checkpoints.shards import gathered
 
 SAVING = "_saving"
@@ -43,6 +44,8 @@ class WritingTrainer(GRPOTrainer):
     _published: Sequence[str] = ()
     _record: Mapping[str, Any]
     """What defines the run."""
+    _branch = Branch()
+    """This start, in the history of its folder."""
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
@@ -66,7 +69,8 @@ class WritingTrainer(GRPOTrainer):
 
     def _settle(self, folder: Path, final: Path) -> None:
         self.state.save_to_json(str(folder / STATE))  # which names the best checkpoint
-        seal(folder, step=self.state.global_step, weights_alone=bool(self.args.save_only_model))
+        facts = {"step": self.state.global_step, "weights_alone": bool(self.args.save_only_model)}
+        seal(folder, **facts, **self._branch.facts())
         put_in_place(folder, final)
         rotate(final, self.args.save_total_limit, self.state.best_model_checkpoint)
         remove_if_empty(folder.parent)
@@ -97,14 +101,18 @@ class WritingTrainer(GRPOTrainer):
 
     def _publish(self, folder: Path, final: Path) -> None:
         self._published = publish(folder, final)
-        shutil.rmtree(folder.parent)
+        discard(folder.parent)
 
     def finish(self, output_dir: str | Path) -> None:
         """After `save_final`: say, last of all, that the run is over."""
         final = Path(output_dir)
         with self._told_to_all(final / FINISHED_FILE, final / SAVING):
             if self.args.should_save:
-                facts = {"step": self.state.global_step, "max_steps": self.state.max_steps}
+                facts = {
+                    "step": self.state.global_step,
+                    "max_steps": self.state.max_steps,
+                    "order": self._branch.order,
+                }
                 self._contained(write_finished, final, self._published, self._record, **facts)
 
     def _save_beside_model(self, folder: Path) -> None:
@@ -180,7 +188,7 @@ class WritingTrainer(GRPOTrainer):
         all_told = [text for text in everywhere(told) if text is not None]
         if all_told:
             if self.args.should_save:
-                shutil.rmtree(aside, ignore_errors=True)
+                discard(aside)
             raise SaveError(all_told[0]) from error
 
 
@@ -200,20 +208,32 @@ def unwritten(error: Exception, final: Path) -> str:
 
 
 def put_in_place(folder: Path, final: Path) -> None:
-    """Give a sealed folder its name; what was there before is damaged or of an elder run, and goes."""
-    replaced = folder.with_name(f"replaced-{final.name}")
-    if final.exists() or final.is_symlink():
+    """Atomically move a sealed checkpoint into place, replacing a damaged one or one of an earlier run."""
+    replaced = _unused(folder.with_name(f"replaced-{final.name}"))
+    if os.path.lexists(final):
         final.rename(replaced)
     folder.rename(final)
     sync(final.parent)
-    if replaced.is_dir() and not replaced.is_symlink():
-        shutil.rmtree(replaced, ignore_errors=True)
+    discard(replaced)
+
+
+def discard(path: Path) -> None:
+    """Delete a folder, file or link as far as possible: NFS keeps `.nfs` files until their last reader has ended."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        replaced.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
+
+
+def _unused(path: Path) -> Path:
+    """The path, or one like it: `discard` may have left something under this name."""
+    names = (path.with_name(f"{path.name}{f'-{i}' if i else ''}") for i in range(10**6))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Delete checkpoints beyond `limit`, what looks damaged first, then the eldest.
+    """Delete checkpoints beyond `limit`: first what looks damaged, then the oldest by branch and step.
 
     Never the newest, which has just been sealed, nor the best one, nor what is not called `checkpoint-N`.
     """
@@ -221,32 +241,36 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
         return
     kept = {newest.absolute()} | ({Path(best).absolute()} if best else set())
     present = [path for path in numbered(newest.parent) if path.is_dir() and not path.is_symlink()]
-    spare = sorted((path for path in present if path.absolute() not in kept), key=_worth)
+    oldest_first = [path for path in reversed(present) if path.absolute() not in kept]
+    spare = sorted(oldest_first, key=lambda path: not damage(path, hashes=False))
     for path in spare[: max(0, len(present) - max(limit, len(kept)))]:
-        doomed = newest.parent / SAVING / f"deleted-{path.name}"
+        doomed = _unused(newest.parent / SAVING / f"deleted-{path.name}")
         doomed.parent.mkdir(exist_ok=True)
         path.rename(doomed)  # at once: half a checkpoint is never seen under its name
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _worth(checkpoint: Path) -> tuple[bool, int, int]:
-    content = read(checkpoint / MANIFEST)
-    written = content.get("written", 0) if isinstance(content, dict) else 0
-    return not damage(checkpoint, hashes=False), written, step_of(checkpoint) or 0
+        discard(doomed)
 
 
 def remove_if_empty(folder: Path) -> None:
     """Leave no trace of having saved."""
-    if not any(folder.iterdir()):
+    if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 
 
 def recover(output_dir: Path) -> None:
-    """After a kill: a checkpoint that was sealed and not yet renamed gets its name; what was half written goes."""
+    """After a kill: a checkpoint that was sealed and not yet renamed gets its name; what was half written goes.
+
+    Raises:
+        ConfigError: no checkpoint could be written, because `_saving` is a link or a file.
+    """
     aside = output_dir / SAVING
+    if aside.is_symlink() or (aside.exists() and not aside.is_dir()):
+        kind = "a link" if aside.is_symlink() else "a file"
+        raise ConfigError(
+            [f"{aside} is {kind}: checkpoints are written in a folder of this name, on output_dir's disk. Remove it."]
+        )
     if not aside.is_dir():
         return
     for folder in numbered(aside):
         if not damage(folder) and not (output_dir / folder.name).exists():
             put_in_place(folder, output_dir / folder.name)
-    shutil.rmtree(aside, ignore_errors=True)
+    discard(aside)

@@ -1,0 +1,63 @@
+"""The values of `resume_from_checkpoint`, and the note in `output_dir` of the last one that was carried out."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FRESH_START = "never"
+"""`--resume_from_checkpoint never` ignores the checkpoints in `output_dir`."""
+AFRESH = (FRESH_START, "false")
+"""Values of `resume_from_checkpoint`, in any case, that ignore the checkpoints in `output_dir`."""
+LAST = ("true", "last")
+"""Values of `resume_from_checkpoint` that, like none, mean the last checkpoint in `output_dir`."""
+REQUEST_FILE = "_request.json"
+"""The note; transformers never pushes a file to the hub whose name begins with `_`."""
+ASIDE = "_before-"
+"""Beginning of the names of folders for runs and branches that were left."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checkpoint, or the beginning, from which a command asked to train."""
+
+    asked: str
+    """`never`, or the absolute path of a checkpoint."""
+    order: int
+    """Checkpoints of this order and later ones are what the command began."""
+    aside: str
+    """Name of the folder in `output_dir` to which everything else goes that the request makes obsolete."""
+    moved: bool = False
+    """Whether all of that is there."""
+
+    @property
+    def afresh(self) -> bool:
+        """Whether it asked for the beginning."""
+        return self.asked == FRESH_START
+
+
+def requested(value: object) -> str | None:
+    """What a `resume_from_checkpoint` asks for: `never`, the absolute path of a checkpoint, or None for the newest."""
+    word = str(value).lower()
+    if word in AFRESH:
+        return FRESH_START
+    return None if not value or word in LAST else os.path.abspath(str(value))
+
+
+def noted(output_dir: Path) -> Request | None:
+    """The request that was last carried out in a folder; None if there is none, or its note is damaged."""
+    try:
+        content = json.loads((output_dir / REQUEST_FILE).read_text())
+        request = Request(**content)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    return request if _is_sound(request) else None
+
+
+def _is_sound(request: Any) -> bool:
+    if not (isinstance(request.asked, str) and type(request.order) is int and isinstance(request.aside, str)):
+        return False
+    return (
+        type(request.moved) is bool and request.aside.startswith(ASIDE) and Path(request.aside).name == request.aside
+    )

@@ -1,0 +1,270 @@
+"""Going back to a checkpoint, or to the beginning: once, whatever kills it, and then the same command continues."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_ext import ConfigError
+from grpo_ext.config.resuming import REQUEST_FILE, Request, noted, requested
+from grpo_ext.evaluation import results
+from grpo_ext.report import reading
+from grpo_ext.trainer import nonfinite, recording
+from grpo_ext.trainer.checkpoints.branches import branch_of, continued_by
+from grpo_ext.trainer.checkpoints.choice import Sound, newest_sound, numbered
+from grpo_ext.trainer.checkpoints.finish import RECORDS, write_finished
+from grpo_ext.trainer.checkpoints.starting import _beginning, _carried_out, _start
+from killed import killed_at
+from run_folders import checkpoint
+
+HERE = {"max_steps": 9, "num_train_epochs": 1.0}
+"""The record of the run that starts again: longer than what it finds."""
+
+
+def trains(out: Path, asked, *steps: int) -> str | None:
+    """What `grpo-ext train` does but for training: begins where it should, and saves some steps."""
+    begin = _beginning(out, asked, HERE)
+    if begin.over:
+        return begin.over
+    if begin.request is not None:
+        _carried_out(out, begin.request, begin.checkpoint)
+    _, branch = _start(out, begin.checkpoint, HERE)
+    for step in steps:
+        checkpoint(out, step, **branch.facts())
+    return begin.checkpoint and Path(begin.checkpoint).name
+
+
+def ends(out: Path, step: int, steps: int = 8) -> None:
+    """What the end of a run leaves."""
+    (out / "model.safetensors").write_text(f"model of step {step}")
+    order = branch_of(numbered(out)[0]).order if numbered(out) else 1
+    facts = {"step": step, "max_steps": steps, "order": order}
+    write_finished(out, ["model.safetensors"], HERE | {"max_steps": steps}, **facts)
+
+
+def left(out: Path) -> list[str]:
+    return sorted(path.name for path in out.iterdir())
+
+
+RECORDED = ("evaluation/held_out/step_4.json", "evaluation/held_out/step_6_samples.jsonl", "batches/step_6/rank_0.pt")
+
+
+def a_finished_run(out: Path) -> Path:
+    """Checkpoints 2 to 8, a log and a model."""
+    trains(out, None, 2, 4, 6, 8)
+    (out / "metrics.jsonl").write_text("{}\n")
+    (out / "mine.txt").write_text("a note")
+    for name in RECORDED:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
+    ends(out, 8)
+    return out
+
+
+def contents(*folders: Path) -> dict[str, bytes]:
+    """All files of some folders, by their path in each; no path may be in two of them."""
+    found: dict[str, bytes] = {}
+    for folder in folders:
+        for path in folder.rglob("*"):
+            name = str(path.relative_to(folder))
+            if path.is_file() and not name.startswith("_") and not name.endswith(".part"):
+                assert name not in found
+                found[name] = path.read_bytes()
+    return found
+
+
+GOING_BACK = {
+    "never": ("never", None, []),
+    "to one of its own": ("{out}/checkpoint-4", "checkpoint-4", ["checkpoint-4", "checkpoint-2"]),
+    "to another run's": ("{out}/../elsewhere/checkpoint-5", "checkpoint-5", []),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("where", "plainly"),
+    [
+        *((where, False) for where in GOING_BACK),
+        ("to one of its own", True),
+        pytest.param("never", True, marks=pytest.mark.slow),
+        pytest.param("to another run's", True, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_any_file_operation_of_going_back(where, plainly, tmp_path):
+    """Started again, the run begins where it was to begin, and each file of the old one is there, once."""
+    asked, begins, stay = GOING_BACK[where]
+    for operation in range(1, 500):
+        out = a_finished_run(tmp_path / str(operation) / "out")
+        trains(out.parent / "elsewhere", None, 5)
+        before, wanted = contents(out), asked.format(out=out)
+        begin = _beginning(out, wanted, HERE)
+        died = killed_at(operation, lambda out=out, b=begin: _carried_out(out, b.request, b.checkpoint))
+        if noted(out) is None:
+            assert contents(out) == before  # nothing has been touched: the plain command is that of the old run
+        if noted(out) is not None or not plainly:
+            assert trains(out, None if plainly else wanted) == begins
+            asides = list(out.glob("_before-*"))
+            assert len(asides) == 1
+            assert contents(out, *asides) == before
+            assert [path.name for path in numbered(out)] == stay
+            assert not (out / "finished.json").exists()
+            assert [name for name in RECORDED if (out / name).exists()] == list(RECORDED[: 1 if stay else 0])
+            before = contents(out)
+            (out / "metrics.jsonl").write_text("of a start that was killed before its first checkpoint")
+            assert trains(out, None if plainly else wanted) == begins
+            assert contents(out).keys() == {*before, "metrics.jsonl"}
+        if not died:
+            break
+    assert operation > 8
+
+
+@pytest.mark.parametrize("where", GOING_BACK)
+@pytest.mark.parametrize("old_order", ["finished", "killed"])
+def test_a_repeated_command_continues_what_it_began(where, old_order, tmp_path):
+    """As SLURM's requeue has it: each start makes a step or two, and the run comes to its end."""
+    asked, begins, _ = GOING_BACK[where]
+    out = a_finished_run(tmp_path / "out")
+    if old_order == "killed":
+        (out / "finished.json").unlink()
+    trains(tmp_path / "elsewhere", None, 5)
+    wanted = asked.format(out=out)
+    assert trains(out, wanted) == begins  # killed before its first checkpoint
+    assert trains(out, wanted, 6) == begins
+    assert trains(out, wanted, 7) == "checkpoint-6"
+    assert trains(out, None, 8) == "checkpoint-7"
+    assert trains(out, wanted, 9) == "checkpoint-8"
+    ends(out, 9, 9)
+    assert "This run is finished: 9 steps" in trains(out, wanted)
+    assert "This run is finished: 9 steps" in trains(out, None)
+    assert len(list(out.glob("_before-*"))) == 1
+
+
+def test_the_checkpoint_that_was_gone_back_to_may_go(tmp_path):
+    """Rotation deletes it; the repeated command has no need of it."""
+    out = a_finished_run(tmp_path)
+    asked = str(out / "checkpoint-4")
+    trains(out, asked, 5)
+    for gone in ("checkpoint-2", "checkpoint-4"):
+        (out / gone).rename(tmp_path / f"gone-{gone}")
+    assert trains(out, asked, 6) == "checkpoint-5"
+
+
+def test_another_request_is_carried_out(tmp_path):
+    out = a_finished_run(tmp_path)
+    trains(out, str(out / "checkpoint-4"), 5, 6)
+    assert trains(out, str(out / "checkpoint-2"), 3) == "checkpoint-2"
+    assert trains(out, "never", 1) is None
+    assert trains(out, "never", 2) == "checkpoint-1"
+    assert [path.name for path in numbered(out)] == ["checkpoint-2", "checkpoint-1"]
+    assert len(list(out.glob("_before-*"))) == 3
+
+
+def test_a_branch_that_was_left_can_be_gone_back_to(tmp_path):
+    """What both have in common stays, what the other branch wrote since goes aside."""
+    out = a_finished_run(tmp_path)
+    trains(out, str(out / "checkpoint-4"), 5, 6)
+    [aside] = out.glob("_before-*")
+    assert trains(out, str(aside / "checkpoint-8"), 9) == "checkpoint-8"
+    assert [path.name for path in numbered(out)] == ["checkpoint-9", "checkpoint-4", "checkpoint-2"]
+    assert trains(out, None) == "checkpoint-9"
+
+
+def test_never_begins_again_where_the_recipe_has_changed(tmp_path, caplog):
+    """A changed recipe is no repeated command: continuing it would be refused, and `never` is the cure named there."""
+    trains(tmp_path, "never", 2)
+    changed = HERE | {"seed": 8}
+    with pytest.raises(ConfigError, match=r"seed: .* --resume_from_checkpoint never"):
+        _beginning(tmp_path, None, changed)
+    begin = _beginning(tmp_path, "never", changed)
+    assert begin.checkpoint is None
+    assert begin.request is not None
+    assert "seed" in caplog.text
+
+
+def test_what_a_fresh_start_wrote_is_not_begun_again_in_silence(tmp_path, caplog):
+    trains(tmp_path, "never", 2)
+    (tmp_path / "checkpoint-2" / "manifest.json").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint-2 is damaged.*\n.*--resume_from_checkpoint never"):
+        _beginning(tmp_path, None, HERE)
+    assert trains(tmp_path, "never", 1) is None
+    assert "checkpoint-2 is damaged" in caplog.text
+    assert [path.name for path in tmp_path.glob("_before-*/*")] == ["checkpoint-2"]
+
+
+def test_the_lineage_of_each_checkpoint_is_recorded(tmp_path):
+    trains(tmp_path, None, 2, 4)
+    trains(tmp_path, None, 6)
+    trains(tmp_path, str(tmp_path / "checkpoint-4"), 7)
+    first, last = (branch_of(tmp_path / f"checkpoint-{step}") for step in (4, 7))
+    [aside] = tmp_path.glob("_before-*")
+    assert last.lineage == ((first.id, 4),)
+    assert branch_of(aside / "checkpoint-6").lineage == ((first.id, 4),)
+    assert branch_of(aside / "checkpoint-6").id != last.id
+    assert first.order < branch_of(aside / "checkpoint-6").order < last.order
+    assert continued_by(tmp_path / "checkpoint-4", tmp_path / "checkpoint-7", 7)
+    assert not continued_by(aside / "checkpoint-6", tmp_path / "checkpoint-7", 7)
+
+
+def test_a_script_that_goes_back_leaves_nothing_newer_behind(tmp_path):
+    """`train(resume_from_checkpoint=PATH)` goes back each time, and True then continues what it began."""
+    out = a_finished_run(tmp_path)
+    for _ in range(2):
+        found, branch = _start(out, str(out / "checkpoint-4"), HERE)
+        assert Path(found).name == "checkpoint-4"
+        assert [path.name for path in numbered(out)] == ["checkpoint-4", "checkpoint-2"]
+        checkpoint(out, 5, **branch.facts())
+    assert Path(_start(out, True, HERE)[0]).name == "checkpoint-5"
+
+
+def test_a_script_that_may_not_resume_there_moves_nothing(tmp_path):
+    out = a_finished_run(tmp_path)
+    before = contents(out)
+    with pytest.raises(ConfigError, match="seed"):
+        _start(out, str(out / "checkpoint-4"), HERE | {"seed": 8})
+    assert contents(out) == before
+    assert noted(out) is None
+
+
+def test_what_a_kill_left_sealed_goes_aside_too(tmp_path):
+    """It gets its name before the old run is moved, not after."""
+    trains(tmp_path, None, 2)
+    checkpoint(tmp_path / "_saving", 3, **branch_of(tmp_path / "checkpoint-2").facts())
+    assert trains(tmp_path, "never") is None
+    assert numbered(tmp_path) == []
+    assert sorted(path.name for path in tmp_path.glob("_before-*/*")) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_the_folders_of_records_are_those_that_a_run_writes():
+    assert set(RECORDS) == {
+        *(module.FOLDER for module in (results, recording, nonfinite)),
+        reading.COMPLETIONS,
+        "reward_failures",
+    }
+
+
+def test_a_run_of_a_version_without_branches(tmp_path):
+    """Its checkpoints are those of one branch, older than all others."""
+    for step in (2, 4, 6):
+        checkpoint(tmp_path, step)
+    assert trains(tmp_path, str(tmp_path / "checkpoint-4"), 5) == "checkpoint-4"
+    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-5", "checkpoint-4", "checkpoint-2"]
+    assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-5")
+
+
+@pytest.mark.parametrize(
+    "note", ["", "[" * 100_000, "[]", '{"asked": "never"}', '{"asked": "never", "order": 1, "aside": "../x"}']
+)
+def test_a_damaged_note_counts_as_none(note, tmp_path):
+    (tmp_path / REQUEST_FILE).write_text(note)
+    assert noted(tmp_path) is None
+    (tmp_path / REQUEST_FILE).write_text(json.dumps({"asked": "never", "order": 1, "aside": "_before-x"}))
+    assert noted(tmp_path) == Request("never", 1, "_before-x")
+
+
+def test_what_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for word in ("never", "NEVER", "false", False):
+        assert requested(word) == "never"
+    for word in (None, "", True, "true", "last"):
+        assert requested(word) is None
+    assert requested("a") == requested(tmp_path / "a") == requested(Sound("./a")) == str(tmp_path / "a")
