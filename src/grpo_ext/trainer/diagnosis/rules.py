@@ -458,7 +458,7 @@ RULES: tuple[Rule, ...] = (
         "sampler's precision",
         "`sampling/mismatch` leaps to a level, and is not one-sided",
         "the sampler has the weights in another precision, or computes by other kernels",
-        "Give both sides one dtype (`sampler_dtype`, or merge an adapter in float32), or correct for it "
+        "Give both sides one dtype (`vllm_dtype`, or merge an adapter in float32), or correct for it "
         "(`vllm_importance_sampling_correction`).",
         _precision,
     ),
