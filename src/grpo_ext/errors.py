@@ -1,4 +1,8 @@
-"""What a user is told of: each is raised with the value, the reason and the cure in its message."""
+"""Errors for users, each with the value, the reason and the cure in its message, and never with a secret."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
 
 NOT_FINISHED = 75
 """Exit code of a run that was told to end, or lost a process: the same command goes on (EX_TEMPFAIL)."""
@@ -9,17 +13,21 @@ class UnknownNameError(ValueError):
 
 
 class ConfigError(ValueError):
-    """All that is wrong with a recipe; `problems` holds one sentence for each mistake."""
+    """All that is wrong with a recipe; `problems` holds one sentence for each mistake, without secrets."""
 
     def __init__(self, problems: list[str]) -> None:
         """Number and join the problems."""
-        self.problems = problems
+        self.problems = problems = [redacted_text(problem) for problem in problems]
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {p}" for p in problems)]))
 
 
 class DataError(ValueError):
     """A dataset, or a setting of one, that cannot be used; each line of the message names a place and the cure."""
+
+    def __init__(self, message: str) -> None:
+        """Leave secrets out of the message."""
+        super().__init__(redacted_text(message))
 
     @property
     def problems(self) -> list[str]:
@@ -29,6 +37,10 @@ class DataError(ValueError):
 
 class RewardError(RuntimeError):
     """A reward with `on_error: raise` failed; the message names it and says why."""
+
+    def __init__(self, message: str) -> None:
+        """Leave secrets out of the message."""
+        super().__init__(redacted_text(message))
 
 
 class NonFiniteError(RuntimeError):
@@ -62,3 +74,61 @@ class RunInterrupted(SystemExit):
     def __str__(self) -> str:
         """What was saved."""
         return self.line
+
+
+# Secrets.
+
+_ENDS = (
+    *("token", "apikey", "api_key", "access_key", "private_key", "secret_key", "secret"),
+    *("password", "passwd", "authorization", "credential", "credentials"),
+)
+_OF_A_VOCABULARY = ("eos", "bos", "pad", "unk", "mask", "sep", "cls", "image", "video", "audio", "start", "end", "new")
+_ENTRY = re.compile(
+    r"""(?P<name>[A-Za-z][\w-]*)(?P<between>['"]?\s*[:=]\s*)"""
+    r"""(?:(?P<quote>['"])(?P<text>.*?)(?P=quote)|(?P<inside>\[[^]]*\]|\{[^}]*\})|(?P<word>[^\s,;.'"()[\]{}]+))"""
+)
+"""A name with its value: in quotes, in brackets, or one word."""
+_URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s'"<>]+""")
+_WELL_KNOWN = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|xox[bp]-)[\w-]{16,}")
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a setting, option or header of this name holds a secret, as `hub_token` and `X-API-Key` do."""
+    name = name.lower().replace("-", "_")
+    return name.endswith(_ENDS) and not name.removesuffix("_token").endswith(_OF_A_VOCABULARY)
+
+
+def redacted(value: Any, name: str = "") -> Any:
+    """Return settings in which secrets are None, and texts have none in their urls."""
+    if isinstance(value, Mapping):
+        return {key: redacted(part, str(key)) for key, part in value.items()}
+    if value is not None and is_secret(name):
+        return None
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(redacted(part) for part in value)
+    return _in_urls(value) if isinstance(value, str) else value
+
+
+def redacted_text(text: str) -> str:
+    """Return a message in which *** stands for the values of secrets, also in urls."""
+    return _WELL_KNOWN.sub("***", _ENTRY.sub(_entry, _in_urls(text)))
+
+
+def _entry(found: re.Match[str]) -> str:
+    """Return a name with its value, or with *** for a secret; a word behind `token: ` may be prose."""
+    name, quote = found["name"], found["quote"] or ""
+    before = f"{name}{found['between']}{quote}"
+    prose = found["word"] is not None and not found["word"].isdecimal() and not re.search("[_-]", name)
+    if is_secret(name) and not prose:
+        return f"{before}***{quote}"
+    value = found["text"] or found["inside"] or found["word"] or ""
+    return f"{before}{_ENTRY.sub(_entry, value)}{quote}"
+
+
+def _in_urls(text: str) -> str:
+    return _URL.sub(_url, text) if "://" in text else text
+
+
+def _url(found: re.Match[str]) -> str:
+    without_user = re.sub(r"://[^/@]*@", "://***@", found[0])
+    return re.sub(r"([?&][^=&]+=)[^&)]+", r"\1***", without_user)

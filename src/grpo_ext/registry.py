@@ -21,10 +21,17 @@ MANY = 100
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Sentence naming the closest known names, or all of them when nothing is close, unless they are `MANY`."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    plain = {_plain(entry): entry for entry in known}
+    same = plain.get(_plain(name))
+    close = [same] if same else [plain[c] for c in difflib.get_close_matches(_plain(name), plain, n=3, cutoff=0.6)]
     if close:
         return f"Did you mean {' or '.join(map(repr, close))}?"
     return f"Known: {', '.join(known)}." if len(known) < MANY else f"None of the {len(known)} known names is like it."
+
+
+def _plain(name: str) -> str:
+    """Return a name as it is compared: `DR-GRPO` is `dr_grpo`."""
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
 def located(path: str, folder: Path | None = None) -> str:

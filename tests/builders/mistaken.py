@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from peft import LoraConfig
-from transformers import BertConfig, LlamaConfig, T5Config
+from transformers import BertConfig, LlamaConfig, Qwen2Config, T5Config
 
 import tiny
 
@@ -52,6 +52,9 @@ def _models(folder: Path) -> None:
     for name, config in (("bert", BertConfig(architectures=["BertModel"])), ("classifier", other)):
         _bare(folder / name, config.to_dict())
     _bare(folder / "t5", T5Config(architectures=["T5ForConditionalGeneration"]).to_dict())
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bare = Qwen2Config(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2, vocab_size=64, **sizes)
+    _bare(folder / "qwen-no-tokenizer", bare.to_dict())
     _bare(folder / "newer", {"model_type": "gpt7", "architectures": ["GPT7ForCausalLM"]})
     own = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}
     _bare(folder / "own-code", {"model_type": "own", "architectures": ["OwnModel"], "auto_map": own})

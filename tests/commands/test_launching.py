@@ -80,6 +80,14 @@ def test_a_recipe_says_how_it_is_launched_and_the_command_line_wins(launched, tm
     assert launched(*argv, "--accelerate_config", "cpu_ddp", "--num_processes", "4") == (str(CONFIG), "4", "4")
 
 
+def test_fsdp_on_a_cpu_is_refused_once_before_any_process_starts(monkeypatch, capsys):
+    monkeypatch.setattr(train, "call", lambda *_: pytest.fail("it was launched"))
+    assert train.run(["--accelerate_config", "fsdp2", "--num_processes", "2", "--config", "quickstart/grpo"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("FSDP on GPUs only") == 1
+    assert "--accelerate_config cpu_ddp" in err
+
+
 @pytest.mark.parametrize("count", ["0", "two", "-1"])
 def test_what_is_no_number_of_processes(count, capsys):
     assert train.run(["--num_processes", count]) == 2

@@ -71,6 +71,27 @@ BROKEN = {
         LOSS,
         ["loss_type='own:f' raised RuntimeError", "Correct the function"],
     ),
+    "an input changed in place": (
+        "def f(log_ratio, advantages):\n    log_ratio += 1\n    return -log_ratio.exp() * advantages",
+        LOSS,
+        ["loss_type='own:f' changes its input 'log_ratio' in place", "Write log_ratio = log_ratio + ..."],
+    ),
+    "an input changed by a method": (
+        "def f(per_token_logps, advantages): return -per_token_logps * advantages.mul_(2)",
+        LOSS,
+        ["loss_type='own:f' changes its input 'advantages' in place"],
+    ),
+    "a KL's input changed in place": (
+        "def f(log_ref_ratio): return log_ref_ratio.neg_()",
+        KL,
+        ["kl_estimator='own:f' changes its input 'log_ref_ratio' in place"],
+    ),
+    "a metric's input changed in place": (
+        "@grpo_ext.register_loss('f', metrics=lambda log_ratio: {'mine': log_ratio.detach().exp_()})\n"
+        "def f(per_token_logps, advantages): return -per_token_logps * advantages",
+        LOSS,
+        ["loss_type='own:f', metrics changes its input 'log_ratio' in place"],
+    ),
     "clip regions of another shape": (
         "@grpo_ext.register_loss('f', clip_regions=lambda mask: (mask.sum(), mask.sum()))\n"
         "def f(per_token_logps, advantages): return -per_token_logps * advantages",

@@ -150,6 +150,43 @@ def test_what_the_bad_recipes_are_made_of_is_sound(write, caplog):
     assert not [r for r in caplog.records if r.name.startswith("grpo_ext")]
 
 
+@pytest.mark.parametrize(
+    ("broken", "other", "words"),
+    [
+        ({"per_device_train_batch_size": "eight"}, {"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+        ({"learning_rate": "fast"}, {"lr_scheduler_type": "cosine_with_min_lr"}, "without the rate that it ends at"),
+        ({"record_batches": -1}, {"replay_batches": "/nowhere"}, "replay_batches='/nowhere'"),
+        ({"temperature": -1}, {"generation_kwargs": {"temperature": 1}}, "generation_kwargs.temperature=1"),
+        ({"epsilon": "x"}, {"resume_from_checkpoint": "/nowhere"}, "resume_from_checkpoint='/nowhere'"),
+        ({"epsilon": "x"}, {"dynamic_sampling": "acuracy"}, "dynamic_sampling='acuracy'"),
+        ({"epsilon": "x"}, {"metric_for_best_model": "rewrd"}, "metric_for_best_model='rewrd'"),
+        ({"epsilon": "x"}, {"reward_weights": [1.0, 2.0]}, "2 weights for 1 rewards"),
+        ({"epsilon": "x"}, {"environment_waves": "turn"}, "environment_waves='turn'"),
+        ({"epsilon": "x"}, {"use_peft": True, "sync_ref_model": True, "beta": 0.1}, "with an adapter"),
+        ({"max_steps": "x"}, {"model_init_kwargs": {"tp_plan": "auto"}}, "model_init_kwargs.tp_plan='auto'"),
+    ],
+)
+def test_a_broken_field_and_a_mistake_that_does_not_depend_on_it_are_both_told(broken, other, words, write):
+    found = problems(write(**broken, **other))
+    assert len(found) == 2, found
+    assert found[0].startswith(f"{next(iter(broken))}=")
+    assert words in found[1]
+
+
+def test_a_list_on_the_command_line_may_be_json(write):
+    recipe = load_recipe([*write(), "--reward_funcs", '["accuracy", {"name": "format", "weight": 0.5}]'])
+    assert [(spec.name, spec.weight) for spec in recipe.rewards] == [("accuracy", 1.0), ("format", 0.5)]
+    words = ["--reward_funcs", "accuracy", '{"name": "format", "weight": 0.5}']
+    assert load_recipe([*write(), *words]).rewards == recipe.rewards
+    targets = load_recipe([*write(use_peft=True), "--lora_target_modules", '["q_proj", "v_proj"]']).model
+    assert targets.lora_target_modules == ["q_proj", "v_proj"]
+    assert load_recipe([*write(), "--report_to", "[]"]).training.report_to == []
+    [empty] = problems([*write(), "--reward_funcs", "[]"])
+    assert "reward_funcs=[]: nothing would be rewarded" in empty
+    [broken] = problems([*write(), "--reward_funcs", '["accuracy"'])
+    assert "is not a list in JSON" in broken
+
+
 def test_five_mistakes_of_five_kinds_are_told_at_once(write):
     found = problems(
         write(
@@ -460,13 +497,25 @@ def test_check_plans_for_another_number_of_processes(capsys, option):
     assert run("check", "--config", "quickstart/grpo", "--per_device_train_batch_size", "4", *option) == 0
 
 
+def test_check_takes_the_launch_configuration_as_train_does(capsys):
+    argv = ["check", "--config", "quickstart/grpo", "--accelerate_config", "cpu_ddp"]
+    assert run(*argv) == 0
+    assert "128 completions" in words(capsys.readouterr().out)
+    assert run(*argv, "--num_processes", "4") == 0
+    assert "256 completions" in words(capsys.readouterr().out)
+    assert run("check", "--config", "quickstart/grpo", "--accelerate_config", "cpu_dpp") == 2
+    assert "accelerate_config='cpu_dpp'" in capsys.readouterr().err
+    assert run("check", "--config", "quickstart/grpo", "--accelerate_config", "fsdp2") == 2
+    assert "accelerate has FSDP on GPUs only" in capsys.readouterr().err
+
+
 def test_check_plans_for_a_machine_with_gpus(capsys):
     assert run("check", "--config", "gsm8k/qwen2.5-1.5b-grpo-vllm-colocate") == 0
     assert "512 completions = 8 prompts x 64" in words(capsys.readouterr().out)
 
 
 def test_check_warns_once(capsys, caplog):
-    assert run("check", "--config", "quickstart/bnpo", "--lora_r", "32") == 0
+    assert run("check", "--config", "quickstart/bnpo", "--lora_r", "32", "--use_peft", "false") == 0
     out = words(capsys.readouterr().out)
     assert out.count("TRL's token mean over each micro-batch") == 1
     assert out.count("lora_r: without use_peft: true this has no effect.") == 1

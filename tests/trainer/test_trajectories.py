@@ -11,6 +11,7 @@ from float64 import FLOAT64, float64_throughout
 from grpo_ext.errors import RewardError
 from grpo_ext.objective.estimate import estimate
 from grpo_ext.objective.trajectory import Trajectory, Turn, batch
+from grpo_ext.rollout.trajectories import with_trajectories
 from trainers import build, scripted_trajectories, weights
 
 
@@ -222,3 +223,26 @@ def test_a_row_without_messages_is_seen_as_its_text_and_the_others_keep_theirs(m
 def test_where_no_context_is_rewritten_a_batch_has_no_parents(model, tmp_path):
     assert "parents" not in trained(model, tmp_path, [tiny.count_a], growing, max_steps=1)._buffered_inputs[0]
     assert "parents" in trained(model, tmp_path, max_steps=1)._buffered_inputs[0]
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "words"),
+    [
+        ([[[-1.0], [-1.0]], [-1.0]], r"logprobs of completion 0 has \[-1.0\] among them"),
+        ([[-1.0, -1.0], [[-1.0]]], r"logprobs of completion 1 has \[-1.0\] among them"),
+        ([[-1.0], [-1.0]], "logprobs of completion 0 has 1 values for 2 tokens"),
+        ([[-1.0, "x"], [-1.0]], "logprobs of completion 0 has 'x' among them"),
+    ],
+)
+def test_log_probabilities_of_a_rollout_func_are_one_number_for_each_token(logprobs, words):
+    def rollout(prompts, trainer=None):
+        return {"prompt_ids": [[1], [1]], "completion_ids": [[5, 6], [7]], "logprobs": logprobs}
+
+    with pytest.raises(ValueError, match=words):
+        with_trajectories(rollout, {2})(["a", "b"])
+
+
+@pytest.mark.parametrize("logprobs", [None, [[-1.0, None], [0]], [None, None], [[-1.0, -2.0], [float("nan")]]])
+def test_log_probabilities_that_are_not_known_are_left_to_trl(logprobs):
+    output = {"prompt_ids": [[1], [1]], "completion_ids": [[5, 6], [7]], "logprobs": logprobs}
+    assert with_trajectories(lambda prompts: output, {2})(["a", "b"]) is output

@@ -5,6 +5,7 @@ After reading what changed: `python tests/test_trl_contract.py` prints the new t
 
 import hashlib
 import inspect
+from typing import Any
 
 import pytest
 import trl
@@ -122,6 +123,28 @@ def test_an_override_takes_what_trl_passes(name):
     named = [p for p in named if p not in further]
     assert named == theirs[: len(named)]
     assert named == theirs or any(p.kind is p.VAR_KEYWORD for p in ours.values())
+
+
+OURS = ("reward_workers", "environments", "reward_memory_gib")
+
+
+def test_the_trainer_takes_trls_arguments_in_their_order_and_three_more():
+    theirs = inspect.signature(trl.GRPOTrainer.__init__).parameters
+    ours = inspect.signature(GRPOExtTrainer.__init__).parameters
+    assert list(ours) == [*theirs, *OURS]
+    assert {name: p.default for name, p in ours.items() if name in theirs} == {n: p.default for n, p in theirs.items()}
+    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in OURS)
+    typed = {name: p.annotation for name, p in ours.items() if name != "self"}
+    assert inspect.Parameter.empty not in typed.values()
+    assert Any not in typed.values()
+    explained = inspect.getdoc(GRPOExtTrainer.__init__)
+    assert [name for name in typed if f"{name}: " not in explained] == []
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("peft_confg", "peft_config"), ("reward_func", "reward_funcs")])
+def test_a_misspelt_argument_of_the_trainer_gets_the_one_that_was_meant(typo, meant):
+    with pytest.raises(TypeError, match=f"GRPOExtTrainer has no argument '{typo}'. Did you mean '{meant}'"):
+        GRPOExtTrainer("quickstart", **{typo: None})
 
 
 def test_the_reference_is_created_under_the_name_that_is_replaced():

@@ -1,20 +1,23 @@
 """`grpo-ext check`: every mistake of a recipe at once, or what it will do in numbers, before a model is loaded."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import datasets
 from datasets import Dataset
 
-from grpo_ext.commands.console import print_sections, take_processes
+from grpo_ext.commands.console import print_sections, take_option, take_processes
 from grpo_ext.commands.serve import server_url, wanted
+from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
 from grpo_ext.config.machine import lacks
 from grpo_ext.config.warnings import warnings
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.launching import launch_of
+from grpo_ext.recipe.files import read_yaml
+from grpo_ext.recipe.launching import Launch, accelerate_config, launch_of
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -130,16 +133,24 @@ def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
 def run(argv: list[str]) -> int:
     """Print the plan; 2 when the recipe has problems."""
     try:
-        processes = take_processes(argv)
-        with planned_processes(processes or launch_of(argv).planned, here=processes is None):
+        name, processes = take_option(argv, "--accelerate_config"), take_processes(argv)
+        asked = launch_of(argv)
+        launch = asked if name is None else Launch(accelerate_config(name), asked.processes)
+        with planned_processes(processes or launch.planned, here=processes is None):
             datasets.disable_progress_bars()
             look = Look()
             recipe = load_recipe(argv, look)
+            if recipe.training.use_cpu and launch.config and _is_fsdp(launch.config):
+                raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
             print_sections(plan(recipe, look))
             return _check_server(recipe)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _is_fsdp(config: Path) -> bool:
+    return read_yaml(config).get("distributed_type") == "FSDP"
 
 
 def _check_server(recipe: Any) -> int:

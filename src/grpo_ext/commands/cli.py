@@ -17,7 +17,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "new": (START, "lay out a project with a recipe, data, a reward and its test: DIR"),
     "migrate": (START, "turn a configuration of TRL, Open-R1, verl, ... into a recipe: FILE [--output RECIPE.yaml]"),
-    "check": (TRAIN, "all mistakes of a recipe, or its plan: --config RECIPE [--num_processes N] [--key value ...]"),
+    "check": (
+        TRAIN,
+        "all mistakes of a recipe, or its plan: --config RECIPE [--accelerate_config NAME] [--num_processes N] "
+        "[--key value ...]",
+    ),
     "train": (
         TRAIN,
         "train a recipe: --config RECIPE [--accelerate_config NAME] [--num_processes N] [--key value ...]",

@@ -156,7 +156,7 @@ def computed(contents: Sequence[dict[str, Any]], model: str, changes: Mapping[st
         return trainer.compute(contents)
 
 
-def _unscored(completions: list, **_: Any) -> list[None]:
+def _unscored(completions: list, **_: Any) -> list[float | None]:
     return [None] * len(completions)
 
 

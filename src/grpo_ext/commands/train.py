@@ -56,9 +56,16 @@ def launch(
     options: Sequence[str] = (),
     module: str = "grpo_ext.train",
 ) -> int:
-    """Run a module, that which trains, by accelerate; each process checks that as many came as were asked for."""
+    """Run a module, that which trains, by accelerate; each process checks that as many came as were asked for.
+
+    Raises:
+        ConfigError: FSDP on a CPU, which each of the processes would refuse.
+    """
+    from grpo_ext.config.engines import fsdp_on_cpu
     from grpo_ext.config.launch import ASKED
 
+    if config is not None and read_yaml(config).get("distributed_type") == "FSDP" and _on_cpu(argv):
+        raise ConfigError([fsdp_on_cpu(f"accelerate_config={config.stem}")])
     command = [*accelerate_command(config, processes), *options]
     asked = processes or (read_yaml(config).get("num_processes") if config else None)
     environment = os.environ if asked is None else os.environ | {ASKED: str(asked)}
@@ -113,11 +120,16 @@ def accelerate_command(config: Path | None, processes: int | None) -> list[str]:
 
 def default_config(processes: int, argv: list[str]) -> Path | None:
     """`cpu_ddp` for several processes on a CPU, where accelerate would start one; else None: accelerate's own."""
-    import torch
     from accelerate.commands.config.config_args import default_config_file
 
     if processes == 1 or Path(default_config_file).is_file():
         return None
+    return accelerate_config("cpu_ddp") if _on_cpu(argv) else None
+
+
+def _on_cpu(argv: Sequence[str]) -> bool:
+    import torch
+
     recipe, _ = split_config(argv)
-    on_cpu = not torch.accelerator.is_available() or (recipe and read_yaml(find_recipe(recipe)).get("use_cpu"))
-    return accelerate_config("cpu_ddp") if on_cpu else None
+    asked = recipe is not None and read_yaml(find_recipe(recipe)).get("use_cpu")
+    return bool(asked) or not torch.accelerator.is_available()

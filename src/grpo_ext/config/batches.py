@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_ext.config.broken import Rule
 from grpo_ext.config.launch import world_size
 
 
@@ -91,7 +92,10 @@ _SIZES = ("per_device_train_batch_size", "num_generations", "gradient_accumulati
 
 
 def batch_problems(config: Any) -> Iterator[str]:
-    """Whether generations hold whole groups, and optimizer steps divide them."""
+    """Whether generations hold whole groups, and optimizer steps divide them.
+
+    One matter: the sizes that would work are computed from all of them.
+    """
     batch = _batch_of(config)
     generation_batch, steps, per_step = batch.generation_batch_size, batch.steps_per_generation, batch.per_step
     micro_batch = f"{batch.per_device_train_batch_size} x {batch.processes}"
@@ -126,7 +130,10 @@ def batch_problems(config: Any) -> Iterator[str]:
             f"{batch.gradient_accumulation_steps}: an optimizer step would mix generations and its denominators "
             f"would not be known. {_cures(batch, of_steps, 'gradient_accumulation_steps')}"
         )
-    if evaluated:
+
+
+def _eval_batch(config: Any) -> Iterator[str]:
+    if config.eval_strategy != "no":
         yield from eval_batch_problems(config)
 
 
@@ -142,6 +149,9 @@ def eval_batch_problems(config: Any) -> Iterator[str]:
             "completions generated per prompt in evaluation. Nearest that work: per_device_eval_batch_size "
             f"{' or '.join(map(str, sizes))}; or num_generations_eval {' or '.join(map(str, groups))}."
         )
+
+
+BATCH_RULES: tuple[Rule, ...] = (batch_problems, _eval_batch)
 
 
 def too_few(config: Any, rows: int) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate.utils import parse_flag_from_env
 
+from grpo_ext.config.broken import Rule
 from grpo_ext.errors import ConfigError
 
 SPREAD = {
@@ -22,19 +23,33 @@ def engine_problems(config: Any) -> Iterator[str]:
 
     Batches, denominators and metrics count each process's rows as its own.
     """
+    for rule in ENGINE_RULES:
+        yield from rule(config)
+
+
+def _parallelism(config: Any) -> Iterator[str]:
     for name, size in _sizes(config).items():
         if size > 1:
             yield (
                 f"parallelism_config={name} {size}: {SPREAD[name]} makes one row the work of several processes, each "
                 f"of which would be counted with rows of its own. {CURE}, and leave {name} at 1."
             )
+
+
+def _launched(config: Any) -> Iterator[str]:
     if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
         yield f"the launch asks for Megatron-LM (tensor and pipeline parallelism), which TRL cannot train by. {CURE}."
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1":
         yield f"the launch asks for FSDP 1, of which no gradient has been shown equal. {CURE}: fsdp_version: 2."
+
+
+def _tensor_parallel(config: Any) -> Iterator[str]:
     given = config.model_init_kwargs
     if isinstance(given, Mapping) and given.get("tp_plan") is not None:
-        yield f"model_init_kwargs={dict(given)!r}: tp_plan spreads each row over processes. {CURE}, and remove it."
+        yield f"model_init_kwargs.tp_plan={given['tp_plan']!r} spreads each row over processes. {CURE}, and remove it."
+
+
+ENGINE_RULES: tuple[Rule, ...] = (_parallelism, _launched, _tensor_parallel)
 
 
 def check_started(distributed_type: str, reference: bool) -> None:
@@ -52,12 +67,12 @@ def check_started(distributed_type: str, reference: bool) -> None:
             ]
         )
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and distributed_type != "FSDP":
-        raise ConfigError(
-            [
-                f"the launch asks for FSDP, and accelerate has started {distributed_type}: it has FSDP on GPUs only. "
-                "On a CPU launch by --accelerate_config cpu_ddp."
-            ]
-        )
+        raise ConfigError([fsdp_on_cpu(f"the launch asks for FSDP, and accelerate has started {distributed_type}")])
+
+
+def fsdp_on_cpu(found: str) -> str:
+    """Return the sentence for FSDP where there is no GPU."""
+    return f"{found}: accelerate has FSDP on GPUs only. On a CPU launch by --accelerate_config cpu_ddp."
 
 
 def _sizes(config: Any) -> dict[str, int]:

@@ -117,7 +117,8 @@ def choice_problems(config: Any) -> Iterator[str]:
         if name in OPEN_TO_PATHS and isinstance(value, str):
             yield from _import_problems(name, value, known)
         else:
-            yield unknown_value(name, value, known)
+            default = next(f.default for f in dataclasses.fields(config) if f.name == name)
+            yield unknown_value(name, value, known, default)
     reporters = config.report_to if isinstance(config.report_to, (list, tuple)) else [config.report_to]
     for reporter in reporters:
         if isinstance(reporter, str) and reporter not in _REPORTERS:
@@ -141,9 +142,11 @@ def _import_problems(name: str, path: str, known: Mapping[str, Any]) -> Iterator
         yield f"{name}={path!r}: a {type(found).__name__}, not a function with named parameters. Name one."
 
 
-def unknown_value(name: str, value: Any, known: Iterable[Any]) -> str:
-    """The sentence for a value that a field does not know."""
-    return f"{name}={value!r} is not one of its values. {did_you_mean(str(value), map(str, known))}"
+def unknown_value(name: str, value: Any, known: Iterable[Any], default: Any = None) -> str:
+    """The sentence for a value that a field does not know; one that its default begins with probably means that."""
+    usual = str(getattr(default, "value", default))
+    hint = f"Did you mean {usual!r}?" if usual.startswith(f"{value}_") else did_you_mean(str(value), map(str, known))
+    return f"{name}={value!r} is not one of its values. {hint}"
 
 
 _POSITIVE = (0, math.inf, "positive")

@@ -2,18 +2,22 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from accelerate import PartialState
 from trl import GRPOConfig
 
 from grpo_ext.config import checks
+from grpo_ext.config.broken import without
 from grpo_ext.config.launch import check_joined, planning, rank, world_size
 from grpo_ext.config.machine import OF_THE_GPU, meet_within
+from grpo_ext.config.paths import OF_THE_RUN, expand
 from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ConfigError as ConfigError
+from grpo_ext.errors import redacted, redacted_text
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
@@ -246,8 +250,7 @@ class GRPOExtConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         """Check everything, report everything, then let TRL do its own."""
-        self._words_to_bools()
-        problems = [*self._decode_json(), *checks.problems(self)]
+        problems = [*self._decode(), *checks.problems(self)]
         if problems:
             raise ConfigError(problems)
         if self.steps_per_generation is not None:  # agreeing, both may stand in a copy of a config; TRL wants one
@@ -266,8 +269,33 @@ class GRPOExtConfig(GRPOConfig):
                 logger.warning(warning)
 
     def __getstate__(self) -> dict[str, object]:
-        """Without the token: `training_args.bin` lies in every checkpoint, and is pushed to the hub."""
-        return {**vars(self), "hub_token": None}
+        """Without secrets: `training_args.bin` lies in every checkpoint, and is pushed to the hub."""
+        return {name: redacted(value, name) for name, value in vars(self).items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without secrets: this is what trackers such as W&B are given."""
+        return cast(dict[str, Any], redacted(super().to_dict()))
+
+    def __str__(self) -> str:
+        """Without secrets."""
+        return redacted_text(super().__str__())
+
+    __repr__ = __str__
+
+    @classmethod
+    def as_given(cls, values: Mapping[str, Any]) -> "GRPOExtConfig":
+        """Return an unchecked config of these values, of which those that are refused cannot be looked at."""
+        given = object.__new__(cls)
+        vars(given).update(values)
+        list(given._decode())
+        return cast(GRPOExtConfig, without(given, checks.field_problems(given)))
+
+    def _decode(self) -> Iterator[str]:
+        """Turn what a command line gives as text into what it means, and expand paths; yield what cannot be read."""
+        self._words_to_bools()
+        for name in OF_THE_RUN:
+            setattr(self, name, expand(name, getattr(self, name)))
+        yield from self._decode_json()
 
     def _words_to_bools(self) -> None:
         """The command line gives the words where YAML gives a bool, for fields that are text as well."""

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from grpo_ext.config.advantages import advantage_problems
+from grpo_ext.config.advantages import ADVANTAGE_RULES
+from grpo_ext.config.broken import Rule
 from grpo_ext.config.options import bound_problems, option_problems
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -17,7 +19,6 @@ from grpo_ext.objective.options import option_defaults
 def _surrogate(config: Any) -> Iterator[str]:
     row = find(config.loss_type)
     fielded = {option: row.field_of(option) for option in option_defaults(row.function)}
-    yield from _fields_of_other_losses(config, {name for name in fielded.values() if name})
     problems = list(option_problems("loss_kwargs", config.loss_kwargs, row.function, fielded))
     yield from problems
     if problems:
@@ -30,18 +31,22 @@ def _surrogate(config: Any) -> Iterator[str]:
         yield conflict
 
 
-def _fields_of_other_losses(config: Any, own: set[str]) -> Iterator[str]:
-    """Fields that set an option of some losses, but of this one nothing."""
-    every = set(OPTION_FIELDS.values()).union(*(row.fields.values() for row in losses.values()))
-    for f in dataclasses.fields(config):
-        if f.name not in every - own or getattr(config, f.name) == f.default:
-            continue
-        readers = [name for name, row in losses.items() if f.name in map(row.field_of, option_defaults(row.function))]
-        more = ", ..." if len(readers) > 3 else ""
-        yield (
-            f"{f.name}={getattr(config, f.name)}: loss_type {config.loss_type!r} has no such option, only loss_type "
-            f"{', '.join(map(repr, readers[:3]))}{more} reads it. Remove it."
-        )
+_FIELDS = sorted(set(OPTION_FIELDS.values()).union(*(row.fields.values() for row in losses.values())))
+
+
+def _of_another_loss(name: str, config: Any) -> Iterator[str]:
+    """A field that sets an option of some losses, but of this one nothing."""
+    row = find(config.loss_type)
+    own = map(row.field_of, option_defaults(row.function))
+    default = next((f.default for f in dataclasses.fields(config) if f.name == name), None)
+    if name in own or getattr(config, name, default) == default:
+        return
+    readers = [other for other, row in losses.items() if name in map(row.field_of, option_defaults(row.function))]
+    more = ", ..." if len(readers) > 3 else ""
+    yield (
+        f"{name}={getattr(config, name)}: loss_type {config.loss_type!r} has no such option, only loss_type "
+        f"{', '.join(map(repr, readers[:3]))}{more} reads it. Remove it."
+    )
 
 
 def _ratio_level(config: Any) -> Iterator[str]:
@@ -52,6 +57,10 @@ def _ratio_level(config: Any) -> Iterator[str]:
             f"importance_sampling_level={level!r}: the loss {config.loss_type!r} is defined at "
             f"{' or '.join(row.levels)} level only. Set importance_sampling_level: {row.levels[0]}."
         )
+
+
+def _one_term(config: Any) -> Iterator[str]:
+    objective = resolve(config)
     if objective.one_term and config.top_entropy_quantile < 1:
         yield (
             f"top_entropy_quantile={config.top_entropy_quantile}: the loss {config.loss_type!r} has one term for a "
@@ -65,19 +74,24 @@ def _aggregation(config: Any) -> Iterator[str]:
     yield from option_problems("loss_aggregation_kwargs", config.loss_aggregation_kwargs, function, fielded)
 
 
-def _kl(config: Any) -> Iterator[str]:
-    objective = resolve(config)
+def _kl_names(config: Any) -> Iterator[str]:
     bias = config.use_bias_correction_kl
     if bias is not None and config.kl_estimator not in (None, "r_k3" if bias else "k3"):
         yield (
             f"use_bias_correction_kl={bias} means kl_estimator={'r_k3' if bias else 'k3'!r}, but kl_estimator="
             f"{config.kl_estimator!r} is set too. Keep one of them."
         )
-    for name in ("kl_estimator", "kl_placement"):
-        if config.beta == 0.0 and getattr(config, name) is not None:
-            yield f"{name}={getattr(config, name)!r}: with beta=0.0 there is no KL term. Set beta > 0 or remove it."
+
+
+def _unused_kl(name: str, config: Any) -> Iterator[str]:
+    if config.beta == 0.0 and getattr(config, name) is not None:
+        yield f"{name}={getattr(config, name)!r}: with beta=0.0 there is no KL term. Set beta > 0 or remove it."
+
+
+def _kl_level(config: Any) -> Iterator[str]:
     if config.beta == 0.0:
         return
+    objective = resolve(config)
     if objective.kl_placement == "reward":
         yield from _kl_in_reward(objective)
     elif objective.ratio not in kl_estimators.traits(objective.kl).levels and config.loss_defaults == "paper":
@@ -85,6 +99,12 @@ def _kl(config: Any) -> Iterator[str]:
             f"kl_estimator={objective.kl!r} with importance_sampling_level={objective.ratio!r}: only the token ratio "
             "makes it unbiased. Set kl_estimator: k3+."
         )
+
+
+def _kl_of_lengths(config: Any) -> Iterator[str]:
+    if config.beta == 0.0:
+        return
+    objective = resolve(config)
     once = aggregations.traits(objective.aggregation).completion_mean
     if kl_estimators.traits(objective.kl).per_completion and not once:
         yield (
@@ -115,5 +135,10 @@ def _trl_defaults(config: Any) -> Iterator[str]:
         yield (f"loss_defaults='trl': stock TRL has no loss {config.loss_type!r}{spelling}. Set loss_defaults: paper.")
 
 
-LOSS_RULES = (_surrogate, _ratio_level, _kl, _aggregation, advantage_problems, _trl_defaults)
-"""Each takes a config and yields its problems; a config whose names are unknown may make it raise."""
+LOSS_RULES: tuple[Rule, ...] = (
+    *(partial(_of_another_loss, name) for name in _FIELDS),
+    *(_surrogate, _ratio_level, _one_term, _kl_names),
+    *(partial(_unused_kl, name) for name in ("kl_estimator", "kl_placement")),
+    *(_kl_level, _kl_of_lengths, _aggregation, *ADVANTAGE_RULES, _trl_defaults),
+)
+"""What a recipe says of the loss must agree with itself and with its row of the table."""

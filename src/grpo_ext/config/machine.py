@@ -13,6 +13,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
+from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.launch import elsewhere, planning, world_size
 from grpo_ext.config.mappings import as_mapping
 
@@ -100,6 +101,11 @@ def is_installed(package: str) -> bool:
 
 def missing(training: Any, model: Any) -> Iterator[str]:
     """Settings whose package, or token, is not here."""
+    for found in (_reporters(training), _packages(training, model), _token(training)):
+        yield from as_far_as_sound(found)
+
+
+def _reporters(training: Any) -> Iterator[str]:
     available = (*get_available_reporting_integrations(), "all", "none", "flyte")  # no package tells of flyte
     reporters = training.report_to if isinstance(training.report_to, list) else [training.report_to]
     for reporter in reporters:
@@ -109,10 +115,16 @@ def missing(training: Any, model: Any) -> Iterator[str]:
                 f"report_to={reporter!r}: its package is not installed. Install it (pip install {package}), or set "
                 "report_to: none."
             )
+
+
+def _packages(training: Any, model: Any) -> Iterator[str]:
     for setting, package, cure in _wanted(training, model):
         if not is_installed(package):
             name = _INSTALLED_AS.get(package, package.replace("_", "-"))
             yield f"{setting} needs {package}, which is not installed. Install it (pip install {name}), or {cure}."
+
+
+def _token(training: Any) -> Iterator[str]:
     if training.push_to_hub and not training.hub_token and get_token() is None:
         yield (
             "push_to_hub=True: there is no token for the hub, and the run would end before its first step. Log in "

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from grpo_ext.config.broken import Rule
 from grpo_ext.registry import did_you_mean
 
 # Whether it is a mapping.
@@ -23,7 +24,7 @@ def mapping_problems(config: Any) -> Iterator[str]:
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):
         text, hint = getattr(config, f.name), hints[f.name]
-        if not isinstance(text, str) or not _holds_a_mapping(hint):
+        if not isinstance(text, str) or not holds(dict, hint):
             continue
         cure = (
             f"Write {f.name}: {{option: value}} in a recipe, --{f.name} '{{\"option\": value}}' on the command line."
@@ -39,8 +40,9 @@ def mapping_problems(config: Any) -> Iterator[str]:
             yield f"{f.name}={text!r}: no such file. Correct the path, or give the mapping itself. {cure}"
 
 
-def _holds_a_mapping(hint: Any) -> bool:
-    return any(dict in (kind, typing.get_origin(kind)) for kind in (hint, *typing.get_args(hint)))
+def holds(kind: type, hint: Any) -> bool:
+    """Whether a field of this type may hold a `kind`, dict or list."""
+    return any(kind in (part, typing.get_origin(part)) for part in (hint, *typing.get_args(hint)))
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
@@ -56,11 +58,7 @@ def as_mapping(value: Any) -> Mapping[str, Any]:
 # What its keys are.
 
 
-def keyword_problems(config: Any) -> Iterator[str]:
-    """Keys that are unknown, or that would undo another setting behind its back."""
-    yield from _accelerator(config.accelerator_config)
-    yield from _past_a_field(config)
-    yield from _generation(config)
+def _liger(config: Any) -> Iterator[str]:
     if as_mapping(config.liger_kernel_config).get("fused_linear_cross_entropy"):
         yield (
             "liger_kernel_config.fused_linear_cross_entropy=True: it would replace the forward that TRL has put its "
@@ -77,7 +75,8 @@ _UNDOES = {
 }
 
 
-def _accelerator(value: Any) -> Iterator[str]:
+def _accelerator(config: Any) -> Iterator[str]:
+    value = config.accelerator_config
     known = [f.name for f in dataclasses.fields(AcceleratorConfig)]
     if isinstance(value, AcceleratorConfig):  # in a copy of a config
         value = {name: getattr(value, name) for name in known}
@@ -146,6 +145,9 @@ def _generation(config: Any) -> Iterator[str]:
         cure = f"use_vllm is {config.use_vllm} here; remove it." if name in other else hint
         yield f"generation_kwargs.{name}={value!r}: {sampler} has no such option and would ignore it. {cure}"
 
+
+KEYWORD_RULES: tuple[Rule, ...] = (_accelerator, _past_a_field, _generation, _liger)
+"""Keys that are unknown, or that would undo another setting behind its back."""
 
 # Warned of.
 

@@ -73,7 +73,7 @@ def wrong_type(name: str, value: Any, hint: Any, default: Any = None, known: Col
 
 
 def _readings(value: Any) -> Iterator[Any]:
-    """What may have been meant by a value: a number or a bool in quotes, one in a list, a list of one."""
+    """What may have been meant by a value: 10% or 8k, a number or a bool in quotes, one in a list, a list of one."""
     if isinstance(value, str):
         try:
             yield yaml.safe_load(value)
@@ -82,6 +82,10 @@ def _readings(value: Any) -> Iterator[Any]:
             pass
         if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
             yield int(value.replace(",", ""))
+        if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value):
+            yield float(found[1]) / 100
+        if found := re.fullmatch(r"(\d+) ?([kK])", value):
+            yield int(found[1]) * 1024
         if "," in value:
             yield [part.strip() for part in value.split(",")]
     if isinstance(value, float) and value.is_integer():

@@ -1,6 +1,6 @@
 """Functions called once on a few tokens: what would fail after the first rollouts, or mislead, fails at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -87,6 +87,19 @@ def _called(setting: str, function: Callable[[], Any]) -> Any:
         raise _Told(f"{setting} raised {type(error).__name__}: {error} Correct the function.") from error
 
 
+def _pure(setting: str, tensors: Mapping[str, Any], function: Callable[[], Any]) -> Any:
+    """Return what the function returns, which may not have changed its inputs: other parts of the loss read them."""
+    versions = {name: value._version for name, value in tensors.items() if isinstance(value, Tensor)}
+    found = _called(setting, function)
+    for name, version in versions.items():
+        if tensors[name]._version != version:
+            raise _Told(
+                f"{setting} changes its input {name!r} in place, which other parts of the loss read. Write {name} = "
+                f"{name} + ... in place of {name} += ..., and no method that ends in _."
+            )
+    return found
+
+
 def _shaped(setting: str, found: Any, *shapes: tuple[int, ...]) -> Tensor:
     """A tensor of one of these shapes."""
     if isinstance(found, Tensor) and tuple(found.shape) in shapes:
@@ -134,12 +147,14 @@ def _loss(objective: Objective, config: Any) -> None:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     tensors = objective.tensors(logps, inputs, mask)
     name = f"loss_type={objective.loss_type!r}"
-    loss = _shaped(name, _called(name, lambda: bind(objective.row.function, tensors)(**objective.options)), *PER_TOKEN)
+    loss = _shaped(
+        name, _pure(name, tensors, lambda: bind(objective.row.function, tensors)(**objective.options)), *PER_TOKEN
+    )
     if not loss.requires_grad:
         raise _Told(f"{name} has no gradient in per_token_logps. Compute it from them, without detach() or no_grad().")
     kl = f"kl_estimator={objective.kl!r}"
     if objective.kl_in_loss:
-        loss = loss + _shaped(kl, _called(kl, bind(kl_estimators[objective.kl], tensors)), *PER_TOKEN)
+        loss = loss + _shaped(kl, _pure(kl, tensors, bind(kl_estimators[objective.kl], tensors)), *PER_TOKEN)
     elif objective.kl_in_reward:
         known = {"log_ref_ratio": torch.full((ROWS, TIME), -0.1), "mask": mask}
         _shaped(kl, _called(kl, bind(kl_estimators[objective.kl], known)), PER_TOKEN[0])
@@ -147,9 +162,9 @@ def _loss(objective: Objective, config: Any) -> None:
     aggregate = partial(aggregations[objective.aggregation], *given, **objective.aggregation_kwargs)
     aggregation = f"loss_aggregation={objective.aggregation!r}"
     _shaped(aggregation, _called(aggregation, aggregate), ())
-    for region in _called(f"{name}, clip_regions", lambda: objective.clip_regions(tensors)) or ():
+    for region in _pure(f"{name}, clip_regions", tensors, lambda: objective.clip_regions(tensors)) or ():
         _shaped(f"{name}, clip_regions", region, *PER_TOKEN)
-    for figure, values in _called(f"{name}, metrics", lambda: objective.metrics(tensors)).items():
+    for figure, values in _pure(f"{name}, metrics", tensors, lambda: objective.metrics(tensors)).items():
         _shaped(f"{name}, metrics, {figure!r}", values, *PER_TOKEN)
 
 

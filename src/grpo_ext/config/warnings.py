@@ -102,6 +102,7 @@ def warnings(config: Any) -> list[str]:
         *_schedule(config),
         *_learning_rate(config),
         *_truncated_sampling(config),
+        *_extremes(config),
         *reshaped_sampling(config),
         *_loss(config),
         *rehearsal_warnings(config),
@@ -156,6 +157,31 @@ def _truncated_sampling(config: Any) -> Iterator[str]:
                 f"{name}={value}: completions are drawn from an altered distribution, but their log-probabilities "
                 f"are the model's own, so the gradient is biased. Leave {name} unset for an unbiased one."
             )
+
+
+_HOT = 2.0
+
+
+def _extremes(config: Any) -> Iterator[str]:
+    """Values far outside of any paper's."""
+    if config.temperature > _HOT:
+        yield (
+            f"temperature={config.temperature:g}: completions become random text far below this; 0.6 to 1.2 is usual. "
+            "Lower it."
+        )
+    objective = resolve(config)
+    low, high = objective.options.get("epsilon_low"), objective.options.get("epsilon_high")
+    if low is None or high is None:  # no clip, or a bound of the ratio itself
+        return
+    for name, usual in (("epsilon", "epsilon_low"), ("epsilon_high", "epsilon_high")):
+        value = getattr(config, name)
+        if value is not None and value >= 1 > objective.row.options.get(usual, 0):
+            yield f"{name}={value:g}: a clip this wide never acts. Papers have 0.0003 to 0.4; lower it."
+    if config.epsilon_high is not None and high < low:
+        yield (
+            f"epsilon_high={high:g} is below epsilon={low:g}, so that raising a probability is clipped earlier than "
+            "lowering it, the reverse of DAPO's clip-higher. Swap them, or leave epsilon_high unset."
+        )
 
 
 def _loss(config: Any) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.data.eval_sets import EvalSet
+from grpo_ext.errors import redacted
 from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
 from grpo_ext.evaluation.evaluate import FAILED, READ, TURNS, Sample
 from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
@@ -69,7 +70,7 @@ def result(chosen: EvalSet, samples: Sequence[Sample], *, model: str, step: int 
         chosen.name,
         model,
         step,
-        settings,
+        redacted(settings),
         figures(prompts),
         {source: figures([p for p in prompts if str(p["source"]) == source]) for source in sources},
         sum(not prompt["judged"] for prompt in prompts),

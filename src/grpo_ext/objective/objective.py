@@ -317,7 +317,7 @@ def resolve(config: Any) -> Objective:
         row=row,
         ratio=config.importance_sampling_level or (row.ratio if paper else "token"),
         options=surrogate_options(config, row),
-        beta=config.beta,
+        beta=float(config.beta),
         kl=config.kl_estimator or bias_corrected,
         kl_placement=config.kl_placement or (row.kl_placement if paper else "loss"),
         advantage=advantage,

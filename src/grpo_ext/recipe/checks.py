@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.scripts.utils import DatasetConfig
 
 from grpo_ext.config.adapters import adapter_problems, is_adapter
+from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.fields import BELOW_ONE, COUNT, NOT_NEGATIVE, outside, sound_values, unknown_value
 from grpo_ext.config.idle import is_set
 from grpo_ext.config.launch import elsewhere
@@ -23,12 +24,13 @@ from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
 from grpo_ext.data.config import GAME
 from grpo_ext.data.config import problems as data_problems
+from grpo_ext.data.files import is_path
 from grpo_ext.environments import fit
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.protocol import ENVIRONMENT
-from grpo_ext.rollout.dynamic_sampling import judge_problems
+from grpo_ext.rollout.dynamic_sampling import TOTAL, judge_problems
 
 QUICKSTART_TASKS = ("quickstart/addition", GAME)
 ALSO: Mapping[str, Any] = {"lora_target_modules": str} | dict.fromkeys(
@@ -56,27 +58,22 @@ def mixture_problems(entries: Any) -> Iterator[str]:
                 yield f"datasets[{i}] has {key}={entry[key]!r}: no such key. {did_you_mean(str(key), keys)}"
 
 
-def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: Any, asked: Any = None) -> Iterator[str]:
+def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: Any) -> Iterator[str]:
     """Problems of the parts that are not the training's, and between parts; a part that failed already is None.
 
-    `asked` is what stands in for a training that failed.
+    Of `training` the values that are refused already cannot be looked at (`config.broken`).
     """
-    if model is not None:
-        yield from _model(model)
-    adapted = model is not None and (model.use_peft or is_adapter(model.model_name_or_path))
-    if training is not None and training.sync_ref_model and adapted:
-        yield (
-            "sync_ref_model=True with an adapter (use_peft, or as model_name_or_path): the reference is the model "
-            "without it, or with it as it was, and stays what it is. Remove sync_ref_model."
-        )
-    if training is not None:
-        yield from _resume(training.resume_from_checkpoint, Path(training.output_dir or "."))
-        yield from _streams(script, training, mixture)
-        yield from _loading(training, model)
-    if (asked := training or asked) is not None:
-        yield from machine_problems(asked, model)
-        yield from _output(asked.output_dir)
-        yield from _on_cpu(asked, model)
+    found = [
+        _reference(training, model),
+        _resume(training),
+        _streams(script, training, mixture),
+        _loading(training, model),
+        machine_problems(training, model),
+        _output(training.output_dir),
+        _on_cpu(training, model),
+    ]
+    for problems in (*([] if model is None else [_model(model)]), *found):
+        yield from as_far_as_sound(problems)
     if script is not None:
         yield from outside(script, {"reward_workers": NOT_NEGATIVE, "reward_memory_gib": NOT_NEGATIVE})
         if sys.platform == "win32" and script.reward_workers != 0:
@@ -86,6 +83,15 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
             )
     if script is not None and data is not None and mixture is not None:
         yield from _data(script, data, mixture)
+
+
+def _reference(training: Any, model: Any) -> Iterator[str]:
+    adapted = model is not None and (model.use_peft or is_adapter(model.model_name_or_path))
+    if adapted and training.sync_ref_model:
+        yield (
+            "sync_ref_model=True with an adapter (use_peft, or as model_name_or_path): the reference is the model "
+            "without it, or with it as it was, and stays what it is. Remove sync_ref_model."
+        )
 
 
 def _output(folder: Any) -> Iterator[str]:
@@ -166,8 +172,9 @@ def _loading(training: Any, model: Any) -> Iterator[str]:
             )
 
 
-def _resume(checkpoint: Any, output_dir: Path) -> Iterator[str]:
-    wanted, before = requested(checkpoint), noted(output_dir)
+def _resume(training: Any) -> Iterator[str]:
+    checkpoint = training.resume_from_checkpoint
+    wanted, before = requested(checkpoint), noted(Path(training.output_dir or "."))
     carried_out = before is not None and before.asked == wanted  # rotation may have deleted it since
     if wanted not in (None, FRESH_START) and not carried_out and not Path(checkpoint).is_dir():
         yield (
@@ -185,6 +192,16 @@ def _data(script: Any, data: Any, mixture: Any) -> Iterator[str]:
         yield f"dataset_name={name!r}: the quickstart has no such task. {did_you_mean(name, QUICKSTART_TASKS)}"
     else:
         yield from data_problems(data, name, dataset_config=script.dataset_config, streaming=script.dataset_streaming)
+        yield from _split_of_a_file(str(name), script.dataset_train_split)
+
+
+def _split_of_a_file(name: str, split: str) -> Iterator[str]:
+    """A training split of one file, which has none; `train` and its slices are the rows of the file."""
+    if re.split(r"\W", split)[0] != "train" and is_path(name) and Path(name).expanduser().is_file():
+        yield (
+            f"dataset_train_split={split!r}: {name!r} is one file, which has no splits. Remove it; a slice is written "
+            "train[:100]."
+        )
 
 
 def reward_problems(
@@ -195,10 +212,15 @@ def reward_problems(
     earns = [ENVIRONMENT] if any_pays(environments) else []
     if rewards and not earns and not any(spec.weight for spec in rewards):
         yield "reward_funcs: all weights are 0, nothing would be rewarded. Give at least one a weight."
-    if (rewards or earns) and training is not None:
+    if rewards or earns:
         names = [*(spec.name for spec in rewards), *earns]
+        yield from as_far_as_sound(_judge(training, names))
+        yield from as_far_as_sound(_figure(training.metric_for_best_model, names))
+
+
+def _judge(training: Any, names: list[str]) -> Iterator[str]:
+    if training.dynamic_sampling != TOTAL:
         yield from judge_problems(training.dynamic_sampling, names)
-        yield from _figure(training.metric_for_best_model, names)
 
 
 _FIGURES = ("loss", "reward", "reward_std", "kl", "entropy", "frac_reward_zero_std", "completions/mean_length")

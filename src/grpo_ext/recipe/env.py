@@ -7,10 +7,13 @@ from typing import Any
 import torch
 
 from grpo_ext.config.options import kind
+from grpo_ext.config.paths import expand, unknown
 
 _READ_AT_START = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "PYTHON", "LD_", "OMP_", "MKL_", "XDG_CACHE_HOME")
 """Python, the loader, OpenMP and the Hugging Face libraries read these before any recipe is read."""
 _READ_LATER = ("HF_TOKEN",)
+_PATHS = ("_DIR", "_HOME", "_PATH", "_FILE", "_CACHE", "_ROOT")
+"""How variables that hold a path end."""
 
 
 def take_env(values: dict[str, Any], problems: list[str]) -> dict[str, str]:
@@ -21,7 +24,12 @@ def take_env(values: dict[str, Any], problems: list[str]) -> dict[str, str]:
         return {}
     found = list(_env_problems(env))
     problems += found
-    return {} if found else {name: str(value) for name, value in env.items()}
+    return {} if found else {name: str(_expanded(name, value)) for name, value in env.items()}
+
+
+def _expanded(name: str, value: Any) -> Any:
+    """Return the value of a variable that is a path by its name, such as TENSORBOARD_LOGGING_DIR, expanded."""
+    return expand(name, value) if name.endswith(_PATHS) else value
 
 
 def _env_problems(env: Mapping[Any, Any]) -> Iterator[str]:
@@ -31,7 +39,9 @@ def _env_problems(env: Mapping[Any, Any]) -> Iterator[str]:
         elif not isinstance(value, (str, int, float)) or "\0" in str(value):
             cure = "Write it in quotes; to unset a variable, do so before the start."
             yield f"env.{name}={value!r}: {kind(value)} where text or a number is expected. {cure}"
-        elif os.environ.get(name) != str(value) and _is_too_late(name):
+        elif name.endswith(_PATHS) and (missing := list(unknown(name, value, f"env.{name}"))):
+            yield from (sentence for _, sentence in missing)
+        elif os.environ.get(name) != str(_expanded(name, value)) and _is_too_late(name):
             yield (
                 f"env.{name}={value!r}: {name} has been read before the recipe is, so that this would be ignored. "
                 f"Export it before the start: {name}={value} grpo-ext train ..."

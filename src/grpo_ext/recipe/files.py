@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from grpo_ext.config.options import kind
 from grpo_ext.errors import ConfigError
 from grpo_ext.registry import did_you_mean
 
@@ -80,6 +81,23 @@ def parse_value(text: str) -> Any:
         return text
 
 
+def as_list(key: str, value: Any, unread: list[tuple[str, str]]) -> Any:
+    """Return a list that the command line gives as one word in JSON, or whose entries it gives so, as a list.
+
+    `--reward_funcs '["accuracy", {"name": "format", "weight": 0.2}]'`; any other value is returned as it is. `unread`
+    gets text that begins as a list and is none, with the problem.
+    """
+    if not isinstance(value, list):
+        return value
+    if len(value) == 1 and isinstance(value[0], str) and value[0].startswith("["):
+        read = parse_value(value[0])
+        if isinstance(read, list):
+            return read
+        cure = f'Write --{key} A B, or --{key} \'["A", "B"]\'.'
+        unread.append((value[0], f"{key}={value[0]!r} is not a list in JSON. {cure}"))
+    return [parse_value(entry) if isinstance(entry, str) and entry.startswith("{") else entry for entry in value]
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
@@ -96,6 +114,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError([f"{path} cannot be read: {error}."]) from error
     except (yaml.YAMLError, ValueError) as error:  # 2020-13-45 is taken for a date
         raise ConfigError([f"{path} is not valid YAML: {error}"]) from error
+    if content is None:
+        raise ConfigError([f"{path} is empty. Write keys and values into it; `grpo-ext recipes` lists examples."])
     if not isinstance(content, dict):
-        raise ConfigError([f"{path} holds a {type(content).__name__}, not a mapping of keys to values."])
+        raise ConfigError([f"{path} holds {kind(content)}, not a mapping of keys to values. Write key: value."])
     return content

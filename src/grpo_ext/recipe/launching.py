@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.config.launch import ASKED, EXIT_CODE_FILE, world_size
+from grpo_ext.config.paths import PATHS, expand, unknown
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.files import find_recipe, read_yaml, recipes_folder, split_config
 from grpo_ext.registry import did_you_mean
@@ -75,6 +76,9 @@ def take_launch(values: dict[str, Any], problems: list[str]) -> Launch:
 def _options(values: dict[str, Any], problems: list[str]) -> Iterator[str]:
     for key in [key for key in values if key in (*VALUES, *FLAGS)]:
         value = values.pop(key)
+        if key in PATHS:
+            problems += [sentence for _, sentence in unknown(key, value)]
+            value = expand(key, value)
         if key in FLAGS and isinstance(value, bool):
             yield from [f"--{key}"] if value else []
         elif key in FLAGS:
@@ -91,6 +95,9 @@ def accelerate_config(name: Any) -> Path:
     Raises:
         ConfigError: neither; the message names the closest ones.
     """
+    if problems := [sentence for _, sentence in unknown("accelerate_config", name)]:
+        raise ConfigError(problems)
+    name = expand("accelerate_config", name)
     if isinstance(name, (str, Path)) and Path(name).is_file():
         return Path(name)
     folders = [recipes_folder() / "accelerate_configs", Path(str(files("trl"))) / "accelerate_configs"]

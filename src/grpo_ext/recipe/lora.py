@@ -1,12 +1,34 @@
 """Modules that an adapter is for, as a recipe names them, against those that the model has."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from grpo_ext.config.adapters import is_adapter
 from grpo_ext.registry import did_you_mean
+
+_KEYS = ("lora_", "use_rslora", "use_dora")
+
+
+def ignored(written: Collection[str], model: Any) -> Iterator[str]:
+    """LoRA settings in a recipe that trains no new adapter, whatever their value; `use_peft: false` means it so."""
+    keys = sorted(key for key in written if key.startswith(_KEYS) and getattr(model, key, None) not in (None, False))
+    if not keys or model.use_peft or "use_peft" in written:
+        return
+    given = ", ".join(f"{key}={getattr(model, key)!r}" for key in keys)
+    this, have = ("it", "it has") if len(keys) == 1 else ("them", "they have")
+    if is_adapter(model.model_name_or_path):
+        yield (
+            f"{given}: model_name_or_path={model.model_name_or_path!r} is an adapter and keeps its own "
+            f"shape, so {have} no effect. Remove {this}."
+        )
+    else:
+        yield (
+            f"{given}: without use_peft {have} no effect, and all weights would be trained. Set "
+            f"use_peft: true, or remove {this}."
+        )
 
 
 def unmatched(empty: Any, model: Any) -> Iterator[str]:

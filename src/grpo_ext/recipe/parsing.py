@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import re
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,12 @@ from typing import Any
 
 from trl import TrlParser
 
+from grpo_ext.config.broken import as_far_as_sound, is_broken, without
 from grpo_ext.config.fields import OPEN_TO_PATHS, sound_values
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import planning, rank
+from grpo_ext.config.mappings import holds
+from grpo_ext.config.paths import PATHS, expand, unknown
 from grpo_ext.data.eval_sets import parse as parse_eval_sets
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.environments.composition import parse as parse_environments
@@ -22,10 +26,11 @@ from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.checks import ALSO, mixture_problems, part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
-from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
+from grpo_ext.recipe.files import as_list, find_recipe, read_yaml, split_config
 from grpo_ext.recipe.foreign import projects
 from grpo_ext.recipe.launching import take_launch
 from grpo_ext.recipe.look import no_look, stand_in
+from grpo_ext.recipe.lora import ignored
 from grpo_ext.recipe.parts import PARTS, Recipe
 from grpo_ext.recipe.parts import all_keys as all_keys
 from grpo_ext.recipe.replaced_keys import REPLACED
@@ -81,33 +86,37 @@ def load_recipe(
         problems += mixed
         del values["datasets"]
     given: dict[Any, dict[str, Any]] = {}
-    parts = {part: _parse_part(part, values, args, folder, problems, given) for part in PARTS}
+    unread: list[tuple[str, str]] = []
+    parts = {part: _parse_part(part, values, args, folder, problems, given, unread) for part in PARTS}
     script, data, training, model, mixture = (parts[part] for part in PARTS)
+    if model is not None and not rewards_only:
+        refused = {problem.partition("=")[0] for problem in problems}
+        problems += ignored({*values, *_flags(args)} - refused, model)
     if model is not None and re.fullmatch(r"\w+", str(model.lora_target_modules or "")):
         # TRL takes a list of one apart, and PEFT takes what it held for a regular expression of whole paths
         model.lora_target_modules = [model.lora_target_modules]
     environments, found = parse_environments(None if script is None else script.environments, folder)
     problems += found
-    weights = None if training is None else training.reward_weights
-    rewards = _rewards(script, weights, folder, problems)
-    problems += [*reward_problems(rewards, training, environments), *setting_problems(environments, training)]
+    settings = _as_given(given.get(GRPOExtConfig)) if training is None else training
+    rewards = _rewards(script, settings.reward_weights, folder, problems)
+    problems += [*reward_problems(rewards, settings, environments)]
+    problems += as_far_as_sound(setting_problems(environments, settings))
     entries, plays = None if script is None else script.eval_sets, any_pays(environments)
     eval_sets, found = parse_eval_sets(entries, rewards, folder, plays=plays)
     problems += found
-    asked = stand_in(given.get(GRPOExtConfig, {})) if training is None else training
     sound = None if mixed or rewards_only else mixture
-    problems += part_problems(script, data, training, None if rewards_only else model, sound, asked)
+    problems += part_problems(script, data, settings, None if rewards_only else model, sound)
     named = SimpleNamespace(
         script=script,
         data=data,
-        training=asked,
+        training=stand_in(given.get(GRPOExtConfig, {})) if training is None else training,
         model=model,
         mixture=sound,
         eval_sets=eval_sets,
         environments=environments,
     )
     problems += look(named, rewards, problems)
-    if problems := _told_once(problems):
+    if problems := _each_once(problems, unread):
         raise ConfigError(problems)
     if any(spec.weight != 1.0 for spec in rewards):
         training.reward_weights = [spec.weight for spec in rewards]
@@ -120,7 +129,7 @@ def load_recipe(
 
 def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[str]:
     known = all_keys()
-    flags = [arg[2:].split("=")[0].replace("-", "_") for arg in args if re.match(r"--[A-Za-z]", arg)]
+    flags = _flags(args)
     options = _Parser(PARTS, allow_abbrev=False, add_help=False)._option_string_actions if flags else {}
     for key in [*values, *(flag for flag in flags if f"--{flag}" not in options)]:
         if key in known:
@@ -128,6 +137,8 @@ def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[st
         value = f"={values[key]!r}" if key in values else ""
         if str(key).removeprefix("no_") in known:
             yield f"{key}{value}: no such key, and it would be ignored. {_negation(key.removeprefix('no_'))}"
+        elif re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", str(key)):
+            yield f"{key}{value}: no such key; it looks like an environment variable. Write env: {{{key}: ...}}."
         elif key in REPLACED:
             yield f"{key}{value}: {REPLACED[key]}"
         elif isinstance(values.get(key), Mapping) and set(values[key]) & set(known):
@@ -137,6 +148,11 @@ def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[st
             yield f"{key}{value}: {found}"
         else:
             yield f"{key}{value}: no such key. {_hint(str(key), known)}"
+
+
+def _flags(args: Sequence[str]) -> list[str]:
+    """Keys that the command line gives."""
+    return [arg[2:].split("=")[0].replace("-", "_") for arg in args if re.match(r"--[A-Za-z]", arg)]
 
 
 def _stray_values(args: Sequence[str]) -> Iterator[str]:
@@ -189,8 +205,13 @@ def _parse_part(
     folder: Path | None,
     problems: list[str],
     raw: dict[Any, dict[str, Any]],
+    unread: list[tuple[str, str]],
 ) -> Any:
-    """The part, or None if it is not sound; `raw` gets what was given for it, sound or not."""
+    """Return the part, or None if it is not sound.
+
+    `raw` gets what was given for it, sound or not; `unread` paths with an unknown variable and lists that cannot be
+    read, each with its problem.
+    """
     parser = _Parser(part, allow_abbrev=False, add_help=False)
     parser.set_defaults_with_config(
         **{k: v for k, v in values.items() if k in {f.name for f in dataclasses.fields(part)}}
@@ -198,6 +219,13 @@ def _parse_part(
     try:
         parsed, _ = parser.parse_known_args(list(args))
         given = raw[part] = vars(parsed)
+        lists = {name for name, hint in typing.get_type_hints(part).items() if holds(list, hint)}
+        for key, value in given.items():
+            is_word = key in lists and isinstance(value, str) and value.startswith("[")
+            given[key] = as_list(key, [value] if is_word else value, unread)
+        for key in given.keys() & PATHS:
+            unread += unknown(key, given[key])
+            given[key] = expand(key, given[key])
         if part is not GRPOExtConfig:  # which tells of its types itself, with all that is wrong in it
             given, told = sound_values(part, parsed, ALSO)
             problems += told
@@ -211,8 +239,17 @@ def _parse_part(
     return None
 
 
-def _told_once(problems: list[str]) -> list[str]:
-    """Without what else is said of a field whose value was of the wrong type and has been set aside."""
+def _as_given(values: dict[str, Any] | None) -> Any:
+    """Return settings that are not sound as a whole; None: their command line could not be parsed."""
+    if values is not None:
+        return GRPOExtConfig.as_given(values)
+    return without(object.__new__(GRPOExtConfig), (f.name for f in dataclasses.fields(GRPOExtConfig)))
+
+
+def _each_once(problems: list[str], unread: list[tuple[str, str]]) -> list[str]:
+    """Leave out what follows from a value that was of the wrong type, or that could not be read."""
+    problems = [problem for problem in problems if not any(text in problem for text, _ in unread)]
+    problems += [sentence for _, sentence in unread]
     wrong = {problem.partition("=")[0] for problem in problems if " is expected. " in problem}
     told: set[str] = set()
     kept = []
@@ -234,6 +271,7 @@ def _rewards(script: Any, weights: Any, folder: Path | None, problems: list[str]
     if script.reward_model_name_or_path:
         model = {"name": script.reward_model_name_or_path.split("/")[-1], "func": script.reward_model_name_or_path}
         entries = [model, *(entries or [])]
+    weights = None if is_broken(weights) else weights
     specs, found = parse_rewards([] if entries is None else entries, weights, folder)
     problems += found
     return specs

@@ -86,6 +86,12 @@ def _load(policy: Policy, model: Any, training: Any) -> Iterator[str]:
         return
     yield from _init_kwargs(as_mapping(training.model_init_kwargs), config)
     yield from _build(policy, model.model_name_or_path, config, trust)
+    if not any(_may_have_tokenizer(place) for place in (name, whole)):
+        yield (
+            f"model_name_or_path={model.model_name_or_path!r}: there is no tokenizer in this folder. Save it there: "
+            "AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)."
+        )
+        return
     try:
         policy.tokenizer = load_tokenizer_of(name, **given)
     except Exception as error:
@@ -94,6 +100,18 @@ def _load(policy: Policy, model: Any, training: Any) -> Iterator[str]:
                 f"model_name_or_path={model.model_name_or_path!r}: no tokenizer can be loaded from it "
                 f"({_first_line(error)}). Save it there: AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)."
             )
+
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "processor_config.json"),
+)
+
+
+def _may_have_tokenizer(name: str) -> bool:
+    """Whether it is on the hub, or a folder with a tokenizer's file; without one transformers makes an empty one."""
+    folder = Path(name)
+    return not folder.is_dir() or any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
 def _not_loaded(policy: Policy, name: str, error: Exception) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import inspect
 import math
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,11 @@ def _parse_entry(entry: Any, folder: Path | None) -> tuple[RewardSpec | None, li
         entry = {"name": entry}
     if not isinstance(entry, Mapping):
         return None, ["neither a name nor a mapping. Write a name, a path or {name: ..., weight: ..., kwargs: ...}."]
-    problems = [f"unknown key {key!r}. {did_you_mean(str(key), _KEYS)}" for key in entry if key not in _KEYS]
     function, kwargs, weight = entry.get("func", entry.get("name")), entry.get("kwargs"), entry.get("weight", 1.0)
+    problems = [_unknown_key(key, entry[key], function) for key in entry if key not in _KEYS]
     kwargs = {} if kwargs is None else kwargs
+    if isinstance(kwargs, Mapping):
+        kwargs = {**{key: entry[key] for key in entry if key in _options_of(function) and key not in _KEYS}, **kwargs}
     if not _is_finite(weight):
         problems.append(f"weight={weight!r} is not a finite number. Give one, such as 1.0.")
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
@@ -146,6 +148,20 @@ def _parse_entry(entry: Any, folder: Path | None) -> tuple[RewardSpec | None, li
         return None, problems
     settings |= {"clip": tuple(map(float, settings["clip"]))} if "clip" in settings else {}
     return RewardSpec(log_name, function, float(weight), dict(kwargs or {}), **settings), []
+
+
+def _unknown_key(key: Any, value: Any, function: Any) -> str:
+    """The sentence for a key of an entry; options of the function itself belong into `kwargs`."""
+    known = _options_of(function)
+    if key in known:
+        return f"unknown key {key!r}: it is an option of the function. Write kwargs: {{{key}: {value!r}}}."
+    return f"unknown key {key!r}. {did_you_mean(str(key), [*_KEYS, *known])}"
+
+
+def _options_of(function: Any) -> Collection[str]:
+    """Options of a function that is registered, or given itself."""
+    target = rewards[function] if isinstance(function, str) and function in rewards else function
+    return (options(target) or {}) if callable(target) else ()
 
 
 _SETTINGS = ("weight_schedule", "scale", "clip", "when", "timeout", "on_error", "retries", "isolate")

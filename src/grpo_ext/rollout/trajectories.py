@@ -18,6 +18,7 @@ def with_trajectories(rollout_func: Callable[..., dict], ends: Collection[int]) 
     def rollout(prompts: list, *args: Any) -> dict:
         output = rollout_func(prompts, *args)
         if "trajectories" not in output:
+            check_logprobs(output.get("completion_ids"), output.get("logprobs"))
             return output
         trajectories = output.pop("trajectories")
         if len(trajectories) != len(prompts):
@@ -37,6 +38,24 @@ def with_trajectories(rollout_func: Callable[..., dict], ends: Collection[int]) 
 def completions_seen(trajectories: Sequence[Trajectory], completions: list) -> list:
     """Completions as reward functions and tables see them: a row's `messages`, or its text where it has none."""
     return [seen.messages or text for seen, text in zip(trajectories, completions, strict=True)]
+
+
+def check_logprobs(completion_ids: Any, logprobs: Any) -> None:
+    """Refuse log-probabilities that are not one number, or None, for each token.
+
+    Raises:
+        ValueError: naming the first completion of which that is so.
+    """
+    for i, (ids, given) in enumerate(zip(completion_ids or (), logprobs or (), strict=False)):
+        if given is None:
+            continue
+        nested = next((value for value in given if not isinstance(value, int | float | None)), None)
+        if len(given) != len(ids) or nested is not None:
+            found = f"{len(given)} values for {len(ids)} tokens" if nested is None else f"{nested!r} among them"
+            raise ValueError(
+                f"rollout_func: logprobs of completion {i} has {found}. Return one number (or None) for each token, "
+                "or logprobs: None."
+            )
 
 
 def parents_of(trajectories: Sequence[Trajectory], width: int) -> Int[Tensor, "rows width"] | None:

@@ -1,9 +1,11 @@
 """What a trainer is handed, beyond its config: columns, rows and the names of rewards."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, Union
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -11,6 +13,35 @@ from grpo_ext.data.given import prompt_problems
 from grpo_ext.data.rows import check_columns
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.quickstart.model import LESSONS, ensure_once
+from grpo_ext.registry import did_you_mean
+from grpo_ext.rollout.vllm.late import grpo_trainer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+P = ParamSpec("P")
+Row: TypeAlias = Mapping[str, Any]
+Rows: TypeAlias = Union[Dataset, IterableDataset, Iterable[Row], Callable[[], Iterable[Row]], "pd.DataFrame"]
+"""What a trainer takes as a dataset."""
+Reward: TypeAlias = grpo_trainer.RewardFunc | Row
+"""A function, a model, or what `reward_funcs` of a recipe may hold."""
+RolloutFunc: TypeAlias = grpo_trainer.RolloutFunc
+EnvironmentFactory: TypeAlias = grpo_trainer.EnvironmentFactory
+
+
+def named_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """Answer an argument that `init` does not have with the nearest one that it has."""
+    known = [name for name in signature(init).parameters if name != "self"]
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                owner = init.__qualname__.partition(".")[0]
+                raise TypeError(f"{owner} has no argument {name!r}. {did_you_mean(name, known)}")
+        init(*args, **kwargs)
+
+    return checked
 
 
 def data_problems(args: GRPOExtConfig, train_dataset: Any, eval_dataset: Any) -> Iterator[str]:

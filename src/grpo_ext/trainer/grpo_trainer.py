@@ -2,20 +2,25 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from peft import PeftConfig, PeftModel
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl.trainer.utils import nanstd
 
 from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.data.given import as_dataset
+from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.composition import parse as parse_environments
 from grpo_ext.environments.fit import beside_problems, setting_problems
 from grpo_ext.environments.fit import data_problems as environment_data_problems
@@ -45,7 +50,16 @@ from grpo_ext.rollout.vllm.late import GRPOTrainer
 from grpo_ext.trainer import groups, old_policy, progress
 from grpo_ext.trainer.acting import Acting, earned_by
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail, without_signal
-from grpo_ext.trainer.arguments import check_reward_names, data_problems, policy
+from grpo_ext.trainer.arguments import (
+    EnvironmentFactory,
+    Reward,
+    RolloutFunc,
+    Rows,
+    check_reward_names,
+    data_problems,
+    named_arguments,
+    policy,
+)
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, add_ess, log_rows, row_record
 from grpo_ext.trainer.diagnosis.watching import Watching
@@ -88,28 +102,46 @@ class GRPOExtTrainer(EvaluatingTrainer):
     router_aux_loss_coef: Any
     vllm_generation: Any
 
+    @named_arguments
     def __init__(
         self,
-        model: Any,
-        reward_funcs: Any = None,
+        model: str | PreTrainedModel | PeftModel,
+        reward_funcs: Reward | Sequence[Reward] | None = None,
         args: GRPOExtConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | Mapping[str, Rows] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
         *,
         reward_workers: int | None = None,
-        environments: Any = None,
+        environments: Sequence[str | Mapping[str, Any] | type | EnvironmentSpec] | None = None,
         reward_memory_gib: float = 8.0,
-        **kwargs: Any,
     ) -> None:
         """As `trl.GRPOTrainer`; `args` may be left out, a plain `GRPOConfig` is refused.
 
         Args:
-            model: also 'quickstart', the tiny model that grpo-ext builds itself.
+            model: hub id, folder or loaded model; also 'quickstart', the tiny model that grpo-ext builds itself.
             reward_funcs: also what a recipe may name: 'accuracy', 'my_module:my_function', {'name': 'format',
                 'weight': 0.2, 'kwargs': {...}}, where 'func' may be a function.
+            args: the settings; by default those of `GRPOExtConfig` with the model's name as `output_dir`.
             train_dataset: also a list of rows, a pandas frame, or a generator, which is read to its end.
-            eval_dataset: the same.
+            eval_dataset: the same, or several by name.
+            processing_class: tokenizer or processor; by default the one in the model's folder.
+            reward_processing_classes: tokenizers of the reward models among `reward_funcs`.
+            callbacks: added to those of transformers.
+            optimizers: optimizer and learning-rate schedule in place of those that `args` describe.
+            quantization_config: how the model's weights are quantized when it is loaded.
+            peft_config: a new adapter to train.
+            tools: functions that the model may call.
+            rollout_func: makes the completions in place of TRL; may return trajectories.
+            environment_factory: makes TRL's environments, whose methods are tools.
             reward_workers: processes that score what is named; 0: this one. As in a recipe.
             environments: what completions are conversations with, as in a recipe; `path` may be a class.
             reward_memory_gib: memory that an environment's process may use.
@@ -127,10 +159,12 @@ class GRPOExtTrainer(EvaluatingTrainer):
         problems = [*machine_problems(args, None), *data_problems(args, train_dataset, eval_dataset)]
         specs, found = parse_environments(environments)
         problems += [*found, *setting_problems(specs, args), *environment_data_problems(specs, train_dataset)]
-        problems += beside_problems(specs, kwargs)
+        rollouts = {"rollout_func": rollout_func, "environment_factory": environment_factory, "tools": tools}
+        problems += beside_problems(specs, rollouts)
         earned = earned_by(specs)
-        if reward_funcs or kwargs.get("environment_factory") is None:  # which may bring a reward along
-            reward_funcs, args = ready(reward_funcs, args, reward_workers, train_dataset, earned, problems)
+        scored: Any = reward_funcs
+        if reward_funcs or environment_factory is None:  # which may bring a reward along
+            scored, args = ready(reward_funcs, args, reward_workers, train_dataset, earned, problems)
         if problems:
             raise ConfigError(problems)
         self.acting: Acting | None = None
@@ -138,8 +172,23 @@ class GRPOExtTrainer(EvaluatingTrainer):
         accept_numbered_cpu()
         ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
         aside = rollouts_set_aside(args)
-        with aside, reference_copied_from(model, args, kwargs.get("peft_config")), ours:
-            super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        with aside, reference_copied_from(model, args, peft_config), ours:
+            super().__init__(
+                model,
+                scored,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                reward_processing_classes,
+                callbacks,
+                optimizers,
+                quantization_config,
+                peft_config,
+                tools,
+                rollout_func,
+                environment_factory,
+            )
         if specs:
             self.rollout_func = self.acting = Acting(self, specs, reward_memory_gib)
         self._look_on()

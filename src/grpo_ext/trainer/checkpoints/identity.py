@@ -16,7 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import world_size
 from grpo_ext.config.resuming import FRESH_START
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, redacted
 from grpo_ext.registry import portable
 from grpo_ext.trainer.checkpoints.manifest import write_synced
 
@@ -124,8 +124,8 @@ def settings(*parts: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as it comes back from JSON."""
-    return json.loads(json.dumps(value, sort_keys=True, default=_as_text))
+    """Return a value as it comes back from JSON, without secrets."""
+    return redacted(json.loads(json.dumps(value, sort_keys=True, default=_as_text)))
 
 
 def _as_text(value: Any) -> Any:
@@ -287,7 +287,7 @@ def changes_since(checkpoint: str | Path, here: Mapping[str, Any]) -> Changes | 
         ConfigError: something that cannot be honoured half way.
     """
     try:
-        there = json.loads((Path(checkpoint) / RECIPE_FILE).read_text())
+        there = redacted(json.loads((Path(checkpoint) / RECIPE_FILE).read_text()))
         found = changes(there, here)
     except FileNotFoundError:
         return None

@@ -1,0 +1,92 @@
+"""Expand `$VAR`, `${VAR}` and `~` in the settings that name files and folders."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_ENTRIES: Mapping[str, tuple[str, ...]] = {
+    "reward_funcs": ("name", "func", "kwargs"),
+    "environments": ("name", "path", "tools", "kwargs"),
+    "eval_sets": ("dataset_name", "chat_template", "reward_funcs"),
+    "datasets": ("path", "data_dir", "data_files"),
+    "kwargs": ("corpus", "model", "scorer"),
+}
+"""Settings that hold mappings, with those of their keys that are paths, or hold some."""
+OF_THE_RUN = (
+    *("output_dir", "resume_from_checkpoint", "replay_batches", "deepspeed", "fsdp_config", "accelerator_config"),
+    *("loss_type", "kl_estimator", "advantage_estimator", "loss_aggregation"),
+)
+"""Fields of `GRPOExtConfig` that are, or may be, a path."""
+PATHS = frozenset(
+    (
+        *OF_THE_RUN,
+        *("model_name_or_path", "reward_model_name_or_path", "dataset_name", "chat_template"),
+        *("reward_funcs", "environments", "eval_sets", "datasets"),
+        *("accelerate_config", "deepspeed_config_file"),
+    )
+)
+"""Keys of a recipe that are, may be, or hold paths."""
+_VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*))")
+
+
+def expand(key: str, value: Any) -> Any:
+    """Return `value` of the setting `key` with the variables and home folders that are known."""
+    if isinstance(value, str):
+        return value if _is_no_path(value) else os.path.expanduser(_VARIABLE.sub(_value_of, value))
+    if isinstance(value, list):
+        return [expand(key, entry) for entry in value]
+    if isinstance(value, Mapping):
+        inside = _ENTRIES.get(key, tuple(value) if key == "data_files" else ())
+        return {name: expand(name, part) if name in inside else part for name, part in value.items()}
+    return value
+
+
+def unknown(key: str, value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each text in which something cannot be expanded, with the sentence that says so."""
+    place = place or key
+    if isinstance(value, str) and not _is_no_path(value):
+        reason = next(filter(None, map(_missing, _VARIABLE.finditer(value))), "") or _missing_home(value)
+        if reason:
+            yield value, f"{place}={value!r}: {reason}"
+    elif isinstance(value, list):
+        for i, entry in enumerate(value):
+            yield from unknown(key, entry, f"{place}[{i}]")
+    elif isinstance(value, Mapping):
+        inside = _ENTRIES.get(key, tuple(value) if key == "data_files" else ())
+        for name in (name for name in value if name in inside):
+            yield from unknown(name, value[name], f"{place}.{name}")
+
+
+def path_problems(config: Any) -> Iterator[str]:
+    """Variables and home folders in a config's paths that are not known."""
+    for name in OF_THE_RUN:
+        yield from (sentence for _, sentence in unknown(name, getattr(config, name)))
+
+
+def _is_no_path(text: str) -> bool:
+    """Whether this is a mapping as JSON, or Jinja."""
+    return text.startswith("{") or "{{" in text or "{%" in text
+
+
+def _value_of(found: re.Match[str]) -> str:
+    return os.environ.get(found[1] or found[2]) or found[0]
+
+
+def _missing(found: re.Match[str]) -> str:
+    name = found[1] or found[2] or ""
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        return f"{found[0]} is not the name of an environment variable. Write $NAME or ${{NAME}}, or the path itself."
+    if os.environ.get(name):
+        return ""
+    return (
+        f"the environment variable {name} is not set. Export it before the start, set it under env: in the recipe, or "
+        "write the path itself."
+    )
+
+
+def _missing_home(text: str) -> str:
+    if not text.startswith("~") or os.path.expanduser(text) != text:
+        return ""
+    return f"there is no user {Path(text).parts[0][1:]!r}. Write ~/ for your own home folder, or the path itself."

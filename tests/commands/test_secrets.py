@@ -1,0 +1,110 @@
+"""Secrets that a recipe holds are in no file of its run's folder and in no message."""
+
+import json
+import logging
+
+import pytest
+import yaml
+
+import tiny
+from grpo_ext import GRPOExtConfig
+from grpo_ext.errors import ConfigError, DataError, RewardError, is_secret, redacted, redacted_text
+from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.train import train
+
+PLANTED = "planted-b7f3"
+URL = f"http://me:{PLANTED}@127.0.0.1:9/score?sig={PLANTED}"
+OPTIONS = {"url": URL, "protocol": "score", "retries": 0, "extra_body": {"api_key": PLANTED}}
+JUDGE = {"name": "remote", "kwargs": OPTIONS}
+SETTINGS = {"hub_token": PLANTED, "model_init_kwargs": {"token": PLANTED}}
+
+
+def test_no_file_of_a_run_and_no_line_of_its_log_holds_a_secret(tmp_path, caplog, capfd):
+    caplog.set_level(logging.INFO)
+    values = {
+        **{key: value for key, value in tiny.TRAINING.items() if key != "save_strategy"},
+        **{"model_name_or_path": tiny.save(tmp_path / "model", max_position_embeddings=1024)},
+        **{"dataset_name": "quickstart/addition", "output_dir": str(tmp_path / "out"), "loss_type": "grpo"},
+        **{
+            "reward_funcs": ["format", JUDGE],
+            "reward_workers": 0,
+            "save_steps": 1,
+            "max_steps": 1,
+            "record_batches": 1,
+        },
+        **SETTINGS,
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    trainer = train(load_recipe(["--config", str(tmp_path / "recipe.yaml")]))
+    assert trainer.args.hub_token == PLANTED  # the run itself has it
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert names >= {"recipe.json", "finished.json", "training_args.bin", "metrics.jsonl", "README.md"}
+    assert [str(path) for path in files if PLANTED.encode() in path.read_bytes()] == []
+    assert PLANTED not in caplog.text + "".join(capfd.readouterr())
+    assert "127.0.0.1:9/score" in next(path for path in files if path.name == "recipe.json").read_text()
+
+
+MISTAKES = {
+    "a reward's options outside kwargs": {"reward_funcs": [{"name": "remote", "api_key": PLANTED, "url": URL}]},
+    "an option that is none": {"reward_funcs": [JUDGE | {"kwargs": {"url": URL, "apikey": PLANTED}}]},
+    "kwargs that are none": {"reward_funcs": [{"name": "remote", "kwargs": f"api_key: '{PLANTED}'"}]},
+    "a mapping of the model": {"model_init_kwargs": {"token": PLANTED, "tp_plan": "auto"}},
+    "a mapping that is text": {"model_init_kwargs": f"{{'token': '{PLANTED}'}}"},
+    "a token that is a list": {"hub_token": [PLANTED]},
+    "a variable": {"WANDB_API_KEY": PLANTED},
+    "a variable of env": {"env": {"OPENAI_API_KEY": {"value": PLANTED}}},
+    "a header": {"generation_kwargs": {"X-API-Key": PLANTED}},
+    "a server": {"use_vllm": True, "vllm_server_base_url": [URL]},
+    "an environment": {"environments": [{"name": "openenv/x", "kwargs": {"api_key": PLANTED}, "url": URL}]},
+    "an evaluation": {"eval_sets": [{"name": "a", "reward_funcs": [{"name": "remote", "password": PLANTED}]}]},
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistaken_recipe_is_refused_without_its_secrets(name, tmp_path):
+    values = {"model_name_or_path": "quickstart", "dataset_name": "quickstart/addition", "reward_funcs": ["accuracy"]}
+    values |= {"use_cpu": True, "bf16": False, "report_to": "none"} | MISTAKES[name]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError) as error:
+        load_recipe(["--config", str(tmp_path / "recipe.yaml")])
+    assert PLANTED not in str(error.value) + repr(error.value)
+    assert PLANTED not in "".join(error.value.problems)
+
+
+def test_what_a_config_says_of_itself_holds_no_secret(tmp_path):
+    config = GRPOExtConfig(str(tmp_path), **SETTINGS, **tiny.TRAINING)
+    assert PLANTED not in str(config) + repr(config) + config.to_json_string() + json.dumps(
+        config.to_dict(), default=str
+    )
+    assert config.model_init_kwargs == {"token": PLANTED}
+
+
+@pytest.mark.parametrize("kind", [DataError, RewardError])
+def test_other_errors_hold_no_secret(kind):
+    assert str(kind(f"POST {URL} failed")) == "POST http://***@127.0.0.1:9/score?sig=*** failed"
+
+
+@pytest.mark.parametrize(
+    "name", ["token", "hub_token", "HF_TOKEN", "X-API-Key", "apiKey", "db_password", "client_secret"]
+)
+def test_a_name_of_a_secret(name):
+    assert is_secret(name)
+    assert redacted({name: PLANTED, "a": [{name: PLANTED}]}) == {name: None, "a": [{name: None}]}
+    assert redacted_text(f"{{'{name}': '{PLANTED}'}}, {name}='{PLANTED}', {name}: 12345") == (
+        f"{{'{name}': '***'}}, {name}='***', {name}: ***"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["eos_token", "pad_token", "token_truncate", "max_tokens", "api_key_env", "tokenizer"]
+)
+def test_a_name_of_no_secret(name):
+    assert not is_secret(name)
+    assert redacted({name: "x"}) == {name: "x"}
+    assert redacted_text(f"{name}='x'") == f"{name}='x'"
+
+
+@pytest.mark.parametrize("text", ["hf_abcdefghijklmnopqrst", "sk-proj-abcdefghijklmnop", "ghp_abcdefghijklmnop1234"])
+def test_keys_that_are_known_by_their_look(text):
+    assert redacted_text(f"the server said: bad key {text}.") == "the server said: bad key ***."
