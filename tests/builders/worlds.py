@@ -122,6 +122,16 @@ class Slow(Conversation):
         return Step("on", 1.0, not self.seconds)
 
 
+class Says(Conversation):
+    """Answers what the row says."""
+
+    def reset(self, row):
+        self.row = row
+
+    def step(self, message):
+        return Step(self.row["observation"], afresh=self.row["afresh"])
+
+
 class Litters(Conversation):
     """Leaves a temporary file, and says where."""
 

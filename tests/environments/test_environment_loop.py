@@ -312,6 +312,21 @@ def test_what_a_tokenizer_does_not_take_costs_one_attempt(hosts):
     assert [t.failure and t.failure.partition(":")[0] for t in done] == ["template", None]
 
 
+@pytest.mark.parametrize("afresh", [False, True])
+def test_an_attempt_fails_where_the_template_leaves_out_what_was_observed(hosts, afresh):
+    """It renders the first message alone where `afresh`, else no message of a user after the first."""
+    tokenizer = tiny.tokenizer()
+    only = "m['role'] == 'user'" if afresh else "m['role'] == 'assistant' or loop.first"
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{% if {only} %}}{{{{ m['content'] }}}}={{% endif %}}{{% endfor %}}"
+    )
+    told = {"observation": [{"role": "tool", "content": "5"}], "afresh": afresh}
+    [lost], _ = run(hosts, tasks(spec("Says"), [told]), tokenizer=tokenizer)
+    assert lost.failure.startswith("template: the chat template of ")
+    assert "leaves out a message of role 'tool' ('5')" in lost.failure
+    assert len(lost.turns) == 1
+
+
 @pytest.mark.parametrize(("counts_all", "turns"), [(True, 2), (False, 3)])
 def test_a_budget_is_of_all_tokens_or_of_the_policys(hosts, counts_all, turns):
     """Two tokens a turn; what the environment says takes three."""
