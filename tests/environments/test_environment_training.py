@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import GRPOConfig
 
 import speakers
@@ -141,6 +142,32 @@ def test_trls_class_makes_the_rows_that_it_makes_in_trl(tmp_path):
     assert stock._logs["rewards"]["Counter"] == ours._logs["rewards"]["environment"]
     assert stock._logs["rewards"]["Counter"] == by_trls_loop._logs["rewards"]["Counter"]
     ours.close_rewards()
+
+
+@pytest.mark.parametrize("data", [Dataset.from_dict({"environment": ["counter", "solved"] * 4}), None])
+def test_trls_environments_may_make_the_prompts(data, tmp_path):
+    """Rows without a prompt, or no rows: the prompt is what `reset` returns, as in stock TRL."""
+    script = [
+        lambda i: speakers.called("add" if i < 4 or data is None else "look", number=i + 1),
+        lambda i: "<|im_end|>",
+    ]
+    settings = tiny.TRAINING | {"max_completion_length": 400, "shuffle_dataset": False}
+    factory = worlds.Counter if data is None else {"counter": worlds.Counter, "solved": worlds.Solved}
+    made, outputs = speakers.tokenizer(), []
+    for kind, config in ((speakers.Stock, GRPOConfig), (speakers.Ours, GRPOExtConfig)):
+        trainer = type("Scripted", (kind,), {"script": script})(
+            speakers.model(made),
+            [tiny.spread],
+            config(str(tmp_path), **settings),
+            data,
+            processing_class=made,
+            environment_factory=factory,
+        )
+        inputs = [dict(trainer.train_dataset[i // 4]) | {"solution": "1"} for i in range(8)]
+        outputs.append(trainer._generate_and_score_completions(inputs))
+    for name in ("prompt_ids", "completion_ids", "tool_mask"):
+        assert torch.equal(outputs[0][name], outputs[1][name]), name
+    assert " from 0" in made.decode(outputs[1]["prompt_ids"][0])
 
 
 @pytest.mark.parametrize("name", ["rollout_func", "environment_factory", "tools"])

@@ -123,7 +123,9 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self.objective = args.objective
         train_dataset = as_dataset(train_dataset, "train_dataset")
         eval_dataset = as_dataset(eval_dataset, "eval_dataset")
-        problems = [*machine_problems(args, None), *data_problems(args, train_dataset, eval_dataset)]
+        made = kwargs.get("environment_factory") is not None
+        problems = [*machine_problems(args, None)]
+        problems += data_problems(args, train_dataset, eval_dataset, prompts_made=made)
         specs, found = parse_environments(environments)
         problems += [*found, *setting_problems(specs, args), *environment_data_problems(specs, train_dataset)]
         problems += beside_problems(specs, kwargs)
