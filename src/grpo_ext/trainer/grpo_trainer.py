@@ -159,6 +159,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self.sharing = PrefixSharing(args.prefix_setting, self.model, further=obstacle)
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {CURE}"])
+        if self.rollout_func is not None and self.accelerator.num_processes > 1:
+            self.sharing.agreed = self._most
         self._name_objective()
         self._replayed: Callable[[Any], Generation] | None = (
             None if args.replay_batches is None else RecordedBatches(args.replay_batches)
@@ -175,6 +177,10 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._guard = NonFiniteGuard(self)
         self._silence = Silence(self.reward_func_names, tells=self.accelerator.is_main_process)
         self.use_vllm = args.use_vllm  # of which a replay has the corrections alone
+
+    def _most(self, number: int) -> int:
+        """Return the largest of all processes' numbers."""
+        return int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
 
     def _look_on(self) -> None:
         """What tells of a run while it trains: the line of a step, its clock, the file of metrics, the doctor."""
@@ -466,7 +472,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         has_images = any(value is not None for value in multimodal.values())
         if parents is not None and has_images:
             raise ValueError("a trajectory whose context was rewritten cannot hold images yet. Leave one of them out.")
-        if has_images or (parents is None and not self.sharing.possible):
+        if has_images or (parents is None and not self.sharing.possible and self.sharing.agreed is None):
             return stock(model, input_ids, attention_mask, logits_to_keep, batch_size, **options, **multimodal)
 
         def plain(ids: Tensor, mask: Tensor, completion: int) -> Any:
