@@ -165,6 +165,16 @@ def test_where_no_process_can_be_forked_one_attempt_is_lost(hosts):
     assert time.monotonic() - begun < LOADING_SECONDS
 
 
+def test_the_copy_of_an_environment_that_forks_does_not_answer(hosts):
+    done, _ = run(hosts, tasks(spec("Twin"), [{}] * 2))
+    assert [(t.failure, [turn.reward for turn in t.turns]) for t in done] == [(None, [1.0, 1.0])] * 2
+
+
+def test_the_end_of_a_process_that_imports_is_named(hosts):
+    [lost], _ = run(hosts, tasks(spec("KilledWhileImported"), [{"seconds": [0.0]}]))
+    assert lost.failure == "died: it was killed by SIGKILL while it was being imported"
+
+
 def test_what_cannot_be_started_is_lost(hosts, monkeypatch):
     def full(*_):
         raise RuntimeError("can't start new thread")

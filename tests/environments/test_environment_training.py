@@ -111,6 +111,27 @@ def test_a_failing_environment_of_two_costs_its_own_attempts(tmp_path):
     assert [len(rewards) for rewards in list(table["turn_rewards"])[-8:]] == [len(a.turns) for a in trainer.attempts]
 
 
+class Unscored(worlds.Counter):
+    def get_reward(self):
+        return None
+
+
+@pytest.mark.parametrize(("rewards", "unscored"), [(None, [True]), ([tiny.spread], [False, True])])
+def test_an_environment_without_a_reward_for_an_attempt_prints_no_row(rewards, unscored, tmp_path, caplog):
+    made = speakers.tokenizer()
+    ours = type("Ours", (speakers.Ours,), {"script": [lambda i: "a" * i + "<|im_end|>"]})(
+        speakers.model(made),
+        rewards,
+        GRPOExtConfig(str(tmp_path), **(tiny.TRAINING | {"max_steps": 1, "max_completion_length": 40})),
+        speakers.rows(),
+        processing_class=made,
+        environments=[Unscored],
+    )
+    ours.train()
+    assert "returned None" not in caplog.text
+    assert ours._rewards_per_func.isnan().all(dim=0).tolist() == unscored
+
+
 def test_groups_without_a_signal_are_drawn_anew_with_environments_too(tmp_path):
     trainer = trained(tmp_path, [GUESS], dynamic_sampling="environment", dynamic_sampling_max_rounds=2)
     assert trainer.state.log_history[0]["dynamic_sampling/rounds"] >= 1

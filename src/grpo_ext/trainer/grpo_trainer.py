@@ -303,8 +303,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         unscored = rewards.isinf()
         if self.acting is not None:
             attempts = [row[COLUMN] for row in args[0]]
-            gone = torch.tensor([attempt.lost for attempt in attempts], device=rewards.device)
-            unscored |= self.accelerator.gather(gone)[:, None]
+            unscored |= self.accelerator.gather(self.acting.unscored(attempts, rewards.shape[1]).to(rewards.device))
             for name, values in self.acting.columns(attempts).items():
                 self._pending_extra_logs[name].extend(values)
         self._rewards_per_func = rewards.masked_fill(unscored, torch.nan)
