@@ -235,17 +235,17 @@ class PrefixSharing:
         """
         batches, places = [(input_ids, mask, completion)], None
         if tree is not None:
-            arrays = input_ids.cpu().numpy(), mask.cpu().numpy(), tree
-            rows, found = plain_rows(*arrays, None if self.possible else len(input_ids))
-            device = input_ids.device
-            batches = [(*(torch.from_numpy(x).to(device) for x in (r.input_ids, r.mask)), r.completion) for r in rows]
-            places = torch.from_numpy(found).to(device)
+            rows, found = plain_rows(
+                input_ids.cpu().numpy(), mask.cpu().numpy(), tree, None if self.possible else len(input_ids)
+            )
+            batches = [(_tensor(r.input_ids, mask), _tensor(r.mask, mask), r.completion) for r in rows]
+            places = _tensor(found, mask)
+        count = len(batches) if self.agreed is None or self.possible else self.agreed(len(batches))
         scores = [plain(*batch) for batch in batches]
-        if self.agreed is not None and not self.possible:
-            ids, live, columns = batches[-1]
-            for _ in range(self.agreed(len(batches)) - len(batches)):
-                spare = plain(ids[:1], live[:1], columns)[0].sum() * 0.0
-                scores[0] = (scores[0][0] + spare, *scores[0][1:])
+        ids, live, columns = batches[-1]
+        for _ in range(count - len(batches)):
+            spare = plain(ids[:1], live[:1], columns)[0].sum() * 0.0
+            scores[0] = (scores[0][0] + spare, *scores[0][1:])
         return scores[0] if places is None else _gathered(scores, [live.sum() for _, live, _ in batches], places)
 
 
@@ -253,6 +253,10 @@ def _tree(parents: Tensor, live: Tensor) -> np.ndarray | None:
     """`parents`, or None where every row is a plain one."""
     found = parents.cpu().numpy()
     return None if is_plain(found, live.cpu().numpy()) else found
+
+
+def _tensor(array: np.ndarray, beside: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(beside.device)
 
 
 def _gathered(scores: list[Scores], tokens: list[Tensor], places: Tensor) -> Scores:

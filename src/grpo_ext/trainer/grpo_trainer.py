@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -127,8 +127,10 @@ class GRPOExtTrainer(EvaluatingTrainer):
         problems = [*machine_problems(args, None)]
         problems += data_problems(args, train_dataset, eval_dataset, prompts_made=made)
         specs, found = parse_environments(environments)
-        problems += [*found, *setting_problems(specs, args), *environment_data_problems(specs, train_dataset)]
-        problems += beside_problems(specs, kwargs)
+        problems += [*found, *setting_problems(specs, args), *beside_problems(specs, kwargs)]
+        evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
+        played = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
+        problems += dict.fromkeys(problem for found in played for problem in found)
         earned = earned_by(specs)
         if reward_funcs or kwargs.get("environment_factory") is None:  # which may bring a reward along
             reward_funcs, args = ready(reward_funcs, args, reward_workers, train_dataset, earned, problems)
