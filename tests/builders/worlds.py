@@ -122,6 +122,37 @@ class Slow(Conversation):
         return Step("on", 1.0, not self.seconds)
 
 
+class Twin(Conversation):
+    """Forks in its first turn, and both return from it."""
+
+    def reset(self, row):
+        self.turns = 0
+
+    def step(self, message):
+        self.turns += 1
+        if self.turns == 1:
+            os.fork()
+        return Step("on", 1.0, self.turns == 2)
+
+
+class KilledWhileImported(Slow):
+    """Ends the process that its processes are forked from, with the signal of a machine that is out of memory."""
+
+    @classmethod
+    def preload(cls):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Says(Conversation):
+    """Answers what the row says."""
+
+    def reset(self, row):
+        self.row = row
+
+    def step(self, message):
+        return Step(self.row["observation"], afresh=self.row["afresh"])
+
+
 class Litters(Conversation):
     """Leaves a temporary file, and says where."""
 

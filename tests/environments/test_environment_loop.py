@@ -184,6 +184,16 @@ def test_where_no_process_can_be_forked_one_attempt_is_lost(hosts):
     assert time.monotonic() - begun < LOADING_SECONDS
 
 
+def test_the_copy_of_an_environment_that_forks_does_not_answer(hosts):
+    done, _ = run(hosts, tasks(spec("Twin"), [{}] * 2))
+    assert [(t.failure, [turn.reward for turn in t.turns]) for t in done] == [(None, [1.0, 1.0])] * 2
+
+
+def test_the_end_of_a_process_that_imports_is_named(hosts):
+    [lost], _ = run(hosts, tasks(spec("KilledWhileImported"), [{"seconds": [0.0]}]))
+    assert lost.failure == "died: it was killed by SIGKILL while it was being imported"
+
+
 def test_what_cannot_be_started_is_lost(hosts, monkeypatch):
     def full(*_):
         raise RuntimeError("can't start new thread")
@@ -329,6 +339,21 @@ def test_what_a_tokenizer_does_not_take_costs_one_attempt(hosts):
     todo[0] = replace(todo[0], prompt=[{"role": "user", "content": "\ud800"}])
     done, _ = run(hosts, todo)
     assert [t.failure and t.failure.partition(":")[0] for t in done] == ["template", None]
+
+
+@pytest.mark.parametrize("afresh", [False, True])
+def test_an_attempt_fails_where_the_template_leaves_out_what_was_observed(hosts, afresh):
+    """It renders the first message alone where `afresh`, else no message of a user after the first."""
+    tokenizer = tiny.tokenizer()
+    only = "m['role'] == 'user'" if afresh else "m['role'] == 'assistant' or loop.first"
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{% if {only} %}}{{{{ m['content'] }}}}={{% endif %}}{{% endfor %}}"
+    )
+    told = {"observation": [{"role": "tool", "content": "5"}], "afresh": afresh}
+    [lost], _ = run(hosts, tasks(spec("Says"), [told]), tokenizer=tokenizer)
+    assert lost.failure.startswith("template: the chat template of ")
+    assert "leaves out a message of role 'tool' ('5')" in lost.failure
+    assert len(lost.turns) == 1
 
 
 @pytest.mark.parametrize(("counts_all", "turns"), [(True, 2), (False, 3)])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import GRPOConfig
 
 import speakers
@@ -110,6 +111,27 @@ def test_a_failing_environment_of_two_costs_its_own_attempts(tmp_path):
     assert [len(rewards) for rewards in list(table["turn_rewards"])[-8:]] == [len(a.turns) for a in trainer.attempts]
 
 
+class Unscored(worlds.Counter):
+    def get_reward(self):
+        return None
+
+
+@pytest.mark.parametrize(("rewards", "unscored"), [(None, [True]), ([tiny.spread], [False, True])])
+def test_an_environment_without_a_reward_for_an_attempt_prints_no_row(rewards, unscored, tmp_path, caplog):
+    made = speakers.tokenizer()
+    ours = type("Ours", (speakers.Ours,), {"script": [lambda i: "a" * i + "<|im_end|>"]})(
+        speakers.model(made),
+        rewards,
+        GRPOExtConfig(str(tmp_path), **(tiny.TRAINING | {"max_steps": 1, "max_completion_length": 40})),
+        speakers.rows(),
+        processing_class=made,
+        environments=[Unscored],
+    )
+    ours.train()
+    assert "returned None" not in caplog.text
+    assert ours._rewards_per_func.isnan().all(dim=0).tolist() == unscored
+
+
 def test_groups_without_a_signal_are_drawn_anew_with_environments_too(tmp_path):
     trainer = trained(tmp_path, [GUESS], dynamic_sampling="environment", dynamic_sampling_max_rounds=2)
     assert trainer.state.log_history[0]["dynamic_sampling/rounds"] >= 1
@@ -143,6 +165,32 @@ def test_trls_class_makes_the_rows_that_it_makes_in_trl(tmp_path):
     ours.close_rewards()
 
 
+@pytest.mark.parametrize("data", [Dataset.from_dict({"environment": ["counter", "solved"] * 4}), None])
+def test_trls_environments_may_make_the_prompts(data, tmp_path):
+    """Rows without a prompt, or no rows: the prompt is what `reset` returns, as in stock TRL."""
+    script = [
+        lambda i: speakers.called("add" if i < 4 or data is None else "look", number=i + 1),
+        lambda i: "<|im_end|>",
+    ]
+    settings = tiny.TRAINING | {"max_completion_length": 400, "shuffle_dataset": False}
+    factory = worlds.Counter if data is None else {"counter": worlds.Counter, "solved": worlds.Solved}
+    made, outputs = speakers.tokenizer(), []
+    for kind, config in ((speakers.Stock, GRPOConfig), (speakers.Ours, GRPOExtConfig)):
+        trainer = type("Scripted", (kind,), {"script": script})(
+            speakers.model(made),
+            [tiny.spread],
+            config(str(tmp_path), **settings),
+            data,
+            processing_class=made,
+            environment_factory=factory,
+        )
+        inputs = [dict(trainer.train_dataset[i // 4]) | {"solution": "1"} for i in range(8)]
+        outputs.append(trainer._generate_and_score_completions(inputs))
+    for name in ("prompt_ids", "completion_ids", "tool_mask"):
+        assert torch.equal(outputs[0][name], outputs[1][name]), name
+    assert " from 0" in made.decode(outputs[1]["prompt_ids"][0])
+
+
 @pytest.mark.parametrize("name", ["rollout_func", "environment_factory", "tools"])
 def test_what_makes_rollouts_beside_them_is_refused(name, tmp_path):
     given = {name: [tiny.count_a] if name == "tools" else worlds.Counter}
@@ -156,6 +204,13 @@ def test_what_makes_rollouts_beside_them_is_refused(name, tmp_path):
 def test_settings_of_environments_without_any_are_refused(setting, tmp_path):
     with pytest.raises(ConfigError, match=f"{next(iter(setting))}=.*there are none"):
         trained(tmp_path, None, tiny.prompts(16), rewards=[tiny.count_a], **setting)
+
+
+def test_images_are_refused_in_the_rows_of_an_evaluation_too(tmp_path):
+    args = GRPOExtConfig(str(tmp_path), **tiny.TRAINING)
+    seen = [row | {"images": ["owl.png"]} for row in asked()]
+    with pytest.raises(ConfigError, match="column 'images': environments carry text only"):
+        GRPOExtTrainer(tiny.model(), None, args, asked(), {"seen": seen}, environments=[GUESS])
 
 
 def test_what_does_not_suit_is_told_before_a_model_is_loaded(tmp_path):

@@ -29,6 +29,8 @@ def rows(**columns):
         (["guess", "worlds:Counter"], {}, "no column 'environment'"),
         (["guess", "worlds:Counter"], {"environment": ["guess", "Conter"]}, "has 'Conter', which is no entry"),
         (["guess"], {"trajectory": [1, 2]}, "Rename the column"),
+        (["guess"], {"image": [1, 2]}, "column 'image': environments carry text only"),
+        (["worlds:Counter"], {"images": [[1], [2]]}, "column 'images': environments carry text only"),
     ],
 )
 def test_data_that_do_not_suit_are_told_of(entries, data, told):
@@ -39,6 +41,13 @@ def test_data_that_do_not_suit_are_told_of(entries, data, told):
 @pytest.mark.parametrize("entries", [["guess"], ["worlds:Counter"], ["worlds:Solved"], [{"tools": ["worlds:add"]}]])
 def test_data_that_suit_are_not(entries):
     assert list(fit.data_problems(specs(*entries), rows(solution=["1", "2"]))) == []
+
+
+def test_prompts_with_images_are_refused():
+    content = [{"type": "image", "image": "file.png"}, {"type": "text", "text": "What is it?"}]
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": content}]}])
+    [problem] = fit.data_problems(specs("guess"), data)
+    assert "content of type 'image', and environments carry text only" in problem
 
 
 def test_prompts_of_text_are_told_of():

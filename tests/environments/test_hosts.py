@@ -70,7 +70,8 @@ def test_an_answer_that_never_ends_is_given_up(pair):
     assert answers([line], 0.0, None) == ([], False)
     line.deadline = time.monotonic()
     [(_, answer)], _ = answers([line], PATIENCE, None)
-    assert answer.failure == "timeout: it did not answer within 0.05 s"
+    assert answer.failure.startswith("timeout: it did not answer within 0.05 s. Raise turn_timeout")
+    assert "preload" in answer.failure
 
 
 @pytest.mark.parametrize(

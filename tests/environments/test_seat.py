@@ -46,6 +46,61 @@ def test_trls_class_is_played_as_trl_plays_it():
     assert play.answer(("finish", None)) == {"reward": 5.0}
 
 
+class Shows:
+    """Its tool returns, or raises, what it is made with."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def reset(self, **row):
+        pass
+
+    def show(self):
+        """Show."""
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+IMAGE = {"type": "image", "image": "data"}
+TEXTS = [{"type": "text", "text": "an "}, {"type": "text", "text": "owl"}]
+
+
+def shown(value):
+    play = seat(lambda: Shows(value))
+    play.answer(("reset", {}))
+    return said(play, call("show"))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (TEXTS, "an owl"),
+        ([1, 2], "[1, 2]"),
+        ([], "[]"),
+        ([{"type": "dog"}], "[{'type': 'dog'}]"),
+        ("<a at 0x7f12>", "<a at 0x7f12>"),
+        (ValueError("no <A object at 0x7f12aB>"), "{'error': 'no <A object>'}"),
+    ],
+)
+def test_what_a_tool_returns_is_read_as_text(value, text):
+    assert [m["content"] for m in shown(value)["observation"]] == [text]
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ([*TEXTS, IMAGE], "tool 'show' returned content of type 'image', and environments carry text only"),
+        ([{"now": object()}], "shows an address in memory"),
+        (object(), "Return text, or give the object's class a method __str__"),
+    ],
+)
+def test_what_a_tool_returns_that_has_no_text_fails_the_attempt(value, told):
+    kind, reason = shown(value)["failed"]
+    assert kind == "garbage"
+    assert told in reason
+
+
 def test_schemas_are_of_functions_and_methods_without_their_self():
     [function, method, other] = schemas(worlds.Counter, [worlds.add])
     assert [s["function"]["name"] for s in (function, method, other)] == ["add", "add", "look"]
@@ -89,9 +144,11 @@ def test_whatever_is_raised_is_the_environments(error):
     assert seat(Raises).answer(("reset", {}))["failed"][0] == "raised"
 
 
-@pytest.mark.parametrize("value", [b"bytes", object(), {1, 2}, np.ones(3)])
+@pytest.mark.parametrize("value", [b"bytes", b"12", object(), {1, 2}, np.ones(3)])
 def test_what_cannot_be_sent_is_garbage(value):
-    assert json.loads(written(_answered(Step(value))))["failed"][0] == "garbage"
+    kind, reason = json.loads(written(_answered(Step(value))))["failed"]
+    assert kind == "garbage"
+    assert "Return text, or [{'role': ..., 'content': ...}]" in reason or isinstance(value, np.ndarray)
     assert json.loads(written(_answered(Step("on", np.float32(0.5)))))["reward"] == 0.5
 
 
@@ -110,6 +167,8 @@ def test_counts_beyond_all_bounds_are_none():
     ("answer", "told"),
     [
         ({"observation": None, "done": False}, "nothing to answer"),
+        ({"observation": [*TEXTS, IMAGE]}, "content of type 'image', and environments carry text only"),
+        ({"observation": [{"role": "user", "content": [IMAGE]}]}, "carry text only"),
         ({"observation": 7}, "neither text nor messages"),
         ({"observation": [{"role": "user"}]}, "neither text nor messages"),
         ({"observation": "x" * (LONGEST + 1)}, "characters"),
@@ -126,11 +185,23 @@ def test_an_answer_is_checked_where_it_arrives(answer, told):
 
 @pytest.mark.parametrize(
     ("opening", "contents"),
-    [(None, ["s", "go"]), ("!", ["s", "go!"]), ([{"role": "user", "content": "new"}], ["new"])],
+    [
+        (None, ["s", "go"]),
+        ("!", ["s", "go!"]),
+        (TEXTS, ["s", "goan owl"]),
+        ([{"role": "user", "content": "new"}], ["new"]),
+        ([{"role": "user", "content": TEXTS}], ["an owl"]),
+    ],
 )
 def test_a_conversation_is_opened(opening, contents):
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "go"}]
     assert [m["content"] for m in opened(prompt, {"opening": opening}, list)] == contents
+
+
+@pytest.mark.parametrize("opening", [None, "!"])
+def test_a_prompt_with_an_image_fails_the_attempt(opening):
+    with pytest.raises(Garbage, match="the prompt has content of type 'image'"):
+        opened([{"role": "user", "content": [*TEXTS, IMAGE]}], {"opening": opening}, list)
 
 
 def test_text_goes_behind_a_prompt_of_parts_too():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from grpo_ext.objective.trajectory import Trajectory, Turn, batch, common, paths
+from grpo_ext.objective.trajectory import Trajectory, Tree, Turn, batch, common, paths
 
 EOS = 1
 
@@ -160,6 +160,39 @@ def test_ten_thousand_trajectories_train_what_was_sampled_each_once():
         assert {tuple(row[: n + 1]) for row in rows for n in range(len(row))} >= sampled
         several += len(rows) > 1
     assert several > 3000  # broken by the template
+
+
+def by_comparing_all(turns):
+    """The tree by its definition: each context compared with all that each turn before has read and written."""
+    prompt, rows, states = turns[0].context, [], []
+    ways = [(prompt, list(range(-len(prompt), 0)))]
+    for number, turn in enumerate(turns):
+        shared, places = max(((common(ids, turn.context), places) for ids, places in ways), key=lambda way: way[0])
+        path, news = places[:shared], turn.context[shared:]
+        known = [None] * len(turn.sampled) if turn.logprobs is None else turn.logprobs
+        for token, author, logprob in [
+            *((token, -1, 0.0) for token in news),
+            *((token, number, logprob) for token, logprob in zip(turn.sampled, known, strict=True)),
+        ]:
+            path.append(len(rows))
+            rows.append((token, path[-2] if len(path) > 1 else -len(prompt) - 1, author, logprob))
+        states.append(turn.state or tuple(news if number else prompt))
+        ways.append((turn.context + turn.sampled, path))
+    return Tree(prompt, *(list(column) for column in zip(*rows, strict=True)), states)
+
+
+def test_the_tree_is_that_of_comparing_every_context_with_every_turn():
+    """Two tokens and contexts that are cut, repeated and joined: much is alike by chance, and sampled twice."""
+    r = random.Random(1)
+    for _ in range(1500):
+        turns = [Turn([r.randrange(2) for _ in range(r.randint(1, 4))], [r.randrange(2) for _ in range(3)])]
+        for _ in range(r.randint(0, 8)):
+            before = r.choice(turns)
+            context = (before.context + before.sampled)[: r.randint(1, 9)] + [r.randrange(2)] * r.randint(0, 2)
+            sampled = r.choice([before.sampled, [r.randrange(2) for _ in range(r.randint(0, 4))]])
+            logprobs = r.choice([None, [-r.random() for _ in sampled]])
+            turns.append(Turn(context, sampled, logprobs, state=r.choice([None, "there"])))
+        assert Trajectory(turns).tree == by_comparing_all(turns)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
@@ -230,7 +231,7 @@ def test_the_forward_computes_the_distinct_tokens_of_the_tree():
     layout, whole = pack_tree(ids, mask, parents), pack_tree(ids, mask, parents, whole=True)
     assert whole.tokens == len(every)
     assert layout.tokens == len(followed)
-    rows = plain_rows(ids, mask, parents)
+    [rows], _ = plain_rows(ids, mask, parents)
     assert rows.mask.sum() > 1.5 * layout.tokens
     for packing in (layout, whole):
         covered = [t for run in packing.segments.runs for t in range(run.start, run.stop)]
@@ -307,14 +308,57 @@ def test_micro_batches_are_arranged_with_their_parents():
         assert torch.equal(part["parents"][live], parents[rows, :width][live])
 
 
-def test_plain_rows_are_those_of_the_trajectory():
+@pytest.mark.parametrize("size", [None, 1, 2, 8])
+def test_plain_rows_are_those_of_the_trajectory(size):
     ids, mask, parents, _ = rewritten.padded(TRAJECTORIES)
-    rows = plain_rows(ids, mask, parents)
-    found = [row[live.astype(bool)].tolist() for row, live in zip(rows.input_ids, rows.mask, strict=True)]
-    assert found == [row for made in TRAJECTORIES for row in made.rows()]
+    batches, places = plain_rows(ids, mask, parents, size)
+    found = [row[live.astype(bool)].tolist() for b in batches for row, live in zip(b.input_ids, b.mask, strict=True)]
+    assert sorted(found) == sorted(row for made in TRAJECTORIES for row in made.rows())
     start = ids.shape[1] - parents.shape[1]
-    placed = rows.places >= 0
-    assert (rows.input_ids[:, -rows.completion :].reshape(-1)[rows.places[placed]] == ids[:, start:][placed]).all()
+    placed = places >= 0
+    flat = np.concatenate([b.input_ids[:, -b.completion :].reshape(-1) for b in batches])
+    assert (flat[places[placed]] == ids[:, start:][placed]).all()
     predicted = parents >= -mask[:, :start].sum(axis=1)[:, None]  # all but a row's first
     assert not predicted.all()
     assert np.array_equal(placed, predicted & (mask[:, start:] > 0))
+
+
+def stripped(turns=30):
+    """A trajectory whose template strips what was thought in each turn before."""
+    r, made, context = random.Random(5), [], [5, 6, 7]
+    for _ in range(turns):
+        made.append(Turn(context, [*rewritten.ids(r, 4), 35]))
+        context = [*context, 35, *rewritten.ids(r, 2)]
+    return Trajectory(made, truncated=True)
+
+
+@float64_throughout()
+def test_no_forward_of_contexts_has_more_positions_than_the_micro_batch_may():
+    """Thirty contexts of two trajectories: as many positions in a forward as two of the longest contexts have."""
+    model, made = network(), [stripped(), rewritten.groups()[0]]
+    ids, mask, parents, sampled = map(torch.tensor, rewritten.padded(made))
+    sharing, shapes = PrefixSharing("false", model), []
+
+    def forward(ids, mask, completion):
+        shapes.append(tuple(ids.shape))
+        return plain(model)(ids, mask, completion)
+
+    def scored(agreed=None):
+        sharing.agreed = agreed
+        return sharing.scores(forward, None, ids, mask, parents.shape[1], 2, True, False, parents)[0]
+
+    logps = scored()
+    longest = max(len(row) for one in made for row in one.rows()) + 3  # and the padding of prompts
+    assert len(shapes) >= 10
+    assert max(rows * width for rows, width in shapes) <= 2 * longest
+    assert sum(rows * width for rows, width in shapes) < 1.3 * sum(len(row) for one in made for row in one.rows())
+    alone = len(shapes)
+    expected = by_turn(model, made)[0]
+    assert (logps - expected)[sampled.bool()].abs().max() < 1e-12
+    waited = scored(lambda count: count + 3)  # of another process
+    assert len(shapes) == 2 * alone + 3
+    weight = torch.randn(logps.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * sampled
+    slopes = [torch.autograd.grad((weight * x).sum(), list(model.parameters())) for x in (logps, waited, expected)]
+    for one, two, three in zip(*slopes, strict=True):
+        assert torch.equal(one, two)
+        assert (one - three).abs().max() < 1e-12

@@ -8,6 +8,7 @@ from typing import Any
 from datasets import Dataset
 
 from grpo_ext.environments.composition import EnvironmentSpec
+from grpo_ext.environments.content import COLUMNS, CURE, medium
 from grpo_ext.environments.protocol import COLUMN, RESET, is_conversation
 from grpo_ext.environments.rendering import CannotRender, Renderer
 from grpo_ext.environments.tools import schemas
@@ -47,11 +48,25 @@ def data_problems(specs: Sequence[EnvironmentSpec], dataset: Any) -> Iterator[st
     given = [column for column in columns if len(specs) == 1 or column != COLUMN]
     for spec in specs:
         yield from _reset_problems(spec, given)
+    yield from _image_problems(dataset, columns)
     if isinstance(dataset, Dataset) and len(dataset) and isinstance(prompt := dataset[0].get("prompt"), str):
         yield (
             f"prompt={prompt!r:.60}: an environment speaks in messages, and the prompts are text. Set system_prompt, "
             "or write them as [{role: user, content: ...}]."
         )
+
+
+def _image_problems(dataset: Any, columns: Collection[str]) -> Iterator[str]:
+    """Images in a column, or in the first row's prompt."""
+    for column in COLUMNS:
+        if column in columns:
+            yield f"column {column!r}: environments carry text only, and the model would not see images. {CURE}"
+            return
+    if "prompt" in columns and isinstance(dataset, Dataset) and len(dataset):
+        prompt = dataset.select_columns(["prompt"])[0]["prompt"]
+        kinds = [medium(message.get("content")) for message in prompt] if isinstance(prompt, list) else []
+        if kind := next(filter(None, kinds), None):
+            yield f"the first row's prompt has content of type {kind!r}, and environments carry text only. {CURE}"
 
 
 def _mixture_problems(specs: Sequence[EnvironmentSpec], dataset: Any, columns: Collection[str]) -> Iterator[str]:

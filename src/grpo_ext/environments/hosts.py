@@ -26,6 +26,8 @@ GRACE = 5.0
 """Seconds that an answer may go on, whose beginning is there when its time is up."""
 TIMEOUT, DIED = "timeout", "died"
 """Kinds of failure that are known here."""
+SLOW = "Raise turn_timeout; what is slow to import or load, load once for all attempts in a class method preload."
+"""Cure of a timeout."""
 
 
 class Answer(NamedTuple):
@@ -149,10 +151,13 @@ class Nursery:
         request = packed(str(spec.environment or ""), arguments)
         self._worker.unsent = memoryview(LENGTH.pack(len(request)) + request)
         self._worker.push()
+        self._ended = False
         answer = self._next(LOADING_SECONDS)
         if answer is None or answer[0] != "loaded":
-            self.close()
-            raise Failed(f"{DIED}: {answer[1] if answer else 'it could not be imported in time'}")
+            code = self.close()
+            late = f"it could not be imported within {LOADING_SECONDS:g} s"
+            lost = f"{cause_of_death(code)} while it was being imported" if self._ended else late
+            raise Failed(f"{DIED}: {answer[1] if answer else lost}")
 
     def _next(self, seconds: float) -> tuple | None:
         """The next that it says, or None."""
@@ -166,6 +171,7 @@ class Nursery:
             try:
                 answer = self._worker.read()
             except EOFError:
+                self._ended = True
                 return None
         return answer
 
@@ -219,12 +225,13 @@ class Nursery:
         except OSError:  # it is gone, and its forks with it
             return
 
-    def close(self) -> None:
-        """End it, its forks and what they left behind."""
+    def close(self) -> int:
+        """End it, its forks and what they left behind; return its exit code."""
         self._living.clear()
         self._tell("stop")
-        self._worker.kill(LAST_SECONDS)
+        code = self._worker.kill(LAST_SECONDS)
         self._control.close()
+        return code
 
 
 class Hosts:
@@ -323,7 +330,7 @@ def _answered(lines: list[Line], found: Mapping[Line, int]) -> Iterator[tuple[Li
             if line.received and not line.late:  # more than a socket holds, while nobody looked
                 line.late, line.deadline = True, now + GRACE
                 continue
-            reason = f"{TIMEOUT}: it did not answer within {line.seconds:g} s"
+            reason = f"{TIMEOUT}: it did not answer within {line.seconds:g} s. {SLOW}"
             answer = Answer({}, reason, now - line.asked)
         if answer is not None:
             yield line, answer

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grpo_ext.environments.content import CURE, is_parts, medium, text_of
 from grpo_ext.environments.protocol import Message
 from grpo_ext.environments.seat import Garbage
 from grpo_ext.rewards.workers.worker import shown
@@ -30,9 +31,12 @@ def opened(
     """The conversation that an attempt begins with: text goes behind the prompt's last message, as in TRL.
 
     Raises:
-        Garbage: it is neither text nor messages.
+        Garbage: it is neither text nor messages, or there are images.
     """
-    said = value.get("opening")
+    said = _as_text(value.get("opening"))
+    if said is None or isinstance(said, str):
+        for message in prompt:
+            _require_text(message.get("content"), "the prompt has")
     if said is None:
         return list(prompt)
     if isinstance(said, str):
@@ -68,13 +72,31 @@ def worth(value: Mapping[str, Any]) -> float | None:
 
 
 def _messages(said: Any) -> list[Message]:
+    said = _as_text(said)
     said = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    if isinstance(said, list):
+        said = [{**m, "content": _as_text(m.get("content"))} if isinstance(m, dict) else m for m in said]
     if not isinstance(said, list) or not all(_is_message(message) for message in said):
         cure = "Return text, or [{'role': ..., 'content': ...}]."
         raise Garbage(f"{shown(said)} is neither text nor messages. {cure}")
     if (length := sum(len(message["content"]) for message in said)) > LONGEST:
         raise Garbage(f"an observation of {length} characters; {LONGEST} are the most.")
     return said
+
+
+def _as_text(content: Any) -> Any:
+    """Content parts as their text, anything else as it is.
+
+    Raises:
+        Garbage: a part is not text.
+    """
+    _require_text(content, "it returned")
+    return text_of(content) if is_parts(content) else content
+
+
+def _require_text(content: Any, who: str) -> None:
+    if (kind := medium(content)) is not None:
+        raise Garbage(f"{who} content of type {kind!r}, and environments carry text only. {CURE}")
 
 
 def _is_message(message: Any) -> bool:

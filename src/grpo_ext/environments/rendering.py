@@ -1,14 +1,16 @@
-"""Contexts as a chat template renders them, in which what the policy sampled stays the ids that it sampled.
+"""Render contexts with a chat template; ids that the policy sampled stay the ids that it sampled.
 
-A conversation's text is rendered whole before every turn. Where it goes on from what the policy saw and said, only
-what follows is tokenised, and put behind the ids that there are; where the template has rewritten what was before
-(thinking stripped, a call of a tool spelt anew), the context is tokenised from its beginning, and shares with the
-turns before it what it shares.
+The whole conversation is rendered before every turn. Where the text extends what the policy has read and written, only
+the new part is tokenized and appended to the existing ids. Where the template has rewritten earlier messages (thinking
+stripped, a tool call formatted differently), the context is tokenized from its beginning and shares a prefix with the
+turns before it. Control tokens come from the template or from the sampler: where a text spells one, a space parts it.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from grpo_ext.environments.protocol import Message
@@ -17,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class CannotRender(ValueError):
-    """A chat template that does not take a conversation; the message names it."""
+    """A chat template does not take a conversation, or leaves a part of it out; the message names the template."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Context:
 
     ids: list[int]
     text: str
+    """`ids` decoded, with every spelt control token parted by a space."""
 
 
 class Renderer:
@@ -37,18 +40,20 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
-        """Nothing is rendered yet."""
+        """Read the tokenizer's control tokens; render nothing yet."""
         self.tokenizer, self.options = tokenizer, dict(options)
         self._name = tokenizer.name_or_path or "a tokenizer without a name"
-        self._specials = sorted(set(tokenizer.all_special_tokens), key=len, reverse=True)
+        self._controls = _control_tokens(tokenizer)
+        """Ids and texts; longer texts first."""
 
     def opening(self, messages: Sequence[Message], tools: list[dict] | None) -> Context:
-        """The first context of a conversation.
+        """Return the first context of a conversation.
 
         Raises:
-            CannotRender: the template does not take it.
+            CannotRender: the template does not take the messages, or leaves one of them out.
         """
         text = self._text(messages, tools)
+        self._require_rendered([], messages, tools)
         return Context(self._encoded(text), text)
 
     def following(
@@ -60,45 +65,83 @@ class Renderer:
         news: Sequence[Message],
         tools: list[dict] | None,
     ) -> tuple[Context, Message]:
-        """The context after a turn that the policy has ended, and its message as the history has it from now on.
+        """Return the context after a finished turn, and the policy's message as the history keeps it.
 
-        The message is tried as it was written, then as it was parsed: some templates need the call of a tool to render
-        the answer to it.
+        Two forms of the message are tried: the text as written, then the parsed message, because some templates render
+        a tool's answer only after a message with `tool_calls`. A form counts only if the template renders all of
+        `news` after it. The first form whose text extends the conversation wins; if neither does, the parsed form of
+        a tool call, else the written form.
 
         Raises:
-            CannotRender: the template takes neither.
+            CannotRender: the template takes neither form, or leaves out a message of `news`.
         """
-        said = self.tokenizer.decode(sampled, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        closing = self.tokenizer.decode(sampled[-1:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        said = self._decoded(sampled)
+        closing = self._decoded(sampled[-1:])
         written = {"role": "assistant", "content": said.removesuffix(closing)}
-        rewritten: tuple[Context, Message] | None = None
+        rewritten: list[tuple[str, Message]] = []
         failure: CannotRender | None = None
-        for message in (written, parsed):
+        for message in (written, self._parted(parsed)):
             try:
                 text = self._text([*history, message, *news], tools)
+                self._require_rendered([*history, message], news, tools)
             except CannotRender as error:
                 failure = error
                 continue
             if text.startswith(before.text + said):
                 suffix = text[len(before.text) + len(said) :]
                 return Context([*before.ids, *sampled, *self._after(sampled[-1], closing, suffix)], text), message
-            rewritten = rewritten or (Context(self._encoded(text), text), message)
-        if rewritten is None:
+            rewritten.append((text, message))
+        if not rewritten:
             assert failure is not None
             raise failure
-        return rewritten
+        text, message = rewritten[-1 if parsed.get("tool_calls") else 0]
+        return Context(self._encoded(text), text), message
 
     def harmless(self, messages: Sequence[Message]) -> list[Message]:
-        """What an environment says, in which the text of a special token is text: a space parts it."""
-        return [{key: self._parted(value) for key, value in message.items()} for message in messages]
+        """Return an environment's messages with a space in every control token that their text spells."""
+        return [self._parted(message) for message in messages]
 
     def _parted(self, value: Any) -> Any:
         if isinstance(value, str):
-            value = value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
-            for special in self._specials:
-                if len(special) > 1:
-                    value = value.replace(special, f"{special[0]} {special[1:]}")
+            value = value.encode("utf-8", "replace").decode()  # half a surrogate pair is not text
+            for _, control in self._controls:
+                if len(control) > 1:
+                    value = value.replace(control, f"{control[0]} {control[1:]}")
+        elif isinstance(value, dict):
+            value = {key: self._parted(part) for key, part in value.items()}
+        elif isinstance(value, list):
+            value = [self._parted(part) for part in value]
         return value
+
+    def _decoded(self, ids: list[int]) -> str:
+        """Sampled ids as text: control tokens as they are, spelt ones parted."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        counts = Counter(ids)
+        if all(text.count(control) == counts[number] for number, control in self._controls):
+            return text
+        controls = dict(self._controls)
+        runs = (
+            (control, self.tokenizer.decode(list(run), clean_up_tokenization_spaces=False))
+            for control, run in groupby(ids, key=controls.__contains__)
+        )
+        return "".join(text if control else self._parted(text) for control, text in runs)
+
+    def _require_rendered(self, before: Sequence[Message], news: Sequence[Message], tools: list[dict] | None) -> None:
+        """Raise CannotRender unless the template renders the text of every message of `news` after `before`.
+
+        Marks stand in for the texts: a template may trim or escape a text, but not a mark, and no mark is there by
+        chance. Messages without text have nothing to lose.
+        """
+        marks = {number: f"observation{number}mark7c1f" for number, message in enumerate(news) if _has_text(message)}
+        marked = [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(news)]
+        text = self._text([*before, *marked], tools) if marks else ""
+        for number, mark in marks.items():
+            if mark not in text:
+                lost = news[number]
+                raise CannotRender(
+                    f"the chat template of {self._name} leaves out a message of role {lost['role']!r} "
+                    f"({lost['content']!r:.80}), so the model would not read it"
+                )
 
     def _text(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
         try:
@@ -118,6 +161,22 @@ class Renderer:
         return ids
 
     def _after(self, last: int, closing: str, suffix: str) -> list[int]:
-        """Ids of a text behind a token; some tokenizers begin a text otherwise than they go on with it."""
+        """Ids of a text behind a token; some tokenizers begin a text otherwise than they continue it."""
         ids = self._encoded(closing + suffix)
         return ids[1:] if ids[:1] == [last] else self._encoded(suffix)
+
+
+def _control_tokens(tokenizer: Any) -> list[tuple[int, str]]:
+    """Ids and texts of all tokens that are marked as special, longer texts first.
+
+    `all_special_tokens` lists only those with a name (eos_token, ...): not Llama 3's <|start_header_id|>.
+    """
+    added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    return sorted((added | named).items(), key=lambda control: -len(control[1]))
+
+
+def _has_text(message: Message) -> bool:
+    """Whether a message is its text; templates may leave out words beside a tool call."""
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip()) and not message.get("tool_calls")

@@ -7,8 +7,10 @@ out, so that nothing an environment writes is ever executed by who reads it.
 import asyncio
 import inspect
 import json
+import os
 import pickle
 import random
+import re
 import socket
 import struct
 import sys
@@ -16,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
+from grpo_ext.environments.content import CURE, is_parts, medium, text_of
 from grpo_ext.environments.protocol import REWARD, Conversation, Message, Step
 from grpo_ext.environments.tools import methods_of
 from grpo_ext.rewards.workers.worker import last_lines, shown
@@ -23,6 +26,9 @@ from grpo_ext.rewards.workers.worker import last_lines, shown
 LENGTH = struct.Struct("<Q")
 RAISED, GARBAGE = "raised", "garbage"
 """Kinds of failure that are known here."""
+
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]{4,}")
+"""What Python shows of an object that has no text of its own; another number in each run."""
 
 Maker = Callable[[], Any]
 
@@ -50,16 +56,23 @@ class Seat:
     def answer(self, request: tuple[str, Any]) -> dict[str, Any]:
         """What came of a request: its fields, or `failed` with the kind of failure and its reason."""
         name, value = request
+        process = os.getpid()
         try:
-            if name == "reset":
-                return self._reset(value)
-            return self._step(value) if name == "step" else self._finish()
+            return self._answer(name, value)
         except Garbage as error:
             return {"failed": [GARBAGE, f"{name}: {error}"]}
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the environment is the user's
             return {"failed": [RAISED, f"{name}: {last_lines(error)}"]}
+        finally:
+            if os.getpid() != process:  # the environment has forked, and a copy of it would answer a second time
+                os._exit(0)
+
+    def _answer(self, name: str, value: Any) -> dict[str, Any]:
+        if name == "reset":
+            return self._reset(value)
+        return self._step(value) if name == "step" else self._finish()
 
     def _reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         environment = self._environment = self._make() if self._make else None
@@ -100,8 +113,8 @@ class Seat:
                 raise ValueError(f"there is no tool {name!r}, only {', '.join(self._tools)}")
             result, well = self._result(self._tools[name](**arguments)), True
         except Exception as error:
-            result, well = {"error": str(error)}, False
-        return {"role": "tool", "name": name, "content": str(result)}, well
+            result, well = {"error": _ADDRESS.sub("", str(error))}, False
+        return {"role": "tool", "name": name, "content": _text(result, f"tool {name!r}")}, well
 
     def _finish(self) -> dict[str, Any]:
         score = getattr(self._environment, REWARD, None)
@@ -133,12 +146,35 @@ def serve(channel: socket.socket, seat: Seat) -> None:
             channel.sendall(LENGTH.pack(len(body)) + body)
 
 
+def _text(result: Any, who: str) -> str:
+    """What a tool returned as the text that the model reads.
+
+    Raises:
+        Garbage: an image, or an object that has no text of its own.
+    """
+    if (kind := medium(result)) is not None:
+        raise Garbage(f"{who} returned content of type {kind!r}, and environments carry text only. {CURE}")
+    text = text_of(result) if is_parts(result) else str(result)
+    if not isinstance(result, str) and _ADDRESS.search(text):
+        cure = "Return text, or give the object's class a method __str__."
+        raise Garbage(f"{who} returned {text:.200}, which shows an address in memory, another one in each run. {cure}")
+    return text
+
+
 def written(answer: dict[str, Any]) -> bytes:
     """An answer as it is sent."""
     try:
-        return json.dumps(answer, default=float, skipkeys=True).encode()
+        return json.dumps(answer, default=_number, skipkeys=True).encode()
     except Exception as error:  # a value's own methods may raise anything
         return json.dumps({"failed": [GARBAGE, f"what it returned cannot be sent: {error}"]}).encode()
+
+
+def _number(value: Any) -> float:
+    """A number of numpy or torch; anything else that JSON does not know is no answer."""
+    if hasattr(value, "__float__"):
+        return float(value)
+    cure = "Return text, or [{'role': ..., 'content': ...}], and a number as reward."
+    raise TypeError(f"{shown(value)} is neither text nor a number. {cure}")
 
 
 def seed_all(seed: int) -> None:

@@ -110,29 +110,70 @@ class Tree:
 
 
 def _tree(turns: Sequence[Turn]) -> Tree:
-    """Every context follows the turn that it has the longest beginning in common with.
+    """Build the tree in which each context follows the turn that it has the longest prefix in common with.
 
-    Each token of the tree is on the way of some turn, so nothing else in the tree has a longer one.
+    Of several such turns it follows the first. Each token of the tree belongs to some turn, so nothing else in the
+    tree has a longer prefix in common. The time is about linear in the length of all contexts together.
     """
     prompt = turns[0].context
     tree = Tree(prompt, [], [], [], [], [])
-    ways: list[tuple[list[int], list[int]]] = [(prompt, list(range(-len(prompt), 0)))]
+    root = _Segment([], [], {})
+    _add(root, 0, prompt, list(range(-len(prompt), 0)))
     for number, turn in enumerate(turns):
-        shared, places = max(((common(ids, turn.context), places) for ids, places in ways), key=lambda way: way[0])
-        path, news = places[:shared], turn.context[shared:]
-        known = turn.logprobs if turn.logprobs is not None else [None] * len(turn.sampled)
-        for token, author, logprob in (
-            *((token, -1, 0.0) for token in news),
-            *((token, number, logprob) for token, logprob in zip(turn.sampled, known, strict=True)),
-        ):
-            tree.parents.append(path[-1] if path else -len(prompt) - 1)
-            path.append(len(tree.ids))
-            tree.ids.append(token)
-            tree.turns.append(author)
-            tree.logprobs.append(logprob)
+        segment, used, shared = _follow(root, 0, turn.context)
+        news, first = turn.context[shared:], len(tree.ids)
+        rest = news + turn.sampled
+        places = list(range(first, first + len(rest)))
+        tree.parents.extend([segment.places[used - 1] if shared else -len(prompt) - 1, *places][: len(rest)])
+        tree.ids.extend(rest)
+        tree.turns.extend([-1] * len(news) + [number] * len(turn.sampled))
+        tree.logprobs.extend([0.0] * len(news))
+        tree.logprobs.extend(turn.logprobs if turn.logprobs is not None else [None] * len(turn.sampled))
         tree.states.append(turn.state if turn.state is not None else tuple(news if number else prompt))
-        ways.append((turn.context + turn.sampled, path))
+        segment, used, again = _follow(segment, used, rest)  # sampled before: contexts follow the first
+        _add(segment, used, rest[again:], places[again:])
     return tree
+
+
+@dataclass
+class _Segment:
+    """Node of a prefix tree of all that turns have read and written: tokens without a branch."""
+
+    tokens: list[int]
+    places: list[int]
+    """Places of the tokens in the `Tree`."""
+    behind: dict[int, "_Segment"]
+    """Next segments, by their first token."""
+
+
+def _follow(segment: _Segment, used: int, ids: list[int]) -> tuple[_Segment, int, int]:
+    """Walk along `ids` from behind `used` tokens of a segment: where the walk ends, and how many ids it took."""
+    taken = 0
+    while taken < len(ids):
+        if used == len(segment.tokens):
+            if ids[taken] not in segment.behind:
+                break
+            segment, used = segment.behind[ids[taken]], 0
+        left = len(segment.tokens) - used
+        alike = common(segment.tokens[used:], ids[taken : taken + left])
+        taken, used = taken + alike, used + alike
+        if alike < left:
+            break
+    return segment, used, taken
+
+
+def _add(segment: _Segment, used: int, ids: list[int], places: list[int]) -> None:
+    """Put `ids` behind `used` tokens of a segment, where nothing begins with the first of them yet."""
+    if used < len(segment.tokens) and ids:
+        tail = _Segment(segment.tokens[used:], segment.places[used:], segment.behind)
+        segment.tokens, segment.places = segment.tokens[:used], segment.places[:used]
+        segment.behind = {tail.tokens[0]: tail}
+    elif segment.tokens and not segment.behind:
+        segment.tokens.extend(ids)
+        segment.places.extend(places)
+        return
+    if ids:
+        segment.behind[ids[0]] = _Segment(list(ids), list(places), {})
 
 
 def common(one: list[int], other: list[int]) -> int:

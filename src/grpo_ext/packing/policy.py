@@ -117,6 +117,8 @@ class PrefixSharing:
     def __init__(self, setting: str, model: Any, *, further: str | None = None) -> None:
         """`further`: an obstacle that is not the model's."""
         self.setting, self.checked = setting, False
+        self.agreed: Callable[[int], int] | None = None
+        """Return the largest number of forwards of any process; None: all processes make one per micro-batch."""
         self.reason = next((o for o in (further, *obstacles(model)) if o is not None), None)
         base = causal_lm(model)
         self.vocabulary = base.config.get_text_config().vocab_size
@@ -215,15 +217,36 @@ class PrefixSharing:
             if layout is not None:
                 logps, entropies, aux_loss = packed(ids, layout, completion, **extra)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))
-            elif tree is not None:
-                parts.append(_by_plain_rows(plain, ids, live, tree))
             else:
-                parts.append(plain(ids, live, completion))
+                parts.append(self._by_rows(plain, ids, live, completion, tree))
         if len(parts) == 1:
             return parts[0]
         found = [[x for x in column if x is not None] for column in zip(*parts, strict=True)]
         aux = torch.stack(found[2]).mean() if found[2] else None
         return torch.cat(found[0]), torch.cat(found[1]) if found[1] else None, aux
+
+    def _by_rows(
+        self, plain: Plain, input_ids: Tensor, mask: Tensor, completion: int, tree: np.ndarray | None
+    ) -> Scores:
+        """Scores by the plain forward; the contexts of trees in several, none of more positions than the micro-batch.
+
+        Processes wait for each other's collectives in every forward and backward, so all make as many: a process with
+        fewer contexts repeats a row, which counts zero.
+        """
+        batches, places = [(input_ids, mask, completion)], None
+        if tree is not None:
+            rows, found = plain_rows(
+                input_ids.cpu().numpy(), mask.cpu().numpy(), tree, None if self.possible else len(input_ids)
+            )
+            batches = [(_tensor(r.input_ids, mask), _tensor(r.mask, mask), r.completion) for r in rows]
+            places = _tensor(found, mask)
+        count = len(batches) if self.agreed is None or self.possible else self.agreed(len(batches))
+        scores = [plain(*batch) for batch in batches]
+        ids, live, columns = batches[-1]
+        for _ in range(count - len(batches)):
+            spare = plain(ids[:1], live[:1], columns)[0].sum() * 0.0
+            scores[0] = (scores[0][0] + spare, *scores[0][1:])
+        return scores[0] if places is None else _gathered(scores, [live.sum() for _, live, _ in batches], places)
 
 
 def _tree(parents: Tensor, live: Tensor) -> np.ndarray | None:
@@ -232,16 +255,18 @@ def _tree(parents: Tensor, live: Tensor) -> np.ndarray | None:
     return None if is_plain(found, live.cpu().numpy()) else found
 
 
-def _by_plain_rows(plain: Plain, input_ids: Tensor, mask: Tensor, parents: np.ndarray) -> Scores:
-    """Scores of the tokens of trees, each from a plain row in which it stands.
+def _tensor(array: np.ndarray, beside: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(beside.device)
 
-    One forward, whatever the number of rows: processes that wait for each other's collectives run as many.
-    """
-    rows, device = plain_rows(input_ids.cpu().numpy(), mask.cpu().numpy(), parents), input_ids.device
-    ids, live, places = (torch.from_numpy(x).to(device) for x in (rows.input_ids, rows.mask, rows.places))
-    logps, entropies, aux_loss = plain(ids, live, rows.completion)
 
-    def gathered(values: Tensor) -> Tensor:
-        return torch.where(places >= 0, values.reshape(-1)[places.clamp(min=0)], 0.0)
+def _gathered(scores: list[Scores], tokens: list[Tensor], places: Tensor) -> Scores:
+    """Scores of the tokens of trees, from their `places` in several forwards; the auxiliary loss by `tokens`."""
 
-    return gathered(logps), None if entropies is None else gathered(entropies), aux_loss
+    def gathered(values: list[Tensor]) -> Tensor:
+        flat = torch.cat([value.reshape(-1) for value in values])
+        return torch.where(places >= 0, flat[places.clamp(min=0)], 0.0)
+
+    logps, entropies, losses = ([x for x in column if x is not None] for column in zip(*scores, strict=True))
+    shares = torch.stack(tokens) / sum(tokens)
+    aux = (torch.stack(losses) * shares).sum() if losses else None
+    return gathered(logps), gathered(entropies) if entropies else None, aux

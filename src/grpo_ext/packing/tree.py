@@ -146,18 +146,22 @@ def _linear(before: list[int], kept: np.ndarray) -> tuple[list[int], list[int], 
 
 @dataclass(frozen=True)
 class PlainRows:
-    """Each way to a token that none follows as a padded row of its own."""
+    """Contexts as padded rows, for one forward."""
 
     input_ids: Ids
     mask: Ids
     completion: int
     """Columns at their end of which log-probabilities are wanted."""
-    places: Int[np.ndarray, "rows completion"]
-    """Where a token of the trees stands in them, a flat index into [plain rows, completion]; -1 for none."""
 
 
-def plain_rows(input_ids: Ids, mask: Ids, parents: Parents) -> PlainRows:
-    """The plain rows of a padded batch; of a token that stands in several, the last is its place."""
+def plain_rows(
+    input_ids: Ids, mask: Ids, parents: Parents, rows: int | None = None
+) -> tuple[list[PlainRows], Int[np.ndarray, "rows completion"]]:
+    """Return each path to a leaf of the trees as a padded row, in batches, and the place of each token in them.
+
+    A batch has at most as many positions as `rows` of the longest contexts; None: one batch. A place is an index into
+    the flat completions of all batches, -1 for padding; a token that is in several rows has the last one's place.
+    """
     start = input_ids.shape[1] - parents.shape[1]
     ways: list[tuple[int, np.ndarray, np.ndarray]] = []
     for row, live in enumerate(mask.astype(bool)):
@@ -166,12 +170,29 @@ def plain_rows(input_ids: Ids, mask: Ids, parents: Parents) -> PlainRows:
             columns = np.concatenate([prompt[:kept], np.array(path, int) + start])
             first = max(1, kept)  # a row begins with a token that nothing predicts
             ways.append((row, columns[:first], columns[first:]))
-    right = max(1, *(len(rest) for *_, rest in ways))
-    ids, live = (np.zeros((len(ways), start + right), input_ids.dtype) for _ in range(2))
-    places = np.full(parents.shape, -1)
-    for number, (row, lead, rest) in enumerate(ways):
-        columns = np.arange(start - len(lead), start + len(rest))
-        ids[number, columns] = input_ids[row, np.concatenate([lead, rest])]
-        live[number, columns] = 1
-        places[row, rest - start] = number * right + np.arange(len(rest))
-    return PlainRows(ids, live, right, places)
+    batches, places, base = [], np.full(parents.shape, -1), 0
+    for part in _parts([len(rest) for *_, rest in ways], start, rows):
+        right = max(1, *(len(ways[i][2]) for i in part))
+        ids, live = (np.zeros((len(part), start + right), input_ids.dtype) for _ in range(2))
+        for number, (row, lead, rest) in enumerate(ways[i] for i in part):
+            columns = np.arange(start - len(lead), start + len(rest))
+            ids[number, columns] = input_ids[row, np.concatenate([lead, rest])]
+            live[number, columns] = 1
+            places[row, rest - start] = base + number * right + np.arange(len(rest))
+        batches.append(PlainRows(ids, live, right))
+        base += len(part) * right
+    return batches, places
+
+
+def _parts(lengths: list[int], start: int, rows: int | None) -> list[list[int]]:
+    """Rows in batches, longest first, so that those of one batch are about equally long."""
+    if rows is None:
+        return [list(range(len(lengths)))]
+    waiting = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    most = rows * (start + lengths[waiting[0]])
+    parts = []
+    while waiting:
+        count = max(1, most // max(1, start + lengths[waiting[0]]))
+        parts.append(sorted(waiting[:count]))
+        waiting = waiting[count:]
+    return parts

@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 from trl.chat_template_utils import parse_response
 
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
@@ -30,8 +32,8 @@ def earned_by(specs: Sequence[EnvironmentSpec]) -> list[Callable[..., list[Any]]
     by_name = {spec.name: spec for spec in specs}
 
     def environment(trajectory: Sequence[Trajectory], **_: Any) -> list[Any]:
-        # what is lost the trainer leaves unscored; of a None TRL would print the whole row
-        return [0.0 if attempt.lost else earned(attempt, by_name[attempt.environment]) for attempt in trajectory]
+        paid = [None if attempt.lost else earned(attempt, by_name[attempt.environment]) for attempt in trajectory]
+        return [0.0 if reward is None else reward for reward in paid]  # `Acting.unscored` says which are None
 
     return [environment] if any_pays(specs) else []
 
@@ -120,6 +122,16 @@ class Acting:
         spec = self.specs[attempt.environment]
         paid = None if attempt.lost else earned(attempt, spec if weighted else replace(spec, weight=1.0))
         return sum(paid) if isinstance(paid, list) else paid
+
+    def unscored(self, attempts: Sequence[Trajectory], functions: int) -> Tensor:
+        """Rewards that stay None, [attempts, functions]: all of a lost attempt, the environment's where it has none.
+
+        TRL would print the whole row, ids and all, for a None.
+        """
+        found = torch.tensor([attempt.lost for attempt in attempts])[:, None].repeat(1, functions)
+        if any_pays(self.specs.values()):  # the last function is `earned_by`'s
+            found[:, -1] = torch.tensor([self.paid(attempt) is None for attempt in attempts])
+        return found
 
     def _tell(self, done: Sequence[tuple[Trajectory, Figures]], mode: str) -> None:
         """Log what all processes' attempts took, by environment, and warn of failures."""

@@ -44,12 +44,18 @@ def named_arguments(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def data_problems(args: GRPOExtConfig, train_dataset: Any, eval_dataset: Any) -> Iterator[str]:
-    """Rows without prompts, columns that collide with TRL's arguments to rewards, too few rows for one generation."""
+def data_problems(
+    args: GRPOExtConfig, train_dataset: Any, eval_dataset: Any, *, prompts_made: bool = False
+) -> Iterator[str]:
+    """Rows without prompts, columns that collide with TRL's arguments to rewards, too few rows for one generation.
+
+    `prompts_made`: `environment_factory` is given, for which TRL begins a row without a prompt with an empty one.
+    """
     evaluated = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
     clashes: dict[str, None] = {}
     for name, dataset in {"train_dataset": train_dataset, **evaluated}.items():
-        yield from prompt_problems(dataset, name)
+        if not prompts_made or "prompt" in (getattr(dataset, "column_names", None) or ()):
+            yield from prompt_problems(dataset, name)
         if isinstance(dataset, Dataset):
             clashes |= dict.fromkeys(check_columns(dataset.column_names))
     yield from clashes

@@ -156,11 +156,15 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self.objective = args.objective
         train_dataset = as_dataset(train_dataset, "train_dataset")
         eval_dataset = as_dataset(eval_dataset, "eval_dataset")
-        problems = [*machine_problems(args, None), *data_problems(args, train_dataset, eval_dataset)]
+        made = environment_factory is not None
+        problems = [*machine_problems(args, None)]
+        problems += data_problems(args, train_dataset, eval_dataset, prompts_made=made)
         specs, found = parse_environments(environments)
-        problems += [*found, *setting_problems(specs, args), *environment_data_problems(specs, train_dataset)]
         rollouts = {"rollout_func": rollout_func, "environment_factory": environment_factory, "tools": tools}
-        problems += beside_problems(specs, rollouts)
+        problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
+        evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
+        played = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
+        problems += dict.fromkeys(problem for found in played for problem in found)
         earned = earned_by(specs)
         scored: Any = reward_funcs
         if reward_funcs or environment_factory is None:  # which may bring a reward along
@@ -207,6 +211,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self.sharing = PrefixSharing(args.prefix_setting, self.model, further=obstacle)
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([f"shared_prefix=true is not exact here: {self.sharing.reason}. {CURE}"])
+        if self.rollout_func is not None and self.accelerator.num_processes > 1:
+            self.sharing.agreed = self._most
         self._name_objective()
         self._replayed: Callable[[Any], Generation] | None = (
             None if args.replay_batches is None else RecordedBatches(args.replay_batches)
@@ -223,6 +229,10 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._guard = NonFiniteGuard(self)
         self._silence = Silence(self.reward_func_names, tells=self.accelerator.is_main_process)
         self.use_vllm = args.use_vllm  # of which a replay has the corrections alone
+
+    def _most(self, number: int) -> int:
+        """Return the largest of all processes' numbers."""
+        return int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
 
     def _look_on(self) -> None:
         """What tells of a run while it trains: the line of a step, its clock, the file of metrics, the doctor."""
@@ -356,8 +366,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         unscored = rewards.isinf()
         if self.acting is not None:
             attempts = [row[COLUMN] for row in args[0]]
-            gone = torch.tensor([attempt.lost for attempt in attempts], device=rewards.device)
-            unscored |= self.accelerator.gather(gone)[:, None]
+            unscored |= self.accelerator.gather(self.acting.unscored(attempts, rewards.shape[1]).to(rewards.device))
             for name, values in self.acting.columns(attempts).items():
                 self._pending_extra_logs[name].extend(values)
         self._rewards_per_func = rewards.masked_fill(unscored, torch.nan)
@@ -531,7 +540,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         has_images = any(value is not None for value in multimodal.values())
         if parents is not None and has_images:
             raise ValueError("a trajectory whose context was rewritten cannot hold images yet. Leave one of them out.")
-        if has_images or (parents is None and not self.sharing.possible):
+        if has_images or (parents is None and not self.sharing.possible and self.sharing.agreed is None):
             return stock(model, input_ids, attention_mask, logits_to_keep, batch_size, **options, **multimodal)
 
         def plain(ids: Tensor, mask: Tensor, completion: int) -> Any:

@@ -20,6 +20,7 @@ CASES = {
     "silent groups": {"beta": 0.0},
     "groups over two micro-batches": {"beta": 0.05, "gradient_accumulation_steps": 2},
     "trajectories": {"beta": 0.05, "advantage_estimator": "gigpo", "mask_truncated_completions": True},
+    "trajectories as rows": {"beta": 0.05, "shared_prefix": "false", "gradient_accumulation_steps": 4},
 }
 
 
@@ -31,6 +32,14 @@ def half_silent(prompts, completions, **_):
 
 def by_turn(trajectory, **_):
     return [[turn.reward for turn in made.turns] for made in trajectory]
+
+
+def counted(sharing):
+    """Numbers of forwards for a micro-batch: this process's own, and the largest of all."""
+    forwards, agreed = [], sharing.agreed
+    if agreed is not None:
+        sharing.agreed = lambda count: forwards.append((count, agreed(count))) or forwards[-1][1]
+    return forwards
 
 
 @float64_throughout()
@@ -50,14 +59,15 @@ def main(model: str, output: str, rows: str, shared: str) -> None:
             **FLOAT64,
         }
         rollout, rewards = scripted_rollout, [half_silent]
-        if name == "trajectories":
+        if name.startswith("trajectories"):
             rollout, rewards = scripted_trajectories, [half_silent, by_turn]
-        trainer = build(model, Path(output) / name, rewards, rollout=rollout, **fixed, **settings)
+        trainer = build(model, Path(output) / name, rewards, rollout=rollout, **(fixed | settings))
+        forwards = counted(trainer.sharing)
         trainer.train()
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.accelerator.is_main_process:
             log = [entry for entry in trainer.state.log_history if "reward" in entry]
-            facts = {"shared": trainer.sharing.possible, "sharded": is_sharded(trainer.model)}
+            facts = {"shared": trainer.sharing.possible, "sharded": is_sharded(trainer.model), "forwards": forwards}
             torch.save({"weights": weights, "log": log, **facts}, f"{output}/{name}.pt")
     leave_process_group()
 

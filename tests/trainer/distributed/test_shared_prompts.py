@@ -33,7 +33,9 @@ def test_two_processes_that_share_make_the_step_of_one_that_does_not(launch, mod
     start = tiny.load(model).state_dict()
     for case in CASES:
         one, two = torch.load(plain / f"{case}.pt"), torch.load(tmp_path / f"{case}.pt")
-        assert (one["shared"], two["shared"]) == (False, True)
+        assert (one["shared"], two["shared"]) == (False, case != "trajectories as rows")
+        if not two["shared"]:  # one process has more contexts, then the other; both wait in as many forwards
+            assert {mine < most for mine, most in two["forwards"]} == {False, True}
         assert two["sharded"] == (launch == "fsdp2")
         assert max((one["weights"][name] - start[name]).abs().max() for name in start) > 1e-4
         torch.testing.assert_close(two["weights"], one["weights"], rtol=0, atol=1e-9)
