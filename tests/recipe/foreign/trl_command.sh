@@ -1,7 +1,7 @@
 #!/bin/bash
 size=${SIZE:-7}
 uv pip install trl --upgrade
-accelerate launch --config_file configs/zero2.yaml train_grpo.py \
+accelerate launch --config_file examples/accelerate_configs/deepspeed_zero2.yaml train_grpo.py \
     --model_name_or_path org/model-${size}b \
     --dataset_name org/questions \
     --reward_funcs accuracy_reward \

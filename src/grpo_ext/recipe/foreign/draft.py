@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
+from trl import GRPOConfig
+
 from grpo_ext.recipe.parts import PARTS
 
 
@@ -60,9 +62,10 @@ def number(version: str) -> tuple[int, ...]:
 
 @cache
 def own_default(key: str) -> Any:
-    """Return the default of a recipe's key; NotImplemented where it has none."""
-    fields = (f for part in PARTS for f in dataclasses.fields(part) if f.name == key)
-    return next((f.default for f in fields if f.default is not dataclasses.MISSING), NotImplemented)
+    """Return the default of a recipe's key, of an axis of the loss stock TRL's; NotImplemented where it has none."""
+    fields = (f for part in (*PARTS, GRPOConfig) for f in dataclasses.fields(part) if f.name == key)
+    found = [f.default for f in fields if f.default is not dataclasses.MISSING]
+    return next((default for default in found if default is not None), found[0] if found else NotImplemented)
 
 
 @dataclass
@@ -216,110 +219,8 @@ class Translation:
         def has_effect(key: str) -> bool:
             if key.startswith("vllm_importance_sampling_") and key != "vllm_importance_sampling_correction":
                 return bool(draft.values.get("use_vllm") and corrects)
-            if key == "use_bias_correction_kl" and "kl_estimator" in draft.values:
-                return False
+            if key == "use_bias_correction_kl":
+                return bool(draft.values.get("beta", found.get("beta"))) and "kl_estimator" not in draft.values
             return bool(draft.values.get("use_vllm")) or not key.startswith("vllm_")
 
         return {key: value for key, value in found.items() if has_effect(key)}
-
-
-def split_batch(completions: int, processes: int, at_most: int) -> tuple[int, int] | None:
-    """Rows per device and accumulation steps whose product over the processes is a step of so many completions.
-
-    The rows are the largest divisor that is not more than `at_most`; None where the processes do not divide the step.
-
-    >>> split_batch(1280, 8, 80), split_batch(64, 2, 40), split_batch(10, 4, 8)
-    ((80, 2), (32, 1), None)
-    """
-    if completions % processes:
-        return None
-    each = completions // processes
-    rows = next(size for size in range(min(max(1, at_most), each), 0, -1) if each % size == 0)
-    return rows, each // rows
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A project's batch, counted in completions, and the keys that each number comes from."""
-
-    generated: int
-    step: int
-    """Completions that an optimizer step takes."""
-    rows: int
-    processes: int
-    group: int
-    of_generated: tuple[str, ...]
-    of_step: tuple[str, ...]
-    of_rows: tuple[str, ...]
-    of_processes: tuple[str, ...]
-    says: tuple[str, str] = ("", "")
-    """Comments of the generation and of the step."""
-
-
-def set_batch(draft: Draft, batch: Batch) -> None:
-    """Write the batch keys, or ask where the numbers do not divide one another."""
-    found = split_batch(batch.step, batch.processes, batch.rows)
-    draft.set("num_processes", batch.processes, of=batch.of_processes)
-    if found is None or batch.generated % batch.step or batch.generated % batch.group:
-        draft.set("generation_batch_size", batch.generated, batch.says[0], of=batch.of_generated)
-        draft.set("per_device_train_batch_size", batch.rows, of=batch.of_rows)
-        draft.decide(
-            f"The batch: {batch.generated} completions drawn at once, {batch.step} in an optimizer step and "
-            f"{batch.processes} processes do not divide one another. Choose per_device_train_batch_size, "
-            "gradient_accumulation_steps and generation_batch_size.",
-            of=batch.of_step,
-        )
-        return
-    size, accumulation = found
-    note = "" if size == batch.rows else f"{batch.rows} there, which does not divide the step"
-    draft.set("per_device_train_batch_size", size, note, of=batch.of_rows)
-    draft.set("gradient_accumulation_steps", accumulation, batch.says[1], of=batch.of_step)
-    draft.set("generation_batch_size", batch.generated, batch.says[0], of=batch.of_generated)
-
-
-def whole_groups(draft: Draft, processes_at_most: int = 64) -> None:
-    """Where only several processes make whole groups of rows and accumulation, write the fewest that do."""
-    rows, group = draft.values.get("per_device_train_batch_size", 8), draft.values.get("num_generations", 8)
-    steps = draft.values.get("steps_per_generation") or draft.values.get("gradient_accumulation_steps", 1)
-    evaluated = draft.values.get("eval_strategy", "no") != "no"
-    of_eval = draft.values.get("per_device_eval_batch_size", 8), draft.values.get("num_generations_eval") or group
-    if {"num_processes", "generation_batch_size"} & draft.values.keys():
-        return
-
-    def fit(processes: int) -> bool:
-        whole = rows * steps * processes % group == 0
-        return whole and not (evaluated and of_eval[0] * processes % of_eval[1])
-
-    if not all(isinstance(value, int) for value in (rows, group, steps, *of_eval)) or fit(1):
-        return
-    processes = next((n for n in range(2, processes_at_most + 1) if fit(n)), None)
-    if processes is not None:
-        draft.set("num_processes", processes)
-        draft.decide(
-            f"num_processes: the file does not give it. {processes} is the least with which {rows} x {steps} "
-            f"completions of each process are whole groups of {group}."
-        )
-
-
-def cosine_length(
-    draft: Draft, max_length: Any, *, correct: tuple[float, float], wrong: tuple[float, float], of: Iterable[str]
-) -> dict[str, Any]:
-    """Return the reward `cosine_length` that goes from the first to the second value of each pair, short to long."""
-    (short, long), (short_wrong, long_wrong) = correct, wrong
-    if short < long or short_wrong > long_wrong:
-        draft.decide(
-            f"reward cosine: correct answers go from {short:g} (short) to {long:g} (long), wrong ones from "
-            f"{short_wrong:g} to {long_wrong:g}. cosine_length takes length from correct ones and gives it to wrong "
-            "ones: the values that do the opposite are exchanged.",
-            of,
-        )
-    return {
-        "name": "cosine_length",
-        "kwargs": {
-            "max_length": max_length,
-            "min_value_correct": min(short, long),
-            "max_value_correct": max(short, long),
-            "min_value_wrong": min(short_wrong, long_wrong),
-            "max_value_wrong": max(short_wrong, long_wrong),
-        },
-    }

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.foreign.draft import Batch, Draft, Translation, number, rules, set_batch
+from grpo_ext.recipe.foreign.counting import set_batch, set_intervals, set_kl
+from grpo_ext.recipe.foreign.draft import Draft, Translation, number, rules
 
 _ENGINE = "- | OpenRLHF's engine; here --accelerate_config (zero2, zero3, fsdp2) says how weights are spread"
 _PLACES = "- | where OpenRLHF's models are placed; num_processes counts the actor's GPUs"
@@ -139,74 +140,65 @@ TABLE = rules(
         "actor_init_on_gpu": _ENGINE,
     }
 )
-OLD = {
+_SAME_NAME = {
+    "train": "agent_func_path max_epochs num_episodes seed colocate_actor_ref colocate_critic_reward "
+    "async_queue_size enable_ema ema_beta",
+    "data": "prompt_split input_key label_key input_template apply_chat_template max_len max_samples prompt_max_len "
+    "disable_fast_tokenizer dataloader_num_workers image_key max_images_per_prompt",
+    "rollout": "max_new_tokens n_samples_per_prompt vllm_generate_batch_size top_p temperature",
+    "actor": "max_norm lr_scheduler lr_warmup_ratio eps_clip eps_clip_low_high dual_clip policy_loss_type "
+    "aux_loss_coef freeze_visual_encoder",
+    "critic": "value_clip save_value_network",
+    "algo.advantage": "lambd gamma use_icepop",
+    "reward": "overlong_buffer_len overlong_penalty_factor stop_properly_penalty_coef",
+    "ckpt": "save_steps best_metric_key",
+    "logger": "logging_steps",
+    "vllm": "enable_prefix_caching enforce_eager",
+    "ds": "zero_stage param_dtype bf16 flash_attn attn_implementation use_liger_kernel load_in_4bit adam_offload "
+    "packing_samples ring_attn_size grad_accum_dtype overlap_comm deepcompile zpg value_head_prefix",
+    "ds.lora": "target_modules",
+}  # fmt: skip
+OLD = {old: f"{section}.{old}" for section, names in _SAME_NAME.items() for old in names.split()} | {
     "pretrain": "actor.model_name_or_path", "reward_pretrain": "reward.model_name_or_path",
     "critic_pretrain": "critic.model_name_or_path", "remote_rm_url": "reward.remote_url",
-    "agent_func_path": "train.agent_func_path", "prompt_data": "data.prompt_dataset",
-    "prompt_data_probs": "data.prompt_probs", "prompt_split": "data.prompt_split", "input_key": "data.input_key",
-    "label_key": "data.label_key", "input_template": "data.input_template",
-    "apply_chat_template": "data.apply_chat_template", "max_len": "data.max_len", "max_samples": "data.max_samples",
-    "prompt_max_len": "data.prompt_max_len", "generate_max_len": "rollout.max_new_tokens",
-    "max_new_tokens": "rollout.max_new_tokens", "n_samples_per_prompt": "rollout.n_samples_per_prompt",
-    "rollout_batch_size": "rollout.batch_size", "micro_rollout_batch_size": "rollout.micro_batch_size",
-    "vllm_generate_batch_size": "rollout.vllm_generate_batch_size", "top_p": "rollout.top_p",
-    "temperature": "rollout.temperature", "rollout_max_tokens_per_gpu": "rollout.max_tokens_per_gpu",
-    "train_batch_size": "train.batch_size", "micro_train_batch_size": "train.micro_batch_size",
-    "use_dynamic_batch": "train.dynamic_batch_enable", "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
-    "max_epochs": "train.max_epochs", "num_episodes": "train.num_episodes", "seed": "train.seed",
-    "full_determinism": "train.full_determinism_enable", "colocate_all_models": "train.colocate_all",
-    "colocate_actor_ref": "train.colocate_actor_ref", "colocate_critic_reward": "train.colocate_critic_reward",
-    "async_train": "train.async_enable", "async_queue_size": "train.async_queue_size",
-    "partial_rollout": "train.partial_rollout_enable", "enable_ema": "train.enable_ema", "ema_beta": "train.ema_beta",
-    "actor_learning_rate": "actor.adam.lr", "critic_learning_rate": "critic.adam.lr", "adam_betas": "actor.adam.betas",
-    "l2": "actor.adam.weight_decay", "max_norm": "actor.max_norm", "lr_scheduler": "actor.lr_scheduler",
-    "lr_warmup_ratio": "actor.lr_warmup_ratio", "eps_clip": "actor.eps_clip",
-    "eps_clip_low_high": "actor.eps_clip_low_high", "dual_clip": "actor.dual_clip",
-    "policy_loss_type": "actor.policy_loss_type", "aux_loss_coef": "actor.aux_loss_coef",
+    "prompt_data": "data.prompt_dataset", "prompt_data_probs": "data.prompt_probs",
+    "generate_max_len": "rollout.max_new_tokens", "rollout_batch_size": "rollout.batch_size",
+    "micro_rollout_batch_size": "rollout.micro_batch_size",
+    "rollout_max_tokens_per_gpu": "rollout.max_tokens_per_gpu", "train_batch_size": "train.batch_size",
+    "micro_train_batch_size": "train.micro_batch_size", "use_dynamic_batch": "train.dynamic_batch_enable",
+    "train_max_tokens_per_gpu": "train.max_tokens_per_gpu", "full_determinism": "train.full_determinism_enable",
+    "colocate_all_models": "train.colocate_all", "async_train": "train.async_enable",
+    "partial_rollout": "train.partial_rollout_enable", "actor_learning_rate": "actor.adam.lr",
+    "critic_learning_rate": "critic.adam.lr", "adam_betas": "actor.adam.betas", "l2": "actor.adam.weight_decay",
     "entropy_loss_coef": "actor.entropy_coef", "gradient_checkpointing": "actor.gradient_checkpointing_enable",
     "gradient_checkpointing_use_reentrant": "actor.gradient_checkpointing_reentrant",
-    "freeze_visual_encoder": "actor.freeze_visual_encoder", "actor_num_nodes": "actor.num_nodes",
-    "actor_num_gpus_per_node": "actor.num_gpus_per_node", "value_clip": "critic.value_clip",
-    "freezing_actor_steps": "critic.freezing_steps", "save_value_network": "critic.save_value_network",
-    "lambd": "algo.advantage.lambd", "gamma": "algo.advantage.gamma",
-    "advantage_estimator": "algo.advantage.estimator",
+    "actor_num_nodes": "actor.num_nodes", "actor_num_gpus_per_node": "actor.num_gpus_per_node",
+    "freezing_actor_steps": "critic.freezing_steps", "advantage_estimator": "algo.advantage.estimator",
     "no_advantage_std_norm": "algo.advantage.no_std_norm",
     "enable_vllm_is_correction": "algo.advantage.is_correction_enable",
     "vllm_enable_is_correction": "algo.advantage.is_correction_enable",
-    "use_icepop": "algo.advantage.use_icepop", "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
+    "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
     "vllm_is_correction_type": "algo.advantage.is_correction_type", "init_kl_coef": "algo.kl.init_coef",
     "kl_target": "algo.kl.target", "kl_horizon": "algo.kl.horizon", "kl_estimator": "algo.kl.estimator",
     "use_kl_loss": "algo.kl.use_loss", "dynamic_filtering": "algo.dynamic_filtering_enable",
     "dynamic_filtering_reward_range": "algo.dynamic_filtering_range", "reward_clip_range": "reward.clip_range",
-    "normalize_reward": "reward.normalize_enable", "overlong_buffer_len": "reward.overlong_buffer_len",
-    "overlong_penalty_factor": "reward.overlong_penalty_factor",
-    "stop_properly_penalty_coef": "reward.stop_properly_penalty_coef", "reward_num_nodes": "reward.num_nodes",
+    "normalize_reward": "reward.normalize_enable", "reward_num_nodes": "reward.num_nodes",
     "reward_num_gpus_per_node": "reward.num_gpus_per_node", "ref_reward_offload": "ref.offload",
     "ref_num_nodes": "ref.num_nodes", "ref_num_gpus_per_node": "ref.num_gpus_per_node",
     "critic_num_nodes": "critic.num_nodes", "critic_num_gpus_per_node": "critic.num_gpus_per_node",
     "eval_dataset": "eval.dataset", "eval_split": "eval.split", "eval_temperature": "eval.temperature",
     "eval_n_samples_per_prompt": "eval.n_samples_per_prompt", "eval_steps": "eval.steps",
-    "save_steps": "ckpt.save_steps", "save_path": "ckpt.output_dir", "ckpt_path": "ckpt.path",
-    "save_hf_ckpt": "ckpt.save_hf", "disable_ds_ckpt": "ckpt.disable_ds", "max_ckpt_num": "ckpt.max_num",
-    "max_ckpt_mem": "ckpt.max_mem", "load_checkpoint": "ckpt.load_enable", "best_metric_key": "ckpt.best_metric_key",
-    "logging_steps": "logger.logging_steps", "use_wandb": "logger.wandb.key", "wandb_org": "logger.wandb.org",
+    "save_path": "ckpt.output_dir", "ckpt_path": "ckpt.path", "save_hf_ckpt": "ckpt.save_hf",
+    "disable_ds_ckpt": "ckpt.disable_ds", "max_ckpt_num": "ckpt.max_num", "max_ckpt_mem": "ckpt.max_mem",
+    "load_checkpoint": "ckpt.load_enable", "use_wandb": "logger.wandb.key", "wandb_org": "logger.wandb.org",
     "wandb_group": "logger.wandb.group", "wandb_project": "logger.wandb.project",
     "wandb_run_name": "logger.wandb.run_name", "use_tensorboard": "logger.tensorboard_dir",
     "vllm_num_engines": "vllm.num_engines", "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
     "vllm_sync_backend": "vllm.sync_backend", "vllm_sync_with_ray": "vllm.sync_with_ray",
     "vllm_enable_sleep": "vllm.enable_sleep", "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
-    "enable_prefix_caching": "vllm.enable_prefix_caching", "enforce_eager": "vllm.enforce_eager",
-    "zero_stage": "ds.zero_stage", "param_dtype": "ds.param_dtype", "bf16": "ds.bf16", "flash_attn": "ds.flash_attn",
-    "attn_implementation": "ds.attn_implementation", "use_liger_kernel": "ds.use_liger_kernel",
-    "load_in_4bit": "ds.load_in_4bit", "lora_rank": "ds.lora.rank", "lora_alpha": "ds.lora.alpha",
-    "lora_dropout": "ds.lora.dropout", "target_modules": "ds.lora.target_modules", "adam_offload": "ds.adam_offload",
-    "packing_samples": "ds.packing_samples", "deepspeed_enable_sleep": "ds.enable_sleep",
-    "ds_tensor_parallel_size": "ds.tensor_parallel_size", "ring_attn_size": "ds.ring_attn_size",
-    "ring_head_stride": "ds.ring_attn_head_stride", "grad_accum_dtype": "ds.grad_accum_dtype",
-    "overlap_comm": "ds.overlap_comm", "deepcompile": "ds.deepcompile", "zpg": "ds.zpg",
-    "use_ds_universal_ckpt": "ds.use_universal_ckpt", "value_head_prefix": "ds.value_head_prefix",
-    "disable_fast_tokenizer": "data.disable_fast_tokenizer", "dataloader_num_workers": "data.dataloader_num_workers",
-    "image_key": "data.image_key", "max_images_per_prompt": "data.max_images_per_prompt",
+    "lora_rank": "ds.lora.rank", "lora_alpha": "ds.lora.alpha", "lora_dropout": "ds.lora.dropout",
+    "deepspeed_enable_sleep": "ds.enable_sleep", "ds_tensor_parallel_size": "ds.tensor_parallel_size",
+    "ring_head_stride": "ds.ring_attn_head_stride", "use_ds_universal_ckpt": "ds.use_universal_ckpt",
 }  # fmt: skip
 """Flags of OpenRLHF before 0.10, each with its name since."""
 _ESTIMATORS = {
@@ -250,27 +242,16 @@ def _batch(d: Draft) -> None:
         d.values["num_generations"],
         d.get("train.batch_size", 128),
     )
+    rows, nodes = d.get("train.micro_batch_size", 4 if _before(d, "0.10") else 1), d.get("actor.num_nodes", 1)
+    drawn = f"{prompts} prompts (rollout.batch_size) x {group}"
     set_batch(
         d,
-        Batch(
-            generated=prompts * group,
-            step=step,
-            rows=d.get("train.micro_batch_size", 4 if _before(d, "0.10") else 1),
-            processes=d.get("actor.num_nodes", 1) * d.get("actor.num_gpus_per_node", 8),
-            group=group,
-            of_generated=("rollout.batch_size", "rollout.n_samples_per_prompt"),
-            of_step=("train.batch_size",),
-            of_rows=("train.micro_batch_size",),
-            of_processes=("actor.num_nodes", "actor.num_gpus_per_node"),
-            says=(f"{prompts} prompts (rollout.batch_size) x {group}", f"an optimizer step has {step} completions"),
-        ),
+        (prompts * group, drawn, ("rollout.batch_size", "rollout.n_samples_per_prompt")),
+        (step, f"an optimizer step has {step} completions", ("train.batch_size",)),
+        (rows, "train.micro_batch_size"),
+        (nodes * d.get("actor.num_gpus_per_node", 8), ("actor.num_nodes", "actor.num_gpus_per_node")),
+        "train.dynamic_batch_enable" if d.get("train.dynamic_batch_enable") else "",
     )
-    if d.get("train.dynamic_batch_enable", False):
-        d.decide(
-            "per_device_train_batch_size: OpenRLHF fills micro-batches by tokens (max_tokens_per_gpu), here they have "
-            f"a number of rows. {d.values['per_device_train_batch_size']} is a guess; what fits changes no result.",
-            of="train.dynamic_batch_enable",
-        )
 
 
 def _before(d: Draft, version: str) -> bool:
@@ -280,15 +261,8 @@ def _before(d: Draft, version: str) -> bool:
 def _length(d: Draft) -> None:
     generated = d.get("rollout.batch_size", 1024) * d.values["num_generations"]
     updates = max(1, generated // d.get("train.batch_size", 128)) * int(d.get("train.max_epochs", 1))
-    each = "rollouts there" + (f", of {updates} optimizer steps each" if updates > 1 else "")
-    for key, name in (("ckpt.save_steps", "save"), ("eval.steps", "eval")):
-        every = d.get(key, -1)
-        d.set(f"{name}_strategy", "steps" if every > 0 else "no", of=key)
-        if every > 0:
-            d.set(f"{name}_steps", every * updates, each, of=key)
-    if d.values["eval_strategy"] == "steps":
-        d.set("per_device_eval_batch_size", d.values["per_device_train_batch_size"])
-        d.copy("num_generations_eval", "eval.n_samples_per_prompt", default=4)
+    of_eval = ("eval.n_samples_per_prompt", 4)
+    set_intervals(d, "ckpt.save_steps", "eval.steps", of_eval, updates, "rollouts")
     betas = d.get("actor.adam.betas", [0.9, 0.95])
     d.set("adam_beta1", betas[0], of="actor.adam.betas")
     d.set("adam_beta2", betas[1], of="actor.adam.betas")
@@ -311,18 +285,11 @@ def _loss(d: Draft) -> None:
     low, high = d.get("actor.eps_clip_low_high", [one, one])
     d.set("epsilon", low, of=_first(d, "actor.eps_clip_low_high", "actor.eps_clip"))
     d.set("epsilon_high", high, of=_first(d, "actor.eps_clip_low_high", "actor.eps_clip"))
-    coefficient, in_loss = d.get("algo.kl.init_coef", 0.01), d.get("algo.kl.use_loss", False)
-    estimator = d.get("algo.kl.estimator", "k1")
-    d.set("beta", coefficient, of="algo.kl.init_coef")
-    if not coefficient:
-        return
-    if in_loss and estimator == "k1":
-        d.decide(
-            "kl_estimator: k1 has no useful gradient in the loss; k2, the right one, is written.", "algo.kl.estimator"
-        )
-        estimator = "k2"
-    d.set("kl_estimator", estimator, of="algo.kl.estimator")
-    d.set("kl_placement", "loss" if in_loss else "reward", of="algo.kl.use_loss")
+    kind = d.get("algo.kl.estimator", "k1")
+    in_reward = not d.get("algo.kl.use_loss", False)
+    coefficient = d.get("algo.kl.init_coef", 0.01)
+    of = "algo.kl.init_coef"
+    set_kl(d, coefficient, of, (kind, f"OpenRLHF's {kind}", "algo.kl.estimator"), in_reward, ("algo.kl.use_loss",))
 
 
 def _first(d: Draft, *keys: str) -> str:

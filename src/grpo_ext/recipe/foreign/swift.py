@@ -3,7 +3,8 @@
 from typing import Any
 
 from grpo_ext.recipe.foreign import trl_family
-from grpo_ext.recipe.foreign.draft import Draft, Translation, cosine_length, rules
+from grpo_ext.recipe.foreign.counting import cosine_length
+from grpo_ext.recipe.foreign.draft import Draft, Translation, rules
 from grpo_ext.recipe.parts import all_keys
 
 _MOVES = "- | how ms-swift moves weights between training and vLLM; vllm_enable_sleep_mode does it here"
@@ -110,26 +111,15 @@ TABLE = rules(
     global_batch_size="* gradient_accumulation_steps | completions of an optimizer step, of all GPUs",
     micro_batch_size="* per_device_train_batch_size",
     colocate_groups="- | vllm_mode says where vLLM runs",
-    cross_entropy_loss_fusion="- | of Megatron, which is not here",
-    gradient_accumulation_fusion="- | of Megatron, which is not here",
-    tensor_model_parallel_size="- | of Megatron, which is not here; --accelerate_config says how weights are spread",
-    pipeline_model_parallel_size="- | of Megatron, which is not here; --accelerate_config says how weights are spread",
-    expert_model_parallel_size="- | of Megatron, which is not here; --accelerate_config says how weights are spread",
-    context_parallel_size="- | of Megatron, which is not here; --accelerate_config says how weights are spread",
     **dict.fromkeys(
         (
-            "no_save_optim",
-            "no_save_rng",
-            "recompute_granularity",
-            "recompute_method",
-            "recompute_num_layers",
-            "finetune",
-            "offload_bridge",
-            "sequence_parallel",
-            "optimizer_cpu_offload",
-            "use_precision_aware_optimizer",
+            *("cross_entropy_loss_fusion", "gradient_accumulation_fusion", "tensor_model_parallel_size"),
+            *("pipeline_model_parallel_size", "expert_model_parallel_size", "context_parallel_size", "no_save_optim"),
+            *("no_save_rng", "recompute_granularity", "recompute_method", "recompute_num_layers", "finetune"),
+            *("offload_bridge", "sequence_parallel", "optimizer_cpu_offload", "use_precision_aware_optimizer"),
+            *("num_experts_per_token", "moe_*"),
         ),
-        "- | of Megatron, which is not here",
+        "- | of Megatron, which is not here; accelerate_config says how weights are spread",
     ),
     train_iters="max_steps",
     max_epochs="num_train_epochs",
@@ -138,7 +128,6 @@ TABLE = rules(
     eval_interval="eval_steps",
     num_workers="dataloader_num_workers",
     load_safetensors="- | transformers 5 always does",
-    num_experts_per_token="- | of Megatron, which is not here",
     stop_words="? | generation_kwargs: {stop: [...]} with vLLM, stop_strings without",
     agent_template="- | the tokenizer's chat template",
     nproc_per_node="* num_processes | of the launcher",
@@ -160,7 +149,6 @@ TABLE = rules(
     PYTORCH_CUDA_ALLOC_CONF="* env",
     IMAGE_MAX_TOKEN_NUM="* env",
     **{
-        "moe_*": "- | of Megatron, which is not here",
         "chord_*": "? | the objective is another one: supervised rows beside the rollouts are not here",
         "teacher_*": "? | the objective is another one: a teacher's distribution is not here",
         "*_teacher_model": "- | of the teacher",

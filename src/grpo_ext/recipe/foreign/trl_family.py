@@ -3,13 +3,16 @@
 import dataclasses
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from trl import GRPOConfig
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.losses import losses
-from grpo_ext.recipe.foreign.draft import Draft, Translation, cosine_length, rules, whole_groups
+from grpo_ext.recipe.files import recipes_folder
+from grpo_ext.recipe.foreign.counting import cosine_length, whole_groups
+from grpo_ext.recipe.foreign.draft import Draft, Translation, rules
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parts import all_keys
 
@@ -34,7 +37,6 @@ OLDER = rules(
     vllm_device="- | vllm_mode says where vLLM runs",
     vllm_tp="vllm_tensor_parallel_size",
     epsilon_low="epsilon",
-    config_file="accelerate_config",
 )
 """What transformers and TRL have renamed or dropped."""
 OPEN_R1_TABLE = rules(
@@ -70,6 +72,12 @@ OPEN_R1_TABLE = rules(
     e2b_router_url="- | the reward code runs on this machine, in a sandbox",
     morph_router_url="- | the reward code runs on this machine, in a sandbox",
 )
+COMMAND = rules(
+    config_file="* accelerate_config | a file, or the name of one that is shipped here",
+    PYTORCH_CUDA_ALLOC_CONF="* env",
+    CUDA_VISIBLE_DEVICES="- | export it before the start",
+)
+"""What stands around the arguments of a command line."""
 OF_OPEN_R1_ALONE = OPEN_R1_TABLE.keys() - {
     "dataset_id_or_path",
     "wandb_project",
@@ -139,6 +147,11 @@ def _environment(draft: Draft) -> None:
     for name in ("wandb_project", "wandb_entity", "wandb_run_group"):
         draft.environment(name.upper(), name)
     draft.environment("TENSORBOARD_LOGGING_DIR", "logging_dir")
+    draft.environment("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if isinstance(path := draft.get("config_file"), str):
+        name = Path(path).stem.removeprefix("deepspeed_")
+        shipped = (recipes_folder() / "accelerate_configs" / f"{name}.yaml").is_file()
+        draft.set("accelerate_config", name if shipped else path, f"{path} there" if shipped else "", of="config_file")
     if isinstance(name := draft.get("reward_funcs"), str):
         draft.set("reward_funcs", [name], of="reward_funcs")
 
@@ -160,7 +173,7 @@ def _open_r1_rewards(draft: Draft) -> None:
     if entries:
         draft.set("reward_funcs", entries, "; ".join(notes), of=of)
     for key, rule in OPEN_R1_TABLE.items():
-        if rule.to == "reward_funcs" and key not in of:
+        if rule.to == "reward_funcs" and key not in of | draft.asked:
             draft.leave(key, "its reward is not in reward_funcs")
 
 
@@ -250,7 +263,7 @@ def _open_r1_data(draft: Draft) -> None:
 
 TRL = Translation(
     "TRL",
-    OLDER,
+    OLDER | COMMAND,
     (_environment,),
     DEFAULTS,
     _VERSIONS,

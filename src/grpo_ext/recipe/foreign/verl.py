@@ -3,7 +3,8 @@
 from typing import Any
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.foreign.draft import Batch, Draft, Translation, rules, set_batch
+from grpo_ext.recipe.foreign.counting import set_batch, set_intervals, set_kl
+from grpo_ext.recipe.foreign.draft import Draft, Translation, rules
 
 _ENGINE = "- | verl's own engine; here --accelerate_config (fsdp2, zero3) says how weights are spread"
 _SPEED = "- | of verl's workers"
@@ -235,47 +236,27 @@ def _batch(d: Draft) -> None:
     mini = d.get(f"{_ACTOR}ppo_mini_batch_size", 256)
     processes = d.get("trainer.n_gpus_per_node", 8) * d.get("trainer.nnodes", 1)
     micro, of_all = d.get(f"{_ACTOR}ppo_micro_batch_size_per_gpu"), d.get(f"{_ACTOR}ppo_micro_batch_size")
+    rows = micro or (max(1, of_all // processes) if of_all else 8)
+    drawn = f"{prompts} prompts (data.train_batch_size) x {group}"
+    of_step = f"an optimizer step has {mini} prompts (ppo_mini_batch_size) x {group}"
     set_batch(
         d,
-        Batch(
-            generated=prompts * group,
-            step=mini * group,
-            rows=micro or (max(1, of_all // processes) if of_all else 8),
-            processes=processes,
-            group=group,
-            of_generated=("data.train_batch_size", f"{_ROLLOUT}n"),
-            of_step=(f"{_ACTOR}ppo_mini_batch_size",),
-            of_rows=(f"{_ACTOR}ppo_micro_batch_size{'_per_gpu' if micro else ''}",),
-            of_processes=("trainer.n_gpus_per_node", "trainer.nnodes"),
-            says=(
-                f"{prompts} prompts (data.train_batch_size) x {group}",
-                f"an optimizer step has {mini} prompts (ppo_mini_batch_size) x {group}",
-            ),
-        ),
+        (prompts * group, drawn, ("data.train_batch_size", f"{_ROLLOUT}n")),
+        (mini * group, of_step, (f"{_ACTOR}ppo_mini_batch_size",)),
+        (rows, f"{_ACTOR}ppo_micro_batch_size{'_per_gpu' if micro else ''}"),
+        (processes, ("trainer.n_gpus_per_node", "trainer.nnodes")),
+        f"{_ACTOR}use_dynamic_bsz" if d.get(f"{_ACTOR}use_dynamic_bsz") or not (micro or of_all) else "",
     )
-    if d.get(f"{_ACTOR}use_dynamic_bsz") or not (micro or of_all):
-        d.decide(
-            "per_device_train_batch_size: verl fills micro-batches by tokens (ppo_max_token_len_per_gpu), here they "
-            f"have a number of rows. {d.values['per_device_train_batch_size']} is a guess; what fits changes no "
-            "result.",
-            of=f"{_ACTOR}use_dynamic_bsz",
-        )
 
 
 def _length(d: Draft) -> None:
     prompts = d.get("data.train_batch_size") or 1024
     updates = max(1, prompts // d.get(f"{_ACTOR}ppo_mini_batch_size", 256)) * d.get(f"{_ACTOR}ppo_epochs", 1)
-    each = "generations there" + (f", of {updates} optimizer steps each" if updates > 1 else "")
+    of_eval = (f"{_ROLLOUT}val_kwargs.n", 1)
+    each = set_intervals(d, "trainer.save_freq", "trainer.test_freq", of_eval, updates, "generations")
     if (steps := d.get("trainer.total_training_steps")) is not None:
         d.set("max_steps", steps * updates, each, of="trainer.total_training_steps")
-    for key, name in (("trainer.save_freq", "save"), ("trainer.test_freq", "eval")):
-        every = d.get(key, -1)
-        d.set(f"{name}_strategy", "steps" if every > 0 else "no", of=key)
-        if every > 0:
-            d.set(f"{name}_steps", every * updates, each, of=key)
     if d.values["eval_strategy"] == "steps":
-        d.set("per_device_eval_batch_size", d.values["per_device_train_batch_size"])
-        d.copy("num_generations_eval", f"{_ROLLOUT}val_kwargs.n", default=1)
         d.copy("eval_on_start", "trainer.val_before_train", default=True)
     warmup, ratio = (d.get(f"{_ACTOR}optim.lr_warmup_steps{end}", 0) for end in ("", "_ratio"))
     if warmup > 0:
@@ -369,24 +350,15 @@ def _kl(d: Draft) -> None:
     if not (in_loss or in_reward) or not coefficient:
         d.set("beta", 0.0, of=switches if not (in_loss or in_reward) else (*switches, names[0]))
         return
-    d.set("beta", coefficient, of=names[0])
     estimator = _KL.get(str(kind).removesuffix("+"), "k3")
     if str(kind).endswith("+"):
         estimator = {"k3": "k3+", "k1": "k2"}.get(estimator, estimator)  # k2's gradient is what the + adds
-    if estimator == "k1" and not in_reward:
-        d.decide(
-            "kl_estimator: verl's kl_loss_type kl (k1) has no useful gradient in the loss; k2, the right one, is "
-            "written.",
-            of=names[1],
-        )
-        estimator = "k2"
-    d.set("kl_estimator", estimator, f"verl's {kind}", of=names[1])
-    d.set("kl_placement", "reward" if in_reward else "loss", of=switches)
+    set_kl(d, coefficient, names[0], (estimator, f"verl's {kind}", names[1]), in_reward, switches)
 
 
 def _rewards(d: Draft) -> None:
     entries: list[Any] = []
-    of = {"reward_model.reward_manager"}
+    of: set[str] = set()
     path, name = d.get("custom_reward_function.path"), d.get("custom_reward_function.name", "compute_score")
     if path:
         module = str(path).removesuffix(".py").replace("/", ".").strip(".")
@@ -403,6 +375,7 @@ def _rewards(d: Draft) -> None:
     note, manager = "", d.get("reward_model.reward_manager", "naive")
     if not path and not entries:
         entries.append({"name": "accuracy", "weight": 1.0})
+        of.add("reward_model.reward_manager")
         note = (
             f"verl's manager {manager!r} chooses the function by data_source (gsm8k: the number after ####; math: the "
             "last \\boxed). Its scores for wrong answers may be -1"

@@ -50,7 +50,7 @@ def arguments(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     A key that occurs twice has its last value; one without a value is true, one with several is a list.
     """
     shell = _Shell(text)
-    commands = [_of_command(words) for words in shell.commands()]
+    commands = [_of_command(words) for words in _with_inner(shell)]
     found, unsure = max(commands, key=lambda command: len(command[0]), default=({}, {}))
     exported = {name: _value(shell.variables[name][0]) for name in _OF_THE_RUN if shell.variables.get(name)}
     asked = {
@@ -58,6 +58,15 @@ def arguments(text: str) -> tuple[dict[str, Any], dict[str, str]]:
         for key, names in unsure.items()
     }
     return {**exported, **found}, asked
+
+
+def _with_inner(shell: "_Shell") -> Iterator[list[Word]]:
+    """Return all commands, also those inside of a quoted one (`srun bash -c "..."`)."""
+    for words in shell.commands():
+        yield words
+        for word in words:
+            if word.count(" --") > 2:
+                yield from _Shell(word, shell.variables).commands()
 
 
 def _of_command(words: list[Word]) -> tuple[dict[str, Any], dict[str, frozenset[str]]]:
@@ -128,7 +137,7 @@ class _Shell:
             if self._blank():
                 continue
             char = self.text[self.at]
-            if char in "\n;|&(){}<>":
+            if char in "\n;|&(){}<>" and not self._placeholder():
                 if words:
                     yield words
                 guarded = self.text.startswith(("&&", "||"), self.at)
@@ -157,6 +166,10 @@ class _Shell:
                 self.at = found.end()
                 return True
         return False
+
+    def _placeholder(self) -> bool:
+        """Return whether a `<name>` follows, which a reader is to replace."""
+        return bool(re.compile(r"<[A-Za-z][\w .-]*>").match(self.text, self.at))
 
     def _ends(self) -> bool:
         """Whether the command ends after this white space."""
@@ -199,8 +212,12 @@ class _Shell:
     def _words(self) -> list[Word]:
         """Read to the next white space or operator: mostly one word, for an array its entries."""
         parts, quoted = [""], False
-        while self.at < len(self.text) and self.text[self.at] not in " \t\r\n;|&()<>":
+        while self.at < len(self.text) and (self.text[self.at] not in " \t\r\n;|&()<>" or self._placeholder()):
             char = self._char()
+            if char == "<":
+                end = self.text.index(">", self.at) + 1
+                parts[-1], self.at = parts[-1] + self.text[self.at - 1 : end], end
+                continue
             if char == "\\":
                 parts[-1] += self._char().replace("\n", "") if self.at < len(self.text) else ""
             elif char == "'":
