@@ -38,7 +38,9 @@ REPOSITORIES = {
 """Repository -> endings of its files, and what marks one of GRPO."""
 BLOCK = re.compile(r"^[ >]*```(bash|shell|yaml)\n(.*?)^[ >]*```", re.M | re.S)
 COMMAND = re.compile(r"^(?:(?:accelerate launch|trl grpo|python) (?:.*\\\n)+.*)$", re.M)
-OUTCOMES = ("passes", "to decide", "refused", "exchange")
+ELSEWHERE = re.compile(r"no such (file|folder)|cannot import")
+"""What check says about data, models and modules that are on another machine."""
+OUTCOMES = ("exchange", "refused", "recipe", "check passes", "decisions open")
 
 
 def git(clone: Path, *words: str) -> str:
@@ -95,11 +97,14 @@ def tried(path: Path, title: str) -> dict:
         kind, draft = migrated(path)
     except ConfigError as error:
         return {"outcome": "refused", "why": error.problems[0].replace(str(path), title)}
-    problems = refusals(written(draft, title, PROJECTS[kind].title, "recipe.yaml"))
+    text = written(draft, title, PROJECTS[kind].title, "recipe.yaml")
+    problems = [problem for problem in refusals(text) if not ELSEWHERE.search(problem)]
     nowhere = [key for key in draft.converted if not any(key in of for of in draft.sources.values())]
     assert not nowhere, (title, nowhere)
     return {
-        "outcome": "to decide" if problems or draft.decisions else "passes",
+        "outcome": "recipe",
+        "check passes": not problems,
+        "decisions open": bool(draft.decisions),
         "keys": len(draft.given),
         "converted": len(draft.converted),
         "left out": len(draft.left),
@@ -124,6 +129,7 @@ def main(folder: Path, write: bool) -> None:
                     copy.write_text(text)
                     found.append({"path": path, **tried(copy, path)})
             counts = Counter(result["outcome"] for result in found)
+            counts |= {name: sum(result.get(name, False) for result in found) for name in OUTCOMES[3:]}
             sums = {
                 name: sum(result.get(name, 0) for result in found)
                 for name in ("keys", "converted", "left out", "asked")
@@ -134,7 +140,7 @@ def main(folder: Path, write: bool) -> None:
             print(" | ".join(str(value)[:24] for value in rows[-1].values()), flush=True)
             listed += [{"repository": repository, "commit": commit, **result} for result in found]
     if write:
-        kept = ("repository", "commit", "path", "outcome", "keys", "converted", "why", "unknown")
+        kept = ("repository", "commit", "path", "outcome", "check passes", "keys", "converted", "why", "unknown")
         lines = [json.dumps({key: entry[key] for key in kept if entry.get(key)}) for entry in listed]
         parts = ",\n".join(map(json.dumps, rows)), ",\n".join(lines)
         text = f'{{"projects": [\n{parts[0]}\n],\n"files": [\n{parts[1]}\n]}}\n'

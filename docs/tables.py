@@ -264,7 +264,8 @@ _AXES = ("use_bias_correction_kl", "epsilon", "loss_aggregation")
 def migrated_table() -> str:
     """Return what `benchmarks/migrate.py` found: files and keys, by project and date."""
     found = json.loads((RESULTS / "migrate.json").read_text())
-    names = ("date", "files", "exchange", "passes", "to decide", "refused", "keys", "converted", "left out", "asked")
+    names = ("date", "files", "exchange", "refused", "recipe", "check passes", "decisions open")
+    names += ("keys", "converted", "left out", "asked")
     rows = [(row["repository"], *(str(row[name]) for name in names)) for row in found["projects"]]
     return table(("repository", *names), rows)
 

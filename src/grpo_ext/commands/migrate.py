@@ -66,7 +66,7 @@ def migrated(path: Path, version: str = "") -> tuple[str, Draft]:
     kind = kind or "trl"
     try:
         return kind, projects.draft_of(kind, {str(key): value for key, value in given.items()}, version, asked)
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         if isinstance(error, ConfigError):
             raise
         title = projects.PROJECTS[kind].title

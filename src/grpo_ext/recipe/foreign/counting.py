@@ -14,7 +14,7 @@ def split_batch(completions: int, processes: int, at_most: int) -> tuple[int, in
     >>> split_batch(1280, 8, 80), split_batch(64, 2, 40), split_batch(10, 4, 8)
     ((80, 2), (32, 1), None)
     """
-    if completions % processes:
+    if completions < processes or completions % processes:
         return None
     each = completions // processes
     rows = next(size for size in range(min(max(1, at_most), each), 0, -1) if each % size == 0)
@@ -42,9 +42,8 @@ def set_batch(
         draft.set("per_device_train_batch_size", rows[0], of=rows[1])
         draft.decide(
             f"The batch: {drawn} completions drawn at once, {step[0]} in an optimizer step and {processes[0]} "
-            "processes "
-            "do not divide one another. Choose per_device_train_batch_size, gradient_accumulation_steps and "
-            "generation_batch_size.",
+            "processes do not divide one another. Choose per_device_train_batch_size, gradient_accumulation_steps "
+            "and generation_batch_size.",
             of=step[2],
         )
     else:
@@ -54,8 +53,7 @@ def set_batch(
     if by_tokens:
         draft.decide(
             f"per_device_train_batch_size: {draft.title} fills micro-batches by tokens, here they have a number of "
-            "rows. "
-            f"{draft.values['per_device_train_batch_size']} is a guess; what fits changes no result.",
+            f"rows. {draft.values['per_device_train_batch_size']} is a guess; what fits changes no result.",
             of=by_tokens,
         )
 

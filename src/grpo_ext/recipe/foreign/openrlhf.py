@@ -15,7 +15,7 @@ TABLE = rules(
         "actor.num_nodes": "* num_processes | times num_gpus_per_node",
         "actor.num_gpus_per_node": "* num_processes | times num_nodes",
         "actor.adam.lr": "learning_rate",
-        "actor.adam.betas": "* adam_beta1, adam_beta2 | 0.9 and 0.95 where OpenRLHF is told nothing",
+        "actor.adam.betas": "* adam_beta1, adam_beta2 | 0.9 and 0.95 by default",
         "actor.adam.eps": "adam_epsilon",
         "actor.adam.weight_decay": "weight_decay",
         "actor.optim": "* - | adam; muon is not here",
@@ -40,36 +40,32 @@ TABLE = rules(
         "remote, of another protocol",
         "reward.overlong_buffer_len": "* reward_funcs | soft_overlong",
         "reward.overlong_penalty_factor": "* reward_funcs | weight of soft_overlong",
-        "reward.stop_properly_penalty_coef": "? | OpenRLHF scales the reward of truncated completions by it, or gives "
-        "it "
-        "if negative; mask_truncated_completions leaves them out of the loss",
+        "reward.stop_properly_penalty_coef": "? | OpenRLHF scales the reward of truncated completions by it, or "
+        "gives it if negative; mask_truncated_completions leaves them out of the loss",
         "reward.normalize_enable": "- | the advantage normalises",
         "reward.clip_range": "* reward_funcs | clip of an entry",
         "reward.*": _PLACES,
         "algo.advantage.estimator": "* advantage_estimator | group_norm is group, dr_grpo is none, rloo is loo, "
-        "reinforce is "
-        "reinforce_pp, reinforce_baseline is reinforce_pp_baseline; gae has a critic and is not here",
+        "reinforce is reinforce_pp, reinforce_baseline is reinforce_pp_baseline; gae has a critic and is not here",
         "algo.advantage.no_std_norm": "* advantage_estimator | of reinforce_baseline: none",
         "algo.advantage.is_correction_enable": "* vllm_importance_sampling_correction | not with gspo",
         "algo.advantage.is_correction_type": "* vllm_importance_sampling_mode | tis is token_truncate, icepop is "
         "token_mask; seq-mask-tis, a mask by the geometric mean of a completion, is not here",
         "algo.advantage.is_correction_threshold": "* vllm_importance_sampling_clip_min, "
-        "vllm_importance_sampling_clip_max | "
-        "a pair there",
+        "vllm_importance_sampling_clip_max | a pair there",
         "algo.advantage.use_icepop": "* vllm_importance_sampling_mode | true: token_mask",
         "algo.advantage.*": "- | of GAE; a completion has one reward",
-        "algo.kl.init_coef": "* beta | 0.01 where OpenRLHF is told nothing",
+        "algo.kl.init_coef": "* beta | 0.01 by default",
         "algo.kl.use_loss": "* kl_placement | loss; else reward",
         "algo.kl.estimator": "* kl_estimator | the same names",
         "algo.kl.*": "- | the coefficient is fixed",
         "algo.dynamic_filtering_enable": "* dynamic_sampling",
-        "algo.dynamic_filtering_range": "? | groups whose mean is outside are dropped there, here those whose rewards "
-        "are all the same",
+        "algo.dynamic_filtering_range": "? | groups whose mean is outside are dropped there, here those whose "
+        "rewards are all the same",
         "train.batch_size": "* gradient_accumulation_steps | completions of an optimizer step, of all GPUs",
         "train.micro_batch_size": "* per_device_train_batch_size | completions in both",
         "train.dynamic_batch_enable": "* per_device_train_batch_size | OpenRLHF fills micro-batches by tokens; here "
-        "they "
-        "have a number of rows",
+        "they have a number of rows",
         "train.max_tokens_per_gpu": "- | micro-batches have a number of rows here",
         "train.max_epochs": "num_iterations",
         "train.num_episodes": "num_train_epochs",
@@ -99,15 +95,15 @@ TABLE = rules(
         "data.max_samples": "max_samples",
         "data.dataloader_num_workers": "dataloader_num_workers",
         "data.*": "- | not here",
-        "eval.dataset": "? | evaluation is on a split of the same dataset here: set dataset_test_split, test_size, or "
-        "eval_strategy: no",
+        "eval.dataset": "? | evaluation is on a split of the same dataset here: set dataset_test_split, test_size, "
+        "or eval_strategy: no",
         "eval.steps": "* eval_steps | rollouts there, optimizer steps here; -1 is never",
         "eval.n_samples_per_prompt": "* num_generations_eval | where eval.steps is not -1",
         "eval.*": "- | evaluation draws as training does",
         "ckpt.output_dir": "* output_dir",
         "ckpt.save_steps": "* save_steps | rollouts there, optimizer steps here; -1 is never",
         "ckpt.max_num": "save_total_limit",
-        "ckpt.load_enable": "- | a run always goes on from its last sound checkpoint",
+        "ckpt.load_enable": "- | a run always resumes from its last sound checkpoint",
         "ckpt.*": "- | checkpoints are under output_dir, and the model is always saved in Hugging Face's form",
         "logger.logging_steps": "logging_steps",
         "logger.wandb.key": "* report_to | wandb; export WANDB_API_KEY, a key belongs in no recipe",
@@ -224,8 +220,7 @@ def _group(d: Draft) -> None:
     if group < 2:
         d.decide(
             f"num_generations: n_samples_per_prompt is {group}, and a group has at least 2 completions. Set it, and "
-            "the "
-            "batch with it."
+            "the batch with it."
         )
     named, unscaled = _ESTIMATORS.get(estimator, "group"), d.get("algo.advantage.no_std_norm", False)
     if unscaled and named == "reinforce_pp_baseline":
@@ -301,7 +296,9 @@ def _rewards(d: Draft) -> None:
     of = ["reward.model_name_or_path", "reward.overlong_buffer_len", "reward.overlong_penalty_factor"]
     model, clip = d.get("reward.model_name_or_path"), d.get("reward.clip_range")
     if model:
-        entries += [{"name": name.strip(), "clip": list(clip or (-10, 10))} for name in str(model).split(",")]
+        bounds = list(clip or (-10, 10))
+        models = [name.strip() for name in str(model).split(",")]
+        entries += [{"name": "reward_model", "kwargs": {"model": name}, "clip": bounds} for name in models]
         of.append("reward.clip_range")
     for place in str(d.get("reward.remote_url", "")).split(","):
         _remote(d, place)
@@ -318,7 +315,7 @@ def _rewards(d: Draft) -> None:
         )
     if d.get("algo.dynamic_filtering_enable", False):
         span = d.get("algo.dynamic_filtering_range", [0, 1])
-        note = f"groups without spread are drawn anew; OpenRLHF drops those whose mean is not inside {list(span)}"
+        note = f"groups without spread are drawn again; OpenRLHF drops those whose mean is not inside {list(span)}"
         d.set("dynamic_sampling", "reward", note, of="algo.dynamic_filtering_enable")
 
 
@@ -326,16 +323,14 @@ def _remote(d: Draft, place: str) -> None:
     if place.startswith("http"):
         d.decide(
             f"reward_funcs: {place} speaks OpenRLHF's protocol. The reward remote speaks others (docs/rewards.md); "
-            "serve "
-            "the model by vLLM, or write a function that asks it: {func: 'module:function'}.",
+            "serve the model by vLLM, or write a function that asks it: {func: 'module:function'}.",
             of="reward.remote_url",
         )
     elif place:
         d.decide(
             f"reward_funcs: {place} has reward_func(queries, prompts, labels), where queries are prompt and "
-            "completion "
-            "together; a reward here takes completions and columns, and returns a list. Write one around it: "
-            "{func: 'module:function'}.",
+            "completion together; a reward here takes completions and columns, and returns a list. Write one around "
+            "it: {func: 'module:function'}.",
             of="reward.remote_url",
         )
 
@@ -424,8 +419,8 @@ def _sampler(d: Draft) -> None:
             d.set(f"vllm_importance_sampling_clip_{name}", bound, of=f"{prefix}threshold")
         if kind not in _MODES:
             d.decide(
-                f"vllm_importance_sampling_mode: {kind} leaves out completions by the geometric mean of their ratios, "
-                "which is not here; token_truncate is written.",
+                f"vllm_importance_sampling_mode: {kind} leaves out completions by the geometric mean of their "
+                "ratios, which is not here; token_truncate is written.",
                 of=f"{prefix}type",
             )
 

@@ -1,4 +1,4 @@
-"""Whose configuration a file is, and what other projects' keys are called here."""
+"""Recognise whose configuration a file is, convert it, and answer what another project's key is called here."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -25,11 +25,11 @@ NO_RECIPES: dict[str, str] = {
     "sft": f"an SFT recipe (supervised fine-tuning), {_NO_REWARD}. Train it by `trl sft`, and its result here",
     "dpo": f"a DPO recipe (pairs of preferences), {_NO_REWARD}. Train it by `trl dpo`, and its result here",
     "reward": f"a recipe for a reward model, {_NO_REWARD}. Train it by `trl reward`, and name it in reward_funcs here",
-    "llama-factory": f"a LLaMA-Factory configuration (SFT, DPO, PPO, reward models), {_NO_REWARD}. Begin "
-    "with a packaged recipe: `grpo-ext recipes`",
+    "llama-factory": f"a LLaMA-Factory configuration (SFT, DPO, PPO, reward models), {_NO_REWARD}. Begin with a "
+    "packaged recipe: `grpo-ext recipes`",
     "unsloth-studio": f"a configuration of unsloth's SFT, {_NO_REWARD}. Train it there, and its result here",
 }
-"""Kinds of files that are no configuration of a run by rewards, each with what to do."""
+"""Kinds of files that do not configure a run by rewards, each with what to do."""
 
 _SIGNS: tuple[tuple[str, Callable[[Mapping[str, Any]], bool]], ...] = (
     ("accelerate", lambda c: "distributed_type" in c or "compute_environment" in c),
@@ -60,7 +60,7 @@ _BY_REWARDS = ("reward_funcs", "num_generations", "max_completion_length", "rewa
 
 
 def kind_of(config: Mapping[str, Any], known: frozenset[str]) -> str | None:
-    """Which project's, or what else it is; None for a recipe of ours or TRL's (whose keys are `known`)."""
+    """Return the project, or what else it is; None for a recipe of ours or TRL's (whose keys are `known`)."""
     keys = {str(key): value for key, value in config.items()}
     named_as_here = "model_name_or_path" in keys
     kind = next(
@@ -76,7 +76,7 @@ def kind_of(config: Mapping[str, Any], known: frozenset[str]) -> str | None:
 
 
 def _supervised(unknown: set[str]) -> str | None:
-    """Which of TRL's other trainers keys belong to: two of them, or one that no other trainer has."""
+    """Return which of TRL's other trainers the keys are of: two of them, or one that no other trainer has."""
     if not unknown:
         return None
     trainers = trl_family.other_trainers()
@@ -88,7 +88,7 @@ def _supervised(unknown: set[str]) -> str | None:
 
 
 def foreign_file(config: Mapping[str, Any], name: str, known: frozenset[str]) -> str | None:
-    """The one sentence about a file that is no recipe; None for one, also with a few keys of Open-R1's."""
+    """Return one sentence about a file that is not a recipe; None for a recipe, also with a few keys of Open-R1."""
     kind = kind_of(config, known)
     if kind is None or (kind == "open-r1" and len(config.keys() - known) < _MANY):
         return None
@@ -96,11 +96,11 @@ def foreign_file(config: Mapping[str, Any], name: str, known: frozenset[str]) ->
 
 
 _MANY = 3
-"""So many unknown keys are answered together."""
+"""From so many unknown keys on they are answered together."""
 
 
 def is_no_recipe(kind: str, name: str) -> str:
-    """The one sentence about a file that is no recipe."""
+    """Return one sentence about a file that is not a recipe."""
     if kind in NO_RECIPES:
         return f"{name} is {NO_RECIPES[kind]}."
     article = "an" if PROJECTS[kind].title[0] in "aOu" or kind == "swift" else "a"
@@ -110,7 +110,7 @@ def is_no_recipe(kind: str, name: str) -> str:
 
 
 def answer(key: str) -> str | None:
-    """What to write here instead of another project's key, if it is one; its whole name goes before its last part."""
+    """Return what to write here instead of another project's key; a whole name is preferred to a last part."""
     found = sorted(_named(key), key=lambda named: (named[1] != key, named[2].computed))
     if not found:
         return None
@@ -214,8 +214,7 @@ def _ask_unresolved(draft: Draft) -> None:
         if key not in ("system_prompt", "chat_template") and (names := _UNRESOLVED.findall(str(value))):
             draft.decide(
                 f"{key}: {', '.join(dict.fromkeys(names))} has no value in the file. Write it out; a recipe takes "
-                "$NAME "
-                "from the environment."
+                "$NAME from the environment."
             )
 
 

@@ -9,7 +9,7 @@ from grpo_ext.recipe.parts import all_keys
 
 _MOVES = "- | how ms-swift moves weights between training and vLLM; vllm_enable_sleep_mode does it here"
 _DATA = "- | how ms-swift prepares data; changes no result"
-_OPTION = "* reward_funcs | an option of a reward, which stands with it"
+_OPTION = "* reward_funcs | an option of that entry"
 TABLE = rules(
     rlhf_type="- | a recipe is GRPO's",
     model="model_name_or_path | names of ModelScope are not always those of the Hugging Face hub",
@@ -50,8 +50,7 @@ TABLE = rules(
     streaming="dataset_streaming",
     system="* system_prompt | the text, or the content of the file",
     enable_thinking="* chat_template_kwargs | enable_thinking",
-    max_length="max_prompt_length | in GRPO the prompt alone; longer prompts are dropped here, cut from the left "
-    "there",
+    max_length="max_prompt_length | in GRPO only the prompt; longer prompts are dropped here, cut from the left there",
     truncation_strategy="- | max_prompt_length drops, as delete does",
     max_pixels="- | of the model's processor",
     loss_scale="- | every token of a completion counts",
@@ -72,7 +71,7 @@ TABLE = rules(
     tau_pos="* sapo_temperature_pos | of sapo",
     tau_neg="* sapo_temperature_neg | of sapo",
     overlong_filter="mask_truncated_completions",
-    dynamic_sample="* dynamic_sampling | reward: groups whose rewards are all the same are drawn anew",
+    dynamic_sample="* dynamic_sampling | reward: groups whose rewards are all the same are drawn again",
     max_resample_times="* dynamic_sampling_max_rounds | of dynamic_sample",
     advantage_estimator="* advantage_estimator | grpo is group, rloo is loo, reinforce_plus_plus is "
     "reinforce_pp_baseline",
@@ -400,8 +399,8 @@ def _finish(d: Draft) -> None:
         return
     if steps % accumulation:
         d.decide(
-            f"steps_per_generation={steps} is no multiple of gradient_accumulation_steps={accumulation}: an optimizer "
-            "step would mix generations. Choose one that is."
+            f"steps_per_generation={steps} is not a multiple of gradient_accumulation_steps={accumulation}: an "
+            "optimizer step would mix generations. Choose one that is."
         )
     completions = rows * steps * d.values.get("num_processes", 1)
     if "generation_batch_size" not in d.values and completions % group:

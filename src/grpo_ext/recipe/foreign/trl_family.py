@@ -16,7 +16,7 @@ from grpo_ext.recipe.foreign.draft import Draft, Translation, rules
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parts import all_keys
 
-_KWARGS = "* reward_funcs | an option of a reward, which stands with it"
+_KWARGS = "* reward_funcs | an option of that entry"
 OLDER = rules(
     torch_dtype="dtype",
     warmup_ratio="warmup_steps | a value below 1 is a ratio",
@@ -77,7 +77,7 @@ COMMAND = rules(
     PYTORCH_CUDA_ALLOC_CONF="* env",
     CUDA_VISIBLE_DEVICES="- | export it before the start",
 )
-"""What stands around the arguments of a command line."""
+"""Words of a launcher around the arguments."""
 OF_OPEN_R1_ALONE = OPEN_R1_TABLE.keys() - {
     "dataset_id_or_path",
     "wandb_project",
@@ -112,7 +112,7 @@ DEFAULTS = {
     "temperature": {"0.16": 0.9, "0.18": 1.0},
     "top_k": {"0.16": 50, "0.18": 0},
     "max_prompt_length": {"0.16": 512, "0.28": None},
-    "bf16": {"0.16": False, "0.19": True},
+    "bf16": {"0.16": False, "0.19": None},
     "gradient_checkpointing": {"0.16": False, "0.22": True},
     "vllm_mode": {"0.16": "server", "1.0": "colocate"},
     "vllm_importance_sampling_correction": {"0.16": False, "0.23": True},

@@ -36,8 +36,7 @@ TABLE = rules(
         "actor_rollout_ref.actor.optim.*": _ENGINE,
         "actor_rollout_ref.actor.grad_clip": "max_grad_norm",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "* gradient_accumulation_steps | prompts of an optimizer step "
-        "there, "
-        "so completions / rollout.n; here rows per device x processes x accumulation",
+        "there, so completions / rollout.n; here rows per device x processes x accumulation",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "* per_device_train_batch_size | completions in both",
         "actor_rollout_ref.actor.ppo_micro_batch_size": "* per_device_train_batch_size | of all GPUs together there",
         "actor_rollout_ref.actor.use_dynamic_bsz": "* per_device_train_batch_size | verl fills micro-batches up to "
@@ -48,14 +47,14 @@ TABLE = rules(
         "its place",
         "actor_rollout_ref.actor.clip_ratio_low": "* epsilon",
         "actor_rollout_ref.actor.clip_ratio_high": "* epsilon_high | for cispo 1 + it: the bound of the ratio itself",
-        "actor_rollout_ref.actor.clip_ratio_c": "* delta | the dual clip, 3 where verl is told nothing",
+        "actor_rollout_ref.actor.clip_ratio_c": "* delta | the dual clip, 3 by default",
         "actor_rollout_ref.actor.policy_loss.loss_mode": "* loss_type | vanilla by loss_agg_mode, gspo, cispo, sapo, "
         "geo_mean (gmpo); others are not here",
         "actor_rollout_ref.actor.policy_loss.tau_pos": "* - | verl reads tau_pos of actor",
         "actor_rollout_ref.actor.policy_loss.tau_neg": "* - | verl reads tau_neg of actor",
         "actor_rollout_ref.actor.policy_loss.*": "- | options of losses that are not here (clip_cov, kl_cov, dro)",
-        "actor_rollout_ref.actor.loss_agg_mode": "* loss_aggregation | the same names; gspo, sapo and geo_mean always "
-        "take seq-mean-token-mean",
+        "actor_rollout_ref.actor.loss_agg_mode": "* loss_aggregation | the same names; gspo, sapo and geo_mean "
+        "always take seq-mean-token-mean",
         "actor_rollout_ref.actor.loss_scale_factor": "? | seq-mean-token-sum-norm divides by max_completion_length "
         "here",
         "actor_rollout_ref.actor.tau_pos": "* sapo_temperature_pos | of sapo",
@@ -64,12 +63,10 @@ TABLE = rules(
         "actor_rollout_ref.actor.use_kl_loss": "* beta | false, and no KL in the reward: beta is 0",
         "actor_rollout_ref.actor.kl_loss_coef": "* beta | where use_kl_loss is true",
         "actor_rollout_ref.actor.kl_loss_type": "* kl_estimator | low_var_kl is k3, mse is k2, kl is k1, abs; a + "
-        "adds k2's "
-        "gradient. verl cuts k3 at 10",
+        "adds k2's gradient. verl cuts k3 at 10",
         "actor_rollout_ref.actor.shuffle": "- | the completions of an optimizer step have no order",
         "actor_rollout_ref.actor.data_loader_seed": "- | seed is for all of it",
-        "actor_rollout_ref.actor.checkpoint.*": "- | checkpoints hold model, optimizer and all that a run needs to "
-        "go on",
+        "actor_rollout_ref.actor.checkpoint.*": "- | checkpoints hold all that a run needs to resume",
         "actor_rollout_ref.actor.strategy": "* accelerate_config | fsdp and fsdp2 are fsdp2; megatron is not here",
         "actor_rollout_ref.actor.*": _ENGINE,
         "actor_rollout_ref.ref.*": "- | the reference model is computed in the policy's own micro-batches",
@@ -93,7 +90,7 @@ TABLE = rules(
         "data.val_files": "* dataset_name | a folder with train and test files has both splits here",
         "data.prompt_key": "prompt_column",
         "data.train_batch_size": "* generation_batch_size | prompts there; completions here: times rollout.n",
-        "data.gen_batch_size": "- | dynamic_sampling draws as many groups anew as are missing",
+        "data.gen_batch_size": "- | dynamic_sampling draws the missing groups again",
         "data.val_batch_size": "- | per_device_eval_batch_size is for each process",
         "data.max_prompt_length": "max_prompt_length | prompts beyond it are dropped, never cut",
         "data.max_response_length": "max_completion_length",
@@ -118,8 +115,7 @@ TABLE = rules(
         "custom_reward_function.path": "* reward_funcs | module:function; its arguments differ",
         "custom_reward_function.name": "* reward_funcs | module:function; its arguments differ",
         "algorithm.adv_estimator": "* advantage_estimator | grpo is group, rloo is loo, reinforce_plus_plus is "
-        "reinforce_pp, "
-        "reinforce_plus_plus_baseline is reinforce_pp_baseline; gae, remax, opo and others are not here",
+        "reinforce_pp, reinforce_plus_plus_baseline is reinforce_pp_baseline; gae, remax, opo and others are not here",
         "algorithm.norm_adv_by_std_in_grpo": "* advantage_estimator | false: none",
         "algorithm.use_kl_in_reward": "* kl_placement | true: reward",
         "algorithm.kl_penalty": "* kl_estimator | where the KL is in the reward; names as kl_loss_type's",
@@ -154,7 +150,7 @@ TABLE = rules(
         "trainer.logger": "* report_to | without console, which is always there",
         "trainer.project_name": "* env | WANDB_PROJECT",
         "trainer.experiment_name": "run_name",
-        "trainer.default_local_dir": "output_dir | checkpoints/PROJECT/EXPERIMENT where verl is told nothing",
+        "trainer.default_local_dir": "output_dir | checkpoints/PROJECT/EXPERIMENT by default",
         "trainer.max_actor_ckpt_to_keep": "save_total_limit",
         "trainer.resume_mode": "* resume_from_checkpoint | disable: never",
         "trainer.resume_from_path": "- | resume_from_checkpoint takes a folder of a run of grpo-ext",
@@ -327,8 +323,8 @@ def _clip(d: Draft, mode: str) -> None:
     both = d.get(f"{_ACTOR}clip_ratio")
     if both is not None and mode != "sapo" and {low, high} != {both}:
         d.decide(
-            f"epsilon: clip_ratio={both} has no effect in verl, whose clip_ratio_low={low} and clip_ratio_high={high} "
-            "take its place. Write what you meant.",
+            f"epsilon: clip_ratio={both} has no effect in verl, whose clip_ratio_low={low} and "
+            f"clip_ratio_high={high} take its place. Write what you meant.",
             of=f"{_ACTOR}clip_ratio",
         )
     elif both is not None and "epsilon" in d.values:
@@ -377,8 +373,8 @@ def _rewards(d: Draft) -> None:
         entries.append({"name": "accuracy", "weight": 1.0})
         of.add("reward_model.reward_manager")
         note = (
-            f"verl's manager {manager!r} chooses the function by data_source (gsm8k: the number after ####; math: the "
-            "last \\boxed). Its scores for wrong answers may be -1"
+            f"verl's manager {manager!r} chooses the function by data_source (gsm8k: the number after ####; math: "
+            "the last \\boxed). Its scores for wrong answers may be -1"
         )
     entries += _overlong(d, of)
     if entries:
@@ -434,8 +430,7 @@ def _data(d: Draft) -> None:
             d.decide(
                 f"Evaluation: verl evaluates on {', '.join(held_out) or 'its default'}; here on a split of the same "
                 "dataset. Put both into one folder as train.parquet and test.parquet, set test_size, or "
-                "eval_strategy: "
-                "no.",
+                "eval_strategy: no.",
                 of="data.val_files",
             )
         elif not both:

@@ -4,28 +4,21 @@ Quotes, the script's own variables, arrays, defaults and sums are resolved; noth
 (`$(command)`, a variable of the environment) stays as it is written.
 """
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from grpo_ext.recipe.files import parse_value
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_PARAMETER = re.compile(r"([A-Za-z_]\w*|\d)(\[[@*]\])?(?::?-(.*)|(,,))?", re.DOTALL)
+_NAME = re.compile(r"(?P<name>[A-Za-z_]\w*|\d)|[@*#?]")
+_PARAMETER = re.compile(
+    r"(?P<name>[A-Za-z_]\w*|\d)(?P<whole>\[[@*]\])?(?::?-(?P<default>.*)|(?P<lower>,,))?", re.DOTALL
+)
 _HYDRA = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
 _PROGRAM = re.compile(r".*\.py|(.*/)?(python[\d.]*|accelerate|torchrun|deepspeed|swift|megatron|trl|ray)")
 _PREFIXES = ("export", "local", "readonly", "declare")
-_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
 _OF_THE_RUN = (
     *("CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE", "NNODES", "MASTER_PORT", "MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM"),
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -277,24 +270,21 @@ class _Shell:
             self._close("{", "}")
             found = _PARAMETER.fullmatch(self.text, start + 2, self.at - 1)
         else:
-            found = re.compile(r"[A-Za-z_]\w*|[@*#?\d]").match(self.text, self.at)
+            found = _NAME.match(self.text, self.at)
             self.at = found.end() if found else self.at
+        written = self.text[start : self.at]
         if found and found[0] in ("@", "*"):
             return []  # the script's own arguments
-        if found is None or found[0] in ("#", "?"):
-            return [self.text[start : self.at]]
-        return self._parameter(found, self.text[start : self.at])
+        return self._parameter(written, **found.groupdict()) if found and found["name"] else [written]
 
-    def _parameter(self, found: re.Match[str], written: str) -> list[str]:
-        name, whole, default, lower = (*found.groups(), None, None, None)[:4] if found.re is _PARAMETER else (
-            found[0], None, None, None,
-        )  # fmt: skip
+    def _parameter(
+        self, written: str, name: str, whole: str | None = None, default: str | None = None, lower: str | None = None
+    ) -> list[str]:
         self.used.add(name)
         value = self.variables.get(name)
         if value is None or (default is not None and value == [""]):
-            if default is not None:
-                return _Shell(default.replace('"', "") + '"', self.variables)._quoted()
-            return [] if whole and value is None and name in self.branched else [written]
+            unknown = [] if whole else [written]
+            return unknown if default is None else _Shell(default.replace('"', "") + '"', self.variables)._quoted()
         if not whole:
             value = value[:1] or [""]
             self.used |= getattr(value[0], "unsure", frozenset())
@@ -315,17 +305,11 @@ class _Shell:
                     return
 
     def _sum(self, text: str) -> str | None:
-        filled = "".join(_Shell(text.replace('"', "") + '"', self.variables)._quoted())
-        try:
-            return str(self._calculated(ast.parse(filled.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
+        """Return the value of `$((...))`, in which names need no dollar."""
+        filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self.variables.get(name[1], ["?"])[0], text)
+        if not re.fullmatch(r"[\d\s+\-*/%()]+", filled) or "**" in filled:
             return None
-
-    def _calculated(self, node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
-        if isinstance(node, ast.Name) and node.id in self.variables:
-            return int(self.variables[node.id][0])
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return int(_OPERATORS[type(node.op)](self._calculated(node.left), self._calculated(node.right)))
-        raise ValueError(node)
+        try:
+            return str(int(eval(filled.replace("//", "/").replace("/", "//"))))  # digits and operators only
+        except (SyntaxError, TypeError, ZeroDivisionError):
+            return None

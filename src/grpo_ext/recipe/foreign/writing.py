@@ -30,7 +30,7 @@ _Dumper.add_representer(str, _text)
 
 
 def section_of(key: str) -> str:
-    """Where a key stands in a recipe."""
+    """Return the section of a recipe that a key belongs to."""
     names = {f.name for part in (ModelConfig, DataConfig, DatasetMixtureConfig) for f in dataclasses.fields(part)}
     script = {f.name for f in dataclasses.fields(RecipeArguments) if not f.name.startswith("reward")}
     if key in names | script:
