@@ -304,7 +304,7 @@ def test_a_silent_recipe_of_trl_keeps_the_loss_of_stock_trl(loss_type, beta):
     [
         ("0.16", {"loss_type": "bnpo", "beta": 0.04, "temperature": 0.9, "use_bias_correction_kl": False}),
         ("0.19.1", {"loss_type": "bnpo", "beta": None, "vllm_importance_sampling_correction": False}),
-        ("0.24", {"loss_type": None, "beta": None, "vllm_importance_sampling_clip_max": 2.0}),
+        ("0.24", {"loss_type": None, "max_completion_length": 256, "vllm_importance_sampling_clip_max": 2.0}),
         ("1.16", {"loss_type": None, "use_bias_correction_kl": None, "vllm_importance_sampling_clip_max": None}),
     ],
 )

@@ -227,6 +227,8 @@ def _group(d: Draft) -> None:
         d.set("advantage_estimator", "none", of=("algo.advantage.estimator", "algo.advantage.no_std_norm"))
     else:
         d.set("advantage_estimator", named, of="algo.advantage.estimator")
+    if estimator not in _ESTIMATORS:
+        d.decide(f"advantage_estimator: OpenRLHF's {estimator!r} is not here; group, GRPO's, is written.")
     if unscaled and named == "reinforce_pp":
         d.decide("advantage_estimator: reinforce_pp always divides by std.", of="algo.advantage.no_std_norm")
 

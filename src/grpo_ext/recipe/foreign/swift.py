@@ -261,8 +261,8 @@ def _data(d: Draft) -> None:
             d.leave(key, "nothing is held out for evaluation (split_dataset_ratio is 0)")
     columns = d.get("columns", {})
     for column, meaning in (columns if isinstance(columns, dict) else {}).items():
-        if key := {"solution": "answer_column", "query": "prompt_column"}.get(meaning):
-            d.set(key, column, of="columns")
+        if named := {"solution": "answer_column", "query": "prompt_column"}.get(meaning):
+            d.set(named, column, of="columns")
         else:
             d.decide(f"columns: {column} as {meaning}: rename the column in the data.", of="columns")
     system = d.get("system")

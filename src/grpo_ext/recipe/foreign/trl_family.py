@@ -12,7 +12,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import recipes_folder
 from grpo_ext.recipe.foreign.counting import cosine_length, whole_groups
-from grpo_ext.recipe.foreign.draft import Draft, Translation, rules
+from grpo_ext.recipe.foreign.draft import Defaults, Draft, Translation, rules
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parts import all_keys
 
@@ -105,12 +105,13 @@ def other_trainers() -> dict[str, set[str]]:
     return {kind: ({f.name for f in dataclasses.fields(c)} | older[kind]) - ours for kind, c in kinds.items()}
 
 
-DEFAULTS = {
+DEFAULTS: Defaults = {
     "loss_type": {"0.16": "bnpo", "0.22": "dapo"},
     "beta": {"0.16": 0.04, "0.19": 0.0},
     "use_bias_correction_kl": {"0.16": False, "1.10": True},
     "temperature": {"0.16": 0.9, "0.18": 1.0},
     "top_k": {"0.16": 50, "0.18": 0},
+    "max_completion_length": {"0.16": 256, "1.10": 512},
     "max_prompt_length": {"0.16": 512, "0.28": None},
     "bf16": {"0.16": False, "0.19": None},
     "gradient_checkpointing": {"0.16": False, "0.22": True},
@@ -185,7 +186,7 @@ _DIFFERENCES = {
     "cosine": "cosine_length counts tokens where Open-R1's cosine counts characters, and stays at its end beyond "
     "max_length",
 }
-_OPTIONS = {
+_OPTIONS: dict[str, dict[str, tuple[str, Any]]] = {
     "repetition_penalty": {"ngram_size": ("repetition_n_grams", 3), "max_penalty": ("repetition_max_penalty", -1.0)},
     "soft_overlong_punishment": {
         "max_completion_len": ("max_completion_len", 16384),

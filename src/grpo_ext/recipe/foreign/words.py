@@ -91,7 +91,7 @@ def _of_command(words: list[Word]) -> tuple[dict[str, Any], dict[str, frozenset[
 
 def _after_launcher(words: list[Word]) -> list[Word]:
     """Drop the options of `uv run`, of `hf jobs`, and of a launcher whose options end in `--`."""
-    end = len(words) - words[::-1].index("--") if "--" in words else 0
+    end = max((n + 1 for n, word in enumerate(words) if word == "--"), default=0)
     if words[:1] in (["uv"], ["hf"]):
         end = max(end, next((n for n, word in enumerate(words) if _PROGRAM.fullmatch(word)), 0))
     return [word for word in words[:end] if _ASSIGNMENT.match(word)] + words[end:]
@@ -125,7 +125,8 @@ class _Shell:
 
     def commands(self) -> Iterator[list[Word]]:
         """Return the words of each command; assignments take effect on the way."""
-        depth, guarded, words = 0, False, []
+        depth, guarded = 0, False
+        words: list[Word] = []
         while self.at < len(self.text):
             if self._blank():
                 continue
