@@ -181,6 +181,10 @@ def _launch(d: Draft) -> None:
             )
     for name in ("MAX_PIXELS", "PYTORCH_CUDA_ALLOC_CONF", "IMAGE_MAX_TOKEN_NUM"):
         d.environment(name, name)
+
+
+def _batch(d: Draft) -> None:
+    """Its Megatron side counts a step in completions of all GPUs."""
     size, step = d.get("micro_batch_size"), d.get("global_batch_size")
     if not size:
         return
@@ -291,6 +295,9 @@ def _loss(d: Draft) -> None:
     if (level := d.get("importance_sampling_level")) is not None:
         note = "sequence_token there, which has the same gradient" if level == "sequence_token" else ""
         d.set("importance_sampling_level", level.removesuffix("_token"), note, of="importance_sampling_level")
+
+
+def _advantages(d: Draft) -> None:
     estimator, scaled = d.get("advantage_estimator", "grpo"), d.get("scale_rewards")
     if estimator in _ESTIMATORS:
         note = "group mean, then whitened over the batch" if estimator != "rloo" else ""
@@ -301,7 +308,7 @@ def _loss(d: Draft) -> None:
             )
     elif scaled == "gdpo":
         d.set("multi_objective_aggregation", "normalize_then_sum", of="scale_rewards")
-    elif "scale_rewards" in d.given or loss == "dr_grpo":
+    elif "scale_rewards" in d.given or d.values["loss_type"] == "dr_grpo":
         note = "" if scaled else f"{d.says_default}; the paper's Dr. GRPO has none"
         d.set("scale_rewards", scaled or "group", note, of="scale_rewards")
     beta = d.copy("beta", "beta", default=0.04)
@@ -413,7 +420,7 @@ def _finish(d: Draft) -> None:
 SWIFT = Translation(
     "ms-swift",
     TABLE,
-    (_flatten, _launch, _model, _data, _loss, _rewards, _sampler),
+    (_flatten, _launch, _batch, _model, _data, _loss, _advantages, _rewards, _sampler),
     {
         "lr_scheduler_type": {"4.0": "cosine"},
         "weight_decay": {"4.0": 0.1},

@@ -379,9 +379,13 @@ def _rewards(d: Draft) -> None:
     entries += _overlong(d, of)
     if entries:
         d.set("reward_funcs", entries, note, of=of)
+
+
+def _dynamic_sampling(d: Draft) -> None:
     if d.get("algorithm.filter_groups.enable", False):
         metric = d.get("algorithm.filter_groups.metric", "acc")
-        chosen = "accuracy" if metric == "acc" and not path and not model else "reward"
+        own = any(name == {"name": "accuracy", "weight": 1.0} for name in d.values.get("reward_funcs", []))
+        chosen = "accuracy" if metric == "acc" and own else "reward"
         of_filter = ("algorithm.filter_groups.enable", "algorithm.filter_groups.metric")
         d.set("dynamic_sampling", chosen, of=of_filter)
         if batches := d.get("algorithm.filter_groups.max_num_gen_batches", 0):
@@ -499,7 +503,7 @@ def _correction(d: Draft) -> None:
 VERL = Translation(
     "verl",
     TABLE,
-    (_group, _batch, _length, _loss, _kl, _rewards, _model, _data, _run, _sampler),
+    (_group, _batch, _length, _loss, _kl, _rewards, _dynamic_sampling, _model, _data, _run, _sampler),
     {
         key: {"0.7": value}
         for key, value in {
