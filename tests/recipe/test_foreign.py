@@ -219,6 +219,7 @@ EXPECTED = {
             "gradient_accumulation_steps": 4,
             "steps_per_generation": 8,
             "advantage_estimator": "loo",
+            "loss_defaults": "trl",
             "kl_placement": "reward",
             "lr_scheduler_kwargs": {"min_lr": 1e-7},
             "reward_funcs": [{"name": "accuracy"}],

@@ -48,6 +48,7 @@ def set_batch(
         )
     else:
         note = "" if found[0] == rows[0] else f"{rows[0]} there, which does not divide the step"
+        note = "a guess, see above" if by_tokens else note
         draft.set("per_device_train_batch_size", found[0], note, of=rows[1])
         draft.set("gradient_accumulation_steps", found[1], step[1], of=step[2])
     if by_tokens:

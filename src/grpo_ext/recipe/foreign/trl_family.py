@@ -126,15 +126,16 @@ _OURS = {f.name for f in dataclasses.fields(GRPOExtConfig)} - {f.name for f in d
 
 
 def stock(draft: Draft) -> None:
-    """Write that what the file leaves unset is stock TRL's, unless the file has settings of ours."""
+    """Write that the axes of the loss that the file leaves unset are stock TRL's, where stock TRL has the loss."""
     row = losses.get(draft.values.get("loss_type", GRPOExtConfig.loss_type))
-    if row is not None and row.trl and not _OURS & draft.given.keys():
+    if row is not None and row.trl:
         note = "what is unset is stock TRL's, to the last digit; without this line it is the paper's"
         draft.set("loss_defaults", "trl", note)
 
 
 def _finish(draft: Draft) -> None:
-    stock(draft)
+    if not _OURS & draft.given.keys():
+        stock(draft)
     whole_groups(draft)
     renamed = sorted(OLDER.keys() & draft.given.keys())
     if draft.title == "TRL" and draft.version == _VERSIONS[-1] and renamed:
