@@ -31,7 +31,8 @@ from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import resolve
 from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
-from grpo_ext.recipe.foreign.projects import NO_RECIPES, PROJECTS, own_table
+from grpo_ext.recipe.foreign.draft import own_default
+from grpo_ext.recipe.foreign.projects import NO_RECIPES, PROJECTS
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 from grpo_ext.trainer.checkpoints import identity
@@ -247,29 +248,26 @@ def damage_table() -> str:
     return table(("damage", "message", "resumes from"), rows)
 
 
-def foreign_table(project: str) -> str:
-    """Keys of another project, what they are here, and what differs or why they are left out."""
+def foreign_defaults(kind: str) -> str:
+    """Return what a project does where its file is silent, by version; only what differs from us is written."""
     rows = []
-    for key, rule in sorted(own_table(project).items()):
-        here = ", ".join(code(name.strip()) for name in rule.to.split(",")) if rule.to else "not taken over"
-        rows.append((code(key), here, plain(rule.note)))
-    return table(("key", "here", "what differs, or why"), rows)
+    for key, values in PROJECTS[kind].own_defaults.items():
+        shown = ", ".join(f"{code(str(value))} since {since}" for since, value in values.items())
+        ours = own_default(key)
+        rows.append((code(key), shown, code("as loss_type says" if ours is None and key in _AXES else str(ours))))
+    return table(("key", PROJECTS[kind].title, "here, if the recipe is silent"), rows)
+
+
+_AXES = ("use_bias_correction_kl", "epsilon", "loss_aggregation")
 
 
 def migrated_table() -> str:
-    """The configurations that the tests migrate, and what became of them."""
-    folder = ROOT / "tests/recipe/foreign"
-    rows = []
-    for name, case in yaml.safe_load((folder / "configurations.yaml").read_text()).items():
-        source = (folder / name).read_text().splitlines()[0].removeprefix("# ")
-        source = re.sub(r"^The .*? of ", "", source).removesuffix(".")
-        if "keys" not in case:
-            rows.append((plain(source), "", "", "", f"refused: {', '.join(case['told'])}"))
-            continue
-        wanting = ", ".join(map(code, dict.fromkeys(case.get("refused", ()))))
-        result = f"refuses {wanting} until that is decided" if wanting else "passes"
-        rows.append((plain(source), *(str(case[key]) for key in ("keys", "left", "decisions")), result))
-    return table(("configuration", "keys", "left out", "to decide", "`check`"), rows)
+    """Return what `benchmarks/migrate.py` found: files and keys, by project and date."""
+    found = json.loads((RESULTS / "migrate.json").read_text())
+    names = ("date", "files", "exchange", "refused", "recipe", "check passes", "decisions open")
+    names += ("keys", "converted", "left out", "asked")
+    rows = [(row["repository"], *(str(row[name]) for name in names)) for row in found["projects"]]
+    return table(("repository", *names), rows)
 
 
 def fault_table() -> str:
@@ -395,7 +393,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "textarena": textarena_table,
     "migrated": migrated_table,
     "no_recipes": lambda: table(("kind of file", "what you are told it is"), NO_RECIPES.items()),
-    **{f"from_{name.replace('-', '_')}": partial(foreign_table, name) for name in PROJECTS if own_table(name)},
+    **{f"defaults_of_{name}": partial(foreign_defaults, name) for name in ("trl", "verl", "openrlhf", "swift")},
 }
 
 

@@ -9,54 +9,328 @@ import pytest
 import yaml
 
 from grpo_ext.commands import migrate
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError
+from grpo_ext.objective.losses import losses
+from grpo_ext.objective.objective import resolve
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
 from grpo_ext.recipe.foreign import openrlhf, projects
-from grpo_ext.recipe.foreign.draft import Draft, Rule, split_batch
-from grpo_ext.recipe.foreign.script import read_script
+from grpo_ext.recipe.foreign.counting import split_batch
+from grpo_ext.recipe.foreign.draft import Draft, Rule, defaults_at, number, own_default
 from grpo_ext.recipe.foreign.words import arguments
 from grpo_ext.recipe.foreign.writing import written
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 
 FOLDER = Path(__file__).parent / "foreign"
-CONFIGURATIONS = read_yaml(FOLDER / "configurations.yaml")
+FILES = sorted(path.name for path in FOLDER.iterdir())
 OF_A_RECIPE = {*all_keys(), *VALUES, *FLAGS, "env", "num_processes", "accelerate_config"}
+LINE = {"name": "soft_overlong"}
 
 
-@pytest.mark.parametrize("name", [name for name, case in CONFIGURATIONS.items() if "keys" in case])
-def test_a_foreign_configuration_becomes_a_recipe(name):
-    case = CONFIGURATIONS[name]
-    kind, draft = migrate.migrated(FOLDER / name)
+def drafted(kind: str, **given) -> Draft:
+    """Return the recipe of a few keys; `__` stands for a dot."""
+    return projects.draft_of(kind, {key.replace("__", "."): value for key, value in given.items()})
+
+
+def verl(**actor) -> Draft:
+    """Return the recipe of verl's GRPO with a few keys of its actor."""
+    tree = {"actor_rollout_ref": {"actor": actor, "rollout": {"n": 8}}, "algorithm": {"adv_estimator": "grpo"}}
+    return projects.draft_of("verl", tree)
+
+
+# Whole files.
+
+EXPECTED = {
+    "trl.yaml": (
+        "trl",
+        {"loss_defaults": "trl", "dtype": "bfloat16", "warmup_steps": 0.1, "eval_strategy": "no", "beta": 0.04},
+        ["overwrite_output_dir"],
+        ["The version of TRL: evaluation_strategy"],
+    ),
+    "trl_command.sh": (
+        "trl",
+        {
+            "model_name_or_path": "org/model-7b",
+            "reward_funcs": ["accuracy_reward"],
+            "accelerate_config": "zero2",
+            "learning_rate": 2e-6,
+            "eval_strategy": "no",
+        },
+        [],
+        [],
+    ),
+    "open_r1.yaml": (
+        "open-r1",
+        {
+            "loss_defaults": "trl",
+            "loss_type": "bnpo",
+            "beta": 0.04,
+            "use_bias_correction_kl": False,
+            "vllm_mode": "server",
+            "vllm_importance_sampling_correction": False,
+            "prompt_column": "problem",
+            "hub_strategy": "every_save",
+            "env": {"WANDB_PROJECT": "mine"},
+        },
+        ["code_provider"],
+        ["reward cosine: Open-R1 measures", "reward cosine: correct answers"],
+    ),
+    "axolotl.yaml": (
+        "axolotl",
+        {
+            "loss_defaults": "trl",
+            "multi_objective_aggregation": "normalize_then_sum",
+            "load_in_4bit": True,
+            "lora_target_modules": "all-linear",
+            "dataset_train_split": "train[:1000]",
+            "test_size": 0.05,
+            "vllm_mode": "server",
+            "vllm_server_host": "localhost",
+            "vllm_max_model_length": 2048,
+            "accelerate_config": "zero3",
+            "attn_implementation": "flash_attention_2",
+        },
+        [],
+        ["datasets.type 'rewards.transform'"],
+    ),
+    "verl.yaml": (
+        "verl",
+        {
+            "loss_type": "dapo",
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "delta": 3.0,
+            "advantage_estimator": "group",
+            "beta": 0.002,
+            "kl_estimator": "k3",
+            "kl_placement": "loss",
+            "generation_batch_size": 2048,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 8,
+            "max_steps": 400,
+            "warmup_steps": 40,
+            "eval_steps": 20,
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_min": 0.5,
+            "vllm_importance_sampling_clip_max": 4.0,
+            "dynamic_sampling_max_rounds": 3,
+            "dataset_name": "~/data/questions",
+            "output_dir": "runs/mine/first",
+            "report_to": ["wandb"],
+            "lora_alpha": 16,
+        },
+        ["actor_rollout_ref.rollout.tensor_model_parallel_size"],
+        ["The data: verl's parquet"],
+    ),
+    "verl_2026.sh": (
+        "verl",
+        {
+            "model_name_or_path": "~/models/one",
+            "loss_type": "sapo",
+            "sapo_temperature_neg": 1.1,
+            "reward_funcs": [LINE | {"weight": 0.5, "kwargs": {"max_length": 4096, "buffer": 512}}],
+            "generation_batch_size": 2048,
+            "gradient_accumulation_steps": 16,
+            "vllm_tensor_parallel_size": 2,
+            "report_to": "none",
+        },
+        [
+            "actor_rollout_ref.actor.clip_ratio",
+            "actor_rollout_ref.actor.policy_loss.tau_pos",
+            "config_name",
+            "data.val_files",
+            "reward_model.reward_manager",
+            "trainer.experiment_name",
+        ],
+        [
+            "reward_funcs: recipe/score.py:score takes",
+            "The data: verl's parquet",
+            "algorithm.rollout_correction.bypass_mode=True: the objective",
+            "algorithm.rollout_correction.rollout_rs=seq_mean_k1: the objective",
+            "trainer.experiment_name: only running the script",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size: the script sets tp under a condition; 2",
+        ],
+    ),
+    "openrlhf.sh": (
+        "openrlhf",
+        {
+            "loss_type": "dapo",
+            "epsilon_high": 0.28,
+            "delta": 3.0,
+            "advantage_estimator": "reinforce_pp_baseline",
+            "beta": 1e-5,
+            "kl_estimator": "k2",
+            "kl_placement": "loss",
+            "max_completion_length": 2048,
+            "max_prompt_length": 2048,
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_max": 5.0,
+            "dynamic_sampling": "reward",
+            "report_to": ["wandb"],
+            "reward_funcs": [LINE | {"weight": 0.5, "kwargs": {"max_length": 2048, "buffer": 512}}],
+        },
+        ["data.apply_chat_template"],
+        [
+            "reward_funcs: rewards/math.py has reward_func",
+            "algo.dynamic_filtering_range=[0.1, 0.9]: groups whose mean",
+            "vllm_importance_sampling_mode: seq-mask-tis leaves out completions by the geometric mean",
+        ],
+    ),
+    "openrlhf_old.sh": (
+        "openrlhf",
+        {
+            "loss_type": "bnpo",
+            "advantage_estimator": "group",
+            "beta": 0.01,
+            "kl_placement": "reward",
+            "max_completion_length": 1024,
+            "vllm_importance_sampling_mode": "token_mask",
+            "reward_funcs": [{"name": "reward_model", "kwargs": {"model": "org/reward-model"}, "clip": [-10, 10]}],
+            "output_dir": "runs/four",
+        },
+        ["data.apply_chat_template"],
+        [],
+    ),
+    "swift.sh": (
+        "swift",
+        {
+            "num_processes": 2,
+            "loss_type": "dapo",
+            "loss_defaults": "trl",
+            "use_bias_correction_kl": False,
+            "beta": 0.04,
+            "importance_sampling_level": "sequence",
+            "learning_rate": 1e-4,
+            "max_samples": 1000,
+            "dataset_config": "main",
+            "system_prompt": "Think,\nthen answer.",
+            "vllm_importance_sampling_clip_max": 3,
+            "dynamic_sampling_max_rounds": 2,
+        },
+        ["CUDA_VISIBLE_DEVICES", "rlhf_type"],
+        [],
+    ),
+    "swift_ray.yaml": (
+        "swift",
+        {
+            "num_processes": 4,
+            "use_peft": False,
+            "gradient_accumulation_steps": 4,
+            "steps_per_generation": 8,
+            "advantage_estimator": "loo",
+            "loss_defaults": "trl",
+            "kl_placement": "reward",
+            "lr_scheduler_kwargs": {"min_lr": 1e-7},
+            "reward_funcs": [{"name": "accuracy"}],
+        },
+        ["moe_permute_fusion", "rlhf_type"],
+        ["reward 'mine' of plugin.py"],
+    ),
+}
+"""File -> project, values worked out by hand, keys left out, and how each decision begins."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_whole_file_becomes_a_recipe(name):
+    kind, values, left, decisions = EXPECTED[name]
+    found, draft = migrate.migrated(FOLDER / name)
     text = written(draft, name, projects.PROJECTS[kind].title, "recipe.yaml")
-    recipe = yaml.safe_load(text)
-
-    assert kind == case["kind"]
-    assert {key: draft.values[key] for key in case["values"]} == case["values"]
-    assert recipe.keys() == draft.values.keys() <= OF_A_RECIPE
-    assert (len(draft.given), len(draft.left), len(draft.decisions)) == (case["keys"], case["left"], case["decisions"])
-    assert draft.taken == draft.given.keys()
-    assert all(reason for reason in draft.left.values())
+    assert found == kind
+    assert {key: draft.values.get(key) for key in values} == values
+    assert sorted(draft.left) == left
+    assert len(draft.decisions) == len(decisions), draft.decisions
+    assert not [begin for begin in decisions if not any(said.startswith(begin) for said in draft.decisions)]
+    assert yaml.safe_load(text).keys() == draft.values.keys() <= OF_A_RECIPE
     assert all(f"#   {key}: " in text for key in draft.left)
-    assert [problem.partition("=")[0].split("[")[0] for problem in migrate.refusals(text)] == case.get("refused", [])
-    assert draft.decisions or "refused" not in case
+    assert draft.decisions or not migrate.refusals(text)
 
 
-def test_every_configuration_of_the_folder_is_listed():
-    assert CONFIGURATIONS.keys() == {path.name for path in FOLDER.iterdir()} - {"configurations.yaml"}
-    assert len(CONFIGURATIONS) > 30
-    assert {case["kind"] for case in CONFIGURATIONS.values()} >= projects.PROJECTS.keys()
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_is_converted_or_asked_about_or_left_out_with_a_reason(name):
+    _, draft = migrate.migrated(FOLDER / name)
+    assert draft.converted | draft.asked | draft.left.keys() == draft.given.keys()
+    assert not draft.converted & draft.left.keys()
+    assert all(draft.left.values())
 
 
-def test_values_arrive_as_they_are_written(tmp_path):
-    """What a recipe is read as is what the draft holds: numbers, text of several lines, lists, mappings."""
-    values = {"learning_rate": 1e-06, "system_prompt": "a: b\n# c\n", "report_to": [], "env": {"A": "1"}}
-    values |= {"reward_funcs": [{"name": "accuracy", "weight": 0.5}, "org/model"], "eval_strategy": "no"}
-    draft = Draft({}, {})
-    for key, value in values.items():
-        draft.set(key, value, "a note that says why " * 8)
-    (tmp_path / "r.yaml").write_text(written(draft, "x", "TRL", "r.yaml"))
-    assert read_yaml(tmp_path / "r.yaml") == values
+def others(value) -> list:
+    """Return values of the same kind that say something else; None is that the key is not given."""
+    if isinstance(value, bool):
+        return [not value, None]
+    if isinstance(value, int | float):
+        return [value * 2, 0, 1, None]
+    if isinstance(value, list):
+        return [[*others(value[0])[:1], *value[1:]], None]
+    return [{"changed": 1} if isinstance(value, dict) else f"another-{value}", None]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_key_counts_as_converted_only_if_another_value_makes_another_recipe(name):
+    kind, draft = migrate.migrated(FOLDER / name)
+
+    def outcome(given):
+        try:
+            found = projects.draft_of(kind, given, draft.version)
+        except (ValueError, ArithmeticError):
+            return None
+        return written(found, "x", "y", "z").partition("# Left out")[0]
+
+    before = outcome(draft.given)
+    same = [
+        key
+        for key in draft.converted
+        if {outcome(draft.given | {key: other}) for other in others(draft.given[key])} <= {before, None}
+    ]
+    assert same == []
+
+
+# Defaults where a file is silent.
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("loss_type", [name for name, row in losses.items() if row.trl])
+def test_a_silent_recipe_of_trl_keeps_the_loss_of_stock_trl(loss_type, beta):
+    options = {"vllm_importance_sampling_mode": "token_truncate", "use_cpu": True, "report_to": "none", "bf16": False}
+    options |= {"luspo": {"importance_sampling_level": "sequence"}, "cispo": {"epsilon_high": 5.0}}.get(loss_type, {})
+    given = {"loss_type": loss_type, "beta": beta, **options}
+    stock = resolve(GRPOExtConfig("out", loss_defaults="trl", **given))
+    migrated = drafted("trl", **given, reward_funcs=["accuracy"]).values
+    migrated.pop("reward_funcs")
+    assert resolve(GRPOExtConfig("out", **migrated)) == stock
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("0.16", {"loss_type": "bnpo", "beta": 0.04, "temperature": 0.9, "use_bias_correction_kl": False}),
+        ("0.19.1", {"loss_type": "bnpo", "beta": None, "vllm_importance_sampling_correction": False}),
+        ("0.24", {"loss_type": None, "max_completion_length": 256, "vllm_importance_sampling_clip_max": 2.0}),
+        ("1.16", {"loss_type": None, "use_bias_correction_kl": None, "vllm_importance_sampling_clip_max": None}),
+    ],
+)
+def test_defaults_are_those_of_the_version_that_is_named(version, expected):
+    draft = projects.draft_of("trl", {"use_vllm": True}, version)
+    assert {key: draft.values.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(("kind", "project"), projects.PROJECTS.items())
+def test_a_default_that_is_not_ours_is_written_with_its_origin(kind, project):
+    needed = {"verl": {"algorithm.adv_estimator": "grpo"}, "openrlhf": {"algo.advantage.estimator": "group_norm"}}
+    draft = projects.draft_of(kind, needed.get(kind, {}))
+    wanted = {key: value for key, value in project.defaults(draft).items() if value != own_default(key)}
+    assert wanted.keys() <= draft.values.keys()
+    assert [key for key in wanted if draft.values[key] == wanted[key] and not draft.notes.get(key)] == []
+    known = {version for values in project.own_defaults.values() for version in values}
+    assert list(project.versions) == sorted(project.versions, key=number)
+    assert kind == "open-r1" or known <= set(project.versions)
+
+
+def test_a_version_that_is_not_known_is_refused(capsys):
+    for version in ("0.9", "latest"):
+        assert migrate.run([str(FOLDER / "trl.yaml"), "--version", version]) == 2
+        assert "the defaults of TRL are known since 0.16" in capsys.readouterr().err
+    assert defaults_at({"beta": {"0.9": 1, "0.10": 2}}, "0.11.3") == {"beta": 2}
 
 
 NO_RECIPES = {
@@ -83,10 +357,10 @@ def test_a_file_that_is_no_recipe_is_called_what_it_is(what, tmp_path):
 @pytest.mark.parametrize(
     ("title", "name"),
     [
-        ("a verl", "verl_lora.yaml"),
-        ("an axolotl", "axolotl_grpo.yaml"),
+        ("a verl", "verl.yaml"),
+        ("an axolotl", "axolotl.yaml"),
         ("an ms-swift", "swift_ray.yaml"),
-        ("an Open-R1", "open_r1_qwen_demo.yaml"),
+        ("an Open-R1", "open_r1.yaml"),
     ],
 )
 def test_a_whole_foreign_file_is_one_message(title, name):
@@ -132,8 +406,7 @@ def test_no_packaged_recipe_is_taken_for_a_foreign_one():
         ("kl_loss_coef", ["verl", "beta"]),
         ("init_kl_coef", ["OpenRLHF", "beta"]),
         ("sleep_level", ["ms-swift", "vllm_enable_sleep_mode"]),
-        ("benchmarks", ["Open-R1 calls it so", "not taken over", "Remove it"]),
-        ("fast_inference", ["unsloth calls it so", "use_vllm", "colocate"]),
+        ("benchmarks", ["Open-R1 calls it so", "not converted", "Remove it"]),
         ("warmup_ratio", ["warmup_steps"]),
         ("sequence_len", ["axolotl", "vllm_max_model_length"]),
     ],
@@ -158,7 +431,7 @@ def test_what_the_tables_point_to_is_there(project):
 
 def test_the_old_flags_of_openrlhf_have_rules():
     draft = Draft({}, openrlhf.TABLE)
-    assert not [old for old, new in openrlhf.OLD.items() if draft.rule(new) is None]
+    assert not [new for new in openrlhf.OLD.values() if draft.rule(new) is None]
 
 
 def test_a_rule_in_its_short_forms():
@@ -181,69 +454,37 @@ def test_what_cannot_be_shared_out_is_asked():
     assert split_batch(160 * 8, 8, 80) == (80, 2)
     assert split_batch(30, 2, 4) == (3, 5)
     assert split_batch(10, 4, 8) is None
-    config = {"actor_rollout_ref": {"rollout": {"n": 5}, "actor": {"ppo_mini_batch_size": 3}}, "data": {}}
-    draft = projects.draft_of("verl", config)
-    assert [sentence for sentence in draft.decisions if sentence.startswith("The batch: 5120 completions")]
+    draft = verl(ppo_mini_batch_size=3)
+    assert [sentence for sentence in draft.decisions if sentence.startswith("The batch: 8192 completions")]
 
 
-def test_what_only_a_shell_would_tell_is_asked():
-    words = "actor_rollout_ref.rollout.n=4 trainer.nnodes=$NODES trainer.n_gpus_per_node=${GPUS:-2}"
-    draft = projects.draft_of("verl", arguments(f"python3 -m verl.trainer.main_ppo {words}"))
+def test_what_only_a_shell_would_show_is_asked():
+    words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 trainer.nnodes=$NODES "
+    words += "trainer.n_gpus_per_node=${GPUS:-2} trainer.default_local_dir=$SCRATCH/$(date +%Y)/run"
+    draft = projects.draft_of("verl", arguments(f"python3 -m verl.trainer.main_ppo {words}")[0])
     assert draft.values["num_processes"] == 2
-    assert draft.left["trainer.nnodes"] == "only a shell would tell"
-    assert [decision for decision in draft.decisions if decision.startswith("trainer.nnodes: $NODES is what only")]
-
-
-# Options of rewards.
-
-
-def test_options_of_open_r1s_rewards_go_with_them():
-    config = {
-        "reward_funcs": ["cosine", "repetition_penalty", "soft_overlong_punishment", "length"],
-        "reward_weights": [1.0, 0.5, 0.25, 2.0],
-        "cosine_max_value_wrong": -0.25,
-        "cosine_max_len": 900,
-        "repetition_n_grams": 4,
-        "max_completion_len": 100,
-        "soft_punish_cache": 10,
-        "code_language": "cpp",
-        "max_completion_length": 700,
-    }
-    draft = projects.draft_of("open-r1", config)
-    assert draft.values["reward_funcs"] == [
-        {
-            "name": "cosine_length",
-            "kwargs": {
-                "max_length": 700,
-                "min_value_correct": 0.5,
-                "max_value_correct": 1.0,
-                "min_value_wrong": -0.25,  # Open-R1's short ones get 0, its long ones -0.25: exchanged, and asked
-                "max_value_wrong": 0.0,
-            },
-            "weight": 1.0,
-        },
-        {"name": "repetition_penalty", "kwargs": {"ngram_size": 4, "max_penalty": -1.0}, "weight": 0.5},
-        {
-            "name": "soft_overlong_punishment",
-            "kwargs": {"max_completion_len": 100, "soft_punish_cache": 10},
-            "weight": 0.25,
-        },
-    ]
-    assert draft.left == {"code_language": "its reward is not in reward_funcs"}
-    assert len(draft.decisions) == 3  # cosine's length, its values, and the reward length
+    assert draft.left["trainer.nnodes"] == "only running the script would show it"
+    said = "\n".join(draft.decisions)
+    assert "trainer.nnodes: only running the script would show $NODES" in said
+    assert "output_dir: $SCRATCH, $(date +%Y) has no value in the file" in said
 
 
 def test_cosine_of_ms_swift_is_the_very_formula():
-    config = {"rlhf_type": "grpo", "model": "m", "reward_funcs": "cosine", "cosine_max_len": 99}
-    draft = projects.draft_of("swift", config | {"cosine_min_len_value_wrong": -0.75})
+    draft = drafted("swift", rlhf_type="grpo", model="m", reward_funcs="cosine", cosine_min_len_value_wrong=-0.75)
     assert draft.values["reward_funcs"][0]["kwargs"] == {
-        "max_length": 99,
+        "max_length": 512,
         "min_value_correct": 0.5,
         "max_value_correct": 1.0,
         "min_value_wrong": -0.75,
         "max_value_wrong": 0.0,
     }
     assert not [sentence for sentence in draft.decisions if "cosine" in sentence]
+
+
+def test_an_option_of_a_reward_that_is_not_listed_is_left_out():
+    draft = drafted("open-r1", reward_funcs=["length"], code_language="cpp")
+    assert draft.left == {"code_language": "its reward is not in reward_funcs"}
+    assert [sentence[:14] for sentence in draft.decisions] == ["reward length:"]
 
 
 def test_a_mixture_of_open_r1():
@@ -256,41 +497,58 @@ def test_a_mixture_of_open_r1():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, ("grpo", "seq-mean-token-sum-norm", "group", 0.2, 3.0)),
-        ({"loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 10.0}, ("grpo", None, "group", 0.2, 10.0)),
-        ({"policy_loss": {"loss_mode": "gspo"}, "clip_ratio": 0.0003}, ("gspo", None, "group", 0.0003, None)),
-        ({"policy_loss": {"loss_mode": "cispo"}}, ("cispo", "token-mean", "group", 1.2, None)),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, ("grpo", "seq-mean-token-sum-norm", 0.2, 3.0)),
+        ({"loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 10.0}, ("grpo", None, 0.2, 10.0)),
+        ({"policy_loss": {"loss_mode": "gspo"}, "clip_ratio_high": 0.0004}, ("gspo", None, 0.0004, None)),
+        ({"policy_loss": {"loss_mode": "sapo"}}, ("sapo", None, None, None)),
+        ({"policy_loss": {"loss_mode": "cispo"}}, ("cispo", "token-mean", 1.2, None)),
     ],
 )
 def test_the_loss_that_verl_puts_together(given, expected):
-    config = {"actor_rollout_ref": {"actor": given, "rollout": {"n": 8}}, "algorithm": {"adv_estimator": "grpo"}}
-    values = projects.draft_of("verl", config).values
-    keys = ("loss_type", "loss_aggregation", "advantage_estimator", "epsilon_high", "delta")
-    assert tuple(values.get(key) for key in keys) == expected
+    values = verl(**given).values
+    assert tuple(values.get(key) for key in ("loss_type", "loss_aggregation", "epsilon_high", "delta")) == expected
 
 
-# Shell scripts and Python.
+def test_verls_clip_ratio_has_no_effect_beside_its_own_defaults():
+    draft = verl(clip_ratio=0.0003)
+    assert (draft.values["epsilon"], draft.values["epsilon_high"]) == (0.2, 0.2)
+    assert [said for said in draft.decisions if said.startswith("epsilon: clip_ratio=0.0003 has no effect in verl")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [("verl", {"actor_rollout_ref.rollout.n": 1}), ("openrlhf", {"pretrain": "m", "n_samples_per_prompt": 8})],
+)
+def test_ppo_with_a_critic_is_refused_with_the_cure(kind, given):
+    with pytest.raises(ConfigError, match=r"there is no critic here\. Set"):
+        projects.draft_of(kind, given)
+
+
+# Shell scripts.
 
 
 def test_words_of_a_script_are_read_as_a_shell_would():
     script = r"""
     #!/bin/bash
     set -x
-    size=$((2 * 4 + n))
     n=3
     size=$((2 * 4 + n))  # eleven
     name="${NAME:-a b}"
+    SCRIPT="$(basename -- "${BASH_SOURCE[0]}" .sh)"
     UP=ABC
+    deep=${DEEP:-"${OTHER:-5}"}
+    EMPTY=()
     ARGS=(
        --inside "$name"
        # --left-out 1
        --list 1 2.5
     )
+    ARGS+=(--more yes)
     CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=2 run --size ${size} --flag --low ${UP,,} --data 'x/y#100' \
-        --equals=1e-6 a.b.c="['u', 'v']" +d.e=True "${ARGS[@]}" --path $HOME/x --text 'one
-    two' --last null "$@"
+        --equals=1e-6 a.b.c="['u', 'v']" +d.e=True "${ARGS[@]}" "${EMPTY[@]}" --path $HOME/x --text 'one
+two' --deep $deep --name $SCRIPT --engine ${1:-vllm} --last null "$@" 2>&1 | tee log --no
     """
-    assert arguments(script) == {
+    assert arguments(script)[0] == {
         "CUDA_VISIBLE_DEVICES": "0,1",
         "NPROC_PER_NODE": 2,
         "size": 11,
@@ -302,39 +560,62 @@ def test_words_of_a_script_are_read_as_a_shell_would():
         "d.e": True,
         "inside": "a b",
         "list": [1, 2.5],
+        "more": "yes",
         "path": "~/x",
-        "text": "one\n    two",
-        "last": [None, "$@"],
+        "text": "one\ntwo",
+        "deep": 5,
+        "name": '$(basename -- "${BASH_SOURCE[0]}" .sh)',
+        "engine": "vllm",
+        "last": None,
     }
 
 
-def test_the_words_of_two_commands_are_apart():
-    assert arguments("serve --port 1\nMAX_PIXELS=3 OTHER=4 train --key 1 2 |& tee log\n") == {
-        "port": 1,
-        "MAX_PIXELS": 3,
-        "key": [1, 2, "|&", "tee", "log"],
-    }
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("serve --port 1\nMAX_PIXELS=3 OTHER=4 train --key 1 2 |& tee log\n", {"MAX_PIXELS": 3, "key": [1, 2]}),
+        ("export NNODES=4\nray job submit --address http://x -- python3 -m t --key 1\n", {"NNODES": 4, "key": 1}),
+        ("uv run --frozen --extra vllm python3 -m t --key 1", {"key": 1}),
+        ("accelerate launch --config_file c.yaml train.py --key 1", {"config_file": "c.yaml", "key": 1}),
+        ("hf jobs uv run --flavor a100 train.py --key 1", {"key": 1}),
+        ("run --key 1\\\n  --more 2", {"key": 1, "more": 2}),
+        ("run --host <ip one> <ip2> --key 1 <in", {"host": ["<ip one>", "<ip2>"], "key": 1}),
+        ('a=1; srun bash -c "python3 -m t --key $a --more 2 --most 3"', {"key": 1, "more": 2, "most": 3}),
+    ],
+)  # fmt: skip
+def test_only_the_words_of_the_training_command_are_read(script, expected):
+    assert arguments(script)[0] == expected
 
 
-def test_a_launchers_own_words_are_left_out():
-    script = "export NPROC_PER_NODE=4\nray job submit --address http://x -- python3 -m t --key 1\n"
-    assert arguments(script) == {"NPROC_PER_NODE": 4, "key": 1}
+def test_a_value_that_depends_on_a_condition_is_the_first_and_is_asked_about():
+    script = "a=1\nb=2\nif [ $X = y ]; then a=3; b=2; c=4; else c=5; fi\nrun --a $a --b $b --c ${c}\n"
+    found, asked = arguments(script)
+    assert found == {"a": 1, "b": 2, "c": 4}
+    assert list(asked) == ["a", "c"]
+    assert asked["a"] == "a: the script sets a under a condition; 1 comes first."
 
 
-def test_a_script_is_read_and_not_run(tmp_path):
+# Python.
+
+
+def test_python_is_answered_with_what_to_exchange(tmp_path, capsys):
     script = tmp_path / "train.py"
-    script.write_text(
-        "raise SystemExit('run')\nn = 4\nfrom trl import GRPOConfig\n"
-        "GRPOConfig(num_generations=2 * n, beta=-0.5, seed=seed, report_to=['a'], max_steps=n)\n"
-    )
-    values, unread = read_script(script)
-    assert values == {"num_generations": 8, "beta": -0.5, "report_to": ["a"], "max_steps": 4}
-    (told,) = unread
-    assert told.startswith("seed: GRPOConfig is given seed")
+    script.write_text("import unsloth\nfrom trl import GRPOConfig, TrlParser\nGRPOConfig(seed=1)\n")
+    assert migrate.run([str(script)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "from grpo_ext import GRPOExtConfig, GRPOExtTrainer" in said.err
+    assert 'loss_defaults="trl"' in said.err
+    assert "grpo-ext migrate run.sh" in said.err
+    assert 'loss_type="bnpo", beta=0.001' in said.err
     notebook = tmp_path / "train.ipynb"
-    cells = [{"cell_type": "code", "source": ["%pip install trl\n", "!ls\n", "GRPOConfig(seed=3)"]}]
-    notebook.write_text(json.dumps({"cells": [*cells, {"cell_type": "markdown", "source": ["GRPOConfig("]}]}))
-    assert read_script(notebook) == ({"seed": 3}, [])
+    cells = [{"cell_type": "code", "source": ["!pip install trl\n", "GRPOTrainer(model)"]}]
+    notebook.write_text(json.dumps({"cells": [*cells, {"cell_type": "markdown", "source": ["import unsloth"]}]}))
+    assert migrate.run([str(notebook)]) == 2
+    said = capsys.readouterr().err
+    assert "GRPOExtTrainer" in said
+    assert "unsloth" not in said
+    assert "run.sh" not in said
 
 
 # The command.
@@ -342,21 +623,21 @@ def test_a_script_is_read_and_not_run(tmp_path):
 
 def test_the_command_writes_a_recipe_and_says_what_is_left_to_do(tmp_path, capsys):
     output = tmp_path / "out.yaml"
-    assert migrate.run([str(FOLDER / "open_r1_qwen_demo.yaml"), "--output", str(output)]) == 0
+    assert migrate.run([str(FOLDER / "trl.yaml"), "--output", str(output)]) == 0
     said = capsys.readouterr()
     assert said.out == ""
-    assert "39 keys: 38 taken over, 1 not" in said.err
+    assert "14 keys: 13 converted, 1 left out" in said.err
     assert "check lets it pass." in said.err
-    assert read_yaml(output)["prompt_column"] == "problem"
-    assert migrate.run([str(FOLDER / "open_r1_qwen_demo.yaml"), "--output", str(output)]) == 2
+    assert read_yaml(output)["dtype"] == "bfloat16"
+    assert migrate.run([str(FOLDER / "trl.yaml"), "--output", str(output)]) == 2
     assert "it exists" in capsys.readouterr().err
 
 
 def test_the_command_prints_a_recipe_that_is_not_complete(capsys):
-    assert migrate.run([str(FOLDER / "openrlhf_dapo.sh")]) == migrate.DECISIONS
+    assert migrate.run([str(FOLDER / "verl.yaml")]) == migrate.DECISIONS
     said = capsys.readouterr()
-    assert yaml.safe_load(said.out)["generation_batch_size"] == 1024
-    assert "To decide (2)" in said.err
+    assert yaml.safe_load(said.out)["generation_batch_size"] == 2048
+    assert "To decide (1)" in said.err
     assert "check refuses it (1)" in said.err
 
 
@@ -365,12 +646,12 @@ def test_the_command_prints_a_recipe_that_is_not_complete(capsys):
     [
         ("a.yaml", "- 1\n", "not a mapping"),
         ("a.yaml", "x: [\n", "not valid YAML"),
-        ("a.yaml", "x: 1\n", "no configuration that is known here"),
-        ("a.json", '{"x": 1}', "no configuration that is known here"),
-        ("a.py", "def (", "cannot be read"),
-        ("a.py", "print(1)", "calls no GRPOConfig"),
+        ("a.yaml", "x: 1\n", "not a configuration that is known here"),
+        ("a.json", '{"x": 1}', "not a configuration that is known here"),
+        ("a.py", "def (", "does not call GRPOConfig"),
+        ("a.py", "print(1)", "does not call GRPOConfig"),
         ("a.ipynb", "{}", "cannot be read"),
-        ("a.sh", "echo hello\n", "no configuration that is known here"),
+        ("a.sh", "echo hello\n", "not a configuration that is known here"),
         (None, "", "no such file"),
     ],
 )
@@ -390,7 +671,7 @@ def test_the_command_wants_one_file(capsys):
 
 @pytest.mark.slow
 def test_the_command_as_a_user_starts_it():
-    command = [sys.executable, "-m", "grpo_ext.commands.cli", "migrate", str(FOLDER / "trl_num_processes.yaml")]
+    command = [sys.executable, "-m", "grpo_ext.commands.cli", "migrate", str(FOLDER / "trl_command.sh")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["num_processes"] == 4
+    assert yaml.safe_load(done.stdout)["learning_rate"] == 2e-6

@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "[--recipe RECIPE] [--key value ...]",
     ),
     "new": (START, "lay out a project with a recipe, data, a reward and its test: DIR"),
-    "migrate": (START, "turn a configuration of TRL, Open-R1, verl, ... into a recipe: FILE [--output RECIPE.yaml]"),
+    "migrate": (START, "turn a configuration of TRL, verl, ... into a recipe: FILE [--output FILE] [--version N]"),
     "check": (
         TRAIN,
         "all mistakes of a recipe, or its plan: --config RECIPE [--accelerate_config NAME] [--num_processes N] "

@@ -1,16 +1,22 @@
-"""TRL's own recipes of several years, Open-R1's, and what unsloth's scripts hand to TRL: nearly recipes already."""
+"""Recipes and command lines of TRL, whose defaults depend on the version, and of Open-R1, which pins one."""
 
 import dataclasses
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from grpo_ext.recipe.foreign.draft import Draft, cosine_length, rules, whole_groups
+from trl import GRPOConfig
+
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.objective.losses import losses
+from grpo_ext.recipe.files import recipes_folder
+from grpo_ext.recipe.foreign.counting import cosine_length, whole_groups
+from grpo_ext.recipe.foreign.draft import Defaults, Draft, Translation, rules
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parts import all_keys
-from grpo_ext.rewards.catalogue import rewards
 
-_KWARGS = "* reward_funcs | an option of a reward, which stands with it"
+_KWARGS = "* reward_funcs | an option of that entry"
 OLDER = rules(
     torch_dtype="dtype",
     warmup_ratio="warmup_steps | a value below 1 is a ratio",
@@ -33,7 +39,7 @@ OLDER = rules(
     epsilon_low="epsilon",
 )
 """What transformers and TRL have renamed or dropped."""
-OPEN_R1 = rules(
+OPEN_R1_TABLE = rules(
     dataset_prompt_column="prompt_column",
     dataset_solution_column="answer_column",
     dataset_id_or_path="dataset_name",
@@ -66,35 +72,13 @@ OPEN_R1 = rules(
     e2b_router_url="- | the reward code runs on this machine, in a sandbox",
     morph_router_url="- | the reward code runs on this machine, in a sandbox",
 )
-UNSLOTH = rules(
-    max_seq_length="* vllm_max_model_length | prompt and completion together",
-    fast_inference="use_vllm | unsloth's own vLLM runs in the training process: vllm_mode: colocate",
-    gpu_memory_utilization="vllm_gpu_memory_utilization",
-    max_lora_rank="- | vLLM gets the merged weights, for which no rank is reserved",
-    full_finetuning="* use_peft | its opposite",
-    use_gradient_checkpointing="* gradient_checkpointing | 'unsloth' is true here",
-    random_state="seed",
-    r="lora_r",
-    target_modules="lora_target_modules",
-    modules_to_save="lora_modules_to_save",
-    bias="- | LoRA trains no biases here, as bias: none says",
-    loftq_config="- | not here",
-    model_name="model_name_or_path",
-    vllm_sampling_params="* generation_kwargs | its fields",
-    unsloth_num_chunks="- | log-probabilities are always computed without full logits",
-    unsloth_logit_chunk_multiplier="- | log-probabilities are always computed without full logits",
-    unsloth_grpo_mini_batch="- | per_device_train_batch_size is the micro-batch",
-    **{
-        f"finetune_{part}": "- | LoRA's parts are named by lora_target_modules"
-        for part in (
-            "vision_layers",
-            "language_layers",
-            "attention_modules",
-            "mlp_modules",
-        )
-    },
+COMMAND = rules(
+    config_file="* accelerate_config | a file, or the name of one that is shipped here",
+    PYTORCH_CUDA_ALLOC_CONF="* env",
+    CUDA_VISIBLE_DEVICES="- | export it before the start",
 )
-OF_OPEN_R1_ALONE = OPEN_R1.keys() - {
+"""Words of a launcher around the arguments."""
+OF_OPEN_R1_ALONE = OPEN_R1_TABLE.keys() - {
     "dataset_id_or_path",
     "wandb_project",
     "wandb_entity",
@@ -104,7 +88,7 @@ OF_OPEN_R1_ALONE = OPEN_R1.keys() - {
 
 
 def names_open_r1_rewards(config: Mapping[str, Any]) -> bool:
-    """Whether `reward_funcs` holds a name that only Open-R1 and its followers have."""
+    """Return whether `reward_funcs` holds a name that only Open-R1 and its followers have."""
     funcs = config.get("reward_funcs")
     only_there = {"cosine", "length", "cf_code", "ioi_code", "binary_code"}
     return isinstance(funcs, list) and any(isinstance(name, str) and name in only_there for name in funcs)
@@ -112,7 +96,7 @@ def names_open_r1_rewards(config: Mapping[str, Any]) -> bool:
 
 @cache
 def other_trainers() -> dict[str, set[str]]:
-    """Fields of TRL's other configurations that no configuration of GRPO has."""
+    """Return the fields of TRL's other configurations that no configuration of GRPO has."""
     import trl
 
     ours = set(all_keys())
@@ -121,74 +105,78 @@ def other_trainers() -> dict[str, set[str]]:
     return {kind: ({f.name for f in dataclasses.fields(c)} | older[kind]) - ours for kind, c in kinds.items()}
 
 
-def trl(draft: Draft) -> None:
-    """TRL's: every key as it is, or as it is called now."""
-    _environment(draft)
-    if "max_seq_length" in draft.given:
-        draft.set("vllm_max_model_length", draft.take("max_seq_length"), "prompt and completion together")
-    draft.apply_table(frozenset((*all_keys(), *VALUES, *FLAGS, "env", "num_processes", "accelerate_config")))
+DEFAULTS: Defaults = {
+    "loss_type": {"0.16": "bnpo", "0.22": "dapo"},
+    "beta": {"0.16": 0.04, "0.19": 0.0},
+    "use_bias_correction_kl": {"0.16": False, "1.10": True},
+    "temperature": {"0.16": 0.9, "0.18": 1.0},
+    "top_k": {"0.16": 50, "0.18": 0},
+    "max_completion_length": {"0.16": 256, "1.10": 512},
+    "max_prompt_length": {"0.16": 512, "0.28": None},
+    "bf16": {"0.16": False, "0.19": None},
+    "gradient_checkpointing": {"0.16": False, "0.22": True},
+    "vllm_mode": {"0.16": "server", "1.0": "colocate"},
+    "vllm_importance_sampling_correction": {"0.16": False, "0.23": True},
+    "vllm_importance_sampling_mode": {"0.23": "token_truncate", "0.26": "sequence_mask"},
+    "vllm_importance_sampling_clip_max": {"0.23": 2.0, "0.26": 3.0},
+}
+"""What a run of TRL does where its file is silent; today's other defaults are those of every version."""
+_VERSIONS = ("0.16", "0.18", "0.19", "0.22", "0.23", "0.26", "0.28", "1.0", "1.10", "1.16")
+_OURS = {f.name for f in dataclasses.fields(GRPOExtConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
+
+
+def stock(draft: Draft) -> None:
+    """Write that the axes of the loss that the file leaves unset are stock TRL's, where stock TRL has the loss."""
+    row = losses.get(draft.values.get("loss_type", GRPOExtConfig.loss_type))
+    if row is not None and row.trl:
+        note = "what is unset is stock TRL's, to the last digit; without this line it is the paper's"
+        draft.set("loss_defaults", "trl", note)
+
+
+def _finish(draft: Draft) -> None:
+    if not _OURS & draft.given.keys():
+        stock(draft)
     whole_groups(draft)
+    renamed = sorted(OLDER.keys() & draft.given.keys())
+    if draft.title == "TRL" and draft.version == _VERSIONS[-1] and renamed:
+        draft.decide(
+            f"The version of TRL: {', '.join(renamed)} is of an older one than {draft.version}, whose defaults are "
+            "written. Name yours: --version 0.18, for instance (docs/migrating.md has what changed when)."
+        )
 
 
 def _environment(draft: Draft) -> None:
-    for key, name in (
-        ("wandb_project", "WANDB_PROJECT"),
-        ("wandb_entity", "WANDB_ENTITY"),
-        ("wandb_run_group", "WANDB_RUN_GROUP"),
-        ("logging_dir", "TENSORBOARD_LOGGING_DIR"),
-    ):
-        if (value := draft.take(key)) is not None:
-            draft.environment(name, value)
+    for name in ("wandb_project", "wandb_entity", "wandb_run_group"):
+        draft.environment(name.upper(), name)
+    draft.environment("TENSORBOARD_LOGGING_DIR", "logging_dir")
+    draft.environment("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if isinstance(path := draft.get("config_file"), str):
+        name = Path(path).stem.removeprefix("deepspeed_")
+        shipped = (recipes_folder() / "accelerate_configs" / f"{name}.yaml").is_file()
+        draft.set("accelerate_config", name if shipped else path, f"{path} there" if shipped else "", of="config_file")
+    if isinstance(name := draft.get("reward_funcs"), str):
+        draft.set("reward_funcs", [name], of="reward_funcs")
 
 
 # Open-R1.
 
 
-def open_r1(draft: Draft) -> None:
-    """Open-R1's: TRL 0.18's keys and defaults, its own dataset keys, and its rewards with their options."""
-    names = draft.take("reward_funcs", ["accuracy", "format", "tag_count"])
-    weights = draft.take("reward_weights", [1.0] * len(names))
-    entries = _open_r1_rewards(draft, names, weights)
-    if entries:
-        draft.set("reward_funcs", entries, draft.notes.get("reward_funcs", ""))
-    for key in [key for key, rule in OPEN_R1.items() if rule.to == "reward_funcs" and key not in draft.taken]:
-        draft.leave(key, "its reward is not in reward_funcs")
-    _mixture(draft)
-    for name in draft.take("callbacks", []):
-        if name == "push_to_hub_revision":
-            draft.set("hub_strategy", "every_save", "each checkpoint is pushed, as Open-R1's callback does")
-        else:
-            draft.decide(f"callbacks: {name!r} is not known here.")
-    trl(draft)
-    _defaults_of_trl_018(draft)
-
-
-def _defaults_of_trl_018(draft: Draft) -> None:
-    """Open-R1 pins TRL 0.18, whose defaults a recipe relies on where it is silent."""
-    said = "the default of TRL 0.18, which Open-R1 pins"
-    for key, value in (
-        ("loss_type", "bnpo"),
-        ("beta", 0.04),
-        ("max_completion_length", 256),
-        ("prompt_column", "prompt"),
-    ):
-        if key not in draft.values:
-            draft.set(key, value, said if key != "prompt_column" else "Open-R1's default")
-    if draft.values.get("use_vllm") and "vllm_mode" not in draft.values:
-        draft.set(
-            "vllm_mode", "server", f"{said}; `grpo-ext serve` starts it, or colocate: inside the training process"
-        )
-    if "num_generations" not in draft.values:
-        draft.set("num_generations", 8, said)
-
-
-def _open_r1_rewards(draft: Draft, names: list[Any], weights: list[float]) -> list[Any]:
-    entries = []
+def _open_r1_rewards(draft: Draft) -> None:
+    """Open-R1's rewards with their options, which are keys of their own there."""
+    names = draft.get("reward_funcs", ["accuracy", "format", "tag_count"])
+    weights = draft.get("reward_weights", [1.0] * len(names))
+    of = {"reward_funcs", "reward_weights"}
+    entries, notes = [], []
     for name, weight in zip(names, weights, strict=False):
-        entry = _open_r1_reward(draft, name)
-        if entry is not None:
-            entries.append({**entry, "weight": weight})
-    return entries
+        entry, options = _open_r1_reward(draft, name)
+        of |= options
+        notes += [_DIFFERENCES[name]] if name in _DIFFERENCES else []
+        entries += [{**entry, "weight": weight}] if entry else []
+    if entries:
+        draft.set("reward_funcs", entries, "; ".join(notes), of=of)
+    for key, rule in OPEN_R1_TABLE.items():
+        if rule.to == "reward_funcs" and key not in of | draft.asked:
+            draft.leave(key, "its reward is not in reward_funcs")
 
 
 _DIFFERENCES = {
@@ -199,117 +187,97 @@ _DIFFERENCES = {
     "cosine": "cosine_length counts tokens where Open-R1's cosine counts characters, and stays at its end beyond "
     "max_length",
 }
+_OPTIONS: dict[str, dict[str, tuple[str, Any]]] = {
+    "repetition_penalty": {"ngram_size": ("repetition_n_grams", 3), "max_penalty": ("repetition_max_penalty", -1.0)},
+    "soft_overlong_punishment": {
+        "max_completion_len": ("max_completion_len", 16384),
+        "soft_punish_cache": ("soft_punish_cache", 4096),
+    },
+    "code_format": {"default_language": ("code_language", "python")},
+}
+"""Reward -> option -> key of Open-R1 and its default."""
+_MISSING = {
+    "length": "compares the completions of a batch with one another, which rewards here do not; length_penalty, "
+    "soft_overlong and cosine_length look at one completion",
+    "ioi_code": "needs a judge of IOI tasks (piston)",
+    "cf_code": "needs a judge of Codeforces tasks (piston)",
+}
 
 
-def _open_r1_reward(draft: Draft, name: Any) -> dict[str, Any] | None:
-    if name in _DIFFERENCES:
-        before = draft.notes.get("reward_funcs")
-        draft.notes["reward_funcs"] = f"{before}; {_DIFFERENCES[name]}" if before else _DIFFERENCES[name]
+def _open_r1_reward(draft: Draft, name: Any) -> tuple[dict[str, Any] | None, set[str]]:
+    """Return the entry of one reward, and the keys that it was made of."""
     if name == "cosine":
-        longest = draft.given.get("max_completion_length", 256)
-        draft.taken.update(key for key in draft.given if key == "cosine_max_len")
-        draft.decide(
-            "reward cosine: Open-R1 measures characters (cosine_max_len), cosine_length tokens. Its max_length is set "
-            f"to max_completion_length={longest}; look at the lengths of your completions."
-        )
-        correct = (draft.take("cosine_max_value_correct", 1.0), draft.take("cosine_min_value_correct", 0.5))
-        wrong = (draft.take("cosine_min_value_wrong", 0.0), draft.take("cosine_max_value_wrong", -0.5))
-        return cosine_length(draft, longest, correct=correct, wrong=wrong)
-    if name == "repetition_penalty":
-        n, penalty = draft.take("repetition_n_grams", 3), draft.take("repetition_max_penalty", -1.0)
-        return {"name": name, "kwargs": {"ngram_size": n, "max_penalty": penalty}}
-    if name == "soft_overlong_punishment":
-        longest, cache_ = draft.take("max_completion_len", 16384), draft.take("soft_punish_cache", 4096)
-        return {"name": name, "kwargs": {"max_completion_len": longest, "soft_punish_cache": cache_}}
-    if name == "code_format":
-        return {"name": name, "kwargs": {"default_language": draft.take("code_language", "python")}}
+        return _cosine(draft)
+    if name in _OPTIONS:
+        kwargs = {option: draft.get(key, default) for option, (key, default) in _OPTIONS[name].items()}
+        return {"name": name, "kwargs": kwargs}, {key for key, _ in _OPTIONS[name].values()}
     if name in ("code", "binary_code"):
         draft.decide(
             f"reward {name}: Open-R1 reads the tests from the column verification_info, code from the column tests. "
             "Write that column (docs/rewards.md says in which forms)."
         )
-        return {"name": "code"} if name == "code" else {"name": "code", "kwargs": {"partial": False}}
-    if name in ("length", "ioi_code", "cf_code"):
-        what = {
-            "length": "compares the completions of a batch with one another, which rewards here do not; "
-            "length_penalty, "
-            "soft_overlong and cosine_length look at one completion",
-            "ioi_code": "needs a judge of IOI tasks (piston)",
-            "cf_code": "needs a judge of Codeforces tasks (piston)",
-        }[name]
-        draft.decide(f"reward {name}: not here, it {what}. Name a function of yours: {{func: 'module:function'}}.")
-        return None
-    return {"name": name}
+        return {"name": "code", **({} if name == "code" else {"kwargs": {"partial": False}})}, set()
+    if name in _MISSING:
+        sentence = (
+            f"reward {name}: not here, it {_MISSING[name]}. Name a function of yours: {{func: 'module:function'}}."
+        )
+        draft.decide(sentence, of="reward_funcs")
+        return None, set()
+    return {"name": name}, set()
 
 
-def _mixture(draft: Draft) -> None:
-    mixture = draft.take("dataset_mixture")
+def _cosine(draft: Draft) -> tuple[dict[str, Any], set[str]]:
+    longest = draft.get("max_completion_length", 256)
+    of = {"cosine_max_value_correct", "cosine_min_value_correct", "cosine_min_value_wrong", "cosine_max_value_wrong"}
+    draft.decide(
+        "reward cosine: Open-R1 measures characters (cosine_max_len), cosine_length tokens. Its max_length is set "
+        f"to max_completion_length={longest}; look at the lengths of your completions.",
+        of="cosine_max_len",
+    )
+    correct = (draft.get("cosine_max_value_correct", 1.0), draft.get("cosine_min_value_correct", 0.5))
+    wrong = (draft.get("cosine_min_value_wrong", 0.0), draft.get("cosine_max_value_wrong", -0.5))
+    return cosine_length(draft, longest, correct=correct, wrong=wrong, of=of), of
+
+
+def _open_r1_data(draft: Draft) -> None:
+    draft.copy("prompt_column", "prompt_column", "dataset_prompt_column", default="prompt")
+    if "push_to_hub_revision" in (draft.get("callbacks") or []):
+        note = "each checkpoint is pushed, as Open-R1's callback does"
+        draft.set("hub_strategy", "every_save", note, of="callbacks")
+    if unknown := [name for name in draft.get("callbacks") or [] if name != "push_to_hub_revision"]:
+        draft.decide(f"callbacks: {', '.join(unknown)} is not known here.", of="callbacks")
+    mixture = draft.get("dataset_mixture")
     if not isinstance(mixture, Mapping):
         return
     names = {"id": "path", "config": "name", "weight": "fraction"}
     entries = [{names.get(key, key): value for key, value in entry.items()} for entry in mixture.get("datasets", [])]
-    draft.set("datasets", entries, "fraction is a share of the mixture; Open-R1's weight is a share of the dataset")
+    note = "fraction is a share of the mixture; Open-R1's weight is a share of the dataset"
+    draft.set("datasets", entries, note, of="dataset_mixture")
     if any("fraction" in entry for entry in entries):
         draft.decide(
             "datasets: Open-R1's weight is the share of each dataset that is kept, fraction here its share in the "
             "mixture. Set the fractions, or write a slice into split (train[:25%])."
         )
-    if "seed" in mixture:
-        draft.set("split_seed", mixture["seed"])
-    if "test_split_size" in mixture:
-        draft.set("test_split_size", mixture["test_split_size"])
+    for key, name in (("seed", "split_seed"), ("test_split_size", "test_split_size")):
+        if key in mixture:
+            draft.set(name, mixture[key], of="dataset_mixture")
 
 
-# Scripts in Python, and unsloth's.
-
-
-def script(draft: Draft) -> None:
-    """A script's: what it hands to TRL's GRPOConfig, to LoRA and to a loader."""
-    names, weights = draft.take("reward_funcs", []), draft.take("reward_weights")
-    entries: list[Any] = []
-    for index, name in enumerate(names):
-        weight = weights[index] if isinstance(weights, list) and len(weights) == len(names) else 1.0
-        if name.rpartition(".")[2] in rewards:
-            entries.append({"name": name.rpartition(".")[2], "weight": weight})
-        else:
-            draft.decide(
-                f"reward {name}: a function of the script. Move it into a module of its own, and write "
-                f"{{func: 'module:{name}', weight: {weight:g}}}; it must take **kwargs."
-            )
-    if entries:
-        draft.set("reward_funcs", entries)
-    full = draft.take("full_finetuning", False)
-    if full:
-        draft.leave("use_peft", "full_finetuning is true")
-    elif draft.take("use_peft"):
-        draft.set("use_peft", True)
-        modules = draft.take("target_modules", "all-linear")
-        draft.set("lora_target_modules", modules)
-        if draft.given.get("lora_dropout"):
-            draft.set("disable_dropout", False, "lora_dropout has an effect there; 0.0 and true here are exact")
-    checkpointing = draft.take("use_gradient_checkpointing")
-    if checkpointing is not None:
-        draft.set("gradient_checkpointing", bool(checkpointing))
-    draft.leave("vllm_sampling_params", "an object; write its fields into generation_kwargs")
-    trl(draft)
-    if "system_prompt" not in draft.values:
-        draft.decide(
-            "The data: what the script does to the rows is not read. prompt_column, answer_column, answer_format and "
-            "system_prompt do the usual (docs/recipes.md)."
-        )
-
-
-def unsloth(draft: Draft) -> None:
-    """unsloth's script: as any, with vLLM in the training process and batches that are whole groups."""
-    rows, group = draft.given.get("per_device_train_batch_size", 8), draft.given.get("num_generations", 8)
-    accumulation = draft.given.get("gradient_accumulation_steps", 1)
-    raised = isinstance(rows, int) and isinstance(group, int) and rows * accumulation % group
-    if raised:
-        draft.take("per_device_train_batch_size")
-        draft.set("per_device_train_batch_size", group, f"{rows} there, which unsloth raises to whole groups")
-    script(draft)
-    if draft.values.get("use_vllm"):
-        draft.set("vllm_mode", "colocate", "unsloth's fast_inference runs in the training process")
-    else:
-        for key in [key for key in draft.values if key.startswith("vllm_")]:
-            del draft.values[key]
+TRL = Translation(
+    "TRL",
+    OLDER | COMMAND,
+    (_environment,),
+    DEFAULTS,
+    _VERSIONS,
+    same=frozenset((*all_keys(), *VALUES, *FLAGS, "env", "num_processes", "accelerate_config")),
+    finish=_finish,
+)
+OPEN_R1 = dataclasses.replace(
+    TRL,
+    title="Open-R1",
+    says="the default of TRL {version}, which Open-R1 pins",
+    table=OPEN_R1_TABLE | OLDER,
+    steps=(_environment, _open_r1_rewards, _open_r1_data),
+    versions=("0.18",),
+    version_of=lambda given: "0.18",
+)

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from grpo_ext.recipe.foreign.draft import Draft, rules, set_batch
+from grpo_ext.errors import ConfigError
+from grpo_ext.recipe.foreign.counting import set_batch, set_intervals, set_kl
+from grpo_ext.recipe.foreign.draft import Draft, Translation, rules
 
 _ENGINE = "- | verl's own engine; here --accelerate_config (fsdp2, zero3) says how weights are spread"
 _SPEED = "- | of verl's workers"
@@ -34,37 +36,37 @@ TABLE = rules(
         "actor_rollout_ref.actor.optim.*": _ENGINE,
         "actor_rollout_ref.actor.grad_clip": "max_grad_norm",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "* gradient_accumulation_steps | prompts of an optimizer step "
-        "there, "
-        "so completions / rollout.n; here rows per device x processes x accumulation",
+        "there, so completions / rollout.n; here rows per device x processes x accumulation",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "* per_device_train_batch_size | completions in both",
         "actor_rollout_ref.actor.ppo_micro_batch_size": "* per_device_train_batch_size | of all GPUs together there",
         "actor_rollout_ref.actor.use_dynamic_bsz": "* per_device_train_batch_size | verl fills micro-batches up to "
         "ppo_max_token_len_per_gpu tokens; here they have a number of rows",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "- | micro-batches have a number of rows here",
         "actor_rollout_ref.actor.ppo_epochs": "num_iterations",
-        "actor_rollout_ref.actor.clip_ratio": "* epsilon | both bounds, unless clip_ratio_low and clip_ratio_high "
-        "are given",
+        "actor_rollout_ref.actor.clip_ratio": "* - | verl's own clip_ratio_low and clip_ratio_high, 0.2 each, take "
+        "its place",
         "actor_rollout_ref.actor.clip_ratio_low": "* epsilon",
         "actor_rollout_ref.actor.clip_ratio_high": "* epsilon_high | for cispo 1 + it: the bound of the ratio itself",
-        "actor_rollout_ref.actor.clip_ratio_c": "* delta | the dual clip, 3 where verl is told nothing",
+        "actor_rollout_ref.actor.clip_ratio_c": "* delta | the dual clip, 3 by default",
         "actor_rollout_ref.actor.policy_loss.loss_mode": "* loss_type | vanilla by loss_agg_mode, gspo, cispo, sapo, "
-        "geo_mean "
-        "(gmpo); clip_cov, kl_cov and gpg are not here",
-        "actor_rollout_ref.actor.policy_loss.*": "- | options of clip_cov and kl_cov, which are not here",
-        "actor_rollout_ref.actor.loss_agg_mode": "* loss_aggregation | the same names",
-        "actor_rollout_ref.actor.loss_scale_factor": "- | seq-mean-token-sum-norm divides by max_completion_length",
-        "actor_rollout_ref.actor.tau_pos": "sapo_temperature_pos",
-        "actor_rollout_ref.actor.tau_neg": "sapo_temperature_neg",
+        "geo_mean (gmpo); others are not here",
+        "actor_rollout_ref.actor.policy_loss.tau_pos": "* - | verl reads tau_pos of actor",
+        "actor_rollout_ref.actor.policy_loss.tau_neg": "* - | verl reads tau_neg of actor",
+        "actor_rollout_ref.actor.policy_loss.*": "- | options of losses that are not here (clip_cov, kl_cov, dro)",
+        "actor_rollout_ref.actor.loss_agg_mode": "* loss_aggregation | the same names; gspo, sapo and geo_mean "
+        "always take seq-mean-token-mean",
+        "actor_rollout_ref.actor.loss_scale_factor": "? | seq-mean-token-sum-norm divides by max_completion_length "
+        "here",
+        "actor_rollout_ref.actor.tau_pos": "* sapo_temperature_pos | of sapo",
+        "actor_rollout_ref.actor.tau_neg": "* sapo_temperature_neg | of sapo",
         "actor_rollout_ref.actor.entropy_coeff": "entropy_coef",
         "actor_rollout_ref.actor.use_kl_loss": "* beta | false, and no KL in the reward: beta is 0",
         "actor_rollout_ref.actor.kl_loss_coef": "* beta | where use_kl_loss is true",
         "actor_rollout_ref.actor.kl_loss_type": "* kl_estimator | low_var_kl is k3, mse is k2, kl is k1, abs; a + "
-        "adds k2's "
-        "gradient. verl cuts k3 at 10",
+        "adds k2's gradient. verl cuts k3 at 10",
         "actor_rollout_ref.actor.shuffle": "- | the completions of an optimizer step have no order",
         "actor_rollout_ref.actor.data_loader_seed": "- | seed is for all of it",
-        "actor_rollout_ref.actor.checkpoint.*": "- | checkpoints hold model, optimizer and all that a run needs to "
-        "go on",
+        "actor_rollout_ref.actor.checkpoint.*": "- | checkpoints hold all that a run needs to resume",
         "actor_rollout_ref.actor.strategy": "* accelerate_config | fsdp and fsdp2 are fsdp2; megatron is not here",
         "actor_rollout_ref.actor.*": _ENGINE,
         "actor_rollout_ref.ref.*": "- | the reference model is computed in the policy's own micro-batches",
@@ -80,14 +82,15 @@ TABLE = rules(
         "actor_rollout_ref.rollout.dtype": "vllm_dtype",
         "actor_rollout_ref.rollout.val_kwargs.n": "num_generations_eval",
         "actor_rollout_ref.rollout.val_kwargs.*": "- | evaluation draws as training does",
-        "actor_rollout_ref.rollout.multi_turn.enable": "* - | list its tools under environments",
+        "actor_rollout_ref.rollout.multi_turn.enable": "? | list its tools as functions: environments: [{tools: "
+        "[./file.py:function]}]",
         "actor_rollout_ref.rollout.multi_turn.*": "- | list its tools under environments",
         "actor_rollout_ref.rollout.*": "- | of verl's sampler",
         "data.train_files": "* dataset_name | parquet, with the reference in the nested column reward_model",
-        "data.val_files": "* dataset_test_split | a folder with train and test files has both splits here",
+        "data.val_files": "* dataset_name | a folder with train and test files has both splits here",
         "data.prompt_key": "prompt_column",
         "data.train_batch_size": "* generation_batch_size | prompts there; completions here: times rollout.n",
-        "data.gen_batch_size": "- | dynamic_sampling draws as many groups anew as are missing",
+        "data.gen_batch_size": "- | dynamic_sampling draws the missing groups again",
         "data.val_batch_size": "- | per_device_eval_batch_size is for each process",
         "data.max_prompt_length": "max_prompt_length | prompts beyond it are dropped, never cut",
         "data.max_response_length": "max_completion_length",
@@ -105,15 +108,14 @@ TABLE = rules(
         "reward_model.model.path": "* reward_funcs | where reward_model.enable is true",
         "reward_model.reward_manager": "* reward_funcs | naive, dapo and prime choose the function by data_source; "
         "here it is named",
+        "reward_model.reward_manager.*": "- | reward_funcs names the rewards",
         "reward_model.overlong_buffer.*": "* reward_funcs | soft_overlong",
         "reward_model.reward_kwargs.*": "* reward_funcs | soft_overlong",
         "reward_model.*": "- | reward_model has options of its own: docs/rewards.md",
-        "reward_manager.*": "- | reward_funcs names the rewards",
         "custom_reward_function.path": "* reward_funcs | module:function; its arguments differ",
         "custom_reward_function.name": "* reward_funcs | module:function; its arguments differ",
         "algorithm.adv_estimator": "* advantage_estimator | grpo is group, rloo is loo, reinforce_plus_plus is "
-        "reinforce_pp, "
-        "reinforce_plus_plus_baseline is reinforce_pp_baseline; gae, remax, opo and others are not here",
+        "reinforce_pp, reinforce_plus_plus_baseline is reinforce_pp_baseline; gae, remax, opo and others are not here",
         "algorithm.norm_adv_by_std_in_grpo": "* advantage_estimator | false: none",
         "algorithm.use_kl_in_reward": "* kl_placement | true: reward",
         "algorithm.kl_penalty": "* kl_estimator | where the KL is in the reward; names as kl_loss_type's",
@@ -128,6 +130,14 @@ TABLE = rules(
         "sequence: sequence_truncate",
         "algorithm.rollout_correction.rollout_is_threshold": "* vllm_importance_sampling_clip_max | where rollout_is "
         "is set",
+        "algorithm.rollout_correction.bypass_mode": "? | the objective is another one: old log-probabilities are the "
+        "sampler's there, the policy's own here",
+        "algorithm.rollout_correction.rollout_rs": "? | the objective is another one: verl leaves out tokens or "
+        "completions by their ratio to the sampler; off_policy_mask_threshold and vllm_importance_sampling_mode: "
+        "sequence_mask are nearest",
+        "algorithm.rollout_correction.rollout_rs_threshold": "- | of rollout_rs",
+        "algorithm.rollout_correction.rollout_is_batch_normalize": "? | verl normalises the weights to a mean of 1",
+        "algorithm.rollout_correction.loss_type": "- | of bypass_mode",
         "algorithm.gamma": "- | of GAE; a completion has one reward",
         "algorithm.lam": "- | of GAE; a completion has one reward",
         "algorithm.*": "- | not here",
@@ -140,11 +150,16 @@ TABLE = rules(
         "trainer.logger": "* report_to | without console, which is always there",
         "trainer.project_name": "* env | WANDB_PROJECT",
         "trainer.experiment_name": "run_name",
-        "trainer.default_local_dir": "output_dir | checkpoints/PROJECT/EXPERIMENT where verl is told nothing",
+        "trainer.default_local_dir": "output_dir | checkpoints/PROJECT/EXPERIMENT by default",
         "trainer.max_actor_ckpt_to_keep": "save_total_limit",
         "trainer.resume_mode": "* resume_from_checkpoint | disable: never",
         "trainer.resume_from_path": "- | resume_from_checkpoint takes a folder of a run of grpo-ext",
         "trainer.val_before_train": "* eval_on_start | where test_freq is not -1",
+        "reward.num_workers": "reward_workers",
+        "async_training.*": "? | rollouts run beside the training there; rollout_ahead: 1 is nearest",
+        "rollout.*": "? | rollouts run beside the training there; rollout_ahead: 1 is nearest",
+        "distillation.*": "? | verl trains on a teacher's distribution, which is not here",
+        "model_engine": _ENGINE,
         "config_path": "- | hydra's: which of verl's own files the keys stand on",
         "config_name": "- | hydra's: which of verl's own files the keys stand on",
         "CUDA_VISIBLE_DEVICES": "- | export it before the start",
@@ -156,6 +171,8 @@ TABLE = rules(
         "ray_kwargs.*": _SPEED,
         "ray_init.*": _SPEED,
         "global_profiler.*": _SPEED,
+        "global_tool_config.*": _SPEED,
+        "prefix_grouper.*": _SPEED,
         "transfer_queue.*": _SPEED,
         "hydra.*": _SPEED,
     }
@@ -163,6 +180,7 @@ TABLE = rules(
 _ESTIMATORS = {
     "grpo": "group",
     "grpo_vectorized": "group",
+    "gdpo": "group",
     "rloo": "loo",
     "rloo_vectorized": "loo",
     "reinforce_plus_plus": "reinforce_pp",
@@ -171,273 +189,349 @@ _ESTIMATORS = {
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 _BY_AGGREGATION = {"token-mean": "dapo", "seq-mean-token-mean": "grpo"}
 _LOSSES = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo", "gmpo": "gmpo"}
+_OWN_MEAN = ("gspo", "sapo", "geo_mean", "gmpo")
+"""Losses of verl that take the mean over completions whatever loss_agg_mode says."""
+_ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}." for part in ("actor", "model", "rollout"))
+_CORRECTION = "algorithm.rollout_correction."
 
 
-def translate(d: Draft) -> None:
-    """The whole tree; what hydra would fill in is verl's default."""
-    for key, value in list(d.given.items()):
-        if (isinstance(value, str) and value.startswith("${")) or value == "???" or key.endswith("_target_"):
-            d.leave(key, "verl's own default")
-    updates = _batch(d)
-    _length(d, updates)
-    _loss(d)
-    _kl(d)
-    _rewards(d)
-    _model_and_data(d)
-    _sampler(d)
-    d.set("bf16", True)
-    d.apply_table()
-    for key, value, note in (
-        ("learning_rate", 1e-6, "verl's default"),
-        ("weight_decay", 0.01, "verl's default"),
-        ("lr_scheduler_type", "constant", "verl's default"),
-        ("max_completion_length", 512, "verl's default"),
-        ("max_prompt_length", 512, "verl's default"),
-        ("num_train_epochs", 30, "verl's default"),
-        ("gradient_checkpointing", True, "verl's default"),
-    ):
-        if key not in d.values:
-            d.set(key, value, note)
-
-
-def _actor(d: Draft, key: str, default: Any = None) -> Any:
-    return d.take(f"actor_rollout_ref.actor.{key}", default)
-
-
-def _batch(d: Draft) -> int:
-    """Sets the batch; optimizer steps of a generation."""
-    prompts, group = d.take("data.train_batch_size", 1024), d.take("actor_rollout_ref.rollout.n", 1)
-    mini = _actor(d, "ppo_mini_batch_size", 256)
-    processes = d.take("trainer.n_gpus_per_node", 8) * d.take("trainer.nnodes", 1)
-    micro, of_all = _actor(d, "ppo_micro_batch_size_per_gpu"), _actor(d, "ppo_micro_batch_size")
-    rows = micro or (max(1, of_all // processes) if of_all else 8)
-    d.set("num_generations", group)
-    if group < 2:
-        d.decide(f"num_generations: rollout.n is {group}, and a group has 2 completions at least. Set it.")
-    sources = (
-        f"{prompts} prompts (data.train_batch_size) x {group}",
-        f"an optimizer step has {mini} prompts (ppo_mini_batch_size) x {group}",
-    )
-    set_batch(
-        d, generated=prompts * group, step=mini * group, processes=processes, rows=rows, sources=sources, group=group
-    )
-    if _actor(d, "use_dynamic_bsz") or not (micro or of_all):
-        d.decide(
-            "per_device_train_batch_size: verl fills micro-batches by tokens (ppo_max_token_len_per_gpu), here they "
-            "have "
-            f"a number of rows. {d.values['per_device_train_batch_size']} is a guess; what fits changes no result."
+def _group(d: Draft) -> None:
+    estimator, group = d.get("algorithm.adv_estimator", "gae"), d.get(f"{_ROLLOUT}n", 1)
+    if estimator == "gae" and group < 2:
+        raise ConfigError(
+            [
+                "PPO with a critic (algorithm.adv_estimator=gae, rollout.n=1): there is no critic here. Set "
+                "algorithm.adv_estimator=grpo and actor_rollout_ref.rollout.n=8 there, and migrate that."
+            ]
         )
-    return max(1, prompts // mini) * _actor(d, "ppo_epochs", 1)
+    d.set("num_generations", group, of=f"{_ROLLOUT}n")
+    if group < 2:
+        d.decide(f"num_generations: rollout.n is {group}, and a group has at least 2 completions. Set it.")
+    scaled = d.get("algorithm.norm_adv_by_std_in_grpo", True)
+    of = ("algorithm.adv_estimator", *(["algorithm.norm_adv_by_std_in_grpo"] if "grpo" in estimator else []))
+    named = _ESTIMATORS.get(estimator, "group")
+    d.set("advantage_estimator", "none" if named == "group" and not scaled else named, of=of)
+    if estimator == "gdpo":
+        d.set("multi_objective_aggregation", "normalize_then_sum", of="algorithm.adv_estimator")
+    if estimator not in _ESTIMATORS:
+        d.decide(
+            f"advantage_estimator: verl's {estimator!r} is not here; group, GRPO's, is written.",
+            of="algorithm.adv_estimator",
+        )
 
 
-def _length(d: Draft, updates: int) -> None:
-    each = "generations there" + (f", of {updates} optimizer steps each" if updates > 1 else "")
-    if (steps := d.take("trainer.total_training_steps")) is not None:
-        d.set("max_steps", steps * updates, each)
-    for key, name in (("save_freq", "save"), ("test_freq", "eval")):
-        every = d.take(f"trainer.{key}", -1)
-        if every > 0:
-            d.set(f"{name}_strategy", "steps")
-            d.set(f"{name}_steps", every * updates, each)
-            if name == "eval":
-                d.set("per_device_eval_batch_size", d.values["per_device_train_batch_size"])
-                d.set("num_generations_eval", d.take("actor_rollout_ref.rollout.val_kwargs.n", 1))
-                d.set("eval_on_start", d.take("trainer.val_before_train", True))
-        else:
-            d.set(f"{name}_strategy", "no")
-    d.take("trainer.val_before_train")
-    d.take("actor_rollout_ref.rollout.val_kwargs.n")
-    warmup, ratio = _actor(d, "optim.lr_warmup_steps", -1), _actor(d, "optim.lr_warmup_steps_ratio", 0.0)
-    if warmup > 0 or ratio:
-        d.set("warmup_steps", warmup * updates if warmup > 0 else ratio, each if warmup > 0 else "a ratio")
-    if (engine := _actor(d, "strategy", "fsdp")) not in ("fsdp", "fsdp2"):
-        d.decide(f"accelerate_config: verl's engine {engine!r} is not here; fsdp2 or zero3 spreads weights.")
-    if d.values["num_processes"] > 1:
-        d.set("accelerate_config", "fsdp2", f"verl's {engine}")
-    if (betas := _actor(d, "optim.betas")) is not None:
-        d.set("adam_beta1", betas[0])
-        d.set("adam_beta2", betas[1])
-    lowest = _actor(d, "optim.min_lr_ratio")
-    style = d.given.get("actor_rollout_ref.actor.optim.lr_scheduler_type") or d.given.get(
-        "actor_rollout_ref.actor.optim.warmup_style"
+def _batch(d: Draft) -> None:
+    prompts, group = d.get("data.train_batch_size", 1024), d.values["num_generations"]
+    if prompts == 0:
+        prompts = d.get(f"{_ACTOR}ppo_mini_batch_size", 256)
+        d.decide(
+            f"generation_batch_size: verl's asynchronous trainer has no train_batch_size; {prompts} prompts, one "
+            "optimizer step, is written.",
+            of="data.train_batch_size",
+        )
+    mini = d.get(f"{_ACTOR}ppo_mini_batch_size", 256)
+    processes = d.get("trainer.n_gpus_per_node", 8) * d.get("trainer.nnodes", 1)
+    micro, of_all = d.get(f"{_ACTOR}ppo_micro_batch_size_per_gpu"), d.get(f"{_ACTOR}ppo_micro_batch_size")
+    rows = micro or (max(1, of_all // processes) if of_all else 8)
+    drawn = f"{prompts} prompts (data.train_batch_size) x {group}"
+    of_step = f"an optimizer step has {mini} prompts (ppo_mini_batch_size) x {group}"
+    set_batch(
+        d,
+        (prompts * group, drawn, ("data.train_batch_size", f"{_ROLLOUT}n")),
+        (mini * group, of_step, (f"{_ACTOR}ppo_mini_batch_size",)),
+        (rows, f"{_ACTOR}ppo_micro_batch_size{'_per_gpu' if micro else ''}"),
+        (processes, ("trainer.n_gpus_per_node", "trainer.nnodes")),
+        f"{_ACTOR}use_dynamic_bsz" if d.get(f"{_ACTOR}use_dynamic_bsz") or not (micro or of_all) else "",
     )
+
+
+def _length(d: Draft) -> None:
+    prompts = d.get("data.train_batch_size") or 1024
+    updates = max(1, prompts // d.get(f"{_ACTOR}ppo_mini_batch_size", 256)) * d.get(f"{_ACTOR}ppo_epochs", 1)
+    of_eval = (f"{_ROLLOUT}val_kwargs.n", 1)
+    each = set_intervals(d, "trainer.save_freq", "trainer.test_freq", of_eval, updates, "generations")
+    if (steps := d.get("trainer.total_training_steps")) is not None:
+        d.set("max_steps", steps * updates, each, of="trainer.total_training_steps")
+    if d.values["eval_strategy"] == "steps":
+        d.copy("eval_on_start", "trainer.val_before_train", default=True)
+    warmup, ratio = (d.get(f"{_ACTOR}optim.lr_warmup_steps{end}", 0) for end in ("", "_ratio"))
+    if warmup > 0:
+        d.set("warmup_steps", warmup * updates, each, of=f"{_ACTOR}optim.lr_warmup_steps")
+    elif ratio:
+        d.set("warmup_steps", ratio, "a ratio", of=f"{_ACTOR}optim.lr_warmup_steps_ratio")
+    engine = d.get(f"{_ACTOR}strategy", "fsdp")
+    if engine not in ("fsdp", "fsdp2"):
+        d.decide(f"accelerate_config: verl's engine {engine!r} is not here; fsdp2 is written.", of=f"{_ACTOR}strategy")
+    if d.values["num_processes"] > 1:
+        d.set("accelerate_config", "fsdp2", f"verl's {engine}", of=f"{_ACTOR}strategy")
+    if (betas := d.get(f"{_ACTOR}optim.betas")) is not None:
+        d.set("adam_beta1", betas[0], of=f"{_ACTOR}optim.betas")
+        d.set("adam_beta2", betas[1], of=f"{_ACTOR}optim.betas")
+    _schedule(d)
+
+
+def _schedule(d: Draft) -> None:
+    names = tuple(f"{_ACTOR}optim.{name}" for name in ("lr_scheduler_type", "warmup_style"))
+    style, lowest = d.get(names[0]) or d.get(names[1]) or "constant", d.get(f"{_ACTOR}optim.min_lr_ratio")
     if style == "cosine" and lowest:
-        d.take("actor_rollout_ref.actor.optim.lr_scheduler_type")
-        d.take("actor_rollout_ref.actor.optim.warmup_style")
-        d.set("lr_scheduler_type", "cosine_with_min_lr")
-        d.set("lr_scheduler_kwargs", {"min_lr_rate": lowest})
+        d.set("lr_scheduler_type", "cosine_with_min_lr", of=names)
+        d.set("lr_scheduler_kwargs", {"min_lr_rate": lowest}, of=f"{_ACTOR}optim.min_lr_ratio")
     elif style == "constant" and "warmup_steps" in d.values:
-        d.take("actor_rollout_ref.actor.optim.lr_scheduler_type")
-        d.take("actor_rollout_ref.actor.optim.warmup_style")
-        d.set("lr_scheduler_type", "constant_with_warmup", "constant after the warm-up")
-    elif style is None and "warmup_steps" in d.values:
-        d.set("lr_scheduler_type", "constant_with_warmup", "verl's default, after the warm-up")
+        d.set("lr_scheduler_type", "constant_with_warmup", "constant after the warm-up", of=names)
+    else:
+        d.set("lr_scheduler_type", style, of=names)
 
 
 def _loss(d: Draft) -> None:
-    mode, aggregation = _actor(d, "policy_loss.loss_mode", "vanilla"), _actor(d, "loss_agg_mode", "token-mean")
-    clip = _actor(d, "clip_ratio", 0.2)
-    low, high = _actor(d, "clip_ratio_low", clip), _actor(d, "clip_ratio_high", clip)
-    cap = _actor(d, "clip_ratio_c", 3.0)
-    estimator, scaled = d.take("algorithm.adv_estimator", "gae"), d.take("algorithm.norm_adv_by_std_in_grpo", True)
-    if mode in _LOSSES:
-        d.set("loss_type", _LOSSES[mode])
+    mode, aggregation = (
+        d.get(f"{_ACTOR}policy_loss.loss_mode", "vanilla"),
+        d.get(f"{_ACTOR}loss_agg_mode", "token-mean"),
+    )
+    of_mode, of_mean = f"{_ACTOR}policy_loss.loss_mode", f"{_ACTOR}loss_agg_mode"
+    d.set("loss_type", _LOSSES.get(mode) or _BY_AGGREGATION.get(aggregation, "grpo"), of=(of_mode, of_mean))
+    if mode not in (*_LOSSES, "vanilla"):
+        d.decide(f"loss_type: verl's policy_loss.loss_mode {mode!r} is not here; vanilla is written.", of=of_mode)
+    if mode in _OWN_MEAN:
+        d.sources["loss_type"].discard(of_mean)
+        d.leave(of_mean, f"verl's {mode} always takes the mean over completions")
+        if d.get(f"{_ACTOR}use_kl_loss", False) and aggregation != "seq-mean-token-mean":
+            d.decide(f"loss_aggregation: verl's {mode} has the KL's mean by {aggregation}, here it is the loss's own.")
+    elif aggregation not in _BY_AGGREGATION or mode == "cispo":
+        d.set("loss_aggregation", aggregation, of=of_mean)
+    _clip(d, mode)
+
+
+def _clip(d: Draft, mode: str) -> None:
+    low, high = (d.get(f"{_ACTOR}clip_ratio_{side}", 0.2) for side in ("low", "high"))
+    if mode == "sapo":
+        for sign in ("pos", "neg"):
+            d.copy(f"sapo_temperature_{sign}", f"{_ACTOR}tau_{sign}")
+            d.leave(f"{_ACTOR}policy_loss.tau_{sign}", f"verl's sapo reads actor.tau_{sign}")
+    elif mode == "cispo":
+        note = f"1 + clip_ratio_high: the bound itself. verl also bounds by {1 - low:g} below"
+        d.set("epsilon_high", 1 + high, note, of=f"{_ACTOR}clip_ratio_high")
+        if low < 1:
+            d.decide(
+                f"epsilon: verl's cispo also raises ratios below {1 - low:g}; here only the upper bound is one.",
+                of=f"{_ACTOR}clip_ratio_low",
+            )
     else:
-        d.set("loss_type", _BY_AGGREGATION.get(aggregation, "grpo"))
-        if mode != "vanilla":
-            d.decide(f"loss_type: verl's policy_loss.loss_mode {mode!r} is not here; vanilla is written.")
-    if (aggregation not in _BY_AGGREGATION and mode not in ("gspo", "geo_mean", "gmpo")) or mode in ("cispo", "sapo"):
-        d.set("loss_aggregation", aggregation)
-    if mode == "cispo":
-        d.set("epsilon_high", 1 + high, f"1 + clip_ratio_high: the bound itself. verl bounds by {1 - low:g} below too")
-    elif mode != "sapo":
-        d.set("epsilon", low)
-        d.set("epsilon_high", high)
-    if mode not in _LOSSES:
-        d.set("delta", cap, "verl's dual clip, clip_ratio_c")
-    if estimator in _ESTIMATORS:
-        named = "none" if _ESTIMATORS[estimator] == "group" and not scaled else _ESTIMATORS[estimator]
-        d.set("advantage_estimator", named)
-    else:
-        d.set("advantage_estimator", "group")
-        d.decide(f"advantage_estimator: verl's {estimator!r} is not here; group, GRPO's, is written.")
+        d.set("epsilon", low, of=f"{_ACTOR}clip_ratio_low")
+        d.set("epsilon_high", high, of=f"{_ACTOR}clip_ratio_high")
+        if mode not in _LOSSES:
+            d.set("delta", d.get(f"{_ACTOR}clip_ratio_c", 3.0), "verl's dual clip", of=f"{_ACTOR}clip_ratio_c")
+    both = d.get(f"{_ACTOR}clip_ratio")
+    if both is not None and mode != "sapo" and {low, high} != {both}:
+        d.decide(
+            f"epsilon: clip_ratio={both} has no effect in verl, whose clip_ratio_low={low} and "
+            f"clip_ratio_high={high} take its place. Write what you meant.",
+            of=f"{_ACTOR}clip_ratio",
+        )
+    elif both is not None and "epsilon" in d.values:
+        d.sources["epsilon"].add(f"{_ACTOR}clip_ratio")
 
 
 def _kl(d: Draft) -> None:
-    in_loss, in_reward = _actor(d, "use_kl_loss", False), d.take("algorithm.use_kl_in_reward", False)
-    coefficient, kind = _actor(d, "kl_loss_coef", 0.001), _actor(d, "kl_loss_type", "low_var_kl")
+    in_loss, in_reward = d.get(f"{_ACTOR}use_kl_loss", False), d.get("algorithm.use_kl_in_reward", False)
+    switches = (f"{_ACTOR}use_kl_loss", "algorithm.use_kl_in_reward")
+    names = (f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type")
+    coefficient, kind = d.get(names[0], 0.001), d.get(names[1], "low_var_kl")
     if in_reward:
-        coefficient, kind = d.take("algorithm.kl_ctrl.kl_coef", 0.001), d.take("algorithm.kl_penalty", "kl")
+        names = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
+        coefficient, kind = d.get(names[0], 0.001), d.get(names[1], "kl")
         if in_loss:
-            d.decide("beta: verl has the KL both in the loss and in the reward; here it is in one, the reward.")
-    for key in ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"):
-        d.take(key)
+            d.decide(
+                "beta: verl has the KL both in the loss and in the reward; here it is in one, the reward.", switches
+            )
     if not (in_loss or in_reward) or not coefficient:
-        d.set("beta", 0.0)
+        d.set("beta", 0.0, of=switches if not (in_loss or in_reward) else (*switches, names[0]))
         return
-    d.set("beta", coefficient)
     estimator = _KL.get(str(kind).removesuffix("+"), "k3")
     if str(kind).endswith("+"):
         estimator = {"k3": "k3+", "k1": "k2"}.get(estimator, estimator)  # k2's gradient is what the + adds
-    if estimator == "k1" and not in_reward:
-        d.decide(
-            "kl_estimator: verl's kl_loss_type kl (k1) has no useful gradient in the loss; k2, the right one, is "
-            "written."
-        )
-        estimator = "k2"
-    d.set("kl_estimator", estimator, f"verl's {kind}")
-    d.set("kl_placement", "reward" if in_reward else "loss")
+    set_kl(d, coefficient, names[0], (estimator, f"verl's {kind}", names[1]), in_reward, switches)
 
 
 def _rewards(d: Draft) -> None:
     entries: list[Any] = []
-    path, name = d.take("custom_reward_function.path"), d.take("custom_reward_function.name", "compute_score")
+    of: set[str] = set()
+    path, name = d.get("custom_reward_function.path"), d.get("custom_reward_function.name", "compute_score")
     if path:
         module = str(path).removesuffix(".py").replace("/", ".").strip(".")
         d.decide(
             f"reward_funcs: {path}:{name} takes (data_source, solution_str, ground_truth, extra_info) and scores one "
             "completion; a reward here takes completions and columns, and returns a list. Write one around it: "
-            f"{{func: '{module.rpartition('.')[2]}:{name}'}}."
+            f"{{func: '{module.rpartition('.')[2]}:{name}'}}.",
+            of=("custom_reward_function.path", "custom_reward_function.name"),
         )
-    model = d.take("reward_model.model.path")
-    if d.take("reward_model.enable", False) and model:
+    model = d.get("reward_model.model.path")
+    if d.get("reward_model.enable", False) and model:
         entries.append(model)
-    manager = d.take("reward_model.reward_manager", "naive")
+        of |= {"reward_model.enable", "reward_model.model.path"}
+    note, manager = "", d.get("reward_model.reward_manager", "naive")
     if not path and not entries:
         entries.append({"name": "accuracy", "weight": 1.0})
-        d.notes["reward_funcs"] = (
-            f"verl's manager {manager!r} chooses the function by data_source (gsm8k: the number after ####; math: the "
-            "last \\boxed). Its scores for wrong answers may be -1"
+        of.add("reward_model.reward_manager")
+        note = (
+            f"verl's manager {manager!r} chooses the function by data_source (gsm8k: the number after ####; math: "
+            "the last \\boxed). Its scores for wrong answers may be -1"
         )
-    entries += _overlong(d)
+    entries += _overlong(d, of)
     if entries:
-        note = d.notes.get("reward_funcs", "")
-        d.set("reward_funcs", entries, note)
-    if d.take("algorithm.filter_groups.enable", False):
-        metric = d.take("algorithm.filter_groups.metric", "acc")
-        d.set("dynamic_sampling", "accuracy" if metric == "acc" and not path and not model else "reward")
-        batches = d.take("algorithm.filter_groups.max_num_gen_batches", 0)
-        if batches:
-            d.set("dynamic_sampling_max_rounds", max(1, batches - 1), "refills; verl counts generations")
-    d.take("algorithm.filter_groups.metric")
-    d.take("algorithm.filter_groups.max_num_gen_batches")
+        d.set("reward_funcs", entries, note, of=of)
 
 
-def _overlong(d: Draft) -> list[Any]:
+def _dynamic_sampling(d: Draft) -> None:
+    if d.get("algorithm.filter_groups.enable", False):
+        metric = d.get("algorithm.filter_groups.metric", "acc")
+        own = any(name == {"name": "accuracy", "weight": 1.0} for name in d.values.get("reward_funcs", []))
+        chosen = "accuracy" if metric == "acc" and own else "reward"
+        of_filter = ("algorithm.filter_groups.enable", "algorithm.filter_groups.metric")
+        d.set("dynamic_sampling", chosen, of=of_filter)
+        if batches := d.get("algorithm.filter_groups.max_num_gen_batches", 0):
+            note = "refills; verl counts generations"
+            of_batches = "algorithm.filter_groups.max_num_gen_batches"
+            d.set("dynamic_sampling_max_rounds", max(1, batches - 1), note, of=of_batches)
+
+
+def _overlong(d: Draft, of: set[str]) -> list[Any]:
     for prefix in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
-        enabled, size = d.take(f"{prefix}.enable", False), d.take(f"{prefix}.len", 0)
-        factor = d.take(f"{prefix}.penalty_factor", 1.0)
         d.leave(f"{prefix}.log", "every reward is logged")
-        if enabled:
-            longest = d.take("reward_model.reward_kwargs.max_resp_len", d.given.get("data.max_response_length", 512))
+        if d.get(f"{prefix}.enable", False):
+            size, factor = d.get(f"{prefix}.len", 0), d.get(f"{prefix}.penalty_factor", 1.0)
+            longest = d.get("reward_model.reward_kwargs.max_resp_len", d.get("data.max_response_length", 512))
+            of |= {f"{prefix}.{name}" for name in ("enable", "len", "penalty_factor")}
+            of.add("reward_model.reward_kwargs.max_resp_len")
             return [{"name": "soft_overlong", "weight": factor, "kwargs": {"max_length": longest, "buffer": size}}]
     return []
 
 
-def _model_and_data(d: Draft) -> None:
-    rank, alpha = (
-        d.take(f"actor_rollout_ref.model.lora_{name}", d.take(f"actor_rollout_ref.model.lora.{name}", default))
-        for name, default in (("rank", 0), ("alpha", 16))
-    )
-    modules = d.take("actor_rollout_ref.model.target_modules", "all-linear")
-    if rank:
-        d.set("use_peft", True)
-        d.set("lora_r", rank)
-        d.set("lora_alpha", alpha)
-        d.set("lora_target_modules", modules)
-    files = d.take("data.train_files")
-    names = [files] if isinstance(files, str) else list(files or [])
-    d.take("data.val_files")
-    if names:
-        folder = str(names[0]).rpartition("/")[0]
-        one = len(names) == 1 and str(names[0]).endswith("train.parquet") and folder
-        d.set("dataset_name", f"{folder}" if one else str(names[0]), f"train_files: {', '.join(map(str, names))}")
+def _model(d: Draft) -> None:
+    section = "lora." if d.get(f"{_MODEL}lora.rank") else "lora_"
+    rank = d.get(f"{_MODEL}{section}rank", 0)
+    if not rank:
+        return
+    d.set("use_peft", True, of=f"{_MODEL}{section}rank")
+    d.set("lora_r", rank, of=f"{_MODEL}{section}rank")
+    d.copy("lora_alpha", f"{_MODEL}{section}alpha", default=32 if section == "lora." else 16)
+    d.copy("lora_target_modules", f"{_MODEL}target_modules", f"{_MODEL}lora.target_modules", default="all-linear")
+
+
+def _data(d: Draft) -> None:
+    train, held_out = (_listed(d.get(f"data.{name}")) for name in ("train_files", "val_files"))
+    if train:
+        folder = train[0].rpartition("/")[0]
+        whole = folder and len(train) == 1 and train[0].endswith("train.parquet")
+        both = bool(whole and len(held_out) == 1 and held_out[0] == f"{folder}/test.parquet")
+        note = f"train_files: {', '.join(train)}"
+        d.set("dataset_name", folder if whole else train[0], note, of=("data.train_files", *["data.val_files"] * both))
         d.decide(
             "The data: verl's parquet has the reference in the nested column reward_model (ground_truth). Write it "
-            "to a "
-            "column of its own (solution), or name the original dataset: openai/gsm8k with answer_format: gsm8k."
-            + ("" if len(names) == 1 else f" Of {len(names)} files the first is written; put them into one folder.")
+            "to a column of its own (solution), or name the original dataset: openai/gsm8k with answer_format: gsm8k."
+            + ("" if len(train) == 1 else f" Of {len(train)} files the first is written; put them into one folder.")
         )
-    samples = d.take("data.train_max_samples", -1)
-    if samples > 0:
-        d.set("max_samples", samples)
-    template = {
-        k.rpartition(".")[2]: d.take(k) for k in list(d.given) if k.startswith("data.apply_chat_template_kwargs.")
-    }
-    if template:
-        d.set("chat_template_kwargs", template)
-    if d.take("trainer.project_name") is not None:
-        d.environment("WANDB_PROJECT", d.given["trainer.project_name"])
-    if not d.given.get("trainer.default_local_dir"):
-        project = d.given.get("trainer.project_name", "verl_examples")
-        d.set(
-            "output_dir", f"checkpoints/{project}/{d.given.get('trainer.experiment_name', 'gsm8k')}", "verl's default"
-        )
-    logger = d.take("trainer.logger", ["console", "wandb"])
-    trackers = [name for name in ([logger] if isinstance(logger, str) else logger) if name != "console"]
-    d.set("report_to", trackers or "none")
-    if d.take("trainer.resume_mode", "auto") == "disable":
-        d.set("resume_from_checkpoint", "never")
+        if not both and d.values["eval_strategy"] == "steps":
+            d.decide(
+                f"Evaluation: verl evaluates on {', '.join(held_out) or 'its default'}; here on a split of the same "
+                "dataset. Put both into one folder as train.parquet and test.parquet, set test_size, or "
+                "eval_strategy: no.",
+                of="data.val_files",
+            )
+        elif not both:
+            d.leave("data.val_files", "nothing is evaluated (test_freq)")
+    if d.get("data.train_max_samples", -1) > 0:
+        d.set("max_samples", d.given["data.train_max_samples"], of="data.train_max_samples")
+    prefix = "data.apply_chat_template_kwargs."
+    if template := {key.removeprefix(prefix): value for key, value in d.given.items() if key.startswith(prefix)}:
+        d.set("chat_template_kwargs", template, of=[prefix + key for key in template])
+
+
+def _listed(value: Any) -> list[str]:
+    return [str(name) for name in (value if isinstance(value, list) else [value] if value else [])]
+
+
+def _run(d: Draft) -> None:
+    d.environment("WANDB_PROJECT", "trainer.project_name")
+    if not d.get("trainer.default_local_dir"):
+        names = ("trainer.project_name", "trainer.experiment_name")
+        project, experiment = d.get(names[0], "verl_examples"), d.get(names[1], "gsm8k")
+        d.set("output_dir", f"checkpoints/{project}/{experiment}", "verl's default", of=names)
+    logger = [name for name in _listed(d.get("trainer.logger", ["console", "wandb"])) if name != "console"]
+    trackers = [name for name in logger if name in _TRACKERS]
+    note = "metrics.jsonl is always written" if "file" in logger else ""
+    d.set("report_to", trackers or "none", note, of="trainer.logger")
+    if unknown := [name for name in logger if name not in (*_TRACKERS, "file")]:
+        d.decide(f"report_to: verl's logger {', '.join(unknown)} is not here.", of="trainer.logger")
+    if d.get("trainer.resume_mode", "auto") == "disable":
+        d.set("resume_from_checkpoint", "never", of="trainer.resume_mode")
+
+
+_TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab", "clearml", "trackio")
 
 
 def _sampler(d: Draft) -> None:
-    name = d.take("actor_rollout_ref.rollout.name", "vllm")
-    d.set("use_vllm", True)
+    name = d.get(f"{_ROLLOUT}name", "vllm")
+    d.set("use_vllm", True, of=f"{_ROLLOUT}name")
     d.set("vllm_mode", "colocate", "verl's hybrid engine: the sampler has the GPUs of the training")
     if name != "vllm":
-        d.decide(f"use_vllm: verl's rollout engine {name!r} is not here; vLLM is written.")
-    top_k = d.take("actor_rollout_ref.rollout.top_k", -1)
-    if top_k > 0:
-        d.set("top_k", top_k)
-    if d.take("actor_rollout_ref.rollout.multi_turn.enable", False):
-        d.decide("multi_turn: list its tools as functions: environments: [{tools: [./file.py:function]}].")
-    mode, cap = (
-        d.take("algorithm.rollout_correction.rollout_is"),
-        d.take("algorithm.rollout_correction.rollout_is_threshold", 2.0),
-    )
+        d.decide(f"use_vllm: verl's rollout engine {name!r} is not here; vLLM is written.", of=f"{_ROLLOUT}name")
+    if d.get(f"{_ROLLOUT}top_k", -1) > 0:
+        d.set("top_k", d.given[f"{_ROLLOUT}top_k"], of=f"{_ROLLOUT}top_k")
+    _correction(d)
+
+
+def _correction(d: Draft) -> None:
+    """Correct for the sampler: one threshold truncates, two of them mask what is outside."""
+    mode = d.get(f"{_CORRECTION}rollout_is")
     if mode:
-        d.set("vllm_importance_sampling_correction", True)
-        d.set("vllm_importance_sampling_mode", f"{mode}_truncate")
-        d.set("vllm_importance_sampling_clip_max", cap)
+        names = (f"{_CORRECTION}rollout_is", f"{_CORRECTION}rollout_is_threshold")
+        bounds = [float(part) for part in str(d.get(names[1], 2.0)).split("_")]
+        d.set("vllm_importance_sampling_correction", True, of=names[0])
+        d.set("vllm_importance_sampling_mode", f"{mode}_{'truncate' if len(bounds) == 1 else 'mask'}", of=names)
+        d.set("vllm_importance_sampling_clip_max", bounds[-1], of=names[1])
+        if len(bounds) == 2:
+            d.set("vllm_importance_sampling_clip_min", bounds[0], of=names[1])
     else:
-        d.set("vllm_importance_sampling_correction", False, "verl's default; true corrects for the sampler's rounding")
+        d.set(
+            "vllm_importance_sampling_correction",
+            False,
+            "verl's default; true corrects for the sampler's rounding",
+            of=f"{_CORRECTION}rollout_is",
+        )
+
+
+VERL = Translation(
+    "verl",
+    TABLE,
+    (_group, _batch, _length, _loss, _kl, _rewards, _dynamic_sampling, _model, _data, _run, _sampler),
+    {
+        key: {"0.7": value}
+        for key, value in {
+            "learning_rate": 1e-6,
+            "weight_decay": 0.01,
+            "max_completion_length": 512,
+            "max_prompt_length": 512,
+            "num_train_epochs": 30,
+            "bf16": True,
+            "gradient_checkpointing": True,
+        }.items()
+    },
+    versions=("0.7", "0.10"),
+    nested=True,
+    aliases={
+        "reward.custom_reward_function.": "custom_reward_function.",
+        "reward.reward_manager.name": "reward_model.reward_manager",
+        "reward_manager.name": "reward_model.reward_manager",
+        "reward.reward_manager.": "reward_model.reward_manager.",
+        "reward_manager.": "reward_model.reward_manager.",
+        "reward.reward_model.model_path": "reward_model.model.path",
+        "reward.reward_model.": "reward_model.",
+        "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    },
+    table_defaults={
+        "trainer.project_name": "verl_examples",
+        "trainer.experiment_name": "gsm8k",
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+    },
+)

@@ -1,4 +1,4 @@
-"""A draft as a commented recipe: three sections, then what was not taken over, each with its reason."""
+"""Write a draft as a commented recipe: three sections, then what was left out, each with its reason."""
 
 import dataclasses
 import textwrap
@@ -30,7 +30,7 @@ _Dumper.add_representer(str, _text)
 
 
 def section_of(key: str) -> str:
-    """Where a key stands in a recipe."""
+    """Return the section of a recipe that a key belongs to."""
     names = {f.name for part in (ModelConfig, DataConfig, DatasetMixtureConfig) for f in dataclasses.fields(part)}
     script = {f.name for f in dataclasses.fields(RecipeArguments) if not f.name.startswith("reward")}
     if key in names | script:
@@ -52,7 +52,7 @@ def written(draft: Draft, source: str, title: str, output: str) -> str:
         for key in keys:
             lines += _entry(key, draft.values[key], draft.notes.get(key, ""))
     if draft.left:
-        lines += ["", f"# Not taken over from {source}:"]
+        lines += ["", f"# Left out of {source}:"]
         for key, reason in sorted(draft.left.items()):
             lines += _comment(f"{key}: {_short(draft.given[key])}: {reason}", "#   ")
     return "\n".join(lines) + "\n"

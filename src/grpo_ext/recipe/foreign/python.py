@@ -1,0 +1,63 @@
+"""What to exchange in a Python script or notebook that calls TRL: two names. Nothing of it is translated."""
+
+import json
+import re
+from pathlib import Path
+
+from grpo_ext.errors import ConfigError
+
+SUFFIXES = (".py", ".ipynb")
+_EXCHANGE = """{path} is Python: exchange two names in it, a recipe is not needed.
+
+    from trl import GRPOConfig, GRPOTrainer             # before
+    from grpo_ext import GRPOExtConfig, GRPOExtTrainer  # after
+
+    GRPOConfig(...)   ->  GRPOExtConfig(..., loss_defaults="trl")
+    GRPOTrainer(...)  ->  GRPOExtTrainer(...)
+
+Every argument keeps its meaning or is refused with a reason. loss_defaults="trl" keeps stock TRL's values where the
+script is silent; without it they are the paper's (docs/differences.md)."""
+_COMMAND_LINE = """
+
+It reads its settings from the command line (TrlParser). To make a recipe of them instead, save the command that
+starts it as run.sh, and write: grpo-ext migrate run.sh"""
+_UNSLOTH = """
+
+It imports unsloth, which replaces TRL's classes when it is imported:
+  - Remove that import, PatchFastRL and FastLanguageModel. Load the model by transformers, and hand LoRA to
+    GRPOExtTrainer(peft_config=LoraConfig(...)); its fused kernels and its 4-bit vLLM are not here.
+  - fast_inference=True is use_vllm=True, vllm_mode="colocate"; vllm_sampling_params are fields of the configuration.
+  - Write unsloth's own defaults where the script is silent: loss_type="bnpo", beta=0.001, learning_rate=5e-5,
+    warmup_steps=0.1, weight_decay=0.001, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+    vllm_importance_sampling_correction=False. It raises the rows per device to num_generations if need be."""
+_UNSEEN = "{path}: it does not call GRPOConfig or GRPOTrainer, so there is nothing to exchange."
+
+
+def exchange(path: Path) -> str:
+    """Say what to exchange in a script or notebook.
+
+    Raises:
+        ConfigError: it cannot be read, or does not call TRL's GRPO.
+    """
+    text = _text_of(path)
+    if not re.search(r"\bGRPO(Config|Trainer)\b", text):
+        raise ConfigError([_UNSEEN.format(path=path)])
+    parts = [_EXCHANGE.format(path=path)]
+    if "TrlParser" in text or "parse_args_and_config" in text:
+        parts.append(_COMMAND_LINE)
+    if re.search(r"^\s*(from|import) unsloth", text, re.M):
+        parts.append(_UNSLOTH)
+    return "".join(parts)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            return text
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        return "\n".join("".join(cell["source"]) for cell in cells)
+    except FileNotFoundError as error:
+        raise ConfigError([f"{path}: no such file. Correct the path."]) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError([f"{path} cannot be read: {error}."]) from error
