@@ -38,7 +38,7 @@ from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.recipe.help import print_help
 from grpo_ext.recipe.launching import check_launched, launch_of
 from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path, rows_of
-from grpo_ext.recipe.look import Look, findings
+from grpo_ext.recipe.look import Look, findings, trained_on
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policy import with_adapter
@@ -59,7 +59,7 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     model, training, record = recipe.model, recipe.training, _record(recipe)
     tokenizer = load_tokenizer(recipe)
     train_dataset, eval_dataset = datasets_of(recipe, tokenizer)
-    problems, notes = findings(recipe, recipe.rewards, train_dataset, tokenizer, None)
+    problems, notes = findings(recipe, recipe.rewards, train_dataset, tokenizer, None, eval_dataset)
     if problems:
         raise ConfigError(problems)
     for note in notes if rank() == 0 else ():
@@ -149,6 +149,10 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
         say(f"Resuming from {begin.checkpoint}.")
     elif asks_afresh(training.resume_from_checkpoint) and (moved := make_room(training)):
         say(moved)
+    for chosen, rows in sets:
+        notes = trained_on(recipe, trainer.train_dataset, rows, f"eval_sets: {chosen.name}")
+        for note in notes if rank() == 0 else ():
+            logger.warning(note)
     if sets:
         trainer.add_callback(DuringTraining(trainer, sets, recipe.script.reward_workers))
     trainer.train(resume_from_checkpoint=begin.checkpoint)

@@ -26,6 +26,7 @@ from grpo_ext.recipe.lora import unmatched
 from grpo_ext.recipe.model_folders import folder_problems
 from grpo_ext.recipe.policy import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.models.loaded_model import own_weights
 
 _TRAINABLE = "Name a model that generates text, such as Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -51,14 +52,15 @@ def look_at(model: Any, training: Any) -> tuple[Policy, list[str]]:
     if problems:
         policy.unknown = "see above"
         return policy, problems
-    if model.model_name_or_path in LESSONS:
-        policy.tokenizer = build_tokenizer(LESSONS[model.model_name_or_path].words)
-        policy.empty = build_model(policy.tokenizer)  # the warm one takes a short training
-    else:
-        problems += _load(policy, model, training)
-    if policy.empty is not None:
-        policy.context = _context(policy.empty.config)
-        problems += _asked_of(policy, model, training)
+    with own_weights():  # ZeRO-3 would partition the model over processes, and it has no data
+        if model.model_name_or_path in LESSONS:
+            policy.tokenizer = build_tokenizer(LESSONS[model.model_name_or_path].words)
+            policy.empty = build_model(policy.tokenizer)  # the warm one takes a short training
+        else:
+            problems += _load(policy, model, training)
+        if policy.empty is not None:
+            policy.context = _context(policy.empty.config)
+            problems += _asked_of(policy, model, training)
     return policy, problems
 
 
