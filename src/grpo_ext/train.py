@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,12 @@ from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policy import with_adapter
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.pool import end_workers
+from grpo_ext.trainer.checkpoints.agreement import agreed
 from grpo_ext.trainer.checkpoints.choice import asks_afresh
 from grpo_ext.trainer.checkpoints.identity import record_of
 from grpo_ext.trainer.checkpoints.starting import beginning, make_room
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+from grpo_ext.trainer.hub import make_repository
 from grpo_ext.trainer.output_lock import output_lock
 from grpo_ext.trainer.parent_watch import watch_parent
 
@@ -142,6 +145,8 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     if begin.over:
         say(begin.over)
         return None
+    if training.push_to_hub:
+        agreed(partial(make_repository, training))
     tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
     sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
     trainer = build_trainer(recipe)

@@ -21,6 +21,7 @@ from grpo_ext.config.launch import elsewhere
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.run import AFRESH, FRESH_START, LAST
+from grpo_ext.config.vllm import quantized_problem
 from grpo_ext.data.config import GAME
 from grpo_ext.data.config import problems as data_problems
 from grpo_ext.environments import fit
@@ -73,6 +74,9 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
         yield from _resume(training.resume_from_checkpoint)
         yield from _streams(script, training, mixture)
         yield from _loading(training, model)
+        if training.use_vllm and model is not None:
+            for name in ("load_in_4bit", "load_in_8bit"):
+                yield from [quantized_problem(f"{name}=True")] if getattr(model, name) else []
     if (asked := training or asked) is not None:
         yield from machine_problems(asked, model)
         yield from _output(asked.output_dir)

@@ -203,6 +203,7 @@ def stand_in(given: dict[str, Any]) -> SimpleNamespace | None:
         "max_completion_length": longest if isinstance(longest, int) else 0,
         "router_aux_loss_coef": None,
         "generation_batch_size": None,
+        "use_vllm": False,
         "num_generations": None,
     }
     return SimpleNamespace(**(given | settings))

@@ -20,6 +20,7 @@ from trl import get_peft_config
 
 from grpo_ext.config.adapters import base_of, is_adapter
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.vllm import leaves_packed, quantized_problem
 from grpo_ext.errors import ConfigError
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.lora import unmatched
@@ -232,6 +233,9 @@ def _asked_of(policy: Policy, model: Any, training: Any) -> Iterator[str]:
             f"({getattr(kind, 'value', kind)}), and only an adapter on them can be trained. Set use_peft: true, or "
             "name the model before it was quantized."
         )
+    given = as_mapping(training.model_init_kwargs).get("quantization_config")
+    if training.use_vllm and given is None and leaves_packed(quantised):
+        yield quantized_problem(f"model_name_or_path={model.model_name_or_path!r}, whose weights are quantized,")
     if training.router_aux_loss_coef and not hasattr(config.get_text_config(), "output_router_logits"):
         yield (
             f"router_aux_loss_coef={training.router_aux_loss_coef}: {type(policy.empty).__name__} has no experts to "

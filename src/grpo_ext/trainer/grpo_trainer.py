@@ -44,7 +44,7 @@ from grpo_ext.rollout.vllm.late import GRPOTrainer
 from grpo_ext.trainer import groups, old_policy, progress
 from grpo_ext.trainer.acting import Acting, earned_by
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail
-from grpo_ext.trainer.arguments import check_reward_names, data_problems, policy
+from grpo_ext.trainer.arguments import check_reward_names, data_problems, policy, quantized_problems
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, add_ess, log_rows, row_record
 from grpo_ext.trainer.diagnosis.watching import Watching
@@ -127,6 +127,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         specs, found = parse_environments(environments)
         problems += [*found, *setting_problems(specs, args), *environment_data_problems(specs, train_dataset)]
         problems += beside_problems(specs, kwargs)
+        problems += quantized_problems(args, model, kwargs.get("quantization_config"))
         earned = earned_by(specs)
         if reward_funcs or kwargs.get("environment_factory") is None:  # which may bring a reward along
             reward_funcs, args = ready(reward_funcs, args, reward_workers, train_dataset, earned, problems)
@@ -139,6 +140,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         aside = rollouts_set_aside(args)
         with aside, reference_copied_from(model, args, kwargs.get("peft_config")), ours:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        if problems := [*quantized_problems(args, self.model, None)]:  # of a model that is only known by its name
+            raise ConfigError(problems)
         if specs:
             self.rollout_func = self.acting = Acting(self, specs, reward_memory_gib)
         self._look_on()
