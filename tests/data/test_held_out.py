@@ -16,6 +16,7 @@ from grpo_ext.data.held_out import hold_out, shared_prompts
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.errors import DataError
+from grpo_ext.recipe.loading import rows_of
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 
@@ -120,3 +121,23 @@ def test_check_counts_prompts_of_both_splits_and_of_evaluation_sets(tmp_path, en
     )
     assert ("5 of the 6 rows of the evaluation data have a prompt" in told) != environments
     assert ("5 of the 6 rows of eval_sets: again have a prompt" in told) != environments
+
+
+@pytest.mark.parametrize(("entry", "rows"), [({"dataset_name": "{folder}/a.jsonl"}, 10), ({"split": "extra"}, 6)])
+def test_an_evaluation_set_has_all_of_its_rows(tmp_path, entry, rows):
+    """`test_size` holds rows out of the training data alone."""
+    (tmp_path / "set").mkdir()
+    for name, count in (("set/train", 20), ("set/extra", 6), ("a", 10)):
+        write(tmp_path / f"{name}.jsonl", [{"prompt": chat(f"{name}{i}"), "solution": "1"} for i in range(count)])
+    recipe = tiny.TRAINING | {"model_name_or_path": "quickstart", "reward_funcs": ["accuracy"], "test_size": 0.2}
+    recipe |= {"dataset_name": str(tmp_path / "set"), "output_dir": str(tmp_path / "out")}
+    recipe |= {"eval_sets": [{"name": "x", **{key: text.format(folder=tmp_path) for key, text in entry.items()}}]}
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+    loaded = load_recipe(["--config", str(tmp_path / "r.yaml")])
+    assert len(rows_of(loaded.eval_sets[0], loaded, None)) == rows
+
+
+def test_a_test_split_that_is_named_and_not_there_is_refused_beside_test_size(tmp_path):
+    name = write(tmp_path / "train.jsonl", TEN_PROMPTS)
+    with pytest.raises(DataError, match=r"dataset_test_split='tset'.*remove dataset_test_split"):
+        load_datasets(name, DataConfig(test_size=0.2), test_split="tset", eval_needed=True)

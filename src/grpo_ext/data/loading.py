@@ -61,12 +61,14 @@ def load_datasets(
             train = load(train_split)
         with _collecting(found):
             test = load(test_split, optional=True) if eval_wanted else None
-    if eval_wanted and test is None and config.test_size is None and not found:
+    named = test_split != "test"
+    if eval_wanted and test is None and (config.test_size is None or named) and not found:
         others = [name for name in _splits_of(dataset_name) if name != train_split]
-        named = f"dataset_test_split: {others[0]}" if others else "dataset_test_split to its name"
+        cure = f"dataset_test_split: {others[0]}" if others else "dataset_test_split to its name"
+        hold_out_instead = "remove dataset_test_split" if config.test_size else "test_size: 0.1 to hold rows out"
         found.append(
             f"dataset_test_split={test_split!r}: {dataset_name} has no split {test_split!r} beside it, and evaluation "
-            f"is asked for. Set {named}, test_size: 0.1 to hold rows out, or eval_strategy: 'no'."
+            f"is asked for. Set {cure}, {hold_out_instead}, or eval_strategy: 'no'."
         )
     prepared: list[AnyDataset] = []
     for split in (train, test):

@@ -139,7 +139,11 @@ def load_mixture(mixture: Any, config: DataConfig, *, by_prompt: bool = True) ->
     column = next((name for name in names if name in _names(whole)), "")
     # without a seed, as TRL does it, every process would hold out other rows
     number = math.ceil(size * len(whole)) if size < 1 else int(size)  # the command line makes 5.0 of 5
-    split = {"setting": f"test_split_size={size!r}", "column": column, "by_prompt": by_prompt and bool(column)}
+    split: dict[str, Any] = {
+        "setting": f"test_split_size={size!r}",
+        "column": column,
+        "by_prompt": by_prompt and bool(column),
+    }
     train, test = hold_out(whole, number, config.split_seed, **split)
     return {"train": train, "test": test}
 

@@ -9,7 +9,7 @@ from transformers import AutoProcessor
 
 from grpo_ext.config.adapters import base_of
 from grpo_ext.data.chat_template import template_text
-from grpo_ext.data.config import DataConfig
+from grpo_ext.data.config import PROCEDURAL, DataConfig
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
@@ -86,7 +86,7 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Any) -> list[dict[str, A
     else:
         dataset, _ = load_datasets(
             str(chosen.dataset_name or recipe.script.dataset_name),
-            data,
+            dataclasses.replace(data, test_size=None),  # which holds rows out of the training data
             dataset_config=chosen.dataset_config if chosen.dataset_name else recipe.script.dataset_config,
             train_split=chosen.split or _split_of(chosen, recipe),
             test_split="",
@@ -102,9 +102,10 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Any) -> list[dict[str, A
 
 
 def _split_of(chosen: EvalSet, recipe: Recipe) -> str:
-    """The split of an evaluation set that names none: the recipe's test split, or all of a single file."""
-    is_file = chosen.dataset_name is not None and Path(chosen.dataset_name).expanduser().is_file()
-    return "train" if is_file else recipe.script.dataset_test_split
+    """The split of an evaluation set that names none: the recipe's test split, or all of a file or procedural task."""
+    name = chosen.dataset_name or ""
+    whole = Path(name).expanduser().is_file() or name.startswith(PROCEDURAL)
+    return "train" if whole else recipe.script.dataset_test_split
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
