@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset, load_from_disk
 
 from grpo_ext.data.config import DataConfig
+from grpo_ext.data.given import prompt_problems
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.errors import DataError
 
@@ -271,6 +272,13 @@ def test_conversations_written_as_json_text_are_parsed(tmp_path, kind, streaming
 )
 def test_other_text_of_conversations_is_refused(tmp_path, prompt, reason):
     assert reason in refusal(write(tmp_path / "rows.jsonl", json.dumps({"prompt": prompt})))
+
+
+def test_conversations_as_json_text_are_refused_where_a_dataset_is_given_in_python():
+    given = Dataset.from_list([{"prompt": json.dumps(chat)} for chat in CHATS])
+    [problem] = prompt_problems(given, "train_dataset")
+    assert problem.startswith("train_dataset, row 0 (from 0), column 'prompt': ")
+    assert problem.endswith("is a conversation written as JSON text. Give the list itself: json.loads(text).")
 
 
 @pytest.mark.parametrize("text", ["[1, 2, 3] sorted?", '[{"role": "x"}] is what?', "[]", "[{'a': 1}]"])
