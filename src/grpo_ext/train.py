@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,17 @@ from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.recipe.help import print_help
 from grpo_ext.recipe.launching import check_launched, launch_of
 from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path, rows_of
-from grpo_ext.recipe.look import Look, findings
+from grpo_ext.recipe.look import Look, findings, trained_on
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policy import with_adapter
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.pool import end_workers
+from grpo_ext.trainer.checkpoints.agreement import agreed
 from grpo_ext.trainer.checkpoints.identity import record_of
 from grpo_ext.trainer.checkpoints.starting import beginning, make_room
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+from grpo_ext.trainer.hub import make_repository
 from grpo_ext.trainer.output_lock import output_lock
 from grpo_ext.trainer.parent_watch import watch_parent
 
@@ -57,7 +60,7 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
     model, training, record = recipe.model, recipe.training, _record(recipe)
     tokenizer = load_tokenizer(recipe)
     train_dataset, eval_dataset = datasets_of(recipe, tokenizer)
-    problems, notes = findings(recipe, recipe.rewards, train_dataset, tokenizer, None)
+    problems, notes = findings(recipe, recipe.rewards, train_dataset, tokenizer, None, eval_dataset)
     if problems:
         raise ConfigError(problems)
     for note in notes if rank() == 0 else ():
@@ -140,6 +143,8 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     if begin.over:
         say("\n".join(filter(None, [begin.over, begin.repeated])))
         return None
+    if training.push_to_hub:
+        agreed(partial(make_repository, training))
     tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
     sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
     trainer = build_trainer(recipe)
@@ -147,6 +152,10 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
         say(f"Resuming from {begin.checkpoint}.")
     for message in filter(None, [begin.repeated, make_room(training, begin)]):
         say(message)
+    for chosen, rows in sets:
+        notes = trained_on(recipe, trainer.train_dataset, rows, f"eval_sets: {chosen.name}")
+        for note in notes if rank() == 0 else ():
+            logger.warning(note)
     if sets:
         trainer.add_callback(DuringTraining(trainer, sets, recipe.script.reward_workers))
     trainer.train(resume_from_checkpoint=begin.checkpoint)

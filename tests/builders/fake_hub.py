@@ -19,6 +19,8 @@ class FakeHub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.branches: dict[str, dict[str, bytes]] = {"main": {}}
         self.unknown: list[str] = []
+        self.refuses: int | None = None
+        """Status of every answer, if it is to refuse."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -26,6 +28,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if self.server.refuses is not None:
+            return self.say(self.server.refuses, {})
         what = re.fullmatch(r"/api/(repos|models/[^/]+/[^/]+|validate-yaml)/?([a-z]*)/?(.*)", self.path)
         answer = getattr(self, f"on_{what[2] or 'validate'}", None) if what else None
         if answer is None:

@@ -17,15 +17,16 @@ DEEPSPEED = os.environ.get("GRPO_EXT_DEEPSPEED", "")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def on_cpu(name: str, folder: Path, **changed) -> Path:
-    """A packaged launch configuration for two CPU processes, with settings of its engine `changed`."""
+def on_cpu(name: str, folder: Path, *, processes: int = 2, **changed) -> Path:
+    """A packaged launch configuration for CPU processes, with settings of its engine `changed`."""
     config = yaml.safe_load((CONFIG.parent / f"{name}.yaml").read_text())
     for section in ("fsdp_config", "deepspeed_config"):
         if section in config:
             config[section] |= changed
     zero = "deepspeed_config" in config  # which DS_ACCELERATOR tells of the CPU, and `use_cpu` would switch off
     path = folder / f"{name}_on_cpu.yaml"
-    path.write_text(yaml.safe_dump(config | {"use_cpu": not zero, "mixed_precision": "no", "num_processes": 2}))
+    on = {"use_cpu": not zero, "mixed_precision": "no", "num_processes": processes}
+    path.write_text(yaml.safe_dump(config | on))
     return path
 
 

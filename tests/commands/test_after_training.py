@@ -301,6 +301,7 @@ def test_the_page_loads_what_a_run_has_left(text, project, tmp_path, monkeypatch
     page = (Path(__file__).parents[2] / "docs" / "after_training.md").read_text()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_token")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     (tmp_path / "outputs").mkdir()
     for name, there in (("run", project / "text"), ("sft", project / "sft"), ("run-merged", project / "base")):
         (tmp_path / "outputs" / name).symlink_to(there)

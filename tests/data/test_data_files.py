@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset, load_from_disk
 
 from grpo_ext.data.config import DataConfig
+from grpo_ext.data.given import prompt_problems
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.errors import DataError
 
@@ -223,3 +224,89 @@ def test_an_empty_stream_is_refused(tmp_path, name):
 def test_a_csv_stream_that_breaks_half_way_names_the_dataset(tmp_path):
     name = write(tmp_path / "b.csv", "prompt,answer", "a,1", "b,2,3,4")
     assert f"{name}, split train: cannot be loaded: ParserError" in refusal(name, streaming=True)
+
+
+# --- splits and rows that cannot be used -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["trian", "test", "trian[:2]"])
+def test_a_single_file_has_one_split(tmp_path, split):
+    name = write(tmp_path / "rows.jsonl", '{"prompt": "a"}', '{"prompt": "b"}')
+    with pytest.raises(DataError, match=rf"split {re.escape(split)}: no such split, rows.jsonl being one file"):
+        load(name, split=split)
+    assert [len(load(name, split=named)) for named in ("train", "rows", "train[:1]")] == [2, 2, 1]
+
+
+def test_a_saved_dataset_has_one_split_and_no_slices(tmp_path):
+    Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}]).save_to_disk(tmp_path / "saved")
+    assert len(load(tmp_path / "saved")) == 2
+    with pytest.raises(DataError, match="split trian: no such split, the folder holding one dataset"):
+        load(tmp_path / "saved", split="trian")
+    with pytest.raises(DataError, match=r"has no slices\. Name the split 'train'"):
+        load(tmp_path / "saved", split="train[:1]")
+
+
+CHATS = [[{"role": "user", "content": f"{i}?"}] for i in range(3)]
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("system_prompt", [None, "S"])
+def test_conversations_written_as_json_text_are_parsed(tmp_path, kind, streaming, system_prompt):
+    rows = Dataset.from_list([{"prompt": json.dumps(chat, indent=1), "level": 1} for chat in CHATS])
+    getattr(rows, {"jsonl": "to_json"}.get(kind, f"to_{kind}"))(tmp_path / f"rows.{kind}")
+    found = [
+        row["prompt"] for row in load(tmp_path / f"rows.{kind}", streaming=streaming, system_prompt=system_prompt)
+    ]
+    system = [{"role": "system", "content": "S"}] if system_prompt else []
+    assert found == [system + chat for chat in CHATS]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        (str(CHATS[0]), "is a conversation written as text, but not as JSON"),
+        (json.dumps([{"role": "user"}]), "message 1 (user) has no 'content'"),
+        ('[{"role": "user", "content": }]', "not as JSON"),
+    ],
+)
+def test_other_text_of_conversations_is_refused(tmp_path, prompt, reason):
+    assert reason in refusal(write(tmp_path / "rows.jsonl", json.dumps({"prompt": prompt})))
+
+
+def test_conversations_as_json_text_are_refused_where_a_dataset_is_given_in_python():
+    given = Dataset.from_list([{"prompt": json.dumps(chat)} for chat in CHATS])
+    [problem] = prompt_problems(given, "train_dataset")
+    assert problem.startswith("train_dataset, row 0 (from 0), column 'prompt': ")
+    assert problem.endswith("is a conversation written as JSON text. Give the list itself: json.loads(text).")
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 3] sorted?", '[{"role": "x"}] is what?', "[]", "[{'a': 1}]"])
+def test_text_in_brackets_stays_text(tmp_path, text):
+    [row] = load(write(tmp_path / "rows.jsonl", json.dumps({"prompt": text})))
+    assert row["prompt"] == text
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_bad_rows_are_dropped_and_counted(tmp_path, kind, caplog):
+    rows = Dataset.from_dict({"prompt": ["a", "", None, "b"], "answer": ["1", "2", "3", None]})
+    getattr(rows, "to_json" if kind == "jsonl" else "to_csv")(tmp_path / f"rows.{kind}")
+    name = tmp_path / f"rows.{kind}"
+    assert "`on_bad_row: drop` trains without malformed rows" in refusal(name)
+    assert [row["prompt"] for row in load(name, on_bad_row="drop")] == ["a", "b"]
+    assert "2 of 4 rows are malformed: dropped. The first:" in caplog.text
+    assert f"{name}, line {2 if kind == 'jsonl' else 3}, column 'prompt': " in caplog.text
+    assert [row["prompt"] for row in load(name, on_bad_row="drop", answer_column="answer")] == ["a"]
+    assert [row["prompt"] for row in load(name, on_bad_row="drop", streaming=True)] == ["a", "b"]
+
+
+def test_rows_that_are_all_bad_are_an_error_and_so_is_a_broken_line(tmp_path):
+    assert "empty prompt" in refusal(write(tmp_path / "a.jsonl", '{"prompt": ""}'), on_bad_row="drop")
+    assert "line 2: " in refusal(write(tmp_path / "b.jsonl", '{"prompt": "a"}', "{"), on_bad_row="drop")
+    assert "on_bad_row='ignore' is unknown" in refusal(tmp_path / "a.jsonl", on_bad_row="ignore")
+
+
+def test_a_bad_row_is_named_by_its_line_also_where_pass_rates_were_filtered(tmp_path):
+    rows = [{"prompt": text, "pass_rate": rate} for text, rate in (("a", 0.0), ("b", 0.5), ("", 0.5))]
+    name = write(tmp_path / "rows.jsonl", *map(json.dumps, rows))
+    assert f"{name}, line 3, column 'prompt': empty prompt" in refusal(name, min_pass_rate=0.1)

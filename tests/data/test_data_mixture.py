@@ -95,15 +95,12 @@ def test_the_split_is_the_same_in_every_process(files, size, held_out):
     ("entries", "settings", "reason"),
     [
         ([{"columns": ["prompt", "nope"]}], {}, "datasets[0] (./a.jsonl): columns has 'nope', which is no column"),
-        ([{"split": "nope"}, {}], {}, None),
+        ([{"split": "nope"}, {}], {}, "./a.jsonl, split nope: no such split, a.jsonl being one file"),
         ([{}], {"test_split_size": 6}, "holds out 6 of 6 rows"),
         ([{"path": "json", "data_files": "none.jsonl"}], {}, "datasets[0] (json), split train: cannot be loaded"),
     ],
 )
 def test_what_loading_shows_is_named(files, entries, settings, reason):
-    if reason is None:  # one file is whatever split it is asked for
-        assert len(load_mixture(mixture(*entries, **settings), DataConfig())["train"]) == 12
-        return
     with pytest.raises(DataError, match=re.escape(reason)):
         load_mixture(mixture(*entries, **settings), DataConfig())
 
@@ -149,3 +146,30 @@ def test_all_faults_of_a_mixture_are_told_at_once(tmp_path):
     with pytest.raises(DataError) as told:
         load_mixture(mixture(*entries), DataConfig())
     assert [any(words in line for line in told.value.problems) for words in ("'nope'", "line 1: broken")] == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("most", "fractions", "taken"),
+    [
+        (6, (None, None), {"a": 3, "b": 3}),
+        (4, (1, 3), {"a": 1, "b": 3}),
+        (7, (None, None), {"a": 4, "b": 3}),
+        (99, (None, None), {"a": 6, "b": 6}),
+    ],
+)
+def test_max_samples_takes_from_each_dataset_its_share(files, most, fractions, taken):
+    entries = [{"path": f"./{n}.jsonl", "fraction": f} for n, f in zip("ab", fractions, strict=True)]
+    rows = load_mixture(mixture(*entries), DataConfig(max_samples=most))["train"]["prompt"]
+    assert list(rows) == [f"{name}{i}" for name, count in taken.items() for i in range(count)]
+
+
+def test_max_samples_that_leaves_a_dataset_out_is_refused(files):
+    given = mixture({"fraction": 1}, {"path": "./b.jsonl", "fraction": 5})
+    with pytest.raises(DataError, match=r"max_samples=2: no row of datasets\[0\].*Set max_samples: 7"):
+        load_mixture(given, DataConfig(max_samples=2))
+
+
+def test_max_samples_of_several_streams_is_refused(files):
+    with pytest.raises(DataError, match="max_samples=3 with streaming"):
+        load_mixture(mixture({}, {"path": "./b.jsonl"}, streaming=True), DataConfig(max_samples=3))
+    assert load_mixture(mixture({}, streaming=True), DataConfig(max_samples=3))

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from grpo_ext.quickstart import model as quickstart_model
@@ -127,6 +128,12 @@ def test_the_cache_is_used_and_keyed(folder, monkeypatch):
         ensure_model(1, folder.parent, steps=3)
     monkeypatch.setenv("GRPO_EXT_CACHE", str(folder.parent))
     assert ensure_model(0, steps=3) == folder
+
+
+def test_a_warm_up_joins_no_process_group(tmp_path, monkeypatch):
+    """The first of several processes trains it, and the others are not there."""
+    monkeypatch.setattr(PartialState, "__init__", lambda *_, **__: pytest.fail("joined"))
+    assert ensure_model(0, tmp_path, steps=1).is_dir()
 
 
 def test_two_builders_at_once_agree_and_leave_nothing_behind(tmp_path, monkeypatch):

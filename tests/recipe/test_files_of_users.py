@@ -2,16 +2,19 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from transformers.integrations import deepspeed
 
 import tiny
 from grpo_ext import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
+from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.registry import import_path, located, portable
 from grpo_ext.train import train
@@ -41,10 +44,12 @@ def write(folder, **files):
     return folder
 
 
+QUICK = {"model_name_or_path": "quickstart", "dataset_name": "quickstart/addition", "reward_funcs": ["accuracy"]}
+
+
 def recipe(folder, **settings):
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"model_name_or_path": "quickstart", "dataset_name": "quickstart/addition", **tiny.TRAINING}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values | {"reward_funcs": ["accuracy"]} | settings))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(QUICK | tiny.TRAINING | settings))
     return load_recipe(["--config", str(folder / "recipe.yaml")])
 
 
@@ -185,3 +190,18 @@ def test_processes_of_accelerate_find_it_from_another_folder(tmp_path):
     entry, *_ = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
     assert entry["rewards/f/errors"] == 0
     assert entry["rewards/f/mean"] > 0
+
+
+@pytest.mark.parametrize("adapter", [{}, {"use_peft": True, "lora_target_modules": ["q_proj"]}])
+def test_a_model_on_disk_is_looked_at_under_zero_3(tmp_path, monkeypatch, adapter):
+    """There transformers partitions what it builds, which a model without data cannot be; parts of a model as well."""
+    parameters = sum(p.numel() for p in tiny.model().parameters())
+    engine = SimpleNamespace(is_zero3=lambda: True)
+    monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: engine)
+    look = Look()
+    model = {"model_name_or_path": tiny.save(tmp_path / "model"), **adapter}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({**QUICK, **tiny.TRAINING, **model}))
+    load_recipe(["--config", str(tmp_path / "r.yaml")], look)
+    assert deepspeed.is_deepspeed_zero3_enabled()
+    assert look.policy.parameters == parameters
+    assert (look.policy.trained < parameters) == bool(adapter)

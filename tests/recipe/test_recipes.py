@@ -616,10 +616,3 @@ def test_cpu_ddp_starts_two_gloo_ranks(tmp_path):
     config = ["--config_file", str(accelerate_config("cpu_ddp"))]
     out = subprocess.run([*launch, *config, str(script)], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert sorted(out.stdout.split("\n")[:2]) == ["rank 0 of 2 by gloo", "rank 1 of 2 by gloo"]
-
-
-def test_the_slurm_script_is_bash():
-    script = recipes_folder() / "slurm" / "train.sbatch"
-    checked = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
-    assert (checked.returncode, checked.stderr) == (0, "")
-    assert script.read_text().startswith("#!")

@@ -4,11 +4,13 @@ import logging
 
 import pytest
 import yaml
+from huggingface_hub import HfApi, constants
+from transformers.utils import hub as hub_of_transformers
 
 import adapted
 import tiny
 from fake_hub import fake_hub
-from grpo_ext import GRPOExtConfig
+from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
 from grpo_ext.trainer.model_card import model_card, on_the_hub
@@ -52,6 +54,37 @@ def test_each_checkpoint_goes_to_a_branch_of_its_own(tmp_path, monkeypatch):
     assert b'from_pretrained("me/run")' in final["README.md"]
     files = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not any(b"hf_token" in file for file in [*files, *final.values()])
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (None, "push_to_hub=True: the hub cannot be reached ([Errno"),
+        (401, "push_to_hub=True: the hub does not accept the repository 'me/run' (Client error '401"),
+    ],
+)
+def test_a_hub_that_takes_nothing_is_told_before_a_model_is_loaded(status, told, tmp_path, monkeypatch, model_path):
+    argv = adapted.write_recipe(tmp_path, model_path, tmp_path / "run", **RUN)
+    monkeypatch.setattr("grpo_ext.train.build_trainer", lambda *_: pytest.fail("loaded"))
+    with fake_hub(monkeypatch) as hub:
+        recipe = load_recipe(argv)
+        hub.refuses = status
+        if status is None:
+            monkeypatch.setattr(hub_of_transformers, "_hf_api", HfApi(endpoint="http://127.0.0.1:9", token="hf_token"))
+        with pytest.raises(ConfigError) as caught:
+            train(recipe)
+        with pytest.raises(ConfigError, match="push_to_hub=True"):
+            build(model_path, tmp_path / "other", max_steps=1, **RUN)
+    [problem] = caught.value.problems
+    assert problem.startswith("push_to_hub=True: the hub ")
+    assert told in problem
+
+
+def test_a_push_while_offline_is_told_by_the_recipe(tmp_path, monkeypatch, model_path):
+    argv = adapted.write_recipe(tmp_path, model_path, tmp_path / "run", **RUN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="push_to_hub=True with HF_HUB_OFFLINE"):
+        load_recipe(argv)
 
 
 def test_a_push_that_fails_is_told_and_ends_nothing(model_path, tmp_path, monkeypatch, caplog):

@@ -9,13 +9,14 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import LlamaForSequenceClassification
+from transformers import BitsAndBytesConfig, LlamaForSequenceClassification, Mxfp4Config
 
 import tiny
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rewards.workers import pool
+from grpo_ext.trainer.arguments import quantized_problems
 from grpo_ext.trainer.progress import Progress, clock, line
 from interrupted import without_clocks
 
@@ -316,3 +317,21 @@ def test_a_stream_without_columns_is_taken_as_it_is(tmp_path, caplog):
     one = trainer(tmp_path, ["test_python_api:half"], stream)
     assert one.train_dataset is not None
     assert "scores nothing" not in caplog.text
+
+
+@pytest.mark.parametrize("said_by", ["quantization_config", "model"])
+def test_quantized_weights_are_not_given_to_vllm(tmp_path, said_by):
+    """vLLM would be sent their packed bytes; a config that dequantizes them is none."""
+    model, given = tiny.model(), {}
+    if said_by == "model":
+        model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    else:
+        given = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    args = GRPOExtConfig(str(tmp_path), **tiny.TRAINING, use_vllm=True, vllm_mode="server")
+    with pytest.raises(ConfigError, match="packed weights of the quantized layers"):
+        GRPOExtTrainer(model, tiny.count_a, args, tiny.prompts(), **given)
+    assert list(quantized_problems(args, model, Mxfp4Config(dequantize=True))) == [
+        *quantized_problems(args, model, None)
+    ]
+    args.use_vllm = False
+    assert list(quantized_problems(args, model, given.get("quantization_config"))) == []

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
-from huggingface_hub import get_token
+from huggingface_hub import get_token, is_offline_mode
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
@@ -129,6 +129,11 @@ def _token(training: Any) -> Iterator[str]:
         yield (
             "push_to_hub=True: there is no token for the hub, and the run would end before its first step. Log in "
             "(hf auth login), set HF_TOKEN, or set push_to_hub: false."
+        )
+    elif training.push_to_hub and is_offline_mode():
+        yield (
+            "push_to_hub=True with HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE: nothing can be pushed, and the run would "
+            "end before its first step. Unset them, or set push_to_hub: false and run `hf upload` afterwards."
         )
 
 

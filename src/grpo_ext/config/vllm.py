@@ -1,11 +1,42 @@
 """The rules of settings for vLLM."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_ext.config.broken import Rule
 from grpo_ext.config.launch import world_size
+from grpo_ext.config.mappings import as_mapping
 from grpo_ext.objective.losses import find
+
+
+def quantized_problem(setting: str) -> str:
+    """Return why weights that `setting` quantizes cannot be sampled from by vLLM, and the cure."""
+    return (
+        f"{setting} with use_vllm: vLLM would be sent the packed weights of the quantized layers instead of their "
+        "values, and sample from another model. Set use_vllm: false, or train without quantization."
+    )
+
+
+def leaves_packed(quantization: Any) -> bool:
+    """Whether a quantization config, a mapping or an object, leaves weights packed that a model has loaded."""
+    if quantization is None:
+        return False
+    options = as_mapping(quantization) or getattr(quantization, "__dict__", {})
+    return not options.get("dequantize")
+
+
+def _quantized(given: Mapping[str, Any]) -> Iterator[str]:
+    """Model arguments that quantize what they load."""
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if given.get(name):
+            yield quantized_problem(f"model_init_kwargs.{name}={given[name]!r}")
+    if leaves_packed(config := given.get("quantization_config")):
+        yield quantized_problem(f"model_init_kwargs.quantization_config={config!r:.80}")
+
+
+def _quantized_arguments(config: Any) -> Iterator[str]:
+    if config.use_vllm:
+        yield from _quantized(as_mapping(config.model_init_kwargs))
 
 
 def _clip_bounds(config: Any) -> Iterator[str]:
@@ -80,7 +111,7 @@ def _context(config: Any) -> Iterator[str]:
 
 
 VLLM_RULES: tuple[Rule, ...] = (
-    *(_transfer, _patience, _sleep, _tensor_parallel, _context),
+    *(_quantized_arguments, _transfer, _patience, _sleep, _tensor_parallel, _context),
     *(_clip_bounds, _no_bounds, _sampler_level),
 )
 """Settings of colocated engines, of a server, and of the correction of the sampler."""

@@ -16,6 +16,7 @@ from grpo_ext.registry import did_you_mean
 PROCEDURAL, QUICKSTART = "reasoning_gym/", "quickstart/"
 GAME = f"{QUICKSTART}guess"
 """The quickstart's task that has no options."""
+ON_BAD_ROW = ("error", "drop")
 
 
 @dataclass
@@ -87,7 +88,16 @@ class DataConfig:
     max_samples: int | None = field(
         default=None,
         metadata={
-            "help": "Use only the first so many rows of each split, counted before anything is dropped or held out."
+            "help": "Use only the first so many rows of each split, counted before anything is dropped or held out. "
+            "Of a mixture (`datasets`), each dataset gives its share of them."
+        },
+    )
+    on_bad_row: str = field(
+        default="error",
+        metadata={
+            "help": "What becomes of rows that cannot be used, such as one with an empty prompt or without the "
+            "answer it needs: `error` names them and ends, `drop` trains without them and logs their number. A line "
+            "that is no JSON or CSV is an error in both."
         },
     )
 
@@ -136,6 +146,10 @@ def value_problems(config: DataConfig) -> list[str]:
     if isinstance(config.answer_format, str) and config.answer_format.strip() not in ("", *ANSWER_FORMATS):
         hint = did_you_mean(config.answer_format, ANSWER_FORMATS)
         found.append(f"answer_format={config.answer_format!r} is unknown. {hint} Unset, the value is taken as it is.")
+    if config.on_bad_row not in ON_BAD_ROW:
+        found.append(
+            f"on_bad_row={config.on_bad_row!r} is unknown. {did_you_mean(str(config.on_bad_row), ON_BAD_ROW)}"
+        )
     bounds: dict[str, Any] = {name: getattr(config, name) for name in ("min_pass_rate", "max_pass_rate")}
     for name, value in bounds.items():
         if value is not None and (

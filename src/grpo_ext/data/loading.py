@@ -14,6 +14,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from grpo_ext.data import files as local_files
 from grpo_ext.data import tables, tasks
 from grpo_ext.data.config import GAME, PROCEDURAL, QUICKSTART, DataConfig, options, problems, split_problems
+from grpo_ext.data.held_out import hold_out
 from grpo_ext.data.prepare import AnyDataset, Split, prepare_split
 from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS
 from grpo_ext.errors import DataError
@@ -35,8 +36,11 @@ def load_datasets(
     eval_needed: bool,
     tokenizer: Any = None,
     template_kwargs: dict[str, Any] | None = None,
+    by_prompt: bool = True,
 ) -> tuple[AnyDataset, AnyDataset | None]:
     """Training and evaluation dataset, loaded and prepared; evaluation is None unless needed or `test_size` is set.
+
+    `by_prompt` is that of `hold_out`.
 
     Raises:
         DataError: a setting, a file, a split, a column or rows cannot be used; the message names each with its cure.
@@ -57,12 +61,14 @@ def load_datasets(
             train = load(train_split)
         with _collecting(found):
             test = load(test_split, optional=True) if eval_wanted else None
-    if eval_wanted and test is None and config.test_size is None and not found:
+    named = test_split != "test"
+    if eval_wanted and test is None and (config.test_size is None or named) and not found:
         others = [name for name in _splits_of(dataset_name) if name != train_split]
-        named = f"dataset_test_split: {others[0]}" if others else "dataset_test_split to its name"
+        cure = f"dataset_test_split: {others[0]}" if others else "dataset_test_split to its name"
+        hold_out_instead = "remove dataset_test_split" if config.test_size else "test_size: 0.1 to hold rows out"
         found.append(
             f"dataset_test_split={test_split!r}: {dataset_name} has no split {test_split!r} beside it, and evaluation "
-            f"is asked for. Set {named}, test_size: 0.1 to hold rows out, or eval_strategy: 'no'."
+            f"is asked for. Set {cure}, {hold_out_instead}, or eval_strategy: 'no'."
         )
     prepared: list[AnyDataset] = []
     for split in (train, test):
@@ -74,7 +80,10 @@ def load_datasets(
         if test is not None and config.test_size is not None and not dataset_name.startswith(PROCEDURAL):
             logger.warning("test_size=%s is not applied: %s exists.", config.test_size, test.source)
         return prepared[0], prepared[1] if eval_wanted else None
-    return _hold_out(prepared[0], config)
+    size = config.test_size
+    assert size is not None
+    number = int(size) if size >= 1 else max(1, round(size * len(prepared[0])))
+    return hold_out(prepared[0], number, config.split_seed, setting=f"test_size={size!r}", by_prompt=by_prompt)
 
 
 def _splits_of(name: str) -> list[str]:
@@ -90,19 +99,6 @@ def _collecting(found: list[str]) -> Iterator[None]:
         yield
     except DataError as error:
         found += error.problems
-
-
-def _hold_out(dataset: AnyDataset, config: DataConfig) -> tuple[AnyDataset, AnyDataset]:
-    assert config.test_size is not None
-    rows = len(dataset)
-    size = int(config.test_size) if config.test_size >= 1 else max(1, round(config.test_size * rows))
-    if size >= rows:
-        raise DataError(
-            f"test_size={config.test_size!r} holds out {size} of {rows} rows: none is left to train on. Set "
-            "test_size: 0.1."
-        )
-    parts = dataset.train_test_split(test_size=size, seed=config.split_seed)
-    return parts["train"], parts["test"]
 
 
 def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split | None]:
@@ -137,6 +133,8 @@ def load_split(
         return _load_saved(path, streaming, split, source, optional)
     if path.is_file() and optional:
         return None
+    if path.is_file() and re.split(r"\W", split)[0] not in ("train", path.stem):
+        raise DataError(f"{source}: no such split, {path.name} being one file. Name the split train.")
     key = re.split(r"\W", split)[0]
     files = local_files.split_files(path, key) if dataset_config is None else []
     if not files and dataset_config is None:
@@ -196,6 +194,9 @@ def _stream_csv(files: list[Path], source: str, reading: dict[str, Any]) -> Iter
 
 def _load_saved(path: Path, streaming: bool, split: str, source: str, optional: bool) -> Split | None:
     loaded = call_loader(datasets.load_from_disk, str(path), source=source)
+    key = re.split(r"\W", split)[0]
+    if split != key:
+        raise DataError(f"{source}: what save_to_disk has written has no slices. Name the split {key!r}.")
     if isinstance(loaded, DatasetDict):
         if split not in loaded and optional:
             return None
@@ -204,6 +205,8 @@ def _load_saved(path: Path, streaming: bool, split: str, source: str, optional: 
         loaded = loaded[split]
     elif optional:
         return None
+    elif split != "train":
+        raise DataError(f"{source}: no such split, the folder holding one dataset. Name the split train.")
     return Split(loaded.to_iterable_dataset() if streaming else loaded, source)
 
 

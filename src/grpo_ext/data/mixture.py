@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import datasets
 
 from grpo_ext.data import files as local_files
 from grpo_ext.data.config import DataConfig
+from grpo_ext.data.held_out import hold_out
 from grpo_ext.data.loading import call_loader, load_files, load_split
 from grpo_ext.data.prepare import AnyDataset
 from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS
@@ -17,8 +19,8 @@ from grpo_ext.errors import DataError
 from grpo_ext.registry import did_you_mean
 
 
-def check_mixture(mixture: Any) -> None:
-    """Refuse a mixture that cannot be loaded, as far as it shows without loading.
+def check_mixture(mixture: Any, config: DataConfig | None = None) -> None:
+    """Refuse a mixture that cannot be loaded with these settings, as far as it shows without loading.
 
     Raises:
         DataError: every problem, each with value, reason and cure.
@@ -26,6 +28,11 @@ def check_mixture(mixture: Any) -> None:
     found = [text for number, entry in enumerate(mixture.datasets) for text in _entry_problems(number, entry)]
     found += _fraction_problems([entry.fraction for entry in mixture.datasets], mixture.streaming)
     size = mixture.test_split_size
+    if config is not None and config.max_samples is not None and mixture.streaming and len(mixture.datasets) > 1:
+        found.append(
+            f"max_samples={config.max_samples} with streaming: streams have no lengths to take a share of, so the "
+            "rows would all be the first dataset's. Set streaming: false, or remove max_samples."
+        )
     if size is not None and mixture.streaming:
         found.append(f"test_split_size={size!r} with streaming: rows cannot be held out from a stream. Unset one.")
     if size is not None and (not _is_positive(size) or (size > 1 and size != int(size))):
@@ -98,13 +105,15 @@ def is_local(mixture: Any) -> bool:
     )
 
 
-def load_mixture(mixture: Any, config: DataConfig) -> dict[str, AnyDataset]:
-    """The datasets of a mixture as one, under `train`, and under `test` what `test_split_size` holds out.
+def load_mixture(mixture: Any, config: DataConfig, *, by_prompt: bool = True) -> dict[str, AnyDataset]:
+    """Return the datasets of a mixture as one, under `train`, and under `test` what `test_split_size` holds out.
+
+    `max_samples` takes from each dataset its share; `by_prompt` is that of `hold_out`.
 
     Raises:
         DataError: as `check_mixture`, or a dataset, a split or a column is not there, or the datasets do not fit.
     """
-    check_mixture(mixture)
+    check_mixture(mixture, config)
     parts, found = [], []
     for number, entry in enumerate(mixture.datasets):
         try:
@@ -120,16 +129,44 @@ def load_mixture(mixture: Any, config: DataConfig) -> dict[str, AnyDataset]:
         rows = min(len(part) * total / fraction for part, fraction in zip(parts, fractions, strict=True))
         counts = [round(fraction / total * rows) for fraction in fractions]
         parts = [part.select(range(count)) for part, count in zip(parts, counts, strict=True)]
+    if config.max_samples is not None and not mixture.streaming:
+        parts = _first_of_each(parts, mixture.datasets, config.max_samples)
     whole = call_loader(datasets.concatenate_datasets, parts, source="datasets (put together)")
     size = mixture.test_split_size
     if size is None:
         return {"train": whole}
-    size = size if size < 1 else int(size)  # the command line makes 5.0 of 5
-    if size >= len(whole):
-        raise DataError(f"test_split_size={size} holds out {size} of {len(whole)} rows: none is left to train on.")
+    names = [config.prompt_column] if config.prompt_column else PROMPT_COLUMNS
+    column = next((name for name in names if name in _names(whole)), "")
     # without a seed, as TRL does it, every process would hold out other rows
-    split = call_loader(whole.train_test_split, size, seed=config.split_seed, source="datasets (test_split_size)")
-    return {"train": split["train"], "test": split["test"]}
+    number = math.ceil(size * len(whole)) if size < 1 else int(size)  # the command line makes 5.0 of 5
+    split: dict[str, Any] = {
+        "setting": f"test_split_size={size!r}",
+        "column": column,
+        "by_prompt": by_prompt and bool(column),
+    }
+    train, test = hold_out(whole, number, config.split_seed, **split)
+    return {"train": train, "test": test}
+
+
+def _first_of_each(parts: list[Any], entries: list[Any], most: int) -> list[Any]:
+    """The first rows of each dataset, `most` in all, in the proportion of their lengths.
+
+    Raises:
+        DataError: a dataset would have no row.
+    """
+    lengths = [len(part) for part in parts]
+    if most >= sum(lengths):
+        return parts
+    ends = [round(most * end / sum(lengths)) for end in accumulate(lengths, initial=0)]
+    counts = [end - start for start, end in pairwise(ends)]
+    if 0 in counts:
+        number = counts.index(0)
+        raise DataError(
+            f"max_samples={most}: no row of datasets[{number}] ({entries[number].path}) would be left, by its share "
+            f"of {lengths[number]} in {sum(lengths)} rows. Set max_samples: {-(-sum(lengths) // min(lengths))}, or "
+            "leave that dataset out."
+        )
+    return [part.select(range(count)) for part, count in zip(parts, counts, strict=True)]
 
 
 def _with_one_name(parts: list[Any], config: DataConfig) -> list[Any]:

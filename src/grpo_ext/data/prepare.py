@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, Union
@@ -11,7 +11,16 @@ from datasets import Dataset, IterableDataset
 
 from grpo_ext.data import files as local_files
 from grpo_ext.data.config import DataConfig, value_problems
-from grpo_ext.data.rows import ANSWER_COLUMNS, MAX_REPORTED, PROMPT_COLUMNS, Plan, RowError, check_columns, convert
+from grpo_ext.data.rows import (
+    ANSWER_COLUMNS,
+    MAX_REPORTED,
+    PROMPT_COLUMNS,
+    Plan,
+    RowError,
+    check_columns,
+    convert,
+    parse_chat,
+)
 from grpo_ext.errors import DataError
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
@@ -68,8 +77,8 @@ def prepare_split(
     if config.max_samples is not None:
         counted = isinstance(dataset, Dataset)  # take before datasets 5.2 wants no more than there are
         dataset = dataset.take(min(config.max_samples, len(dataset)) if counted else config.max_samples)
-    dataset = _keep_pass_rates(dataset, names, config, split.source)
-    dataset = _convert_all(dataset, plan, split.place, split.source, renamed)
+    dataset, place = _keep_pass_rates(dataset, names, config, split)
+    dataset = _convert_all(dataset, plan, replace(split, dataset=dataset), place, renamed, config.on_bad_row)
     return _drop_long(dataset, config, tokenizer, split.source, template_kwargs or {})
 
 
@@ -128,10 +137,13 @@ def _pick(
     return chosen
 
 
-def _keep_pass_rates(dataset: AnyDataset, names: Collection[str], config: DataConfig, source: str) -> AnyDataset:
-    low, high = config.min_pass_rate, config.max_pass_rate
+def _keep_pass_rates(
+    dataset: AnyDataset, names: Collection[str], config: DataConfig, split: Split
+) -> tuple[AnyDataset, Callable[[int], str]]:
+    """Return the rows with a pass rate in the bounds, and the function that gives the place of one of them."""
+    low, high, source = config.min_pass_rate, config.max_pass_rate, split.source
     if low is None and high is None:
-        return dataset
+        return dataset, split.place
     if "pass_rate" not in names:
         raise DataError(
             f"{source}: min_pass_rate={low}, max_pass_rate={high}, but no column pass_rate. Name a file as "
@@ -139,7 +151,8 @@ def _keep_pass_rates(dataset: AnyDataset, names: Collection[str], config: DataCo
         )
     low, high = 0.0 if low is None else low, 1.0 if high is None else high
     if isinstance(dataset, IterableDataset):
-        return dataset.filter(lambda row: row["pass_rate"] is not None and low <= row["pass_rate"] <= high)
+        kept = dataset.filter(lambda row: row["pass_rate"] is not None and low <= row["pass_rate"] <= high)
+        return kept, lambda index: f"{source}, row {index} (from 0) of those kept by their pass_rate"
     rates = dataset["pass_rate"]
     keep = [index for index, rate in enumerate(rates) if rate is not None and low <= rate <= high]
     if not keep:
@@ -147,39 +160,74 @@ def _keep_pass_rates(dataset: AnyDataset, names: Collection[str], config: DataCo
             f"{source}: no row has a pass_rate from {low:g} to {high:g}. Widen min_pass_rate, max_pass_rate."
         )
     logger.warning("%s: %d of %d rows have a pass_rate from %g to %g.", source, len(keep), len(rates), low, high)
-    return dataset.select(keep)
+    return dataset.select(keep), lambda index: split.place(keep[index])
 
 
 def _convert_all(
-    dataset: AnyDataset, plan: Plan, place: Callable[[int], str], source: str, drop: list[str]
+    dataset: AnyDataset, plan: Plan, split: Split, place: Callable[[int], str], renamed: list[str], on_bad_row: str
 ) -> AnyDataset:
     if isinstance(dataset, IterableDataset):
-        return dataset.map(partial(_convert_streamed, plan=plan, place=place), with_indices=True, remove_columns=drop)
-    _check_rows(dataset.select_columns(plan.columns), plan, place, source)
+        if on_bad_row == "drop":
+            dataset = dataset.filter(partial(_is_sound, plan=plan, place=place), with_indices=True)
+        convert_row = partial(_convert_streamed, plan=plan, place=place)
+        return dataset.map(convert_row, with_indices=True, remove_columns=renamed)
+    sound, parsed = _check_rows(dataset.select_columns(plan.columns), plan, split.source, place, on_bad_row)
+    dataset, plan = (
+        dataset if len(sound) == len(dataset) else dataset.select(sound),
+        replace(plan, parses_prompt=parsed),
+    )
     if not plan.changes_prompt and not plan.changes_answer:
         return dataset
     # The cache knows a function by its name only: after an update it would return the old version's rows.
-    return dataset.map(partial(convert, plan=plan), remove_columns=drop, load_from_cache_file=False)
+    return dataset.map(partial(convert, plan=plan), remove_columns=renamed, load_from_cache_file=False)
 
 
-def _check_rows(dataset: Dataset, plan: Plan, place: Callable[[int], str], source: str) -> None:
+def _check_rows(
+    dataset: Dataset, plan: Plan, source: str, place: Callable[[int], str], on_bad_row: str
+) -> tuple[list[int], bool]:
+    """Return the rows that can be used, and whether their prompts are conversations written as JSON text."""
+    sound: list[int] = []
     bad: list[str] = []
-    count, first_type = 0, None
+    first_type, parsed = None, False
     for index, row in enumerate(dataset):
         try:
             convert(row, plan)
-            prompt = row[plan.prompt_column]
+            prompt = parse_chat(row[plan.prompt_column], plan.prompt_column)
             first_type = first_type or type(prompt)
             if type(prompt) is not first_type:
                 raise RowError(plan.prompt_column, "text and lists of messages are mixed. Use one of them.")
+            parsed = parsed or prompt is not row[plan.prompt_column]
+            sound.append(index)
         except RowError as error:
-            count += 1
             if len(bad) < MAX_REPORTED:
                 bad.append(f"{place(index)}, {error}")
-    if count > len(bad):
-        bad.append(f"{source}: {count - len(bad)} more of its {len(dataset)} rows are malformed.")
     if bad:
-        raise DataError("\n".join(bad))
+        _tell_bad(bad, len(dataset) - len(sound), len(dataset), source, on_bad_row)
+    if parsed:
+        logger.warning("%s: %r holds conversations as JSON text; they are parsed.", source, plan.prompt_column)
+    return sound, parsed
+
+
+def _tell_bad(bad: list[str], count: int, rows: int, source: str, on_bad_row: str) -> None:
+    """Raise for malformed rows, or log how many are dropped."""
+    if on_bad_row == "drop" and count < rows:
+        logger.warning("%s: %d of %d rows are malformed: dropped. The first: %s", source, count, rows, bad[0])
+        return
+    if count > len(bad):
+        bad.append(f"{source}: {count - len(bad)} more of its {rows} rows are malformed.")
+    if on_bad_row == "error" and count < rows:
+        bad[-1] += " `on_bad_row: drop` trains without malformed rows."
+    raise DataError("\n".join(bad))
+
+
+def _is_sound(row: dict[str, Any], index: int, *, plan: Plan, place: Callable[[int], str]) -> bool:
+    """Whether a streamed row can be used; if not, log where it is."""
+    try:
+        convert(row, plan)
+    except RowError as error:
+        logger.warning("%s, %s The row is dropped.", place(index), error)
+        return False
+    return True
 
 
 def _convert_streamed(row: dict[str, Any], index: int, *, plan: Plan, place: Callable[[int], str]) -> dict[str, Any]:

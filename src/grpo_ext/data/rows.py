@@ -1,5 +1,6 @@
 """One row of a dataset: the prompt as TRL wants it, the reference answer as a verifier wants it."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -30,11 +31,13 @@ class Plan:
     answer_format: str | None = None
     answer_required: bool = False
     system_prompt: str | None = None
+    parses_prompt: bool = False
+    """Whether the prompts are conversations written as JSON text."""
 
     @property
     def changes_prompt(self) -> bool:
         """Whether `prompt` is written at all."""
-        return self.prompt_column != "prompt" or self.system_prompt is not None
+        return self.prompt_column != "prompt" or self.system_prompt is not None or self.parses_prompt
 
     @property
     def changes_answer(self) -> bool:
@@ -64,9 +67,10 @@ def convert(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
         RowError: the prompt or the answer of this row cannot be used.
     """
     changed: dict[str, Any] = {}
-    prompt: Any = row.get(plan.prompt_column)
+    written: Any = row.get(plan.prompt_column)
+    prompt = parse_chat(written, plan.prompt_column)
     check_prompt(prompt, plan.prompt_column)
-    if plan.changes_prompt:
+    if plan.changes_prompt or prompt is not written:
         changed["prompt"] = with_system_prompt(prompt, plan.system_prompt)
     if plan.answer_column is not None:
         check_finite(row.get(plan.answer_column), plan.answer_column)
@@ -77,8 +81,29 @@ def convert(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
     return changed
 
 
+_CHAT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:.*\]\s*""", re.DOTALL)
+"""Text that is a list of messages, in JSON or as Python prints it."""
+
+
+def parse_chat(prompt: Any, column: str) -> Any:
+    """Return the messages of a conversation that is written as JSON text; any other prompt as it is.
+
+    Raises:
+        RowError: it is a conversation as Python prints it, or broken JSON.
+    """
+    if not isinstance(prompt, str) or not _CHAT.fullmatch(prompt):
+        return prompt
+    try:
+        return json.loads(prompt)
+    except ValueError as error:
+        reason = (
+            f"{_short(prompt)} is a conversation written as text, but not as JSON ({error}). Write it by json.dumps."
+        )
+        raise RowError(column, reason) from None
+
+
 def check_prompt(prompt: Any, column: str) -> None:
-    """Refuse a prompt that is neither text nor a list of messages.
+    """Refuse a prompt that is neither text nor a list of messages, or that is a conversation written as text.
 
     Raises:
         RowError: empty, null, of another type, or a message without role or content.
@@ -88,6 +113,11 @@ def check_prompt(prompt: Any, column: str) -> None:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise RowError(column, f"empty prompt {prompt!r}. Fill it in or remove the row.")
+        if parse_chat(prompt, column) is not prompt:
+            reason = (
+                f"{_short(prompt)} is a conversation written as JSON text. Give the list itself: json.loads(text)."
+            )
+            raise RowError(column, reason)
         return
     if not isinstance(prompt, list):
         raise RowError(column, f"{_short(prompt)} is neither text nor a list of messages. Write it as a string.")

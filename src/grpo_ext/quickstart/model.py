@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +34,6 @@ ARCHITECTURE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "initializer_range": 0.06,
 }
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # its new and its old name in transformers
 WARM_UP_BATCH_SIZE = 16
 WARM_UP_LEARNING_RATE = 2e-3
 
@@ -90,7 +91,7 @@ def ensure_model(
 
 
 def ensure_once(name: str = NAME) -> Path:
-    """The same of a name in `LESSONS`, in a launch of several processes: the first one trains it."""
+    """Same as `ensure_model` by a name in `LESSONS`; of several processes the first one trains it, the others wait."""
     from accelerate import PartialState
 
     with PartialState().main_process_first():
@@ -150,49 +151,52 @@ def warm_up(
 ) -> Path:
     """Train a fresh model for `steps` supervised steps on a teacher's demonstrations, and save it.
 
-    The model learns the form of an answer and the teacher's bad habits. TRL's SFTTrainer, loss on the completion only.
+    The model learns the form of an answer and the teacher's bad habits. The loss is that of the completions' tokens.
+    A plain loop on the CPU: a trainer would join the process group and the engine of the launch, and one process of
+    several may train this.
     """
-    from datasets import Dataset
-    from transformers import PrinterCallback
-    from trl import SFTTrainer
+    import torch
+    from torch.optim.lr_scheduler import LambdaLR
 
     steps = steps or lesson.steps
     tokenizer = build_tokenizer(lesson.words)
     model = build_model(tokenizer, seed)
-    trainer = SFTTrainer(
-        model=model,
-        args=_warm_up_arguments(directory, seed, steps),
-        train_dataset=Dataset.from_list(lesson.demonstrations(seed, steps * WARM_UP_BATCH_SIZE)),
-        processing_class=tokenizer,
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    rows = [_encoded(row, tokenizer) for row in lesson.demonstrations(seed, steps * WARM_UP_BATCH_SIZE)]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).split(WARM_UP_BATCH_SIZE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_UP_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = LambdaLR(optimizer, partial(_warm_up_rate, steps=steps))
+    model.train()
+    for chosen in order:
+        model(**_batch([rows[i] for i in chosen], tokenizer.pad_token_id)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return Path(directory)
 
 
-def _warm_up_arguments(directory: str | os.PathLike[str], seed: int, steps: int) -> Any:
-    """SFT settings; everything that prints, saves or reports is off."""
-    from trl import SFTConfig
+def _encoded(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
+    """Token ids of a demonstration, and how many of them are the prompt's."""
+    prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+    whole = tokenizer.apply_chat_template(row["prompt"] + row["completion"], tokenize=False)
+    return tokenizer(whole)["input_ids"], len(tokenizer(prompt)["input_ids"])
 
-    checkpointing: dict[str, Any] = {name: False for name in CHECKPOINTING if name in SFTConfig.__dataclass_fields__}
-    return SFTConfig(
-        output_dir=str(directory),
-        max_steps=steps,
-        per_device_train_batch_size=WARM_UP_BATCH_SIZE,
-        learning_rate=WARM_UP_LEARNING_RATE,
-        lr_scheduler_type="cosine",
-        warmup_steps=10,
-        adam_beta2=0.99,
-        completion_only_loss=True,
-        max_length=None,
-        use_cpu=True,
-        bf16=False,
-        **checkpointing,
-        seed=seed,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+
+def _batch(rows: Sequence[tuple[list[int], int]], pad: int) -> dict[str, Any]:
+    """A model's arguments for rows of ids and prompt lengths, padded on the right; prompts have no label."""
+    import torch
+
+    longest = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([row + [pad] * (longest - len(row)) for row, _ in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row, _ in rows])
+    of_prompt = torch.arange(longest) < torch.tensor([[prompt] for _, prompt in rows])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(of_prompt | (mask == 0), -100)}
+
+
+def _warm_up_rate(step: int, steps: int) -> float:
+    """Share of the learning rate: ten steps up, then half a cosine down."""
+    if step < 10:
+        return step / 10
+    return 0.5 * (1 + math.cos(math.pi * (step - 10) / max(1, steps - 10)))

@@ -22,6 +22,7 @@ from grpo_ext.config.launch import elsewhere
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
+from grpo_ext.config.vllm import quantized_problem
 from grpo_ext.data.config import GAME
 from grpo_ext.data.config import problems as data_problems
 from grpo_ext.data.files import is_path
@@ -71,6 +72,7 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
         machine_problems(training, model),
         _output(training.output_dir),
         _on_cpu(training, model),
+        _quantized(training, model),
     ]
     for problems in (*([] if model is None else [_model(model)]), *found):
         yield from as_far_as_sound(problems)
@@ -92,6 +94,13 @@ def _reference(training: Any, model: Any) -> Iterator[str]:
             "sync_ref_model=True with an adapter (use_peft, or as model_name_or_path): the reference is the model "
             "without it, or with it as it was, and stays what it is. Remove sync_ref_model."
         )
+
+
+def _quantized(training: Any, model: Any) -> Iterator[str]:
+    """Quantized weights that vLLM would sample from."""
+    if model is not None and training.use_vllm:
+        names = (name for name in ("load_in_4bit", "load_in_8bit") if getattr(model, name))
+        yield from (quantized_problem(f"{name}=True") for name in names)
 
 
 def _output(folder: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from transformers import AutoProcessor
 
 from grpo_ext.config.adapters import base_of
 from grpo_ext.data.chat_template import template_text
-from grpo_ext.data.config import DataConfig
+from grpo_ext.data.config import PROCEDURAL, DataConfig
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
@@ -44,10 +44,11 @@ def datasets_of(
     script, data = recipe.script, data or recipe.data
     evaluates = recipe.training.eval_strategy != "no" if evaluates is None else evaluates
     template: Any = recipe.training.chat_template_kwargs or {}
+    by_prompt = not recipe.environments
     if recipe.mixture.datasets:
         mixed = {
             split: prepare(dataset, data, tokenizer=tokenizer, source=f"datasets ({split})", **template)
-            for split, dataset in load_mixture(recipe.mixture, data).items()
+            for split, dataset in load_mixture(recipe.mixture, data, by_prompt=by_prompt).items()
         }
         asked = recipe.training.eval_strategy
         if evaluates and "test" not in mixed:
@@ -68,6 +69,7 @@ def datasets_of(
         eval_needed=evaluates,
         tokenizer=tokenizer,
         template_kwargs=template,
+        by_prompt=by_prompt,
     )
 
 
@@ -84,9 +86,9 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Any) -> list[dict[str, A
     else:
         dataset, _ = load_datasets(
             str(chosen.dataset_name or recipe.script.dataset_name),
-            data,
+            dataclasses.replace(data, test_size=None),  # which holds rows out of the training data
             dataset_config=chosen.dataset_config if chosen.dataset_name else recipe.script.dataset_config,
-            train_split=chosen.split or recipe.script.dataset_test_split,
+            train_split=chosen.split or _split_of(chosen, recipe),
             test_split="",
             streaming=False,
             eval_needed=False,
@@ -97,6 +99,13 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Any) -> list[dict[str, A
     if not rows:
         raise DataError(f"eval_sets: {chosen.name} has no rows. Give data that has some.")
     return rows
+
+
+def _split_of(chosen: EvalSet, recipe: Recipe) -> str:
+    """The split of an evaluation set that names none: the recipe's test split, or all of a file or procedural task."""
+    name = chosen.dataset_name or ""
+    whole = Path(name).expanduser().is_file() or name.startswith(PROCEDURAL)
+    return "train" if whole else recipe.script.dataset_test_split
 
 
 def load_tokenizer(recipe: Recipe) -> Any:

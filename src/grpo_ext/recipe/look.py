@@ -13,6 +13,7 @@ from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data import chat_template
 from grpo_ext.data.config import PROCEDURAL, QUICKSTART
 from grpo_ext.data.files import is_path
+from grpo_ext.data.held_out import shared_prompts
 from grpo_ext.data.mixture import check_mixture, is_local
 from grpo_ext.environments import fit
 from grpo_ext.errors import ConfigError, DataError
@@ -61,16 +62,17 @@ class Look:
 
     def _data(self, parts: Any, rewards: list[RewardSpec]) -> Iterator[str]:
         try:
-            self.train, _ = datasets_of(parts, self.policy.tokenizer)
+            self.train, test = datasets_of(parts, self.policy.tokenizer)
         except (ConfigError, DataError) as error:
             yield from error.problems
             return
-        problems, self.notes = findings(parts, rewards, self.train, self.policy.tokenizer, self.policy.context)
+        problems, self.notes = findings(parts, rewards, self.train, self.policy.tokenizer, self.policy.context, test)
         yield from problems
         for chosen in parts.eval_sets:
             if chosen.dataset_name is None or is_path(chosen.dataset_name):
                 try:
-                    rows_of(chosen, parts, self.policy.tokenizer)
+                    rows = rows_of(chosen, parts, self.policy.tokenizer)
+                    self.notes += trained_on(parts, self.train, rows, f"eval_sets: {chosen.name}")
                 except (ConfigError, DataError) as error:
                     yield from (f"eval_sets: {chosen.name}: {problem}" for problem in error.problems)
 
@@ -90,9 +92,9 @@ def _loads_here(parts: Any) -> bool:
 
 
 def findings(
-    parts: Any, rewards: list[RewardSpec], train: Any, tokenizer: Any, context: int | None
+    parts: Any, rewards: list[RewardSpec], train: Any, tokenizer: Any, context: int | None, test: Any = None
 ) -> tuple[list[str], list[str]]:
-    """What is wrong with loaded data for these rewards and this policy, and what is to be known of them."""
+    """Return what is wrong with loaded data for these rewards and this policy, and what is to be known of them."""
     problems: list[str] = []
     notes: list[str] = []
     if isinstance(train, Dataset):
@@ -100,6 +102,7 @@ def findings(
         problems += _template_problems(train[0]["prompt"], tokenizer, parts.training.chat_template_kwargs)
         problems += fit.policy_problems(parts.environments, tokenizer, as_mapping(parts.training.chat_template_kwargs))
         notes += [] if problems else _too_long(train, tokenizer, parts.training, context)
+        notes += trained_on(parts, train, test)
     problems += fit.data_problems(parts.environments, train)
     if train.column_names is None:  # a stream may not say
         return problems, notes
@@ -118,6 +121,11 @@ def findings(
         problems += silent
         notes = [note for note in notes if note not in silent]
     return problems, notes
+
+
+def trained_on(parts: Any, train: Any, rows: Any, name: str = "the evaluation data") -> list[str]:
+    """Count evaluation rows whose prompt is trained on; with environments a prompt does not say what the task is."""
+    return [] if parts.environments else shared_prompts(train, rows, name)
 
 
 def _template_problems(prompt: Any, tokenizer: Any, options: Any) -> Iterator[str]:
@@ -195,6 +203,7 @@ def stand_in(given: dict[str, Any]) -> SimpleNamespace | None:
         "max_completion_length": longest if isinstance(longest, int) else 0,
         "router_aux_loss_coef": None,
         "generation_batch_size": None,
+        "use_vllm": False,
         "num_generations": None,
     }
     return SimpleNamespace(**(given | settings))

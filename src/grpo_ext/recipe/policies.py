@@ -20,12 +20,14 @@ from trl import get_peft_config
 
 from grpo_ext.config.adapters import base_of, is_adapter
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.vllm import leaves_packed, quantized_problem
 from grpo_ext.errors import ConfigError
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.lora import unmatched
 from grpo_ext.recipe.model_folders import folder_problems
 from grpo_ext.recipe.policy import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.models.loaded_model import own_weights
 
 _TRAINABLE = "Name a model that generates text, such as Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -51,14 +53,15 @@ def look_at(model: Any, training: Any) -> tuple[Policy, list[str]]:
     if problems:
         policy.unknown = "see above"
         return policy, problems
-    if model.model_name_or_path in LESSONS:
-        policy.tokenizer = build_tokenizer(LESSONS[model.model_name_or_path].words)
-        policy.empty = build_model(policy.tokenizer)  # the warm one takes a short training
-    else:
-        problems += _load(policy, model, training)
-    if policy.empty is not None:
-        policy.context = _context(policy.empty.config)
-        problems += _asked_of(policy, model, training)
+    with own_weights():  # ZeRO-3 would partition the model over processes, and it has no data
+        if model.model_name_or_path in LESSONS:
+            policy.tokenizer = build_tokenizer(LESSONS[model.model_name_or_path].words)
+            policy.empty = build_model(policy.tokenizer)  # the warm one takes a short training
+        else:
+            problems += _load(policy, model, training)
+        if policy.empty is not None:
+            policy.context = _context(policy.empty.config)
+            problems += _asked_of(policy, model, training)
     return policy, problems
 
 
@@ -248,6 +251,9 @@ def _asked_of(policy: Policy, model: Any, training: Any) -> Iterator[str]:
             f"({getattr(kind, 'value', kind)}), and only an adapter on them can be trained. Set use_peft: true, or "
             "name the model before it was quantized."
         )
+    given = as_mapping(training.model_init_kwargs).get("quantization_config")
+    if training.use_vllm and given is None and leaves_packed(quantised):
+        yield quantized_problem(f"model_name_or_path={model.model_name_or_path!r}, whose weights are quantized,")
     if training.router_aux_loss_coef and not hasattr(config.get_text_config(), "output_router_logits"):
         yield (
             f"router_aux_loss_coef={training.router_aux_loss_coef}: {type(policy.empty).__name__} has no experts to "

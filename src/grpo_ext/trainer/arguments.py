@@ -9,6 +9,7 @@ from datasets import Dataset, IterableDataset
 
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.vllm import leaves_packed, quantized_problem
 from grpo_ext.data.given import prompt_problems
 from grpo_ext.data.rows import check_columns
 from grpo_ext.errors import ConfigError, DataError
@@ -61,6 +62,16 @@ def data_problems(
     yield from clashes
     if isinstance(train_dataset, Dataset):
         yield from too_few(args, len(train_dataset))
+
+
+def quantized_problems(args: GRPOExtConfig, model: Any, quantization_config: Any) -> Iterator[str]:
+    """A model whose weights are packed, or are to be, which vLLM would be sent as they are."""
+    if not args.use_vllm:
+        return
+    if leaves_packed(quantization_config):
+        yield quantized_problem(f"quantization_config={type(quantization_config).__name__}")
+    elif leaves_packed(getattr(getattr(model, "config", None), "quantization_config", None)):
+        yield quantized_problem(f"model={type(model).__name__}, whose weights are quantized,")
 
 
 def policy(model: Any) -> Any:

@@ -59,6 +59,7 @@ from grpo_ext.trainer.arguments import (
     data_problems,
     named_arguments,
     policy,
+    quantized_problems,
 )
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, add_ess, log_rows, row_record
@@ -165,6 +166,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
         played = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
         problems += dict.fromkeys(problem for found in played for problem in found)
+        problems += quantized_problems(args, model, quantization_config)
         earned = earned_by(specs)
         scored: Any = reward_funcs
         if reward_funcs or environment_factory is None:  # which may bring a reward along
@@ -193,6 +195,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
                 rollout_func,
                 environment_factory,
             )
+        if problems := [*quantized_problems(args, self.model, None)]:  # of a model that is only known by its name
+            raise ConfigError(problems)
         if specs:
             self.rollout_func = self.acting = Acting(self, specs, reward_memory_gib)
         self._look_on()

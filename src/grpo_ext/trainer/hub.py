@@ -7,14 +7,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 from transformers.utils import PushInProgress
 from transformers.utils.hub import hf_api
 from trl.trainer.utils import get_comet_experiment_url, get_trackio_space_url
+
+from grpo_ext.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 OF_A_RESUME = ["*.pt", "*.pth", "training_args.bin", "trainer_state.json", "manifest.json", "*/*"]
 """What of a checkpoint a model's user has no need of."""
+
+
+def make_repository(args: Any) -> None:
+    """Create the repository that a run pushes to, unless it is there.
+
+    Raises:
+        ConfigError: the hub cannot be reached, or refuses.
+    """
+    name = args.hub_model_id or Path(args.output_dir).absolute().name
+    try:
+        hf_api().create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
+    except (httpx.HTTPError, OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        if getattr(error, "response", None) is not None or isinstance(error, ValueError):
+            problem = f"the hub does not accept the repository {name!r} ({reason}). Check hub_model_id and the token"
+            cure = "(hf auth whoami), or set push_to_hub: false."
+        else:
+            problem = f"the hub cannot be reached ({reason}), so nothing could be pushed. Check this machine's network"
+            cure = "and HF_ENDPOINT, or set push_to_hub: false and run `hf upload` afterwards."
+        raise ConfigError([f"push_to_hub=True: {problem} {cure}"]) from error
 
 
 def make_branch(trainer: Any, branch: str | None) -> None:

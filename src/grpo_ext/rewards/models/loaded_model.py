@@ -56,7 +56,7 @@ class LoadedModel:
         """
         if self.model is not None:
             return
-        with _own_weights():
+        with own_weights():
             try:
                 self.kind, model, missing, self.tokenizer = _from_pretrained(self.source)
             except ValueError as error:
@@ -194,8 +194,8 @@ def _default_device() -> str:
 
 
 @contextmanager
-def _own_weights() -> Iterator[None]:
-    """Every process loads all the weights, whatever the policy's sharding asks of `from_pretrained`.
+def own_weights() -> Iterator[None]:
+    """Let this process build or load all the weights, whatever the policy's sharding asks of `from_pretrained`.
 
     Under ZeRO-3 they would be partitioned; under FSDP with RAM-efficient loading only the first process would get any.
     """

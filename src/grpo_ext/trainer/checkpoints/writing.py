@@ -140,7 +140,13 @@ class WritingTrainer(GRPOTrainer):
             shutil.rmtree(folder / "ref", ignore_errors=True)  # the adapter it began with: for a resume alone
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """As transformers', with the branch that is pushed to."""
+        """As transformers', with the branch that is pushed to.
+
+        Raises:
+            ConfigError: the hub cannot be reached, or refuses.
+        """
+        if self.is_world_process_zero():
+            hub.make_repository(self.args)
         super().init_hf_repo(token)
         if self.is_world_process_zero():
             hub.make_branch(self, self.args.hub_revision)

@@ -1,0 +1,35 @@
+# grpo-ext with the pinned versions of constraints.txt.
+#
+#   docker build -t grpo-ext .                                   # for a CPU
+#   docker build -t grpo-ext-cuda --build-arg BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 \
+#       --build-arg TORCH_INDEX=https://pypi.org/simple --build-arg "EXTRAS=[vllm,deepspeed]" .
+#
+#   docker run --rm -v "$PWD:/work" grpo-ext train --config quickstart/grpo
+#   docker run --rm -v "$PWD:/work" --gpus all --shm-size 16g grpo-ext-cuda train --config RECIPE
+#
+# BASE: an image of Debian or Ubuntu. TORCH_INDEX: where torch comes from; PyPI has the CUDA build.
+
+ARG BASE=python:3.12-slim
+FROM ${BASE}
+ARG TORCH=torch==2.13.0
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG EXTRAS=
+
+# torch and DeepSpeed compile small parts when they first run.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && (command -v python3 || apt-get install --yes --no-install-recommends python3 python3-dev python3-venv) \
+    && rm -rf /var/lib/apt/lists/*
+
+ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
+RUN python3 -m venv /opt/venv && pip install --no-cache-dir --index-url "${TORCH_INDEX}" "${TORCH}"
+
+COPY pyproject.toml constraints.txt README.md LICENSE /opt/grpo-ext/
+COPY src /opt/grpo-ext/src
+COPY recipes /opt/grpo-ext/recipes
+COPY examples/project /opt/grpo-ext/examples/project
+RUN pip install --no-cache-dir "/opt/grpo-ext${EXTRAS}" --constraint /opt/grpo-ext/constraints.txt
+
+WORKDIR /work
+ENTRYPOINT ["grpo-ext"]
+CMD ["--help"]

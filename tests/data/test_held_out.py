@@ -1,0 +1,143 @@
+"""Rows held out for evaluation share no prompt with training rows; where a user's own splits do, they are counted."""
+
+import json
+import logging
+
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl import DatasetMixtureConfig
+
+import tiny
+from grpo_ext.commands.check import plan
+from grpo_ext.data.config import DataConfig
+from grpo_ext.data.held_out import hold_out, shared_prompts
+from grpo_ext.data.loading import load_datasets
+from grpo_ext.data.mixture import load_mixture
+from grpo_ext.errors import DataError
+from grpo_ext.recipe.loading import rows_of
+from grpo_ext.recipe.look import Look
+from grpo_ext.recipe.parsing import load_recipe
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def chat(text, **more):
+    return [{"role": "user", "content": text, **more}]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+TEN_PROMPTS = [{"prompt": f"p{i % 10}", "solution": str(i)} for i in range(100)]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 6), min_size=3, max_size=30), st.integers(1, 29), st.integers(0, 3))
+def test_no_prompt_is_on_both_sides_and_no_row_is_lost(prompts, number, seed):
+    """Not more rows than asked for, but where the rarest prompt has more."""
+    rows = Dataset.from_list([{"prompt": str(p), "row": i} for i, p in enumerate(prompts)])
+    if number >= len(prompts) or len(set(prompts)) == 1:
+        with pytest.raises(DataError, match=r"test_size=0\.5"):
+            hold_out(rows, number, seed, setting="test_size=0.5")
+        return
+    train, test = hold_out(rows, number, seed, setting="test_size=0.5")
+    assert not set(train["prompt"]) & set(test["prompt"])
+    assert sorted([*train["row"], *test["row"]]) == list(range(len(prompts)))
+    assert 1 <= len(test) <= max(number, min(map(prompts.count, prompts)))
+    assert test[:] == hold_out(rows, number, seed, setting="test_size=0.5")[1][:]
+
+
+def test_rows_with_prompts_of_their_own_are_split_as_ever():
+    rows = Dataset.from_list([{"prompt": str(i)} for i in range(20)])
+    _, test = hold_out(rows, 5, 3, setting="test_size=5")
+    assert test[:] == rows.train_test_split(test_size=5, seed=3)["test"][:]
+
+
+def test_test_size_keeps_the_rows_of_a_prompt_together(tmp_path, caplog):
+    name = write(tmp_path / "a.jsonl", TEN_PROMPTS)
+    with caplog.at_level(logging.WARNING):
+        train, test = load_datasets(name, DataConfig(test_size=0.25), eval_needed=True)
+    assert (len(train), len(test)) == (80, 20)
+    assert not set(train["prompt"]) & set(test["prompt"])
+    assert "test_size=0.25: 20 of 100 rows are held out, those of 2 of 10 prompts" in caplog.text
+    rows, held = load_datasets(name, DataConfig(test_size=0.25), eval_needed=True, by_prompt=False)
+    assert (len(rows), len(held)) == (75, 25)
+
+
+@pytest.mark.parametrize("column", ["prompt", "question"])
+def test_a_mixture_of_a_dataset_with_itself_shares_no_prompt_either(tmp_path, column):
+    name = write(tmp_path / "a.jsonl", [{column: f"p{i}"} for i in range(40)])
+    mixture = DatasetMixtureConfig(datasets=[{"path": name}, {"path": name}], test_split_size=0.25)
+    split = load_mixture(mixture, DataConfig())
+    assert not set(split["train"][column]) & set(split["test"][column])
+    assert (len(split["train"]), len(split["test"])) == (60, 20)
+
+
+@pytest.mark.parametrize("held_out", [Dataset.from_list, list])
+def test_shared_prompts_are_counted(held_out):
+    """A message has keys that are None where another one has them."""
+    train = Dataset.from_list([{"prompt": chat("a", name="x")}, {"prompt": chat("b")}])
+    rows = [{"prompt": chat("b")}, {"prompt": chat("c")}, {"prompt": chat("b")}]
+    [told] = shared_prompts(train, held_out(rows), "x")
+    assert told.startswith("2 of the 3 rows of x have a prompt that is also trained on")
+    assert shared_prompts(train, held_out(rows[1:2])) == []
+
+
+def test_prompts_with_images_are_other_tasks():
+    rows = Dataset.from_list([{"prompt": "What is it?", "image": str(i)} for i in range(8)])
+    train, test = hold_out(rows, 2, 0, setting="test_size=2")
+    assert (len(train), len(test)) == (6, 2)
+    assert shared_prompts(train, test) == []
+
+
+@pytest.mark.parametrize("environments", [False, True])
+def test_check_counts_prompts_of_both_splits_and_of_evaluation_sets(tmp_path, environments):
+    """The prompt of a game does not say which game it is."""
+    (tmp_path / "set").mkdir()
+    rows = [{"prompt": chat(f"{i} + {i}?"), "solution": str(2 * i)} for i in range(16)]
+    write(tmp_path / "set" / "train.jsonl", rows)
+    write(tmp_path / "set" / "test.jsonl", [*rows[:5], {"prompt": chat("new"), "solution": "1"}])
+    recipe = tiny.TRAINING | {
+        "model_name_or_path": "quickstart",
+        "reward_funcs": ["accuracy"],
+        "eval_strategy": "steps",
+    }
+    recipe |= {"dataset_name": str(tmp_path / "set"), "output_dir": str(tmp_path / "out")}
+    recipe |= {"eval_strategy": "steps", "eval_steps": 1}
+    recipe |= {"eval_sets": [{"name": "again", "dataset_name": str(tmp_path / "set" / "test.jsonl")}]}
+    if environments:
+        recipe |= {"environments": ["guess"], "reward_funcs": ["format"]}
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+    look = Look()
+    told = " ".join(
+        line for _, line in plan(load_recipe(["--config", str(tmp_path / "r.yaml")], look), look)["Warnings"]
+    )
+    assert ("5 of the 6 rows of the evaluation data have a prompt" in told) != environments
+    assert ("5 of the 6 rows of eval_sets: again have a prompt" in told) != environments
+
+
+@pytest.mark.parametrize(("entry", "rows"), [({"dataset_name": "{folder}/a.jsonl"}, 10), ({"split": "extra"}, 6)])
+def test_an_evaluation_set_has_all_of_its_rows(tmp_path, entry, rows):
+    """`test_size` holds rows out of the training data alone."""
+    (tmp_path / "set").mkdir()
+    for name, count in (("set/train", 20), ("set/extra", 6), ("a", 10)):
+        write(tmp_path / f"{name}.jsonl", [{"prompt": chat(f"{name}{i}"), "solution": "1"} for i in range(count)])
+    recipe = tiny.TRAINING | {"model_name_or_path": "quickstart", "reward_funcs": ["accuracy"], "test_size": 0.2}
+    recipe |= {"dataset_name": str(tmp_path / "set"), "output_dir": str(tmp_path / "out")}
+    recipe |= {"eval_sets": [{"name": "x", **{key: text.format(folder=tmp_path) for key, text in entry.items()}}]}
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+    loaded = load_recipe(["--config", str(tmp_path / "r.yaml")])
+    assert len(rows_of(loaded.eval_sets[0], loaded, None)) == rows
+
+
+def test_a_test_split_that_is_named_and_not_there_is_refused_beside_test_size(tmp_path):
+    name = write(tmp_path / "train.jsonl", TEN_PROMPTS)
+    with pytest.raises(DataError, match=r"dataset_test_split='tset'.*remove dataset_test_split"):
+        load_datasets(name, DataConfig(test_size=0.2), test_split="tset", eval_needed=True)

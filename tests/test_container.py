@@ -1,0 +1,85 @@
+"""The Dockerfile: what it copies makes the package, its versions are the project's, and a builder builds it."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from processes import PATIENCE
+
+ROOT = Path(__file__).parent.parent
+KNOWN = {"ARG", "FROM", "RUN", "ENV", "COPY", "WORKDIR", "ENTRYPOINT", "CMD"}
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(name, rest) of each instruction; comments left out, continued lines joined."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    whole = "\n".join(lines).replace("\\\n", " ").splitlines()
+    return [
+        (name, " ".join(rest.split())) for name, _, rest in (line.partition(" ") for line in whole if line.strip())
+    ]
+
+
+def arguments() -> dict[str, str]:
+    return dict(rest.partition("=")[::2] for name, rest in instructions() if name == "ARG")
+
+
+def copied() -> list[str]:
+    return [source for name, rest in instructions() if name == "COPY" for source in rest.split()[:-1]]
+
+
+def test_every_instruction_is_known_and_every_argument_is_used():
+    names = [name for name, _ in instructions()]
+    assert set(names) <= KNOWN
+    assert names[:2] == ["ARG", "FROM"]
+    rest = " ".join(text for name, text in instructions() if name != "ARG")
+    assert all(f"${{{name}}}" in rest for name in arguments())
+
+
+def test_versions_and_the_entry_point_are_the_projects():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"TORCH ?= {arguments()['TORCH']}\n" in (ROOT / "Makefile").read_text()
+    assert f"\n{arguments()['TORCH']}\n" in (ROOT / "constraints.txt").read_text()
+    [entry] = [json.loads(rest) for name, rest in instructions() if name == "ENTRYPOINT"]
+    assert entry[0] in project["scripts"]
+    extras = (ROOT / "Dockerfile").read_text().partition('"EXTRAS=[')[2].partition("]")[0].split(",")
+    assert set(extras) <= project["optional-dependencies"].keys()
+
+
+def test_what_is_copied_makes_the_package(tmp_path):
+    """From these files and no others, and .dockerignore lets each of them through."""
+    let_through = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for source in copied():
+        assert Path(source).parts[0] in let_through
+        whole = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        whole(ROOT / source, tmp_path / source)
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        f"grpo_ext/recipe/packaged/{path.relative_to(ROOT / 'recipes')}" for path in (ROOT / "recipes").rglob("*.*")
+    }
+    assert expected <= names
+    assert "grpo_ext/train.py" in names
+
+
+@pytest.mark.slow
+def test_a_builder_builds_it():
+    if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
+        pytest.skip("no Docker here")
+    if subprocess.run(["docker", "pull", arguments()["BASE"]], capture_output=True, timeout=PATIENCE).returncode:
+        pytest.skip(f"{arguments()['BASE']} cannot be pulled here")
+    build = ["docker", "build", "--tag", "grpo-ext-test", str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = ["docker", "run", "--rm", "grpo-ext-test", "check", "--config", "quickstart/grpo"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-3000:]

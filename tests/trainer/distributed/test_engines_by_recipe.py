@@ -1,0 +1,62 @@
+"""Every shipped launch configuration trains the quickstart: `accelerate launch`, two processes, a recipe."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiny
+from distributed.test_engines import needs_deepspeed
+from processes import CONFIG, launcher, on_cpu, run, with_deepspeed
+
+pytestmark = pytest.mark.slow
+SHIM = Path(__file__).parents[2] / "builders" / "fsdp_on_cpu.py"
+BUILDS_THE_MODEL = ("cpu_ddp", "zero3")
+"""Engines that find no warm model: the first process of two builds it."""
+SHIPPED = {path.stem for path in CONFIG.parent.glob("*.yaml")}
+ENGINES = [*BUILDS_THE_MODEL, *sorted(SHIPPED - {*BUILDS_THE_MODEL, "ddp"})]
+"""All that are shipped; on a CPU `ddp` is `cpu_ddp`."""
+FEW = ("--max_steps", "2", "--per_device_train_batch_size", "8", "--logging_steps", "1", "--warmup_steps", "0")
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory):
+    return {name: tmp_path_factory.mktemp("cache") for name in BUILDS_THE_MODEL}
+
+
+def _train(engine, folder, cache, recipe, *given, processes=2):
+    needs_deepspeed(engine)
+    config = CONFIG if engine == "cpu_ddp" else on_cpu(engine, folder, processes=processes)
+    program = [str(SHIM), "grpo_ext.train"] if engine.startswith("fsdp") else ["-m", "grpo_ext.train"]
+    command = [*launcher(config), *program, "--config", recipe, *FEW, *given, "--output_dir", str(folder / "out")]
+    environment = with_deepspeed() if engine.startswith("zero") else {}
+    return run(command, GRPO_EXT_CACHE=str(cache), **environment)
+
+
+def _weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_quickstart_is_trained(engine, caches, tmp_path):
+    cache = caches.get(engine, caches["cpu_ddp"])
+    built = [path.name for path in cache.iterdir()]
+    assert not built or engine not in BUILDS_THE_MODEL
+    said = _train(engine, tmp_path, cache, "quickstart/grpo", processes=1 if engine == "single" else 2)
+    assert "step 2/2   reward" in said
+    [model] = cache.iterdir()
+    assert built in ([], [model.name])
+    warm, trained = _weights(model), _weights(tmp_path / "out")
+    assert warm.keys() == trained.keys()
+    assert all(torch.isfinite(value).all() for value in trained.values())
+    assert 1e-5 < max((trained[name] - warm[name]).abs().max().item() for name in warm) < 1e-2
+
+
+def test_zero_3_trains_an_adapter_on_a_model_on_disk(tmp_path):
+    """The look at a model before training builds it without data, which ZeRO-3 must not partition."""
+    lora = ("--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj", "--max_completion_length", "8")
+    model = ("--model_name_or_path", tiny.save(tmp_path / "model"), *lora)
+    said = _train("zero3", tmp_path, tmp_path / "cache", "quickstart/grpo", *model)
+    assert "step 2/2   reward" in said
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
