@@ -49,7 +49,7 @@ def check_logprobs(completion_ids: Any, logprobs: Any) -> None:
     for i, (ids, given) in enumerate(zip(completion_ids or (), logprobs or (), strict=False)):
         if given is None:
             continue
-        nested = next((value for value in given if isinstance(value, Sequence) or getattr(value, "ndim", 0)), None)
+        nested = next((value for value in given if isinstance(value, Sequence) or getattr(value, "ndim", False)), None)
         if len(given) != len(ids) or nested is not None:
             found = f"{len(given)} values for {len(ids)} tokens" if nested is None else f"{nested!r} among them"
             raise ValueError(
