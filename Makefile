@@ -25,7 +25,7 @@ WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED=$(abspath $(VENV))/deepspeed
 QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint tables docs bench bench-grid bench-vllm bench-losses bench-splits bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults bench-migrate clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint tables docs bench bench-grid bench-vllm bench-losses bench-splits bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults bench-migrate bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -50,6 +50,7 @@ help:
 	@echo "make bench-credit  count the episodes that credit by turn needs, beside GRPO, and write benchmarks/turn_credit.md"
 	@echo "make bench-splits  check every loss's gradient under every split and engine, and rewrite docs/launching.md's table"
 	@echo "make bench-faults  plant faults in real runs, see what grpo-ext diagnose names, and rewrite docs/troubleshooting.md's table"
+	@echo "make bench-trl CLONE=FOLDER  run TRL's own GRPO tests, from the clone of TRL in FOLDER, on grpo-ext and on stock TRL"
 	@echo "make bench-migrate CLONES=FOLDER  migrate all GRPO files of the clones in FOLDER, and rewrite docs/migrating.md's table"
 	@echo "make clean         remove caches and build products (not $(VENV), not outputs/)"
 
@@ -178,6 +179,10 @@ bench-game: install
 bench-credit: install
 	@echo "bench-credit: a task of five turns of which one decides, by GRPO and by credit by turn"
 	$(QUIET_ENV) $(BIN)/python benchmarks/turn_credit.py
+
+bench-trl: install
+	@echo "bench-trl: TRL's own tests of GRPO, on stock TRL and on grpo-ext; half an hour"
+	$(BIN)/python benchmarks/trl_suite.py $(CLONE)
 
 bench-migrate: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/migrate.py $(CLONES) --write

@@ -1,7 +1,11 @@
 """A run that is stopped after any step and goes on elsewhere ends at the same bits and has logged the same figures."""
 
+from types import SimpleNamespace
+
 import pytest
 
+import tiny
+import trainers
 from interrupted import CASES, check, trainer
 
 QUICK = ("both", "lora", "dynamic sampling", "stream")
@@ -44,3 +48,16 @@ def test_another_split_goes_on_with_the_same_prompts(tmp_path, caplog):
         assert one.state.global_step == 8
     assert "are new ones from here on" in caplog.text
     assert seen["resumed"] == seen["whole"][1:]
+
+
+def test_tied_weights_are_not_missing(tmp_path, caplog):
+    """A checkpoint stores them once; a weight that is really missing is still named."""
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    path = tiny.save(tmp_path / "model", tie_word_embeddings=True)
+    one = trainers.build(path, tmp_path / "out", **settings)
+    one.train()
+    one.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert "missing keys" not in caplog.text
+    missing = ["lm_head.weight", "model.norm.weight"]
+    one._issue_warnings_after_load(SimpleNamespace(missing_keys=missing, unexpected_keys=[]))
+    assert "['model.norm.weight']" in caplog.text

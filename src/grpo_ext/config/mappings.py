@@ -132,6 +132,11 @@ def _past_a_field(config: Any) -> Iterator[str]:
             "generation_kwargs.do_sample=False: every completion of a group is the same then, and no advantage is "
             "left. Remove it."
         )
+    if config.use_vllm and given.get("seed") is not None:
+        yield (
+            f"generation_kwargs.seed={given['seed']!r} with use_vllm: each completion of a group would be drawn with "
+            "this seed, so that all are the same. Remove it; the field seed decides about the run."
+        )
 
 
 def _generation(config: Any) -> Iterator[str]:

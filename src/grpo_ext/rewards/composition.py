@@ -70,6 +70,12 @@ class RewardSpec:
 _KEYS = ("name", "func", *(f.name for f in fields(RewardSpec) if f.name not in ("name", "function")))
 
 
+NOTHING_REWARDED = (
+    "reward_funcs={!r}: no source of rewards, so nothing would be rewarded. Name at least one, such as accuracy, or "
+    "environments that pay."
+)
+
+
 def parse(
     entries: Sequence[str | Mapping[str, Any] | Reward],
     reward_weights: Sequence[float] | None = None,
@@ -83,11 +89,13 @@ def parse(
     In Python `func` may be a function; a function, or a loaded model, that stands alone is TRL's to call.
     Never raises for what a user wrote.
     """
+    if entries is None:
+        return [], [NOTHING_REWARDED.format(None)]
     if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence):
         names = ", ".join(part.strip() for part in entries.split(",")) if isinstance(entries, str) else "accuracy"
         return [], [f"reward_funcs={entries!r}: not a list. Write reward_funcs: [{names}]."]
     if not entries:
-        return [], [f"reward_funcs={entries!r}: nothing would be rewarded. Name at least one, such as accuracy."]
+        return [], [NOTHING_REWARDED.format(entries)]
     specs: list[RewardSpec] = []
     problems: list[str] = []
     for index, entry in enumerate(entries):

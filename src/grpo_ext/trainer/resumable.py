@@ -102,6 +102,12 @@ class ResumableTrainer(GuardedTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         state.load_default_adapter(model or self.model, Path(resume_from_checkpoint))
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of missing weights, but not of tied ones, which a checkpoint stores once."""
+        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", None) or {}
+        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """And then, from the same random numbers, what was due after the checkpoint and before the next step."""
         super()._load_rng_state(checkpoint)
