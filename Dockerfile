@@ -4,8 +4,8 @@
 #   docker build -t grpo-ext-cuda --build-arg BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 \
 #       --build-arg TORCH_INDEX=https://pypi.org/simple --build-arg "EXTRAS=[vllm,deepspeed]" .
 #
-#   docker run --rm -v "$PWD:/work" grpo-ext train --config quickstart/grpo
-#   docker run --rm -v "$PWD:/work" --gpus all --shm-size 16g grpo-ext-cuda train --config RECIPE
+#   docker run --rm -v "$PWD:/workspace" grpo-ext train --config quickstart/grpo
+#   docker run --rm -v "$PWD:/workspace" --gpus all --shm-size 16g grpo-ext-cuda train --config RECIPE
 #
 # BASE: an image of Debian or Ubuntu. TORCH_INDEX: where torch comes from; PyPI has the CUDA build.
 
@@ -21,15 +21,15 @@ RUN apt-get update \
     && (command -v python3 || apt-get install --yes --no-install-recommends python3 python3-dev python3-venv) \
     && rm -rf /var/lib/apt/lists/*
 
-ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
-RUN python3 -m venv /opt/venv && pip install --no-cache-dir --index-url "${TORCH_INDEX}" "${TORCH}"
+ENV VIRTUAL_ENV=/venv PATH=/venv/bin:$PATH
+RUN python3 -m venv /venv && pip install --no-cache-dir --index-url "${TORCH_INDEX}" "${TORCH}"
 
-COPY pyproject.toml constraints.txt README.md LICENSE /opt/grpo-ext/
-COPY src /opt/grpo-ext/src
-COPY recipes /opt/grpo-ext/recipes
-COPY examples/project /opt/grpo-ext/examples/project
-RUN pip install --no-cache-dir "/opt/grpo-ext${EXTRAS}" --constraint /opt/grpo-ext/constraints.txt
+COPY pyproject.toml constraints.txt README.md LICENSE /grpo-ext/
+COPY src /grpo-ext/src
+COPY recipes /grpo-ext/recipes
+COPY examples/project /grpo-ext/examples/project
+RUN pip install --no-cache-dir "/grpo-ext${EXTRAS}" --constraint /grpo-ext/constraints.txt
 
-WORKDIR /work
+WORKDIR /workspace
 ENTRYPOINT ["grpo-ext"]
 CMD ["--help"]
