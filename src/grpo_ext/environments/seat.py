@@ -8,10 +8,8 @@ import asyncio
 import inspect
 import json
 import pickle
-import random
 import socket
 import struct
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
@@ -139,12 +137,3 @@ def written(answer: dict[str, Any]) -> bytes:
         return json.dumps(answer, default=float, skipkeys=True).encode()
     except Exception as error:  # a value's own methods may raise anything
         return json.dumps({"failed": [GARBAGE, f"what it returned cannot be sent: {error}"]}).encode()
-
-
-def seed_all(seed: int) -> None:
-    """Seed what a forked process has inherited, in which all attempts would draw the same numbers."""
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
