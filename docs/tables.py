@@ -225,7 +225,7 @@ def ratio(median: float, spread: tuple[float, float] | None = None) -> tuple[str
 def resumable_table() -> str:
     """Settings that may differ when a run goes on, by what the difference does."""
     kinds = {
-        "listed; changes no trained number": identity.HARMLESS | {"rewards: timeout, retries, isolate"},
+        "listed; changes no trained number": identity.HARMLESS | {"rewards: timeout, retries, isolate, independent"},
         "listed; numbers differ by rounding": identity.ROUNDING,
         "honoured; the learning-rate schedule runs to the new end": identity.LENGTH,
         "honoured while a step and a generation have as many rows as before; random streams are other ones": (

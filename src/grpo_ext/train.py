@@ -75,6 +75,7 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
         workers=recipe.script.reward_workers,
         memory_gib=recipe.script.reward_memory_gib,
         failures=Path(training.output_dir or ".") / "reward_failures",
+        seed=training.seed,
     )
     given = training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
     training.model_init_kwargs = {**{k: v for k, v in loading.items() if v is not None}, **given}

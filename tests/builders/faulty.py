@@ -1,8 +1,12 @@
 """Rewards that go wrong on the completion "bad" (on rank FAULT_RANK where that is set), each in its own way."""
 
 import ctypes
+import json
 import os
+import pickle
+import random
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -88,7 +92,7 @@ def returns(completions, *, what: str, **_):
     import numpy
     import torch
 
-    return RETURNED[what][0](numpy, torch)
+    return (RETURNED | MISSHAPEN)[what][0](numpy, torch)
 
 
 CURE = "Return a finite number, or None where it cannot be scored"
@@ -101,20 +105,20 @@ RETURNED = {
     "a generator": (lambda numpy, torch: (x for x in (1, None)), [1.0, None], ""),
     "text": (lambda numpy, torch: ["1.0", 0.5], [None, 0.5], f"it returned '1.0', which is no number. {CURE}"),
     "a list": (lambda numpy, torch: [[1.0], 0.5], [None, 0.5], "which is no number"),
-    "nan": (lambda numpy, torch: [1.0, numpy.float64("nan")], [1.0, None], f"it returned nan. {CURE}"),
+    "nan": (lambda numpy, torch: [1.0, numpy.float64("nan")], [1.0, None], ""),
     "-inf": (lambda numpy, torch: [-float("inf"), 0.5], [None, 0.5], f"it returned -inf. {CURE}"),
-    "too many": (
-        lambda numpy, torch: [1.0] * 3,
-        [None] * 2,
-        "3 values for 1 completions. Return one for each, or None",
-    ),
-    "nothing": (lambda numpy, torch: None, [None] * 2, f"it returned None, {LIST}"),
-    "a number": (lambda numpy, torch: 1.0, [None] * 2, f"it returned 1.0, {LIST}"),
-    "one text": (lambda numpy, torch: "10", [None] * 2, f"it returned '10', {LIST}"),
-    "a mapping": (lambda numpy, torch: {"a": 1.0}, [None] * 2, LIST),
-    "a scalar": (lambda numpy, torch: torch.tensor(1.0), [None] * 2, f"it returned tensor(1.), {LIST}"),
 }
 """Name -> what is returned, what it is worth, what the log says."""
+MISSHAPEN = {
+    "too many": (lambda numpy, torch: [1.0] * 3, "3 values for 2 completions. Return one number or None for each"),
+    "too few": (lambda numpy, torch: [1.0], "1 values for 2 completions. Return one number or None for each"),
+    "nothing": (lambda numpy, torch: None, f"it returned None, {LIST}"),
+    "a number": (lambda numpy, torch: 1.0, f"it returned 1.0, {LIST}"),
+    "one text": (lambda numpy, torch: "10", f"it returned '10', {LIST}"),
+    "a mapping": (lambda numpy, torch: {"a": 1.0}, LIST),
+    "a scalar": (lambda numpy, torch: torch.tensor(1.0), f"it returned tensor(1.), {LIST}"),
+}
+"""Name -> what is returned where one value per completion is due, what the error says."""
 
 FAULTS = {
     "loop": ("timeout", "did not answer within"),
@@ -124,9 +128,7 @@ FAULTS = {
     "leave": ("error", "exit code 1"),
     "segfault": ("error", "SIGSEGV"),
     "hog": ("error", "MemoryError"),
-    "short": ("error", "returned 0 values for 1 completions"),
     "text": ("error", "'seven', which is no number"),
-    "nan": ("error", "returned nan"),
     "inf": ("error", "returned inf"),
 }
 """Name -> what it counts as, and what the log says of it."""
@@ -232,3 +234,85 @@ async def flaky_later(completions, *, marker: str, **columns):
 
 async def choke_later(completions, **columns):
     return choke(completions, **columns)
+
+
+# Rewards that compare the completions of a batch, and such as fail on a batch only.
+
+
+def novelty(completions, **_):
+    """1 / how often an answer occurs in the batch."""
+    answers = [json.loads(completion) for completion in completions]
+    return [1 / answers.count(answer) for answer in answers]
+
+
+def crowded(completions, **_):
+    if len(completions) > 1:
+        raise RuntimeError("more than it can take")
+    return [1.0]
+
+
+# Rewards that raise what is not an Exception.
+
+ERROR: BaseException = RuntimeError()
+
+
+class Ending:
+    def __float__(self):
+        raise ERROR
+
+
+def raises_in_call(completions, **_):
+    raise ERROR
+
+
+def raises_in_value(completions, **_):
+    return [Ending() if _is_bad(completion) else 1.0 for completion in completions]
+
+
+async def raises_in_coroutine(completions, **_):
+    raise ERROR
+
+
+# Rewards that write to the pipe of their worker.
+
+
+class Made:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def pickle_that_makes(path) -> bytes:
+    """A pickle that creates a file where it is read."""
+    return pickle.dumps(Made(path))
+
+
+def forges(completions, *, body: bytes, **_):
+    if any(map(_is_bad, completions)):
+        os.write(int(sys.argv[2]), len(body).to_bytes(8, "little") + body)
+        time.sleep(1e6)
+    return [1.0] * len(completions)
+
+
+# Rewards that draw numbers, and that count their calls.
+
+
+def draws(completions, **_):
+    return [random.random() + random.choice([0, 1]) for _ in completions]
+
+
+def draws_lazily(completions, **_):
+    import numpy
+
+    return numpy.random.rand(len(completions)).tolist()
+
+
+_calls = 0
+
+
+def counts(completions, **_):
+    global _calls
+    _calls += 1
+    return [_calls] * len(completions)

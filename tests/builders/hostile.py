@@ -105,6 +105,12 @@ for pid in ({parent}, os.getppid()):
     attempt(fcntl.fcntl, r, fcntl.F_SETOWN, pid); attempt(fcntl.fcntl, r, 10, 9)
     attempt(fcntl.ioctl, r, 0x8901, pid)
 """,
+    "names of files by a watch": """
+folder = os.path.dirname({secret!r}).encode()
+attempt(call, "inotify_add_watch", libc.inotify_init1(0), folder, 0x100)
+attempt(call, "inotify_add_watch", libc.inotify_init(), folder, 0x100)
+attempt(call, "fanotify_mark", libc.fanotify_init(0x200 | 0x400 | 0x800, 0), 1, 0x100, -100, folder)
+""",
     "memory that no limit counts": """
 attempt(call, "shmget", 0, 1 << 30, 0o1666); attempt(call, "memfd_create", b"x", 0)
 attempt(call, "msgget", 0, 0o1666)

@@ -159,6 +159,25 @@ def scored_by(tmp_path, *entries):
     return scored, dict(explain(scored, 0, recipe))
 
 
+@pytest.mark.parametrize(
+    ("entry", "name", "piece"),
+    [
+        ("accuracy", "accuracy", "1.0 x 1"),
+        ({"name": "accuracy", "weight": 0.5, "kwargs": {"read": "tag"}}, "accuracy", "1.0 x 0.5   (read='tag')"),
+        ({"name": "right", "func": "accuracy"}, "right", "1.0 x 1   (accuracy)"),
+        (
+            {"name": "boxes", "func": "format", "kwargs": {"style": "boxed"}},
+            "boxes",
+            "0.0 x 1   (format, style='boxed')",
+        ),
+    ],
+)
+def test_a_reward_is_explained_by_what_its_name_does_not_say(entry, name, piece, tmp_path):
+    """It read `1.0 x 1   (accuracy )`."""
+    _, pieces = scored_by(tmp_path, entry)
+    assert pieces[name] == piece
+
+
 def test_an_async_reward_of_this_process_is_awaited(tmp_path):
     scored, _ = scored_by(tmp_path, f"{__name__}:waits", "accuracy")
     assert scored.rewards == {"waits": [18.0], "accuracy": [1.0]}

@@ -1,11 +1,13 @@
 """The remote reward against a real server on this machine that answers, fails, hangs and lies."""
 
 import asyncio
+import gzip
 import json
 import logging
 import re
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +16,7 @@ import pytest
 
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.models import http_client
 from grpo_ext.rewards.models.http_client import RemoteRewardError
 from grpo_ext.rewards.models.remote import JUDGE_PATTERN
 from grpo_ext.rewards.runtime import build
@@ -237,7 +240,103 @@ def test_unpaired_surrogates_and_null_scores(serve):
     assert server.requests[0]["text_2"] == ["\udfff", "é", ""]
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("Score: 3", 3.0),
+        ([{"type": "text", "text": "Fine.\nSco"}, {"type": "text", "text": "re: 7"}], 7.0),
+        (["Score: 2"], 2.0),
+        ([{"type": "refusal"}], None),
+        (None, None),
+    ],
+)
+def test_a_judges_answer_is_a_text_or_a_list_of_parts(serve, content, expected):
+    server = serve(lambda *_: {"choices": [{"message": {"role": "assistant", "content": content}}]})
+    columns = {"prompts": ["q"], "completions": ["a"]}
+    assert score(server, **columns, url=f"{server.url}/v1/chat/completions", protocol="openai_judge") == [expected]
+
+
 # Failures
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"choices": [{"message": {"content": [3]}}]},
+        {"choices": [{"message": "text"}]},
+        {"choices": "text"},
+        {"data": [{"index": 0, "score": 10**400}]},
+        {"data": [7]},
+    ],
+)
+def test_an_answer_of_another_form_is_an_error_with_its_text(serve, answer):
+    server = serve(lambda *_: answer)
+    columns = {"prompts": ["q"], "completions": ["a"], "protocol": "openai_judge" if "choices" in answer else "score"}
+    with pytest.raises(RemoteRewardError, match=f"not {columns['protocol']} scores"):
+        score(server, **columns)
+
+
+def endless(encoding):
+    """An answer without end, which in memory is a thousand times as large where it is compressed."""
+    chunk = b" " * (1 << 20) if encoding == "identity" else gzip.compress(b" " * (1 << 26))
+
+    def reply(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Encoding", encoding)
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        while not handler.server.released.is_set():
+            handler.wfile.write(chunk)
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words"),
+    [("identity", "answered 200 with more than 4 MiB"), ("gzip", "more than 4 MiB|in Content-Encoding 'gzip'")],
+)
+def test_an_answer_without_end_takes_bounded_memory(serve, monkeypatch, encoding, words):
+    monkeypatch.setattr(http_client, "LARGEST", 4 << 20)
+    reply = endless(encoding)
+    server = serve(lambda *_: reply)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteRewardError, match=words):
+            score(server, prompts=["q"], completions=["a"], timeout=10.0, retries=0)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert server.headers[0]["Accept-Encoding"] == "identity"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "gzip, gzip"])
+def test_a_compressed_answer_is_refused_unread(serve, encoding):
+    body = gzip.compress(gzip.compress(b" " * (1 << 26)))
+    text = body.decode("latin-1")
+
+    def reply(handler):
+        handler.send_response(200)
+        for name, value in {"Content-Encoding": encoding, "Content-Length": str(len(text))}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    with pytest.raises(RemoteRewardError, match=f"in Content-Encoding '{encoding}', which was not accepted"):
+        score(serve(lambda *_: reply), prompts=["q"], completions=["a"])
+
+
+def test_a_server_that_is_down_is_asked_once_a_batch(serve, runtime, caplog):
+    """It was asked for all, and then for each completion, one after the other."""
+    server = serve(lambda *_: (503, "down", {}))
+    kwargs = {"url": f"{server.url}/score", "protocol": "score", "retries": 1, "backoff": 0.01, "batch_size": 5}
+    [spec], problems = parse([{"name": "remote", "kwargs": kwargs}])
+    assert problems == []
+    assert asyncio.run(runtime(spec).functions[0](**COLUMNS)) == [None] * N
+    assert len(server.requests) == 4  # two batches, each tried twice
+    [record] = caplog.records
+    assert "reward 'remote' (remote) failed on 10 of 10 completions" in record.message
+    assert "answered 503: 'down'" in record.message
+    assert "independent" not in record.message
 
 
 @pytest.mark.parametrize("fault", [429, 408, 500, 503, None])

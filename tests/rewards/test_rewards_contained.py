@@ -5,6 +5,8 @@ import inspect
 import json
 import math
 import os
+import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,7 +59,7 @@ def test_what_cannot_become_a_float_costs_itself(fault, reason, workers, runtime
 )
 def test_the_zero_of_a_failure_is_not_clipped(settings, expected, workers, runtime):
     metrics = {}
-    rewards = runtime(spec("choke", on_error="zero", **settings), workers=workers)
+    rewards = runtime(spec("choke", on_error="zero", independent=True, **settings), workers=workers)
     assert score(rewards, log_metric=metrics.__setitem__) == expected
     assert metrics["rewards/choke/clipped_frac"] == 0.0
 
@@ -153,15 +155,75 @@ def test_what_a_reward_logs_stands_beside_its_rows(workers, runtime):
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["choke", "choke_later", "short"])
-def test_a_failed_call_is_split(name, workers, runtime, caplog):
-    assert score(runtime(spec(name), workers=workers)) == [1.0, 1.0, None, 1.0]
+@pytest.mark.parametrize("name", ["choke", "choke_later"])
+def test_a_failed_call_is_split_where_scores_are_independent(name, workers, runtime, caplog):
+    metrics = {}
+    rewards = runtime(spec(name, independent=True), workers=workers)
+    assert score(rewards, log_metric=metrics.__setitem__) == [1.0, 1.0, None, 1.0]
     [record] = caplog.records
     assert "first: 'bad'" in record.message
+    assert "4 completions were scored one by one, since their call failed: " in record.message
+    assert metrics[f"rewards/{name}/rescored"] == 4
+
+
+@BOTH
+@pytest.mark.parametrize(("on_error", "value"), [("none", None), ("zero", 0.0)])
+def test_a_reward_that_compares_its_batch_never_becomes_another_one(on_error, value, workers, runtime, caplog):
+    """It gave each of the others 1.0 once one completion was not JSON."""
+    metrics = {}
+    rewards = runtime(spec("novelty", on_error=on_error), workers=workers)
+    assert score(rewards, ['"a"', '"a"', '"b"', '"a"']) == [1 / 3, 1 / 3, 1.0, 1 / 3]
+    assert score(rewards, ['"a"', '"a"', "bad", '"a"'], log_metric=metrics.__setitem__) == [value] * 4
+    [record] = caplog.records
+    assert "reward 'novelty' (faulty:novelty) failed on 4 of 4 completions" in record.message
+    assert "JSONDecodeError" in record.message
+    assert "set independent: true" in record.message
+    assert (metrics["rewards/novelty/errors"], metrics["rewards/novelty/rescored"]) == (4, 0)
+
+
+@BOTH
+def test_what_succeeds_one_by_one_is_logged_and_counted(workers, runtime, caplog):
+    metrics = {}
+    rewards = runtime(spec("crowded", independent=True), workers=workers)
+    assert score(rewards, log_metric=metrics.__setitem__) == [1.0] * 4
+    [record] = caplog.records
+    assert "4 completions were scored one by one, since their call failed" in record.message
+    assert (metrics["rewards/crowded/errors"], metrics["rewards/crowded/rescored"]) == (0, 4)
+
+
+@BOTH
+@pytest.mark.parametrize("on_error", ["none", "zero", "raise"])
+def test_what_is_not_one_value_per_completion_is_an_error(on_error, workers, runtime):
+    """A list of one value was taken for the first of as many calls as there are completions."""
+    settings = {"on_error": on_error, "independent": on_error == "zero"}
+    specs = [
+        replace(spec("returns", kwargs={"what": what}, **settings), name=what.replace(" ", "_"))
+        for what in faulty.MISSHAPEN
+    ]
+    rewards = runtime(*specs, workers=workers)
+    rewards.deferred = True
+    batch = {"prompts": [""] * 2, "completions": ["good"] * 2}
+    for function in rewards.functions:
+        function(**batch)
+    for error, entry, (_, words) in zip(rewards.errors, specs, faulty.MISSHAPEN.values(), strict=True):
+        assert f"reward {entry.name!r} (faulty:returns)" in error
+        assert words in error
+
+
+@BOTH
+def test_nan_counts_as_none_is_counted_and_reported_once(workers, runtime, caplog):
+    metrics = {}
+    rewards = runtime(spec("nan", on_error="raise"), workers=workers)
+    for _ in range(2):
+        assert score(rewards, log_metric=metrics.__setitem__) == [1.0, 1.0, None, 1.0]
+    [record] = caplog.records
+    assert "reward 'nan' returned NaN for 1 of 4 completions" in record.message
+    assert metrics["rewards/nan/nan_frac"] == metrics["rewards/nan/none_frac"] == 0.25
+    assert metrics["rewards/nan/errors"] == 0
 
 
 def test_splitting_in_this_process_takes_bounded_time(runtime, caplog):
-    assert score(runtime(spec("choke", timeout=1e-9), workers=0), ["good", "bad"]) == [None, None]
+    assert score(runtime(spec("choke", timeout=1e-9, independent=True), workers=0), ["good", "bad"]) == [None, None]
     assert "no time was left" in caplog.text
 
 
@@ -201,7 +263,7 @@ def test_a_timeout_that_nothing_applies_is_refused(entry, cure):
 @pytest.mark.parametrize("size", [1, 1 << 20])
 def test_a_worker_that_stops_reading_is_replaced(size, runtime, monkeypatch):
     monkeypatch.setattr(pool, "LOADING_SECONDS", 5.0)
-    rewards = runtime(spec("doze", timeout=1.0), workers=1)
+    rewards = runtime(spec("doze", timeout=1.0, independent=True), workers=1)
     assert score(rewards, ["stop"], big=["x"]) == [1.0]
     time.sleep(0.5)
     start = time.monotonic()
@@ -248,14 +310,16 @@ def test_a_killed_workers_temporary_files_go_with_it(runtime, monkeypatch, tmp_p
 @BOTH
 def test_rows_that_cannot_be_saved_end_nothing(workers, runtime, tmp_path, caplog):
     (tmp_path / "file").touch()
-    rewards = runtime(spec("choke"), workers=workers, failures=tmp_path / "file" / "folder")
+    entry = spec("choke", independent=True)
+    rewards = runtime(entry, workers=workers, failures=tmp_path / "file" / "folder")
     assert score(rewards) == [1.0, 1.0, None, 1.0]
     assert "the parser choked" in caplog.text
     assert "not saved to" in caplog.text
 
 
 def test_a_column_that_json_cannot_hold_is_saved_as_text(runtime, tmp_path):
-    score(runtime(spec("choke"), workers=0, failures=tmp_path), grid=[{(0, 1): 2}] * 4, answer=["a"] * 4)
+    entry = spec("choke", independent=True)
+    score(runtime(entry, workers=0, failures=tmp_path), grid=[{(0, 1): 2}] * 4, answer=["a"] * 4)
     [saved] = tmp_path.glob("*.jsonl")
     row = json.loads(saved.read_text())
     assert (row["grid"], row["answer"], row["completion"]) == ("{(0, 1): 2}", "a", "bad")
@@ -274,10 +338,120 @@ def test_a_plain_function_is_contained_with_its_values(values, reason):
     assert reward(completions=["a", "b"]) == [None, None]
     assert reason in errors[0]
     rows = {}
-    for given in ((1, None, math.nan), iter([True, None, -math.inf]), torch.tensor([1.0, 2.0, math.nan])):
+    for given in ((1, None, math.inf), iter([True, None, -math.inf]), torch.tensor([1.0, 2.0, math.inf])):
         first = contained(lambda completions, given=given, **_: given, errors, rows)(completions=["a"] * 3)[0]
         assert first == 1.0
         assert rows == {"<lambda>": [2]}
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_nan_of_a_plain_function_counts_as_none_as_in_trl(later, caplog):
+    metrics, rows, batches = [], {}, [[1.0, 2.0], [1.0, np.nan], [np.nan, np.nan], [1.0, 2.0]]
+
+    def function(completions, **_):
+        return batches.pop(0)
+
+    async def function_later(completions, **_):
+        return batches.pop(0)
+
+    reward = contained(function_later if later else function, [], rows)
+    columns = {"completions": ["a", "b"], "log_metric": lambda *logged: metrics.append(logged)}
+    values = [asyncio.run(reward(**columns)) if later else reward(**columns) for _ in range(4)]
+    assert values == [[1.0, 2.0], [1.0, None], [None, None], [1.0, 2.0]]
+    assert metrics == [(f"rewards/{reward.__name__}/nan_frac", share) for share in (0.5, 1.0, 0.0)]
+    assert rows == {reward.__name__: []}
+    [record] = caplog.records
+    assert "returned NaN for 1 of 2 completions" in record.message
+
+
+# What a function raises that is not an Exception.
+
+
+class Stop(BaseException):
+    """As those of pytest.fail and of math-verify's time limit."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), Stop("enough")])
+@pytest.mark.parametrize("where", ["call", "value", "coroutine"])
+def test_no_exception_of_a_function_leaves_it(error, where, runtime, monkeypatch, caplog):
+    monkeypatch.setattr(faulty, "ERROR", error)
+    handler = signal.signal(signal.SIGINT, lambda *_: None)  # as while a run trains
+    try:
+        entry = spec(f"raises_in_{where}", isolate=False)
+        assert score(runtime(entry), ["good", "bad"]) == [1.0 if where == "value" else None, None]
+        errors = []
+        reward = contained(entry.callable, errors, {})
+        values = reward(completions=["good", "bad"])
+        assert (asyncio.run(values) if inspect.isawaitable(values) else values) == [None, None]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert type(error).__name__ in caplog.text
+    assert len(errors) == 1
+
+
+def test_ctrl_c_is_not_contained_where_it_raises(runtime, monkeypatch):
+    monkeypatch.setattr(faulty, "ERROR", KeyboardInterrupt())
+    for where in ("call", "value"):
+        with pytest.raises(KeyboardInterrupt):
+            score(runtime(spec(f"raises_in_{where}", isolate=False)), ["bad"])
+
+
+# What workers answer, and from what they draw.
+
+
+@pytest.mark.parametrize("body", [b"\x80\x04", b'{"a": 1}', b"[" * 200_000, b'["scored", 1, 2]', b'["what"]', None])
+def test_nothing_that_a_function_writes_to_its_pipe_is_executed_or_ends_the_run(body, runtime, tmp_path, caplog):
+    """It was read as a pickle, which runs whatever its author likes."""
+    body = faulty.pickle_that_makes(tmp_path / "made") if body is None else body
+    rewards = runtime(spec("forges", kwargs={"body": body}), workers=1)
+    assert score(rewards, ["bad"]) == [None]
+    assert "it sent what is not an answer" in caplog.text
+    assert not (tmp_path / "made").exists()
+    assert score(rewards, ["good"]) == [1.0]
+
+
+def test_an_answer_beyond_the_limit_is_not_read(runtime, monkeypatch, caplog):
+    monkeypatch.setattr(pool, "LARGEST", 1000)
+    assert score(runtime(spec("annotated"), workers=1), ["x" * 1000]) == [None]
+    assert "of which at most 1000 are read" in caplog.text
+
+
+def draws(runtime, seed, step=0, batch=BATCH, before=()):
+    rewards = runtime(spec("draws"), spec("draws_lazily"), seed=seed)
+    for earlier in before:
+        rewards.functions[0](completions=earlier)
+    columns = {"completions": list(batch), "trainer_state": SimpleNamespace(global_step=step)}
+    return [function(**columns) for function in rewards.functions]
+
+
+def test_what_a_reward_draws_is_a_function_of_seed_step_and_batch(runtime):
+    """Otherwise a recipe with such a reward is not a function of its seed, and does not resume bit for bit."""
+    random.seed(5)
+    state = random.getstate()
+    first = draws(runtime, 0)
+    assert draws(runtime, 0, before=[["else"]]) == first  # as after a resume
+    assert (
+        len(set(map(str, [*first, *draws(runtime, 1), *draws(runtime, 0, step=1), *draws(runtime, 0, batch="ab")])))
+        == 8
+    )
+    assert random.getstate() == state
+
+
+def test_a_function_stays_in_one_worker_with_what_it_keeps(runtime):
+    """Three counters in two workers gave 1, 1, 2; 2, 3, 3; 4, 4, 5."""
+    rewards = runtime(
+        *(replace(spec("counts"), name=name) for name in "abc"), spec("tags", function="tags"), workers=2
+    )
+    seen = []
+    for call in range(3):
+        batch = [f"{call}"] * 4
+        seen.append([function(prompts=batch, completions=batch)[0] for function in rewards.functions[:3]])
+    assert [[values[1] for values in seen], [values[0] + values[2] for values in seen]] == [[1, 2, 3], [3, 7, 11]]
+
+
+def test_a_reward_of_another_worker_count_is_the_same(runtime):
+    values = [runtime(spec("draws"), spec("format", function="format"), workers=n) for n in (1, 2)]
+    assert score(values[0]) == score(values[1])
 
 
 def test_a_reward_that_no_row_can_be_scored_by_is_told():

@@ -43,10 +43,12 @@ def test_a_bad_completion_costs_itself_alone(fault, on_error, value, runtime, tm
     kind, reason = faulty.FAULTS[fault]
     metrics = {}
     patience = 4.0 if kind == "timeout" else 60.0  # of a good completion too, on a machine that is busy
-    rewards = runtime(spec(fault, on_error=on_error, timeout=patience), failures=tmp_path)
+    entry = spec(fault, on_error=on_error, timeout=patience, independent=True)
+    rewards = runtime(entry, failures=tmp_path)
     assert score(rewards, log_metric=metrics.__setitem__) == {fault: [1.0, 1.0, value, 1.0]}
     assert metrics[f"rewards/{fault}/errors"] == 1
     assert metrics[f"rewards/{fault}/timeouts"] == (kind == "timeout")
+    assert metrics[f"rewards/{fault}/rescored"] == (0 if fault in ("text", "inf") else 4)
     [record] = caplog.records
     assert f"'{fault}' (faulty:{fault})" in record.message
     assert reason in record.message
@@ -73,7 +75,7 @@ def test_none_is_a_value_and_no_failure(runtime, caplog):
 
 def test_a_batch_of_hanging_completions_takes_bounded_time(runtime):
     start = time.monotonic()
-    values = score(runtime(spec("sleep", timeout=1.5)), ["bad"] * 40)["sleep"]
+    values = score(runtime(spec("sleep", timeout=1.5, independent=True)), ["bad"] * 40)["sleep"]
     assert values == [None] * 40
     assert time.monotonic() - start < 1.5 * 3 + 45  # not 40 timeouts; 45 s for starting workers on a busy machine
 
@@ -176,7 +178,7 @@ def test_a_column_with_the_name_of_an_option_is_refused(runtime):
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(1, 1.0), (True, 1.0), (None, None), ("1", None), (float("nan"), None), ([1], None)]
+    ("value", "expected"), [(1, 1.0), (True, 1.0), (None, None), ("1", None), (float("inf"), None), ([1], None)]
 )
 def test_what_counts_as_a_number(value, expected):
     number, problem = to_number(value)
@@ -221,6 +223,7 @@ def test_a_cosine_starts_and_ends_gently():
         ({"retries": 1.5}, "retries=1.5"),
         ({"on_error": "nil"}, "on_error='nil'"),
         ({"isolate": False, "timeout": 3}, "nothing can be stopped"),
+        ({"independent": "yes"}, "independent='yes' is neither true nor false"),
         ({"time_out": 3}, "Did you mean 'timeout'"),
     ],
 )

@@ -143,7 +143,11 @@ def test_what_kills_kills_itself_at_most(name, method, world):
 
 
 @pytest.mark.parametrize(
-    "name", ["read the home directory", "spoil what it may read", "tcp", "unix sockets", "environment"]
+    "name",
+    [
+        *("read the home directory", "spoil what it may read", "tcp", "unix sockets", "environment"),
+        "names of files by a watch",
+    ],
 )
 def test_the_attacks_succeed_outside_the_sandbox(name, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_EXT_TEST_SECRET", "1")

@@ -134,38 +134,44 @@ def test_at_most_ten_batches_are_kept(model_path, tmp_path):
     assert len(list((tmp_path / "failures").iterdir())) == KEPT < sum(step <= 20 for step in steps)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
 def test_a_reward_that_is_no_number_stops_the_run(value, model_path, tmp_path):
     rewards = [poisoned.bad_reward(value, at=3)]
     trainer = poisoned.build(model_path, tmp_path, rewards)
     with pytest.raises(NonFiniteError) as told:
         trainer.train()
-    said = "nan" if math.isnan(value) else "inf"
-    assert str(told.value).startswith(f"Step 3 of 4: {said} returned by reward 'judged' on rank 0, row 1 (")
+    assert str(told.value).startswith("Step 3 of 4: inf returned by reward 'judged' on rank 0, row 1 (")
     kept = torch.load(tmp_path / "failures" / "step_3" / "rank_0.pt")
     assert not math.isfinite(kept["rewards"][1, 0])
     assert len(kept["completions"]) == 16
     assert (tmp_path / "checkpoint-2").exists()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_or_counts_as_not_scored(value, model_path, tmp_path, caplog):
+def test_or_counts_as_not_scored(model_path, tmp_path, caplog):
     def run(value, folder):
         trainer = poisoned.build(model_path, folder, [poisoned.bad_reward(value, at=3)], on_nonfinite="skip")
         trainer.train()
         return weights(trainer.model)
 
-    assert torch.equal(run(value, tmp_path / "bad"), run(None, tmp_path / "none"))
+    assert torch.equal(run(math.inf, tmp_path / "bad"), run(None, tmp_path / "none"))
     assert "returned by reward 'judged' on rank 0, row 1" in caplog.text
     assert "count as not scored by it" in caplog.text
     assert not (tmp_path / "bad" / "failures").exists()
 
 
-def test_none_still_means_not_scored(model_path, tmp_path):
-    trainer = poisoned.build(model_path, tmp_path, [poisoned.bad_reward(None, at=3)])
-    trainer.train()
-    assert trainer.state.global_step == 4
-    assert not (tmp_path / "failures").exists()
+def test_none_and_nan_mean_not_scored(model_path, tmp_path, caplog):
+    """A TRL user writes np.nan for what cannot be scored; it stopped the run."""
+    trained = []
+    for value in (None, math.nan):
+        trainer = poisoned.build(model_path, tmp_path / str(value), [poisoned.bad_reward(value, at=3)])
+        trainer.train()
+        assert trainer.state.global_step == 4
+        assert not (tmp_path / str(value) / "failures").exists()
+        trained.append(weights(trainer.model))
+    assert torch.equal(*trained)
+    assert "reward 'judged' returned NaN for 1 of 16 completions. NaN counts as None" in caplog.text
+    shares = [entry.get("rewards/judged/nan_frac") for entry in trainer.state.log_history if "loss" in entry]
+    assert [share for share in shares if share is not None] == [1 / 16]
 
 
 def test_a_run_goes_on_from_before_the_fault(model_path, tmp_path, clean):

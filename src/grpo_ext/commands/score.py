@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
             raise ConfigError([f"--explain {row}: the rows are numbered 0 to {len(rows) - 1}."])
         for sentence in absences(recipe.rewards, {name for row in rows for name in row}, source=file):
             print(sentence, file=sys.stderr)
-        runtime = Runtime(recipe.rewards, workers=recipe.script.reward_workers)
+        runtime = Runtime(recipe.rewards, workers=recipe.script.reward_workers, seed=recipe.training.seed)
         try:
             scored = score(recipe, rows, runtime)
         finally:

@@ -213,9 +213,9 @@ class GRPOExtConfig(GRPOConfig):
     on_nonfinite: str = field(
         default="stop",
         metadata={
-            "help": "What NaN or inf in rewards, log-probabilities, loss or gradients does, before the optimizer sees "
-            "it: 'stop' (default) ends the run on all processes, 'skip' drops the optimizer step (a reward: the "
-            "completion counts as not scored). The batch is kept in `output_dir`/failures."
+            "help": "What inf in rewards, or NaN or inf in log-probabilities, loss or gradients does, before the "
+            "optimizer sees it: 'stop' (default) ends the run on all processes, 'skip' drops the optimizer step (a "
+            "reward: the completion counts as not scored). The batch is kept in `output_dir`/failures."
         },
     )
     record_batches: int = field(

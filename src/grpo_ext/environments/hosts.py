@@ -161,18 +161,18 @@ class Nursery:
 
     def _next(self, seconds: float) -> tuple | None:
         """The next that it says, or None."""
-        answer = self._worker.next_answer()
         end = time.monotonic() + seconds
-        while answer is None:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._worker.answers, selectors.EVENT_READ)
-                if not selector.select(max(0.0, end - time.monotonic())):
-                    return None
-            try:
+        try:
+            answer = self._worker.next_answer()
+            while answer is None:
+                with selectors.DefaultSelector() as selector:
+                    selector.register(self._worker.answers, selectors.EVENT_READ)
+                    if not selector.select(max(0.0, end - time.monotonic())):
+                        return None
                 answer = self._worker.read()
-            except EOFError:
-                self._ended = True
-                return None
+        except EOFError:
+            self._ended = True
+            return None
         return answer
 
     @property

@@ -22,8 +22,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from grpo_ext.environments.composition import functions_of, maker_of
-from grpo_ext.environments.seat import Seat, seed_all, serve
-from grpo_ext.rewards.workers.worker import die_with_parent, last_lines, receive, send, started, unpacked
+from grpo_ext.environments.seat import Seat, serve
+from grpo_ext.rewards.workers.worker import (
+    die_with_parent,
+    last_lines,
+    receive,
+    seed_all,
+    send,
+    started,
+    unpacked,
+)
 
 PRELOAD = "preload"
 """Class method of an environment, called once with its options before processes are forked: what they can share."""

@@ -9,11 +9,9 @@ import inspect
 import json
 import os
 import pickle
-import random
 import re
 import socket
 import struct
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
@@ -175,12 +173,3 @@ def _number(value: Any) -> float:
         return float(value)
     cure = "Return text, or [{'role': ..., 'content': ...}], and a number as reward."
     raise TypeError(f"{shown(value)} is neither text nor a number. {cure}")
-
-
-def seed_all(seed: int) -> None:
-    """Seed what a forked process has inherited, in which all attempts would draw the same numbers."""
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)

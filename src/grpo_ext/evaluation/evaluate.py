@@ -51,7 +51,7 @@ def evaluate(
     accelerator = trainer.accelerator
     done = _agreed(_begun(kept, identity) if accelerator.is_main_process else None)
     left = [i for i in range(len(chunks)) if i not in done]
-    runtime = Runtime(chosen.rewards, workers=workers)
+    runtime = Runtime(chosen.rewards, workers=workers, seed=chosen.seed)
     runtime.deferred = True
     world, rank = accelerator.num_processes, accelerator.process_index
     try:

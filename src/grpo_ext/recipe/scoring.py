@@ -17,6 +17,7 @@ from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rewards.columns import PLURALS, check_clash
+from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Component, Runtime, values_of
 from grpo_ext.rewards.schedule import weight_at
 
@@ -133,13 +134,14 @@ def explain(scored: Scored, index: int, recipe: Recipe) -> list[tuple[str, str]]
     """One row piece by piece: prompt, completion, what was read, each reward with its weight, total, advantage."""
     row = {**scored.rows[index], **{name: values[index] for name, values in scored.extras.items()}}
     text = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in row.items()]
-    pieces = [
-        (
-            spec.name,
-            f"{scored.rewards[spec.name][index]} x {weight_at(spec.weight, spec.weight_schedule, *_START):g}   "
-            f"({spec.function} {dict(spec.kwargs) or ''})",
-        )
-        for spec in recipe.rewards
-    ]
+    pieces = [(spec.name, _piece(scored.rewards[spec.name][index], spec)) for spec in recipe.rewards]
     total, advantage = scored.total[index], scored.advantages[index]
     return [*text, *pieces, ("total", f"{total:.4f}"), ("advantage", f"{advantage:.4f}")]
+
+
+def _piece(value: float | None, spec: RewardSpec) -> str:
+    """A reward's value, its weight, and the function and options where the name does not say them."""
+    weighted = f"{value} x {weight_at(spec.weight, spec.weight_schedule, *_START):g}"
+    more = [str(spec.function)] if spec.function != spec.name else []
+    more += [f"{option}={given!r}" for option, given in spec.kwargs.items()]
+    return f"{weighted}   ({', '.join(more)})" if more else weighted

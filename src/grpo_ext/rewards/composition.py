@@ -43,6 +43,8 @@ class RewardSpec:
     retries: int = 0
     isolate: bool | None = None
     """Whether a worker process scores it; None: yes, unless the function loads a model or waits for a server."""
+    independent: bool | None = None
+    """Whether it scores each completion independently of its batch; None: as the function is registered."""
 
     @property
     def is_model(self) -> bool:
@@ -51,8 +53,16 @@ class RewardSpec:
 
     @property
     def is_registered(self) -> bool:
-        """Whether it is one of our own, which look at one completion at a time."""
+        """Whether it is one of our own."""
         return isinstance(self.function, str) and self.function in rewards
+
+    @property
+    def is_independent(self) -> bool:
+        """`independent`, or what its registration says unless an option hands the scoring to a user's function."""
+        if self.independent is not None or not self.is_registered:
+            return bool(self.independent)
+        given = any(self.kwargs.get(option) is not None for option in getattr(self.callable, "paths", ()))
+        return bool(rewards.traits(str(self.function)).independent) and not given
 
     @property
     def callable(self) -> Reward:
@@ -172,7 +182,7 @@ def _options_of(function: Any) -> Collection[str]:
     return (options(target) or {}) if callable(target) else ()
 
 
-_SETTINGS = ("weight_schedule", "scale", "clip", "when", "timeout", "on_error", "retries", "isolate")
+_SETTINGS = ("weight_schedule", "scale", "clip", "when", "timeout", "on_error", "retries", "isolate", "independent")
 
 
 def _setting_problems(settings: Mapping[str, Any], is_model: bool) -> Iterator[str]:
@@ -194,9 +204,10 @@ def _setting_problems(settings: Mapping[str, Any], is_model: bool) -> Iterator[s
         yield f"on_error={settings['on_error']!r}. {did_you_mean(str(settings['on_error']), ON_ERROR)}"
     if not isinstance(settings.get("when", ""), str):
         yield f"when={settings['when']!r} is not the name of a column. Give one."
-    if not isinstance(settings.get("isolate", True), bool):
-        yield f"isolate={settings['isolate']!r} is neither true nor false. Give one."
-    elif settings.get("isolate") is False and "timeout" in settings:
+    for key in ("isolate", "independent"):
+        if not isinstance(settings.get(key, True), bool):
+            yield f"{key}={settings[key]!r} is neither true nor false. Give one."
+    if settings.get("isolate") is False and "timeout" in settings:
         yield f"timeout={timeout!r} with isolate: false: in this process nothing can be stopped. Remove one of them."
 
 

@@ -1,27 +1,33 @@
 """Rewards of a user's own, kept from ending a run."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from grpo_ext.rewards.failures import from_outside, nan_warning
 from grpo_ext.rewards.outcomes import to_number
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rewards.turns import split, turn_counts
 from grpo_ext.rewards.workers.worker import last_lines, shown
 
+logger = logging.getLogger(__name__)
+
 
 def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]) -> Any:
     """A reward of the user's own that, should it raise, scores nothing and leaves its message in `errors`.
 
-    Rows of a batch for which it returned NaN or inf stand in `no_numbers` under its name; None is neither. What it
-    said of the turns of trajectories stands in its own `turns`.
+    NaN counts as None, as in TRL; it is logged. Rows of a batch for which it returned inf are listed in `no_numbers`
+    under its name. What it returned for the turns of trajectories is kept in its own `turns`.
     """
     if isinstance(function, Component | torch.nn.Module):
         return function
 
-    def report(error: Exception, columns: dict[str, Any]) -> list[None]:
+    def report(error: BaseException, columns: dict[str, Any]) -> list[None]:
+        if from_outside(error):
+            raise error
         what = f": {error}" if isinstance(error, _Wrong) else f" raised: {last_lines(error)}"
         errors.append(f"reward {name!r}{what}")
         no_numbers[name], chosen.turns = [], []
@@ -29,27 +35,38 @@ def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]
 
     def checked(values: Any, columns: dict[str, Any]) -> list:
         values = _listed(values, len(columns["completions"]))
-        values, chosen.turns = _by_turn(values, columns)
+        values, turns = _by_turn(values, columns)
         numbers = _numbers(values)
-        no_numbers[name] = (~numbers.isfinite()).nonzero().flatten().tolist()
-        return values
+        no_numbers[name] = numbers.isinf().nonzero().flatten().tolist()
+        nan = numbers.isnan().tolist()
+        chosen.turns = [None if lost else earned for lost, earned in zip(nan, turns, strict=True)]
+        count(sum(nan), columns)
+        return [None if lost else value for lost, value in zip(nan, values, strict=True)]
+
+    def count(nans: int, columns: dict[str, Any]) -> None:
+        """From the first NaN on: TRL's own functions log nothing else."""
+        if nans and not chosen.has_returned_nan:
+            chosen.has_returned_nan = True
+            logger.warning(nan_warning(name, nans, len(columns["completions"])))
+        if chosen.has_returned_nan and (log_metric := columns.get("log_metric")) is not None:
+            log_metric(f"rewards/{name}/nan_frac", nans / len(columns["completions"]))
 
     name = get_callable_name(function)
 
     async def reward_async(**columns: Any) -> Any:
         try:
             return checked(await function(**columns), columns)
-        except Exception as error:
+        except BaseException as error:
             return report(error, columns)
 
     def reward(**columns: Any) -> Any:
         try:
             return checked(function(**columns), columns)
-        except Exception as error:
+        except BaseException as error:
             return report(error, columns)
 
     chosen: Any = reward_async if is_async_callable(function) else reward
-    chosen.__name__, chosen.turns = name, []
+    chosen.__name__, chosen.turns, chosen.has_returned_nan = name, [], False
     return chosen
 
 

@@ -1,6 +1,9 @@
 """What is told and kept of completions that a reward failed on."""
 
+import asyncio
+import contextlib
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,28 @@ from grpo_ext.rewards.columns import singular, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.rewards.workers.worker import shown
+
+
+def from_outside(error: BaseException) -> bool:
+    """Whether an exception in a user's function is Ctrl-C or the end of its task, instead of its own doing.
+
+    While a run trains, it has its own handler of SIGINT, which raises nothing.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if isinstance(error, asyncio.CancelledError):
+        with contextlib.suppress(RuntimeError):  # no event loop runs
+            task = asyncio.current_task()
+            return task is not None and task.cancelling() > 0
+    return isinstance(error, GeneratorExit)
+
+
+def nan_warning(name: str, nans: int, total: int) -> str:
+    """The one warning on a reward that returned NaN."""
+    return (
+        f"reward {name!r} returned NaN for {nans} of {total} completions. NaN counts as None: it "
+        f"does not score them. This is reported once; rewards/{name}/nan_frac counts it."
+    )
 
 
 def report(

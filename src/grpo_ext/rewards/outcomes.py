@@ -3,15 +3,23 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.failures import from_outside
 from grpo_ext.rewards.turns import split
 from grpo_ext.rewards.workers.pool import Outcome
 from grpo_ext.rewards.workers.worker import shown
 
-Part: TypeAlias = tuple[list[int], Outcome]
-"""One call: the rows of the batch that it was to score, and its outcome."""
+
+@dataclass
+class Part:
+    """One call: the rows of the batch that it was to score, and its outcome."""
+
+    rows: list[int]
+    outcome: Outcome
+    after: str = ""
+    """Why an earlier call on more rows failed, which this one replaces; "" for none."""
 
 
 _CURE = "Return a finite number, or None where it cannot be scored"
@@ -25,6 +33,15 @@ class Scores:
     turns: list[list[float] | None]
     """What each turn earned, where the function says so."""
     failed: list[tuple[int, str]] = field(default_factory=list)
+    misshapen: bool = False
+    """Whether a call returned something else than one value per completion."""
+    as_a_whole: bool = False
+    """Whether a call on several completions failed, and cost all of them."""
+    rescored: int = 0
+    """Completions that were scored one by one."""
+    cause: str = ""
+    """Why they were."""
+    nans: int = 0
     timeouts: int = 0
     clipped: int = 0
     seconds: float = 0.0
@@ -39,18 +56,25 @@ def merged(spec: RewardSpec, turns: Sequence[int | None], parts: Sequence[Part])
     """
     total = len(turns)
     scores = Scores([None] * total, [None] * total)
-    for rows, outcome in parts:
+    for part in parts:
+        rows, outcome = part.rows, part.outcome
+        if part.after:
+            scores.rescored, scores.cause = scores.rescored + len(rows), part.after
         scores.seconds += outcome.seconds
         scores.timeouts += len(rows) * (outcome.status == "timeout")
         scores.metrics += outcome.metrics
         reason = failure(outcome, len(rows))
         if reason:
             scores.failed += [(row, reason) for row in rows]
+            scores.misshapen |= outcome.misshapen(len(rows))
+            scores.as_a_whole |= len(rows) > 1
             continue
         for row, value in zip(rows, outcome.values, strict=True):
             number, earned, problem = _numbers(value, turns[row])
             scores.failed += [(row, problem)] if problem else []
-            if number is not None:
+            if number is not None and math.isnan(number):
+                scores.nans += 1
+            elif number is not None:
                 scores.values[row] = final = _scaled(spec, number)
                 scores.turns[row] = None if earned is None else [reward * spec.scale for reward in earned]
                 scores.clipped += final != number * spec.scale
@@ -69,7 +93,7 @@ def failure(outcome: Outcome, rows: int) -> str:
     if outcome.status != "scored":
         return outcome.reason
     if len(outcome.values) != rows:
-        return f"it returned {len(outcome.values)} values for {rows} completions. Return one for each, or None"
+        return f"it returned {len(outcome.values)} values for {rows} completions. Return one number or None for each"
     return ""
 
 
@@ -83,23 +107,25 @@ def _numbers(value: Any, turns: int | None) -> tuple[float | None, list[float] |
 
 
 def to_number(value: Any) -> tuple[float | None, str]:
-    """A reward as a finite float (None stays None), or None and what is wrong with it."""
+    """A reward as a float, finite or NaN (None stays None), or None and what is wrong with it."""
     number, problem = to_float(value)
-    if number is None or math.isfinite(number):
+    if number is None or not math.isinf(number):
         return number, problem
     return None, f"it returned {number}. {_CURE}"
 
 
 def to_float(value: Any) -> tuple[float | None, str]:
-    """The same, in which NaN and inf may be."""
+    """The same, which may be inf."""
     if value is None:
         return None, ""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         return None, f"it returned {shown(value)}, which is no number. {_CURE}"
     try:
         return float(value), ""
-    except Exception as error:  # an integer beyond every float, a tensor of several elements
-        return None, f"it returned {shown(value)}, which is no number ({error}). {_CURE}"
+    except BaseException as error:  # an integer beyond every float, a tensor of several elements, a `__float__`
+        if from_outside(error):
+            raise
+        return None, f"it returned {shown(value)}, which is no number ({type(error).__name__}: {error}). {_CURE}"
 
 
 def _scaled(spec: RewardSpec, number: float) -> float:

@@ -4,28 +4,29 @@ import asyncio
 import inspect
 import logging
 import os
-import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from grpo_ext.config.launch import local_world_size
 from grpo_ext.errors import RewardError
-from grpo_ext.rewards.columns import CALLBACKS, asked, check_clash, scorable_rows, take, with_plain_state
+from grpo_ext.rewards.calls import Run, in_process, job, lost, recovered
+from grpo_ext.rewards.columns import CALLBACKS, check_clash, scorable_rows, with_plain_state
 from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.failures import report
-from grpo_ext.rewards.outcomes import Part, Scores, failure, merged
+from grpo_ext.rewards.failures import nan_warning, report
+from grpo_ext.rewards.outcomes import Part, Scores, merged
 from grpo_ext.rewards.schedule import weight_at
 from grpo_ext.rewards.signatures import asks, is_async
 from grpo_ext.rewards.turns import turn_counts
-from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Pool
-from grpo_ext.rewards.workers.worker import callbacks, last_lines, listed
+from grpo_ext.rewards.workers.pool import Outcome, Pool
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-ISOLATION_BUDGET = 2.0
-"""Timeouts that may pass while the completions of a failed batch are scored one by one."""
+INDEPENDENT = (
+    "The call failed as a whole, since a function may compare the completions of a batch. If this one scores each "
+    "independently, set independent: true, and only the completions that fail are lost."
+)
 
 
 def default_workers() -> int:
@@ -48,17 +49,26 @@ class Runtime:
         workers: int | None = None,
         memory_gib: float = 8.0,
         failures: str | Path | None = None,
+        seed: int = 0,
     ) -> None:
-        """`workers=0` scores everything in this process; `failures` is the folder for replays."""
+        """`workers=0` scores everything in this process; `failures` is the folder for replays.
+
+        `seed` is the run's, from which the generators of a worker are seeded before each call.
+        """
         self.specs = list(specs)
         self.size = default_workers() if workers is None else workers
         self.pool = Pool(self.size, memory_gib=memory_gib)
         self.failures = None if failures is None else Path(failures)
+        self.seed = seed
         self.deferred = False
         self.errors: list[str] = []
         self.functions: list[Any] = [spec.function if spec.is_model else self._component(spec) for spec in self.specs]
         self._batch: Any = None
         self._scores: dict[str, Scores] = {}
+        users = [spec.name for spec in self.specs if not spec.is_registered]
+        self._places = {name: place for place, name in enumerate(users)}
+        """A user's function stays in one worker, with what its module keeps."""
+        self._warned_of_nan: set[str] = set()
 
     def _component(self, spec: RewardSpec) -> "Component":
         in_process_async = not self._isolated(spec) and is_async(spec.callable)
@@ -89,45 +99,47 @@ class Runtime:
         """This reward's scores, from this process; it waits for nothing unless the function is async."""
         check_clash(spec, columns)
         try:
-            parts = await _in_process(spec, columns)
+            parts = await in_process(spec, columns)
         except Exception as error:
-            parts = [_lost(columns, error)]
+            parts = [lost(columns, error)]
         return self._finish(spec, parts, columns)
 
     def _contained(self, specs: Sequence[RewardSpec], columns: Mapping[str, Any]) -> dict[str, list[Part]]:
         try:
             return self._in_workers(specs, columns)
         except Exception as error:  # such as a machine that starts no more processes
-            return {spec.name: [_lost(columns, error)] for spec in specs}
+            return {spec.name: [lost(columns, error)] for spec in specs}
 
     def _in_workers(self, specs: Sequence[RewardSpec], columns: Mapping[str, Any]) -> dict[str, list[Part]]:
-        """First all rewards at once; then, for those that failed, the completions one by one."""
+        """All rewards at once; then again those that failed, as `recovered` says."""
         if any(asks(s.callable, "trainer_state") for s in specs):
             columns = with_plain_state(columns)
         chunks = [(s, rows) for s in specs for rows in self._chunks(s, scorable_rows(s, columns))]
-        outcomes = self.pool.run([_job(s, columns, rows) for s, rows in chunks])
+        outcomes = self.pool.run([job(s, columns, rows, self.seed, self._places.get(s.name)) for s, rows in chunks])
         parts: dict[str, list[Part]] = {s.name: [] for s in specs}
         for (spec, rows), outcome in zip(chunks, outcomes, strict=True):
-            parts[spec.name] += _at_once(_recovered(spec, rows, outcome, self._pooled(spec, columns)))
+            parts[spec.name] += _at_once(recovered(spec, rows, outcome, self._pooled(spec, columns)))
         return parts
 
-    def _pooled(self, spec: RewardSpec, columns: Mapping[str, Any]) -> "Run":
+    def _pooled(self, spec: RewardSpec, columns: Mapping[str, Any]) -> Run:
         async def run(batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
-            return self.pool.run([_job(spec, columns, rows) for rows in batches], deadline=deadline)
+            place = self._places.get(spec.name) if len(batches) == 1 else None
+            jobs = [job(spec, columns, rows, self.seed, place) for rows in batches]
+            return self.pool.run(jobs, deadline=deadline)
 
         return run
 
     def _chunks(self, spec: RewardSpec, rows: list[int]) -> Iterator[list[int]]:
-        """Our own rewards look at one completion at a time and are spread over the workers; a user's get the batch."""
-        pieces = min(self.size, len(rows)) if spec.is_registered else min(1, len(rows))
+        """Our own rewards score completions independently and are spread over the workers; a user's get the batch."""
+        spread = spec.is_registered and spec.is_independent
+        pieces = min(self.size if spread else 1, len(rows))
         for i in range(pieces):
             yield rows[len(rows) * i // pieces : len(rows) * (i + 1) // pieces]
 
     def _finish(self, spec: RewardSpec, parts: Sequence[Part], columns: Mapping[str, Any]) -> Scores:
-        """Tell what failed, and log under the reward's name."""
+        """Report what failed, and log under the reward's name."""
         scores = merged(spec, turn_counts(columns), parts)
-        if scores.failed:
-            self._report(spec, report(spec, columns, scores.failed, self.failures))
+        self._report(spec, columns, scores)
         log_extra, log_metric = (columns.get(name) for name in CALLBACKS)
         if log_extra is not None:
             for column, values in scores.extras.items():
@@ -136,9 +148,11 @@ class Runtime:
             n = max(1, len(scores.values))
             for name, value in (
                 ("none_frac", sum(v is None for v in scores.values) / n),
+                ("nan_frac", scores.nans / n),
                 ("clipped_frac", scores.clipped / n),
                 ("errors", len(scores.failed)),
                 ("timeouts", scores.timeouts),
+                ("rescored", scores.rescored),
                 ("seconds", scores.seconds),
             ):
                 log_metric(f"rewards/{spec.name}/{name}", float(value))
@@ -146,10 +160,22 @@ class Runtime:
                 log_metric(name, value)
         return scores
 
-    def _report(self, spec: RewardSpec, message: str) -> None:
-        """One log line, and under `on_error: raise` the end."""
-        if spec.on_error != "raise":
-            logger.warning(f"{message} | counted as {spec.on_error}")
+    def _report(self, spec: RewardSpec, columns: Mapping[str, Any], scores: Scores) -> None:
+        """One log line on failures; under `on_error: raise`, and for a list of the wrong length, the end."""
+        if scores.nans and spec.name not in self._warned_of_nan:
+            self._warned_of_nan.add(spec.name)
+            logger.warning(nan_warning(spec.name, scores.nans, len(scores.values)))
+        rescored = f"{scores.rescored} completions were scored one by one, since their call failed: {scores.cause}"
+        if not scores.failed:
+            if scores.rescored:
+                logger.warning(f"reward {spec.name!r} ({spec.function}): {rescored}")
+            return
+        message = report(spec, columns, scores.failed, self.failures)
+        if spec.on_error != "raise" and not scores.misshapen:
+            message += f" | counted as {spec.on_error}"
+            message += f" | {rescored}" if scores.rescored else ""
+            message += f" | {INDEPENDENT}" if scores.as_a_whole and not spec.is_registered else ""
+            logger.warning(message)
             return
         if not self.deferred:
             raise RewardError(message)
@@ -191,66 +217,6 @@ def values_of(function: Component, columns: Mapping[str, Any]) -> list[float | N
     """Rewards of one batch, outside a trainer, which would await those of an async function together."""
     values = function(**columns)
     return asyncio.run(values) if inspect.iscoroutine(values) else values
-
-
-# Calls.
-
-
-class Run(Protocol):
-    """Calls of one reward, one for each list of rows; those not begun by the deadline count as timed out."""
-
-    async def __call__(self, batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
-        """Their outcomes, in order."""
-
-
-async def _recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: Run) -> list[Part]:
-    """Retry a failed call; then score its completions alone, so that one bad one does not cost the others."""
-    for _ in range(spec.retries):
-        if not failure(outcome, len(rows)):
-            break
-        spent = outcome.seconds
-        [outcome] = await run([rows])
-        outcome.seconds += spent
-    if not failure(outcome, len(rows)) or len(rows) == 1 or spec.on_error == "raise":
-        return [(rows, outcome)]
-    singles = [[row] for row in rows]
-    outcomes = await run(singles, deadline=time.monotonic() + ISOLATION_BUDGET * spec.timeout)
-    outcomes[0].seconds += outcome.seconds
-    return list(zip(singles, outcomes, strict=True))
-
-
-def _job(spec: RewardSpec, columns: Mapping[str, Any], rows: list[int]) -> Job:
-    return Job(str(spec.function), {**asked(spec, take(columns, rows)), **spec.kwargs}, spec.timeout)
-
-
-async def _in_process(spec: RewardSpec, columns: Mapping[str, Any]) -> list[Part]:
-    rows = scorable_rows(spec, columns)
-
-    async def run(batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
-        return [await _call(spec, take(columns, rows), deadline) for rows in batches]
-
-    return await _recovered(spec, rows, (await run([rows]))[0], run) if rows else []
-
-
-async def _call(spec: RewardSpec, columns: Mapping[str, Any], deadline: float | None) -> Outcome:
-    start = time.monotonic()
-    if deadline is not None and start > deadline:
-        return Outcome("timeout", reason=NO_TIME_LEFT)
-    given, extras, metrics = callbacks()
-    try:
-        values = spec.callable(**{**columns, **given, **spec.kwargs})
-        if is_async(spec.callable):
-            values = await values
-        outcome = Outcome("scored", listed(values), extras, metrics)
-    except (Exception, SystemExit) as error:  # the reward is the user's: whatever it raises is contained here
-        outcome = Outcome("failed", reason=last_lines(error))
-    outcome.seconds = time.monotonic() - start
-    return outcome
-
-
-def _lost(columns: Mapping[str, Any], error: Exception) -> Part:
-    """The whole batch failed by what is not the function's doing."""
-    return list(range(len(columns["completions"]))), Outcome("failed", reason=last_lines(error))
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -45,7 +45,8 @@ def ready(
     columns = getattr(train_dataset, "column_names", None)  # a stream may not say
     for sentence in absences(own, columns) if columns else ():
         logger.warning(sentence)
-    runtime = Runtime(own, workers=workers, failures=Path(args.output_dir or ".") / "reward_failures")
+    failures = Path(args.output_dir or ".") / "reward_failures"
+    runtime = Runtime(own, workers=workers, failures=failures, seed=args.seed)
     functions = iter(runtime.functions)
     weights = [spec.weight for spec in specs]
     if args.reward_weights is None and any(weight != 1.0 for weight in weights):

@@ -23,7 +23,7 @@ CASES = [(place, action, step) for place in poisoned.PLACES for action in ("stop
 
 
 def run(model: str, folder: Path, place: str, action: str, step: int) -> dict:
-    value = math.nan if action == "stop" else math.inf
+    value = math.nan if action == "stop" and place != "rewards" else math.inf  # a reward of NaN is not scored
     at = step - 1  # a generation is made every second step: for 1 and for 3
     rewards = [poisoned.bad_reward(value, rank=1, at=at)] if place == "rewards" else [tiny.count_a]
     trainer = poisoned.build(model, folder, rewards, on_nonfinite=action)

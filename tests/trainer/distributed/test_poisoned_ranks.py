@@ -18,7 +18,7 @@ NAMED = {
     "loss": "Step {step} of 4: nan in the loss of micro-batch 2 on rank 1",
     "logps": "Step {step} of 4: nan in log-probabilities of micro-batch 2 on rank 1, row 1 (the first begins ",
     "gradient": "Step {step} of 4: nan in the gradient of " + poisoned.PARAMETER,
-    "rewards": "Step {step} of 4: nan returned by reward 'judged' on rank 1, row 1 (the first begins ",
+    "rewards": "Step {step} of 4: inf returned by reward 'judged' on rank 1, row 1 (the first begins ",
 }
 
 
@@ -49,7 +49,8 @@ def test_both_stop_before_the_step_and_say_the_same(place, step, outcomes):
     assert all(sound(folder / name / checkpoint) for checkpoint in left)
     kept = {path.name for path in (folder / name / "failures" / f"step_{at}").glob("*.pt")}
     assert kept == ({"rank_1.pt"} if place == "rewards" else {"rank_0.pt", "rank_1.pt"})
-    assert torch.load(folder / name / "failures" / f"step_{at}" / "rank_1.pt")["findings"][0]["value"] == "nan"
+    value = torch.load(folder / name / "failures" / f"step_{at}" / "rank_1.pt")["findings"][0]["value"]
+    assert value == ("inf" if place == "rewards" else "nan")
 
 
 @pytest.mark.parametrize("place", poisoned.PLACES)

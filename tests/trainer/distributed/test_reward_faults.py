@@ -56,14 +56,17 @@ def test_nothing_is_left_behind(survived):
     assert str(SCRIPT) not in processes
 
 
-@pytest.mark.parametrize("fault", ["sleep", "segfault"])
-def test_raise_ends_both_processes_with_the_culprits_name(fault, model, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "on_error", "reason"),
+    [("sleep", "raise", faulty.FAULTS["sleep"][1]), ("short", "none", "it returned 7 values for 8 completions")],
+)
+def test_an_error_ends_both_processes_with_the_culprits_name(fault, on_error, reason, model, tmp_path):
     """The timeout is 8 s; without an agreement the other rank would wait for half an hour."""
-    done = launch(model, tmp_path, f"raise:{fault}")
+    done = launch(model, tmp_path, f"{on_error}:{fault}")
     text = done.stdout + done.stderr
     assert done.returncode != 0
     assert text.count(f"RewardError: reward '{fault}' (faulty:{fault}) failed on") == 2, text[-4000:]
-    assert faulty.FAULTS[fault][1] in text
+    assert reason in text
     assert "closed by peer" not in text.lower()
     began = float((tmp_path / "fault_began").read_text())
     for rank in (0, 1):

@@ -36,7 +36,7 @@ def start(source):
 """
 
 
-@rewards.register("code")
+@rewards.register("code", independent=True)
 def code(
     completions: list[Completion],
     tests: list[Tests | None],

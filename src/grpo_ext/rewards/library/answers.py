@@ -32,7 +32,7 @@ def final_answer(text: str) -> str:
     return answer.strip() if block is None else block
 
 
-@rewards.register("exact_match")
+@rewards.register("exact_match", independent=True)
 def exact_match(
     completions: list[Completion],
     solution: list[Any],
@@ -61,7 +61,7 @@ def exact_match(
     ]
 
 
-@rewards.register("multiple_choice")
+@rewards.register("multiple_choice", independent=True)
 def multiple_choice(
     completions: list[Completion], solution: list[str | None], *, choices: str = "ABCDE", **_: Any
 ) -> list[float | None]:
@@ -102,7 +102,7 @@ def _patterns(choices: str) -> list[re.Pattern[str]]:
     return [re.compile(p.format(choices, choices.lower())) for p in (_NAMED, _OPENING, _SECOND)]
 
 
-@rewards.register("json_schema")
+@rewards.register("json_schema", independent=True)
 def json_schema(
     completions: list[Completion],
     schema: list[Any] | None = None,

@@ -19,13 +19,13 @@ NOT_HERE = {
 """Names of Open-R1's rewards that are none here, each with what to write."""
 
 
-@rewards.register("tag_count")
+@rewards.register("tag_count", independent=True)
 def tag_count(completions: list[Completion], **_: Any) -> list[float]:
     r"""Open-R1's: 0.25 for each of `<think>\n`, `\n</think>\n`, `\n<answer>\n`, `\n</answer>` that occurs once."""
     return tags(completions, newlines=True)
 
 
-@rewards.register("repetition_penalty")
+@rewards.register("repetition_penalty", independent=True)
 def repetition_penalty(
     completions: list[Completion], *, ngram_size: int = 3, max_penalty: float = -1.0, **_: Any
 ) -> list[float]:
@@ -37,7 +37,7 @@ def repetition_penalty(
     return repetition(completions, n=ngram_size, max_penalty=max_penalty)
 
 
-@rewards.register("soft_overlong_punishment")
+@rewards.register("soft_overlong_punishment", independent=True)
 def soft_overlong_punishment(
     completion_ids: list[list[int]], *, max_completion_len: int = 16384, soft_punish_cache: int = 4096, **_: Any
 ) -> list[float]:
@@ -49,7 +49,7 @@ def soft_overlong_punishment(
     return soft_overlong(completion_ids, max_length=max_completion_len, buffer=soft_punish_cache)
 
 
-@rewards.register("code_format")
+@rewards.register("code_format", independent=True)
 def code_format(
     completions: list[Completion], language: list[str] | None = None, *, default_language: str = "python", **_: Any
 ) -> list[float]:

@@ -54,7 +54,7 @@ def matches_format(text: str, style: str) -> bool:
     return each_once(text, tags) and pattern.fullmatch(text) is not None
 
 
-@rewards.register("format")
+@rewards.register("format", independent=True)
 def format(completions: list[Completion], *, style: str = "think_answer", **_: Any) -> list[float]:
     """1.0 for a completion whose whole text has the layout `style` (see `matches_format`), otherwise 0.0.
 
@@ -67,7 +67,7 @@ def format(completions: list[Completion], *, style: str = "think_answer", **_: A
     return [float(matches_format(completion_text(c), style)) for c in completions]
 
 
-@rewards.register("tags")
+@rewards.register("tags", independent=True)
 def tags(completions: list[Completion], *, newlines: bool = False, **_: Any) -> list[float]:
     r"""0.25 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that occurs exactly once: 0 to 1.
 
@@ -78,7 +78,7 @@ def tags(completions: list[Completion], *, newlines: bool = False, **_: Any) -> 
     return [0.25 * sum(completion_text(c).count(tag) == 1 for tag in wanted) for c in completions]
 
 
-@rewards.register("accuracy")
+@rewards.register("accuracy", independent=True)
 def accuracy(
     completions: list[Completion],
     solution: list[str | None],
@@ -121,13 +121,13 @@ def accuracy(
     return [judgement.score for judgement in judged]
 
 
-@rewards.register("reasoning_steps")
+@rewards.register("reasoning_steps", independent=True)
 def reasoning_steps(completions: list[Completion], **_: Any) -> list[float]:
     """min(1, count / 3) of "Step 1:", "1.", bullets, "First," to "Third,", "Next,", "Then,", "Finally,", "Lastly,"."""
     return [min(1.0, len(_STEP.findall(completion_text(c))) / 3) for c in completions]
 
 
-@rewards.register("soft_overlong")
+@rewards.register("soft_overlong", independent=True)
 def soft_overlong(completion_ids: list[list[int]], *, max_length: int, buffer: int, **_: Any) -> list[float]:
     """0 up to max_length - buffer tokens, then linear down to -1. DAPO, arXiv:2503.14476.
 
@@ -141,7 +141,7 @@ def soft_overlong(completion_ids: list[list[int]], *, max_length: int, buffer: i
     return [max(-1.0, min(0.0, (max_length - buffer - len(ids)) / buffer)) for ids in completion_ids]
 
 
-@rewards.register("repetition")
+@rewards.register("repetition", independent=True)
 def repetition(completions: list[Completion], *, n: int = 3, max_penalty: float = -1.0, **_: Any) -> list[float]:
     """max_penalty (1 - unique / total) over the n-grams of lower-cased words; 0 for fewer than n words.
 
@@ -162,7 +162,7 @@ def _repeated(words: list[str], n: int) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-@rewards.register("reasoning_gym")
+@rewards.register("reasoning_gym", independent=True)
 def reasoning_gym(
     completions: list[Completion], reasoning_gym_entry: list[str | None], *, extract: str = "answer", **_: Any
 ) -> list[float | None]:

@@ -39,7 +39,7 @@ _NEUTRAL = re.compile(
 )
 
 
-@rewards.register("cosine_length")
+@rewards.register("cosine_length", independent=True)
 def cosine_length(
     completions: list[Completion],
     solution: list[str | None],
@@ -81,7 +81,7 @@ def _cosine(short: float, long: float, progress: float) -> float:
     return long + 0.5 * (short - long) * (1 + math.cos(math.pi * progress))
 
 
-@rewards.register("length_penalty")
+@rewards.register("length_penalty", independent=True)
 def length_penalty(
     completion_ids: list[list[int]], *, target: int, per_token: float = 0.001, max_penalty: float = -1.0, **_: Any
 ) -> list[float]:
@@ -97,7 +97,7 @@ def length_penalty(
     return [max(max_penalty, -per_token * max(0, len(ids) - target)) for ids in completion_ids]
 
 
-@rewards.register("language_consistency")
+@rewards.register("language_consistency", independent=True)
 def language_consistency(
     completions: list[Completion], *, language: str = "en", scripts: list[str] | None = None, **_: Any
 ) -> list[float | None]:

@@ -1,14 +1,13 @@
 """Whether two final answers are equal: math-verify, and what it lets through closed."""
 
-import logging
 import random
 import re
-import threading
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 from grpo_ext.rewards.library.math_equations import EQUALS, items_of, solutions
+from grpo_ext.rewards.library.math_time import limited
 from grpo_ext.rewards.library.math_units import units_agree
 
 MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: what is longer is prose or an attempt to stall the parser
@@ -131,7 +130,7 @@ def _parse(formula: str) -> Any:
     # Units are off already, and what math-verify takes for one may be a factor: the t of -16t^2 + 80t.
     config = LatexExtractionConfig()
     config = replace(config, normalization_config=replace(config.normalization_config, units=False))
-    found = parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=_timeout(5))
+    found: list[Any] = limited(lambda seconds: parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=seconds), [])
     return found[0] if found else None
 
 
@@ -146,20 +145,19 @@ def _both_signs(formula: str) -> str:
 
 def _same(gold: Any, answer: Any) -> bool:
     from math_verify import verify
-    from math_verify.errors import TimeoutException
     from math_verify.utils import timeout
 
     golds, answers = _relations(gold), _relations(answer)
     if _solved(golds) and not _solved(answers):
         return False
-    seconds = _timeout(5)
     if any(relation.is_Equality for relation in golds):
         try:
-            return timeout(seconds)(_same_equations)(golds, answers)
-        except (TimeoutException, ArithmeticError, AttributeError, TypeError, ValueError):
+            return limited(lambda seconds: timeout(seconds)(_same_equations)(golds, answers), False)
+        except (ArithmeticError, AttributeError, TypeError, ValueError):
             return False
     gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
-    return verify(gold, answer, timeout_seconds=seconds, allow_set_relation_comp=True) and _near(gold, answer)
+    same = limited(lambda seconds: verify(gold, answer, timeout_seconds=seconds, allow_set_relation_comp=True), False)
+    return same and _near(gold, answer)
 
 
 def _as_tuple(value: Any, other: Any) -> Any:
@@ -226,12 +224,3 @@ def _near(gold: Any, answer: Any) -> bool:
         return True
     first, second = (complex(sympy.N(value)) for value in (gold, answer))
     return abs(first - second) <= abs(first) / 100
-
-
-def _timeout(seconds: int) -> int | None:
-    """math-verify's time limit, or None off the main thread, where its alarm signal cannot be set."""
-    if threading.current_thread() is threading.main_thread():
-        return seconds
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # it warns of the missing limit
-    return None

@@ -62,7 +62,7 @@ def minimind_repetition(text: str, n: int = 3, cap: float = 0.5) -> float:
     return min(cap, 2 * cap * (len(grams) - len(set(grams))) / len(grams)) if grams else 0.0
 
 
-@rewards.register("minimind")
+@rewards.register("minimind", independent=True)
 def minimind(
     prompts: list[Completion],
     completions: list[Completion],
@@ -98,7 +98,7 @@ def minimind(
     return [None if part is None else part + bonus for part, bonus in zip(parts, bonuses, strict=True)]
 
 
-@rewards.register("minimind_current")
+@rewards.register("minimind_current", independent=True)
 def minimind_current(
     prompts: list[Completion],
     completions: list[Completion],

@@ -5,7 +5,7 @@ from typing import Any
 from grpo_ext.rewards.protocol import rewards
 
 
-@rewards.register("accuracy_reward")
+@rewards.register("accuracy_reward", independent=True)
 def accuracy_reward(completions: list[Any], solution: list[str], **columns: Any) -> list[float | None]:
     """TRL's `accuracy_reward`: math-verify on LaTeX answers of conversational completions."""
     from trl.rewards import accuracy_reward as trl_reward
@@ -13,7 +13,7 @@ def accuracy_reward(completions: list[Any], solution: list[str], **columns: Any)
     return trl_reward(completions=completions, solution=solution, **columns)
 
 
-@rewards.register("reasoning_accuracy_reward")
+@rewards.register("reasoning_accuracy_reward", independent=True)
 def reasoning_accuracy_reward(
     completions: list[Any],
     solution: list[str],
@@ -27,7 +27,7 @@ def reasoning_accuracy_reward(
     return trl_reward(completions=completions, solution=solution, reasoning_delimiters=reasoning_delimiters, **columns)
 
 
-@rewards.register("think_format_reward")
+@rewards.register("think_format_reward", independent=True)
 def think_format_reward(completions: list[Any], **columns: Any) -> list[float]:
     """TRL's `think_format_reward`: 1.0 for `<think>...</think>` at the start, with one `<think>`."""
     from trl.rewards import think_format_reward as trl_reward
@@ -35,7 +35,7 @@ def think_format_reward(completions: list[Any], **columns: Any) -> list[float]:
     return trl_reward(completions=completions, **columns)
 
 
-@rewards.register("get_soft_overlong_punishment")
+@rewards.register("get_soft_overlong_punishment", independent=True)
 def soft_overlong_punishment_reward(  # the name under which TRL logs it
     completion_ids: list[list[int]],
     *,

@@ -11,6 +11,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+LARGEST = 2**25
+"""Most bytes of an answer: a judge's has thousands, the scores of 16 long completions by token some millions."""
 _TRY_AGAIN = (408, 425, 429)  # and 5xx
 _CURES = {
     401: "Check the key in api_key_env.",
@@ -18,6 +20,7 @@ _CURES = {
     404: "url is the whole endpoint, such as http://host:8000/score, and model a name that it serves.",
     405: "url is the whole endpoint, such as http://host:8000/score.",
 }
+_EXCERPT = 1000
 _jitter = random.Random()  # its own, so that the run's seeds decide nothing here and lose nothing
 
 
@@ -81,7 +84,7 @@ class Client:
             return []
         import httpx
 
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         limits = httpx.Limits(max_connections=self.max_concurrency)
@@ -126,8 +129,11 @@ class _Calls:
         import httpx
 
         try:
-            async with asyncio.timeout(self.client.timeout):
-                response = await self.http.post(self.client.url, content=body)
+            async with (
+                asyncio.timeout(self.client.timeout),
+                self.http.stream("POST", self.client.url, content=body) as response,
+            ):
+                content = await _content(response)
         except TimeoutError:
             return _Attempt(error=f"no answer within {self.client.timeout} s", again=True)
         except httpx.ConnectError as error:
@@ -135,14 +141,19 @@ class _Calls:
         except httpx.RequestError as error:
             again = isinstance(error, httpx.TransportError)
             return _Attempt(error=f"{type(error).__name__}: {error}", again=again)
-        return self._read(response)
+        return self._read(response, content)
 
-    def _read(self, response: Any) -> _Attempt:
-        status, excerpt = response.status_code, self.client.excerpt(response.text)
+    def _read(self, response: Any, content: bytes) -> _Attempt:
+        status, excerpt = response.status_code, self.client.excerpt(content[:_EXCERPT].decode(errors="replace"))
+        if len(content) > LARGEST:
+            return _Attempt(error=f"answered {status} with more than {LARGEST >> 20} MiB: {excerpt}")
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            return _Attempt(error=f"answered {status} in Content-Encoding {encoding!r}, which was not accepted")
         if status == 200:
             try:
-                return _Attempt(answer=response.json())
-            except ValueError:
+                return _Attempt(answer=json.loads(content))
+            except (ValueError, RecursionError):
                 return _Attempt(error=f"answered 200 with what is not JSON: {excerpt}")
         after = _retry_after(response.headers.get("Retry-After"))
         wait = f", try again after {after:.0f} s" if after > self.client.timeout else ""
@@ -153,6 +164,16 @@ class _Calls:
             hopeless=status in _CURES,
             retry_after=after,
         )
+
+
+async def _content(response: Any) -> bytes:
+    """The body as it is sent, as far as it is read: an encoded one may be a thousand times as large."""
+    content = bytearray()
+    async for chunk in response.aiter_raw():
+        content += chunk
+        if len(content) > LARGEST:
+            break
+    return bytes(content)
 
 
 def _retry_after(header: str | None) -> float:

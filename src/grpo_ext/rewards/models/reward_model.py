@@ -22,7 +22,7 @@ Kind = Literal["auto", "sequence_classification", "get_score"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
-@rewards.register("reward_model")
+@rewards.register("reward_model", independent=True)
 def reward_model(
     prompts: list[Completion],
     completions: list[Completion],

@@ -2,8 +2,8 @@
 
 import atexit
 import contextlib
+import json
 import os
-import pickle
 import selectors
 import shutil
 import signal
@@ -12,8 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +26,8 @@ LOADING_SECONDS = 120.0
 """How long a function's module may take to import, on top of its own timeout."""
 LAST_SECONDS = 5.0
 """How long a worker that has closed its pipe may take to end, so that its exit code is its own."""
+LARGEST = 2**28
+"""Most bytes of an answer."""
 NO_TIME_LEFT = "no time was left to score it"
 
 
@@ -37,18 +38,30 @@ class Job:
     path: str
     arguments: dict[str, Any]
     timeout: float
+    seed: int = 0
+    """Of `random` and NumPy's global generator."""
+    place: int | None = None
+    """Which worker makes the call, counted modulo their number; None: any."""
 
 
 @dataclass
 class Outcome:
     """What became of a job."""
 
-    status: Literal["scored", "failed", "timeout", "died"]
+    status: Literal["scored", "failed", "misshapen", "timeout", "died"]
     values: list[Any] = field(default_factory=list)
     extras: list[tuple[str, list]] = field(default_factory=list)
     metrics: list[tuple[str, float]] = field(default_factory=list)
     reason: str = ""
     seconds: float = 0.0
+
+    def misshapen(self, rows: int) -> bool:
+        """Whether the function returned something else than one value per row: a mistake in it, on any completions."""
+        return self.status == "misshapen" or (self.status == "scored" and len(self.values) != rows)
+
+
+class Unreadable(EOFError):
+    """What a worker sent is not an answer: other code writes to its pipe."""
 
 
 _living: set["Worker"] = set()
@@ -158,7 +171,7 @@ class Worker:
         """The next complete answer, if there is one.
 
         Raises:
-            EOFError: the worker is gone.
+            EOFError: the worker is gone, or (`Unreadable`) sent what is not an answer.
         """
         chunk = os.read(self.answers, 1 << 20)
         if not chunk:
@@ -167,15 +180,27 @@ class Worker:
         return self.next_answer()
 
     def next_answer(self) -> tuple | None:
-        """A complete answer among the bytes already read."""
+        """A complete answer among the bytes already read.
+
+        Raises:
+            Unreadable: they are not an answer.
+        """
         if len(self._received) < LENGTH.size:
             return None
         size = LENGTH.unpack_from(self._received)[0]
+        if size > LARGEST:
+            raise Unreadable(f"it sent an answer of {size} bytes, of which at most {LARGEST} are read")
         if len(self._received) < LENGTH.size + size:
             return None
-        answer = pickle.loads(bytes(self._received[LENGTH.size : LENGTH.size + size]))
+        body = bytes(self._received[LENGTH.size : LENGTH.size + size])
         del self._received[: LENGTH.size + size]
-        return answer
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, list) or not answer:
+            raise Unreadable(f"it sent what is not an answer: {body[:80]!r}")
+        return tuple(answer)
 
     def kill(self, grace: float = 0.0) -> int:
         """End it with all it started, after the seconds in which it may end by itself; returns the exit code."""
@@ -207,7 +232,8 @@ class Pool:
         """Nothing is started before the first job."""
         self.size = workers
         self.memory_gib = memory_gib
-        self._idle: list[Worker] = []
+        self._workers: list[Worker | None] = [None] * workers
+        """By place."""
         self._owner = os.getpid()
         remove_left_behind()
         atexit.register(self.close)
@@ -215,40 +241,47 @@ class Pool:
     def run(self, jobs: Sequence[Job], *, deadline: float | None = None) -> list[Outcome]:
         """Outcome of each job, in order; jobs not begun by `deadline` (monotonic seconds) count as timed out."""
         outcomes: dict[int, Outcome] = {}
-        waiting = deque(range(len(jobs)))
-        busy: dict[Worker, int] = {}
+        waiting = list(range(len(jobs)))
+        busy: dict[Worker, tuple[int, int]] = {}  # place, job
         try:
             while waiting or busy:
                 if deadline is not None and time.monotonic() > deadline:
                     outcomes |= {i: Outcome("timeout", reason=NO_TIME_LEFT) for i in waiting}
                     waiting.clear()
-                while waiting and len(busy) < self.size:
-                    i = waiting.popleft()
+                for place, i in self._due(jobs, waiting, {taken for taken, _ in busy.values()}):
                     try:
-                        request = packed(jobs[i].path, jobs[i].arguments)
+                        request = packed(jobs[i].path, jobs[i].arguments, jobs[i].seed)
                     except ValueError as error:
                         outcomes[i] = Outcome("failed", reason=str(error))
                     else:
-                        busy[self._give(jobs[i], request)] = i
+                        busy[self._give(place, jobs[i], request)] = place, i
                 for worker, outcome in self._wait(busy):
-                    outcomes[busy.pop(worker)] = outcome
-                    if outcome.status in ("scored", "failed"):
-                        self._idle.append(worker)
-                    else:
-                        worker.kill()
+                    place, i = busy.pop(worker)
+                    outcomes[i] = outcome
+                    if outcome.status in ("timeout", "died"):
+                        self._end(place)
         finally:
-            for worker in busy:  # interrupted: whoever is still at work belongs to nobody
-                worker.kill()
+            for place, _ in busy.values():  # interrupted: their answers are not read any more
+                self._end(place)
         return [outcomes[i] for i in range(len(jobs))]
 
-    def _give(self, job: Job, request: bytes) -> Worker:
-        """A worker with the job: an idle one, or a fresh one in the place of those that died idle."""
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.give(job, request):
-                return worker
-            worker.kill()
-        worker = Worker(self.memory_gib, WORKER)
+    def _due(self, jobs: Sequence[Job], waiting: list[int], taken: set[int]) -> Iterator[tuple[int, int]]:
+        """Take a job from `waiting` for each free place; first places with a worker, and jobs bound to a place."""
+        free = [place for place in range(self.size) if place not in taken]
+        bound = [None if job.place is None else job.place % self.size for job in jobs]
+        for place in sorted(free, key=lambda place: self._workers[place] is None):
+            ours, anyones = ([i for i in waiting if bound[i] == wanted] for wanted in (place, None))
+            for i in (ours or anyones)[:1]:
+                waiting.remove(i)
+                yield place, i
+
+    def _give(self, place: int, job: Job, request: bytes) -> Worker:
+        """The worker of a place with the job; a fresh one where there is none, or it has died."""
+        worker = self._workers[place]
+        if worker is not None and worker.give(job, request):
+            return worker
+        self._end(place)
+        worker = self._workers[place] = Worker(self.memory_gib, WORKER)
         worker.give(job, request)  # should it be dead already, the end of its answers will say so
         return worker
 
@@ -280,29 +313,48 @@ class Pool:
                 worker.started = time.monotonic()
                 worker.deadline = worker.started + worker.job.timeout
                 answer = worker.next_answer()
+        except Unreadable as error:
+            return Outcome("died", reason=str(error), seconds=time.monotonic() - worker.started)
         except EOFError:
             seconds = time.monotonic() - worker.started
             return Outcome("died", reason=cause_of_death(worker.kill(LAST_SECONDS)), seconds=seconds)
         if answer is None:
             return None
-        seconds = time.monotonic() - worker.started
-        if answer[0] == "scored":
-            _, values, extras, metrics = answer
-            return Outcome("scored", values, extras, metrics, seconds=seconds)
-        return Outcome("failed", reason=answer[1], seconds=seconds)
+        return _outcome(answer, time.monotonic() - worker.started)
 
     def close(self) -> None:
         """End all workers."""
         if os.getpid() != self._owner:  # a forked child must not touch its parent's workers
             return
-        while self._idle:
-            self._idle.pop().kill()
+        for place in range(self.size):
+            self._end(place)
+
+    def _end(self, place: int) -> None:
+        """End the worker of a place, if there is one."""
+        worker, self._workers[place] = self._workers[place], None
+        if worker is not None:
+            worker.kill()
 
     def __enter__(self) -> "Pool":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _outcome(answer: tuple, seconds: float) -> Outcome:
+    """What an answer says; a function that writes to the pipe itself may have sent anything."""
+    try:
+        if answer[0] == "scored":
+            _, values, extras, metrics = answer
+            logged = [(str(column), list(logs)) for column, logs in extras]
+            figures = [(str(name), float(value)) for name, value in metrics]
+            return Outcome("scored", list(values), logged, figures, seconds=seconds)
+        if answer[0] in ("failed", "misshapen"):
+            return Outcome(answer[0], reason=str(answer[1]), seconds=seconds)
+    except (IndexError, OverflowError, TypeError, ValueError):
+        pass
+    return Outcome("died", reason=f"it sent what is not an answer: {str(answer)[:80]}", seconds=seconds)
 
 
 def _events(workers: Collection[Worker], deadline: float) -> list[tuple[Worker, int]]:

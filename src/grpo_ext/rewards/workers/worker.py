@@ -1,16 +1,19 @@
 """A reward worker: a process that scores what its parent sends through a pair of pipes, until the parent closes them.
 
-Frames on the two pipes are an 8-byte length and a pickle. A request is (function path, arguments by name, each pickled
-by itself); the answers are ("loaded",) when the function is imported and then ("scored", values, log_extra calls,
-log_metric calls) or ("failed", last lines of the traceback).
+A frame on the two pipes is an 8-byte length and a body. A request is a pickle: (function path, arguments by name, each
+pickled by itself, seed). An answer is a JSON array, so that nothing that a function writes is executed by the trainer:
+["loaded"] when the function is imported, then ["scored", values, log_extra calls, log_metric calls], ["failed", last
+lines of the traceback] or ["misshapen", what is wrong with the list that it returned].
 """
 
 import asyncio
 import contextlib
 import ctypes
 import inspect
+import json
 import os
 import pickle
+import random
 import signal
 import struct
 import sys
@@ -24,14 +27,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def send(pipe: BinaryIO, message: Any) -> None:
-    """Write one frame."""
-    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    pipe.write(LENGTH.pack(len(payload)) + payload)
+    """Write one answer.
+
+    Raises:
+        ValueError: JSON cannot hold it.
+    """
+    body = json.dumps(message).encode()
+    pipe.write(LENGTH.pack(len(body)) + body)
     pipe.flush()
 
 
 def receive(pipe: BinaryIO) -> Any:
-    """Read one frame.
+    """Read one request.
 
     Raises:
         EOFError: the other side has closed.
@@ -42,8 +49,8 @@ def receive(pipe: BinaryIO) -> Any:
     return pickle.loads(pipe.read(LENGTH.unpack(header)[0]))
 
 
-def packed(path: str, arguments: dict[str, Any]) -> bytes:
-    """A request.
+def packed(path: str, arguments: dict[str, Any], *more: Any) -> bytes:
+    """A request; `more` follows the arguments.
 
     Raises:
         ValueError: naming an argument that cannot be sent.
@@ -57,7 +64,7 @@ def packed(path: str, arguments: dict[str, Any]) -> bytes:
                 f"{name!r} cannot be sent to a worker process ({type(error).__name__}: {error}). Remove the column, "
                 "write **_ in the function's signature if it does not use it, or set isolate: false."
             ) from error
-    return pickle.dumps((path, sent), protocol=pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps((path, sent, *more), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def unpacked(arguments: dict[str, bytes]) -> dict[str, Any]:
@@ -122,7 +129,7 @@ def score(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple:
 
 
 class NotValues(TypeError):
-    """What a reward returned holds no values; the message says all of it."""
+    """What a reward returned is not one value per completion; the message says all of it."""
 
 
 def listed(values: Any) -> list[Any]:
@@ -175,16 +182,27 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
     while True:
         try:
-            path, arguments = receive(requests)
+            path, arguments, seed = receive(requests)
         except EOFError:
             return
         try:
             function, columns = rewards[path], unpacked(arguments)
-            send(answers, ("loaded",))
-            answer = score(function, columns)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            answer = ("failed", last_lines(error))
-        send(answers, answer)
+            send(answers, ["loaded"])
+            seed_all(seed)
+            send(answers, score(function, columns))
+        except NotValues as error:
+            send(answers, ["misshapen", str(error)])
+        except BaseException as error:  # the function is the user's: it may raise anything
+            send(answers, ["failed", last_lines(error)])
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of `random`, and of NumPy and torch where they are imported."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
 
 
 def started() -> bool:
@@ -203,6 +221,8 @@ def main() -> None:
     """Entry point: descriptors and limits come as arguments."""
     if not started():
         return
+    with contextlib.suppress(ImportError):
+        import numpy  # noqa: F401  so that it can be seeded before a function that imports it when it is called
     with open(int(sys.argv[1]), "rb") as requests, open(int(sys.argv[2]), "wb") as answers:
         serve(requests, answers)
 

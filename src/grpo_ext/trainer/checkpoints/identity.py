@@ -74,7 +74,7 @@ SPLIT = {"world_size", "per_device_train_batch_size", "gradient_accumulation_ste
 NAMES = {"model_name_or_path", "model_revision"}
 """Free to differ where `model` says that the weights are the same."""
 
-_REWARD_HARMLESS = (".timeout", ".retries", ".isolate")
+_REWARD_HARMLESS = (".timeout", ".retries", ".isolate", ".independent")
 _EDGE = 2**20
 
 

@@ -1,0 +1,100 @@
+"""Calls of one reward: retries, recovery one by one where scores are independent, the call in this process."""
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from grpo_ext.rewards.columns import asked, scorable_rows, take
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.failures import from_outside
+from grpo_ext.rewards.outcomes import Part, failure
+from grpo_ext.rewards.signatures import is_async
+from grpo_ext.rewards.text import completion_text
+from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome
+from grpo_ext.rewards.workers.worker import NotValues, callbacks, last_lines, listed
+
+ISOLATION_BUDGET = 2.0
+"""Timeouts that may pass while the completions of a failed batch are scored one by one."""
+
+
+class Run(Protocol):
+    """Calls of one reward, one for each list of rows; those not begun by the deadline count as timed out."""
+
+    async def __call__(self, batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
+        """Their outcomes, in order."""
+
+
+async def recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: Run) -> list[Part]:
+    """Retry a failed call; then score its completions one by one, where the reward scores them independently.
+
+    A reward that compares the completions of a batch would be another one on a single completion: its call fails as a
+    whole. So does a list of the wrong length, which is a mistake in the function.
+    """
+    for _ in range(spec.retries):
+        if not failure(outcome, len(rows)):
+            break
+        spent = outcome.seconds
+        [outcome] = await run([rows])
+        outcome.seconds += spent
+    reason = failure(outcome, len(rows))
+    if not reason or outcome.misshapen(len(rows)) or len(rows) == 1 or spec.on_error == "raise":
+        return [Part(rows, outcome)]
+    if not spec.is_independent:
+        return [Part(rows, outcome)]
+    singles = [[row] for row in rows]
+    outcomes = await run(singles, deadline=time.monotonic() + ISOLATION_BUDGET * spec.timeout)
+    outcomes[0].seconds += outcome.seconds
+    return [Part(single, one, after=reason) for single, one in zip(singles, outcomes, strict=True)]
+
+
+def job(spec: RewardSpec, columns: Mapping[str, Any], rows: list[int], seed: int, place: int | None = None) -> Job:
+    """The call of a reward on some rows, for a worker."""
+    arguments = {**asked(spec, take(columns, rows)), **spec.kwargs}
+    return Job(str(spec.function), arguments, spec.timeout, call_seed(seed, spec.name, columns, rows), place)
+
+
+def call_seed(seed: int, name: str, columns: Mapping[str, Any], rows: Sequence[int]) -> int:
+    """Seed of a call, from the run's seed, the reward's name, the step and the texts of the completions.
+
+    So a resumed run, and one with another number of workers, draws the same numbers.
+    """
+    step = getattr(columns.get("trainer_state"), "global_step", 0)
+    texts = [completion_text(columns["completions"][row]) for row in rows]
+    drawn_by = repr((seed, name, step, texts)).encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(drawn_by, digest_size=7).digest())
+
+
+async def in_process(spec: RewardSpec, columns: Mapping[str, Any]) -> list[Part]:
+    """Score a batch in this process."""
+    rows = scorable_rows(spec, columns)
+
+    async def run(batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
+        return [await _call(spec, take(columns, rows), deadline) for rows in batches]
+
+    return await recovered(spec, rows, (await run([rows]))[0], run) if rows else []
+
+
+async def _call(spec: RewardSpec, columns: Mapping[str, Any], deadline: float | None) -> Outcome:
+    start = time.monotonic()
+    if deadline is not None and start > deadline:
+        return Outcome("timeout", reason=NO_TIME_LEFT)
+    given, extras, metrics = callbacks()
+    try:
+        values = spec.callable(**{**columns, **given, **spec.kwargs})
+        if is_async(spec.callable):
+            values = await values
+        outcome = Outcome("scored", listed(values), extras, metrics)
+    except NotValues as error:
+        outcome = Outcome("misshapen", reason=str(error))
+    except BaseException as error:  # the reward is the user's: whatever it raises is contained here
+        if from_outside(error):
+            raise
+        outcome = Outcome("failed", reason=last_lines(error))
+    outcome.seconds = time.monotonic() - start
+    return outcome
+
+
+def lost(columns: Mapping[str, Any], error: Exception) -> Part:
+    """The whole batch failed by what is not the function's doing."""
+    return Part(list(range(len(columns["completions"]))), Outcome("failed", reason=last_lines(error)))
