@@ -106,6 +106,7 @@ from accelerate import PartialState
 from grpo_ext import GRPOExtConfig
 config = GRPOExtConfig(use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=4, num_generations=8)
 print(f"{config.generation_batch_size} of {PartialState().num_processes}")
+PartialState().wait_for_everyone()  # one that leaves early breaks the other's connection
 PartialState().destroy_process_group()
 """
     from torch.distributed import TCPStore
