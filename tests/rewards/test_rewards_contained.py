@@ -416,6 +416,12 @@ def test_an_answer_beyond_the_limit_is_not_read(runtime, monkeypatch, caplog):
     assert "of which at most 1000 are read" in caplog.text
 
 
+def test_the_copy_of_a_process_that_forks_does_not_answer(runtime):
+    """Its answer was taken for that of the next batch, and so on until the end."""
+    rewards = runtime(spec("forks"), workers=1)
+    assert [score(rewards, ["x" * n] * 2) for n in (1, 2, 3)] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+
+
 def draws(runtime, seed, step=0, batch=BATCH, before=()):
     rewards = runtime(spec("draws"), spec("draws_lazily"), seed=seed)
     for earlier in before:
@@ -435,6 +441,13 @@ def test_what_a_reward_draws_is_a_function_of_seed_step_and_batch(runtime):
         == 8
     )
     assert random.getstate() == state
+
+
+def test_equal_completions_that_are_scored_one_by_one_do_not_draw_the_same(runtime):
+    rewards = runtime(spec("draws_alone", independent=True), workers=2)
+    values = score(rewards, ["same"] * 4)
+    assert len(set(values)) == 4
+    assert score(runtime(spec("draws_alone", independent=True), workers=1), ["same"] * 4) == values
 
 
 def test_a_function_stays_in_one_worker_with_what_it_keeps(runtime):
