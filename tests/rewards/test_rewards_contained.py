@@ -462,6 +462,17 @@ def test_a_function_stays_in_one_worker_with_what_it_keeps(runtime):
     assert [[values[1] for values in seen], [values[0] + values[2] for values in seen]] == [[1, 2, 3], [3, 7, 11]]
 
 
+def test_a_scorer_of_a_packaged_reward_stays_in_one_worker_too(runtime):
+    """It moved to a worker that another reward had left free, and loaded its model there again."""
+    kwargs = {"scorer": "faulty:counts_chats", "reasoning": False, "score_clip": 9.0}
+    rewards = runtime(
+        replace(spec("counts"), when="asked"), spec("minimind", function="minimind", kwargs=kwargs), workers=2
+    )
+    for call, asked in enumerate(["yes", "", "yes"], start=1):
+        columns = {"prompts": ["q"] * 2, "completions": [f"{call}"] * 2, "asked": [asked] * 2}
+        assert [function(**columns) for function in rewards.functions][1] == [call] * 2
+
+
 def test_a_reward_of_another_worker_count_is_the_same(runtime):
     values = [runtime(spec("draws"), spec("format", function="format"), workers=n) for n in (1, 2)]
     assert score(values[0]) == score(values[1])
