@@ -296,6 +296,12 @@ def forges(completions, *, body: bytes, **_):
     return [1.0] * len(completions)
 
 
+def forks(completions, **_):
+    """Come back twice, as after a careless `os.fork`."""
+    os.fork()
+    return [float(len(text)) for text in completions]
+
+
 # Rewards that draw numbers, and that count their calls.
 
 
@@ -316,3 +322,12 @@ def counts(completions, **_):
     global _calls
     _calls += 1
     return [_calls] * len(completions)
+
+
+def draws_alone(completions, **_):
+    return [value + random.random() for value in crowded(completions)]
+
+
+def counts_chats(chats):
+    """A scorer."""
+    return counts(chats)

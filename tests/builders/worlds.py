@@ -153,6 +153,16 @@ class Says(Conversation):
         return Step(self.row["observation"], afresh=self.row["afresh"])
 
 
+class Wordy(Conversation):
+    """Pays the number of its words."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def step(self, message):
+        return Step(None, float(len(self.words)), True)
+
+
 class Litters(Conversation):
     """Leaves a temporary file, and says where."""
 

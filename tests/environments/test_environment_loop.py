@@ -189,6 +189,13 @@ def test_the_copy_of_an_environment_that_forks_does_not_answer(hosts):
     assert [(t.failure, [turn.reward for turn in t.turns]) for t in done] == [(None, [1.0, 1.0])] * 2
 
 
+def test_options_may_be_larger_than_a_pipe(hosts):
+    """A part of the request was never sent, and both sides waited."""
+    words = ["word"] * 100_000
+    [done], _ = run(hosts, tasks(spec("Wordy", kwargs={"words": words}), [{}]))
+    assert (done.failure, done.turns[-1].reward) == (None, float(len(words)))
+
+
 def test_the_end_of_a_process_that_imports_is_named(hosts):
     [lost], _ = run(hosts, tasks(spec("KilledWhileImported"), [{"seconds": [0.0]}]))
     assert lost.failure == "died: it was killed by SIGKILL while it was being imported"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -62,6 +63,13 @@ class Shows:
         return self.value
 
 
+@dataclass
+class Ran:
+    """What a tool that runs programs may return."""
+
+    out: str
+
+
 IMAGE = {"type": "image", "image": "data"}
 TEXTS = [{"type": "text", "text": "an "}, {"type": "text", "text": "owl"}]
 
@@ -80,6 +88,9 @@ def shown(value):
         ([], "[]"),
         ([{"type": "dog"}], "[{'type': 'dog'}]"),
         ("<a at 0x7f12>", "<a at 0x7f12>"),
+        ([{"type": "text", "text": "<a at 0x7f12>"}], "<a at 0x7f12>"),
+        ({"out": ["<a at 0x7f12>"]}, "{'out': ['<a at 0x7f12>']}"),
+        (Ran("<a at 0x7f12>"), "Ran(out='<a at 0x7f12>')"),
         (ValueError("no <A object at 0x7f12aB>"), "{'error': 'no <A object>'}"),
     ],
 )
@@ -92,6 +103,8 @@ def test_what_a_tool_returns_is_read_as_text(value, text):
     [
         ([*TEXTS, IMAGE], "tool 'show' returned content of type 'image', and environments carry text only"),
         ([{"now": object()}], "shows an address in memory"),
+        ({"then": (1, {print: min, len: lambda: 0})}, "shows an address in memory"),
+        ((i for i in "ab"), "shows an address in memory"),
         (object(), "Return text, or give the object's class a method __str__"),
     ],
 )

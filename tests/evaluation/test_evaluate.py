@@ -157,13 +157,18 @@ def messages(completions, **_):
     return [float(len(completion)) for completion in completions]
 
 
+def turns_of(trajectory, **_):
+    return [[1.0 for _ in attempt.turns] for attempt in trajectory]
+
+
 def test_environments_play_one_game_for_each_prompt(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
     args = GRPOExtConfig(output_dir=str(tmp_path), **tiny.TRAINING)
     played = {"processing_class": tiny.tokenizer(), "environments": [{"path": Drawn, "weight": 0.5}]}
     made = [GRPOExtTrainer(tiny.model(), None, args, rows, **played) for _ in range(2)]
     made[1].state.global_step = 7
-    chosen = replace(SET, plays=True, judge="environment", rewards=(RewardSpec("said", "test_evaluate:messages"),))
+    rewards = (RewardSpec("said", "test_evaluate:messages"), RewardSpec("by_turn", "test_evaluate:turns_of"))
+    chosen = replace(SET, plays=True, judge="environment", rewards=rewards)
     found = [drawn(one, tmp_path, chosen, rows, name=f"{i}") for i, one in enumerate(made)]
     paid = [[s["rewards/environment"] for s in samples] for samples in found]
     assert paid[0] == paid[1]
@@ -171,6 +176,7 @@ def test_environments_play_one_game_for_each_prompt(tmp_path):
     assert len(set(paid[0])) > 2
     failed = [value is None for value in paid[0]]
     assert failed == [s["rewards/said"] is None for s in found[0]] == [s["environment/failed"] for s in found[0]]
+    assert [s["rewards/by_turn"] for s in found[0]] == [None if lost else 1.0 for lost in failed]
     figures = result(chosen, found[0], model="m").figures
     assert figures["environment/failed"].mean == sum(failed) / 20 > 0
     assert figures["environment/turns"].mean == 1

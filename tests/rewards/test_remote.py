@@ -325,6 +325,13 @@ def test_a_compressed_answer_is_refused_unread(serve, encoding):
         score(serve(lambda *_: reply), prompts=["q"], completions=["a"])
 
 
+def test_a_compressed_error_of_a_proxy_is_tried_again(serve):
+    def answer(path, body, count):
+        return lengths_of(path, body, count) if count == 2 else (503, "busy", {"Content-Encoding": "gzip"})
+
+    assert score(serve(answer), batch_size=N, retries=1) == LENGTHS
+
+
 def test_a_server_that_is_down_is_asked_once_a_batch(serve, runtime, caplog):
     """It was asked for all, and then for each completion, one after the other."""
     server = serve(lambda *_: (503, "down", {}))

@@ -416,6 +416,12 @@ def test_an_answer_beyond_the_limit_is_not_read(runtime, monkeypatch, caplog):
     assert "of which at most 1000 are read" in caplog.text
 
 
+def test_the_copy_of_a_process_that_forks_does_not_answer(runtime):
+    """Its answer was taken for that of the next batch, and so on until the end."""
+    rewards = runtime(spec("forks"), workers=1)
+    assert [score(rewards, ["x" * n] * 2) for n in (1, 2, 3)] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+
+
 def draws(runtime, seed, step=0, batch=BATCH, before=()):
     rewards = runtime(spec("draws"), spec("draws_lazily"), seed=seed)
     for earlier in before:
@@ -437,6 +443,13 @@ def test_what_a_reward_draws_is_a_function_of_seed_step_and_batch(runtime):
     assert random.getstate() == state
 
 
+def test_equal_completions_that_are_scored_one_by_one_do_not_draw_the_same(runtime):
+    rewards = runtime(spec("draws_alone", independent=True), workers=2)
+    values = score(rewards, ["same"] * 4)
+    assert len(set(values)) == 4
+    assert score(runtime(spec("draws_alone", independent=True), workers=1), ["same"] * 4) == values
+
+
 def test_a_function_stays_in_one_worker_with_what_it_keeps(runtime):
     """Three counters in two workers gave 1, 1, 2; 2, 3, 3; 4, 4, 5."""
     rewards = runtime(
@@ -447,6 +460,17 @@ def test_a_function_stays_in_one_worker_with_what_it_keeps(runtime):
         batch = [f"{call}"] * 4
         seen.append([function(prompts=batch, completions=batch)[0] for function in rewards.functions[:3]])
     assert [[values[1] for values in seen], [values[0] + values[2] for values in seen]] == [[1, 2, 3], [3, 7, 11]]
+
+
+def test_a_scorer_of_a_packaged_reward_stays_in_one_worker_too(runtime):
+    """It moved to a worker that another reward had left free, and loaded its model there again."""
+    kwargs = {"scorer": "faulty:counts_chats", "reasoning": False, "score_clip": 9.0}
+    rewards = runtime(
+        replace(spec("counts"), when="asked"), spec("minimind", function="minimind", kwargs=kwargs), workers=2
+    )
+    for call, asked in enumerate(["yes", "", "yes"], start=1):
+        columns = {"prompts": ["q"] * 2, "completions": [f"{call}"] * 2, "asked": [asked] * 2}
+        assert [function(**columns) for function in rewards.functions][1] == [call] * 2
 
 
 def test_a_reward_of_another_worker_count_is_the_same(runtime):

@@ -167,9 +167,14 @@ class Nursery:
             while answer is None:
                 with selectors.DefaultSelector() as selector:
                     selector.register(self._worker.answers, selectors.EVENT_READ)
-                    if not selector.select(max(0.0, end - time.monotonic())):
-                        return None
-                answer = self._worker.read()
+                    if self._worker.unsent:  # a request that is larger than a pipe
+                        selector.register(self._worker.requests, selectors.EVENT_WRITE)
+                    ready = {key.fd for key, _ in selector.select(max(0.0, end - time.monotonic()))}
+                if not ready:
+                    return None
+                self._worker.push()
+                if self._worker.answers in ready:
+                    answer = self._worker.read()
         except EOFError:
             self._ended = True
             return None

@@ -153,10 +153,20 @@ def _text(result: Any, who: str) -> str:
     if (kind := medium(result)) is not None:
         raise Garbage(f"{who} returned content of type {kind!r}, and environments carry text only. {CURE}")
     text = text_of(result) if is_parts(result) else str(result)
-    if not isinstance(result, str) and _ADDRESS.search(text):
+    if _shows_address(result):
         cure = "Return text, or give the object's class a method __str__."
         raise Garbage(f"{who} returned {text:.200}, which shows an address in memory, another one in each run. {cure}")
     return text
+
+
+def _shows_address(value: Any) -> bool:
+    """Whether a value holds an object that Python shows by its address; a text in it may spell one."""
+    if isinstance(value, dict):
+        return any(map(_shows_address, (*value, *value.values())))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_shows_address, value))
+    own = any(inspect.isfunction(getattr(type(value), name)) for name in ("__repr__", "__str__"))
+    return not own and not isinstance(value, str) and _ADDRESS.search(str(value)) is not None
 
 
 def written(answer: dict[str, Any]) -> bytes:

@@ -117,7 +117,8 @@ def _judged(trainer: Any, chosen: EvalSet, sampled: _Sampled, runtime: Runtime) 
     """Samples with their rewards."""
     rows, ids = sampled.rows, sampled.ids
     ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-    columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
+    made = sampled.made
+    columns: dict[str, list[Any]] = {name: [row.get(name) for row in made] for name in made[0] if name != "prompt"}
     columns["prompts"] = [row["prompt"] for row in rows]
     columns |= {"completions": sampled.completions, "completion_ids": ids}
     rewards, extras = _scored(runtime, columns, trainer.state)

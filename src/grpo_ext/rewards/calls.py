@@ -55,13 +55,14 @@ def job(spec: RewardSpec, columns: Mapping[str, Any], rows: list[int], seed: int
 
 
 def call_seed(seed: int, name: str, columns: Mapping[str, Any], rows: Sequence[int]) -> int:
-    """Seed of a call, from the run's seed, the reward's name, the step and the texts of the completions.
+    """Seed of a call, from the run's seed, the reward's name, the step, and the rows and texts of the completions.
 
-    So a resumed run, and one with another number of workers, draws the same numbers.
+    So a resumed run, and one with another number of workers, draws the same numbers, and equal completions that are
+    scored one by one draw different ones.
     """
     step = getattr(columns.get("trainer_state"), "global_step", 0)
     texts = [completion_text(columns["completions"][row]) for row in rows]
-    drawn_by = repr((seed, name, step, texts)).encode("utf-8", "backslashreplace")
+    drawn_by = repr((seed, name, step, list(rows), texts)).encode("utf-8", "backslashreplace")
     return int.from_bytes(hashlib.blake2b(drawn_by, digest_size=7).digest())
 
 

@@ -65,7 +65,7 @@ class Runtime:
         self.functions: list[Any] = [spec.function if spec.is_model else self._component(spec) for spec in self.specs]
         self._batch: Any = None
         self._scores: dict[str, Scores] = {}
-        users = [spec.name for spec in self.specs if not spec.is_registered]
+        users = [spec.name for spec in self.specs if not (spec.is_registered and spec.is_independent)]
         self._places = {name: place for place, name in enumerate(users)}
         """A user's function stays in one worker, with what its module keeps."""
         self._warned_of_nan: set[str] = set()

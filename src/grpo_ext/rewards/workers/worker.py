@@ -117,15 +117,20 @@ def callbacks() -> tuple[dict[str, Callable], list[tuple[str, list]], list[tuple
 def score(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple:
     """Call the function as TRL does and collect what it logs; the values are checked by the parent."""
     given, extras, metrics = callbacks()
-    values = function(**{**arguments, **given})
-    if inspect.isawaitable(values):
+    process = os.getpid()
+    try:
+        values = function(**{**arguments, **given})
+        if inspect.isawaitable(values):
 
-        async def wait() -> Any:
-            return await values
+            async def wait() -> Any:
+                return await values
 
-        values = asyncio.run(wait())
-    logged = [(column, [plain(value) for value in column_values]) for column, column_values in extras]
-    return "scored", [plain(value) for value in listed(values)], logged, metrics
+            values = asyncio.run(wait())
+        logged = [(column, [plain(value) for value in column_values]) for column, column_values in extras]
+        return "scored", [plain(value) for value in listed(values)], logged, metrics
+    finally:
+        if os.getpid() != process:  # the function has forked, and a copy of it would answer a second time
+            os._exit(0)
 
 
 class NotValues(TypeError):
