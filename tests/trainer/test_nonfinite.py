@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 import poisoned
 import tiny
+from dealt import dealing
 from grpo_ext.commands import replay
 from grpo_ext.errors import ConfigError, NonFiniteError
 from grpo_ext.train import main
@@ -292,9 +293,10 @@ def test_quantized_weights_of_a_frozen_base_are_not_checked(dtype, model_path, t
         trainer._check_weights()
 
 
-def test_logits_that_overflow_are_named_with_the_largest_weight(model_path, tmp_path):
-    """Every weight is finite, and far too large."""
-    trainer = build(model_path, tmp_path, max_steps=1)
+@pytest.mark.parametrize("plays", [False, True])
+def test_logits_that_overflow_are_named_with_the_largest_weight(plays, model_path, tmp_path):
+    """Every weight is finite, and far too large; with environments each row draws from random numbers of its own."""
+    trainer = dealing(tmp_path, max_steps=1) if plays else build(model_path, tmp_path, max_steps=1)
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             if "layers.0" in name:
