@@ -1,10 +1,13 @@
 """Which game a prompt is dealt: its own in an evaluation, a new one in each generation, by nothing but identity."""
 
+import dataclasses
+
 import pytest
 
 import tiny
 from dealt import dealing, rows
-from grpo_ext.commands.sample import sample
+from grpo_ext import GRPOExtConfig
+from grpo_ext.commands.sample import ALONE, sample
 from grpo_ext.rollout.seeds import AttemptId, Purpose, Source, derived, numbered
 
 # Seeds.
@@ -107,6 +110,14 @@ def test_fresh_prompts_of_dynamic_sampling_are_dealt_fresh_games(tmp_path):
 
 
 # `grpo-ext sample`.
+
+
+@pytest.mark.parametrize("settings", [{"beta": 0.1, "kl_estimator": "k3"}, {"eval_strategy": "epoch"}], ids=str)
+def test_sampling_sets_aside_what_only_training_needs(settings, tmp_path):
+    """What is left must be a sound configuration."""
+    config = GRPOExtConfig(output_dir=str(tmp_path), **tiny.TRAINING | settings)
+    aside = dataclasses.replace(config, **ALONE)
+    assert (aside.beta, aside.kl_estimator, aside.do_eval) == (0.0, None, False)
 
 
 def test_samples_of_all_prompts_play_games_of_their_own(tmp_path):

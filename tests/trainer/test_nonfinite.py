@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 import poisoned
 import tiny
+from dealt import dealing
 from grpo_ext.commands import replay
 from grpo_ext.errors import ConfigError, NonFiniteError
 from grpo_ext.train import main
@@ -279,9 +280,23 @@ def test_weights_that_overflowed_are_named_before_they_sample(step, value, model
     assert ("After step 1 of 4" if step else "before the first step") in str(stopped.value)
 
 
-def test_logits_that_overflow_are_named_with_the_largest_weight(model_path, tmp_path):
-    """Every weight is finite, and far too large."""
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8], ids=str)
+def test_quantized_weights_of_a_frozen_base_are_not_checked(dtype, model_path, tmp_path):
+    """torch has no norm of numbers of 8 bits."""
     trainer = build(model_path, tmp_path, max_steps=1)
+    packed = torch.nn.Parameter(torch.ones(4).to(dtype), requires_grad=False)
+    trainer.model.model.norm.register_parameter("packed", packed)
+    trainer._check_weights()
+    with torch.no_grad():
+        dict(trainer.model.named_parameters())[poisoned.PARAMETER][0, 0] = math.nan
+    with pytest.raises(NonFiniteError, match=poisoned.PARAMETER):
+        trainer._check_weights()
+
+
+@pytest.mark.parametrize("plays", [False, True])
+def test_logits_that_overflow_are_named_with_the_largest_weight(plays, model_path, tmp_path):
+    """Every weight is finite, and far too large; with environments each row draws from random numbers of its own."""
+    trainer = dealing(tmp_path, max_steps=1) if plays else build(model_path, tmp_path, max_steps=1)
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             if "layers.0" in name:

@@ -70,6 +70,22 @@ def test_a_group_without_a_signal_is_one_without_an_advantage(case, model, tmp_p
     assert evaluated["eval_advantages/zero_variance_groups"] == pytest.approx(groups.double().mean().item())
 
 
+@pytest.mark.parametrize("loss", [{"advantage_estimator": "gigpo"}, {"loss_type": "beta_bnpo"}], ids=str)
+def test_figures_of_an_estimator_are_those_of_training(loss, model, tmp_path):
+    """An evaluation counts each completion once, and an estimator's figures would count those that fill up a batch."""
+    settings = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 4} | loss
+    kwargs = {"advantage_kwargs": {"reward_range": [0.0, 9.0]}} if "loss_type" in loss else {}
+    reward = group_number if kwargs else same_total
+    trainer = build(
+        model, tmp_path, [reward], rollout=scripted_trajectories, evaluated=tiny.prompts(3), **settings, **kwargs
+    )
+    trainer.train()
+    names = {name for row in trainer.state.log_history for name in row if "advantages/" in name}
+    trained = {name for name in names if not name.startswith("eval_")}
+    assert {"advantages/zero_variance_groups"} == {name.removeprefix("eval_") for name in names - trained}
+    assert trained & {"advantages/shared_states", "advantages/beta_a", "advantages/beta_alpha"}
+
+
 @pytest.mark.parametrize(("estimator", "rounds"), [("turn_return", 1), ("gigpo", 0)])
 def test_dynamic_sampling_keeps_groups_that_have_an_advantage(estimator, rounds, model, tmp_path):
     """All totals are equal: judged by these, all groups of every round would be replaced.

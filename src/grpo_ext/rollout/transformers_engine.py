@@ -292,9 +292,15 @@ class _Batch:
 def picked(
     probabilities: Float[Tensor, "rows tokens"], uniforms: Float[Tensor, " rows"]
 ) -> Int[Tensor, "rows 1"]:  # fmt: skip
-    """The token of each row in whose share of [0, 1) its number falls, as `torch.multinomial` has it."""
+    """The token of each row in whose share of [0, 1) its number falls, as `torch.multinomial` has it.
+
+    Raises:
+        RuntimeError: a probability is NaN, in the words of `torch.multinomial`; such a row has no token.
+    """
     up_to = probabilities.double().cumsum(dim=-1)
     total = up_to[:, -1:].contiguous()
+    if total.isnan().any():
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
     found = torch.searchsorted(up_to, uniforms[:, None] * total, right=True)
     return torch.minimum(found, torch.searchsorted(up_to, total))  # at most the last that has a share
 

@@ -477,7 +477,8 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self, rewards: Tensor, weights: Tensor, total: Tensor, mode: str, tokens: dict[str, Tensor]
     ) -> Tensor:
         def log_metric(name: str, value: float) -> None:
-            self._metrics[mode][name].append(value)
+            if mode == "train":  # of an evaluation these would count the rows that fill up its last batch
+                self._metrics[mode][name].append(value)
 
         history = self._group_means.on(rewards.device)
         values = self.objective.advantages(rewards, weights, history, log_metric, **tokens)

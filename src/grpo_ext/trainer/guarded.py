@@ -32,8 +32,12 @@ def overflowed(weights: Sequence[tuple[str, Tensor]]) -> str | None:
 
 
 def largest_by_name(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Largest absolute value of each floating-point weight, as scalars on the first weight's device."""
+    """Largest absolute value of each floating-point weight, as scalars on the first weight's device.
+
+    Quantized weights are left out: torch has no norm of numbers of 8 bits, nor of tensor types for packed ones.
+    """
     floating = [(name, w.detach()) for name, w in weights if w.is_floating_point() and w.numel()]
+    floating = [(name, w) for name, w in floating if w.dtype.itemsize > 1 and type(w) is Tensor]
     return {n: torch.linalg.vector_norm(w, math.inf).to(floating[0][1].device, torch.float32) for n, w in floating}
 
 
