@@ -134,7 +134,10 @@ def load_split(
     if path.is_file() and optional:
         return None
     if path.is_file() and re.split(r"\W", split)[0] not in ("train", path.stem):
-        raise DataError(f"{source}: no such split, {path.name} being one file. Name the split train.")
+        raise DataError(
+            f"{source}: no such split, {path.name} being one file. Remove the split, or write train; a slice is "
+            "written train[:100]."
+        )
     key = re.split(r"\W", split)[0]
     files = local_files.split_files(path, key) if dataset_config is None else []
     if not files and dataset_config is None:
