@@ -123,8 +123,8 @@ def check_prompt(prompt: Any, column: str) -> None:
             raise RowError(column, f"empty prompt {prompt!r}. Fill it in or remove the row.")
         if parse_chat(prompt, column) is not prompt:
             reason = (
-                f"{_short(prompt)} is a conversation written as JSON text. Give the list itself, json.loads(text); where "
-                "the model is to read this text, give it as the content of a message."
+                f"{_short(prompt)} is a conversation written as JSON text. Give the list itself, json.loads(text); "
+                "where the model is to read this text, give it as the content of a message."
             )
             raise RowError(column, reason)
         return
