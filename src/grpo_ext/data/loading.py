@@ -91,7 +91,7 @@ def _other_split(name: str, train_split: str) -> list[str]:
     path = Path(name).expanduser()
     if path.is_file():
         return []
-    splits = local_files.folder_splits(path) if path.is_dir() else ()
+    splits = list(local_files.folder_splits(path)) if path.is_dir() else []
     others = [split for split in splits if split != train_split]
     return [f"set dataset_test_split: {others[0]}" if others else "set dataset_test_split to its name"]
 
