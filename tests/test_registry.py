@@ -129,6 +129,7 @@ def test_paths_are_looked_up_from_the_working_directory_too(animals, tmp_path, m
     [
         ("no_such_module:moo", r"cannot import 'no_such_module' for 'no_such_module:moo': ModuleNotFoundError"),
         ("users_module:mo", r"'users_module' has no 'mo'\. Did you mean 'moo'\?"),
+        ("users_module:zzz", r"'users_module' has no 'zzz'\. Known: [a-z]"),
         ("users_module:", r"'users_module:' is not of the form 'package\.module:name'"),
         (":moo", r"':moo' is not of the form"),
         (".moo", r"'\.moo' is not of the form"),

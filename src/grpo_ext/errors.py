@@ -82,14 +82,18 @@ _ENDS = (
     *("token", "apikey", "api_key", "access_key", "private_key", "secret_key", "secret"),
     *("password", "passwd", "authorization", "credential", "credentials"),
 )
-_OF_A_VOCABULARY = ("eos", "bos", "pad", "unk", "mask", "sep", "cls", "image", "video", "audio", "start", "end", "new")
+_OF_A_VOCABULARY = (
+    *("eos", "bos", "pad", "unk", "mask", "sep", "cls", "image", "video", "audio", "start", "end", "new", "newline"),
+    *("stop", "special", "think", "thinking", "reasoning", "answer", "tool", "boi", "eoi", "split", "per"),
+)
 _ENTRY = re.compile(
     r"""(?P<name>[A-Za-z][\w-]*)(?P<between>['"]?\s*[:=]\s*)"""
-    r"""(?:(?P<quote>['"])(?P<text>.*?)(?P=quote)|(?P<inside>\[[^]]*\]|\{[^}]*\})|(?P<word>[^\s,;.'"()[\]{}]+))"""
+    r"""(?:(?P<quote>['"])(?P<text>.*?)(?P=quote)|(?P<inside>\[[^]]*\]|\{[^}]*\})|"""
+    r"""(?!\w[\w-]*=['"[{])(?P<word>[^\s,;.'"()[\]{}]+))"""
 )
-"""A name with its value: in quotes, in brackets, or one word."""
+"""A name with its value: in quotes, in brackets, or one word that is not a name with its value in turn."""
 _URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s'"<>]+""")
-_WELL_KNOWN = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|xox[bp]-)[\w-]{16,}")
+_WELL_KNOWN = re.compile(r"\b(?:(?:hf_|ghp_)[A-Za-z0-9]{16,}|(?:sk-|github_pat_|glpat-|xox[bp]-)[\w-]{16,})")
 
 
 def is_secret(name: str) -> bool:

@@ -97,9 +97,8 @@ def import_path(path: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise UnknownNameError(
-            f"{module_name!r} has no {attribute!r}. {did_you_mean(attribute, dir(module))}"
-        ) from None
+        public = [name for name in dir(module) if not name.startswith("__")]
+        raise UnknownNameError(f"{module_name!r} has no {attribute!r}. {did_you_mean(attribute, public)}") from None
 
 
 def _split(path: str) -> tuple[str, str, str]:

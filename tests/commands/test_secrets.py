@@ -97,7 +97,11 @@ def test_a_name_of_a_secret(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["eos_token", "pad_token", "token_truncate", "max_tokens", "api_key_env", "tokenizer"]
+    "name",
+    [
+        *("eos_token", "pad_token", "token_truncate", "max_tokens", "api_key_env", "tokenizer"),
+        *("stop_token", "think_token", "per_token", "special_token"),
+    ],
 )
 def test_a_name_of_no_secret(name):
     assert not is_secret(name)
@@ -108,3 +112,13 @@ def test_a_name_of_no_secret(name):
 @pytest.mark.parametrize("text", ["hf_abcdefghijklmnopqrst", "sk-proj-abcdefghijklmnop", "ghp_abcdefghijklmnop1234"])
 def test_keys_that_are_known_by_their_look(text):
     assert redacted_text(f"the server said: bad key {text}.") == "the server said: bad key ***."
+
+
+@pytest.mark.parametrize("text", ["./hf_reward_functions_of_mine.py: no such file", "task-of-a-very-long-name-here"])
+def test_a_name_that_only_begins_as_a_key_is_kept(text):
+    assert redacted_text(text) == text
+
+
+def test_a_secret_behind_the_name_of_its_setting_is_left_out():
+    assert redacted_text("reward_funcs: token='abc', key: no") == "reward_funcs: token='***', key: no"
+    assert redacted_text("api_key: c2VjcmV0==") == "api_key: ***"

@@ -510,12 +510,13 @@ def test_a_test_split_wins_over_test_size(tmp_path, caplog):
 
 def test_evaluation_without_rows_for_it_is_refused(tmp_path):
     name = write_jsonl(tmp_path / "d.jsonl", ROWS)
-    assert "has no split 'test' beside it, and evaluation is asked for. Set dataset_test" in refusal(
-        name, eval_needed=True
-    )
+    refused = refusal(name, eval_needed=True)
+    assert "evaluation is asked for. Set test_size: 0.1 to hold rows out; or evaluate on other data" in refused
     assert "test_size=10 holds out 10 of 10 rows" in refusal(name, eval_needed=True, test_size=10)
     write_jsonl(tmp_path / "set" / "train.jsonl", ROWS)
-    assert "has no split 'test' beside it" in refusal(tmp_path / "set", eval_needed=True)
+    refused = refusal(tmp_path / "set", eval_needed=True)
+    assert "has no split 'test' beside it" in refused
+    assert "Set dataset_test_split to its name, or set test_size: 0.1" in refused
 
 
 @pytest.mark.parametrize("streaming", [False, True])

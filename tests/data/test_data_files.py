@@ -278,13 +278,30 @@ def test_conversations_as_json_text_are_refused_where_a_dataset_is_given_in_pyth
     given = Dataset.from_list([{"prompt": json.dumps(chat)} for chat in CHATS])
     [problem] = prompt_problems(given, "train_dataset")
     assert problem.startswith("train_dataset, row 0 (from 0), column 'prompt': ")
-    assert problem.endswith("is a conversation written as JSON text. Give the list itself: json.loads(text).")
+    assert "is a conversation written as JSON text. Give the list itself, json.loads(text)" in problem
 
 
-@pytest.mark.parametrize("text", ["[1, 2, 3] sorted?", '[{"role": "x"}] is what?', "[]", "[{'a': 1}]"])
-def test_text_in_brackets_stays_text(tmp_path, text):
-    [row] = load(write(tmp_path / "rows.jsonl", json.dumps({"prompt": text})))
+@BOTH
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[1, 2, 3] sorted?", '[{"role": "x"}] is what?', "[]", "[{'a': 1}]"),
+        '[{"content": "a review", "stars": 5}]',
+        "[{'content': 'a review', 'stars': 5}]",
+        '[{"role": "engineer", "name": "Ada"}, {"role": "user", "name": "Bob"}]',
+        '[{"role": "user", "content": "a"}, 7]',
+    ],
+)
+def test_text_in_brackets_stays_text(tmp_path, text, streaming):
+    [row] = load(write(tmp_path / "rows.jsonl", json.dumps({"prompt": text})), streaming=streaming)
     assert row["prompt"] == text
+
+
+@BOTH
+def test_a_conversation_that_the_model_is_to_read_is_the_content_of_a_message(tmp_path, streaming):
+    chat = [{"role": "user", "content": json.dumps(CHATS[0])}]
+    [row] = load(write(tmp_path / "rows.jsonl", json.dumps({"prompt": chat})), streaming=streaming)
+    assert row["prompt"] == chat
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])

@@ -404,6 +404,8 @@ def test_json_on_the_command_line_is_checked_like_yaml(write):
         (["--scale_rewards", "Fales"], "scale_rewards='Fales' is not one of its values. Did you mean 'False'"),
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere': no such folder"),
         (["--seed", "1", "2"], "'2' on the command line belongs to no key"),
+        (["seed=1"], "'seed=1' on the command line belongs to no key. Write --seed 1."),
+        (["--env", '{"A": "1"}'], "env: it is a key of a recipe only. Write it there"),
     ],
 )
 def test_mistakes_on_the_command_line(write, args, start):

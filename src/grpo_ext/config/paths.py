@@ -28,7 +28,8 @@ PATHS = frozenset(
     )
 )
 """Keys of a recipe that are, may be, or hold paths."""
-_VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*))")
+_VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*)|\([^)]*\))")
+"""`${NAME}`, `$NAME`, and `$(command)`, which is refused."""
 
 
 def expand(key: str, value: Any) -> Any:
@@ -71,7 +72,7 @@ def _is_no_path(text: str) -> bool:
 
 
 def _value_of(found: re.Match[str]) -> str:
-    return os.environ.get(found[1] or found[2]) or found[0]
+    return os.environ.get(found[1] or found[2] or "") or found[0]
 
 
 def _missing(found: re.Match[str]) -> str:

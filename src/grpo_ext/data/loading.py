@@ -63,12 +63,12 @@ def load_datasets(
             test = load(test_split, optional=True) if eval_wanted else None
     named = test_split != "test"
     if eval_wanted and test is None and (config.test_size is None or named) and not found:
-        others = [name for name in _splits_of(dataset_name) if name != train_split]
-        cure = f"dataset_test_split: {others[0]}" if others else "dataset_test_split to its name"
-        hold_out_instead = "remove dataset_test_split" if config.test_size else "test_size: 0.1 to hold rows out"
+        hold_out_instead = "remove dataset_test_split" if config.test_size else "set test_size: 0.1 to hold rows out"
+        cures = ", or ".join([*_other_split(dataset_name, train_split), hold_out_instead])
         found.append(
             f"dataset_test_split={test_split!r}: {dataset_name} has no split {test_split!r} beside it, and evaluation "
-            f"is asked for. Set {cure}, {hold_out_instead}, or eval_strategy: 'no'."
+            f"is asked for. {cures[0].upper()}{cures[1:]}; or evaluate on other data: eval_strategy: 'no', and "
+            "eval_sets with a dataset_name."
         )
     prepared: list[AnyDataset] = []
     for split in (train, test):
@@ -86,10 +86,14 @@ def load_datasets(
     return hold_out(prepared[0], number, config.split_seed, setting=f"test_size={size!r}", by_prompt=by_prompt)
 
 
-def _splits_of(name: str) -> list[str]:
-    """Those of a local folder, as far as their files tell."""
+def _other_split(name: str, train_split: str) -> list[str]:
+    """The cure that names another split of the dataset; none for a single file, which has no other."""
     path = Path(name).expanduser()
-    return list(local_files.folder_splits(path)) if path.is_dir() else []
+    if path.is_file():
+        return []
+    splits = list(local_files.folder_splits(path)) if path.is_dir() else []
+    others = [split for split in splits if split != train_split]
+    return [f"set dataset_test_split: {others[0]}" if others else "set dataset_test_split to its name"]
 
 
 @contextmanager
@@ -134,7 +138,10 @@ def load_split(
     if path.is_file() and optional:
         return None
     if path.is_file() and re.split(r"\W", split)[0] not in ("train", path.stem):
-        raise DataError(f"{source}: no such split, {path.name} being one file. Name the split train.")
+        raise DataError(
+            f"{source}: no such split, {path.name} being one file. Remove the split, or write train; a slice is "
+            "written train[:100]."
+        )
     key = re.split(r"\W", split)[0]
     files = local_files.split_files(path, key) if dataset_config is None else []
     if not files and dataset_config is None:

@@ -204,7 +204,11 @@ def _check_rows(
     if bad:
         _tell_bad(bad, len(dataset) - len(sound), len(dataset), source, on_bad_row)
     if parsed:
-        logger.warning("%s: %r holds conversations as JSON text; they are parsed.", source, plan.prompt_column)
+        logger.warning(
+            "%s: %r holds conversations as JSON text; they are parsed. Where the model is to read that text, write it "
+            "as the content of a message.",
+            *(source, plan.prompt_column),
+        )
     return sound, parsed
 
 

@@ -81,12 +81,18 @@ def convert(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
     return changed
 
 
-_CHAT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:.*\]\s*""", re.DOTALL)
-"""Text that is a list of messages, in JSON or as Python prints it."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_CHAT = re.compile(
+    rf"""\s*\[\s*\{{(?=\s*['"](?:role|content)['"]\s*:).*['"]role['"]\s*:\s*['"](?:{"|".join(_ROLES)})['"].*\]\s*""",
+    re.DOTALL,
+)
+"""Text that looks like a list of messages, in JSON or as Python prints it."""
 
 
 def parse_chat(prompt: Any, column: str) -> Any:
     """Return the messages of a conversation that is written as JSON text; any other prompt as it is.
+
+    A list in JSON with an entry that has none of the usual roles is text for the model to read.
 
     Raises:
         RowError: it is a conversation as Python prints it, or broken JSON.
@@ -94,12 +100,14 @@ def parse_chat(prompt: Any, column: str) -> Any:
     if not isinstance(prompt, str) or not _CHAT.fullmatch(prompt):
         return prompt
     try:
-        return json.loads(prompt)
+        messages = json.loads(prompt)
     except ValueError as error:
         reason = (
-            f"{_short(prompt)} is a conversation written as text, but not as JSON ({error}). Write it by json.dumps."
+            f"{_short(prompt)} is a conversation written as text, but not as JSON ({error}). Write it by json.dumps, "
+            "or, where the model is to read this text, as the content of a message."
         )
         raise RowError(column, reason) from None
+    return messages if all(isinstance(m, dict) and m.get("role") in _ROLES for m in messages) else prompt
 
 
 def check_prompt(prompt: Any, column: str) -> None:
@@ -115,7 +123,8 @@ def check_prompt(prompt: Any, column: str) -> None:
             raise RowError(column, f"empty prompt {prompt!r}. Fill it in or remove the row.")
         if parse_chat(prompt, column) is not prompt:
             reason = (
-                f"{_short(prompt)} is a conversation written as JSON text. Give the list itself: json.loads(text)."
+                f"{_short(prompt)} is a conversation written as JSON text. Give the list itself, json.loads(text); "
+                "where the model is to read this text, give it as the content of a message."
             )
             raise RowError(column, reason)
         return

@@ -25,7 +25,6 @@ from grpo_ext.config.resuming import FRESH_START, noted, requested
 from grpo_ext.config.vllm import quantized_problem
 from grpo_ext.data.config import GAME
 from grpo_ext.data.config import problems as data_problems
-from grpo_ext.data.files import is_path
 from grpo_ext.environments import fit
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.registry import did_you_mean
@@ -201,16 +200,6 @@ def _data(script: Any, data: Any, mixture: Any) -> Iterator[str]:
         yield f"dataset_name={name!r}: the quickstart has no such task. {did_you_mean(name, QUICKSTART_TASKS)}"
     else:
         yield from data_problems(data, name, dataset_config=script.dataset_config, streaming=script.dataset_streaming)
-        yield from _split_of_a_file(str(name), script.dataset_train_split)
-
-
-def _split_of_a_file(name: str, split: str) -> Iterator[str]:
-    """A training split of one file, which has none; `train` and its slices are the rows of the file."""
-    if re.split(r"\W", split)[0] != "train" and is_path(name) and Path(name).expanduser().is_file():
-        yield (
-            f"dataset_train_split={split!r}: {name!r} is one file, which has no splits. Remove it; a slice is written "
-            "train[:100]."
-        )
 
 
 def reward_problems(

@@ -135,7 +135,9 @@ def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[st
         if key in known:
             continue
         value = f"={values[key]!r}" if key in values else ""
-        if str(key).removeprefix("no_") in known:
+        if key == "env":  # which the recipe's values hold no more
+            yield "env: it is a key of a recipe only. Write it there, or export the variables before the start."
+        elif str(key).removeprefix("no_") in known:
             yield f"{key}{value}: no such key, and it would be ignored. {_negation(key.removeprefix('no_'))}"
         elif re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", str(key)):
             yield f"{key}{value}: no such key; it looks like an environment variable. Write env: {{{key}: ...}}."
@@ -165,7 +167,9 @@ def _stray_values(args: Sequence[str]) -> Iterator[str]:
         return
     for before, value in zip(["", *rest], rest, strict=False):
         if not value.startswith("--") and not before.startswith("--"):
-            yield f"{value!r} on the command line belongs to no key. Write --key {value}, or --config {value}."
+            key, sign, rest_of_it = value.partition("=")
+            cure = f"--{key} {rest_of_it}" if sign and key in all_keys() else f"--key {value}, or --config {value}"
+            yield f"{value!r} on the command line belongs to no key. Write {cure}."
 
 
 def _negation(key: str) -> str:

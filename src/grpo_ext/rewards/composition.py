@@ -102,7 +102,10 @@ def parse(
     if entries is None:
         return [], [NOTHING_REWARDED.format(None)]
     if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence):
-        names = ", ".join(part.strip() for part in entries.split(",")) if isinstance(entries, str) else "accuracy"
+        if isinstance(entries, Mapping):
+            names = "{name: accuracy, weight: 1.0}"
+        else:
+            names = ", ".join(part.strip() for part in entries.split(",")) if isinstance(entries, str) else "accuracy"
         return [], [f"reward_funcs={entries!r}: not a list. Write reward_funcs: [{names}]."]
     if not entries:
         return [], [NOTHING_REWARDED.format(entries)]
