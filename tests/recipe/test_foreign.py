@@ -458,6 +458,21 @@ def test_what_cannot_be_shared_out_is_asked():
     assert [sentence for sentence in draft.decisions if sentence.startswith("The batch: 8192 completions")]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 trainer.nnodes=2",
+        "-m openrlhf.cli.train_ppo_ray --algo.advantage.estimator group_norm --actor.num_nodes 2",
+    ],
+)
+def test_several_machines_are_written_and_asked_about(words):
+    kind = "verl" if "verl" in words else "openrlhf"
+    draft = projects.draft_of(kind, arguments(f"python3 {words}")[0])
+    assert (draft.values["num_machines"], draft.values["num_processes"]) == (2, 16)
+    assert [sentence for sentence in draft.decisions if sentence.startswith("num_machines: ")]
+    assert "num_machines" not in projects.draft_of(kind, arguments(f"python3 {words[:-1]}1")[0]).values
+
+
 def test_what_only_a_shell_would_show_is_asked():
     words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 trainer.nnodes=$NODES "
     words += "trainer.n_gpus_per_node=${GPUS:-2} trainer.default_local_dir=$SCRATCH/$(date +%Y)/run"

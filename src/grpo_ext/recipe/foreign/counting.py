@@ -59,6 +59,17 @@ def set_batch(
         )
 
 
+def set_machines(draft: Draft, machines: int, of: str) -> None:
+    """Write the number of machines and ask for what each of them needs, where there are several."""
+    if machines > 1:
+        draft.set("num_machines", machines, of=of)
+        draft.decide(
+            f"num_machines: {draft.title} starts {machines} machines by itself. Start the same command on each, with "
+            "its machine_rank and the first one's main_process_ip (docs/launching.md, Several machines).",
+            of=of,
+        )
+
+
 def set_intervals(
     draft: Draft, save: str, evaluate: str, completions: tuple[str, int], updates: int, unit: str
 ) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.foreign.counting import set_batch, set_intervals, set_kl
+from grpo_ext.recipe.foreign.counting import set_batch, set_intervals, set_kl, set_machines
 from grpo_ext.recipe.foreign.draft import Draft, Translation, number, rules
 
 _ENGINE = "- | OpenRLHF's engine; here --accelerate_config (zero2, zero3, fsdp2) says how weights are spread"
@@ -249,6 +249,7 @@ def _batch(d: Draft) -> None:
         (nodes * d.get("actor.num_gpus_per_node", 8), ("actor.num_nodes", "actor.num_gpus_per_node")),
         "train.dynamic_batch_enable" if d.get("train.dynamic_batch_enable") else "",
     )
+    set_machines(d, nodes, of="actor.num_nodes")
 
 
 def _before(d: Draft, version: str) -> bool:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.foreign.counting import set_batch, set_intervals, set_kl
+from grpo_ext.recipe.foreign.counting import set_batch, set_intervals, set_kl, set_machines
 from grpo_ext.recipe.foreign.draft import Draft, Translation, rules
 
 _ENGINE = "- | verl's own engine; here --accelerate_config (fsdp2, zero3) says how weights are spread"
@@ -243,6 +243,7 @@ def _batch(d: Draft) -> None:
         (processes, ("trainer.n_gpus_per_node", "trainer.nnodes")),
         f"{_ACTOR}use_dynamic_bsz" if d.get(f"{_ACTOR}use_dynamic_bsz") or not (micro or of_all) else "",
     )
+    set_machines(d, d.get("trainer.nnodes", 1), of="trainer.nnodes")
 
 
 def _length(d: Draft) -> None:
