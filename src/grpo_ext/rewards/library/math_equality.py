@@ -130,7 +130,9 @@ def _parse(formula: str) -> Any:
     # Units are off already, and what math-verify takes for one may be a factor: the t of -16t^2 + 80t.
     config = LatexExtractionConfig()
     config = replace(config, normalization_config=replace(config.normalization_config, units=False))
-    found: list[Any] = limited(lambda seconds: parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=seconds), [])
+    found: list[Any] = limited(
+        lambda seconds: parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=seconds), []
+    )
     return found[0] if found else None
 
 
