@@ -32,8 +32,12 @@ def overflowed(weights: Sequence[tuple[str, Tensor]]) -> str | None:
 
 
 def largest_by_name(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Largest absolute value of each floating-point weight, as scalars on the first weight's device."""
-    floating = [(name, w.detach()) for name, w in weights if w.is_floating_point() and w.numel()]
+    """Largest absolute value of each floating-point weight, as scalars on the first weight's device.
+
+    Weights of one byte (FP8) are left out: torch has no norm of them, and their largest value is 57344.
+    """
+    wide = [(name, w.detach()) for name, w in weights if w.is_floating_point() and w.dtype.itemsize > 1]
+    floating = [(name, w) for name, w in wide if w.numel()]
     return {n: torch.linalg.vector_norm(w, math.inf).to(floating[0][1].device, torch.float32) for n, w in floating}
 
 
