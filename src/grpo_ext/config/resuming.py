@@ -45,7 +45,7 @@ def requested(value: object) -> str | None:
     return None if not value or word in LAST else os.path.abspath(str(value))
 
 
-def portable(request: Request, output_dir: Path) -> str:
+def relative_to(request: Request, output_dir: Path) -> str:
     """What was asked for, relative to a folder that holds it, so that the folder may be moved or copied."""
     inside = Path(request.asked).is_relative_to(os.path.abspath(output_dir))
     return os.path.join(".", os.path.relpath(request.asked, output_dir)) if inside else request.asked

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.resuming import ASIDE, FRESH_START, REQUEST_FILE, Request, noted, portable, requested
+from grpo_ext.config.resuming import ASIDE, FRESH_START, REQUEST_FILE, Request, noted, relative_to, requested
 from grpo_ext.errors import ConfigError
 from grpo_ext.trainer.checkpoints.agreement import agreed, check_seen_by_all
 from grpo_ext.trainer.checkpoints.branches import Branch, branch_of, continued_by, last_order, new_branch
@@ -168,7 +168,7 @@ def _carried_out(output_dir: Path, request: Request, checkpoint: str | None) -> 
 
 
 def _note(output_dir: Path, request: Request) -> None:
-    write_synced(output_dir / REQUEST_FILE, json.dumps(asdict(request) | {"asked": portable(request, output_dir)}))
+    write_synced(output_dir / REQUEST_FILE, json.dumps(asdict(request) | {"asked": relative_to(request, output_dir)}))
 
 
 def _leading_to(checkpoint: Path, output_dir: Path) -> list[Path]:
