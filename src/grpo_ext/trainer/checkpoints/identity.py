@@ -12,12 +12,14 @@ from typing import Any
 
 from datasets import Dataset
 from huggingface_hub import try_to_load_from_cache
+from trl import DatasetMixtureConfig, ModelConfig
+from trl.scripts.grpo import GRPOScriptArguments
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import world_size
 from grpo_ext.config.resuming import FRESH_START
+from grpo_ext.data.config import DataConfig
 from grpo_ext.errors import ConfigError, is_secret, redacted
-from grpo_ext.recipe.parts import PARTS
 from grpo_ext.registry import portable
 from grpo_ext.trainer.checkpoints.manifest import write_synced
 
@@ -280,7 +282,7 @@ def _of(key: str, record: Mapping[str, Any]) -> Any:
 
 _DEFAULTS = {
     f.name: plain(f.default if f.default_factory is MISSING else f.default_factory())
-    for part in PARTS
+    for part in (GRPOScriptArguments, DataConfig, GRPOExtConfig, ModelConfig, DatasetMixtureConfig)
     for f in fields(part)
     if f.init and (f.default, f.default_factory) != (MISSING, MISSING)
 }
