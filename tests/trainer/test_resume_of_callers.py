@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import RunInterrupted
+from grpo_ext.trainer.checkpoints.state import find_best_checkpoint
 from interrupted import logged
 from trainers import weights
 
@@ -111,3 +112,15 @@ def test_a_signal_leaves_more_than_the_weights_alone(tmp_path):
     resumed = build(tmp_path, save_only_model=True)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.log_history[2]["step"] == 3
+
+
+def test_the_best_checkpoint_of_a_copy_is_the_copys(tmp_path):
+    """Two folders of one run: the other user may rotate, or go back in, the original."""
+    for folder in ("original", "copy"):
+        (tmp_path / folder / "checkpoint-1").mkdir(parents=True)
+    recorded = str(tmp_path / "original" / "checkpoint-1")
+    state = TrainerState(best_global_step=1, best_model_checkpoint=recorded)
+    find_best_checkpoint(state, tmp_path / "elsewhere" / "checkpoint-2")
+    assert state.best_model_checkpoint == recorded
+    find_best_checkpoint(state, tmp_path / "copy" / "checkpoint-2")
+    assert state.best_model_checkpoint == str(tmp_path / "copy" / "checkpoint-1")

@@ -82,11 +82,10 @@ def call(command: list[str], environment: Mapping[str, str]) -> int:
     """
     from grpo_ext.config.launch import COMMAND, EXIT_CODE_FILE
     from grpo_ext.rewards.workers.pool import remove_left_behind
-    from grpo_ext.trainer.parent_watch import command_identity
 
     with tempfile.TemporaryDirectory(prefix="grpo_ext_launch_") as folder:
         said = Path(folder) / "exit_code"
-        environment = {**environment, EXIT_CODE_FILE: str(said), COMMAND: command_identity()}
+        environment = {**environment, EXIT_CODE_FILE: str(said), COMMAND: str(os.getpid())}
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # ignored: by nohup
         earlier = {number: signal.signal(number, partial(_hand_on, process)) for number in heeded}

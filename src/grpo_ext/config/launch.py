@@ -15,7 +15,7 @@ EXIT_CODE_FILE = "GRPO_EXT_EXIT_CODE_FILE"
 """Environment variable by which `grpo-ext train` learns with what code a process ended that a launcher started."""
 
 COMMAND = "GRPO_EXT_COMMAND"
-"""Environment variable that holds pid, start time and machine of the `grpo-ext train` that started the launcher."""
+"""Environment variable that holds the pid of the `grpo-ext train` that started the launcher."""
 
 
 def write_exit_code(code: int) -> None:

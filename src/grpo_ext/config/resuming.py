@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,20 @@ def requested(value: object) -> str | None:
     return None if not value or word in LAST else os.path.abspath(str(value))
 
 
+def relative_to(request: Request, output_dir: Path) -> str:
+    """What was asked for, relative to a folder that holds it, so that the folder may be moved or copied."""
+    inside = Path(request.asked).is_relative_to(os.path.abspath(output_dir))
+    return os.path.join(".", os.path.relpath(request.asked, output_dir)) if inside else request.asked
+
+
 def noted(output_dir: Path) -> Request | None:
     """The request that was last carried out in a folder; None if there is none, or its note is damaged."""
     try:
         content = json.loads((output_dir / REQUEST_FILE).read_text())
         request = Request(**content)
+        if not request.afresh:
+            request = replace(request, asked=os.path.join(os.path.abspath(output_dir), request.asked))
+            request = replace(request, asked=os.path.normpath(request.asked))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     return request if _is_sound(request) else None

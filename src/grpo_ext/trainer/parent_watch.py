@@ -1,7 +1,6 @@
 """End a process whose launcher is gone; only where a launcher started it, so that nohup means what it says."""
 
 import os
-import socket
 import threading
 import time
 
@@ -20,33 +19,34 @@ def watch_parent() -> bool:
     """Begin to watch the launcher, and the command that started it; False where no launcher started this process."""
     if not any(variable in os.environ for variable in LAUNCHERS):
         return False
-    thread = threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="grpo_ext parent")
-    thread.start()
+    watched = (os.getppid(), started_by(os.environ.get(COMMAND)))
+    threading.Thread(target=_watch, args=watched, daemon=True, name="grpo_ext parent").start()
     return True
 
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent and command_runs(os.environ.get(COMMAND)):
+def _watch(parent: int, command: psutil.Process | None) -> None:
+    while os.getppid() == parent and (command is None or runs(command)):
         time.sleep(POLL_SECONDS)
     signals.arrived(LAUNCHER_LOST)
     time.sleep(LAST_SECONDS)
     signals.leave_now(NOT_FINISHED, f"The launcher is gone, and the step did not end within {LAST_SECONDS:g} s.")
 
 
-def command_identity() -> str:
-    """Return machine, pid and start time of this process, for `COMMAND`: a pid alone may be reused."""
-    process = psutil.Process()
-    return f"{process.pid} {process.create_time()} {socket.gethostname()}"
+def started_by(pid: str | None) -> psutil.Process | None:
+    """The process of this pid among the ancestors of this one.
 
-
-def command_runs(identity: str | None) -> bool:
-    """True while the process with this identity runs, or where it cannot be watched from here."""
-    pid, created, host = (identity or "0 0 -").split(maxsplit=2)
-    if host != socket.gethostname():
-        return True
+    None for any other: a launcher may hand the variable to other machines, or a file of it to a later run.
+    """
     try:
-        process = psutil.Process(int(pid))
-        return abs(process.create_time() - float(created)) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        return next((process for process in psutil.Process().parents() if str(process.pid) == pid), None)
+    except psutil.Error:
+        return None
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process has not ended, whatever the system clock says of its start."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:

@@ -1,6 +1,7 @@
 """Going back to a checkpoint, or to the beginning: once, whatever kills it, and then the same command continues."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -268,3 +269,68 @@ def test_what_is_asked_for(tmp_path, monkeypatch):
     for word in (None, "", True, "true", "last"):
         assert requested(word) is None
     assert requested("a") == requested(tmp_path / "a") == requested(Sound("./a")) == str(tmp_path / "a")
+
+
+def stock(out: Path, step: int) -> Path:
+    """A checkpoint as plain TRL writes it."""
+    path = checkpoint(out, step, sealed=False)
+    shutil.rmtree(path / "shards")
+    (path / "recipe.json").unlink()
+    (path / "scheduler.pt").write_text("x")
+    return path
+
+
+@pytest.mark.parametrize("again", ["the same command", "the plain command"])
+def test_a_start_from_a_checkpoint_of_plain_trl_is_repeated(again, tmp_path):
+    """What has no manifest and is no newer than the checkpoint of the request is not what the request began."""
+    stock(tmp_path, 3)
+    asked = str(stock(tmp_path, 5))
+    repeated = asked if again == "the same command" else None
+    assert trains(tmp_path, asked) == "checkpoint-5"  # killed before its first checkpoint
+    assert trains(tmp_path, repeated, 6) == "checkpoint-5"
+    assert trains(tmp_path, repeated, 7) == "checkpoint-6"
+    for begun in (6, 7):
+        (tmp_path / f"checkpoint-{begun}" / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"No sound checkpoint in .* checkpoint-7 takes it|checkpoint-6 is damaged"):
+        trains(tmp_path, repeated)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_folder_that_was_moved_still_finds_the_checkpoint_of_its_request(aside, tmp_path):
+    """By the plain command, after a kill before the first checkpoint; also in a copy that another user made."""
+    out = a_finished_run(tmp_path / "out")
+    asked = out / "checkpoint-4"
+    if aside:
+        trains(out, str(asked), 5)
+        asked = next(out.glob("_before-*")) / "checkpoint-8"
+    trains(out, str(asked))
+    moved = out.rename(tmp_path / "moved")
+    begin = _beginning(moved, None, HERE)
+    assert begin.checkpoint == str(moved / asked.relative_to(out))
+
+
+def test_checkpoints_that_a_user_put_back_are_not_begun_over(tmp_path, caplog):
+    """After `never`: the plain command refuses, and the same command moves them aside again."""
+    out = a_finished_run(tmp_path)
+    trains(out, "never")
+    [aside] = out.glob("_before-*")
+    (aside / "checkpoint-8").rename(out / "checkpoint-8")
+    with pytest.raises(ConfigError, match=r"holds checkpoint-8.*Delete .*_request\.json to resume"):
+        trains(out, None)
+    assert trains(out, "never") is None
+    assert "holds checkpoint-8" in caplog.text
+    assert numbered(out) == []
+    (out / "checkpoint-8").mkdir()
+    (out / REQUEST_FILE).unlink()
+    next(out.glob("_before-*/checkpoint-8")).replace(out / "checkpoint-8")
+    assert trains(out, None) == "checkpoint-8"
+
+
+def test_records_of_a_branch_that_is_left_for_another_go_aside(tmp_path):
+    """An evaluation after the last common step is of other weights, also where its step is one of both branches."""
+    out = a_finished_run(tmp_path)
+    trains(out, str(out / "checkpoint-4"), 5, 6)
+    (out / "evaluation" / "held_out" / "step_6.json").write_text("of the second branch")
+    [aside] = out.glob("_before-*")
+    trains(out, str(aside / "checkpoint-8"))
+    assert [path.name for path in (out / "evaluation" / "held_out").iterdir()] == ["step_4.json"]

@@ -16,9 +16,11 @@ from grpo_ext.trainer.checkpoints.identity import (
     ROUNDING,
     SECRET,
     SPLIT,
+    Changes,
     changes,
     data_digest,
     model_digest,
+    plain,
     record_of,
 )
 from trainers import build
@@ -182,3 +184,30 @@ def test_true_without_a_checkpoint_is_an_error_as_in_transformers(tmp_path):
         trainer.train(resume_from_checkpoint=True)
     trainer.train(resume_from_checkpoint=False)
     assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("key", sorted(KEYS - SECRET - {"reward_funcs", "reward_weights", "output_dir"}))
+def test_a_checkpoint_of_a_version_without_a_key_counts_as_of_its_default(key, tmp_path):
+    """For the keys of all parts of a recipe: a setting that a version adds must not end the runs of the last one."""
+    [part] = [part for part in PARTS if key in {f.name for f in dataclasses.fields(part)}][-1:]
+    default = {f.name: f for f in dataclasses.fields(part)}[key]
+    value = default.default if default.default_factory is dataclasses.MISSING else default.default_factory()
+    here = {"of_recipe": True, key: plain(value)}
+    assert changes({"of_recipe": True}, here).harmful == []
+    assert changes(here, {"of_recipe": True}).harmful == []
+    other = {**here, key: "another"}
+    assert vars(changes({"of_recipe": True}, other)) != vars(changes({"of_recipe": True}, here))
+
+
+def with_token(record, token):
+    return {**record, "model_init_kwargs": {"token": token} if token else None}
+
+
+@pytest.mark.parametrize(("there", "here"), [("a", "b"), ("a", None), (None, "b")])
+def test_a_token_may_change_come_and_go(there, here, record):
+    """Also against a record of a version that wrote it down."""
+    assert changes(with_token(record, there), with_token(record, here)) == Changes()
+    kept = {"model_init_kwargs": {"token": there, "rope_theta": 1.0}}
+    found = changes({**record, **kept}, with_token(record, here))
+    assert len(found.harmful) == 1
+    assert f"'{there}'" not in found.harmful[0]

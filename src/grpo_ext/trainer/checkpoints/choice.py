@@ -17,7 +17,7 @@ from transformers.utils import (
 
 from grpo_ext.config.resuming import FRESH_START, requested
 from grpo_ext.errors import ConfigError
-from grpo_ext.trainer.checkpoints.branches import newest_first
+from grpo_ext.trainer.checkpoints.branches import branch_of, newest_first
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST, STATE, UNSEALED, damage, read, step_of, strangers
 
@@ -59,16 +59,16 @@ def numbered(output_dir: Path, since: int = 0) -> list[Path]:
     return newest_first(found, since)
 
 
-def newest_sound(output_dir: Path, since: int = 0) -> Sound | None:
+def newest_sound(output_dir: Path, since: int = 0, beyond: int = -1) -> Sound | None:
     """The newest sound checkpoint in the folder, and a warning for each newer one; None if there are none at all.
 
-    Those of branches before the order `since` do not count.
+    Those of branches before the order `since` do not count, nor those without a readable manifest up to step `beyond`.
 
     Raises:
         ConfigError: there are some, and all are damaged.
     """
     damaged: list[str] = []
-    candidates = numbered(output_dir, since)
+    candidates = [path for path in numbered(output_dir, since) if (step_of(path) or 0) > beyond or branch_of(path)]
     for path in candidates:
         if not (found := faults(path)):
             for message in damaged:

@@ -6,17 +6,20 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from huggingface_hub import try_to_load_from_cache
+from trl import DatasetMixtureConfig, ModelConfig
+from trl.scripts.grpo import GRPOScriptArguments
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import world_size
 from grpo_ext.config.resuming import FRESH_START
-from grpo_ext.errors import ConfigError, redacted
+from grpo_ext.data.config import DataConfig
+from grpo_ext.errors import ConfigError, is_secret, redacted
 from grpo_ext.registry import portable
 from grpo_ext.trainer.checkpoints.manifest import write_synced
 
@@ -228,8 +231,9 @@ def changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> Changes:
     """What differs between the record in a checkpoint and that of this run, by what it means.
 
     A key of which only one side knows counts as its default; where one side was no recipe, only what both know counts.
+    Secrets do not count: they are neither recorded nor compared.
     """
-    found = Changes()
+    there, here, found = redacted(there), redacted(here), Changes()
     both = there.get("of_recipe") == here.get("of_recipe")
     keys = (there.keys() | here.keys()) if both else (there.keys() & here.keys())
     differing = sorted(key for key in keys - {"of_recipe"} if not _equal(key, there, here))
@@ -263,7 +267,13 @@ def changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> Changes:
 def _equal(key: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     old, new = _of(key, there), _of(key, here)
     unknown = key in ("model", "data", "conversational") and None in (old, new)
-    return old == new or unknown
+    return _without_secrets(old) == _without_secrets(new) or unknown
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_secrets(part) for key, part in value.items() if not is_secret(str(key))} or None
+    return [_without_secrets(part) for part in value] if isinstance(value, list) else value
 
 
 def _of(key: str, record: Mapping[str, Any]) -> Any:
@@ -271,7 +281,10 @@ def _of(key: str, record: Mapping[str, Any]) -> Any:
 
 
 _DEFAULTS = {
-    f.name: plain(f.default) for f in fields(GRPOExtConfig) if isinstance(f.default, str | int | float | bool | None)
+    f.name: plain(f.default if f.default_factory is MISSING else f.default_factory())
+    for part in (GRPOScriptArguments, DataConfig, GRPOExtConfig, ModelConfig, DatasetMixtureConfig)
+    for f in fields(part)
+    if f.init and (f.default, f.default_factory) != (MISSING, MISSING)
 }
 
 
@@ -287,8 +300,7 @@ def changes_since(checkpoint: str | Path, here: Mapping[str, Any]) -> Changes | 
         ConfigError: something that cannot be honoured half way.
     """
     try:
-        there = redacted(json.loads((Path(checkpoint) / RECIPE_FILE).read_text()))
-        found = changes(there, here)
+        found = changes(json.loads((Path(checkpoint) / RECIPE_FILE).read_text()), here)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError, RecursionError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.resuming import ASIDE, FRESH_START, REQUEST_FILE, Request, noted, requested
+from grpo_ext.config.resuming import ASIDE, FRESH_START, REQUEST_FILE, Request, noted, relative_to, requested
 from grpo_ext.errors import ConfigError
 from grpo_ext.trainer.checkpoints.agreement import agreed, check_seen_by_all
 from grpo_ext.trainer.checkpoints.branches import Branch, branch_of, continued_by, last_order, new_branch
@@ -77,15 +77,29 @@ def _continued(output_dir: Path, request: Request | None, here: Mapping[str, Any
         return _checked(Beginning(checkpoint), here)
     check_can_go_on(output_dir, since)
     if request is None or request.afresh:
+        _check_empty(output_dir, request)
         return Beginning(request=request)
     return _checked(Beginning(named(Path(request.asked)), request=request), here)
+
+
+def _check_empty(output_dir: Path, request: Request | None) -> None:
+    """Raise where a fresh start has written no checkpoint and there are some all the same: somebody put them there."""
+    if request is not None and request.moved and (there := numbered(output_dir)):
+        raise ConfigError(
+            [
+                f"{output_dir} holds {', '.join(path.name for path in there)}, put there since "
+                f"--resume_from_checkpoint {FRESH_START} moved everything aside. Delete {output_dir / REQUEST_FILE} "
+                f"to resume from the newest sound one, or name one: --resume_from_checkpoint {there[0]}."
+            ]
+        )
 
 
 def _newest_begun(output_dir: Path, request: Request | None) -> Sound | None:
     """The newest sound checkpoint that is not of a run, or a branch, that was to be left."""
     if request is None:
         return newest_sound(output_dir)
-    return newest_sound(output_dir, request.order) if request.moved else None
+    beyond = -1 if request.afresh else step_of(Path(request.asked)) or -1
+    return newest_sound(output_dir, request.order, beyond) if request.moved else None
 
 
 def _checked(found: Beginning, here: Mapping[str, Any]) -> Beginning:
@@ -144,9 +158,8 @@ def _carried_out(output_dir: Path, request: Request, checkpoint: str | None) -> 
         return None
     output_dir.mkdir(parents=True, exist_ok=True)
     _note(output_dir, request)
-    step = -1 if checkpoint is None else recorded_step(Path(checkpoint)) or 0
-    kept = [] if checkpoint is None else _leading_to(Path(checkpoint), step, output_dir)
-    moved = move_aside(output_dir, request.aside, kept, step if kept else -1)
+    kept = [] if checkpoint is None else _leading_to(Path(checkpoint), output_dir)
+    moved = move_aside(output_dir, request.aside, kept, max((step_of(path) or 0 for path in kept), default=-1))
     _note(output_dir, replace(request, moved=True))
     if not moved:
         return None
@@ -155,14 +168,15 @@ def _carried_out(output_dir: Path, request: Request, checkpoint: str | None) -> 
 
 
 def _note(output_dir: Path, request: Request) -> None:
-    write_synced(output_dir / REQUEST_FILE, json.dumps(asdict(request)))
+    write_synced(output_dir / REQUEST_FILE, json.dumps(asdict(request) | {"asked": relative_to(request, output_dir)}))
 
 
-def _leading_to(checkpoint: Path, step: int, output_dir: Path) -> list[Path]:
+def _leading_to(checkpoint: Path, output_dir: Path) -> list[Path]:
     """The checkpoint, if it is in the folder, and those in the folder that it continues."""
     inside = checkpoint.absolute().parent == output_dir.absolute()
     if not inside and not (branch_of(checkpoint) or Branch()).id:
         return []  # of another folder, and without a record of its branch
+    step = recorded_step(checkpoint) or 0
     return [path for path in numbered(output_dir) if continued_by(path, checkpoint, step)]
 
 

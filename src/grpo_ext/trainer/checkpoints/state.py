@@ -164,10 +164,9 @@ def restore_callbacks(trainer: Any) -> None:
 
 
 def find_best_checkpoint(state: TrainerState, checkpoint: Path) -> None:
-    """Beside the checkpoint, if the folder of both has been moved."""
+    """Beside the checkpoint, if it is there: the recorded folder may be the original of a copy that was made of it."""
     beside = checkpoint.parent / f"checkpoint-{state.best_global_step}"
-    found = state.best_model_checkpoint is not None and Path(state.best_model_checkpoint).is_dir()
-    if state.best_global_step and not found and beside.is_dir():
+    if state.best_global_step and beside.is_dir():
         state.best_model_checkpoint = str(beside)
 
 
