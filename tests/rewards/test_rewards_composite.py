@@ -201,7 +201,14 @@ def test_all_problems_come_together():
     assert all(word in problem for word, problem in zip(expected, problems, strict=True)), problems
 
 
-@pytest.mark.parametrize("entries", [None, "tags", {"name": "tags"}, 3, iter(["tags"])])
+def test_nothing_to_reward():
+    for entries in (None, []):
+        specs, [problem] = parse(entries)
+        assert specs == []
+        assert problem.startswith(f"reward_funcs={entries!r}: no source of rewards")
+
+
+@pytest.mark.parametrize("entries", ["tags", {"name": "tags"}, 3, iter(["tags"])])
 def test_what_is_no_list(entries):
     specs, [problem] = parse(entries)
     assert specs == []

@@ -389,7 +389,15 @@ def test_no_exception_of_a_function_leaves_it(error, where, runtime, monkeypatch
     assert len(errors) == 1
 
 
-def test_ctrl_c_is_not_contained_where_it_raises(runtime, monkeypatch):
+@pytest.fixture
+def ctrl_c_raises():
+    """Python's own handler of SIGINT, which a shell's background job does not begin with."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, earlier)
+
+
+def test_ctrl_c_is_not_contained_where_it_raises(runtime, monkeypatch, ctrl_c_raises):
     monkeypatch.setattr(faulty, "ERROR", KeyboardInterrupt())
     for where in ("call", "value"):
         with pytest.raises(KeyboardInterrupt):
