@@ -197,7 +197,7 @@ def test_the_explanation_has_the_weight_of_the_total(tmp_path):
     entry = {"name": "accuracy", "weight": 1.0, "weight_schedule": [[0, 0.25], [5, 0.5]]}
     scored, pieces = scored_by(tmp_path, entry)
     assert scored.total == [0.25]
-    assert pieces["accuracy"].startswith("1.0 x 0.25 ")
+    assert pieces["accuracy"] == "1.0 x 0.25"
 
 
 def test_the_command(file, capsys):
