@@ -139,5 +139,5 @@ def test_an_evaluation_set_has_all_of_its_rows(tmp_path, entry, rows):
 
 def test_a_test_split_that_is_named_and_not_there_is_refused_beside_test_size(tmp_path):
     name = write(tmp_path / "train.jsonl", TEN_PROMPTS)
-    with pytest.raises(DataError, match=r"dataset_test_split='tset'.*remove dataset_test_split"):
+    with pytest.raises(DataError, match=r"dataset_test_split='tset'.*Remove dataset_test_split"):
         load_datasets(name, DataConfig(test_size=0.2), test_split="tset", eval_needed=True)
