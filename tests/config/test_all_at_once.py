@@ -67,7 +67,12 @@ def everything_is_installed(monkeypatch):
     monkeypatch.setattr(machine, "is_installed", lambda package: True)
 
 
-@pytest.mark.parametrize("field", VALUES)
+QUICK = ("epsilon", "temperature", "num_generations", "learning_rate")
+
+
+@pytest.mark.parametrize(
+    "field", [field if field in QUICK else pytest.param(field, marks=pytest.mark.slow) for field in VALUES]
+)
 def test_a_broken_field_hides_what_depends_on_it_and_nothing_else(field):
     seen = 0
     for name, values in relations().items():

@@ -37,7 +37,7 @@ def test_rows_are_numbered_over_processes():
 # Evaluation by `eval_strategy`.
 
 
-@pytest.mark.parametrize("defaults", ["paper", "trl"])
+@pytest.mark.parametrize("defaults", ["paper", pytest.param("trl", marks=pytest.mark.slow)])
 def test_each_prompt_of_an_evaluation_has_its_own_game_whatever_the_batches(defaults, tmp_path):
     found = []
     for size in (4, 8):
