@@ -318,7 +318,8 @@ HEALTHY = {
     "completions/mean_length": "moves with the task; watch it together with `clipped_ratio`",
     "completions/clipped_ratio": "near 0; above .3 raise `max_completion_length`",
     "completions/mask_misplaced": "exactly 0",
-    "sampling/mismatch": "rounding, with transformers in float32; with vLLM below the drift check's limit (.02 in float32, .1 in bf16)",
+    "sampling/mismatch": "rounding, with transformers in float32; with vLLM below the drift check's limit (.02 in "
+    "float32, .1 in bf16)",
     "weights/change": "small and steady; a leap together with a falling reward means that steps are too large",
     "learning_rate": "the schedule",
 }
