@@ -19,13 +19,12 @@ import psutil
 import torch
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "builders"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-import tiny
-import worlds
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.rewards.workers.pool import FOLDER
 from grpo_ext.rollout.seeds import Source, numbered
+from support import tiny, worlds
 
 KINDS = {
     "raises": ("raises in reset", "raises in step"),

@@ -21,14 +21,12 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "builders"))
+sys.path.insert(0, str(ROOT / "tests"))
 
 from trl import GRPOConfig
 
-import speakers
-import tiny
-import worlds
 from grpo_ext import GRPOExtConfig
+from support import speakers, tiny, worlds
 
 ATTEMPTS, TURNS, GROUP = 64, 5, 8
 WAVE, ROW = 0.02, 0.001

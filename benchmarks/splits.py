@@ -2,7 +2,7 @@
 
 Each case trains a tiny float64 Llama for a few steps of SGD, in one process, in two by DDP, in two by FSDP2, or (in
 float32) by DeepSpeed's ZeRO. The figure is |update / learning rate + gradient| / |gradient|, the largest of its steps,
-where the gradient is computed one row at a time from the papers' formulas (tests/builders/formulas.py).
+where the gradient is computed one row at a time from the papers' formulas (tests/support/formulas.py).
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "builders"))
+sys.path.insert(0, str(ROOT / "tests"))
 warnings.filterwarnings("ignore")
 
 import torch
@@ -32,17 +32,16 @@ from datasets import disable_progress_bars
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-import formulas
-import tiny
-from float64 import float64_throughout
-from fsdp_on_cpu import is_sharded, make_fsdp_real
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.objective.losses import losses
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.verification.row_by_row import RowByRow, Terms, differences
 from grpo_ext.trainer.verification.rows import Rows
 from grpo_ext.trainer.verification.watched import Watched
-from processes import has_deepspeed, launcher, on_cpu, with_deepspeed
+from support import formulas, tiny
+from support.float64 import float64_throughout
+from support.fsdp_on_cpu import is_sharded, make_fsdp_real
+from support.processes import has_deepspeed, launcher, on_cpu, with_deepspeed
 
 RESULTS = Path(__file__).parent / "results" / "splits.json"
 GROUP, ROWS, RATE = 8, 16, 0.02

@@ -25,17 +25,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "tests" / folder) for folder in ("builders", "packing")]
+sys.path[:0] = [str(HERE.parent / folder) for folder in ("tests", "tests/packing")]
 
 import test_trees
 
-import rewritten
-from float64 import float64_throughout
 from grpo_ext.objective.trajectory import Trajectory, Turn
 from grpo_ext.packing.lm_head import labelled_positions_only
 from grpo_ext.packing.policy import PrefixSharing
 from grpo_ext.packing.tree import is_plain, pack_tree, plain_rows
-from pure import objective
+from support import rewritten
+from support.float64 import float64_throughout
+from support.pure import objective
 
 RESULT = HERE / "results" / "trajectories.json"
 TURNS, GROUP, PROMPT, SAID, TOLD = 10, 8, 128, 32, 16

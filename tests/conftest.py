@@ -11,13 +11,13 @@ from jaxtyping import install_import_hook
 
 install_import_hook(["grpo_ext.registry", "grpo_ext.objective"], "beartype.beartype")
 
-import warnings  # noqa: E402
-from collections import Counter  # noqa: E402
-from pathlib import Path  # noqa: E402
+import warnings
+from collections import Counter
+from pathlib import Path
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import pytest
+import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
 settings.register_profile("busy machine", deadline=None)

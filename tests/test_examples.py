@@ -15,7 +15,7 @@ from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.losses import find
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.rewards.composition import parse
-from processes import PATIENCE
+from support.processes import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 import grpo_ext
 from grpo_ext.quickstart.model import ensure_model
-from processes import PATIENCE
+from support.processes import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]

@@ -16,8 +16,8 @@ from grpo_ext.objective.losses import Loss, find, losses, register
 from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
 from grpo_ext.registry import Registry, did_you_mean, import_path
-from processes import PATIENCE
-from pure import batch, loss_and_gradient, objective
+from support.processes import PATIENCE
+from support.pure import batch, loss_and_gradient, objective
 
 OBJECTIVE = Path(grpo_ext.objective.__file__).parent
 REGISTRIES = [losses, surrogates, ratios, kl_estimators, estimators, combinations, aggregations]

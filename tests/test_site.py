@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import grpo_ext
-from processes import PATIENCE
+from support.processes import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 

@@ -1,6 +1,7 @@
 """Run by `pytest`: what the reward gives, worked out by hand."""
 
 import pytest
+
 from rewards import digits
 
 

@@ -1,7 +1,9 @@
 """Errors for users, each with the value, the reason and the cure in its message, and never with a secret."""
 
+import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 NOT_FINISHED = 75
@@ -12,14 +14,43 @@ class UnknownNameError(ValueError):
     """A name that no registry entry and no importable path answers to."""
 
 
-class ConfigError(ValueError):
-    """All that is wrong with a recipe; `problems` holds one sentence for each mistake, without secrets."""
+ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
+"""The value of a problem whose field has none worth showing."""
 
-    def __init__(self, problems: list[str]) -> None:
-        """Number and join the problems."""
-        self.problems = problems = [redacted_text(problem) for problem in problems]
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {p}" for p in problems)]))
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a configuration. Rendered as "field=value: reason. cure", without secrets.
+
+    Args:
+        field: the setting, such as "beta" or "reward_funcs[2].weight".
+        value: what it is set to, or `ABSENT`.
+        reason: what is wrong with it, without a full stop.
+        cure: what to do, one or more sentences.
+        beside: other settings that make it a mistake, with their values.
+    """
+
+    field: str
+    value: Any
+    reason: str
+    cure: str
+    beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the message."""
+        settings = {self.field: self.value, **self.beside}
+        names = [name if value is ABSENT else f"{name}={value!r}" for name, value in settings.items()]
+        return redacted_text(f"{' with '.join(names)}: {self.reason}. {self.cure}")
+
+
+class ConfigError(ValueError):
+    """All mistakes in a configuration; `problems` holds one `Problem` for each."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        """List the problems, one a line."""
+        self.problems = list(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {p}" for p in self.problems)]))
 
 
 class DataError(ValueError):

@@ -12,9 +12,6 @@ import torch
 import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 
-import adapted
-import tiny
-from float64 import float64_throughout
 from grpo_ext import ConfigError
 from grpo_ext.commands.chat import Speaker
 from grpo_ext.commands.cli import main
@@ -26,6 +23,8 @@ from grpo_ext.recipe.loading import datasets_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.policy import load_policy
 from grpo_ext.train import train
+from support import adapted, tiny
+from support.float64 import float64_throughout
 
 IDS = torch.arange(40)[None]
 SETTINGS = {
@@ -33,7 +32,7 @@ SETTINGS = {
     "temperature": 0.7,
     "top_k": 5,
     "generation_kwargs": {"no_repeat_ngram_size": 2},
-    "reward_funcs": ["accuracy", {"name": "s", "func": "tiny:spread"}],
+    "reward_funcs": ["accuracy", {"name": "s", "func": "support.tiny:spread"}],
     "save_strategy": "steps",
     "save_steps": 1,
     "learning_rate": 0.05,

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-import tiny
 from grpo_ext.commands.eval import run
-from processes import launcher, on_cpu
-from processes import run as run_process
+from support import tiny
+from support.processes import launcher, on_cpu
+from support.processes import run as run_process
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def recipe(tmp_path):
     settings = tiny.TRAINING | {
         "model_name_or_path": tiny.save(tmp_path / "model"),
         "dataset_name": "quickstart/addition",
-        "reward_funcs": [{"name": "tiny:length", "isolate": False}],
+        "reward_funcs": [{"name": "support.tiny:length", "isolate": False}],
         "output_dir": str(tmp_path / "out"),
         "per_device_eval_batch_size": 8,
         "eval_sets": [{"name": "held", "samples": 4, "limit": 7, "threshold": 0.5, "seed": 1}],
@@ -74,7 +74,7 @@ def sharded(folder):
 def test_two_processes_draw_what_one_draws(launched, recipe, tmp_path):
     command = ["--config", str(recipe), "--output"]
     assert run([*command, str(tmp_path / "one")]) == 0
-    path = os.pathsep.join([str(Path(tiny.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(Path(tiny.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     run_process([*launched(tmp_path), "grpo_ext.commands.eval", *command, str(tmp_path / "two")], PYTHONPATH=path)
     one, two = figures(tmp_path / "one"), figures(tmp_path / "two")
     assert one == two

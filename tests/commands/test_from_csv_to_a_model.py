@@ -6,8 +6,8 @@ import time
 import pytest
 from transformers import AutoModelForCausalLM
 
-import processes
 from grpo_ext.quickstart.model import ensure_model
+from support import processes
 
 
 @pytest.mark.slow

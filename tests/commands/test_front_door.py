@@ -22,7 +22,7 @@ from grpo_ext.recipe.files import packaged_recipes
 from grpo_ext.recipe.help import subjects
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.rewards.catalogue import rewards
-from processes import PATIENCE
+from support.processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 

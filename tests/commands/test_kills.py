@@ -13,9 +13,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-import tiny
-from interrupted import without_clocks
-from processes import ENVIRONMENT, PATIENCE
+from support import tiny
+from support.interrupted import without_clocks
+from support.processes import ENVIRONMENT, PATIENCE
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("KILLS", "2"))
@@ -30,8 +30,13 @@ def recipe(tmp_path_factory):
         "model_name_or_path": tiny.save(folder / "model", max_position_embeddings=1024),
         "dataset_name": "quickstart/addition",
         "reward_funcs": [
-            {"name": "spread", "func": "tiny:spread", "weight": 1.0, "weight_schedule": {"kind": "linear", "to": 0.2}},
-            {"name": "again", "func": "tiny:spread"},
+            {
+                "name": "spread",
+                "func": "support.tiny:spread",
+                "weight": 1.0,
+                "weight_schedule": {"kind": "linear", "to": 0.2},
+            },
+            {"name": "again", "func": "support.tiny:spread"},
         ],
         "reward_workers": 0,
         "dynamic_sampling": "reward",
@@ -48,7 +53,7 @@ def recipe(tmp_path_factory):
 
 def start(recipe: Path, output: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "grpo_ext.train", "--config", str(recipe), "--output_dir", str(output)]
-    path = os.pathsep.join([str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(tiny.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -9,11 +9,11 @@ import torch
 import yaml
 from accelerate.commands.config import config_args
 
-import tiny
 from grpo_ext.commands import train
 from grpo_ext.config.launch import ASKED
 from grpo_ext.train import main
-from processes import CONFIG, PATIENCE, run
+from support import tiny
+from support.processes import CONFIG, PATIENCE, run
 
 
 @pytest.fixture(autouse=True)

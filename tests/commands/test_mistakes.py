@@ -10,7 +10,6 @@ import pytest
 import yaml
 from datasets import Dataset
 
-import mistaken
 from grpo_ext.commands.check import run as check
 from grpo_ext.commands.train import run as train
 from grpo_ext.config import machine
@@ -22,6 +21,7 @@ from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rewards import references
 from grpo_ext.rewards.composition import parse
+from support import mistaken
 
 SOUND = {
     "model_name_or_path": "./model",

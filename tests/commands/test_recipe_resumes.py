@@ -6,12 +6,12 @@ import pytest
 import torch
 import yaml
 
-import tiny
 from grpo_ext.errors import NOT_FINISHED, RunInterrupted
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
-from interrupted import logged
-from trainers import weights
+from support import tiny
+from support.interrupted import logged
+from support.trainers import weights
 
 
 @pytest.fixture
@@ -29,10 +29,14 @@ def recipe(tmp_path):
     }
 
     def write(kind: str, output: str, **changes) -> list[str]:
-        moving = {"name": "spread", "func": "interrupted:spread", "weight_schedule": {"kind": "linear", "to": 0.2}}
+        moving = {
+            "name": "spread",
+            "func": "support.interrupted:spread",
+            "weight_schedule": {"kind": "linear", "to": 0.2},
+        }
         values = tiny.TRAINING | {
             "model_name_or_path": str(folder),
-            "reward_funcs": [moving, {"name": "again", "func": "interrupted:spread_until_told"}],
+            "reward_funcs": [moving, {"name": "again", "func": "support.interrupted:spread_until_told"}],
             "reward_workers": 0,
             "steps_per_generation": 2,
             "logging_steps": 2,

@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 
-import tiny
 from grpo_ext import ConfigError
 from grpo_ext.commands.cli import main
 from grpo_ext.commands.score import run, shown_rows
@@ -24,6 +23,7 @@ from grpo_ext.recipe.scoring import explain, grouped, score, summary
 from grpo_ext.rewards.composition import parse
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.train import train
+from support import tiny
 
 ROWS = [
     {"prompt": "1+1=", "completion": "<think>\nx\n</think>\n<answer>\n2\n</answer>", "solution": "2"},

@@ -6,11 +6,11 @@ import logging
 import pytest
 import yaml
 
-import tiny
 from grpo_ext import GRPOExtConfig
 from grpo_ext.errors import ConfigError, DataError, RewardError, is_secret, redacted, redacted_text
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
+from support import tiny
 
 PLANTED = "planted-b7f3"
 URL = f"http://me:{PLANTED}@127.0.0.1:9/score?sig={PLANTED}"

@@ -13,12 +13,12 @@ import psutil
 import pytest
 import yaml
 
-import tiny
 from grpo_ext.errors import NOT_FINISHED
-from processes import ENVIRONMENT, PATIENCE, launcher
+from support import tiny
+from support.processes import ENVIRONMENT, PATIENCE, launcher
 
 pytestmark = pytest.mark.slow
-BUILDERS = Path(tiny.__file__).parent
+TESTS = Path(tiny.__file__).parents[1]
 STEPS = 200
 ENDS = 300
 """Seconds within which a run that was told to end has ended, on a busy machine."""
@@ -39,7 +39,7 @@ class Run:
         recipe = tiny.TRAINING | {
             "model_name_or_path": tiny.save(folder / "model"),
             "dataset_name": "quickstart/addition",
-            "reward_funcs": [{"name": "slow_rewards:slow", "isolate": True}],
+            "reward_funcs": [{"name": "support.slow_rewards:slow", "isolate": True}],
             "reward_workers": 1,
             "output_dir": str(self.out),
             "max_steps": STEPS,
@@ -48,7 +48,7 @@ class Run:
             "save_strategy": "no",
         }
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | changes))
-        path = os.pathsep.join([str(BUILDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {"SLOW_SIGN": str(folder / "sign"), "PYTHONPATH": path, "TMPDIR": str(self.temp), "HF_HOME": str(folder)}
         self.log = folder / f"log{time.time_ns()}"
         with self.log.open("w") as log:

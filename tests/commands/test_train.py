@@ -12,13 +12,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-import tiny
 from grpo_ext import ConfigError
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
 from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
 from grpo_ext.trainer.output_lock import LOCK_FILE
-from processes import PATIENCE
+from support import tiny
+from support.processes import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_second_call_resumes_where_the_first_stopped(recipe, tmp_path, capsys)
     """And ends at the very weights of a run that was never stopped."""
     model = tiny.save(tmp_path / "model", dtype=torch.float64, max_position_embeddings=1024)
     steady = {"model_name_or_path": model, "dtype": "auto", "lr_scheduler_type": "constant"}
-    steady |= {"reward_funcs": [{"name": "spread", "func": "tiny:spread"}], "reward_workers": 0}
+    steady |= {"reward_funcs": [{"name": "spread", "func": "support.tiny:spread"}], "reward_workers": 0}
     whole = train(load_recipe(recipe(**steady, output_dir=str(tmp_path / "whole"))))
     train(load_recipe(recipe(**steady, max_steps=2)))
     trainer = train(load_recipe(recipe(**steady, max_steps=4)))
@@ -88,7 +88,7 @@ def contents(folder) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-STEADY = {"reward_funcs": [{"name": "spread", "func": "tiny:spread"}], "reward_workers": 0}
+STEADY = {"reward_funcs": [{"name": "spread", "func": "support.tiny:spread"}], "reward_workers": 0}
 
 
 def test_the_life_of_a_run(recipe, tmp_path, capsys, caplog):

@@ -14,11 +14,11 @@ from transformers import (
     Qwen3Config,
 )
 
-import tiny
 from grpo_ext.commands import cli, verify
 from grpo_ext.errors import ConfigError
 from grpo_ext.trainer.verification.row_by_row import differences
 from grpo_ext.trainer.verification.small import save_small
+from support import tiny
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from accelerate.utils.environment import get_cpu_distributed_information
 
 from grpo_ext.config import launch
 from grpo_ext.errors import ConfigError
-from processes import ENVIRONMENT
+from support.processes import ENVIRONMENT
 
 LAUNCHERS = {
     "torchrun": ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),

@@ -6,11 +6,11 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-import tiny
 from grpo_ext.data.chat_template import problems, template_text
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
+from support import tiny
 
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
@@ -58,7 +58,7 @@ def test_a_recipes_template_makes_the_prompts_and_is_saved_with_the_model(tmp_pa
     recipe = tiny.TRAINING | {
         "model_name_or_path": tiny.save(tmp_path / "model"),
         "dataset_name": str(tmp_path / "train.jsonl"),
-        "reward_funcs": [{"name": "spread", "func": "tiny:spread"}],
+        "reward_funcs": [{"name": "spread", "func": "support.tiny:spread"}],
         "reward_workers": 0,
         "max_steps": 1,
         "max_prompt_length": 14,

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import DatasetMixtureConfig
 
-import tiny
 from grpo_ext.commands.check import plan
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.held_out import hold_out, shared_prompts
@@ -19,6 +18,7 @@ from grpo_ext.errors import DataError
 from grpo_ext.recipe.loading import rows_of
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
+from support import tiny
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_ext.environments.composition import parse
 from grpo_ext.environments.seat import Seat
-from processes import PATIENCE
+from support.processes import PATIENCE
 
 TASKSET = """
 import verifiers.v1 as vf

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 from trl.chat_template_utils import parse_response
 
-import chat_templates as chat
 from grpo_ext.environments.rendering import CannotRender, Renderer
+from support import chat_templates as chat
 
 USER = [{"role": "user", "content": "What is at x?"}]
 SEEN = ("the owl\nhunts", "two {owls}")

@@ -14,14 +14,13 @@ import psutil
 import pytest
 from tokenizers import decoders
 
-import tiny
-import worlds
 from grpo_ext.environments.composition import parse
 from grpo_ext.environments.hosts import LOADING_SECONDS, Failed, Hosts
 from grpo_ext.environments.loop import Attempts, Limits, Sample, Task
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.rewards.workers.pool import FOLDER
-from processes import PATIENCE
+from support import tiny, worlds
+from support.processes import PATIENCE
 
 EOS, LETTERS = 1, range(3, 29)
 LIMITS = Limits(completion=200, counts_all=True, context=None, ends=frozenset([EOS]))

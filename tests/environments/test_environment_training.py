@@ -5,12 +5,10 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig
 
-import speakers
-import tiny
-import worlds
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.errors import ConfigError
-from trainers import weights
+from support import speakers, tiny, worlds
+from support.trainers import weights
 
 HERE = worlds.__file__
 GUESS = {"name": "guess", "kwargs": {"high": 9, "guesses": 3}, "max_turns": 4}
@@ -215,5 +213,5 @@ def test_images_are_refused_in_the_rows_of_an_evaluation_too(tmp_path):
 
 def test_what_does_not_suit_is_told_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ConfigError) as error:
-        trained(tmp_path, [GUESS | {"max_turns": 0}, {"path": "worlds:Solved"}], [{"prompt": "text"}] * 16)
+        trained(tmp_path, [GUESS | {"max_turns": 0}, {"path": "support.worlds:Solved"}], [{"prompt": "text"}] * 16)
     assert len(error.value.problems) == 3

@@ -4,9 +4,9 @@ import pytest
 from datasets import Dataset
 from trl.chat_template_utils import qwen3_chat_template
 
-import tiny
 from grpo_ext.environments import fit
 from grpo_ext.environments.composition import parse
+from support import tiny
 
 ASKED = [{"role": "user", "content": "go"}]
 
@@ -24,13 +24,13 @@ def rows(**columns):
 @pytest.mark.parametrize(
     ("entries", "data", "told"),
     [
-        (["worlds:Solved"], {"solutions": ["1", "2"]}, "its reset needs 'solution'"),
-        (["worlds:Strict"], {"solution": ["1", "2"]}, "its reset takes no prompt, solution"),
-        (["guess", "worlds:Counter"], {}, "no column 'environment'"),
-        (["guess", "worlds:Counter"], {"environment": ["guess", "Conter"]}, "has 'Conter', which is no entry"),
+        (["support.worlds:Solved"], {"solutions": ["1", "2"]}, "its reset needs 'solution'"),
+        (["support.worlds:Strict"], {"solution": ["1", "2"]}, "its reset takes no prompt, solution"),
+        (["guess", "support.worlds:Counter"], {}, "no column 'environment'"),
+        (["guess", "support.worlds:Counter"], {"environment": ["guess", "Conter"]}, "has 'Conter', which is no entry"),
         (["guess"], {"trajectory": [1, 2]}, "Rename the column"),
         (["guess"], {"image": [1, 2]}, "column 'image': environments carry text only"),
-        (["worlds:Counter"], {"images": [[1], [2]]}, "column 'images': environments carry text only"),
+        (["support.worlds:Counter"], {"images": [[1], [2]]}, "column 'images': environments carry text only"),
     ],
 )
 def test_data_that_do_not_suit_are_told_of(entries, data, told):
@@ -38,7 +38,9 @@ def test_data_that_do_not_suit_are_told_of(entries, data, told):
     assert told in problem
 
 
-@pytest.mark.parametrize("entries", [["guess"], ["worlds:Counter"], ["worlds:Solved"], [{"tools": ["worlds:add"]}]])
+@pytest.mark.parametrize(
+    "entries", [["guess"], ["support.worlds:Counter"], ["support.worlds:Solved"], [{"tools": ["support.worlds:add"]}]]
+)
 def test_data_that_suit_are_not(entries):
     assert list(fit.data_problems(specs(*entries), rows(solution=["1", "2"]))) == []
 
@@ -56,17 +58,17 @@ def test_prompts_of_text_are_told_of():
 
 
 def test_a_template_without_tools_is_told_of():
-    [problem] = fit.policy_problems(specs("worlds:Counter"), tiny.tokenizer(), {})
+    [problem] = fit.policy_problems(specs("support.worlds:Counter"), tiny.tokenizer(), {})
     assert "does not render calls of tools" in problem
 
 
 def test_a_template_whose_calls_nobody_reads_is_told_of():
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = qwen3_chat_template + "{# of mine #}"
-    [problem] = fit.policy_problems(specs("worlds:Counter"), tokenizer, {})
+    [problem] = fit.policy_problems(specs("support.worlds:Counter"), tokenizer, {})
     assert "response_template" in problem
     tokenizer.chat_template = qwen3_chat_template
-    assert list(fit.policy_problems(specs("worlds:Counter"), tokenizer, {})) == []
+    assert list(fit.policy_problems(specs("support.worlds:Counter"), tokenizer, {})) == []
 
 
 def test_a_template_of_one_question_is_told_of():

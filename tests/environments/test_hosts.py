@@ -15,7 +15,7 @@ from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.hosts import Line, answers
 from grpo_ext.environments.protocol import Conversation
 from grpo_ext.environments.seat import LENGTH, Seat, serve
-from processes import PATIENCE
+from support.processes import PATIENCE
 
 LONG = "a" * 2**22
 """More than a socket holds."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-import worlds
 from grpo_ext.environments import textarena
 from grpo_ext.environments.catalogue import environments
 from grpo_ext.environments.composition import parse
@@ -17,6 +16,7 @@ from grpo_ext.environments.observations import LONGEST, opened, stepped
 from grpo_ext.environments.protocol import Conversation, Step
 from grpo_ext.environments.seat import Garbage, Seat, written
 from grpo_ext.environments.tools import methods_of, schemas
+from support import worlds
 
 
 def call(name, **arguments):

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
-import trainers
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.data.eval_sets import EvalSet, parse
 from grpo_ext.errors import ConfigError, RewardError
@@ -21,8 +19,9 @@ from grpo_ext.evaluation.sampling import evaluating
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rewards.composition import RewardSpec
+from support import tiny, trainers
 
-VOWELS = RewardSpec("vowels", "trainers:unit_interval")
+VOWELS = RewardSpec("vowels", "support.trainers:unit_interval")
 ROWS = [{"prompt": f"{'abcdefgh'[i % 8]}{i}:", "solution": str(i), "data_source": "ab"[i % 2]} for i in range(5)]
 SET = EvalSet("held_out", rewards=(VOWELS,), samples=4, threshold=0.25, temperature=0.7, seed=3)
 

@@ -7,7 +7,7 @@ import torch
 
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.estimate import BrokenRule, estimate
-from pure import objective
+from support.pure import objective
 
 NAN = math.nan
 REWARDS = torch.tensor([[1.0, 0.0, NAN], [0.3, 0.3, 0.3], [2.0, NAN, NAN]], dtype=torch.float64)

@@ -19,7 +19,7 @@ from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import TENSORS
 from grpo_ext.objective.options import option_defaults
-from pure import L_MAX, batch, loss, loss_and_gradient, objective, rows
+from support.pure import L_MAX, batch, loss, loss_and_gradient, objective, rows
 
 ROWS = [name for i, name in enumerate(losses) if losses[name] not in list(losses.values())[:i]]  # no second names
 WITH_KL = [*((name, {}) for name in ROWS), *(("grpo", {"beta": 0.3, "kl_estimator": kl}) for kl in kl_estimators)]

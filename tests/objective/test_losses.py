@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_ext.objective.losses import losses
-from pure import L_MAX, loss_and_gradient, objective, rows
+from support.pure import L_MAX, loss_and_gradient, objective, rows
 
 # A, log-probabilities, log-ratios to the sampler; None stands under the mask
 COMPLETIONS = [

@@ -10,7 +10,7 @@ from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.credit import mixes_tokens
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
-from pure import UNSET, batch, loss_and_gradient, objective
+from support.pure import UNSET, batch, loss_and_gradient, objective
 
 ROWS = [name for i, name in enumerate(losses) if losses[name] not in list(losses.values())[:i]]
 PAIRS = [(name, level) for name in ROWS for level in losses[name].levels]

@@ -7,7 +7,7 @@ import torch
 
 from grpo_ext.objective.estimate import estimate
 from grpo_ext.objective.turn_credit import returns_to_go
-from pure import objective
+from support.pure import objective
 
 NAN = math.nan
 HALF = 0.5**0.5

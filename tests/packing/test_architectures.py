@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from trl.trainer.utils import add_fused_lm_head
 
-import architectures
 from grpo_ext.packing.attention import ForeignAttention
 from grpo_ext.packing.dropout import switch_dropout_off
 from grpo_ext.packing.forward import log_probs
@@ -16,6 +15,7 @@ from grpo_ext.packing.layout import pack
 from grpo_ext.packing.obstacles import obstacles
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.transformers_engine import Grouped
+from support import architectures
 
 BOTH = {
     "": (

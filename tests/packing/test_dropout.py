@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-import architectures
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
+from support import architectures
 
 IDS = torch.arange(3, 43).view(2, 20)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-import architectures
 from grpo_ext.packing.obstacles import Forward, obstacles
+from support import architectures
 
 BOTH, LOSS = (Forward.LOSS, Forward.ROLLOUT), (Forward.LOSS,)
 

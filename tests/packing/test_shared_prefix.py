@@ -13,8 +13,6 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.nn.functional import rms_norm
 from trl.trainer.utils import add_fused_lm_head
 
-import tiny
-from float64 import FLOAT64, float64_throughout
 from grpo_ext import GRPOExtConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
@@ -26,7 +24,9 @@ from grpo_ext.packing.layout import pack
 from grpo_ext.packing.lm_head import LabelledLogProbs
 from grpo_ext.packing.obstacles import obstacles
 from grpo_ext.packing.policy import PrefixSharing, Size
-from trainers import build, scripted_rollout, weights
+from support import tiny
+from support.float64 import FLOAT64, float64_throughout
+from support.trainers import build, scripted_rollout, weights
 
 TEMPERATURE = 0.7
 COMPLETION = 7

@@ -8,9 +8,6 @@ import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
-import rewritten
-import tiny
-from float64 import float64_throughout
 from grpo_ext.objective.aggregation import StepTotals, step_totals
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
@@ -19,7 +16,9 @@ from grpo_ext.packing import micro_batches as batching
 from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.policy import PrefixSharing
 from grpo_ext.packing.tree import is_plain, pack_tree, plain_rows
-from pure import loss, objective
+from support import rewritten, tiny
+from support.float64 import float64_throughout
+from support.pure import loss, objective
 
 TRAJECTORIES = rewritten.groups()
 ROWS = [name for i, name in enumerate(losses) if losses[name] not in list(losses.values())[:i]]

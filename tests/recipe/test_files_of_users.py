@@ -9,7 +9,6 @@ import torch
 import yaml
 from transformers.integrations import deepspeed
 
-import tiny
 from grpo_ext import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -18,7 +17,8 @@ from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.registry import import_path, located, portable
 from grpo_ext.train import train
-from processes import run
+from support import tiny
+from support.processes import run
 
 REWARD = "def f(completions, **_):\n    return [{value}.0] * len(completions)\n"
 

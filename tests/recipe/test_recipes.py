@@ -27,8 +27,8 @@ from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
-from processes import PATIENCE
-from run_folders import checkpoint
+from support.processes import PATIENCE
+from support.run_folders import checkpoint
 
 PACKAGED = packaged_recipes()
 WITH_RECIPES = ("grpo", "deepseek_v3", "bnpo", "beta_bnpo", "dr_grpo", "minimind", "dapo", "gspo")

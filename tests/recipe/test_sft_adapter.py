@@ -9,15 +9,14 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from trl.trainer.utils import use_adapter
 
-import adapted
-import tiny
 from grpo_ext import ConfigError
 from grpo_ext.commands.cli import main
 from grpo_ext.config.adapters import base_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import build_trainer, train
-from interrupted import logged
-from trainers import weights
+from support import adapted, tiny
+from support.interrupted import logged
+from support.trainers import weights
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 STEPS = {"beta": 0.1, "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "weight_decay": 0.5}

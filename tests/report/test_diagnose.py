@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.commands import diagnose
 from grpo_ext.report.page import write_report
 from grpo_ext.trainer.diagnosis import rules
 from grpo_ext.trainer.diagnosis.watching import Watching
-from histories import history
-from processes import PATIENCE, run
-from run_folders import run_folder
+from support import tiny
+from support.histories import history
+from support.processes import PATIENCE, run
+from support.run_folders import run_folder
 
 STALE = {"sampling/mismatch": lambda n: 2e-3 * n}
 MASK = {"completions/mask_misplaced": 0.8}

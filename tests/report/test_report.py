@@ -19,7 +19,7 @@ from grpo_ext.report.curves import COLOURS, Band, averaged, banded, pictures
 from grpo_ext.report.facts import without_paths
 from grpo_ext.report.page import MAX_SIZE, write_report
 from grpo_ext.report.reading import MAX_RUNS, read_runs
-from run_folders import HOSTILE, RECORD, logged, run_folder, with_completions, with_evaluation
+from support.run_folders import HOSTILE, RECORD, logged, run_folder, with_completions, with_evaluation
 
 
 class Page(HTMLParser):

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-import tiny
-import trainers
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.report.page import write_report
 from grpo_ext.rewards.composition import RewardSpec
-from processes import PATIENCE
-from recordings import record
-from run_folders import HOSTILE, run_folder, with_completions, with_evaluation
+from support import tiny, trainers
+from support.processes import PATIENCE
+from support.recordings import record
+from support.run_folders import HOSTILE, run_folder, with_completions, with_evaluation
 
 pytestmark = pytest.mark.slow
 CHROMIUM = os.environ.get("GRPO_EXT_CHROMIUM") or next(
@@ -71,7 +70,9 @@ def real_runs(tmp_path_factory) -> list[Path]:
         settings = {"loss_type": loss, "log_completions": True, "num_completions_to_print": 0, "beta": 0.1}
         trainer = trainers.build(tiny.model(), folder, max_steps=3, **settings)
         if not folders:
-            held_out = EvalSet("held_out", rewards=(RewardSpec("vowels", "trainers:unit_interval"),), samples=2)
+            held_out = EvalSet(
+                "held_out", rewards=(RewardSpec("vowels", "support.trainers:unit_interval"),), samples=2
+            )
             trainer.add_callback(DuringTraining(trainer, [(held_out, tiny.prompts(4).to_list())], workers=0))
         trainer.train()
         folders.append(folder)

@@ -5,8 +5,8 @@ import torch
 from grpo_ext.report.completions import browsed, embedded
 from grpo_ext.report.reading import read_runs
 from grpo_ext.trainer.recording import file_of, texts
-from recordings import record
-from run_folders import run_folder, with_completions
+from support.recordings import record
+from support.run_folders import run_folder, with_completions
 
 
 def rows(run, room=1_000_000):

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from code_cheats import ANSWERS, CHEATS, DEFINE, SHAPES
 from grpo_ext.rewards.code import sandbox
 from grpo_ext.rewards.code.column import parse_tests
 from grpo_ext.rewards.code.reward import judge
+from support.code_cheats import ANSWERS, CHEATS, DEFINE, SHAPES
 
 try:
     METHOD = sandbox.available()

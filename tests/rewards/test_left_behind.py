@@ -43,7 +43,7 @@ def test_only_what_belongs_to_nobody_is_removed(temp):
 def test_all_workers_of_a_process_end_at_once_and_none_is_started_for_them(temp, monkeypatch):
     monkeypatch.setattr(pool, "_starting", threading.Lock())  # which is kept
     with Pool(2) as workers:
-        workers.run([Job("faulty:letters", {"completions": ["a"]}, 60.0)] * 2)
+        workers.run([Job("support.faulty:letters", {"completions": ["a"]}, 60.0)] * 2)
         processes = [worker.process for worker in workers._workers]
         assert len(list(temp.glob(f"{pool.FOLDER}*"))) == len(processes) > 0
         end_workers()

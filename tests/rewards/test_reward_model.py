@@ -21,11 +21,11 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
 
-import tiny
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.composition import parse
 from grpo_ext.rewards.models import loaded_model
 from grpo_ext.rewards.models.reward_model import RewardModelScorer, scorer_from
+from support import tiny
 
 reward_model, minimind, minimind_current = rewards["reward_model"], rewards["minimind"], rewards["minimind_current"]
 

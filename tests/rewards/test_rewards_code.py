@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from code_programs import FORGERIES, HONEST
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.code import reward as module
 from grpo_ext.rewards.code import sandbox
 from grpo_ext.rewards.code.peers import Peer
-from hostile import ATTEMPTS, ENDLESS, KILLERS, TRY
+from support.code_programs import FORGERIES, HONEST
+from support.hostile import ATTEMPTS, ENDLESS, KILLERS, TRY
 
 code = rewards["code"]
 try:

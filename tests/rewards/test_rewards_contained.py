@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,14 +20,14 @@ import pytest
 import torch
 from test_rewards_runtime import BATCH, spec
 
-import faulty
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.composition import parse
 from grpo_ext.rewards.containment import contained
 from grpo_ext.rewards.signatures import asks
 from grpo_ext.rewards.workers import pool
-from processes import PATIENCE
+from support import faulty
+from support.processes import PATIENCE
 
 BOTH = pytest.mark.parametrize("workers", [1, 0])
 
@@ -72,7 +73,9 @@ def test_whatever_a_function_returns_is_a_number_or_told(workers, runtime, caplo
     for function, (what, (_, expected, words)) in zip(functions, faulty.RETURNED.items(), strict=True):
         assert function(**batch) == expected, what
         told = [
-            record.message for record in caplog.records if f"reward {what!r} (faulty:returns) failed" in record.message
+            record.message
+            for record in caplog.records
+            if f"reward {what!r} (support.faulty:returns) failed" in record.message
         ]
         assert [words in message for message in told] == [True] * bool(words)
         assert all(f"row {expected.index(None)}, the first: 'good'" in message for message in told)
@@ -123,9 +126,12 @@ def test_a_class_of_main_is_named_too(tmp_path):
         "from grpo_ext.rewards.composition import RewardSpec\n"
         "from grpo_ext.rewards.runtime import Runtime\n"
         "class Mine: pass\n"
-        "print(Runtime([RewardSpec('c', 'faulty:curious')], workers=1).functions[0](completions=['x'], k=[Mine()]))\n"
+        "spec = RewardSpec('c', 'support.faulty:curious')\n"
+        "print(Runtime([spec], workers=1).functions[0](completions=['x'], k=[Mine()]))\n"
     )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [os.path.dirname(faulty.__file__), *sys.path]))}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(faulty.__file__).parents[1]), *sys.path]))
+    }
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=PATIENCE)
     assert "[None]" in done.stdout
     assert "'k' cannot be read in a worker process (AttributeError" in done.stdout
@@ -175,7 +181,7 @@ def test_a_reward_that_compares_its_batch_never_becomes_another_one(on_error, va
     assert score(rewards, ['"a"', '"a"', '"b"', '"a"']) == [1 / 3, 1 / 3, 1.0, 1 / 3]
     assert score(rewards, ['"a"', '"a"', "bad", '"a"'], log_metric=metrics.__setitem__) == [value] * 4
     [record] = caplog.records
-    assert "reward 'novelty' (faulty:novelty) failed on 4 of 4 completions" in record.message
+    assert "reward 'novelty' (support.faulty:novelty) failed on 4 of 4 completions" in record.message
     assert "JSONDecodeError" in record.message
     assert "set independent: true" in record.message
     assert (metrics["rewards/novelty/errors"], metrics["rewards/novelty/rescored"]) == (4, 0)
@@ -206,7 +212,7 @@ def test_what_is_not_one_value_per_completion_is_an_error(on_error, workers, run
     for function in rewards.functions:
         function(**batch)
     for error, entry, (_, words) in zip(rewards.errors, specs, faulty.MISSHAPEN.values(), strict=True):
-        assert f"reward {entry.name!r} (faulty:returns)" in error
+        assert f"reward {entry.name!r} (support.faulty:returns)" in error
         assert words in error
 
 
@@ -472,7 +478,7 @@ def test_a_function_stays_in_one_worker_with_what_it_keeps(runtime):
 
 def test_a_scorer_of_a_packaged_reward_stays_in_one_worker_too(runtime):
     """It moved to a worker that another reward had left free, and loaded its model there again."""
-    kwargs = {"scorer": "faulty:counts_chats", "reasoning": False, "score_clip": 9.0}
+    kwargs = {"scorer": "support.faulty:counts_chats", "reasoning": False, "score_clip": 9.0}
     rewards = runtime(
         replace(spec("counts"), when="asked"), spec("minimind", function="minimind", kwargs=kwargs), workers=2
     )

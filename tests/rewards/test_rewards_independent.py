@@ -91,11 +91,11 @@ def test_each_packaged_reward_declares_it_but_the_one_that_contains_its_own_fail
     [
         ("format", {}, True),
         ("format", {"independent": False}, False),
-        ("faulty:choke", {}, False),
-        ("faulty:choke", {"independent": True}, True),
+        ("support.faulty:choke", {}, False),
+        ("support.faulty:choke", {"independent": True}, True),
         ("grpo_ext.rewards.library.functions:format", {}, False),
         ("minimind", {"kwargs": {"reward_model": {"model": "m"}}}, True),
-        ("minimind", {"kwargs": {"scorer": "faulty:novelty"}}, False),  # which may compare chats
+        ("minimind", {"kwargs": {"scorer": "support.faulty:novelty"}}, False),  # which may compare chats
         (len, {}, False),
         ("remote", {}, False),
     ],

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-import faulty
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.composition import RewardSpec, parse
 from grpo_ext.rewards.outcomes import to_number
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.schedule import schedule_problems, weight_at
-from processes import PATIENCE
+from support import faulty
+from support.processes import PATIENCE
 
 BATCH = ["good", "fine", "bad", "well"]
 
@@ -97,7 +97,7 @@ def test_a_worker_dies_with_its_parent(tmp_path):
         "import os, signal, sys; sys.path.insert(0, os.environ['TESTS'])\n"
         "from grpo_ext.rewards.composition import RewardSpec\n"
         "from grpo_ext.rewards.runtime import Runtime\n"
-        "r = Runtime([RewardSpec('pid', 'faulty:pid')], workers=1)\n"
+        "r = Runtime([RewardSpec('pid', 'support.faulty:pid')], workers=1)\n"
         "print(int(r.functions[0](completions=['x'])[0]), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -117,8 +117,8 @@ def test_components_of_every_kind_together(runtime):
     rewards = runtime(
         spec("tags", function="tags", weight=0.5),
         spec("numbers", scale=2.0, clip=(-3.0, 3.0)),
-        spec("sometimes", function="faulty:patient", when="number"),
-        spec("here", function="faulty:pid", isolate=False),
+        spec("sometimes", function="support.faulty:patient", when="number"),
+        spec("here", function="support.faulty:pid", isolate=False),
         spec("patient"),
     )
     columns = {"number": [1.0, -2.5, None, 0.25]}
@@ -166,7 +166,7 @@ def test_retries(runtime, tmp_path):
 
 def test_workers_score_in_parallel(runtime):
     """Our own rewards are spread over the workers, a user's function sees its batch whole."""
-    rewards = runtime(spec("pid"), spec("other", function="faulty:pid"))
+    rewards = runtime(spec("pid"), spec("other", function="support.faulty:pid"))
     values = score(rewards, ["x"] * 6)
     assert len(set(values["pid"])) == 1
     assert set(values["pid"]) != set(values["other"])

@@ -14,7 +14,7 @@ from grpo_ext.rewards.code.reward import extract_code
 from grpo_ext.rewards.library import math_time
 from grpo_ext.rewards.library.functions import FORMAT_STYLES
 from grpo_ext.rewards.models.remote import JUDGE_PATTERN
-from processes import PATIENCE
+from support.processes import PATIENCE
 
 LENGTH = 40_000
 SECONDS = 0.5  # of the processor, so that a busy machine fails nothing; all take less than a fifth of it

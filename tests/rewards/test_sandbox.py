@@ -19,7 +19,7 @@ from grpo_ext.rewards.code import sandbox
 from grpo_ext.rewards.code.sandbox import SandboxError, run
 from grpo_ext.rewards.code.sandbox_job import Limits
 from grpo_ext.rewards.code.seccomp import bpf_filter
-from hostile import ATTEMPTS, ENDLESS, KILLERS, TRY
+from support.hostile import ATTEMPTS, ENDLESS, KILLERS, TRY
 
 QUICK = Limits(timeout=1.0, memory_mb=256, disk_mb=8, output_kb=64)
 PATIENT = Limits(timeout=60.0, memory_mb=256, disk_mb=8, output_kb=64)  # for programs that end by themselves

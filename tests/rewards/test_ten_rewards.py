@@ -33,8 +33,8 @@ def test_a_recipe_of_ten_components_trains(serve, tmp_path):  # noqa: F811
             "scale": 0.1,
             "kwargs": {"url": f"{serve(judge).url}/v1/chat/completions", "protocol": "openai_judge", "model": "any"},
         },
-        {"name": "letters", "func": "faulty:letters", "when": "solution", "retries": 1, "on_error": "zero"},
-        {"name": "patient", "func": "faulty:patient", "weight": 0.0, "timeout": 20},
+        {"name": "letters", "func": "support.faulty:letters", "when": "solution", "retries": 1, "on_error": "zero"},
+        {"name": "patient", "func": "support.faulty:patient", "weight": 0.0, "timeout": 20},
         {"name": "code", "weight": 0.2, "when": "tests"},
     ]
     recipe = {

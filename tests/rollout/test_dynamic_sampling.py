@@ -6,12 +6,12 @@ import pytest
 import torch
 from datasets import IterableDataset
 
-import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import ConfigError
 from grpo_ext.rollout.dynamic_sampling import FreshPrompts, groups_to_draw, judge_problems, judged, replacements
-from processes import launcher, run
-from trainers import build, number, record
+from support import tiny
+from support.processes import launcher, run
+from support.trainers import build, number, record
 
 NAN = float("nan")
 

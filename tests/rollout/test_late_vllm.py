@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from processes import PATIENCE
+from support.processes import PATIENCE
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 UNUSED = "import sys, grpo_ext.train; print('vllm' in sys.modules)"

@@ -16,7 +16,6 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import tiny
 from grpo_ext.commands import serve
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.recipe.parsing import load_recipe
@@ -26,6 +25,7 @@ from grpo_ext.rollout.vllm.drift import Drift, DriftMonitor, moments, tolerance
 from grpo_ext.rollout.vllm.generation import Generation, merged_value
 from grpo_ext.rollout.vllm.gloo import open_group, open_store, receive, send, specs_of
 from grpo_ext.rollout.vllm.server import ServerFacts, ServerUnreachable, Wanted, mismatches, server_facts
+from support import tiny
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -32,14 +32,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-import architectures
-import tiny
 from grpo_ext.errors import ConfigError
 from grpo_ext.packing.obstacles import Forward, obstacles
 from grpo_ext.rollout import transformers_engine
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.transformers_engine import Grouped, distinct, engine_for
-from trainers import build
+from support import architectures, tiny
+from support.trainers import build
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 41, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}

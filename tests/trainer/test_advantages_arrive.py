@@ -6,10 +6,10 @@ from statistics import fmean, pstdev
 import pytest
 import torch
 
-import tiny
 from grpo_ext.config import checks
 from grpo_ext.objective import estimate
-from trainers import binary, build, scripted_rollout, weights
+from support import tiny
+from support.trainers import binary, build, scripted_rollout, weights
 
 BETA = 0.5
 

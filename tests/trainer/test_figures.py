@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from figures import evaluated, trainer
 from grpo_ext.objective.aggregation import aggregations, step_totals
 from grpo_ext.trainer.evaluated import batch_weight
-from pure import objective
-from trainers import scripted_rollout
+from support.figures import evaluated, trainer
+from support.pure import objective
+from support.trainers import scripted_rollout
 
 LOSS_FIGURES = ("loss", "kl", "entropy", "policy_loss", "clip_ratio/low_mean", "clip_ratio/high_mean")
 SPLITS = ((8, 2), (4, 4), (2, 8), (16, 1))

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-import tiny
-from dealt import dealing, rows
 from grpo_ext import GRPOExtConfig
 from grpo_ext.commands.sample import ALONE, sample
 from grpo_ext.rollout.seeds import AttemptId, Purpose, Source, derived, numbered
+from support import tiny
+from support.dealt import dealing, rows
 
 # Seeds.
 

@@ -7,11 +7,11 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, OPTConfig, Starcoder2Config
 from trl import GRPOConfig
 
-import tiny
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.rollout.empty_completions import without_empty_completions
-from trainers import binary, build, scripted_rollout, weights
+from support import tiny
+from support.trainers import binary, build, scripted_rollout, weights
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 

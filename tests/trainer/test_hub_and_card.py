@@ -7,14 +7,13 @@ import yaml
 from huggingface_hub import HfApi, constants
 from transformers.utils import hub as hub_of_transformers
 
-import adapted
-import tiny
-from fake_hub import fake_hub
 from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
 from grpo_ext.trainer.model_card import model_card, on_the_hub
-from trainers import build
+from support import adapted, tiny
+from support.fake_hub import fake_hub
+from support.trainers import build
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +107,7 @@ def test_the_card_says_what_was(tmp_path, model_path):
         advantage_estimator="group",
         temperature=0.7,
         reward_funcs=[
-            {"name": "a", "func": "tiny:count_a", "weight": 0.5},
+            {"name": "a", "func": "support.tiny:count_a", "weight": 0.5},
             {"name": "tags", "kwargs": {"newlines": False}},
         ],
     )

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from transformers import TrainerCallback
 
-import tiny
-from trainers import build, scripted_rollout
+from support import tiny
+from support.trainers import build, scripted_rollout
 
 pytestmark = pytest.mark.slow
 STEPS, WARM, EVERY = int(os.environ.get("STEPS", "1000")), 50, 50

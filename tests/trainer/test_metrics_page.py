@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
-from trainers import unit_interval
+from support import tiny
+from support.trainers import unit_interval
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]

@@ -8,16 +8,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-import poisoned
-import tiny
-from dealt import dealing
 from grpo_ext.commands import replay
 from grpo_ext.errors import ConfigError, NonFiniteError
 from grpo_ext.train import main
 from grpo_ext.trainer.findings import Finding, Watched
 from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT, rank_of_cause
 from grpo_ext.trainer.recording import read
-from trainers import build, scripted_rollout, weights
+from support import poisoned, tiny
+from support.dealt import dealing
+from support.trainers import build, scripted_rollout, weights
 
 
 @pytest.fixture(scope="module")

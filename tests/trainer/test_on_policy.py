@@ -8,10 +8,10 @@ import pytest
 import torch
 from peft import LoraConfig
 
-import tiny
 from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import Objective
-from trainers import build
+from support import tiny
+from support.trainers import build
 
 WINDOWS = {
     "one window": {"gradient_accumulation_steps": 2},

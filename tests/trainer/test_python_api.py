@@ -11,14 +11,14 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import BitsAndBytesConfig, LlamaForSequenceClassification, Mxfp4Config
 
-import tiny
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rewards.workers import pool
 from grpo_ext.trainer.arguments import quantized_problems
 from grpo_ext.trainer.progress import Progress, clock, line
-from interrupted import without_clocks
+from support import tiny
+from support.interrupted import without_clocks
 
 ROWS = [{"prompt": f"{'abcdefgh'[i % 8]}{i}:", "solution": str(i)} for i in range(16)]
 SETTINGS = tiny.TRAINING | {"max_steps": 1}

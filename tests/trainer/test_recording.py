@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import tiny
 from grpo_ext.trainer.diagnosis.recording import (
     DRAWN,
     FIGURES,
@@ -17,7 +16,8 @@ from grpo_ext.trainer.diagnosis.recording import (
     token_figures,
 )
 from grpo_ext.trainer.diagnosis.watching import Watching
-from trainers import build
+from support import tiny
+from support.trainers import build
 
 
 class Alone:

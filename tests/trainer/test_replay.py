@@ -7,15 +7,15 @@ import pytest
 import torch
 from peft import LoraConfig
 
-import tiny
 from grpo_ext.commands import replay
 from grpo_ext.errors import ConfigError
 from grpo_ext.trainer import recording
 from grpo_ext.trainer.one_step import block_of
 from grpo_ext.trainer.recording import read, runs_of
 from grpo_ext.trainer.replaying import check_credit, whole
-from pure import objective
-from trainers import build, scripted_rollout, weights
+from support import tiny
+from support.pure import objective
+from support.trainers import build, scripted_rollout, weights
 
 SETTINGS = {
     "per_device_train_batch_size": 4,

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import tiny
-import trainers
-from interrupted import CASES, check, trainer
+from support import tiny, trainers
+from support.interrupted import CASES, check, trainer
 
 QUICK = ("both", "lora", "dynamic sampling", "stream")
 

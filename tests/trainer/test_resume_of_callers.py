@@ -9,12 +9,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
-import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import RunInterrupted
 from grpo_ext.trainer.checkpoints.state import find_best_checkpoint
-from interrupted import logged
-from trainers import weights
+from support import tiny
+from support.interrupted import logged
+from support.trainers import weights
 
 BEST = {
     "eval_strategy": "steps",

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from grpo_ext.trainer.diagnosis.rules import RULES, Doctor, diagnose
-from histories import history
+from support.histories import history
 
 
 def level(value):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import tiny
 from grpo_ext import GRPOExtConfig
 from grpo_ext.errors import ConfigError
-from trainers import build, scripted_rollout, scripted_trajectories
+from support import tiny
+from support.trainers import build, scripted_rollout, scripted_trajectories
 
 
 @pytest.fixture(scope="module")

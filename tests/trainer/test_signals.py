@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-import tiny
 from grpo_ext.errors import NOT_FINISHED, RunInterrupted
 from grpo_ext.trainer.signals import REPEATED_WITHIN, Signals, signals
-from trainers import build, weights
+from support import tiny
+from support.trainers import build, weights
 
 
 @pytest.fixture(autouse=True)

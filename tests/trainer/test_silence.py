@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-import tiny
 from grpo_ext.trainer.silence import PATIENCE, Silence
-from trainers import build
+from support import tiny
+from support.trainers import build
 
 TWO = torch.tensor([[[0.0, 1.0], [0.0, 1.0]], [[0.0, 0.5], [0.0, 0.5]]])
 

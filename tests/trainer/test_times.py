@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-import tiny
 from grpo_ext.trainer.times import THROUGHPUT
-from trainers import build
+from support import tiny
+from support.trainers import build
 
 PARTS = ("time/rollout", "time/rewards", "time/training")
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import DataError, RewardError
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Runtime
-from trainers import build, scripted_rollout
+from support import tiny
+from support.trainers import build, scripted_rollout
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def of_the_users_own(flaky):
 
 def of_a_recipe(flaky, monkeypatch):
     monkeypatch.setattr(RewardSpec, "callable", property(lambda self: flaky.score))
-    return Runtime([RewardSpec("flaky", "tiny:count_a", on_error="raise")], workers=0).functions
+    return Runtime([RewardSpec("flaky", "support.tiny:count_a", on_error="raise")], workers=0).functions
 
 
 @pytest.mark.parametrize("recipe", [False, True])

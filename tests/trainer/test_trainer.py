@@ -10,11 +10,11 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-import tiny
-from float64 import FLOAT64, float64_throughout
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.objective.losses import losses
-from trainers import binary, build, scripted_rollout, unit_interval, weights
+from support import tiny
+from support.float64 import FLOAT64, float64_throughout
+from support.trainers import binary, build, scripted_rollout, unit_interval, weights
 
 
 @pytest.fixture(scope="module")

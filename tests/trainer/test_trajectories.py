@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-import tiny
-from float64 import FLOAT64, float64_throughout
 from grpo_ext.errors import RewardError
 from grpo_ext.objective.estimate import estimate
 from grpo_ext.objective.trajectory import Trajectory, Turn, batch
 from grpo_ext.rollout.trajectories import with_trajectories
-from trainers import build, scripted_trajectories, weights
+from support import tiny
+from support.float64 import FLOAT64, float64_throughout
+from support.trainers import build, scripted_trajectories, weights
 
 
 @pytest.fixture(scope="module")

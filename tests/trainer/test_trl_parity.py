@@ -6,10 +6,10 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-import tiny
-from float64 import FLOAT64, float64_throughout
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.trainer.diagnosis.recording import FIGURES
+from support import tiny
+from support.float64 import FLOAT64, float64_throughout
 
 LOSSES = {
     "grpo": {},

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "builders"))
+sys.path.insert(0, str(HERE.parents[1]))
 
-import tiny  # noqa: E402
-from vllm_runs import HEADS, Server  # noqa: E402
+from support import tiny
+from support.vllm_runs import HEADS, Server
 
 
 def pytest_itemcollected(item):

@@ -9,21 +9,21 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
 torch.set_num_threads(1)
 
-import tiny  # noqa: E402
-from fsdp_on_cpu import make_fsdp_real  # noqa: E402
-from grpo_ext import GRPOExtConfig, GRPOExtTrainer  # noqa: E402
-from grpo_ext.data.eval_sets import EvalSet  # noqa: E402
-from grpo_ext.errors import RolloutDrift, ServerLost  # noqa: E402
-from grpo_ext.evaluation.evaluate import evaluate  # noqa: E402
-from grpo_ext.rollout.vllm import client  # noqa: E402
-from grpo_ext.train import leave_process_group  # noqa: E402
-from vllm_runs import send_all, server_processes  # noqa: E402
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.data.eval_sets import EvalSet
+from grpo_ext.errors import RolloutDrift, ServerLost
+from grpo_ext.evaluation.evaluate import evaluate
+from grpo_ext.rollout.vllm import client
+from grpo_ext.train import leave_process_group
+from support import tiny
+from support.fsdp_on_cpu import make_fsdp_real
+from support.vllm_runs import send_all, server_processes
 
 
 class Faults:

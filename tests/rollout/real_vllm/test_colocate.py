@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from trl.generation.vllm_generation import VLLMGeneration, ensure_master_addr_port
 
 from grpo_ext.rollout.vllm.generation import Generation
-from interrupted import without_clocks
-from vllm_runs import DDP, drifts, steps, train
+from support.interrupted import without_clocks
+from support.vllm_runs import DDP, drifts, steps, train
 
 FLOAT32 = 0.02
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import worlds
-from vllm_runs import DDP, drifts, free_port, steps, train
+from support import worlds
+from support.vllm_runs import DDP, drifts, free_port, steps, train
 
 FLOAT32 = 0.02
 ROWS = [

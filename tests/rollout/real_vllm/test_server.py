@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-import tiny
-from processes import PATIENCE, machines, on_cpu
-from vllm_runs import DDP, ENV, HEADS, RUN, drifts, free_port, steps, train
+from support import tiny
+from support.processes import PATIENCE, machines, on_cpu
+from support.vllm_runs import DDP, ENV, HEADS, RUN, drifts, free_port, steps, train
 
 FLOAT32 = 0.02
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import requests
 
-from vllm_runs import DDP, Server, drifts, free_port, send_all, server_processes, steps, train
+from support.vllm_runs import DDP, Server, drifts, free_port, send_all, server_processes, steps, train
 
 FLOAT32 = 0.02
 STEPS = 4

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-from accelerate import PartialState  # noqa: E402
+from accelerate import PartialState
 
-from grpo_ext import ConfigError  # noqa: E402
-from grpo_ext.errors import SaveError  # noqa: E402
-from grpo_ext.train import leave_process_group  # noqa: E402
-from trainers import build  # noqa: E402
+from grpo_ext import ConfigError
+from grpo_ext.errors import SaveError
+from grpo_ext.train import leave_process_group
+from support.trainers import build
 
 
 class FullDisk(TrainerCallback):

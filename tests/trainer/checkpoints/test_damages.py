@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-import tiny
 from grpo_ext import ConfigError
 from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST, _digest, damage, seal
-from trainers import build
+from support import tiny
+from support.trainers import build
 
 CASES = yaml.safe_load((Path(__file__).parent / "damages.yaml").read_text())
 

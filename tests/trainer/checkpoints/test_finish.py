@@ -8,7 +8,7 @@ import pytest
 from grpo_ext import ConfigError
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, finished, move_aside, publish, write_finished
 from grpo_ext.trainer.checkpoints.starting import _beginning
-from run_folders import checkpoint
+from support.run_folders import checkpoint
 
 RECORD = {"max_steps": 4, "num_train_epochs": 1.0}
 ENTRY = {"size": 6, "sha256": "0" * 64}

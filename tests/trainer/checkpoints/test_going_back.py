@@ -15,8 +15,8 @@ from grpo_ext.trainer.checkpoints.branches import branch_of, continued_by
 from grpo_ext.trainer.checkpoints.choice import Sound, newest_sound, numbered
 from grpo_ext.trainer.checkpoints.finish import RECORDS, write_finished
 from grpo_ext.trainer.checkpoints.starting import _beginning, _carried_out, _start
-from killed import killed_at
-from run_folders import checkpoint
+from support.killed import killed_at
+from support.run_folders import checkpoint
 
 HERE = {"max_steps": 9, "num_train_epochs": 1.0}
 """The record of the run that starts again: longer than what it finds."""

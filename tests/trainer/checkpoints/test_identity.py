@@ -6,7 +6,6 @@ import json
 import pytest
 from datasets import Dataset, IterableDataset
 
-import tiny
 from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.recipe.parts import PARTS
 from grpo_ext.trainer.checkpoints.identity import (
@@ -23,7 +22,8 @@ from grpo_ext.trainer.checkpoints.identity import (
     plain,
     record_of,
 )
-from trainers import build
+from support import tiny
+from support.trainers import build
 
 KEYS = {f.name for part in PARTS for f in dataclasses.fields(part) if f.init}
 TABLES = {"harmless": HARMLESS, "rounding": ROUNDING, "length": LENGTH, "split": SPLIT, "names": NAMES}

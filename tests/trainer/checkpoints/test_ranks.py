@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.manifest import damage
-from processes import launcher, run
+from support import tiny
+from support.processes import launcher, run
 
 SCRIPT = Path(__file__).parent / "checkpoint_rank.py"
 pytestmark = pytest.mark.slow

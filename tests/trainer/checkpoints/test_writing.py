@@ -15,16 +15,16 @@ import pytest
 import transformers
 from transformers import TrainerCallback
 
-import tiny
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import SaveError
 from grpo_ext.trainer.checkpoints import manifest
 from grpo_ext.trainer.checkpoints.choice import newest_sound, numbered
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST, damage, files_in, seal, sync
 from grpo_ext.trainer.checkpoints.writing import SAVING, put_in_place, recover, remove_if_empty, rotate
-from killed import killed_at
-from run_folders import checkpoint
-from trainers import build
+from support import tiny
+from support.killed import killed_at
+from support.run_folders import checkpoint
+from support.trainers import build
 
 STEPS = {"save_strategy": "steps", "save_steps": 1}
 

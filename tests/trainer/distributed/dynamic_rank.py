@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-from grpo_ext.train import leave_process_group  # noqa: E402
-from trainers import number, record  # noqa: E402
+from grpo_ext.train import leave_process_group
+from support.trainers import number, record
 
 
 def one_in_three(prompts, completions, **_):

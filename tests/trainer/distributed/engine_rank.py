@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-from fsdp_on_cpu import is_sharded, make_fsdp_real  # noqa: E402
-from grpo_ext.train import leave_process_group  # noqa: E402
-from grpo_ext.trainer.verification.watched import trained_weights  # noqa: E402
-from trainers import build, scripted_rollout, unit_interval  # noqa: E402
+from grpo_ext.train import leave_process_group
+from grpo_ext.trainer.verification.watched import trained_weights
+from support.fsdp_on_cpu import is_sharded, make_fsdp_real
+from support.trainers import build, scripted_rollout, unit_interval
 
 
 def main(model: str, output: str) -> None:

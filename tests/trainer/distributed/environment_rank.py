@@ -6,14 +6,13 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-import tiny  # noqa: E402
-import worlds  # noqa: E402
-from grpo_ext import GRPOExtConfig, GRPOExtTrainer  # noqa: E402
-from grpo_ext.train import leave_process_group  # noqa: E402
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.train import leave_process_group
+from support import tiny, worlds
 
 FAULTS = ["raises in reset", "is killed", "hangs", "exits"]
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ["FAULT_RANK"] = "1"
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
 
-import tiny  # noqa: E402
-from grpo_ext import GRPOExtConfig, GRPOExtTrainer  # noqa: E402
-from grpo_ext.rewards.composition import RewardSpec  # noqa: E402
-from grpo_ext.rewards.runtime import Runtime  # noqa: E402
-from grpo_ext.train import leave_process_group  # noqa: E402
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.runtime import Runtime
+from grpo_ext.train import leave_process_group
+from support import tiny
 
 
 def rollout(prompts, trainer):
@@ -36,7 +36,7 @@ def rollout(prompts, trainer):
 def run(model: str, output: Path, on_error: str, fault: str) -> None:
     timeout = 8.0 if fault in ("loop", "sleep", "hang") else 60.0
     specs = [
-        RewardSpec("letters", "faulty:letters"),
+        RewardSpec("letters", "support.faulty:letters"),
         RewardSpec(fault, f"faulty:{fault}", on_error=on_error, timeout=timeout, independent=True),
     ]
     runtime = Runtime(specs, workers=1, failures=output / "failures")

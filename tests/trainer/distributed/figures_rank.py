@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-from accelerate import PartialState  # noqa: E402
+from accelerate import PartialState
 
-from figures import evaluated, trainer  # noqa: E402
-from grpo_ext.train import leave_process_group  # noqa: E402
-from trainers import scripted_rollout  # noqa: E402
+from grpo_ext.train import leave_process_group
+from support.figures import evaluated, trainer
+from support.trainers import scripted_rollout
 
 if __name__ == "__main__":
     output, rows = Path(sys.argv[1]), int(sys.argv[2])

@@ -8,19 +8,18 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-import tiny  # noqa: E402
-import trainers  # noqa: E402
-from dealt import AT_A_TIME, LIMITS, SAMPLES, dealing, rows  # noqa: E402
-from grpo_ext.data.eval_sets import EvalSet  # noqa: E402
-from grpo_ext.evaluation.evaluate import evaluate  # noqa: E402
-from grpo_ext.rewards.composition import RewardSpec  # noqa: E402
-from grpo_ext.train import leave_process_group  # noqa: E402
+from grpo_ext.data.eval_sets import EvalSet
+from grpo_ext.evaluation.evaluate import evaluate
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.train import leave_process_group
+from support import tiny, trainers
+from support.dealt import AT_A_TIME, LIMITS, SAMPLES, dealing, rows
 
-SET = EvalSet("held_out", rewards=(RewardSpec("length", "tiny:length"),), samples=SAMPLES, threshold=0.4)
+SET = EvalSet("held_out", rewards=(RewardSpec("length", "support.tiny:length"),), samples=SAMPLES, threshold=0.4)
 PLAYED = replace(SET, name="played", rewards=(), plays=True)
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
 
-import tiny  # noqa: E402
-from float64 import FLOAT64, float64_throughout  # noqa: E402
-from grpo_ext.train import leave_process_group  # noqa: E402
-from trainers import build, scripted_rollout, unit_interval, weights  # noqa: E402
+from grpo_ext.train import leave_process_group
+from support import tiny
+from support.float64 import FLOAT64, float64_throughout
+from support.trainers import build, scripted_rollout, unit_interval, weights
 
 
 @float64_throughout()

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-import poisoned  # noqa: E402
-import tiny  # noqa: E402
-from grpo_ext.errors import NonFiniteError  # noqa: E402
-from grpo_ext.train import leave_process_group  # noqa: E402
-from trainers import weights  # noqa: E402
+from grpo_ext.errors import NonFiniteError
+from grpo_ext.train import leave_process_group
+from support import poisoned, tiny
+from support.trainers import weights
 
 CASES = [(place, action, step) for place in poisoned.PLACES for action in ("stop", "skip") for step in (2, 4)]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-from accelerate import PartialState  # noqa: E402
+from accelerate import PartialState
 
-from grpo_ext.train import leave_process_group  # noqa: E402
-from trainers import build, scripted_rollout, weights  # noqa: E402
+from grpo_ext.train import leave_process_group
+from support.trainers import build, scripted_rollout, weights
 
 SETTINGS = {
     "per_device_train_batch_size": 4,

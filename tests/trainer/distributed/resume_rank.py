@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-from accelerate import PartialState  # noqa: E402
+from accelerate import PartialState
 
-from grpo_ext.train import leave_process_group  # noqa: E402
-from interrupted import check  # noqa: E402
+from grpo_ext.train import leave_process_group
+from support.interrupted import check
 
 if __name__ == "__main__":
     folder, *cases = sys.argv[1:]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "builders"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-from float64 import FLOAT64, float64_throughout  # noqa: E402
-from fsdp_on_cpu import is_sharded, make_fsdp_real  # noqa: E402
-from grpo_ext.train import leave_process_group  # noqa: E402
-from trainers import build, scripted_rollout, scripted_trajectories, unit_interval  # noqa: E402
+from grpo_ext.train import leave_process_group
+from support.float64 import FLOAT64, float64_throughout
+from support.fsdp_on_cpu import is_sharded, make_fsdp_real
+from support.trainers import build, scripted_rollout, scripted_trajectories, unit_interval
 
 CASES = {
     "whole groups": {"beta": 0.05, "entropy_coef": 0.01},

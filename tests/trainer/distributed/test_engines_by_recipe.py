@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import tiny
 from distributed.test_engines import needs_deepspeed
-from processes import CONFIG, launcher, on_cpu, run, with_deepspeed
+from support import tiny
+from support.processes import CONFIG, launcher, on_cpu, run, with_deepspeed
 
 pytestmark = pytest.mark.slow
-SHIM = Path(__file__).parents[2] / "builders" / "fsdp_on_cpu.py"
+SHIM = Path(__file__).parents[2] / "fsdp_on_cpu.py"
 BUILDS_THE_MODEL = ("cpu_ddp", "zero3")
 """Engines that find no warm model: the first process of two builds it."""
 SHIPPED = {path.stem for path in CONFIG.parent.glob("*.yaml")}

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
-from processes import launcher, run
+from support import tiny
+from support.processes import launcher, run
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from interrupted import CLOCKS
-from processes import launcher, run
+from support.interrupted import CLOCKS
+from support.processes import launcher, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).parent / "figures_rank.py")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
-from dealt import LIMITS, SAMPLES
-from processes import launcher, run
+from support import tiny
+from support.dealt import LIMITS, SAMPLES
+from support.processes import launcher, run
 
 pytestmark = pytest.mark.slow
 WORLDS = 1, 2, 4

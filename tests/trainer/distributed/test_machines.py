@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
-from processes import machines, run
+from support import tiny
+from support.processes import machines, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "one_step.py"

@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import poisoned
-import tiny
 from grpo_ext.commands import replay
-from processes import launcher, run
+from support import poisoned, tiny
+from support.processes import launcher, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "poisoned_rank.py"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from grpo_ext.commands import replay
 from grpo_ext.trainer.replaying import whole
-from processes import launcher, run
+from support import tiny
+from support.processes import launcher, run
 
 pytestmark = pytest.mark.slow
 

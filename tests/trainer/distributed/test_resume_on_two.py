@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from interrupted import CASES
-from processes import launcher, run
+from support.interrupted import CASES
+from support.processes import launcher, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "resume_rank.py"

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import faulty
-import tiny
-from processes import ENVIRONMENT, PATIENCE, launcher
+from support import faulty, tiny
+from support.processes import ENVIRONMENT, PATIENCE, launcher
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "faults.py"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from distributed.shared_rank import CASES
-from processes import launcher, on_cpu, run
+from support import tiny
+from support.processes import launcher, on_cpu, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "shared_rank.py"

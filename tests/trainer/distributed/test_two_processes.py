@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
-from processes import CONFIG, launcher, run
+from support import tiny
+from support.processes import CONFIG, launcher, run
 
 SCRIPT = Path(__file__).parent / "one_step.py"
 pytestmark = pytest.mark.slow

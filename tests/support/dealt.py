@@ -1,7 +1,7 @@
 """Trainers that note which game each attempt was dealt, and what it sampled."""
 
-import tiny
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
+from support import tiny
 
 LIMITS = 1, 6, 7, 10, 14, 16
 """Prompts of evaluation sets, which chunks of AT_A_TIME share out evenly or not."""

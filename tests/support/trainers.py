@@ -4,9 +4,8 @@ import random
 
 import torch
 
-import rewritten
-import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from support import rewritten, tiny
 
 
 def scripted_rollout(prompts, trainer):

@@ -9,10 +9,10 @@ import torch
 from datasets import IterableDataset
 from peft import LoraConfig
 
-import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.config.launch import world_size
-from trainers import weights
+from support import tiny
+from support.trainers import weights
 
 CLOCKS = ("step_time", "time/", "runtime", "seconds", "per_second", "total_flos")
 """What a clock gives, or counts from the start of the process."""

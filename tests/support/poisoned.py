@@ -2,9 +2,9 @@
 
 import torch
 
-import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from trainers import scripted_rollout
+from support import tiny
+from support.trainers import scripted_rollout
 
 PLACES = ("loss", "gradient", "logps", "rewards")
 SETTINGS = {

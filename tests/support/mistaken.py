@@ -7,7 +7,7 @@ from pathlib import Path
 from peft import LoraConfig
 from transformers import BertConfig, LlamaConfig, Qwen2Config, T5Config
 
-import tiny
+from support import tiny
 
 
 def lay_out(folder: Path) -> None:

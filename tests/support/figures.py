@@ -2,9 +2,9 @@
 
 import torch
 
-import tiny
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from trainers import unit_interval
+from support import tiny
+from support.trainers import unit_interval
 
 EVALUATED = 6
 """Prompts of the evaluation set, of 4 completions each."""

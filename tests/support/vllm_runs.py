@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import requests
 
-from processes import PATIENCE
+from support.processes import PATIENCE
 
 TESTS = Path(__file__).parents[1]
 RUN = TESTS / "rollout" / "real_vllm" / "run.py"

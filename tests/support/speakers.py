@@ -4,9 +4,9 @@ from datasets import Dataset
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
-import tiny
 from grpo_ext import GRPOExtTrainer
 from grpo_ext.quickstart.model import build_tokenizer
+from support import tiny
 
 ASKED = [{"role": "user", "content": "count"}]
 

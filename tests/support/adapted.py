@@ -7,7 +7,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-import tiny
+from support import tiny
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "lora_dropout": 0.1}
 
@@ -42,7 +42,7 @@ def write_recipe(folder: Path, model: str, output: Path, **settings) -> list[str
     values = tiny.TRAINING | {
         "model_name_or_path": model,
         "dataset_name": str(data),
-        "reward_funcs": [{"name": "a", "func": "tiny:count_a"}],
+        "reward_funcs": [{"name": "a", "func": "support.tiny:count_a"}],
         "reward_workers": 0,
         "output_dir": str(output),
     }
