@@ -132,9 +132,7 @@ SETTINGS: dict[str, Setting] = {
     **_group(
         Change.ANOTHER_RUN,
         *("bf16", "fp16", "use_liger_kernel", "model_init_kwargs", "disable_dropout", "cast_lm_head_to_fp32"),
-        temperature=Setting(
-            Within(above=0.0, because="at 0 every completion of a group is the same")
-        ),
+        temperature=Setting(Within(above=0.0, because="at 0 every completion of a group is the same")),
         num_generations=Setting(Within(least=2.0, because="a group baseline needs at least 2 completions per prompt")),
         max_completion_length=Setting(COUNT),
         pad_to_multiple_of=Setting(COUNT, choices=("auto",)),
