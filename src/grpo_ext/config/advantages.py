@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from grpo_ext.config.broken import Rule
-from grpo_ext.config.options import option_problems
+from grpo_ext.config.spec import option_problems
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.objective import resolve
 from grpo_ext.objective.options import option_defaults

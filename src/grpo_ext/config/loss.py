@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_ext.config.advantages import ADVANTAGE_RULES
 from grpo_ext.config.broken import Rule
-from grpo_ext.config.options import bound_problems, option_problems
+from grpo_ext.config.spec import Spec, option_problems
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
@@ -26,7 +26,7 @@ def _surrogate(config: Any) -> Iterator[str]:
     options = resolve(config).options
     for option, value in options.items():
         if fielded.get(option) and value is not None:
-            yield from bound_problems(str(fielded[option]), row.function, option, value)
+            yield from Spec.of_function(row.function).value_problems(str(fielded[option]), option, value)
     if row.conflict is not None and (conflict := row.conflict(**options)):
         yield conflict
 
