@@ -2,7 +2,7 @@
 
 import json
 import typing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,7 @@ from grpo_ext.config.spec import Spec
 from grpo_ext.data import chat_template, tasks
 from grpo_ext.data import files as local_files
 from grpo_ext.errors import DataError, Problem
-from grpo_ext.objective.options import Count, Within
+from grpo_ext.objective.options import Count, Within, option_defaults
 
 PROCEDURAL, QUICKSTART = "reasoning_gym/", "quickstart/"
 GAME = f"{QUICKSTART}guess"
@@ -218,12 +218,12 @@ def _quickstart_problems(given: dict[str, Any]) -> list[Problem]:
 
     pools = {"size": "train", "eval_size": "validation" if given.get("eval_split") == "validation" else "held_out"}
     hints: dict[str, Any] = {
-        name: Annotated[int, Within(least=1, most=len(problems(pool)))] | None for name, pool in pools.items()
+        name: Annotated[int, Within(least=1.0, most=float(len(problems(pool))))] | None for name, pool in pools.items()
     }
     hints |= {"eval_split": Literal["held_out", "validation"], "seed": NaturalNumber}
-    spec = Spec.of_function(load)
-    known = {name: hints[name] for name in spec.hints}
-    return [*replace(spec, hints=known, owner="the quickstart").problems("dataset_kwargs", given)]
+    defaults = option_defaults(load)
+    spec = Spec({name: hints[name] for name in defaults}, defaults, owner="the quickstart")
+    return [*spec.problems("dataset_kwargs", given)]
 
 
 def options(config: DataConfig) -> dict[str, Any]:

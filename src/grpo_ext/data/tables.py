@@ -97,7 +97,7 @@ def stream(files: list[Path], texts: Collection[str]) -> IterableDataset:
 
     A broken line is reported when the stream reaches it.
     """
-    return IterableDataset.from_generator(_stream, gen_kwargs={"files": files, "texts": sorted(texts)})
+    return IterableDataset.from_generator(_stream, gen_kwargs={"files": files, "texts": tuple(sorted(texts))})
 
 
 def _stream(files: list[Path], texts: Collection[str]) -> Iterator[Row]:

@@ -50,7 +50,7 @@ def _spec(task: str, config_class: type) -> Spec:
         united = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
         kinds = typing.get_args(hints[name]) if united else (hints[name],)
         hints[name] = hints[name] | type(default) if _PLAIN.issuperset(kinds) else object
-    return Spec({**hints, "size": Count, "seed": Annotated[int, Within(least=0)]}, defaults, owner=repr(task))
+    return Spec({**hints, "size": Count, "seed": Annotated[int, Within(least=0.0)]}, defaults, owner=repr(task))
 
 
 def _validation_problems(task: str, config_class: Callable[..., Any], given: Mapping[str, Any]) -> list[Problem]:
