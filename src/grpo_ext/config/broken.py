@@ -33,6 +33,7 @@ def without(config: Any, fields: Iterable[str]) -> Any:
     """Return a copy of a config in which no rule can look at the values of `fields`."""
     copy = object.__new__(type(config))
     vars(copy).update(vars(config) | dict.fromkeys(fields, _Broken()))
+    vars(copy).pop("_objective", None)
     return copy
 
 

@@ -5,18 +5,16 @@ import inspect
 import math
 import typing
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.settings import SETTINGS, Setting
 from grpo_ext.config.spec import fits, out_of_bounds, wrong_type
 from grpo_ext.errors import Problem, UnknownNameError
 from grpo_ext.objective.losses import find
 from grpo_ext.registry import did_you_mean
-
-if TYPE_CHECKING:
-    from grpo_ext.config.grpo_config import GRPOExtConfig
 
 _ALSO = {
     "accelerator_config": AcceleratorConfig,  # in a copy of a config
@@ -26,7 +24,7 @@ _ALSO = {
 """Types that fields may have beside their annotations."""
 
 
-def type_problems(config: "GRPOExtConfig") -> Iterator[Problem]:
+def type_problems(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield the fields of a wrong type: YAML values skip argparse's conversions, which would refuse 1.5 for an int."""
     yield from _type_problems(config, type(config), _ALSO)
 
@@ -56,7 +54,7 @@ def _type_problems(values: object, part: type, also: Mapping[str, type]) -> Iter
             yield wrong_type(f.name, value, hint, None if f.default is dataclasses.MISSING else f.default, names)
 
 
-def choice_problems(config: "GRPOExtConfig") -> Iterator[Problem]:
+def choice_problems(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield names that a field does not know, and functions that cannot be imported."""
     for name, row in SETTINGS.items():
         given = getattr(config, name, None)  # not every supported release of transformers has every field
@@ -94,7 +92,7 @@ def unknown_value(name: str, value: object, known: Collection[object], default: 
     return Problem(name, value, "not one of its values", cure)
 
 
-def range_problems(config: "GRPOExtConfig") -> Iterator[Problem]:
+def range_problems(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield numbers that are out of their range."""
     yield from outside(config)
     yield from _reward_weights(config.reward_weights)
