@@ -1,4 +1,4 @@
-"""What `grpo-ext train --help-all` prints: every key of a recipe, by subject, ours first."""
+"""Print every key of a recipe, by subject, ours first: `grpo-ext train --help-all`."""
 
 import dataclasses
 import textwrap
@@ -13,7 +13,7 @@ from grpo_ext.data.config import DataConfig
 from grpo_ext.recipe.parts import PARTS, RecipeArguments
 
 _SUBJECTS: dict[str, tuple[Any, ...]] = {
-    "The loss, rollouts, what is watched (grpo-ext)": (GRPOExtConfig,),
+    "The loss, rollouts, monitoring (grpo-ext)": (GRPOExtConfig,),
     "Rewards and data": (RecipeArguments, GRPOScriptArguments, ScriptArguments, DataConfig, DatasetMixtureConfig),
     "The model and LoRA": (ModelConfig,),
     "GRPO and vLLM (TRL)": (GRPOConfig,),
@@ -22,7 +22,7 @@ REST = "Training (transformers)"
 
 
 def subjects() -> dict[str, list[dataclasses.Field]]:
-    """All fields of a recipe's parts, each once."""
+    """Return all fields of a recipe's parts by subject, each once."""
     left = {f.name: f for part in PARTS for f in dataclasses.fields(part) if f.init}
     found = {
         title: [left.pop(name) for part in parts for name in part.__annotations__ if name in left]
@@ -32,7 +32,7 @@ def subjects() -> dict[str, list[dataclasses.Field]]:
 
 
 def print_help() -> None:
-    """Every key with its meaning and its default."""
+    """Print every key with its meaning and its default."""
     for title, fields in subjects().items():
         print(f"{title}\n")
         for f in fields:
@@ -42,5 +42,5 @@ def print_help() -> None:
 
 def _line(f: dataclasses.Field) -> str:
     meaning = " ".join(str(f.metadata.get("help", "")).replace("%%", "%").split())
-    told = "default" in meaning.lower() or f.default in (None, dataclasses.MISSING)
-    return f"--{f.name}  {meaning}" + ("" if told else f" Default: {f.default}.")
+    has_default = "default" in meaning.lower() or f.default in (None, dataclasses.MISSING)
+    return f"--{f.name}  {meaning}" + ("" if has_default else f" Default: {f.default}.")
