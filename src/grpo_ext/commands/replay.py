@@ -186,7 +186,9 @@ def _loaded(contents: Sequence[dict[str, Any]], model: str, args: Any) -> tuple[
             return path, tokenizer
         script = RecipeArguments(dataset_name="-")
         parts = Recipe(script, DataConfig(), args, ModelConfig(model_name_or_path=path), DatasetMixtureConfig())
-        return adapted_policy(parts, base, tokenizer), tokenizer
+        policy = adapted_policy(parts, base, tokenizer)
+        args.model_init_kwargs = None  # used above; TRL would warn that it ignores them
+        return policy, tokenizer
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -114,9 +114,7 @@ def problems(
     if streaming and config.test_size is not None:
         cure = "Name a test split (dataset_test_split) or set dataset_streaming: false."
         beside = {"dataset_streaming": True}
-        found.append(
-            Problem("test_size", config.test_size, "rows cannot be held out from a stream", cure, beside)
-        )
+        found.append(Problem("test_size", config.test_size, "rows cannot be held out from a stream", cure, beside))
     if dataset_name is None:
         return found + _unused_kwargs(config, "datasets")
     if not isinstance(dataset_name, str) or not dataset_name:
@@ -173,9 +171,7 @@ def _unused_kwargs(config: DataConfig, name: str) -> list[Problem]:
     return [Problem("dataset_kwargs", config.dataset_kwargs, reason, "Unset dataset_kwargs.")]
 
 
-def _procedural_problems(
-    config: DataConfig, name: str, dataset_config: str | None, streaming: bool
-) -> list[Problem]:
+def _procedural_problems(config: DataConfig, name: str, dataset_config: str | None, streaming: bool) -> list[Problem]:
     columns = {key: getattr(config, key) for key in ("prompt_column", "answer_column", "answer_format")}
     found = [
         Problem(key, value, f"{name!r} makes its own columns prompt and solution", f"Unset {key}.")

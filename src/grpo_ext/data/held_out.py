@@ -1,4 +1,4 @@
-"""Rows held out for evaluation: no prompt is on both sides of a split, and prompts that two splits share are counted."""
+"""Rows held out for evaluation: no prompt is on both sides of a split; prompts that two splits share are counted."""
 
 import json
 import logging

@@ -23,7 +23,6 @@ from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.objective.options import Within
 from grpo_ext.registry import did_you_mean
 
-
 _ENTRY = Spec.of(DatasetConfig, example="{path: ..., split: train}")
 ENTRY = replace(_ENTRY, hints={**_ENTRY.hints, "split": str, "fraction": Annotated[float, Within(above=0.0)] | None})
 """An entry of `datasets`."""
@@ -55,7 +54,9 @@ def check_mixture(mixture: DatasetMixtureConfig, config: DataConfig | None = Non
 def _entry_problems(number: int, entry: DatasetConfig) -> Iterator[Problem]:
     place = f"datasets[{number}]"
     if isinstance(entry.path, str) and _is_json(entry.path):
-        yield Problem("datasets", entry.path, "a mixture cannot be given on the command line", "Write it in the recipe.")
+        yield Problem(
+            "datasets", entry.path, "a mixture cannot be given on the command line", "Write it in the recipe."
+        )
     elif found := [*ENTRY.problems(place, vars(entry))]:
         yield from found
     elif not entry.path or not entry.split or entry.columns == []:

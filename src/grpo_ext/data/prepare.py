@@ -255,14 +255,14 @@ def _drop_long(
             f"drops all {dropped} rows of {source}; the shortest prompt has {min(lengths)} tokens with the chat "
             "template"
         )
-        raise DataError([Problem("max_prompt_length", limit, reason, f"Set max_prompt_length: {max(lengths)}, or less.")])
+        raise DataError(
+            [Problem("max_prompt_length", limit, reason, f"Set max_prompt_length: {max(lengths)}, or less.")]
+        )
     logger.info("%s: %d of %d prompts are longer than %d tokens: dropped.", source, dropped, len(lengths), limit)
     return dataset.select(keep) if dropped else dataset
 
 
-def _prompt_length(
-    prompt: Prompt, *, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
-) -> int:
+def _prompt_length(prompt: Prompt, *, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> int:
     if isinstance(prompt, str):
         return len(tokenizer(prompt)["input_ids"])
     # Arrow fills the keys that only some messages have with None, which a template would render.

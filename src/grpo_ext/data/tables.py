@@ -56,9 +56,7 @@ def _column(
     return pa.array(written, type=feature.pa_type), feature
 
 
-def _check_each(
-    check: Callable[[object, str], None], name: str, values: Iterable[object], files: list[Path]
-) -> None:
+def _check_each(check: Callable[[object, str], None], name: str, values: Iterable[object], files: list[Path]) -> None:
     """Raise for the first value that a check refuses, with its place."""
     for index, value in enumerate(values):
         try:
@@ -69,9 +67,7 @@ def _check_each(
 
 def _check_integers(value: object, column: str) -> None:
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise RowError(
-            f"the integer {value!r:.60} has more than 64 bits", "Write it as text, in quotes.", column
-        )
+        raise RowError(f"the integer {value!r:.60} has more than 64 bits", "Write it as text, in quotes.", column)
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_integers(part, column)
 

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,6 @@ from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rollout.dynamic_sampling import TOTAL, judge_problems
 
 QUICKSTART_TASKS = ("quickstart/addition", GAME)
-ALSO: Mapping[str, Any] = {"lora_target_modules": str} | dict.fromkeys(
-    ("reward_funcs", "eval_sets", "environments", "datasets", "test_size"), object
-)
-"""Fields of the parts that may have another type too, or whose own checks report their type."""
 
 
 def part_problems(

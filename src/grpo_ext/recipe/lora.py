@@ -46,7 +46,9 @@ def unmatched(empty: PreTrainedModel, model: ModelConfig) -> Iterator[Problem]:
                 reason = f"no module of {type(empty).__name__} has the name {target!r}"
                 yield Problem(setting, ABSENT, reason, did_you_mean(str(target), known))
     if head is not None and head in (model.lora_target_modules or ()):
-        reason = f"TRL takes log-probabilities from the weight of {head!r} directly, and would not train an adapter on it"
+        reason = (
+            f"TRL takes log-probabilities from the weight of {head!r} directly, and would not train an adapter on it"
+        )
         yield Problem("lora_target_modules", model.lora_target_modules, reason, "Remove it.")
 
 

@@ -5,14 +5,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_ext.config.broken import as_far_as_sound, is_broken
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import planning, rank
 from grpo_ext.config.spec import WrongType
+from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.eval_sets import parse as parse_eval_sets
 from grpo_ext.data.mixture import ENTRY
-from grpo_ext.environments.composition import any_pays
+from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.composition import parse as parse_environments
 from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ABSENT, ConfigError, Problem
@@ -24,7 +26,7 @@ from grpo_ext.recipe.keys import flags, key_problems
 from grpo_ext.recipe.launching import take_launch
 from grpo_ext.recipe.lora import ignored
 from grpo_ext.recipe.parser import Parts, parse_parts
-from grpo_ext.recipe.parts import Recipe
+from grpo_ext.recipe.parts import Recipe, RecipeArguments
 from grpo_ext.recipe.parts import all_keys as all_keys
 from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.rewards.composition import RewardSpec
@@ -60,16 +62,18 @@ def load_recipe(
     if parts.model is not None and not rewards_only:
         refused = {problem.field for problem in problems}
         problems += ignored({*source.values, *flags(source.args)} - refused, parts.model)
-    recipe, found = _composed(parts, source.folder)
+    lists, found = _parse_lists(parts, source.folder)
     problems += found
-    problems += reward_problems(recipe.rewards, recipe.training, recipe.environments)
-    problems += as_far_as_sound(setting_problems(recipe.environments, recipe.training))
+    problems += reward_problems(lists.rewards, parts.training, lists.environments)
+    problems += as_far_as_sound(setting_problems(lists.environments, parts.training))
     model, mixture = (None, None) if rewards_only else (parts.model, None if mixture_problems else parts.mixture)
-    problems += part_problems(parts.script, parts.data, recipe.training, model, mixture)
-    if look is not None and None not in (parts.script, parts.data, parts.model, parts.mixture):
+    problems += part_problems(parts.script, parts.data, parts.training, model, mixture)
+    recipe = _recipe(parts, lists)
+    if recipe is not None and look is not None:
         problems += look(recipe, problems)
     if problems := _distinct(problems, parts.unread):
         raise ConfigError(problems)
+    assert recipe is not None
     if rank() == 0 and not planning():
         for warning in recipe_warnings(recipe):
             logger.warning(warning)
@@ -97,19 +101,63 @@ def _read(argv: Sequence[str]) -> _Source:
     return _Source(values, args, file.resolve().parent)
 
 
-def _composed(parts: Parts, folder: Path | None) -> tuple[Recipe, list[Problem]]:
-    """Return the recipe of its parts, with rewards, environments and evaluation sets, and their problems."""
-    script, training = parts.script, parts.training
-    environments, problems = parse_environments(None if script is None else script.environments, folder)
-    rewards = list[RewardSpec]()
-    if script is not None:
-        weights = None if is_broken(training.reward_weights) else training.reward_weights
-        rewards, found = _rewards(script, weights, folder)
-        problems += found
-        sets = script.eval_sets
-    eval_sets, found = parse_eval_sets(None if script is None else script.eval_sets, rewards, folder, plays=any_pays(environments))
-    problems += found
-    if any(spec.weight != 1.0 for spec in rewards):
-        training = training.changed(reward_weights=[spec.weight for spec in rewards])
-    made: Any = (script, parts.data, training, parts.model, parts.mixture)  # complete if there are no problems
-    return Recipe(*made, rewards, eval_sets, environments), problems
+class _Lists(NamedTuple):
+    """The lists of a recipe, without the entries that have problems."""
+
+    rewards: list[RewardSpec]
+    environments: list[EnvironmentSpec]
+    eval_sets: list[EvalSet]
+
+
+def _parse_lists(parts: Parts, folder: Path | None) -> tuple[_Lists, list[Problem]]:
+    script = parts.script
+    if script is None:
+        return _Lists([], [], []), []
+    environments, problems = parse_environments(script.environments, folder)
+    rewards, of_rewards = _parse_rewards(script, parts.training, folder)
+    eval_sets, of_sets = parse_eval_sets(script.eval_sets, rewards, folder, plays=any_pays(environments))
+    return _Lists(rewards, environments, eval_sets), [*problems, *of_rewards, *of_sets]
+
+
+def _parse_rewards(
+    script: RecipeArguments, training: GRPOExtConfig, folder: Path | None
+) -> tuple[list[RewardSpec], list[Problem]]:
+    """Parse `reward_funcs`, with TRL's `reward_model_name_or_path` first as in TRL's own script."""
+    entries: list[Any] | None = script.reward_funcs
+    if entries is None and script.environments and not script.reward_model_name_or_path:
+        return [], []  # `reward_problems` reports environments without rewards of their own
+    if script.reward_model_name_or_path:
+        model = {"name": script.reward_model_name_or_path.split("/")[-1], "func": script.reward_model_name_or_path}
+        entries = [model, *(entries or [])]
+    weights = None if is_broken(training.reward_weights) else training.reward_weights
+    return parse_rewards([] if entries is None else entries, weights, folder)
+
+
+def _recipe(parts: Parts, lists: _Lists) -> Recipe | None:
+    """Return the recipe; None if a part could not be made."""
+    script, data, training, model, mixture = parts.script, parts.data, parts.training, parts.model, parts.mixture
+    if script is None or data is None or model is None or mixture is None:
+        return None
+    if any(spec.weight != 1.0 for spec in lists.rewards):
+        training = training.changed(reward_weights=[spec.weight for spec in lists.rewards])
+    return Recipe(script, data, training, model, mixture, lists.rewards, lists.eval_sets, lists.environments)
+
+
+def _distinct(problems: Sequence[Problem], unread: Sequence[Problem]) -> list[Problem]:
+    """Leave out repeated problems, and those of a value that could not be read or has the wrong type."""
+    first: dict[str, Problem] = {}
+    for problem in problems:
+        if isinstance(problem, WrongType):
+            first.setdefault(problem.field, problem)
+    kept = [
+        problem
+        for problem in problems
+        if first.get(problem.field, problem) == problem and not any(_overlap(problem.field, u.field) for u in unread)
+    ]
+    return list({str(problem): problem for problem in [*kept, *unread]}.values())
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return whether one setting is the other, or a part of it, such as `reward_funcs[0].name`."""
+    short, long = sorted((one, other), key=len)
+    return long == short or long.startswith((f"{short}.", f"{short}["))

@@ -189,12 +189,14 @@ def _class_problems(name: str, config: PreTrainedConfig) -> Iterator[Problem]:
         yield problem(f"a {architectures[0]} (an encoder, embedding model or classifier) has no text", cure)
 
 
-_LOADING_OPTIONS = frozenset(
-    "adapter_kwargs adapter_name attn_implementation cache_dir code_revision config device_map device_mesh "
-    "distributed_config dtype experts_implementation force_download generation_config gguf_file "
-    "ignore_mismatched_sizes kernel_config key_mapping local_files_only low_cpu_mem_usage max_memory offload_buffers "
-    "offload_folder offload_state_dict output_loading_info proxies quantization_config revision state_dict subfolder "
-    "token torch_dtype tp_plan tp_size trust_remote_code use_kernels use_safetensors variant weights_only".split()
+_LOADING_OPTIONS = (
+    *("adapter_kwargs", "adapter_name", "attn_implementation", "cache_dir", "code_revision", "config", "device_map"),
+    *("device_mesh", "distributed_config", "dtype", "experts_implementation", "force_download", "generation_config"),
+    *("gguf_file", "ignore_mismatched_sizes", "kernel_config", "key_mapping", "local_files_only"),
+    *("low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder", "offload_state_dict"),
+    *("output_loading_info", "proxies", "quantization_config", "revision", "state_dict", "subfolder", "token"),
+    *("torch_dtype", "tp_plan", "tp_size", "trust_remote_code", "use_kernels", "use_safetensors", "variant"),
+    *("weights_only"),
 )
 """Options of `from_pretrained` beside the fields of a model's configuration."""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+
 from grpo_ext.config.idle import is_set
 from grpo_ext.config.warnings import no_effect
 from grpo_ext.objective.advantages import estimators
@@ -50,8 +51,8 @@ def _rewards(recipe: Recipe) -> Iterator[str]:
     for spec in recipe.rewards:
         if spec.weight < 0:
             yield (
-                f"reward {spec.name!r} has the weight {spec.weight:g}, which rewards low scores. Penalties of grpo-ext "
-                "are negative already, and need a positive weight."
+                f"reward {spec.name!r} has the weight {spec.weight:g}, which rewards low scores. Penalties of "
+                "grpo-ext are negative already, and need a positive weight."
             )
         longest, buffer = spec.kwargs.get("max_length", 0), spec.kwargs.get("buffer", 0)
         if spec.function == "soft_overlong" and longest - buffer >= (config.max_completion_length or 0):

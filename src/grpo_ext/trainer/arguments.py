@@ -12,7 +12,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
 from grpo_ext.data.given import prompt_problems
 from grpo_ext.data.rows import check_columns
-from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.quickstart.model import LESSONS, ensure_once
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rollout.vllm.late import grpo_trainer
@@ -87,10 +87,9 @@ def check_trained(args: GRPOExtConfig, train_dataset: Any, steps: int) -> None:
     """
     if steps == 0 and not isinstance(train_dataset, Dataset):
         _, one_generation = prompts_of_one_generation(args)
-        raise DataError(
-            f"train_dataset: the stream ended before {one_generation}, so that 0 steps were trained. Give a longer "
-            "one or lower the batch size."
-        )
+        reason = f"the stream ended before {one_generation}, so that 0 steps were trained"
+        cure = "Give a longer one or lower the batch size."
+        raise DataError([Problem("train_dataset", ABSENT, reason, cure)])
 
 
 def check_reward_names(names: list[str]) -> None:
