@@ -82,7 +82,7 @@ def call(command: list[str], environment: Mapping[str, str]) -> int:
         The exit code that the training processes wrote down, else the launcher's.
     """
     from grpo_ext.config.launch import COMMAND, EXIT_CODE_FILE
-    from grpo_ext.rewards.workers.pool import remove_left_behind
+    from grpo_ext.rewards.workers.child import remove_stale_folders
 
     with tempfile.TemporaryDirectory(prefix="grpo_ext_launch_") as folder:
         exit_code = Path(folder) / "exit_code"
@@ -95,7 +95,7 @@ def call(command: list[str], environment: Mapping[str, str]) -> int:
         finally:
             for number, handler in earlier.items():
                 signal.signal(number, handler)
-            remove_left_behind()  # files of processes that were killed
+            remove_stale_folders()  # files of processes that were killed
         return int(exit_code.read_text()) if code and exit_code.exists() else code
 
 

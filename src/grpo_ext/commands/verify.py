@@ -23,6 +23,7 @@ from trl import get_peft_config
 from grpo_ext.commands.launching import accelerate_command, asked
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import ASKED, planned_processes
+from grpo_ext.config.settings import values_for
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.loading import base_path
 from grpo_ext.recipe.parsing import load_recipe
@@ -36,41 +37,12 @@ from grpo_ext.trainer.verification.watched import Watched
 
 FOLDER = "GRPO_EXT_VERIFY_FOLDER"
 """Environment variable with the folder of the plan and of what the processes record."""
-TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1, "float64": 1e-9}
-"""Relative difference of a gradient; float32's has room for the rounding of an update with learning rate `RATE`."""
+TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1}
+"""Allowed relative difference of a gradient; float32 has room for the rounding of an update with rate `RATE`."""
 MAX_ROWS = 64
-RATE = 0.05
-LEFT_OUT: dict[str, Any] = {
-    "use_vllm": False,
-    "vllm_mode": "colocate",
-    "dynamic_sampling": None,
-    "top_entropy_quantile": 1.0,
-    "off_policy_mask_threshold": None,
-    "use_adaptive_entropy": False,
-    "sync_ref_model": False,
-    "eval_strategy": "no",
-    "load_best_model_at_end": False,
-    "neftune_noise_alpha": None,
-    "push_to_hub": False,
-}
-"""Settings switched off, because the computation row by row lacks them."""
-FIXED: dict[str, Any] = {
-    "optim": "sgd",
-    "optim_args": None,
-    "learning_rate": RATE,
-    "lr_scheduler_type": "constant",
-    "lr_scheduler_kwargs": None,
-    "warmup_steps": 0,
-    "weight_decay": 0.0,
-    "max_grad_norm": 0.0,
-    "report_to": "none",
-    "logging_strategy": "no",
-    "log_completions": False,
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "generation_batch_size": None,
-    "resume_from_checkpoint": None,
-}
+LEFT_OUT, FIXED = values_for("verify_without"), values_for("verify")
+"""Settings switched off, because the computation row by row lacks them, and settings of a plain run."""
+RATE: Any = FIXED["learning_rate"]
 
 
 @dataclass(frozen=True)

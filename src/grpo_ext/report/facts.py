@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_ext.config.settings import Change, settings_changed_by
 from grpo_ext.report.reading import RunFolder
-from grpo_ext.trainer.checkpoints.identity import HARMLESS, NAMES
 
 _OWN_PATH = re.compile(r"(?<![\w.])(?:~|/)[^\s'\",]*/([^/\s'\",]+)")
 """A path of the machine; only its last part is shown."""
@@ -55,7 +55,7 @@ def shown_setting(run: RunFolder, key: str) -> str:
 
 def differing(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     """Return the settings that differ between runs and may change what is trained."""
-    keys = sorted({key for run in runs for key in run.record} - (HARMLESS - NAMES))
+    keys = sorted({key for run in runs for key in run.record} - settings_changed_by(Change.NOTHING))
     rows = [(key, [shown_setting(run, key) for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
