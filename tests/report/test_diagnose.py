@@ -83,7 +83,7 @@ def test_a_half_written_log_is_read_to_where_it_stands(tmp_path, capsys):
     [
         (None, "no such folder. Name the output_dir of a run."),
         ([], "no log in metrics.jsonl"),
-        ([{"eval_reward": 0.1, "step": 3}], "no log of a training step"),
+        ([{"eval_reward": 0.1, "step": 3}], "no log of a training step was found"),
     ],
 )
 def test_what_there_is_nothing_to_read_of_is_said(log, words, tmp_path, capsys):

@@ -167,7 +167,7 @@ def test_what_cannot_be_reported_is_refused_in_words(tmp_path, capsys):
     cases = {
         "no such folder": [tmp_path / "none"],
         "not a folder": [run / "metrics.jsonl"],
-        "nothing to report": [run, empty],
+        "no content to report": [run, empty],
         "half written": [empty],
         "named twice": [run, tmp_path / "empty" / ".." / "mine"],
         f"Name at most {MAX_RUNS}": [run] * (MAX_RUNS + 1),

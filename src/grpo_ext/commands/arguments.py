@@ -1,4 +1,4 @@
-"""One argparse tree of all commands, their options and their help; it imports nothing heavy."""
+"""One argparse tree of all commands, their options and their help. It imports no heavy library."""
 
 import argparse
 from collections.abc import Sequence

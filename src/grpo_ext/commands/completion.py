@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     if options.shell is None:
         print(INSTALL)
         return 0
-    words = {"commands": COMMANDS, "recipes": packaged_recipes(), "keys": keys()}
+    words = {"commands": list(COMMANDS), "recipes": list(packaged_recipes()), "keys": keys()}
     print(SCRIPTS[options.shell].format_map({name: " ".join(found) for name, found in words.items()}), end="")
     return 0
 

@@ -27,7 +27,7 @@ def merge(trained: Trained, output: Path, dtype: str = "float32") -> tuple[float
         The largest difference between logits of the written model and of adapter and base, and the largest logit.
 
     Raises:
-        ConfigError: there is no adapter, its base is quantized, `output` is not empty, or the logits differ.
+        ConfigError: the model has no adapter, its base is quantized, `output` is not empty, or the logits differ.
     """
     base = base_of(trained.model)
     if base is None:

@@ -105,6 +105,6 @@ def _handler(served: Served) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, *args: object) -> None:
-            """Log nothing: the terminal belongs to the run."""
+            """Keep requests out of the terminal."""
 
     return Handler

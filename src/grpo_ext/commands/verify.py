@@ -36,7 +36,7 @@ from grpo_ext.trainer.verification.small import VOCABULARY, load_small, save_sma
 from grpo_ext.trainer.verification.watched import Watched
 
 FOLDER = "GRPO_EXT_VERIFY_FOLDER"
-"""Environment variable with the folder of the plan and of what the processes record."""
+"""Environment variable with the folder of the plan and of the recorded steps."""
 TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1}
 """Allowed relative difference of a gradient; float32 has room for the rounding of an update with rate `RATE`."""
 MAX_ROWS = 64

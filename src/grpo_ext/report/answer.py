@@ -35,7 +35,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """'Yes', 'No' or 'Not shown': an interval that overlaps with the other shows nothing."""
+        """'Yes', 'No' or 'Not shown': overlapping intervals are no evidence."""
         if self.after.low > self.before.high:
             return "Yes"
         return "No, it got worse" if self.after.high < self.before.low else "Not shown"

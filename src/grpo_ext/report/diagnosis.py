@@ -48,7 +48,7 @@ def diagnosed(folder: str | Path) -> Diagnosis:
     (run,) = read_runs([folder])
     diagnosis = of_run(run)
     if not diagnosis.logs:
-        reason = f"there is no log of a training step, neither in {METRICS_FILE} nor in a checkpoint"
+        reason = f"no log of a training step was found, neither in {METRICS_FILE} nor in a checkpoint"
         cure = " ".join(["Name the output_dir of a run that has logged (logging_steps).", *run.notes])
         raise ConfigError([Problem(str(run.folder), ABSENT, reason, cure)])
     return diagnosis

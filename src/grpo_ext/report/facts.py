@@ -14,7 +14,7 @@ Record = Mapping[str, Any]
 
 
 def facts(run: RunFolder) -> dict[str, str]:
-    """Return names and values of what is on record."""
+    """Return names and values of the facts on record."""
     r, o = run.record, run.objective
     end = (run.finished or {}).get("max_steps") or r.get("max_steps")
     planned = f" of {end}" if isinstance(end, int) and end > 0 else ""

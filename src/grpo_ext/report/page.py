@@ -1,4 +1,4 @@
-"""The report: one HTML file with everything in it, under 5 MB whatever the size of the runs."""
+"""The report: one HTML file with everything in it, under 5 MB for runs of any size."""
 
 import base64
 import hashlib
@@ -44,7 +44,7 @@ def write_report(paths: Sequence[str | Path], output: Path) -> Path:
     """Write the report of the runs in some folders; return `output`.
 
     Raises:
-        ConfigError: a folder does not exist, or has nothing to show.
+        ConfigError: a folder does not exist, or has no content to show.
         OSError: the file cannot be written.
     """
     page = html(read_runs(paths))
@@ -60,6 +60,7 @@ def html(runs: Sequence[RunFolder], watched: str = "") -> str:
     content["policy"] = _policy(bool(watched))
     used = len(_template().render(content).encode())
     content["browser"] = _browser(runs, min(_FOR_COMPLETIONS, MAX_SIZE - 200_000 - used))
+    content["notes"] = list(_notes(runs))  # last: what could not be read is known by now
     return _template().render(content)
 
 
@@ -92,22 +93,20 @@ def _script() -> str:
 
 
 def _policy(watched: bool) -> Markup:
-    """Return a policy by which nothing is loaded and only our script runs, whatever a completion holds."""
+    """Return a policy that blocks network access and every script but ours, so that completions are inert."""
     digest = base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()
     rules = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; form-action 'none'"
     return Markup(rules + "; base-uri 'none'" + ("; connect-src 'self'" if watched else ""))
 
 
 def _tables(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """Return what the page says about the runs apart from curves and completions."""
+    """Return the content of the page apart from curves and completions."""
     several = len(runs) > 1
-    prefix = [f"{run.name}: " if several else "" for run in runs]
     keys = sorted({key for run in runs for key, value in run.record.items() if value is not None})
     return {
         "several": several,
         "heads": partial(_heads, runs),
-        "notes": [line for run, name in zip(runs, prefix, strict=True) for line in _notes(run, name)],
-        "answers": [f"{name}{answer.sentence(run)}" for run, name in zip(runs, prefix, strict=True)],
+        "answers": [f"{_prefix(run, runs)}{answer.sentence(run)}" for run in runs],
         "answer_rows": _joined([_answer(run) for run in runs]),
         "findings": list(_findings(runs)),
         "facts": _joined([facts(run) for run in runs]),
@@ -128,10 +127,15 @@ def _joined(by_run: Sequence[Mapping[str, str]]) -> Rows:
     return [[name, *(found.get(name, "") for found in by_run)] for name in names]
 
 
-def _notes(run: RunFolder, prefix: str) -> Iterator[str]:
-    yield from (prefix + note for note in run.notes[:8])
-    if len(run.notes) > 8:
-        yield f"{prefix}and {len(run.notes) - 8} more of this kind."
+def _prefix(run: RunFolder, runs: Sequence[RunFolder]) -> str:
+    return f"{run.name}: " if len(runs) > 1 else ""
+
+
+def _notes(runs: Sequence[RunFolder]) -> Iterator[str]:
+    for run in runs:
+        yield from (_prefix(run, runs) + note for note in run.notes[:8])
+        if len(run.notes) > 8:
+            yield f"{_prefix(run, runs)}and {len(run.notes) - 8} more of this kind."
 
 
 def _answer(run: RunFolder) -> dict[str, str]:

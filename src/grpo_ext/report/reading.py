@@ -118,7 +118,7 @@ def _has_content(run: RunFolder) -> bool:
 
 
 def _empty(run: RunFolder) -> Problem:
-    reason = f"nothing to report: no log in {METRICS_FILE} or a checkpoint, no {COMPLETIONS}/, no {EVALUATION}/"
+    reason = f"the folder has no content to report: no log in {METRICS_FILE} or a checkpoint, no {COMPLETIONS}/, no {EVALUATION}/"
     cure = "Name the output_dir of a run that has logged (logging_steps)."
     return Problem(str(run.folder), ABSENT, reason, " ".join([cure, *run.notes]))
 
@@ -145,7 +145,7 @@ def _read(name: str, folder: Path) -> RunFolder:
     if not run.record:
         run.notes.append(f"No record of the settings yet, in {FINISHED_FILE} or a checkpoint's {RECIPE_FILE}.")
     if not run.log:
-        run.notes.append(f"No log: there is no row in {METRICS_FILE}, nor in a checkpoint's {STATE_FILE}.")
+        run.notes.append(f"No log: {METRICS_FILE} and the checkpoints' {STATE_FILE} have no rows.")
     return run
 
 
@@ -202,7 +202,7 @@ def _log_of_states(places: Sequence[Path], notes: list[str]) -> list[dict[str, A
         state = _object(place / STATE_FILE, notes) or {}
         history = state.get("log_history")
         if isinstance(history, list) and (rows := [row for row in history if _is_row(row)]):
-            notes.append(f"The log is that of {place.name}/{STATE_FILE}: there is no row in {METRICS_FILE}.")
+            notes.append(f"The log is that of {place.name}/{STATE_FILE}, because {METRICS_FILE} has no rows.")
             return rows
     return []
 
