@@ -16,7 +16,7 @@ from grpo_ext.errors import RolloutDrift, ServerLost
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-from grpo_ext.rollout.vllm.drift_check import DriftCheck
+from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.trainer import hub
 from grpo_ext.trainer.advantages import GroupMeans
 from grpo_ext.trainer.arguments import check_trained

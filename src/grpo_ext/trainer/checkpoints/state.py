@@ -99,7 +99,7 @@ def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> None:
         trainer._sampler.prompts.drawn = state["drawn"]
     trainer._silence.load(state.get("silence", []), state.get("silence_warned", False))
     if trainer._drift is not None:
-        trainer._drift.monitor.load(state["drift"])
+        trainer._drift.load(state["drift"])
     _restore_reference(trainer, folder)
 
 
@@ -131,7 +131,7 @@ def _taken(trainer: HasState, place: tuple[int, int]) -> dict[str, Any]:
         "drawn": 0 if trainer._sampler is None else trainer._sampler.prompts.drawn,
         "silence": trainer._silence.to_list(),
         "silence_warned": trainer._silence.warned,
-        "drift": [] if trainer._drift is None else trainer._drift.monitor.to_list(),
+        "drift": [] if trainer._drift is None else trainer._drift.to_list(),
     }
 
 

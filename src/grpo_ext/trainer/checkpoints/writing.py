@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, SaveError
-from grpo_ext.rollout.vllm.late import GRPOTrainer
+from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.trainer import hub
 from grpo_ext.trainer.checkpoints.agreement import everywhere
 from grpo_ext.trainer.checkpoints.branches import Branch
