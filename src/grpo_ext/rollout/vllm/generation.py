@@ -217,10 +217,9 @@ class Generation(vllm_generation.VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         sharded = self._dist.is_fsdp or self.accelerator.distributed_type == "DEEPSPEED"
-        merged = is_peft_model(self.model) and not sharded
-        for name, param in (
-            self._merged_params(cast(PeftModel, self.model)) if merged else super()._iter_named_params()
-        ):
+        model: Any = self.model
+        merged = is_peft_model(model) and not sharded
+        for name, param in self._merged_params(model) if merged else super()._iter_named_params():
             self.sync_bytes += param.nbytes
             yield name, param
 
