@@ -13,6 +13,7 @@ from grpo_ext.errors import ConfigError, NonFiniteError
 from grpo_ext.train import main
 from grpo_ext.trainer.findings import BadTensor, ObservedBatch
 from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT, rank_of_cause
+from grpo_ext.trainer.overflow import check_weights
 from grpo_ext.trainer.recording import read
 from support import poisoned, tiny
 from support.dealt import dealing
@@ -285,11 +286,11 @@ def test_quantized_weights_of_a_frozen_base_are_not_checked(dtype, model_path, t
     trainer = build(model_path, tmp_path, max_steps=1)
     packed = torch.nn.Parameter(torch.ones(4).to(dtype), requires_grad=False)
     trainer.model.model.norm.register_parameter("packed", packed)
-    trainer._check_weights()
+    check_weights(trainer.model, trainer.state)
     with torch.no_grad():
         dict(trainer.model.named_parameters())[poisoned.PARAMETER][0, 0] = math.nan
     with pytest.raises(NonFiniteError, match=poisoned.PARAMETER):
-        trainer._check_weights()
+        check_weights(trainer.model, trainer.state)
 
 
 @pytest.mark.parametrize("plays", [False, True])

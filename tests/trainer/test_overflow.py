@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from grpo_ext.trainer.overflow import LARGEST, overflowed
 
 

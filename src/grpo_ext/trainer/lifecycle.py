@@ -1,76 +1,49 @@
 """Lifecycle: TRL's GRPOTrainer that can be stopped and resumed at any step, and whose evaluations count each row once.
 
-Only the hooks are here. Saving is in `checkpoints`, the search for NaN and inf in `nonfinite` and `overflow`, the
-metrics of an evaluation in `evaluating`, signals in `signals`, the model card and the hub in `card`.
+Only the hooks are here. What they do is in `checkpoints`, `nonfinite`, `overflow`, `evaluating` and `signals`.
 """
 
-import json
 import math
-import os
-import shutil
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput, has_length
 
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.engines import check_started
-from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, RolloutDrift, ServerLost
-from grpo_ext.objective.objective import Objective
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
-from grpo_ext.rollout.vllm.late import GRPOTrainer
-from grpo_ext.trainer import card, overflow
+from grpo_ext.trainer import overflow
 from grpo_ext.trainer.arguments import check_trained
-from grpo_ext.trainer.checkpoints import identity, shards, state, writing
-from grpo_ext.trainer.checkpoints.branches import Branch
-from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
-from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE
-from grpo_ext.trainer.checkpoints.manifest import MANIFEST, step_of
+from grpo_ext.trainer.checkpoints import state
 from grpo_ext.trainer.checkpoints.starting import start
 from grpo_ext.trainer.evaluating import EvalRows, Evaluated, SameOrderSampler
 from grpo_ext.trainer.generation import Generation
 from grpo_ext.trainer.metrics import Figures
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
+from grpo_ext.trainer.saving import SavingTrainer
 from grpo_ext.trainer.signals import interrupted, naming_lost_ranks, signals
 
 
-class Lifecycle(GRPOTrainer):
-    """`trl.GRPOTrainer` with complete checkpoints, exact resume, a check for NaN before each step, and signals.
+class Lifecycle(SavingTrainer):
+    """`trl.GRPOTrainer` with complete checkpoints, exact resume, a check for NaN before each step, and signals."""
 
-    Attributes:
-        recipe_record: what defines the run, where a recipe does; else the trainer's own arguments do.
-    """
-
-    args: GRPOExtConfig
-    model: Any
-    objective: Objective
     num_generations: Any
     num_generations_eval: Any
-    recipe_record: Mapping[str, Any] | None = None
     _buffered_inputs: Any
     _figures: Figures
     _generation: Generation
     _metrics: dict[str, defaultdict[str, list[float]]]
-    _record: Mapping[str, Any] | None = None
-    _branch = Branch()
     _resumed: state.Resumed | None = None
-    _epoch_began = (0, 0)
-    """The current epoch, and the micro-batches of training before it."""
     _evaluated: Evaluated | None = None
     """The evaluation in progress; None with `loss_defaults: trl`."""
-    _eval_rows: EvalRows
-    _leaving = False
-    """True while a run is ended early: its checkpoint must hold what a resume needs, also with `save_only_model`."""
     _stopped_at: int | None = None
     """The step after which a signal stopped training."""
 
@@ -78,7 +51,6 @@ class Lifecycle(GRPOTrainer):
         super().__init__(*args, **kwargs)
         self._guard = NonFiniteGuard(self)
         self._eval_rows = EvalRows()
-        self._writer = writing.Writer(saves=self.args.should_save)
 
     # Training.
 
@@ -148,9 +120,6 @@ class Lifecycle(GRPOTrainer):
         if skipped and self.args.on_nonfinite == "skip":
             logs = {**logs, SKIPPED: sum(skipped)}
         super().log(logs, start_time)
-
-    def _check_weights(self) -> None:
-        overflow.check_weights(self.model, self.state)
 
     def _sampling(self) -> AbstractContextManager[None]:
         """Return a context for sampling, which names overflowed weights and logits."""
@@ -289,140 +258,3 @@ class Lifecycle(GRPOTrainer):
             self._load_rng_state(str(resumed.checkpoint))
         with self._writer.aside():  # transformers would delete the last checkpoint before the model is saved
             return super()._finalize_training(*args, **kwargs)
-
-    # Saving.
-
-    def _get_output_dir(self, trial: Any) -> str:
-        folder = super()._get_output_dir(trial)
-        return os.path.join(folder, writing.SAVING) if self._writer.is_aside else folder
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint, complete or not at all.
-
-        Raises:
-            SaveError: it could not be written; on all processes.
-            NonFiniteError: a weight has overflowed; on all processes.
-        """
-        self._check_weights()
-        final = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        folder, whole = final.parent / writing.SAVING / final.name, self._leaving or not self.args.save_only_model
-        with self._writer.reporting(final, final.parent), self._writer.aside():
-            self._writer.attempt(super()._save_checkpoint, model, trial)
-            if whole and self.args.save_only_model:
-                self._save_optimizer_and_scheduler(str(folder))
-                self._save_scaler(str(folder))
-                self._save_rng_state(str(folder))
-            self._writer.attempt(self._save_own, folder)
-        if str(self.state.best_model_checkpoint) == str(folder):
-            self.state.best_model_checkpoint = str(final)
-        with self._writer.reporting(final, final.parent):
-            facts = {"step": self.state.global_step, "weights_alone": not whole, **self._branch.facts()}
-            self._writer.attempt_shared(writing.settle, folder, final, self.state, facts, self.args.save_total_limit)
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(final))
-        if self.args.push_to_hub_revision and self.is_world_process_zero():
-            card.push_revision(self, final)
-
-    def _save_own(self, folder: Path) -> None:
-        """Write the files of a checkpoint that are not TRL's."""
-        self.save_objective(folder)
-        if self.args.should_save:
-            identity.write_record(folder, self._record or {})
-            self._write_card(folder)
-        epoch, began = self._epoch_began
-        state.write(self, folder, (epoch, self._step - began))
-
-    def _save_and_explain(self, error: Exception) -> None:
-        """Save a checkpoint before a run ends because it cannot sample, and name it in the error."""
-        self._leaving = True
-        folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"
-        saved = [(folder / MANIFEST).exists()]
-        broadcast_object_list(saved, from_process=0)  # all processes save or none: one may be creating it already
-        if self.state.global_step and not saved[0]:
-            self._save_checkpoint(self.model, trial=None)
-        kept = f"The run can be resumed from {folder}." if self.state.global_step else "No step had been made."
-        error.args = (f"{error}\n{kept}",)
-
-    def save_final(self, output_dir: str | Path) -> None:
-        """Save the final model, completely or not at all.
-
-        Raises:
-            SaveError: it could not be written; on all processes.
-            NonFiniteError: a weight has overflowed; on all processes.
-        """
-        self._check_weights()
-        final = Path(output_dir)
-        folder = final / writing.SAVING / "model"
-        with self._writer.reporting(final, final), self._writer.aside(), shards.gathered(self):
-            self._writer.attempt(self.save_model, str(folder), _internal_call=True)  # which pushes nothing yet
-            self._writer.attempt(self.save_objective, folder)
-            self._writer.attempt(self._write_card, folder)
-        with self._writer.reporting(final, final):
-            self._writer.attempt_shared(self._writer.publish, folder, final)
-
-    def finish(self, output_dir: str | Path) -> None:
-        """Record that the run is complete; the last call, after `save_final`.
-
-        Raises:
-            SaveError: the record could not be written; on all processes.
-        """
-        facts = {"step": self.state.global_step, "max_steps": self.state.max_steps, "order": self._branch.order}
-        final = Path(output_dir)
-        with self._writer.reporting(final / FINISHED_FILE, final):
-            self._writer.attempt_shared(self._writer.finish, final, self._record or {}, facts)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as TRL does; outside a checkpoint with whole weights, also where an engine shards them."""
-        with nullcontext() if _internal_call else shards.gathered(self):
-            super().save_model(output_dir, _internal_call)
-
-    def save_objective(self, folder: str | Path) -> None:
-        """Write the resolved loss beside a model."""
-        if self.args.should_save:
-            (Path(folder) / OBJECTIVE_FILE).write_text(json.dumps(self.objective.to_dict(), indent=2))
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write README.md into `output_dir`; takes TRL's keywords."""
-        self._writer.attempt(self._write_card, Path(str(self.args.output_dir)), **kwargs)
-
-    def _write_card(self, folder: Path, **kwargs: Any) -> None:
-        if self.is_world_process_zero():
-            card.write(self, folder, self._record or self._identity(), **kwargs)
-
-    def _identity(self) -> dict[str, Any]:
-        return identity.of_run(self.args, self.model, self.train_dataset, self.recipe_record)
-
-    # Hooks of transformers that write. None may raise on one process only.
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        self._writer.attempt(super()._save, output_dir, state_dict)
-        folder = Path(output_dir or str(self.args.output_dir))
-        if "ref" in getattr(self.model, "peft_config", {}) and step_of(folder) is None:
-            shutil.rmtree(folder / "ref", ignore_errors=True)  # the initial adapter, which only a resume needs
-
-    def _save_scaler(self, output_dir: str) -> None:
-        self._writer.attempt(super()._save_scaler, output_dir)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        self._writer.attempt(super()._save_rng_state, output_dir)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        together = self._writer.is_aside and (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        if not (together and self._writer.failed_anywhere()):
-            self._writer.attempt(super()._save_optimizer_and_scheduler, output_dir)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._writer.is_aside:  # else pushed from its final place, which is read in the background
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the repository and the branch that the run pushes to.
-
-        Raises:
-            ConfigError: the hub cannot be reached, or refuses.
-        """
-        if self.is_world_process_zero():
-            card.make_repository(self.args)
-        super().init_hf_repo(token)
-        if self.is_world_process_zero():
-            card.make_branch(self, self.args.hub_revision)
