@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         signals.phase = "ending"
         leave_process_group()
         if watching:
-            signals.rest()
+            signals.stop_watching()
 
 
 def leave(code: int) -> None:

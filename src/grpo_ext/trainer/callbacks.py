@@ -79,7 +79,7 @@ class Progress(ProgressCallback):
             super().on_train_end(args, state, control, **kwargs)
 
 
-def install_progress(callbacks: list[TrainerCallback], *, disable_tqdm: bool) -> None:
+def install_progress(callbacks: list[TrainerCallback], *, disable_tqdm: bool | None) -> None:
     """Replace transformers' own printer or progress bar by `Progress`; keep one that the user has chosen."""
     for i, callback in reversed(list(enumerate(callbacks))):
         if type(callback) in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):

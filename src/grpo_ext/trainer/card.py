@@ -41,9 +41,9 @@ class Run(Protocol):
 
     args: GRPOExtConfig
     model: Any
-    hub_model_id: str | None
+    hub_model_id: Any
     objective: Objective
-    push_in_progress: PushInProgress | None
+    push_in_progress: Any
     reward_func_names: list[str]
     reward_weights: Tensor
     state: TrainerState

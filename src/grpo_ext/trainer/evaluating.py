@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler, nanstd
 
 from grpo_ext.objective.aggregation import StepTotals
@@ -25,7 +26,7 @@ class SameOrderSampler(RepeatSampler):
     A prompt of an evaluation is identified by its place in this order.
     """
 
-    def __init__(self, sampler: RepeatSampler) -> None:
+    def __init__(self, sampler: Sampler[int]) -> None:
         vars(self).update(vars(sampler))
 
     def __iter__(self) -> Iterator[int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from datasets import IterableDataset
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput, has_length
 
 from grpo_ext.config.batches import eval_batch_problems
@@ -142,9 +143,11 @@ class Lifecycle(SavingTrainer):
             return None
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Evaluate with metrics over all completions instead of batches; the random streams of training are kept."""
-        rows = len(dataloader.dataset) * self.num_generations_eval if has_length(dataloader) else None
+        rows = None
+        if has_length(dataloader):
+            rows = len(dataloader.dataset) * self.num_generations_eval  # type: ignore[arg-type]
         self._eval_rows = EvalRows(0, rows)
         if self.args.loss_defaults == "trl":
             return super().evaluation_loop(dataloader, *args, **kwargs)
@@ -176,8 +179,8 @@ class Lifecycle(SavingTrainer):
         args, world, rank = self.args, self.accelerator.num_processes, self.accelerator.process_index
         if self.model.training:
             generation = self._step // (int(args.steps_per_generation or 1) * self.num_iterations)
-            rows = range((generation * world + rank) * count, (generation * world + rank + 1) * count)
-            return numbered(args.seed, Source.TRAINING, rows, self.num_generations)
+            first = (generation * world + rank) * count
+            return numbered(args.seed, Source.TRAINING, range(first, first + count), self.num_generations)
         rows = self._eval_rows.next(rank * count, count)
         return numbered(args.seed, Source.EVALUATION, rows, self.num_generations_eval)
 
@@ -227,14 +230,15 @@ class Lifecycle(SavingTrainer):
             self._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, epoch, None, time.time())
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        resumed, taken = self._resumed, 0
-        if begins := resumed is not None and resumed.pending:
+        resumed, begins, taken = self._resumed, None, 0
+        if resumed is not None and resumed.pending:
             taken = kwargs["steps_trained_in_current_epoch"]
+            begins = str(resumed.checkpoint)
             self._restore(epoch_over=taken == 0)
         self._epoch_began = (kwargs["epoch"], self._step - taken)
         if self.state.global_step >= self.state.max_steps:  # resumed after its last step
-            if begins:
-                self._load_rng_state(str(resumed.checkpoint))
+            if begins is not None:
+                self._load_rng_state(begins)
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)

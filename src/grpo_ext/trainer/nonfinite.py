@@ -17,8 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import TrainerState
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import NonFiniteError
@@ -64,10 +63,10 @@ class Guarded(Protocol):
     args: GRPOExtConfig
     current_gradient_accumulation_steps: int
     model: nn.Module
-    optimizer: Optimizer
+    optimizer: Any
     state: TrainerState
-    _metrics: Mapping[str, Any]
-    _tokenizer: PreTrainedTokenizerBase
+    _metrics: Any
+    _tokenizer: Any
 
 
 class NonFiniteGuard:
@@ -130,7 +129,7 @@ class NonFiniteGuard:
 
     # The optimizer step.
 
-    def clip(self, model: nn.Module, max_norm: float, stock: Callable[[], Any]) -> Any:
+    def clip(self, model: Any, max_norm: float, stock: Callable[[], Any]) -> Any:
         """Clip the gradients as `stock` would, or drop them if the step is skipped; return their norm.
 
         Raises:

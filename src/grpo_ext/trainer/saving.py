@@ -33,6 +33,13 @@ class SavingTrainer(GRPOTrainer):
     args: GRPOExtConfig
     model: Any
     objective: Objective
+    _advantage_monitor: Any
+    _drift: Any
+    _generation: Any
+    _group_means: Any
+    _metrics: Any
+    _sampler: Any
+    num_iterations: Any
     recipe_record: Mapping[str, Any] | None = None
     _record: Mapping[str, Any] | None = None
     _branch = Branch()

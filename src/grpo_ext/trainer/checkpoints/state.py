@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import is_peft_model
-from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerState
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
@@ -134,13 +134,13 @@ def _file(folder: Path, rank: int) -> Path:
 
 def _split(trainer: HasState) -> list[int]:
     args = trainer.args
-    sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, int(args.steps_per_generation)
+    sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, int(args.steps_per_generation or 1)
     return [trainer.accelerator.num_processes, *sizes, trainer.num_iterations]
 
 
 def _state_of(trainer: HasState, place: tuple[int, int]) -> dict[str, Any]:
     generation = trainer._generation
-    closed = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+    closed = trainer._step % (int(trainer.args.steps_per_generation or 1) * trainer.num_iterations) == 0
     main = trainer.accelerator.is_main_process
     return {
         "split": _split(trainer),
@@ -180,7 +180,7 @@ def _fill_table(logs: dict[str, Any], table: dict[str, Any]) -> None:
 
 def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback]) -> None:
     """Restore the attributes of stateful callbacks, such as EarlyStoppingCallback."""
-    saved: dict[str, Any] = state.stateful_callbacks or {}
+    saved: Any = state.stateful_callbacks or {}
     stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
     for name in {type(callback).__name__ for callback in stateful} & saved.keys():
         alike = [callback for callback in stateful if type(callback).__name__ == name]
@@ -206,11 +206,12 @@ def evaluation_due(args: GRPOExtConfig, state: TrainerState, *, epoch_over: bool
     return not any(row["step"] == step and any(name.startswith("eval_") for name in row) for row in state.log_history)
 
 
-def load_default_adapter(model: nn.Module, checkpoint: Path) -> None:
+def load_default_adapter(model: PreTrainedModel | PeftModel, checkpoint: Path) -> None:
     """Load the adapter `default`, which transformers does not load from a folder with several adapters."""
-    several = is_peft_model(model) and "default" in model.peft_config and len(model.peft_config) > 1
+    if not isinstance(model, PeftModel) or "default" not in model.peft_config or len(model.peft_config) < 2:
+        return
     names = ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
-    if several and any((checkpoint / name).is_file() for name in names):
+    if any((checkpoint / name).is_file() for name in names):
         active = model.active_adapter
         model.load_adapter(str(checkpoint), "default", is_trainable=active == "default")
         model.set_adapter(active)
