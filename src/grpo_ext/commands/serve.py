@@ -66,10 +66,10 @@ def wanted(recipe: Recipe) -> Wanted:
     prompt = recipe.data.max_prompt_length
     return Wanted(
         model=base_path(recipe),
-        length=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
+        max_model_len=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
         dtype=None if dtype == "auto" else dtype,
         logprobs_mode="processed_logprobs" if c.vllm_importance_sampling_correction else None,
-        transfer=transfer_engine(recipe),
+        weight_transfer=transfer_engine(recipe),
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
     )
 

@@ -29,4 +29,4 @@ def _train_here(keys: Sequence[str]) -> None:
         train_main(keys)
     finally:
         if watching:
-            signals.rest()
+            signals.stop_watching()
