@@ -117,7 +117,7 @@ def _has_content(run: RunFolder) -> bool:
 
 
 def _empty(run: RunFolder) -> Problem:
-    reason = f"the folder has no content to report: no log in {METRICS_FILE} or a checkpoint, no {COMPLETIONS}/, no {EVALUATION}/"
+    reason = f"no content to report: no log in {METRICS_FILE} or a checkpoint, no {COMPLETIONS}/, no {EVALUATION}/"
     cure = "Name the output_dir of a run that has logged (logging_steps)."
     return Problem(str(run.folder), ABSENT, reason, " ".join([cure, *run.notes]))
 
