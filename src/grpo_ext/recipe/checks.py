@@ -81,7 +81,7 @@ def _quantized(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]
     """Yield settings that quantize weights from which vLLM would sample."""
     for name in ("load_in_4bit", "load_in_8bit"):
         if training.use_vllm and getattr(model, name):
-            yield quantized_problem(name, True)
+            yield quantized_problem(f"{name}=True")
 
 
 def _on_cpu(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:

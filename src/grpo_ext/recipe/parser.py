@@ -25,7 +25,7 @@ from grpo_ext.recipe.files import as_list
 from grpo_ext.recipe.parts import PARTS, RecipeArguments
 from grpo_ext.registry import located
 
-_ALSO: Mapping[str, Any] = {"lora_target_modules": str} | dict.fromkeys(
+_ALSO: Mapping[str, Any] = {"lora_target_modules": str, "answer_format": str, "on_bad_row": str} | dict.fromkeys(
     ("reward_funcs", "eval_sets", "environments", "datasets", "test_size"), object
 )
 """Fields of the parts that may have another type too, or whose own checks report their type."""
@@ -106,7 +106,7 @@ def _given(part: Any, values: Mapping[str, Any], args: Sequence[str], unread: li
         is_word = key in lists and isinstance(value, str) and value.startswith("[")
         given[key] = as_list(key, [value] if is_word else value, unread)
     for key in given.keys() & PATHS:
-        unread += unknown(key, given[key])
+        unread += [p if isinstance(p, Problem) else Problem(p[1].partition("=")[0], p[0], p[1].partition(": ")[2], "") for p in unknown(key, given[key])]
         given[key] = expand(key, given[key])
     return given
 
