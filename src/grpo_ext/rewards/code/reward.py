@@ -48,7 +48,7 @@ def code(
     workers: int | None = None,
     packages: bool = False,
     min_protection: str = "isolated",
-    **_: Any,
+    **_: object,
 ) -> list[float | None]:
     """Share of the tests that the completion's last ```python block passes (all or nothing unless `partial`).
 

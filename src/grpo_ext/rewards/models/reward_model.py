@@ -37,7 +37,7 @@ def reward_model(
     max_length: int | None = None,
     score_clip: float | None = None,
     answer_weight: float = 0.0,
-    **_: Any,
+    **_: object,
 ) -> list[float | None]:
     """Score of prompt + completion by a reward model; None for a chat that it cannot score.
 
