@@ -269,7 +269,7 @@ def test_a_column_that_is_not_there_is_told(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "?", "completion": "5"}))
     assert run(["--config", "quickstart/grpo", "--file", str(path), "--reward_workers", "0"]) == 0
-    assert "reward 'accuracy' scores nothing" in capsys.readouterr().err
+    assert "reward='accuracy': it cannot score any row" in capsys.readouterr().err
 
 
 def test_rows_of_two_steps_are_two_groups_and_batches_are_joined(recipe, monkeypatch):

@@ -41,7 +41,7 @@ class RewardSpec:
     """Seconds one call may take in a worker."""
     on_error: Literal["none", "zero", "raise"] = "none"
     """The score of a completion after a failure: "none" (not scored), "zero", or "raise" (all processes end)."""
-    retries: Annotated[int, Within(least=0)] = 0
+    retries: Annotated[int, Within(least=0.0)] = 0
     isolate: bool | None = None
     """Whether a worker process scores it; None: yes, unless the function loads a model or waits for a server."""
     independent: bool | None = None
@@ -189,10 +189,9 @@ class _Entry:
             yield Problem(f"{self.place}.scale", 0, "every value would be 0", "Give a factor, such as 0.1.")
 
     def _model_problems(self, name: str) -> Iterator[Problem]:
-        settings = [key for key in _SETTINGS if self.given.get(key) is not None]
-        if settings:
-            cure = "Use reward_model for these settings."
-            yield Problem(f"{self.place}: {', '.join(settings)}", ABSENT, "TRL scores a reward model by itself", cure)
+        for key in (key for key in _SETTINGS if self.given.get(key) is not None):
+            cure = "Use the reward reward_model for this setting."
+            yield self._problem(key, self.given[key], "TRL scores a reward model by itself", cure)
         if self.kwargs:
             yield self._problem("kwargs", self.kwargs, "TRL loads a reward model without options", "Remove kwargs.")
         if name != self.function:
@@ -206,8 +205,8 @@ class _Entry:
                 function = self.function = function if function in rewards else located(function, self.folder)
             target = rewards[function] if isinstance(function, str) else function
         except UnknownNameError as error:
-            cure = "Name a function as './file.py:function' or 'package.module:function', a reward model with a '/'."
-            yield self._problem("", function, str(error).rstrip("."), NOT_HERE.get(function, cure))
+            forms = "Name a function as './file.py:function' or 'package.module:function', a reward model with a '/'."
+            yield self._problem("", function, error.reason, f"{NOT_HERE.get(function, error.cure)} {forms}".strip())
             return
         if not callable(target):
             yield self._problem("", function, f"it is a {type(target).__name__}, not a function", "Name a callable.")
@@ -250,8 +249,9 @@ class _Entry:
         """Yield the problems of a timeout, or of isolation, of a function that is scored in this process."""
         isolate, timeout = self.given.get("isolate"), self.given.get("timeout")
         if callable(self.function) and (isolate or timeout is not None):
-            reason, cure = "a function is scored in this process", "Give its path, 'my_module:name'."
-            yield Problem(f"{self.place}: isolate, timeout", ABSENT, reason, cure)
+            key, value = ("isolate", isolate) if isolate else ("timeout", timeout)
+            cure = "Give its path, 'my_module:name'."
+            yield self._problem(key, value, "a function is scored in this process", cure)
         elif timeout is not None and isolate is False:
             cure = "Remove one of them."
             reason = "in this process a call cannot be stopped"

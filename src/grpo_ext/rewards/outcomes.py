@@ -96,7 +96,7 @@ def failure(outcome: Outcome, rows: int) -> str:
     return ""
 
 
-def _numbers(value: Any, turns: int | None) -> tuple[float | None, list[float] | None, str]:
+def _numbers(value: object, turns: int | None) -> tuple[float | None, list[float] | None, str]:
     try:
         value, by_turn = split(value, turns)
     except ValueError as error:
@@ -124,10 +124,8 @@ def to_float(value: object) -> tuple[float | None, str]:
     except BaseException as error:  # an integer beyond every float, a tensor of several elements, a `__float__`
         if from_outside(error):
             raise
-        return (
-            None,
-            f"it returned {safe_repr(value)}, which is not a number ({type(error).__name__}: {error}). {_CURE}",
-        )
+        reason = f"which is not a number ({type(error).__name__}: {error})"
+        return None, f"it returned {safe_repr(value)}, {reason}. {_CURE}"
 
 
 def _scaled(spec: RewardSpec, number: float) -> float:

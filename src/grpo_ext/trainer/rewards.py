@@ -35,7 +35,8 @@ def ready(
     if isinstance(reward_funcs, str | Mapping) or callable(reward_funcs):
         reward_funcs = [reward_funcs]
     entries = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else reward_funcs
-    specs, found = parse(entries, args.reward_weights)
+    specs, wrong = parse(entries, args.reward_weights)
+    found = [str(problem) for problem in wrong]
     if isinstance(entries, list):
         found += [f"reward_funcs[{i}]={_shown(f)}: {p}" for i, f in enumerate(entries) for p in _calls(f)]
     if found:
@@ -43,8 +44,8 @@ def ready(
         return [], args
     own = [spec for entry, spec in zip(entries, specs, strict=True) if not callable(entry)]
     columns = getattr(train_dataset, "column_names", None)  # a stream may not say
-    for sentence in absences(own, columns) if columns else ():
-        logger.warning(sentence)
+    for problem in absences(own, columns) if columns else ():
+        logger.warning(str(problem))
     failures = Path(args.output_dir or ".") / "reward_failures"
     runtime = Runtime(own, workers=workers, failures=failures, seed=args.seed)
     functions = iter(runtime.functions)

@@ -80,8 +80,8 @@ def minimind(
     The score is that of prompt + completion, clipped; in reasoning mode a completion with `<answer>...</answer>` gets
     (1 - answer_weight) of it and answer_weight of the clipped score of the content of its answer. Format and tags
     count in reasoning mode only, and with `strict` the format requires each tag once and no text after the last.
-    Without a scorer (a callable or "package.module:function") or a reward_model the score part is 0. A completion that the
-    scorer cannot score, in full or in its answer, is None.
+    Without a scorer (a callable or "package.module:function") or a reward_model the score part is 0. A completion
+    that the scorer cannot score, in full or in its answer, is None.
 
     Raises:
         ValueError: score_clip <= 0, answer_weight outside [0, 1], strict without reasoning, a scorer and a
@@ -115,8 +115,8 @@ def minimind_current(
 
     The answer is what follows the first `</think>`, stripped, or the whole text without one; only it is scored and
     checked for repeated n-grams. Terms: `minimind_lengths`, `minimind_repetition`; the scorer gets the prompt as
-    `one_question`. Without a scorer or a reward_model the score part is 0; a completion that the scorer cannot score is
-    None.
+    `one_question`. Without a scorer or a reward_model the score part is 0; a completion that the scorer cannot
+    score is None.
 
     Raises:
         ValueError: score_clip <= 0, n < 1, repetition_cap < 0, a scorer and a reward_model, an option of the
