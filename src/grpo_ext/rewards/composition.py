@@ -12,7 +12,7 @@ from beartype.door import is_bearable
 from grpo_ext.config.spec import Spec
 from grpo_ext.errors import ABSENT, Problem, UnknownNameError
 from grpo_ext.objective.options import Ascending, Within
-from grpo_ext.registry import located
+from grpo_ext.registry import did_you_mean, located
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.library.elsewhere import NOT_HERE
 from grpo_ext.rewards.protocol import OptionError, Reward
@@ -175,11 +175,13 @@ class _Entry:
         target = rewards[self.function] if own else self.function
         known = (options(target) or {}) if callable(target) else {}
         for key, value in self.given.items():
-            if key in known and key not in _ENTRY.hints:
+            if key in _ENTRY.hints:
+                yield from _ENTRY.value_problems(f"{self.place}.{key}", key, value)
+            elif key in known:
                 cure = f"Write kwargs: {{{key}: {value!r}}}."
-                yield Problem(f"{self.place}.{key}", value, "it is an option of the function", cure)
+                yield self._problem(key, value, "it is an option of the function", cure)
             else:
-                yield from _ENTRY.value_problems(f"{self.place}.{key}", str(key), value)
+                yield self._problem(str(key), value, "no such key", did_you_mean(str(key), [*_ENTRY.hints, *known]))
         kwargs = self.given.get("kwargs")
         self.kwargs = {key: value for key, value in self.given.items() if key in known and key not in _ENTRY.hints}
         self.kwargs |= kwargs if isinstance(kwargs, Mapping) else {}
