@@ -197,12 +197,11 @@ def test_tools_are_refused(model_path, tmp_path):
         """
         return a + b
 
-    trainer = build(model_path, tmp_path)
-    trainer.tools, trainer.args.dynamic_sampling = [add], "length"
-    from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-
+    args = GRPOExtConfig(output_dir=str(tmp_path), dynamic_sampling="length", **tiny.TRAINING)
     with pytest.raises(ConfigError, match="tools"):
-        DynamicSampler(trainer)
+        GRPOExtTrainer(
+            model_path, [tiny.length], args, tiny.prompts(), processing_class=tiny.tokenizer(), tools=[add]
+        )
 
 
 # Two processes.

@@ -1,7 +1,7 @@
-"""Which rows of a generation batch share a micro-batch, how wide it is, and which rows it need not compute."""
+"""Micro-batches: their tensors, which rows of a generation share one, and which rows need no forward."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypedDict, cast
 
 import numpy as np
 import torch
@@ -9,17 +9,51 @@ from torch import Tensor
 
 from grpo_ext.packing.layout import groups_of
 
-Batch = dict[str, Any]
 
-ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-PARENTS = "parents"
-"""Of trajectories whose contexts were rewritten: which token each token of the completions follows."""
+class MicroBatch(TypedDict, total=False):
+    """Rows of a generation as the loss sees them, padded to [rows, time]; images have further keys."""
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    tool_mask: Tensor
+    """1 for tokens that the policy wrote, 0 for those of tools and environments."""
+    parents: Tensor
+    """Of trajectories with rewritten contexts: index of the token before each token of the completion."""
+    advantages: Tensor
+    """[rows] or [rows, time]."""
+    num_items_in_batch: Tensor
+    """Live tokens of the generation, over all processes."""
+    old_per_token_logps: Tensor
+    ref_per_token_logps: Tensor
+    sampling_per_token_logps: Tensor
+    """The sampler's log-probabilities, where the loss corrects for them."""
+    drawn_per_token_logps: Tensor
+    """The sampler's log-probabilities, for diagnostics only: the loss must not build a mask from these."""
+    importance_sampling_ratio: Tensor
+    group_rewards: Tensor
+    """Rewards of the row's group, [rows, completions, functions]."""
+    generation_row: Tensor
+    """Number of the row in its generation, over all processes."""
+    recorded: Tensor
+    """Figures of each row for a diagnosis, [rows, figures, 1]."""
+    pixel_values: Tensor
+
+
+PARENTS: Final = "parents"
+_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+
+
+def live_mask(inputs: Mapping[str, Any]) -> Tensor:
+    """Completion tokens [rows, time] that the policy wrote and that are trained on."""
+    return inputs["completion_mask"] * inputs.get("tool_mask", 1)
 
 
 # Groups stay together, and micro-batches are equally long.
 
 
-def regroup(micro_batches: Sequence[Batch], window: int, skip_silent: bool = False) -> list[Batch]:
+def regroup(micro_batches: Sequence[MicroBatch], window: int, skip_silent: bool = False) -> list[MicroBatch]:
     """The same rows in as many micro-batches of the same number of rows, with groups together and little padding.
 
     Each optimizer step (`window` micro-batches) keeps its rows; within it, rows of one prompt stay together and
@@ -74,9 +108,9 @@ def _pieces_of(group: list[int], size: int, cost: np.ndarray) -> list[list[int]]
     return [part for part in parts if part]
 
 
-def _joined(micro_batches: Sequence[Batch]) -> Batch:
+def _joined(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
     first = micro_batches[0]
-    return {name: _join([batch[name] for batch in micro_batches]) for name in first}
+    return cast(MicroBatch, {name: _join([batch[name] for batch in micro_batches]) for name in first})
 
 
 def _join(values: list[Any]) -> Any:
@@ -85,7 +119,7 @@ def _join(values: list[Any]) -> Any:
     return [x for value in values for x in value] if isinstance(values[0], list) else values[0]
 
 
-def _rows(batch: Batch, rows: Tensor) -> Batch:
+def _rows(batch: MicroBatch, rows: Tensor) -> MicroBatch:
     def taken(value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim > 0:
             return value[rows.to(value.device)]
@@ -94,7 +128,7 @@ def _rows(batch: Batch, rows: Tensor) -> Batch:
     return {name: taken(value) for name, value in batch.items()}
 
 
-def trim(batch: Batch, *, prompts: bool = True) -> Batch:
+def trim(batch: MicroBatch, *, prompts: bool = True) -> MicroBatch:
     """Without the columns that are padding in every row: on the left of `prompts`, on the right of completions.
 
     Only where positions are relative may a prompt lose its padding.
@@ -123,7 +157,7 @@ def silent(advantages: Tensor) -> Tensor:
 
 
 def of_live_rows(
-    forward: Callable[[Batch], tuple[Tensor, Tensor, Any]], inputs: Batch, live: Tensor
+    forward: Callable[[MicroBatch], tuple[Tensor, Tensor, Any]], inputs: MicroBatch, live: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies [batch, time] of the rows that are `live`, through a forward of those alone.
 
@@ -133,12 +167,12 @@ def of_live_rows(
     shape = inputs["completion_ids"].shape
     if live.any():
         rows = live.nonzero()[:, 0]
-        of_rows = {name: inputs[name] for name in (*ROWS, PARENTS) if name in inputs}
+        of_rows = {name: inputs[name] for name in (*_TOKENS, PARENTS) if name in inputs}
         logps, entropies, _ = forward(trim(_rows(of_rows, rows), prompts=False))
         at = rows
     else:
-        stub = {name: inputs[name][:1, -1:] if name.startswith("prompt") else inputs[name][:1, :1] for name in ROWS}
-        stub |= {name: torch.ones_like(stub[name]) for name in ROWS if name.endswith("mask")}
+        stub = {name: inputs[name][:1, -1:] if name.startswith("prompt") else inputs[name][:1, :1] for name in _TOKENS}
+        stub |= {name: torch.ones_like(stub[name]) for name in _TOKENS if name.endswith("mask")}
         logps, entropies, _ = forward(stub)
         logps, entropies, at = logps * 0.0, entropies * 0.0, live.new_zeros(1, dtype=torch.long)
     old = inputs.get("old_per_token_logps")

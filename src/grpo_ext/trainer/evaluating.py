@@ -14,7 +14,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
 from grpo_ext.trainer.evaluated import Evaluated
-from grpo_ext.trainer.metrics import Figures
+from grpo_ext.trainer.loss_terms import Figures
 from grpo_ext.trainer.resumable import ResumableTrainer
 
 

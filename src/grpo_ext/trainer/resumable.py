@@ -18,16 +18,16 @@ from grpo_ext.objective.objective import Objective
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.trainer import hub
-from grpo_ext.trainer.advantages import GroupMeans
-from grpo_ext.trainer.arguments import check_trained
+from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.checkpoints import identity, state
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
 from grpo_ext.trainer.checkpoints.finish import CARD
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST
 from grpo_ext.trainer.checkpoints.starting import start
-from grpo_ext.trainer.generation import Generation
+from grpo_ext.trainer.credit import GroupMeans
 from grpo_ext.trainer.guarded import GuardedTrainer
 from grpo_ext.trainer.model_card import model_card
+from grpo_ext.trainer.setup import check_trained
 from grpo_ext.trainer.silence import Silence
 
 
