@@ -11,7 +11,7 @@ from grpo_ext.rewards.failures import from_outside, nan_warning
 from grpo_ext.rewards.outcomes import Scores, to_float
 from grpo_ext.rewards.runtime import AsyncComponent, Component
 from grpo_ext.rewards.turns import split, turn_counts
-from grpo_ext.rewards.workers.worker import last_lines, shown
+from grpo_ext.rewards.workers.worker import safe_repr, traceback_tail
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Contained:
     def _failed(self, error: BaseException, columns: Mapping[str, Any]) -> Scores:
         if from_outside(error):
             raise error
-        reason = f": {error}" if isinstance(error, _WrongValue) else f" raised: {last_lines(error)}"
+        reason = f": {error}" if isinstance(error, _WrongValue) else f" raised: {traceback_tail(error)}"
         none = [None] * len(columns["completions"])
         return Scores([*none], [*none], error=f"reward {self.__name__!r}{reason}")
 
@@ -102,7 +102,7 @@ class _WrongValue(TypeError):
 def _listed(values: Any, expected: int) -> list[Any]:
     single = getattr(values, "ndim", 1) == 0  # a tensor that holds one number
     if not isinstance(values, Iterable) or isinstance(values, str | Mapping) or single:
-        found = f"it returned {shown(values)}, a {type(values).__name__}"
+        found = f"it returned {safe_repr(values)}, a {type(values).__name__}"
         raise _WrongValue(f"{found}. Return one number for each completion, in a list.")
     values = list(values)
     if len(values) != expected:

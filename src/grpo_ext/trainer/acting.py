@@ -19,7 +19,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.fit import reader_of
-from grpo_ext.environments.hosts import Hosts
+from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.loop import Attempts, Figures, Limits, Task
 from grpo_ext.environments.protocol import COLUMN, Message
 from grpo_ext.environments.rendering import Renderer
@@ -134,7 +134,7 @@ class Acting:
     def __init__(
         self, specs: Sequence[EnvironmentSpec], tokenizer: PreTrainedTokenizerBase, memory_gib: float
     ) -> None:
-        self.tokenizer, self.hosts = tokenizer, Hosts(memory_gib)
+        self.tokenizer, self.hosts = tokenizer, EnvironmentHost(memory_gib)
         self.specs = {spec.name: spec for spec in specs}
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context in which environments are waited for."""
