@@ -4,11 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import IterableDataset
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import ConfigError
-from grpo_ext.rollout.dynamic_sampling import FreshPrompts, groups_to_draw, judge_problems, judged, replacements
+from grpo_ext.rollout.dynamic_sampling import (
+    DynamicSampler,
+    FreshPrompts,
+    groups_to_draw,
+    judge_problems,
+    judged,
+    replacements,
+)
 from support import tiny
 from support.processes import launcher, run
 from support.trainers import build, number, record
@@ -187,21 +195,10 @@ def test_a_stream_cannot_be_drawn_from(model_path, tmp_path):
         GRPOExtTrainer(model_path, [tiny.length], args, rows, processing_class=tiny.tokenizer())
 
 
-def test_tools_are_refused(model_path, tmp_path):
-    def add(a: int, b: int) -> int:
-        """Add two numbers.
-
-        Args:
-            a: one.
-            b: the other.
-        """
-        return a + b
-
+def test_tools_are_refused(tmp_path):
     args = GRPOExtConfig(output_dir=str(tmp_path), dynamic_sampling="length", **tiny.TRAINING)
     with pytest.raises(ConfigError, match="tools"):
-        GRPOExtTrainer(
-            model_path, [tiny.length], args, tiny.prompts(), processing_class=tiny.tokenizer(), tools=[add]
-        )
+        DynamicSampler(args, tiny.prompts(), ["length"], 4, stateful=True, accelerator=Accelerator())
 
 
 # Two processes.

@@ -143,7 +143,7 @@ MISTAKES = [
     ({"rewards": [5]}, ["reward_funcs[0]=5: neither a name nor a mapping"]),
     ({"rewards": None}, ["reward_funcs=None"]),
     ({"rewards": []}, ["nothing would be rewarded"]),
-    ({"rewards": [no_columns]}, ["reward_funcs[0]=no_columns: it does not take **kwargs", "Add **kwargs"]),
+    ({"rewards": [no_columns]}, ["reward_funcs[0]='no_columns': it does not take **kwargs", "Add **kwargs"]),
     ({"rewards": [{"func": digits, "kwargs": {"least": 1}}]}, ["not an option of 'digits'", "most"]),
     ({"rewards": [{"func": digits, "timeout": 3}]}, ["scored in this process", "'my_module:name'"]),
     ({"rewards": [digits, {"func": digits}]}, ["have the log name 'digits'"]),

@@ -55,7 +55,9 @@ class Scorer:
         """Score a micro-batch, `batch_size` rows at a time; with `live` only those rows, and no auxiliary loss."""
 
         def forward(batch: MicroBatch) -> Scores:
-            further = {name: value for name, value in batch.items() if name in (PARENTS, *self.multimodal)}
+            further: dict[str, Any] = {
+                name: value for name, value in batch.items() if name in (PARENTS, *self.multimodal)
+            }
             return self.tokens(
                 model,
                 torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),

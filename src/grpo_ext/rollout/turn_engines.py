@@ -185,6 +185,7 @@ class ServerEngine(WaveEngine):
             if (error := future.exception()) is None:
                 found.append((turn[2], future.result()))
             else:
+                assert isinstance(error, Exception)
                 failed.append((error, turn))
         if failed:
             server = self.sampling.vllm

@@ -41,7 +41,7 @@ class Samples(Protocol):
 
     accelerator: Accelerator
     args: GRPOExtConfig
-    chat_template_kwargs: dict[str, Any]
+    chat_template_kwargs: Any
     eos_token_ids: list[int]
     generation_config: GenerationConfig
     generation_kwargs: dict[str, Any]

@@ -9,10 +9,12 @@ others get theirs just before it moves.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -79,7 +81,8 @@ def no_early_pass(args: GRPOExtConfig) -> Iterator[None]:
 
 
 @contextmanager
-def forward_only(model: nn.Module, args: GRPOExtConfig) -> Iterator[None]:
+def forward_only(model: PreTrainedModel, args: GRPOExtConfig) -> Iterator[None]:
     """Disable gradients, and checkpointing with them: torch warns of a checkpoint without a gradient."""
-    with torch.no_grad(), disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs):
+    kwargs: Any = args.gradient_checkpointing_kwargs
+    with torch.no_grad(), disable_gradient_checkpointing(model, kwargs):
         yield

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -14,7 +14,7 @@ from trl.trainer.utils import nanstd
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.objective.ratios import masked
 from grpo_ext.objective.trajectory import COLUMN
-from grpo_ext.packing.micro_batches import PARENTS, live_mask
+from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.runtime import Runtime
@@ -267,7 +267,9 @@ class GeneratingTrainer(EvaluatingTrainer):
         """KL estimate of each token of this process's completions, to lower the rewards by."""
         if logps is None:
             rows = self.args.per_device_train_batch_size
-            logps, _, _ = self._scorer.micro_batch(self.model, output, entropy=False, batch_size=rows)
+            logps, _, _ = self._scorer.micro_batch(
+                self.model, cast(MicroBatch, output), entropy=False, batch_size=rows
+            )
         log_ref_ratio = masked(output["ref_per_token_logps"] - logps, mask)
         per_token = self.objective.kl_penalty({"log_ref_ratio": log_ref_ratio, "mask": mask})
         by_row = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -258,11 +258,12 @@ class GRPOExtTrainer(GeneratingTrainer):
         objective, mode = self.objective, "train" if self.model.training else "eval"
         live = self._live_rows(inputs, mode)
         logps, entropies, aux_loss = self._scores(model, inputs, live)
+        assert entropies is not None
         if inputs in self._generation:
             inputs.setdefault("old_per_token_logps", logps.detach())
         mask = live_mask(inputs)
         if mode == "train" and self._drift is not None and self._drift.due:
-            self._drift(logps.detach(), inputs)
+            self._drift(logps.detach(), cast(dict[str, Any], inputs))
         tensors = objective.tensors(logps, inputs, mask)
         entropy_mask = None
         if self.top_entropy_quantile < 1.0:
@@ -277,7 +278,7 @@ class GRPOExtTrainer(GeneratingTrainer):
 
         seen = entropies if live is None else entropies.detach().masked_fill(~live[:, None], torch.nan)
         self._guard.note(per_token_logps=logps, per_token_loss=per_token_loss, entropies=seen)
-        world = self.accelerator.num_processes  # processes average their gradients; the shares are to be added
+        world = self.accelerator.num_processes  # processes average their gradients, but shares must be added
         totals = self._totals(inputs, mask, mode)
         loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
@@ -285,7 +286,7 @@ class GRPOExtTrainer(GeneratingTrainer):
         figures, regions = loss_figures(objective, tensors, entropies, inputs, live, as_stock=stock)
         weight = loss.new_ones(()) if mode == "train" else batch_weight(objective, totals)
         if self._entropy_bonus_enabled:
-            as_trl = stock and objective.aggregation == "token-mean"  # whose shares TRL logs as they are
+            as_trl = stock and objective.aggregation == "token-mean"  # TRL logs its shares unscaled
             figures["policy_loss"] = policy_loss.detach() * (1.0 if as_trl else accumulation), weight
             loss = loss - entropy_bonus(self, entropies, mask, entropy_mask, totals, mode)
         if self.aux_loss_enabled:
@@ -318,7 +319,7 @@ class GRPOExtTrainer(GeneratingTrainer):
 
     # Micro-batches.
 
-    def _prepare_inputs(self, generation_batch: Any) -> MicroBatch:
+    def _prepare_inputs(self, generation_batch: Any) -> MicroBatch:  # type: ignore[override]
         if self._replayed is not None and self.model.training:
             place = self._step % self.args.gradient_accumulation_steps
             if place == 0:
@@ -363,7 +364,7 @@ class GRPOExtTrainer(GeneratingTrainer):
     def _regroups(self) -> bool:
         """Whether groups stay together and padding goes; stock TRL scatters rows and keeps the padding.
 
-        Not where a micro-batch's part of the loss depends on which rows it holds.
+        False where a micro-batch's part of the loss depends on its other rows.
         """
         text_only = not self._scorer.has_images(self._buffered_inputs[0])
         additive = self.objective.additive and self.top_entropy_quantile == 1.0
@@ -371,5 +372,5 @@ class GRPOExtTrainer(GeneratingTrainer):
         return self.sharing.possible and self.args.exact_denominators and text_only and additive
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """As TRL's, also above the 2^24 tokens at which `torch.quantile` gives up."""
+        """Return TRL's mask, also above the 2^24 tokens that `torch.quantile` takes."""
         return high_entropy_mask(self.accelerator, entropies, mask, threshold)

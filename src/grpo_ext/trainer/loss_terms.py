@@ -5,40 +5,43 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals
+from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, masked
+from grpo_ext.packing.micro_batches import MicroBatch
 from grpo_ext.trainer.diagnosis.recording import token_figures
 
 Regions = tuple[Tensor, Tensor]
-"""Where a ratio is clipped from below and from above, [batch, time] or [batch, 1]."""
+"""Masks of ratios clipped from below and from above, [batch, time] or [batch, 1]."""
 
 
 class Figures:
-    """Sums over micro-batches, of which one mean is logged: over all tokens (or completions) of all of them.
+    """Sums over micro-batches; one mean is logged over all tokens (or completions) of all of them.
 
     So a figure does not depend on how a step or an evaluation is split over processes and micro-batches.
     """
 
     def __init__(self) -> None:
-        """Nothing is counted yet."""
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Start again from empty sums."""
         self.names: tuple[str, ...] = ()
         self.sums: Tensor | None = None
         self.extremes: Tensor | None = None
 
     def add(self, figures: Mapping[str, tuple[Tensor, Tensor]], regions: Regions | None, mask: Tensor) -> None:
-        """Count a micro-batch.
+        """Add a micro-batch.
 
         Args:
-            figures: by name values [batch, time] and the mask of those that count, or [batch, 1], which count once for
-                a completion, or two scalars: a mean and its weight.
-            regions: of which the least and the greatest share of a completion's tokens are figures.
+            figures: by name, values and the mask of those that count: [batch, time], or [batch, 1], which count once
+                for a completion, or two scalars, a mean and its weight.
+            regions: clip regions; the least and the greatest share of a completion's tokens in them are figures.
             mask: live tokens [batch, time].
         """
         self.names = tuple(figures)
@@ -50,8 +53,8 @@ class Figures:
             kept = extremes if self.extremes is None else self.extremes
             self.extremes = torch.stack([torch.minimum(kept[0], extremes[0]), torch.maximum(kept[1], extremes[1])])
 
-    def log(self, metrics: MutableMapping[str, list[float]], accelerator: Any) -> None:
-        """Append the means over all processes, but for figures of which nothing was counted, and begin anew."""
+    def log(self, metrics: MutableMapping[str, list[float]], accelerator: Accelerator) -> None:
+        """Append the means over all processes, except of figures without a count, and start again."""
         if self.sums is not None:
             totals = accelerator.reduce(self.sums, reduction="sum").tolist()
             for name, (total, count) in zip(self.names, totals, strict=True):
@@ -65,20 +68,19 @@ class Figures:
 
 
 def loss_figures(
-    objective: Any,
-    tensors: dict[str, Any],
+    objective: Objective,
+    tensors: Mapping[str, Any],
     entropies: Tensor,
-    inputs: Mapping[str, Any],
+    inputs: MicroBatch,
     live: Tensor | None,
     *,
     as_stock: bool,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Regions | None]:
     """Figures of a micro-batch (KL, entropy, clip, clamp, sampler), each with its mask, and the clip regions.
 
-    `tensors` are the trainer's; a figure of shape [batch, 1] counts once for a completion that has a live token, with
-    `as_stock` for every completion. Rows that are not `live` were
-    not computed: they are never clipped (as ever where the advantage is 0), have a ratio of 1 in the metrics of the
-    loss itself, and have no part in the entropy and the clamped ratios.
+    A figure of shape [batch, 1] counts once for a completion that has a live token, with `as_stock` for every
+    completion. Rows that are not `live` were not computed: they count as not clipped, have a ratio of 1 in the metrics
+    of the loss itself, and do not count in the entropy and the clamped ratios.
     """
     mask = tensors["mask"]
     computed = mask if live is None else mask * live[:, None]
@@ -100,10 +102,10 @@ def loss_figures(
 
 
 def _sums_and_counts(figures: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, "figures 2"]:
-    """Of each figure; what a mask that several of them have lets count is found once."""
+    """Sum and count per figure; counts are cached per mask."""
     live: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
 
-    def of(mask: Tensor, once: bool) -> tuple[Tensor, Tensor]:
+    def counted(mask: Tensor, once: bool) -> tuple[Tensor, Tensor]:
         if (key := (id(mask), once)) not in live:
             counts = mask.bool().any(dim=1, keepdim=True) if once else mask.bool()
             live[key] = counts, counts.sum(dtype=torch.float64)
@@ -114,7 +116,7 @@ def _sums_and_counts(figures: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, 
         if values.dim() == 0:
             found += [values * mask, mask]
         else:  # [batch, 1] counts once for each completion that has a live token
-            counts, number = of(mask, values.shape[1] == 1)
+            counts, number = counted(mask, values.shape[1] == 1)
             found += [torch.where(counts, values, 0.0).sum(), number]
     return torch.stack([x.double() for x in found]).view(-1, 2)
 
@@ -127,23 +129,23 @@ def _sequence_means(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _largest(values: Float[Tensor, " rows"]) -> Float[Tensor, ""]:
-    """Maximum of what is a number, minus infinity where nothing is."""
+    """Maximum without NaN; minus infinity if all values are NaN."""
     return values.masked_fill(values.isnan(), -torch.inf).amax()
 
 
 # Entropy.
 
 BELOW_ANY = -1e8
-"""What pads entropies on processes that have fewer of them is below this; an entropy is 0 or more."""
+"""Padding of entropies is below this; an entropy is 0 or more."""
 QUANTILE_LIMIT = 2**24
-"""Elements beyond which `torch.quantile` gives up."""
+"""Largest number of elements that `torch.quantile` takes."""
 
 
 class HasEntropyBonus(Protocol):
-    """What TRL's trainer keeps of its bonus, and checkpoints: `_entropy_window_stats` is (sum, count) of the step."""
+    """A trainer with TRL's state of the entropy bonus; `_entropy_window_stats` is (sum, count) of the step."""
 
-    accelerator: Any
-    args: Any
+    accelerator: Accelerator
+    args: GRPOExtConfig
     current_gradient_accumulation_steps: Any
     entropy_coef: float
     use_adaptive_entropy: bool
@@ -160,7 +162,7 @@ def entropy_bonus(
     totals: StepTotals,
     mode: str,
 ) -> Float[Tensor, ""]:
-    """coefficient x mean entropy of the tokens that the policy term sees; updates an adaptive coefficient."""
+    """coefficient x mean entropy of the tokens in the policy term; updates an adaptive coefficient."""
     live = mask if entropy_mask is None else mask * entropy_mask
     total, count = masked(entropies, live).sum(), live.sum()
     coefficient = trainer.entropy_coef
@@ -196,7 +198,7 @@ def _update_coefficient(trainer: HasEntropyBonus, local: Tensor) -> None:
 
 
 def high_entropy_mask(
-    accelerator: Any, entropies: Float[Tensor, "batch time"], mask: Tensor, threshold: float
+    accelerator: Accelerator, entropies: Float[Tensor, "batch time"], mask: Tensor, threshold: float
 ) -> Bool[Tensor, "batch time"]:
     """Live tokens at or above the quantile `threshold` of all processes' live tokens."""
     local = entropies[mask.bool()].float()

@@ -12,7 +12,7 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -24,6 +24,7 @@ from grpo_ext import __version__
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.objective import Objective
+from grpo_ext.packing.micro_batches import MicroBatch
 from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.checkpoints.identity import plain, settings
 from grpo_ext.trainer.checkpoints.manifest import sync
@@ -75,7 +76,7 @@ def due(trainer: Recorded) -> bool:
 def taken(trainer: Recorded, window: Sequence[Watched]) -> Content:
     """Return this process's part of the current step."""
     inputs = [dict(watched.inputs) for watched in window]
-    totals = trainer._generation.totals_of(window[0].inputs) if window else None
+    totals = trainer._generation.totals_of(cast(MicroBatch, window[0].inputs)) if window else None
     kept = [packed({**batch, **watched.computed}) for batch, watched in zip(inputs, window, strict=True)]
     return {
         **origin(trainer),
@@ -136,14 +137,16 @@ def texts(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[Mapping[str, Any]
     rows = [row for batch in inputs for part in ("prompt", "completion") for row in tokens_of(batch, part)]
     known = sorted({i for row in rows for i in row})
 
-    def decoded(ids: Sequence[Sequence[int]]) -> list[str]:
+    def decoded(ids: list[list[int]]) -> list[str]:
         return tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False) if ids else []
 
     once, twice = decoded([[i] for i in known]), decoded([[i, i] for i in known])
     found = {str(i): two[len(one) :] for i, one, two in zip(known, once, twice, strict=True)}
     broken = {i for i in known if _BROKEN in found[str(i)]}
     runs = sorted({run for row in rows for run in runs_of(row, broken) if len(run) > 1})
-    return found | dict(zip((",".join(map(str, run)) for run in runs), decoded(runs), strict=True))
+    return found | dict(
+        zip((",".join(map(str, run)) for run in runs), decoded([list(run) for run in runs]), strict=True)
+    )
 
 
 def tokens_of(batch: Mapping[str, Any], part: str) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
@@ -30,7 +30,7 @@ class Replays(Protocol):
 
     accelerator: Accelerator
     args: GRPOExtConfig
-    model: nn.Module
+    model: PreTrainedModel
     objective: Objective
     state: TrainerState
 

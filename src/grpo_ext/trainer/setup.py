@@ -25,7 +25,7 @@ from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.composition import parse as parse_environments
 from grpo_ext.environments.fit import beside_problems, setting_problems
 from grpo_ext.environments.fit import data_problems as environment_data_problems
-from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.quickstart.model import LESSONS, ensure_once
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.columns import absences
@@ -217,7 +217,9 @@ def prepare_rewards(
     entries = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else reward_funcs
     specs, found = parse(entries, args.reward_weights)
     if isinstance(entries, list):
-        found += [f"reward_funcs[{i}]={_shown(f)}: {p}" for i, f in enumerate(entries) for p in _call_problems(f)]
+        found += [
+            problem for i, entry in enumerate(entries) for problem in _call_problems(f"reward_funcs[{i}]", entry)
+        ]
     if found:
         problems += found
         return [], args
@@ -233,7 +235,7 @@ def prepare_rewards(
         args.reward_weights = weights
     if of_environments and args.reward_weights is not None:
         args = copy.copy(args)
-        args.reward_weights = [*args.reward_weights, 1.0]
+        args.reward_weights = [*list(args.reward_weights or ()), 1.0]
     return [*(entry if callable(entry) else next(functions) for entry in entries), *of_environments], args
 
 
@@ -246,22 +248,21 @@ def check_reward_names(names: list[str]) -> None:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ConfigError(
-            [
-                f"reward_funcs: the name {name!r} stands for {names.count(name)} rewards, whose logs would be mixed. "
-                "Give each its own name."
-                for name in repeated
-            ]
+            Problem(
+                "reward_funcs",
+                ABSENT,
+                f"{names.count(name)} rewards have the name {name!r}, so that their logs would be mixed",
+                "Give each its own name.",
+            )
+            for name in repeated
         )
 
 
-def _shown(entry: object) -> str:
-    return callable_name(entry) if callable(entry) else f"{entry!r}"
-
-
-def _call_problems(function: Any) -> Iterator[str]:
+def _call_problems(field: str, function: Any) -> Iterator[Problem]:
     """Find why TRL could not call a user's function."""
     if isinstance(function, Mapping) and isinstance(function.get("func"), nn.Module):
-        yield "a loaded model is scored by TRL. Let it stand alone in the list; its weight goes into reward_weights."
+        cure = "List the model itself, without a mapping, and set its weight in reward_weights."
+        yield Problem(field, function, "TRL scores a loaded model", cure)
     if not callable(function) or isinstance(function, nn.Module | Component):
         return
     try:
@@ -269,4 +270,5 @@ def _call_problems(function: Any) -> Iterator[str]:
     except (TypeError, ValueError):  # a builtin without a signature
         return
     if all(p.kind is not p.VAR_KEYWORD for p in parameters):
-        yield "it does not take **kwargs, but TRL passes it every dataset column. Add **kwargs."
+        reason = "it does not take **kwargs, but TRL passes it every dataset column"
+        yield Problem(field, callable_name(function), reason, "Add **kwargs.")
