@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.environments.loop import Sample
+from grpo_ext.objective.trajectory import Sample
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.transformers_engine import Grouped
 from grpo_ext.rollout.vllm.client import CONNECTIONS

@@ -143,10 +143,8 @@ def texts(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[Mapping[str, Any]
     once, twice = decoded([[i] for i in known]), decoded([[i, i] for i in known])
     found = {str(i): two[len(one) :] for i, one, two in zip(known, once, twice, strict=True)}
     broken = {i for i in known if _BROKEN in found[str(i)]}
-    runs = sorted({run for row in rows for run in runs_of(row, broken) if len(run) > 1})
-    return found | dict(
-        zip((",".join(map(str, run)) for run in runs), decoded([list(run) for run in runs]), strict=True)
-    )
+    runs = [[*run] for run in sorted({run for row in rows for run in runs_of(row, broken) if len(run) > 1})]
+    return found | dict(zip((",".join(map(str, run)) for run in runs), decoded(runs), strict=True))
 
 
 def tokens_of(batch: Mapping[str, Any], part: str) -> list[list[int]]:
