@@ -15,7 +15,7 @@ from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rewards.workers import child
-from grpo_ext.trainer.progress import Progress, clock, line
+from grpo_ext.trainer.callbacks import Progress, clock, line
 from grpo_ext.trainer.setup import quantized_problems
 from support import tiny
 from support.interrupted import without_clocks

@@ -27,15 +27,15 @@ from grpo_ext.rollout.transformers_engine import Grouped, engine_for
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.trainer.acting import Acting
 from grpo_ext.trainer.batches import no_early_pass
+from grpo_ext.trainer.callbacks import StepTimes
 from grpo_ext.trainer.credit import Credit, group_shares
 from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, row_record
-from grpo_ext.trainer.evaluating import EvaluatingTrainer
+from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.recording import with_rewards
 from grpo_ext.trainer.reward_collector import RewardCollector
-from grpo_ext.trainer.times import StepTimes
 
 
-class GeneratingTrainer(EvaluatingTrainer):
+class GeneratingTrainer(Lifecycle):
     """`trl.GRPOTrainer` that fills one `Collected` per generation and assigns credit by the objective."""
 
     acting: Acting | None
@@ -122,6 +122,9 @@ class GeneratingTrainer(EvaluatingTrainer):
         if collected.generated is None:
             with self._times.during("rollout"), self._sampling():
                 generated = Generated(*super()._generate(prompts))
+            if self._evaluated is not None:
+                ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+                self._evaluated.add_completions(generated.completion_ids, generated.tool_mask, ends, self.accelerator)
             if (trajectories := generated.extra.get(COLUMN)) is not None:
                 generated = generated._replace(completions=completions_seen(trajectories, generated.completions))
             collected.generated = generated
@@ -184,7 +187,8 @@ class GeneratingTrainer(EvaluatingTrainer):
         if self.acting is not None and self.log_completions:
             _replace_tail(self._logs["prompt"], gather_object([trajectory.opening for trajectory in made]))
         if self._evaluated is not None and collected.rewards is not None:
-            self._mask_fillers(output, collected.rewards)
+            rank, mask = self.accelerator.process_index, output["completion_mask"]
+            output["completion_mask"] = self._evaluated.mask_fillers(mask, collected.rewards, rank)
         draws_itself = not self.use_vllm and (self.rollout_func is None or self.acting is not None)
         if draws_itself and "sampling_per_token_logps" in output:
             output[DRAWN] = output.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
@@ -219,7 +223,7 @@ class GeneratingTrainer(EvaluatingTrainer):
             output |= with_rewards(output, rewards, rank)
             output[ROWS] = self._row_record(collected, rewards, total)
         if self.objective.stock_advantages and self.args.loss_defaults == "trl":
-            self._note_silence(rewards, zero_variance(total), mode)
+            self._note_zero_advantages(rewards, zero_variance(total), mode)
             return
         tokens: dict[str, Tensor] = {}
         if self.objective.sees_tokens:
@@ -233,7 +237,7 @@ class GeneratingTrainer(EvaluatingTrainer):
 
         dtype, remember = output["advantages"].dtype, mode == "train"
         credited = self._credit.advantages(rewards, weights, tokens, log_metric, dtype=dtype, remember=remember)
-        self._note_silence(rewards, credited.silent, mode)
+        self._note_zero_advantages(rewards, credited.silent, mode)
         _replace_tail(self._logs["advantages"], credited.by_completion().tolist())
         output["advantages"] = credited.local(rank, *output["completion_ids"].shape)
 
@@ -254,13 +258,13 @@ class GeneratingTrainer(EvaluatingTrainer):
         for name, share in group_shares(rewards, self.reward_func_names).items():
             metrics[name].append(share)
 
-    def _note_silence(self, rewards: Tensor, silent: Tensor, mode: str) -> None:
+    def _note_zero_advantages(self, rewards: Tensor, silent: Tensor, mode: str) -> None:
         """Log and remember the groups, [groups], in which no completion has an advantage."""
         self._metrics[mode]["advantages/zero_variance_groups"].append(silent.double().mean().item())
         if mode == "train":
-            self._silence.note(rewards, bool(silent.all()))
+            self._advantage_monitor.add(rewards, bool(silent.all()))
         elif self._evaluated is not None:
-            self._evaluated.take_silent(silent, self.num_generations_eval)
+            self._evaluated.add_silent(silent, self.num_generations_eval)
 
     @torch.no_grad()
     def _reward_kl(self, output: dict[str, Any], logps: Tensor | None, mask: Tensor, mode: str) -> Tensor:

@@ -25,7 +25,6 @@ from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
-from grpo_ext.trainer import progress
 from grpo_ext.trainer.acting import Acting
 from grpo_ext.trainer.batches import (
     Generation,
@@ -34,15 +33,14 @@ from grpo_ext.trainer.batches import (
     forward_only,
     stock_totals,
 )
+from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.credit import Credit, GroupMeans
 from grpo_ext.trainer.diagnosis.recording import add_ess, log_rows
 from grpo_ext.trainer.diagnosis.watching import Watching
-from grpo_ext.trainer.evaluated import batch_weight
+from grpo_ext.trainer.evaluating import batch_weight
 from grpo_ext.trainer.generating import GeneratingTrainer
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
-from grpo_ext.trainer.metrics_file import MetricsFile
-from grpo_ext.trainer.nonfinite import NonFiniteGuard
 from grpo_ext.trainer.replaying import RecordedBatches, without_rollouts
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.setup import (
@@ -56,8 +54,7 @@ from grpo_ext.trainer.setup import (
     quantized_problems,
     reference_from,
 )
-from grpo_ext.trainer.silence import Silence
-from grpo_ext.trainer.times import StepTimes
+from grpo_ext.trainer.zero_advantages import AdvantageMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -162,12 +159,11 @@ class GRPOExtTrainer(GeneratingTrainer):
         self._set_up_rollouts()
         self._set_up_forward()
         self._add_callbacks()
-        self._guard = NonFiniteGuard(self)
         self._rewards = RewardCollector(self.reward_funcs, self.reward_func_names, self._guard, self.accelerator)
         self.reward_runtime, self.reward_funcs = self._rewards.runtime, self._rewards.for_trl(self._take_scores)
         self._group_means = GroupMeans(self.objective.remembered_batches)
         self._credit = Credit(self.objective, self._group_means, self.accelerator)
-        self._silence = Silence(self.reward_func_names, tells=self.accelerator.is_main_process)
+        self._advantage_monitor = AdvantageMonitor(self.reward_func_names, warns=self.accelerator.is_main_process)
         self._figures, self._generation = Figures(), Generation()
         self._replayed: Callable[[Any], Generation] | None = (
             None if args.replay_batches is None else RecordedBatches(args.replay_batches)
@@ -197,7 +193,7 @@ class GRPOExtTrainer(GeneratingTrainer):
     def _add_callbacks(self) -> None:
         """Register the progress line, step timer, metrics file and diagnostics."""
         metrics = self._metrics["train"]
-        progress.install(self)
+        install_progress(self.callback_handler.callbacks, disable_tqdm=self.args.disable_tqdm)
         self._times = StepTimes(metrics, self.accelerator.device, ("rollout", "rewards"))
         if self.acting is not None:
             self._times.parts += ("environments",)

@@ -28,7 +28,7 @@ from grpo_ext.packing.micro_batches import MicroBatch
 from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.checkpoints.identity import plain, settings
 from grpo_ext.trainer.checkpoints.manifest import sync
-from grpo_ext.trainer.findings import Watched
+from grpo_ext.trainer.findings import ObservedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def due(trainer: Recorded) -> bool:
     return bool(every) and trainer.state.global_step % every == 0
 
 
-def taken(trainer: Recorded, window: Sequence[Watched]) -> Content:
+def taken(trainer: Recorded, window: Sequence[ObservedBatch]) -> Content:
     """Return this process's part of the current step."""
     inputs = [dict(watched.inputs) for watched in window]
     totals = trainer._generation.totals_of(cast(MicroBatch, window[0].inputs)) if window else None
@@ -195,7 +195,7 @@ class Recorder:
     def __init__(self, trainer: Recorded) -> None:
         self.trainer, self.stopped = trainer, False
 
-    def keep(self, window: Iterable[Watched], grad_norm: Tensor) -> None:
+    def keep(self, window: Iterable[ObservedBatch], grad_norm: Tensor) -> None:
         """Write this process's part of the step, if it is due."""
         if self.stopped or not due(self.trainer):
             return

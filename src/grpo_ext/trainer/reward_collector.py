@@ -13,7 +13,7 @@ from grpo_ext.errors import RewardError
 from grpo_ext.rewards.containment import Take, for_trl
 from grpo_ext.rewards.runtime import Component, Runtime
 from grpo_ext.rollout.collected import Collected, TurnRewards
-from grpo_ext.trainer.findings import Finding
+from grpo_ext.trainer.findings import BadTensor
 from grpo_ext.trainer.nonfinite import NonFiniteGuard
 
 
@@ -70,7 +70,7 @@ class RewardCollector:
         every = gather_object([mine]) if self.accelerator.num_processes > 1 else [mine]
         if messages := [message for errors, _, _ in every for message in errors]:
             raise RewardError("\n".join(messages))
-        if findings := [Finding(**finding) for _, found, _ in every for finding in found]:
+        if findings := [BadTensor(**finding) for _, found, _ in every for finding in found]:
             self.guard.rewards(findings, next((problem for _, _, problem in every if problem), ""))
         return rewards.masked_fill(rewards.isinf(), torch.nan)
 
