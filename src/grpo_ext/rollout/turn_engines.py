@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,7 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.objective.trajectory import Sample
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.transformers_engine import Grouped
-from grpo_ext.rollout.vllm.client import CONNECTIONS
+from grpo_ext.rollout.vllm.server import CONNECTIONS
 
 if TYPE_CHECKING:
     from grpo_ext.rollout.vllm.generation import Generation
@@ -190,7 +189,7 @@ class ServerEngine(WaveEngine):
         if failed:
             server = self.sampling.vllm
             assert server is not None
-            server._together(partial(server._outlast, [error for error, _ in failed]))
+            server.wait_for_server([error for error, _ in failed])
             server.sync_weights()
             for _, turn in failed:
                 self._ask(*turn)

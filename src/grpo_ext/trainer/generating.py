@@ -1,7 +1,7 @@
 """GeneratingTrainer: the hooks of TRL's GRPOTrainer that make one generation, from its rows to its advantages."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -23,8 +23,8 @@ from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.empty_completions import fill_empty, without_empty_completions
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, parents_of, with_trajectories
-from grpo_ext.rollout.transformers_engine import Grouped, engine_for
-from grpo_ext.rollout.vllm.drift_check import DriftCheck
+from grpo_ext.rollout.transformers_engine import Grouped, grouped_engine
+from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.trainer.acting import Acting
 from grpo_ext.trainer.batches import no_early_pass
 from grpo_ext.trainer.callbacks import StepTimes
@@ -61,8 +61,9 @@ class GeneratingTrainer(Lifecycle):
             ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
             self.rollout_func = with_trajectories(self.rollout_func, ends)
             self.rollout_func = without_empty_completions(self.rollout_func, self._tokenizer.eos_token_id)
-        self._engine = engine_for(self)
-        self._drift = DriftCheck(self) if self.use_vllm and args.rollout_drift != 0 else None
+        self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
+        drift = self.use_vllm and args.rollout_drift != 0
+        self._drift = DriftCheck(args, self.vllm_generation) if drift else None
         self._sampler = None
         if args.dynamic_sampling is not None:
             self._sampler = DynamicSampler(
@@ -197,9 +198,15 @@ class GeneratingTrainer(Lifecycle):
         if mode == "train" and self._drift is not None and "sampling_per_token_logps" in output:
             self._drift.due = True
             if early is not None:
-                self._drift(early, output)
+                self._check_drift(early, output)
         self._assign_credit(collected, output, early, mode)
         return output
+
+    def _check_drift(self, logps: Tensor, inputs: Mapping[str, Any]) -> None:
+        """Compare the sampler with the policy and log the figures."""
+        assert self._drift is not None
+        for name, value in self._drift.check(logps, inputs, self.accelerator).items():
+            self._metrics["train"][name].append(value)
 
     def _assign_credit(self, collected: Collected, output: dict[str, Any], early: Tensor | None, mode: str) -> None:
         """Log the rewards and replace TRL's advantages by the objective's.

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -24,7 +24,7 @@ from grpo_ext.packing.obstacles import forward_obstacle
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.trajectories import parents_of
-from grpo_ext.rollout.vllm.generation import in_place_of_trls
+from grpo_ext.rollout.vllm.lazy_import import with_our_generation
 from grpo_ext.trainer.acting import Acting
 from grpo_ext.trainer.batches import (
     Generation,
@@ -132,8 +132,7 @@ class GRPOExtTrainer(GeneratingTrainer):
         model, args = ready.model, ready.args
         self.objective, self.acting = args.objective, None
         accept_numbered_cpu()
-        ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
-        with without_rollouts(args), reference_from(model, args, peft_config), ours:
+        with without_rollouts(args), reference_from(model, args, peft_config), with_our_generation(args):
             super().__init__(
                 model,
                 ready.reward_funcs,
@@ -259,7 +258,7 @@ class GRPOExtTrainer(GeneratingTrainer):
             inputs.setdefault("old_per_token_logps", logps.detach())
         mask = live_mask(inputs)
         if mode == "train" and self._drift is not None and self._drift.due:
-            self._drift(logps.detach(), cast(dict[str, Any], inputs))
+            self._check_drift(logps.detach(), inputs)
         tensors = objective.tensors(logps, inputs, mask)
         entropy_mask = None
         if self.top_entropy_quantile < 1.0:

@@ -32,7 +32,7 @@ from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.composition import parse
 from grpo_ext.rewards.runtime import Component, Runtime
 from grpo_ext.rewards.signatures import callable_name
-from grpo_ext.rollout.vllm.late import grpo_trainer
+from grpo_ext.rollout.vllm.lazy_import import grpo_trainer
 from grpo_ext.trainer.acting import environment_reward
 
 if TYPE_CHECKING:
