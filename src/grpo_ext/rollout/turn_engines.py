@@ -16,7 +16,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.objective.trajectory import Sample
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.transformers_engine import Grouped
+from grpo_ext.rollout.transformers_engine import GroupedEngine
 from grpo_ext.rollout.vllm.server import CONNECTIONS
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Sampling:
     at_most: Callable[[int], AbstractContextManager[None]]
     """Limits the length of completions for a `with` block."""
     vllm: "Generation | None"
-    grouped: Grouped | None
+    grouped: GroupedEngine | None
     """The engine of transformers that decodes groups, if it is used."""
 
 

@@ -27,7 +27,7 @@ from grpo_ext.environments.tools import schemas
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.rollout.collected import Collected
-from grpo_ext.rollout.transformers_engine import Grouped
+from grpo_ext.rollout.transformers_engine import GroupedEngine
 from grpo_ext.rollout.turn_engines import Sampling, engine_of
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Samples(Protocol):
     state: TrainerState
     use_vllm: bool
     vllm_generation: Any
-    _engine: Grouped | None
+    _engine: GroupedEngine | None
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]: ...
 

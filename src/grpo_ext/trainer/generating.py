@@ -23,7 +23,7 @@ from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.empty_completions import fill_empty, without_empty_completions
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, parents_of, with_trajectories
-from grpo_ext.rollout.transformers_engine import Grouped, grouped_engine
+from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.trainer.acting import Acting
 from grpo_ext.trainer.batches import no_early_pass
@@ -43,7 +43,7 @@ class GeneratingTrainer(Lifecycle):
     _collecting: Collected | None = None
     """The generation that TRL's hooks fill at the moment."""
     _credit: Credit
-    _engine: Grouped | None
+    _engine: GroupedEngine | None
     _logs: dict[str, Any]
     _pending_extra_logs: Any
     _rewards: RewardCollector
