@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from trl import GRPOConfig
 
-from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.settings import Change, settings_changed_by
 from grpo_ext.config.spec import Spec
 from grpo_ext.data.config import DataConfig
@@ -120,7 +120,7 @@ def defaults_table() -> str:
 
 def settled(loss_type: str, loss_defaults: str) -> dict[str, Any]:
     """Every axis of a loss of which a recipe says nothing but its name."""
-    unset = {f.name: f.default for f in dataclasses.fields(GRPOExtConfig)}
+    unset = {f.name: f.default for f in dataclasses.fields(GRPOExtArguments)}
     objective = resolve(SimpleNamespace(**unset | {"loss_type": loss_type, "loss_defaults": loss_defaults}))
     names = {"ratio": "importance_sampling_level", "kl": "kl_estimator", "advantage": "advantage_estimator"}
     axes = {names[axis]: getattr(objective, axis) for axis in names}
@@ -384,7 +384,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "aggregations": lambda: described(aggregations, "loss_aggregation", without=("max_completion_length",)),
     "rewards": reward_table,
-    "config": lambda: field_table(GRPOExtConfig, GRPOConfig),
+    "config": lambda: field_table(GRPOExtArguments, GRPOConfig),
     "data": lambda: field_table(DataConfig),
     "resumable": resumable_table,
     "damages": damage_table,

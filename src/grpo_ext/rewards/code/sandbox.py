@@ -22,11 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO
 
-from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.code import sandbox_job as job
 from grpo_ext.rewards.code.sandbox_job import Limits
 from grpo_ext.rewards.code.seccomp import MACHINES
-from grpo_ext.rewards.protocol import OptionError
 
 DEVNULL, PIPE = subprocess.DEVNULL, subprocess.PIPE
 METHODS = ("namespaces", "landlock", "seccomp")
@@ -208,8 +206,8 @@ def available(min_protection: str = "isolated") -> str:
         SandboxError: none reaches `min_protection`; the message names what each lacks. ValueError: unknown level.
     """
     if min_protection not in PROTECTIONS:
-        known = did_you_mean(str(min_protection), PROTECTIONS)
-        raise OptionError("min_protection", min_protection, "no such level", known)
+        known = ", ".join(PROTECTIONS)
+        raise ValueError(f"min_protection={min_protection!r}: no such level. Choose one of {known}.")
     found, problems = _probe()
     if found in PROTECTIONS[min_protection]:
         return str(found)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO
 
 from grpo_ext.rewards.code.seccomp import MACHINES, bpf_filter
-from grpo_ext.rewards.protocol import OptionError
 
 MAX_FILES = 1024  # in its folder
 FOLDER = "/sandbox"  # working folder of a program in its own mount namespace
@@ -46,7 +45,7 @@ class Limits:
         least_of = {"timeout": 0.0, "memory_mb": 31, "disk_mb": 0, "output_kb": 0, "threads": 0, "open_files": 15}
         for name, least in least_of.items():
             if not getattr(self, name) > least:
-                raise OptionError(name, getattr(self, name), "no program can run", f"Set {name} > {least}.")
+                raise ValueError(f"{name}={getattr(self, name)}: no program can run. Set {name} > {least}.")
 
 
 def describe(
