@@ -147,7 +147,7 @@ MISTAKES = [
     ({"rewards": [{"func": digits, "kwargs": {"least": 1}}]}, ["kwargs.least=1: digits has no such option", "most"]),
     ({"rewards": [{"func": digits, "timeout": 3}]}, ["scored in this process", "'my_module:name'"]),
     ({"rewards": [digits, {"func": digits}]}, ["have the log name 'digits'"]),
-    ({"rewards": [{"func": torch.nn.Linear(1, 1)}]}, ["stand alone in the list"]),
+    ({"rewards": [{"func": torch.nn.Linear(1, 1)}]}, ["List the model itself"]),
     ({"rewards": [digits], "reward_weights": [1.0, 2.0]}, ["2 weights for 1 rewards"]),
     ({"rewards": [{"func": digits, "weight": 2.0}], "reward_weights": [1.0]}, ["Keep one of the two"]),
     (
