@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from trl import GRPOConfig
 
-from grpo_ext.commands.console import by_entry as entries
+from grpo_ext.commands.lists import by_entry as entries
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.settings import Change, settings_changed_by
 from grpo_ext.config.spec import Spec
