@@ -47,7 +47,7 @@ RUN = Option("run", metavar="RUN", help="output_dir of a run, a checkpoint, a fo
 
 @dataclass(frozen=True)
 class Command:
-    """A command: heading, line of help, arguments; whether keys may follow; end of its help; module, if not its name."""
+    """A command: heading, line of help, arguments; whether keys may follow; end of its help; name of its module."""
 
     group: str
     summary: str
