@@ -24,6 +24,7 @@ from trl.trainer.utils import create_model_from_path
 from grpo_ext.config.adapters import Base, base_of
 from grpo_ext.config.launch import check_announced, rank, write_exit_code
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.data.given import Checked
 from grpo_ext.errors import (
     NOT_FINISHED,
     ConfigError,
@@ -78,8 +79,8 @@ def build_trainer(recipe: Recipe, record: dict[str, Any] | None = None) -> GRPOE
         model=model_path(recipe) if base is None else adapted_policy(recipe, base, tokenizer),
         reward_funcs=runtime.functions,
         args=training.changed(model_init_kwargs=None if base else init_kwargs(recipe)),
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
+        train_dataset=Checked(train_dataset),
+        eval_dataset=Checked(eval_dataset),
         processing_class=load_processor(recipe) if base is None else tokenizer,
         quantization_config=None if base else get_quantization_config(model),
         peft_config=get_peft_config(model),

@@ -19,7 +19,7 @@ class Checked:
 
 
 def as_dataset(given: Any, name: str) -> Any:
-    """Return `given` as TRL takes it: None and datasets as they are, else its rows, all read at once.
+    """Return `given` as TRL takes it: None and datasets unchanged, else its rows, all read at once.
 
     Rows are mappings; a generator, or a function that returns one, is read to its end; a frame is pandas'.
 
@@ -28,6 +28,8 @@ def as_dataset(given: Any, name: str) -> Any:
     """
     if given is None or isinstance(given, Dataset | IterableDataset):
         return given
+    if isinstance(given, Checked):
+        return given.dataset
     if isinstance(given, Mapping):  # an evaluation on several, by name
         return {key: as_dataset(value, f"{name}[{key!r}]") for key, value in given.items()}
     if hasattr(given, "to_dict") and hasattr(given, "columns"):

@@ -19,7 +19,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
-from grpo_ext.data.given import as_dataset, prompt_problems
+from grpo_ext.data.given import Checked, as_dataset, prompt_problems
 from grpo_ext.data.rows import check_columns
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.composition import parse as parse_environments
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 Row: TypeAlias = Mapping[str, Any]
-Rows: TypeAlias = Union[Dataset, IterableDataset, Iterable[Row], Callable[[], Iterable[Row]], "pd.DataFrame"]
+Rows: TypeAlias = Union[Dataset, IterableDataset, Iterable[Row], Callable[[], Iterable[Row]], "pd.DataFrame", Checked]
 """Types that a trainer takes as a dataset."""
 Reward: TypeAlias = grpo_trainer.RewardFunc | Row
 """A function, a model, or an entry of `reward_funcs` in a recipe."""
@@ -111,16 +111,18 @@ def prepare(
         args = GRPOExtConfig(f"{name.split('/')[-1] or 'model'}-GRPO")
     if not isinstance(args, GRPOExtConfig):
         raise TypeError(f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more.")
+    checked = isinstance(train_dataset, Checked)
     train_dataset = as_dataset(train_dataset, "train_dataset")
     eval_dataset = as_dataset(eval_dataset, "eval_dataset")
     factory = rollouts["environment_factory"] is not None  # which may bring prompts and a reward
     problems = [*machine_problems(args, None)]
-    problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
     specs, found = parse_environments(environments)
     problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
-    evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
-    of_rows = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
-    problems += dict.fromkeys(problem for found in of_rows for problem in found)
+    if not checked:
+        problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
+        evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
+        of_rows = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
+        problems += dict.fromkeys(problem for found in of_rows for problem in found)
     problems += quantized_problems(args, model, quantization_config)
     if reward_funcs or not factory:
         own = environment_reward(specs)
