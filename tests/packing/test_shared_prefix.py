@@ -17,6 +17,7 @@ from grpo_ext import GRPOExtConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.packing import micro_batches as batching
+from grpo_ext.packing import scorer
 from grpo_ext.packing.attention import NAME, attention
 from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.kernels import Run, Segments
@@ -542,11 +543,6 @@ def all_silent(completions, **_):
     return [1.0] * len(completions)
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
-
-
 @float64_throughout()
 def after(model, tmp_path, steps=1, rewards=(tiny.count_a, tiny.length), **settings):
     settings = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": steps, "seed": 3} | settings
@@ -590,12 +586,12 @@ def test_sharing_and_skipping_keep_the_gradient(name, rows, model_path, tmp_path
 
 def test_skipped_rows_are_not_computed(model_path, tmp_path, monkeypatch):
     seen = []
-    forward = batching.of_live_rows
+    forward = scorer.of_live_rows
 
     def spy(run, inputs, live):
         return forward(lambda rows: (seen.append(len(rows["prompt_ids"])), run(rows))[1], inputs, live)
 
-    monkeypatch.setattr(batching, "of_live_rows", spy)
+    monkeypatch.setattr(scorer, "of_live_rows", spy)
     trainer = after(model_path, tmp_path, 1, [half_silent])
     assert seen == [4]
     assert "entropy" in trainer.state.log_history[0]

@@ -8,15 +8,9 @@ import torch
 
 from grpo_ext.config import checks
 from grpo_ext.objective import estimate
-from support import tiny
 from support.trainers import binary, build, scripted_rollout, weights
 
 BETA = 0.5
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
 
 
 def second_step(model_path, tmp_path, **settings):

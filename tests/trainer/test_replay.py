@@ -33,11 +33,6 @@ SETTINGS = {
 """Windows of two steps of two micro-batches, of which the third step begins a second one."""
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
-
-
 def recorded(model_path, folder, **settings):
     trainer = build(model_path, folder, rollout=scripted_rollout, rows=64, **(SETTINGS | settings))
     trainer.train()
@@ -183,11 +178,11 @@ def test_what_is_no_sound_recording(run, tmp_path, capsys):
         return lambda path: torch.save(torch.load(path) | changed, path)
 
     cases = {
-        "cut": (lambda path: path.write_bytes(path.read_bytes()[:5000]), "is damaged, or no recorded batch"),
+        "cut": (lambda path: path.write_bytes(path.read_bytes()[:5000]), "is damaged, or not a recorded batch"),
         "flipped": (flip, "is damaged"),
-        "text": (lambda path: path.write_text("no"), "is damaged, or no recorded batch"),
-        "later": (rewrite(format=9), "has format 9, and this version of grpo-ext"),
-        "else": (lambda path: torch.save([1], path), "is no recorded batch"),
+        "text": (lambda path: path.write_text("no"), "is damaged, or not a recorded batch"),
+        "later": (rewrite(format=9), "has format 9, and grpo-ext"),
+        "else": (lambda path: torch.save([1], path), "is not a recorded batch"),
         "two": (rewrite(processes=2), "lacks rank_1.pt: 2 processes have recorded"),
         "rewards": (rewrite(micro_batches=[]), "a reward gave NaN or inf; there was no batch yet"),
         "moved": (lambda path: None, "the weights before step 2 were not kept"),

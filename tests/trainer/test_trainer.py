@@ -16,12 +16,6 @@ from support import tiny
 from support.float64 import FLOAT64, float64_throughout
 from support.trainers import binary, build, scripted_rollout, unit_interval, weights
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
-
-
 # The loss.
 
 

@@ -63,7 +63,7 @@ class GeneratingTrainer(Lifecycle):
             self.rollout_func = without_empty_completions(self.rollout_func, self._tokenizer.eos_token_id)
         self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
         drift = self.use_vllm and args.rollout_drift != 0
-        self._drift = DriftCheck(args, self.vllm_generation) if drift else None
+        self._drift = DriftCheck(args, cast(Any, self.vllm_generation)) if drift else None
         self._sampler = None
         if args.dynamic_sampling is not None:
             self._sampler = DynamicSampler(
@@ -131,7 +131,7 @@ class GeneratingTrainer(Lifecycle):
             collected.generated = generated
         return collected.generated
 
-    def _play(self, prompts: list, trainer: Any) -> dict[str, Any]:
+    def _play(self, prompts: list, trainer: object) -> dict[str, Any]:
         """Play conversations with environments; TRL's `rollout_func`."""
         assert self.acting is not None
         assert self._collecting is not None

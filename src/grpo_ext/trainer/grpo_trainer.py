@@ -314,7 +314,7 @@ class GRPOExtTrainer(GeneratingTrainer):
 
     # Micro-batches.
 
-    def _prepare_inputs(self, generation_batch: Any) -> MicroBatch:  # type: ignore[override]
+    def _prepare_inputs(self, generation_batch: Sequence[dict[str, Any]]) -> MicroBatch:  # type: ignore[override]
         if self._replayed is not None and self.model.training:
             place = self._step % self.args.gradient_accumulation_steps
             if place == 0:
