@@ -31,8 +31,8 @@ from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import resolve
 from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
-from grpo_ext.recipe.foreign.draft import own_default
-from grpo_ext.recipe.foreign.projects import NO_RECIPES, PROJECTS
+from grpo_ext.recipe.foreign.engine import own_default
+from grpo_ext.recipe.foreign.recognise import NO_RECIPES, PROJECTS
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 from grpo_ext.trainer.checkpoints import identity
@@ -251,8 +251,9 @@ def damage_table() -> str:
 def foreign_defaults(kind: str) -> str:
     """Return what a project does where its file is silent, by version; only what differs from us is written."""
     rows = []
-    for key, values in PROJECTS[kind].own_defaults.items():
-        shown = ", ".join(f"{code(str(value))} since {since}" for since, value in values.items())
+    for key, values in PROJECTS[kind].all_defaults.items():
+        versions = values.items() if isinstance(values, dict) else ()
+        shown = ", ".join(f"{code(str(value))} since {since}" for since, value in versions) or code(str(values))
         ours = own_default(key)
         rows.append((code(key), shown, code("as loss_type says" if ours is None and key in _AXES else str(ours))))
     return table(("key", PROJECTS[kind].title, "here, if the recipe is silent"), rows)
