@@ -18,7 +18,7 @@ from textarena.envs.registration import ENV_REGISTRY
 
 from grpo_ext.environments.composition import parse
 from grpo_ext.environments.observations import opened, stepped
-from grpo_ext.environments.seat import Seat
+from grpo_ext.environments.session import Session
 
 RESULTS = Path(__file__).parent / "results" / "textarena_games.json"
 MOVE = re.compile(r"\[[^\[\]\n]{1,24}\]")
@@ -38,7 +38,7 @@ def reason(problem: str) -> str:
 
 def episode(spec, moves: int) -> dict:
     """Random moves, out of what the transcript shows in brackets, until the game is over."""
-    seat, draw = Seat(spec.make, (), seed=0), random.Random(0)
+    seat, draw = Session(spec.make, (), seed=0), random.Random(0)
     answer = seat.answer(("reset", {}))
     if "failed" in answer:
         return {"failed": answer["failed"][1]}

@@ -20,8 +20,9 @@ from typing import Any
 import yaml
 from trl import GRPOConfig
 
-from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.options import bound_problems
+from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.settings import Change, settings_changed_by
+from grpo_ext.config.spec import Spec
 from grpo_ext.data.config import DataConfig
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -35,7 +36,6 @@ from grpo_ext.recipe.foreign.engine import own_default
 from grpo_ext.recipe.foreign.recognise import NO_RECIPES, PROJECTS
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
-from grpo_ext.trainer.checkpoints import identity
 from grpo_ext.trainer.diagnosis.recording import FIGURES
 from grpo_ext.trainer.diagnosis.rules import RULES
 
@@ -120,12 +120,12 @@ def defaults_table() -> str:
 
 def settled(loss_type: str, loss_defaults: str) -> dict[str, Any]:
     """Every axis of a loss of which a recipe says nothing but its name."""
-    unset = {f.name: f.default for f in dataclasses.fields(GRPOExtConfig)}
+    unset = {f.name: f.default for f in dataclasses.fields(GRPOExtArguments)}
     objective = resolve(SimpleNamespace(**unset | {"loss_type": loss_type, "loss_defaults": loss_defaults}))
     names = {"ratio": "importance_sampling_level", "kl": "kl_estimator", "advantage": "advantage_estimator"}
     axes = {names[axis]: getattr(objective, axis) for axis in names}
     for name, value in objective.options.items():
-        if any(bound_problems(name, objective.row.function, name, value)):
+        if any(Spec.of_function(objective.row.function).value_problems(name, name, value)):
             continue  # a default that is refused is none
         shown = f"{value:g}" if isinstance(value, float) else value  # float32's 1.05 is 1.05
         axes["epsilon" if name == "epsilon_low" else name] = shown
@@ -224,14 +224,15 @@ def ratio(median: float, spread: tuple[float, float] | None = None) -> tuple[str
 
 def resumable_table() -> str:
     """Settings that may differ when a run goes on, by what the difference does."""
+    of_rewards = {"rewards: timeout, retries, isolate, independent"}
     kinds = {
-        "listed; changes no trained number": identity.HARMLESS | {"rewards: timeout, retries, isolate, independent"},
-        "listed; numbers differ by rounding": identity.ROUNDING,
-        "honoured; the learning-rate schedule runs to the new end": identity.LENGTH,
+        "listed; changes no trained number": settings_changed_by(Change.NOTHING) | of_rewards,
+        "listed; numbers differ by rounding": settings_changed_by(Change.ROUNDING),
+        "honoured; the learning-rate schedule runs to the new end": settings_changed_by(Change.LENGTH),
         "honoured while a step and a generation have as many rows as before; random streams are other ones": (
-            identity.SPLIT
+            settings_changed_by(Change.SPLIT)
         ),
-        "free, where the base model is the same": identity.NAMES,
+        "free, where the base model is the same": settings_changed_by(Change.MODEL),
     }
     return table(
         ("changed", "what happens"), [(", ".join(map(code, sorted(keys))), kind) for kind, keys in kinds.items()]
@@ -384,7 +385,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "aggregations": lambda: described(aggregations, "loss_aggregation", without=("max_completion_length",)),
     "rewards": reward_table,
-    "config": lambda: field_table(GRPOExtConfig, GRPOConfig),
+    "config": lambda: field_table(GRPOExtArguments, GRPOConfig),
     "data": lambda: field_table(DataConfig),
     "resumable": resumable_table,
     "damages": damage_table,

@@ -298,13 +298,13 @@ MUTATIONS = [
         "environments/hosts",
         "environments/test_hosts",
         [
-            ("                self.deadline = time.monotonic() + self.seconds\n", ""),
-            ("if line.received and not line.late:", "if False:"),
+            ("max(self.stream.sent_at + self.seconds,", "max(self.asked + self.seconds,"),
+            ("if self.stream.received and not self.extended_until:", "if False:"),
             ('if isinstance(failed := answer.get("failed"), list):', 'if failed := answer.get("failed"):'),
         ],
     ),
     (
-        "environments/seat",
+        "environments/session",
         "environments/test_seat",
         [
             ("except BaseException as error:", "except Exception as error:"),

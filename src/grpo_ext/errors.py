@@ -11,7 +11,11 @@ NOT_FINISHED = 75
 
 
 class UnknownNameError(ValueError):
-    """A name that no registry entry and no importable path answers to."""
+    """A name without a registry entry or an importable object; the message is "reason. cure"."""
+
+    def __init__(self, reason: str, cure: str = "") -> None:
+        self.reason, self.cure = reason, cure
+        super().__init__(f"{reason}. {cure}" if cure else reason)
 
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
@@ -40,7 +44,7 @@ class Problem:
         """Return the message."""
         settings = {self.field: self.value, **self.beside}
         names = [name if value is ABSENT else f"{name}={value!r}" for name, value in settings.items()]
-        return redacted_text(f"{' with '.join(names)}: {self.reason}. {self.cure}")
+        return redacted_text(f"{' with '.join(names)}: {self.reason}. {self.cure}".removesuffix(". "))
 
 
 class ConfigError(ValueError):

@@ -80,25 +80,25 @@ def import_path(path: str) -> Any:
     """
     module_name, _, attribute = _split(path)
     if path.endswith(".py"):
-        raise UnknownNameError(f"{path!r} names no function. Write {path}:NAME.")
+        raise UnknownNameError(f"{path!r} names no function", f"Write {path}:NAME.")
     if not module_name or not attribute:
-        raise UnknownNameError(f"{path!r} is not of the form 'package.module:name'.")
+        raise UnknownNameError(f"{path!r} is not of the form 'package.module:name'", "Correct it.")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     file = Path(_split(located(path))[0]) if module_name.endswith(".py") else None
     if file is not None and not file.is_file():
         hint = did_you_mean(file.name, (entry.name for entry in file.parent.glob("*.py")))
         cure = hint if hint.startswith("Did") else "A path counts from the recipe's folder, else from where you start."
-        raise UnknownNameError(f"no such file: {file}. {cure}")
+        raise UnknownNameError(f"no such file: {file}", cure)
     try:
         module = importlib.import_module(module_name) if file is None else _of_file(file)
     except Exception as error:  # whatever the user's module raises while it is imported is the news
-        raise UnknownNameError(f"cannot import {module_name!r} for {path!r}: {error!r}") from error
+        raise UnknownNameError(f"cannot import {module_name!r} for {path!r}: {error!r}", "Correct it.") from error
     try:
         return getattr(module, attribute)
     except AttributeError:
         public = [name for name in dir(module) if not name.startswith("__")]
-        raise UnknownNameError(f"{module_name!r} has no {attribute!r}. {did_you_mean(attribute, public)}") from None
+        raise UnknownNameError(f"{module_name!r} has no {attribute!r}", did_you_mean(attribute, public)) from None
 
 
 def _split(path: str) -> tuple[str, str, str]:
@@ -186,7 +186,7 @@ class Registry(Mapping[str, T], Generic[T]):
             return self._entries[name]
         if isinstance(name, str) and (":" in name or "." in name):
             return import_path(name)
-        raise UnknownNameError(f"unknown {self.kind} {name!r}. {did_you_mean(str(name), self._entries)}")
+        raise UnknownNameError(f"unknown {self.kind} {name!r}", did_you_mean(str(name), self._entries))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -43,7 +43,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policy import with_adapter
 from grpo_ext.rewards.runtime import Runtime
-from grpo_ext.rewards.workers.pool import end_workers
+from grpo_ext.rewards.workers.child import kill_children
 from grpo_ext.trainer.checkpoints.agreement import agreed
 from grpo_ext.trainer.checkpoints.identity import record_of
 from grpo_ext.trainer.checkpoints.starting import beginning, make_room
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_help()
         return
     watching, signals.phase = signals.watch(), "loading"
-    signals.cleanups[:] = [end_workers]
+    signals.cleanups[:] = [kill_children]
     watch_parent()
     try:
         check_announced()

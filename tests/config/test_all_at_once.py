@@ -48,7 +48,7 @@ def given(**values) -> GRPOExtConfig:
 
 
 def related(config: GRPOExtConfig) -> set[str]:
-    return {problem for rule in checks.RELATIONS for problem in as_far_as_sound(rule(config))}
+    return {str(problem) for rule in checks.RELATIONS for problem in as_far_as_sound(rule(config))}
 
 
 @cache

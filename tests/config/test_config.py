@@ -11,9 +11,9 @@ from trl import GRPOConfig, TrlParser
 
 from grpo_ext import GRPOExtConfig
 from grpo_ext.config import machine
-from grpo_ext.config.fields import CHOICES, RANGES
 from grpo_ext.config.grpo_config import KWARGS
 from grpo_ext.config.launch import planned_processes, planning, world_size
+from grpo_ext.config.settings import SETTINGS, Change, change_of, values_for
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -215,20 +215,40 @@ def test_every_field_has_a_help_that_argparse_can_print():
         assert f"--{name}" in text
 
 
-def test_every_range_is_that_of_a_field():
-    newer = {"dataloader_multiprocessing_context"}  # than the lowest transformers
-    assert set(RANGES) <= set(STOCK) | OURS
-    assert set(CHOICES) <= set(STOCK) | OURS | newer
+def test_every_field_has_a_row_in_the_table_of_settings():
+    other_parts = {
+        *("world_size", "attn_implementation", "model_name_or_path", "model_revision", "dataset_test_split"),
+        *("reward_workers", "reward_memory_gib", "eval_sets", "lora_r", "lora_alpha", "lora_dropout"),
+    }
+    newer = {"dataloader_multiprocessing_context"}  # than the lowest supported transformers
+    assert set(STOCK) | OURS <= set(SETTINGS)
+    assert set(SETTINGS) <= set(STOCK) | OURS | newer | other_parts
 
 
-@pytest.mark.parametrize("name", RANGES)
+def test_the_table_classifies_changes_of_everything_on_record():
+    assert [change_of(name) for name in ("logging_steps", "use_cpu", "max_steps", "world_size", "model_revision")] == [
+        *(Change.NOTHING, Change.ROUNDING, Change.LENGTH, Change.SPLIT, Change.MODEL)
+    ]
+    assert change_of("version.trl") == change_of("rewards.accuracy.timeout") == Change.NOTHING
+    assert change_of("beta") == change_of("rewards.accuracy.weight") == change_of("dataset_name") == Change.ANOTHER_RUN
+
+
+@pytest.mark.parametrize("use", ["replay", "verify", "verify_without"])
+def test_what_replay_and_verify_fix_is_allowed(use):
+    GRPOExtConfig(**CPU | values_for(use))
+
+
+BOUNDED = {name: row.within for name, row in SETTINGS.items() if row.within and name in STOCK.keys() | OURS}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_no_number_is_out_of_its_range(name, value):
+def test_a_number_that_is_not_finite_is_refused(name, value):
     assert any(problem.startswith(f"{name}={value!r}") for problem in problems(**{name: value}))
 
 
-@pytest.mark.parametrize("name", sorted(n for n, (low, *_) in RANGES.items() if low == 0))
-def test_nothing_that_counts_is_negative(name):
+@pytest.mark.parametrize("name", sorted(name for name, bounds in BOUNDED.items() if -1 not in bounds))
+def test_a_negative_count_is_refused(name):
     assert any(problem.startswith(f"{name}=-1") for problem in problems(**{name: -1}))
 
 

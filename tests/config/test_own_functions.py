@@ -147,7 +147,7 @@ BROKEN = {
     "an option that is missing": (
         "def f(loss, mask, totals, *, decay: float): return loss.sum()",
         AGGREGATION,
-        ["loss_aggregation_kwargs.decay is missing: f needs it"],
+        ["loss_aggregation_kwargs.decay: missing, and f needs it"],
     ),
     "an option of the wrong type": (
         "def f(loss, mask, totals, *, decay: float): return loss.sum()",
@@ -157,14 +157,14 @@ BROKEN = {
     "the field's option": (
         "def f(loss, mask, totals, *, max_completion_length: int): return loss.sum()",
         AGGREGATION | {"loss_aggregation_kwargs": {"max_completion_length": 3}},
-        ["set the field max_completion_length instead"],
+        ["Set the field max_completion_length instead"],
     ),
     "bounds of one's own": (
         "from typing import Annotated\nfrom grpo_ext.objective.options import Within\n"
         "def f(rewards, *, share: Annotated[float, Within(least=0.0, most=1.0, because='it is one')] = 0.5):\n"
         "    return rewards - share",
         ADVANTAGE | {"advantage_kwargs": {"share": 1.5}},
-        ["advantage_kwargs.share=1.5 must be 0 to 1: it is one. The default is advantage_kwargs.share: 0.5."],
+        ["advantage_kwargs.share=1.5: must be from 0 to 1: it is one. Correct it; the default is 0.5."],
     ),
     "a group too small for an option of one's own": (
         "@grpo_ext.register_advantage('f', outnumbered='pairs')\ndef f(rewards, *, pairs: int = 4): return rewards",

@@ -21,9 +21,9 @@ CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpoint
         ),
         (
             {"loss_type": "minimind", "advantage_kwargs": {"clamp": 0}},
-            ["advantage_kwargs.clamp=0 must be above 0: at 0 every advantage is 0", "clamp: 10.0"],
+            ["advantage_kwargs.clamp=0: must be above 0: at 0 every advantage is 0", "default is 10.0"],
         ),
-        ({"loss_type": "beta_bnpo", "advantage_kwargs": {"cap": 0.0}}, ["advantage_kwargs.cap=0.0 must be above 0"]),
+        ({"loss_type": "beta_bnpo", "advantage_kwargs": {"cap": 0.0}}, ["advantage_kwargs.cap=0.0: must be above 0"]),
         ({"loss_type": "minimind", "advantage_kwargs": {"clamp": -1.0}}, ["advantage_kwargs.clamp=-1.0"]),
     ],
 )

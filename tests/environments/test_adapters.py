@@ -8,7 +8,7 @@ import time
 import pytest
 
 from grpo_ext.environments.composition import parse
-from grpo_ext.environments.seat import Seat
+from grpo_ext.environments.session import Session
 from support.processes import PATIENCE
 
 TASKSET = """
@@ -49,8 +49,8 @@ def test_an_environment_whose_package_is_missing_is_refused(name, package):
     assert f"Install grpo-ext[{package}]" in problem
 
 
-def asked(seat, text):
-    return seat.answer(("step", {"role": "assistant", "content": text}))
+def asked(session, text):
+    return session.answer(("step", {"role": "assistant", "content": text}))
 
 
 @pytest.fixture
@@ -67,24 +67,24 @@ def test_a_taskset_of_verifiers_is_played_and_scored_by_verifiers(sums):
     [spec], problems = parse([{"name": sums, "kwargs": {"tasks": 5}}])
     assert not problems
     for row, prompt, answer, reward in [({"idx": 2}, "2 + 1", "3", 0.5), ({}, "4 + 1", "9", 0.0)]:
-        seat = Seat(spec.make, (), seed=9)  # of five tasks the fourth
-        assert [m["content"] for m in seat.answer(("reset", row))["opening"]] == ["Add.", prompt]
-        again = asked(seat, "perhaps")
+        session = Session(spec.make, (), seed=9)  # of five tasks the fourth
+        assert [m["content"] for m in session.answer(("reset", row))["opening"]] == ["Add.", prompt]
+        again = asked(session, "perhaps")
         assert (again["observation"], again["afresh"]) == ([{"role": "user", "content": "Are you sure?"}], False)
-        end = asked(seat, answer)
+        end = asked(session, answer)
         assert (end["done"], end["reward"]) == (True, reward)
-        assert seat.answer(("finish", None)) == {"reward": None}
-        seat.close()
+        assert session.answer(("finish", None)) == {"reward": None}
+        session.close()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_episode_of_verifiers_that_is_cut_is_ended(sums):
     [spec], _ = parse([sums])
-    seat = Seat(spec.make, (), seed=0)
-    seat.answer(("reset", {}))
-    assert seat.answer(("finish", None)) == {"reward": None}
-    assert seat._environment._episode.cancelled()
-    seat.close()
+    session = Session(spec.make, (), seed=0)
+    session.answer(("reset", {}))
+    assert session.answer(("finish", None)) == {"reward": None}
+    assert session._environment._episode.cancelled()
+    session.close()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -155,20 +155,20 @@ def test_a_server_of_openenv_is_played(server):
     name, stop = server
     [spec], problems = parse([{"name": name, "kwargs": {"action": "number", "observation": "text"}}])
     assert not problems
-    seats = [Seat(spec.make, (), seed=seed) for seed in (5, 7)]
-    assert [s.answer(("reset", {}))["opening"][0]["content"] for s in seats] == ["at 5", "at 7"]
-    refused = asked(seats[0], "three")
+    sessions = [Session(spec.make, (), seed=seed) for seed in (5, 7)]
+    assert [s.answer(("reset", {}))["opening"][0]["content"] for s in sessions] == ["at 5", "at 7"]
+    refused = asked(sessions[0], "three")
     assert "This is no action" in refused["observation"]
     assert refused["done"] is False
-    assert [(a["observation"], a["reward"], a["done"]) for a in (asked(s, " 4\n") for s in seats)] == [
+    assert [(a["observation"], a["reward"], a["done"]) for a in (asked(s, " 4\n") for s in sessions)] == [
         ("at 9", 0.25, False),
         ("at 11", 0.25, True),
     ]
-    assert seats[1].answer(("finish", None)) == {"reward": None}
+    assert sessions[1].answer(("finish", None)) == {"reward": None}
     stop()
-    assert asked(seats[0], "1")["failed"][0] == "raised"
-    for seat in seats:
-        seat.close()
+    assert asked(sessions[0], "1")["failed"][0] == "raised"
+    for session in sessions:
+        session.close()
 
 
 @pytest.mark.filterwarnings("ignore")

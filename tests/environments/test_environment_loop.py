@@ -15,10 +15,11 @@ import pytest
 from tokenizers import decoders
 
 from grpo_ext.environments.composition import parse
-from grpo_ext.environments.hosts import LOADING_SECONDS, Failed, Hosts
+from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.loop import Attempts, Limits, Sample, Task
 from grpo_ext.environments.rendering import Renderer
-from grpo_ext.rewards.workers.pool import FOLDER
+from grpo_ext.environments.session import EnvironmentFailed
+from grpo_ext.rewards.workers.child import FOLDER, LOADING_SECONDS
 from support import tiny, worlds
 from support.processes import PATIENCE
 
@@ -98,7 +99,7 @@ def tasks(given, rows):
 @pytest.fixture
 def hosts():
     before = descriptors()
-    opened = Hosts(memory_gib=1.0)
+    opened = EnvironmentHost(memory_gib=1.0)
     yield opened
     opened.close()
     assert psutil.Process().children(recursive=True) == []
@@ -179,7 +180,7 @@ def test_what_cannot_be_imported_is_told_of_each_attempt(hosts, tmp_path):
 def test_where_no_process_can_be_forked_one_attempt_is_lost(hosts):
     begun = time.monotonic()
     done, _ = run(hosts, tasks(spec("Crowded"), [{"seconds": [0.0]}] * 3))
-    assert [t.failure for t in done] == [None, "died: it closed its side", None]
+    assert [t.failure for t in done] == [None, "died: it closed its end", None]
     assert time.monotonic() - begun < LOADING_SECONDS
 
 
@@ -231,7 +232,7 @@ def test_what_an_engine_leaves_open_is_ended_and_files_go_with_their_attempt(hos
 def test_a_thousand_ends_that_nobody_hears_of_stop_nobody(hosts):
     """What a process says of its forks' ends fits no pipe, however long; here it is short."""
     lines = [hosts.open(spec(), 0)]
-    fcntl.fcntl(lines[0].nursery._worker.answers, fcntl.F_SETPIPE_SZ, 4096)
+    fcntl.fcntl(lines[0].server._child.stream.incoming, fcntl.F_SETPIPE_SZ, 4096)
 
     def churn():
         for _ in range(200):
@@ -241,12 +242,12 @@ def test_a_thousand_ends_that_nobody_hears_of_stop_nobody(hosts):
     thread.start()
     thread.join(PATIENCE / 4)
     assert not thread.is_alive()
-    lost = lines[0].nursery
-    lost._worker.process.kill()
-    lost._worker.process.wait()
+    lost = lines[0].server
+    lost._child.process.kill()
+    lost._child.process.wait()
     hosts.open(spec(), 0).close()
     # its pipes are closed: others may have their numbers
-    with pytest.raises(Failed, match="died: it closed its side"):
+    with pytest.raises(EnvironmentFailed, match="died: it closed its end"):
         _answer(lines[0])
     lines[0].close()
 

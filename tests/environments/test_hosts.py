@@ -1,4 +1,4 @@
-"""Lines to environments: what is sent and received in part, what is written that is no answer, what is left behind."""
+"""Connections to environments: messages in part, answers that are invalid, environments that are left behind."""
 
 import asyncio
 import json
@@ -12,9 +12,10 @@ from contextlib import suppress
 import pytest
 
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.environments.hosts import Line, answers
+from grpo_ext.environments.hosts import Connection, answers
 from grpo_ext.environments.protocol import Conversation
-from grpo_ext.environments.seat import LENGTH, Seat, serve
+from grpo_ext.environments.session import Session, serve
+from grpo_ext.rewards.workers.frames import HEADER, frame, read_frame
 from support.processes import PATIENCE
 
 LONG = "a" * 2**22
@@ -26,70 +27,69 @@ def pair():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with ours, theirs:
-        yield Line(EnvironmentSpec("any", None), 0, channel=ours), theirs
+        yield Connection(EnvironmentSpec("any", None), 0, ours), theirs
 
 
-def frame(body: bytes) -> bytes:
-    return LENGTH.pack(len(body)) + body
-
-
-def received(theirs, request):
-    """Read a request, answer it."""
+def answer_once(theirs, request):
     with theirs.makefile("rb") as file:
-        assert pickle.loads(file.read(LENGTH.unpack(file.read(LENGTH.size))[0])) == request
+        assert pickle.loads(read_frame(file)) == request
     with suppress(OSError):
         theirs.sendall(frame(json.dumps({"observation": LONG}).encode()))
 
 
-def test_time_in_which_nobody_looks_does_not_run_out_while_something_is_sent(pair):
-    """Neither the request nor the answer fits the socket, and its time is up at every look."""
-    line, theirs = pair
+def let_time_run_out(connection):
+    connection.stream.sent_at, connection.extended_until = -connection.seconds, -1.0
+
+
+def test_a_timeout_does_not_count_the_time_in_which_a_long_message_is_sent(pair):
+    """Neither the request nor the answer fits the socket, and the time is up at every poll."""
+    connection, theirs = pair
     request = "step", LONG
-    other = threading.Thread(target=received, args=(theirs, request), daemon=True)
-    line.ask(request, PATIENCE)
-    line.deadline = time.monotonic()
+    other = threading.Thread(target=answer_once, args=(theirs, request), daemon=True)
+    connection.ask(request, PATIENCE)
     other.start()
-    while line.unsent:
-        select.select([], [line.channel], [], PATIENCE)  # the other side reads while nobody looks
-        found, _ = answers([line], 0.0, None)
-        assert found == []
-    while not line.received:
-        line.deadline = time.monotonic() + 1.0
-        answers([line], 0.0, None)
-    line.deadline = time.monotonic()
-    [(_, answer)], _ = answers([line], PATIENCE, None)
+    while connection.stream.unsent:
+        let_time_run_out(connection)
+        select.select([], [connection.channel], [], PATIENCE)
+        assert answers([connection], 0.0, None) == ([], False)
+    while not connection.stream.received:
+        connection.stream.sent_at = time.monotonic()
+        answers([connection], 0.0, None)
+    connection.stream.sent_at, connection.extended_until = -connection.seconds, 0.0
+    [(_, answer)], _ = answers([connection], PATIENCE, None)
     assert (answer.failure, len(answer.value["observation"])) == (None, len(LONG))
     other.join()
 
 
-def test_an_answer_that_never_ends_is_given_up(pair):
-    line, theirs = pair
-    line.ask(("step", {}), 0.05)
-    theirs.sendall(LENGTH.pack(100))
+def test_an_answer_that_is_never_complete_times_out(pair):
+    connection, theirs = pair
+    connection.ask(("step", {}), 0.05)
+    theirs.sendall(HEADER.pack(100))
     time.sleep(0.1)
-    assert answers([line], 0.0, None) == ([], False)
-    line.deadline = time.monotonic()
-    [(_, answer)], _ = answers([line], PATIENCE, None)
+    assert answers([connection], 0.0, None) == ([], False)
+    let_time_run_out(connection)
+    [(_, answer)], _ = answers([connection], PATIENCE, None)
     assert answer.failure.startswith("timeout: it did not answer within 0.05 s. Raise turn_timeout")
     assert "preload" in answer.failure
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "failure"),
     [
-        (frame(b"nope"), "garbage: what it wrote is no answer: b'nope'"),
-        (frame(b"[" * 100_000), "garbage: what it wrote is no answer"),
+        (frame(b"nope"), "garbage: it sent something that is not an answer: b'nope'"),
+        (frame(b"[" * 100_000), "garbage: it sent something that is not an answer"),
         (frame(b'{"failed": ["raised", 7]}'), "raised: 7"),
+        (frame(b'{"failed": []}'), ""),
         (frame(b'{"failed": 7}'), None),
-        (LENGTH.pack(2**40), "garbage: an answer of 1099511627776 bytes"),
+        (HEADER.pack(2**40), "garbage: it sent an answer of 1099511627776 bytes"),
     ],
 )
-def test_what_is_written_over_a_line_is_an_answer_or_a_failure(pair, body, told):
-    line, theirs = pair
-    line.ask(("step", {}), PATIENCE)
+def test_whatever_is_sent_is_an_answer_or_a_failure(pair, body, failure):
+    connection, theirs = pair
+    connection.ask(("step", {}), PATIENCE)
     theirs.sendall(body)
-    [(_, answer)], _ = answers([line], PATIENCE, None)
-    assert answer.failure is told is None or answer.failure.startswith(told)
+    [(_, answer)], _ = answers([connection], PATIENCE, None)
+    assert answer.failure is failure is None or answer.failure.startswith(failure)
 
 
 class Waits(Conversation):
@@ -97,10 +97,10 @@ class Waits(Conversation):
         await asyncio.sleep(0)
 
 
-def test_who_is_given_up_closes_what_it_has_opened():
+def test_a_session_whose_client_leaves_closes_its_event_loop():
     ours, theirs = socket.socketpair()
-    seat = Seat(Waits, (), 0)
+    session = Session(Waits, (), 0)
     with ours:
         ours.sendall(frame(pickle.dumps(("reset", {}))))
-    serve(theirs, seat)
-    assert seat._loop.is_closed()
+    serve(theirs, session)
+    assert session._loop.is_closed()

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.environments.hosts import Hosts
+from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.loop import Attempts, Limits, Sample, Task
 from grpo_ext.environments.protocol import Conversation, Step
 from grpo_ext.environments.rendering import Renderer
@@ -108,7 +108,7 @@ def test_trained_ids_are_sampled_ids(make, closing):
     def parsed(ids, context, tools):
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
-    attempts = Attempts(engine, Hosts(), Exact(tokenizer, {}), parsed, limits)
+    attempts = Attempts(engine, EnvironmentHost(), Exact(tokenizer, {}), parsed, limits)
     done = [trajectory for trajectory, _ in attempts.run(todo)]
     rows = batch(done, [end])
     for number, (made, ids, mask) in enumerate(zip(done, rows.completion_ids, rows.tool_mask, strict=True)):

@@ -14,7 +14,7 @@ from grpo_ext.environments.catalogue import environments
 from grpo_ext.environments.composition import parse
 from grpo_ext.environments.observations import LONGEST, opened, stepped
 from grpo_ext.environments.protocol import Conversation, Step
-from grpo_ext.environments.seat import Garbage, Seat, written
+from grpo_ext.environments.session import InvalidResult, Session, encoded
 from grpo_ext.environments.tools import methods_of, schemas
 from support import worlds
 
@@ -23,16 +23,16 @@ def call(name, **arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def said(seat, *calls):
-    return seat.answer(("step", {"role": "assistant", "content": "", "tool_calls": list(calls)}))
+def said(session, *calls):
+    return session.answer(("step", {"role": "assistant", "content": "", "tool_calls": list(calls)}))
 
 
-def seat(make, *functions):
-    return Seat(make, functions, seed=5)
+def session(make, *functions):
+    return Session(make, functions, seed=5)
 
 
 def test_trls_class_is_played_as_trl_plays_it():
-    play = seat(worlds.Counter, worlds.add)
+    play = session(worlds.Counter, worlds.add)
     assert play.answer(("reset", {"start": 2, "solution": "7"})) == {"opening": " from 2"}
     answer = said(play, call("add", number=3), call("look"), call("add", number=-1), call("fly"))
     assert [m["content"] for m in answer["observation"]] == [
@@ -75,7 +75,7 @@ TEXTS = [{"type": "text", "text": "an "}, {"type": "text", "text": "owl"}]
 
 
 def shown(value):
-    play = seat(lambda: Shows(value))
+    play = session(lambda: Shows(value))
     play.answer(("reset", {}))
     return said(play, call("show"))
 
@@ -143,7 +143,7 @@ def test_a_step_is_read(value, read):
 
 
 def _answered(value):
-    play = seat(lambda: Returns(value))
+    play = session(lambda: Returns(value))
     play.answer(("reset", {}))
     return play.answer(("step", {}))
 
@@ -154,15 +154,15 @@ def test_whatever_is_raised_is_the_environments(error):
         def reset(self, row):
             raise error
 
-    assert seat(Raises).answer(("reset", {}))["failed"][0] == "raised"
+    assert session(Raises).answer(("reset", {}))["failed"][0] == "raised"
 
 
 @pytest.mark.parametrize("value", [b"bytes", b"12", object(), {1, 2}, np.ones(3)])
 def test_what_cannot_be_sent_is_garbage(value):
-    kind, reason = json.loads(written(_answered(Step(value))))["failed"]
+    kind, reason = json.loads(encoded(_answered(Step(value))))["failed"]
     assert kind == "garbage"
     assert "Return text, or [{'role': ..., 'content': ...}]" in reason or isinstance(value, np.ndarray)
-    assert json.loads(written(_answered(Step("on", np.float32(0.5)))))["reward"] == 0.5
+    assert json.loads(encoded(_answered(Step("on", np.float32(0.5)))))["reward"] == 0.5
 
 
 @pytest.mark.parametrize("value", [7, None, (), (1, 2, 3, 4, 5), "text"])
@@ -192,7 +192,7 @@ def test_counts_beyond_all_bounds_are_none():
     ],
 )
 def test_an_answer_is_checked_where_it_arrives(answer, told):
-    with pytest.raises(Garbage, match=told):
+    with pytest.raises(InvalidResult, match=told):
         stepped(answer)
 
 
@@ -213,7 +213,7 @@ def test_a_conversation_is_opened(opening, contents):
 
 @pytest.mark.parametrize("opening", [None, "!"])
 def test_a_prompt_with_an_image_fails_the_attempt(opening):
-    with pytest.raises(Garbage, match="the prompt has content of type 'image'"):
+    with pytest.raises(InvalidResult, match="the prompt has content of type 'image'"):
         opened([{"role": "user", "content": [*TEXTS, IMAGE]}], {"opening": opening}, list)
 
 

@@ -399,9 +399,9 @@ def test_json_on_the_command_line_is_checked_like_yaml(write):
         (["--liger_kernel_config", "{rope}"], "liger_kernel_config='{rope}' is not JSON"),
         (
             ["--lr_scheduler_type", "cosin"],
-            "lr_scheduler_type='cosin' is not one of its values. Did you mean 'cosine'",
+            "lr_scheduler_type='cosin': not one of its values. Did you mean 'cosine'",
         ),
-        (["--scale_rewards", "Fales"], "scale_rewards='Fales' is not one of its values. Did you mean 'False'"),
+        (["--scale_rewards", "Fales"], "scale_rewards='Fales': not one of its values. Did you mean 'False'"),
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere': no such folder"),
         (["--seed", "1", "2"], "'2' on the command line belongs to no key"),
         (["seed=1"], "'seed=1' on the command line belongs to no key. Write --seed 1."),
@@ -559,7 +559,7 @@ def test_check_names_what_is_wrong_with_the_data(write, capsys, tmp_path, conten
         ({"datasets": [{"path": 5}]}, "datasets[0]: path=5: a whole number where text"),
         (
             {"datasets": [{"path": "owner/name", "split": None}]},
-            "datasets[0]: split=None: nothing where text is expected. Write split: train.",
+            "datasets[0]: split=None: null where text is expected. Write split: train.",
         ),
         ({"datasets": [{"path": "./d.jsonl", "columns": ["nope"]}]}, "columns has 'nope', which is no column"),
     ],
@@ -573,7 +573,7 @@ def test_check_names_what_is_wrong_with_a_mixture(write, capsys, tmp_path, monke
 
 def test_train_ends_with_2_on_problems(capsys):
     assert run("train", "--config", "quickstart/grpo", "--temperature", "0") == 2
-    assert "temperature=0.0 must be positive" in capsys.readouterr().err
+    assert "temperature=0.0: must be above 0" in capsys.readouterr().err
 
 
 def test_train_help_lists_every_key(capsys):

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from grpo_ext.rewards.columns import with_plain_state
-from grpo_ext.rewards.workers import pool
-from grpo_ext.rewards.workers.pool import Job, Pool, end_workers, remove_left_behind
+from grpo_ext.rewards.workers import child
+from grpo_ext.rewards.workers.child import kill_children, remove_stale_folders
+from grpo_ext.rewards.workers.pool import Job, Pool, Worker
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def temp(tmp_path, monkeypatch):
 
 
 def folder(temp: Path, process: int, namespace: int) -> Path:
-    made = temp / f"{pool.FOLDER}{namespace}_{process}_abc"
+    made = temp / f"{child.FOLDER}{namespace}_{process}_abc"
     made.mkdir()
     (made / "file").write_text("")
     return made
@@ -30,28 +31,28 @@ def folder(temp: Path, process: int, namespace: int) -> Path:
 def test_only_what_belongs_to_nobody_is_removed(temp):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    here = pool._namespace()
+    here = child._pid_namespace()
     left, ours, another = (
         folder(temp, gone.pid, here),
         folder(temp, os.getpid(), here),
         folder(temp, gone.pid, here + 1),
     )
-    remove_left_behind()
+    remove_stale_folders()
     assert (left.exists(), ours.exists(), another.exists()) == (False, True, True)
 
 
 def test_all_workers_of_a_process_end_at_once_and_none_is_started_for_them(temp, monkeypatch):
-    monkeypatch.setattr(pool, "_starting", threading.Lock())  # which is kept
+    monkeypatch.setattr(child, "_starting", threading.Lock())  # which is kept
     with Pool(2) as workers:
         workers.run([Job("support.faulty:letters", {"completions": ["a"]}, 60.0)] * 2)
         processes = [worker.process for worker in workers._workers]
-        assert len(list(temp.glob(f"{pool.FOLDER}*"))) == len(processes) > 0
-        end_workers()
+        assert len(list(temp.glob(f"{child.FOLDER}*"))) == len(processes) > 0
+        kill_children()
         assert all(process.poll() is not None for process in processes)
-        late = threading.Thread(target=pool.Worker, args=(1.0, pool.WORKER), daemon=True)
+        late = threading.Thread(target=Worker, args=(1.0,), daemon=True)
         late.start()
         late.join(0.5)
-        assert not list(temp.glob(f"{pool.FOLDER}*"))
+        assert not list(temp.glob(f"{child.FOLDER}*"))
 
 
 def test_the_state_that_travels_does_not_grow_with_the_log():

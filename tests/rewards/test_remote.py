@@ -507,7 +507,7 @@ def test_a_cancelled_call_leaves_nothing_behind(serve):
     [
         ({"protocol": "scores"}, "protocol='scores'. Did you mean 'score'"),
         ({"url": "localhost:8000/score"}, "url='localhost:8000/score'"),
-        ({"url": "file:///etc/passwd"}, "is no address"),
+        ({"url": "file:///etc/passwd"}, "is not an address"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"protocol": "classify", "batch_size": 4}, "batch_size=4: .* one chat per request. Remove it, or set a temp"),
         ({"protocol": "openai_judge", "batch_size": 4}, "one chat per request. Remove it.$"),

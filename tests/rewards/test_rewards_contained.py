@@ -25,7 +25,7 @@ from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.composition import parse
 from grpo_ext.rewards.containment import contained
 from grpo_ext.rewards.signatures import asks
-from grpo_ext.rewards.workers import pool
+from grpo_ext.rewards.workers import child, pool
 from support import faulty
 from support.processes import PATIENCE
 
@@ -43,7 +43,7 @@ def score(runtime, completions=BATCH, **columns) -> list:
 
 @BOTH
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("huge", "int too large to convert to float"), ("stubborn", "no number")]
+    ("fault", "reason"), [("huge", "int too large to convert to float"), ("stubborn", "not a number")]
 )
 def test_what_cannot_become_a_float_costs_itself(fault, reason, workers, runtime, caplog):
     assert score(runtime(spec(fault), workers=workers)) == [1.0, 1.0, None, 1.0]
@@ -268,7 +268,7 @@ def test_a_timeout_that_nothing_applies_is_refused(entry, cure):
 
 @pytest.mark.parametrize("size", [1, 1 << 20])
 def test_a_worker_that_stops_reading_is_replaced(size, runtime, monkeypatch):
-    monkeypatch.setattr(pool, "LOADING_SECONDS", 5.0)
+    monkeypatch.setattr(child, "LOADING_SECONDS", 5.0)
     rewards = runtime(spec("doze", timeout=1.0, independent=True), workers=1)
     assert score(rewards, ["stop"], big=["x"]) == [1.0]
     time.sleep(0.5)
@@ -278,13 +278,13 @@ def test_a_worker_that_stops_reading_is_replaced(size, runtime, monkeypatch):
 
 
 def test_a_worker_that_hangs_before_it_reads_is_given_up(runtime, monkeypatch):
-    monkeypatch.setattr(pool, "LOADING_SECONDS", 0.5)
-    monkeypatch.setattr(pool, "WORKER", "import time; time.sleep(1e6)")
+    monkeypatch.setattr(child, "LOADING_SECONDS", 0.5)
+    monkeypatch.setattr(pool, "PROGRAM", "import time; time.sleep(1e6)")
     assert score(runtime(spec("doze", timeout=0.5), workers=1), ["a"], big=["x" * (1 << 20)]) == [None]
 
 
 def test_a_worker_that_cannot_start_is_no_endless_loop(runtime, monkeypatch, caplog):
-    monkeypatch.setattr(pool, "WORKER", "raise SystemExit(3)")
+    monkeypatch.setattr(pool, "PROGRAM", "raise SystemExit(3)")
     assert score(runtime(spec("doze"), workers=1), ["a"], big=["x" * (1 << 20)]) == [None]
     assert "exit code 3" in caplog.text
 
@@ -294,7 +294,7 @@ def test_a_machine_without_room_for_a_process_fails_the_batch(runtime, monkeypat
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(pool.subprocess, "Popen", refuse)
+    monkeypatch.setattr(child.subprocess, "Popen", refuse)
     before = os.listdir("/dev/fd")
     assert score(runtime(spec("none"), spec("text"), workers=1)) == [None] * 4
     assert "no more processes" in caplog.text
@@ -336,7 +336,7 @@ def test_a_column_that_json_cannot_hold_is_saved_as_text(runtime, tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "reason"),
-    [([10**400] * 2, "int too large"), (["a"] * 2, "'a', which is no number"), ([1.0], "1 values for 2")],
+    [([10**400] * 2, "int too large"), (["a"] * 2, "'a', which is not a number"), ([1.0], "1 values for 2")],
 )
 def test_a_plain_function_is_contained_with_its_values(values, reason):
     errors = []
@@ -419,15 +419,15 @@ def test_nothing_that_a_function_writes_to_its_pipe_is_executed_or_ends_the_run(
     body = faulty.pickle_that_makes(tmp_path / "made") if body is None else body
     rewards = runtime(spec("forges", kwargs={"body": body}), workers=1)
     assert score(rewards, ["bad"]) == [None]
-    assert "it sent what is not an answer" in caplog.text
+    assert "it sent something that is not an answer" in caplog.text
     assert not (tmp_path / "made").exists()
     assert score(rewards, ["good"]) == [1.0]
 
 
 def test_an_answer_beyond_the_limit_is_not_read(runtime, monkeypatch, caplog):
-    monkeypatch.setattr(pool, "LARGEST", 1000)
+    monkeypatch.setattr(child, "LARGEST", 1000)
     assert score(runtime(spec("annotated"), workers=1), ["x" * 1000]) == [None]
-    assert "of which at most 1000 are read" in caplog.text
+    assert "at most 1000 are read" in caplog.text
 
 
 def test_the_copy_of_a_process_that_forks_does_not_answer(runtime):

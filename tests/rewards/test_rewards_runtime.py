@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ BATCH = ["good", "fine", "bad", "well"]
 
 
 def spec(name: str, **settings) -> RewardSpec:
-    return RewardSpec(name, settings.pop("function", f"faulty:{name}"), **settings)
+    return RewardSpec(name, settings.pop("function", f"support.faulty:{name}"), **settings)
 
 
 def score(runtime: Runtime, completions=BATCH, **columns) -> dict[str, list]:
@@ -50,7 +51,7 @@ def test_a_bad_completion_costs_itself_alone(fault, on_error, value, runtime, tm
     assert metrics[f"rewards/{fault}/timeouts"] == (kind == "timeout")
     assert metrics[f"rewards/{fault}/rescored"] == (0 if fault in ("text", "inf") else 4)
     [record] = caplog.records
-    assert f"'{fault}' (faulty:{fault})" in record.message
+    assert f"'{fault}' (support.faulty:{fault})" in record.message
     assert reason in record.message
     assert "first: 'bad'" in record.message
     [saved] = tmp_path.glob("*.jsonl")
@@ -101,7 +102,7 @@ def test_a_worker_dies_with_its_parent(tmp_path):
         "print(int(r.functions[0](completions=['x'])[0]), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    env = os.environ | {"TESTS": os.path.dirname(faulty.__file__)}
+    env = os.environ | {"TESTS": str(Path(faulty.__file__).parents[1])}
     done = subprocess.run([os.sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=PATIENCE)
     assert done.returncode == -signal.SIGKILL
     worker, deadline = int(done.stdout), time.monotonic() + 60

@@ -96,15 +96,15 @@ def returns(completions, *, what: str, **_):
 
 
 CURE = "Return a finite number, or None where it cannot be scored"
-LIST = "which is no list. Return a list of one number or None a completion."
+LIST = "which is not a list. Return a list of one number or None per completion."
 RETURNED = {
     "numpy": (lambda numpy, torch: numpy.array([1, 0.5], dtype="float32"), [1.0, 0.5], ""),
     "a tensor": (lambda numpy, torch: torch.tensor([1.0, 0.5]), [1.0, 0.5], ""),
     "tensors": (lambda numpy, torch: [torch.tensor(1.0), torch.tensor([0.5])], [1.0, 0.5], ""),
     "bools": (lambda numpy, torch: (True, numpy.False_), [1.0, 0.0], ""),
     "a generator": (lambda numpy, torch: (x for x in (1, None)), [1.0, None], ""),
-    "text": (lambda numpy, torch: ["1.0", 0.5], [None, 0.5], f"it returned '1.0', which is no number. {CURE}"),
-    "a list": (lambda numpy, torch: [[1.0], 0.5], [None, 0.5], "which is no number"),
+    "text": (lambda numpy, torch: ["1.0", 0.5], [None, 0.5], f"it returned '1.0', which is not a number. {CURE}"),
+    "a list": (lambda numpy, torch: [[1.0], 0.5], [None, 0.5], "which is not a number"),
     "nan": (lambda numpy, torch: [1.0, numpy.float64("nan")], [1.0, None], ""),
     "-inf": (lambda numpy, torch: [-float("inf"), 0.5], [None, 0.5], f"it returned -inf. {CURE}"),
 }
@@ -128,7 +128,7 @@ FAULTS = {
     "leave": ("error", "exit code 1"),
     "segfault": ("error", "SIGSEGV"),
     "hog": ("error", "MemoryError"),
-    "text": ("error", "'seven', which is no number"),
+    "text": ("error", "'seven', which is not a number"),
     "inf": ("error", "returned inf"),
 }
 """Name -> what it counts as, and what the log says of it."""

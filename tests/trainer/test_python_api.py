@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig, LlamaForSequenceClassification, Mxf
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.runtime import Component
-from grpo_ext.rewards.workers import pool
+from grpo_ext.rewards.workers import child
 from grpo_ext.trainer.arguments import quantized_problems
 from grpo_ext.trainer.progress import Progress, clock, line
 from support import tiny
@@ -96,7 +96,7 @@ def test_workers_end_with_training_and_begin_again(tmp_path):
         one.train()
         assert one.state.log_history[0]["rewards/tags/mean"] == 0.0
         assert one.state.log_history[0]["rewards/tags/errors"] == 0
-        assert not pool._living
+        assert not child._children
 
 
 def generator():
@@ -182,7 +182,7 @@ def test_a_mistake_is_told_before_anything_is_loaded(given, told, tmp_path):
     [
         (lambda n: [1.0] * (n - 1), "returned 7 values for 8 completions"),
         (lambda n: 1.0, "it returned 1.0, a float. Return one number for each completion"),
-        (lambda n: ["1"] * n, "it returned '1', which is no number"),
+        (lambda n: ["1"] * n, "it returned '1', which is not a number"),
         (lambda n: None, "it returned None"),
     ],
     ids=["length", "number", "text", "nothing"],

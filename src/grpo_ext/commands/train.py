@@ -81,7 +81,7 @@ def call(command: list[str], environment: Mapping[str, str]) -> int:
         The exit code by which the processes say that they end, else the launcher's.
     """
     from grpo_ext.config.launch import COMMAND, EXIT_CODE_FILE
-    from grpo_ext.rewards.workers.pool import remove_left_behind
+    from grpo_ext.rewards.workers.child import remove_stale_folders
 
     with tempfile.TemporaryDirectory(prefix="grpo_ext_launch_") as folder:
         said = Path(folder) / "exit_code"
@@ -94,7 +94,7 @@ def call(command: list[str], environment: Mapping[str, str]) -> int:
         finally:
             for number, handler in earlier.items():
                 signal.signal(number, handler)
-            remove_left_behind()  # by a process that was killed
+            remove_stale_folders()  # by a process that was killed
         return int(said.read_text()) if code and said.exists() else code
 
 

@@ -5,9 +5,8 @@ from functools import partial
 from typing import Any
 
 from grpo_ext.config.broken import Rule
-from grpo_ext.config.options import option_problems
+from grpo_ext.config.spec import option_problems
 from grpo_ext.objective.advantages import estimators
-from grpo_ext.objective.objective import resolve
 from grpo_ext.objective.options import option_defaults
 
 
@@ -21,7 +20,7 @@ def _scale(config: Any) -> Iterator[str]:
 
 
 def _normalised_twice(config: Any) -> Iterator[str]:
-    objective = resolve(config)
+    objective = config.objective
     if objective.combination == "normalize_then_sum" and objective.advantage != "group":
         yield (
             f"multi_objective_aggregation='normalize_then_sum' normalises by group and batch itself and would ignore "
@@ -30,7 +29,7 @@ def _normalised_twice(config: Any) -> Iterator[str]:
 
 
 def _missing(config: Any) -> Iterator[str]:
-    objective = resolve(config)
+    objective = config.objective
     if config.missing_rewards is not None and objective.combination != "sum_then_normalize":
         yield (
             f"missing_rewards={config.missing_rewards!r} speaks of the weighted sum, which "
@@ -42,7 +41,7 @@ def _judged_by_advantages(config: Any) -> Iterator[str]:
     """Refuse `dynamic_sampling: reward` where every group has an advantage."""
     if config.dynamic_sampling != "reward":
         return
-    objective = resolve(config)
+    objective = config.objective
     compared = estimators.traits(objective.advantage).group_baseline or objective.sees_turns
     if compared and not objective.kl_in_reward:
         return
@@ -58,12 +57,12 @@ def _judged_by_advantages(config: Any) -> Iterator[str]:
 
 
 def _options(config: Any) -> Iterator[str]:
-    yield from option_problems("advantage_kwargs", config.advantage_kwargs, estimators[resolve(config).advantage], {})
+    yield from option_problems("advantage_kwargs", config.advantage_kwargs, estimators[config.objective.advantage], {})
 
 
 def _group_size(name: str, config: Any) -> Iterator[str]:
     """Whether a group is as large as the estimator needs it."""
-    objective = resolve(config)
+    objective = config.objective
     option = estimators.traits(objective.advantage).outnumbered
     if option is None:
         return

@@ -1,9 +1,11 @@
 """Check what a config says beside a field whose own value is already refused."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
-Rule: TypeAlias = Callable[[Any], Iterator[str]]
+T = TypeVar("T")
+
+Rule: TypeAlias = Callable[[Any], Iterator[Any]]
 """Takes a config and yields the problems of one matter."""
 
 
@@ -31,6 +33,7 @@ def without(config: Any, fields: Iterable[str]) -> Any:
     """Return a copy of a config in which no rule can look at the values of `fields`."""
     copy = object.__new__(type(config))
     vars(copy).update(vars(config) | dict.fromkeys(fields, _Broken()))
+    vars(copy).pop("_objective", None)
     return copy
 
 
@@ -39,7 +42,7 @@ def is_broken(value: Any) -> bool:
     return type(value) is _Broken
 
 
-def as_far_as_sound(problems: Iterator[str]) -> Iterator[str]:
+def as_far_as_sound(problems: Iterator[T]) -> Iterator[T]:
     """Yield the problems that a rule finds before it looks at a refused value."""
     try:
         yield from problems

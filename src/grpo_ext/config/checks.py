@@ -32,7 +32,7 @@ def problems(config: Any) -> list[str]:
     """What makes `config` unusable; empty when nothing does. Reads raw fields only, before TRL derives any."""
     refused = field_problems(config)
     sound = without(config, refused)
-    found = [*refused.values(), *(p for rule in RELATIONS for p in as_far_as_sound(rule(sound)))]
+    found = [*refused.values(), *(str(p) for rule in RELATIONS for p in as_far_as_sound(rule(sound)))]
     return found or rehearsal_problems(config)
 
 
@@ -40,6 +40,6 @@ def field_problems(config: Any) -> dict[str, str]:
     """Return the first problem of each field that is unusable whatever the other fields are."""
     found: dict[str, str] = {}
     for rule in (path_problems, mapping_problems, type_problems, choice_problems, range_problems):
-        for problem in rule(config):
+        for problem in map(str, rule(config)):
             found.setdefault(problem.partition("=")[0], problem)
     return found

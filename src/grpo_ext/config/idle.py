@@ -6,22 +6,14 @@ from functools import partial
 from typing import Any
 
 from grpo_ext.config.broken import Rule
+from grpo_ext.config.settings import SETTINGS
 
 # Refused.
 
-_NO_MEANING = {
-    "label_smoothing_factor": (0.0, "there are no labels to smooth"),
-    "train_sampling_strategy": ("random", "the sampler keeps the completions of a prompt together"),
-    "length_column_name": ("length", "the sampler keeps the completions of a prompt together"),
-    "include_for_metrics": ([], "no compute_metrics is called"),
-    "batch_eval_metrics": (False, "no compute_metrics is called"),
-    "label_names": (None, "there are no labels"),
-}
 
-
-def _meaningless(name: str, default: Any, reason: str, config: Any) -> Iterator[str]:
-    if getattr(config, name) != default:
-        yield f"{name}={getattr(config, name)!r} has no meaning in GRPO: {reason}. Remove it."
+def _unused(name: str, config: Any) -> Iterator[str]:
+    if is_set(config, name):
+        yield f"{name}={getattr(config, name)!r} has no meaning in GRPO: {SETTINGS[name].unused}. Remove it."
 
 
 def _evaluation(config: Any) -> Iterator[str]:
@@ -69,7 +61,7 @@ def _completions_of_a_replay(config: Any) -> Iterator[str]:
 
 
 IDLE_RULES: tuple[Rule, ...] = (
-    *(partial(_meaningless, name, default, reason) for name, (default, reason) in _NO_MEANING.items()),
+    *(partial(_unused, name) for name, row in SETTINGS.items() if row.unused),
     *(_evaluation, _prediction, _reference, _columns, _batch_size),
     *(_completions_to_the_hub, _completions_of_a_replay),
 )

@@ -7,12 +7,12 @@ from typing import Any
 
 from grpo_ext.config.advantages import ADVANTAGE_RULES
 from grpo_ext.config.broken import Rule
-from grpo_ext.config.options import bound_problems, option_problems
+from grpo_ext.config.spec import Spec, option_problems
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import OPTION_FIELDS, find, losses
-from grpo_ext.objective.objective import AGGREGATION_FIELDS, Objective, resolve
+from grpo_ext.objective.objective import AGGREGATION_FIELDS, Objective
 from grpo_ext.objective.options import option_defaults
 
 
@@ -23,10 +23,10 @@ def _surrogate(config: Any) -> Iterator[str]:
     yield from problems
     if problems:
         return
-    options = resolve(config).options
+    options = config.objective.options
     for option, value in options.items():
         if fielded.get(option) and value is not None:
-            yield from bound_problems(str(fielded[option]), row.function, option, value)
+            yield from Spec.of_function(row.function).value_problems(str(fielded[option]), option, value)
     if row.conflict is not None and (conflict := row.conflict(**options)):
         yield conflict
 
@@ -50,7 +50,7 @@ def _of_another_loss(name: str, config: Any) -> Iterator[str]:
 
 
 def _ratio_level(config: Any) -> Iterator[str]:
-    objective = resolve(config)
+    objective = config.objective
     level, row = objective.ratio, objective.row
     if level not in row.levels:
         yield (
@@ -60,7 +60,7 @@ def _ratio_level(config: Any) -> Iterator[str]:
 
 
 def _one_term(config: Any) -> Iterator[str]:
-    objective = resolve(config)
+    objective = config.objective
     if objective.one_term and config.top_entropy_quantile < 1:
         yield (
             f"top_entropy_quantile={config.top_entropy_quantile}: the loss {config.loss_type!r} has one term for a "
@@ -91,7 +91,7 @@ def _unused_kl(name: str, config: Any) -> Iterator[str]:
 def _kl_level(config: Any) -> Iterator[str]:
     if config.beta == 0.0:
         return
-    objective = resolve(config)
+    objective = config.objective
     if objective.kl_placement == "reward":
         yield from _kl_in_reward(objective)
     elif objective.ratio not in kl_estimators.traits(objective.kl).levels and config.loss_defaults == "paper":
@@ -104,7 +104,7 @@ def _kl_level(config: Any) -> Iterator[str]:
 def _kl_of_lengths(config: Any) -> Iterator[str]:
     if config.beta == 0.0:
         return
-    objective = resolve(config)
+    objective = config.objective
     once = aggregations.traits(objective.aggregation).completion_mean
     if kl_estimators.traits(objective.kl).per_completion and not once:
         yield (

@@ -12,7 +12,7 @@ from grpo_ext.objective.aggregation import aggregations, step_totals
 from grpo_ext.objective.credit import mixes_tokens
 from grpo_ext.objective.estimate import BrokenRule
 from grpo_ext.objective.kl import kl_estimators
-from grpo_ext.objective.objective import ESTIMATOR_INPUTS, KL_INPUTS, TENSORS, Objective, resolve
+from grpo_ext.objective.objective import ESTIMATOR_INPUTS, KL_INPUTS, TENSORS, Objective
 from grpo_ext.objective.options import asked_for, bind
 from grpo_ext.registry import did_you_mean
 
@@ -22,7 +22,7 @@ PER_TOKEN = ((ROWS, TIME), (ROWS, 1))
 
 def rehearsal_problems(config: Any) -> list[str]:
     """What is wrong with the functions that a config without problems names: their arguments, shapes, gradients."""
-    objective = resolve(config)
+    objective = config.objective
     own = _has_own(objective)
     if not own and not objective.sees_tokens:
         return []
@@ -41,7 +41,7 @@ def rehearsal_problems(config: Any) -> list[str]:
 
 def rehearsal_warnings(config: Any) -> Iterator[str]:
     """Whether one reward of None would end the run."""
-    objective = resolve(config)
+    objective = config.objective
     try:
         if _has_own(objective):
             _advantages(objective, config.num_generations, unscored=True)

@@ -9,7 +9,6 @@ from grpo_ext.config.mappings import reshaped_sampling
 from grpo_ext.config.rehearsal import rehearsal_warnings
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
-from grpo_ext.objective.objective import resolve
 
 
 class _Idle(NamedTuple):
@@ -169,7 +168,7 @@ def _extremes(config: Any) -> Iterator[str]:
             f"temperature={config.temperature:g}: completions become random text far below this; 0.6 to 1.2 is usual. "
             "Lower it."
         )
-    objective = resolve(config)
+    objective = config.objective
     low, high = objective.options.get("epsilon_low"), objective.options.get("epsilon_high")
     if low is None or high is None:  # no clip, or a bound of the ratio itself
         return
@@ -185,7 +184,7 @@ def _extremes(config: Any) -> Iterator[str]:
 
 
 def _loss(config: Any) -> Iterator[str]:
-    objective = resolve(config)
+    objective = config.objective
     aggregation, kl = aggregations.traits(objective.aggregation), kl_estimators.traits(objective.kl)
     if aggregation.local:
         yield (

@@ -104,7 +104,7 @@ def _parse_entry(
     values = {"name": "", "plays": plays, **{key: entry[key] for key in _OWN if entry.get(key) is not None}}
     k = values.pop("k", ())
     sound, told = sound_values(EvalSet, EvalSet(**values), {"data": object, "rewards": object, "k": object})
-    problems += told
+    problems += map(str, told)
     ks = tuple(k) if isinstance(k, list | tuple) else (k,)
     chosen = EvalSet(**{**sound, "k": ks, "rewards": rewards, "data": {n: entry[n] for n in DATA_KEYS if n in entry}})
     problems += [] if told else list(problems_of(chosen))

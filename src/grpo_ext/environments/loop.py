@@ -6,7 +6,6 @@ environment, which comes, or whose time is up, or whose process ends. So each at
 an environment that has a deadline, or over; and a failure is of one attempt alone.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.environments.hosts import DIED, Answer, Failed, Hosts, Line, answers
+from grpo_ext.environments.hosts import Answer, Connection, EnvironmentHost, answers
 from grpo_ext.environments.observations import opened, stepped, worth
 from grpo_ext.environments.protocol import Message
 from grpo_ext.environments.rendering import CannotRender, Context, Renderer
-from grpo_ext.environments.seat import GARBAGE, Garbage
+from grpo_ext.environments.session import EnvironmentFailed, FailureKind, InvalidResult
 from grpo_ext.objective.trajectory import Trajectory, Turn, common
 
 TEMPLATE = "template"
@@ -109,7 +108,7 @@ class Figures:
 class _Attempt:
     number: int
     task: Task
-    line: Line | None = None
+    line: Connection | None = None
     context: Context = field(default_factory=lambda: Context([], ""))
     history: list[Message] = field(default_factory=list)
     opening: list[Message] = field(default_factory=list)
@@ -141,7 +140,7 @@ class Attempts:
     def __init__(
         self,
         engine: Engine,
-        hosts: Hosts,
+        hosts: EnvironmentHost,
         renderer: Renderer,
         parse: Parser,
         limits: Limits,
@@ -152,7 +151,7 @@ class Attempts:
         self.waiting = waiting
         self._done: dict[int, tuple[Trajectory, Figures]] = {}
         self._ready: list[_Attempt] = []
-        self._thinking: dict[Line, _Attempt] = {}
+        self._thinking: dict[Connection, _Attempt] = {}
         self._speaking: dict[int, _Attempt] = {}
         self._answered: deque[tuple[_Attempt, Answer]] = deque()
 
@@ -181,28 +180,24 @@ class Attempts:
         attempt.history, attempt.opening = list(task.prompt), list(task.prompt)
         try:
             attempt.line = self.hosts.open(task.spec, task.seed)
-        except Failed as failure:
+        except EnvironmentFailed as failure:
             self._answered.append((attempt, Answer({}, str(failure), 0.0)))
         except Exception as error:  # no descriptors, no threads left
-            self._answered.append((attempt, Answer({}, f"{DIED}: it could not be started ({error})", 0.0)))
+            self._answered.append((attempt, Answer({}, f"{FailureKind.DIED}: it could not be started ({error})", 0.0)))
         else:
             self._ask(attempt, "reset", dict(task.row))
 
     def _ask(self, attempt: _Attempt, what: str, value: Any) -> None:
         line, attempt.asked = attempt.line, what
         assert line is not None
-        if line.channel is None:
-            assert line.seat is not None
-            start, said = time.monotonic(), line.seat.answer((what, value))
-            failure = ": ".join(said["failed"]) if "failed" in said else None
-            self._answered.append((attempt, Answer(said, failure, time.monotonic() - start)))
-            return
-        self._thinking[line] = attempt
         try:
-            line.ask((what, value), attempt.task.spec.turn_timeout)
+            answer = line.ask((what, value), attempt.task.spec.turn_timeout)
         except Exception as error:  # a column that cannot be sent to a process
-            del self._thinking[line]
-            self._answered.append((attempt, Answer({}, f"{GARBAGE}: {error}", 0.0)))
+            answer = Answer({}, f"{FailureKind.GARBAGE}: {error}", 0.0)
+        if answer is None:
+            self._thinking[line] = attempt
+        else:
+            self._answered.append((attempt, answer))
 
     def _take_answers(self) -> None:
         """Those that there are; where nothing else is to be done, wait for the first."""
@@ -224,8 +219,8 @@ class Attempts:
             return
         try:
             {"reset": self._open, "step": self._go_on, "finish": self._finish}[attempt.asked](attempt, answer.value)
-        except Garbage as error:
-            self._fail(attempt, f"{GARBAGE}: {attempt.asked}: {error}")
+        except InvalidResult as error:
+            self._fail(attempt, f"{FailureKind.GARBAGE}: {attempt.asked}: {error}")
         except CannotRender as error:
             self._fail(attempt, f"{TEMPLATE}: {error}")
 

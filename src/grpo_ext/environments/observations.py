@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from grpo_ext.environments.content import CURE, is_parts, medium, text_of
 from grpo_ext.environments.protocol import Message
-from grpo_ext.environments.seat import Garbage
-from grpo_ext.rewards.workers.worker import shown
+from grpo_ext.environments.session import InvalidResult
+from grpo_ext.rewards.workers.worker import safe_repr
 
 LONGEST = 2**20
 """Characters of an observation."""
@@ -31,7 +31,7 @@ def opened(
     """The conversation that an attempt begins with: text goes behind the prompt's last message, as in TRL.
 
     Raises:
-        Garbage: it is neither text nor messages, or there are images.
+        InvalidResult: it is neither text nor messages, or there are images.
     """
     said = _as_text(value.get("opening"))
     if said is None or isinstance(said, str):
@@ -46,17 +46,17 @@ def opened(
         return [*prompt[:-1], {**prompt[-1], "content": content}]
     messages = _messages(said)
     if not messages:
-        raise Garbage("no messages to begin with. Return None to begin with the prompt as it is.")
+        raise InvalidResult("no messages to begin with. Return None to begin with the prompt as it is.")
     return harmless(messages)
 
 
 def stepped(value: Mapping[str, Any]) -> Stepped:
-    """Raises Garbage where an answer to a turn is none."""
+    """Raises InvalidResult where an answer to a turn is none."""
     said = value.get("observation")
     news = [] if said is None else _messages(said)
     done = value.get("done") is True
     if not done and not news:
-        raise Garbage("no observation, and it is not done: the model would have nothing to answer. Return one.")
+        raise InvalidResult("no observation, and it is not done: the model would have nothing to answer. Return one.")
     counts = [value.get(name) for name in ("calls", "refused")]
     calls, refused = (count if isinstance(count, int) and abs(count) <= LONGEST else 0 for count in counts)
     return Stepped(news, _number(value.get("reward")), done, value.get("afresh") is True, calls, refused)
@@ -66,7 +66,7 @@ def worth(value: Mapping[str, Any]) -> float | None:
     """What an attempt earned beside its turns, by its environment's `get_reward`.
 
     Raises:
-        Garbage: that is no number.
+        InvalidResult: that is no number.
     """
     return _number(value.get("reward"))
 
@@ -78,9 +78,9 @@ def _messages(said: Any) -> list[Message]:
         said = [{**m, "content": _as_text(m.get("content"))} if isinstance(m, dict) else m for m in said]
     if not isinstance(said, list) or not all(_is_message(message) for message in said):
         cure = "Return text, or [{'role': ..., 'content': ...}]."
-        raise Garbage(f"{shown(said)} is neither text nor messages. {cure}")
+        raise InvalidResult(f"{safe_repr(said)} is neither text nor messages. {cure}")
     if (length := sum(len(message["content"]) for message in said)) > LONGEST:
-        raise Garbage(f"an observation of {length} characters; {LONGEST} are the most.")
+        raise InvalidResult(f"an observation of {length} characters; {LONGEST} are the most.")
     return said
 
 
@@ -88,7 +88,7 @@ def _as_text(content: Any) -> Any:
     """Content parts as their text, anything else as it is.
 
     Raises:
-        Garbage: a part is not text.
+        InvalidResult: a part is not text.
     """
     _require_text(content, "it returned")
     return text_of(content) if is_parts(content) else content
@@ -96,7 +96,7 @@ def _as_text(content: Any) -> Any:
 
 def _require_text(content: Any, who: str) -> None:
     if (kind := medium(content)) is not None:
-        raise Garbage(f"{who} content of type {kind!r}, and environments carry text only. {CURE}")
+        raise InvalidResult(f"{who} content of type {kind!r}, and environments carry text only. {CURE}")
 
 
 def _is_message(message: Any) -> bool:
@@ -107,5 +107,5 @@ def _number(value: Any) -> float | None:
     if value is None:
         return None
     if not isinstance(value, int | float) or not abs(value) <= LARGEST:
-        raise Garbage(f"a reward of {shown(value)}. Return a finite number or None.")
+        raise InvalidResult(f"a reward of {safe_repr(value)}. Return a finite number or None.")
     return float(value)

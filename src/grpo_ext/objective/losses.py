@@ -119,7 +119,8 @@ def find(loss_type: str) -> Loss:
     if isinstance(entry, Loss):
         return entry.whole()
     if not callable(entry):
-        raise UnknownNameError(f"loss_type {loss_type!r} is a {type(entry).__name__}, not a surrogate function.")
+        kind = type(entry).__name__
+        raise UnknownNameError(f"loss_type {loss_type!r} is a {kind}, not a surrogate function", "Name a function.")
     for row in losses.values():
         if row.surrogate is entry:
             return row

@@ -31,22 +31,27 @@ def bind(function: Callable[..., Any], offered: Mapping[str, Any]) -> Callable[.
 
 @dataclass(frozen=True)
 class Within:
-    """Numbers from `least` to `most`, and above `above`; `because` says what is wrong with the others."""
+    """Finite numbers from `least` to `most`, above `above` and below `below`; `because` gives the reason."""
 
     least: float = -math.inf
     most: float = math.inf
     above: float = -math.inf
+    below: float = math.inf
     because: str = ""
 
     def __contains__(self, value: float | int) -> bool:
-        """Whether `value` lies inside."""
-        return self.least <= value <= self.most and value > self.above
+        """Return whether `value` lies inside."""
+        return self.least <= value <= self.most and self.above < value < self.below
 
     def __str__(self) -> str:
-        """The bounds in words: "0 or more"."""
-        if math.isfinite(self.above):
-            return f"above {self.above:g}"
-        return f"{self.least:g} or more" if self.most == math.inf else f"{self.least:g} to {self.most:g}"
+        """Return the bounds in words: "0 or more"."""
+        bounds = {"above": self.above, "at least": self.least, "below": self.below, "at most": self.most}
+        words = {word: f"{bound:.16g}" for word, bound in bounds.items() if math.isfinite(bound)}
+        if words.keys() == {"at least", "at most"}:
+            return f"from {words['at least']} to {words['at most']}"
+        if words.keys() == {"at least"}:
+            return f"{words['at least']} or more"
+        return " and ".join(f"{word} {bound}" for word, bound in words.items()) or "a finite number"
 
 
 @dataclass(frozen=True)

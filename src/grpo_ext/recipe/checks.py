@@ -16,7 +16,7 @@ from trl.scripts.utils import DatasetConfig
 
 from grpo_ext.config.adapters import adapter_problems, is_adapter
 from grpo_ext.config.broken import as_far_as_sound
-from grpo_ext.config.fields import BELOW_ONE, COUNT, NOT_NEGATIVE, outside, sound_values, unknown_value
+from grpo_ext.config.fields import outside, sound_values, unknown_value
 from grpo_ext.config.idle import is_set
 from grpo_ext.config.launch import elsewhere
 from grpo_ext.config.machine import machine_problems
@@ -76,7 +76,7 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
     for problems in (*([] if model is None else [_model(model)]), *found):
         yield from as_far_as_sound(problems)
     if script is not None:
-        yield from outside(script, {"reward_workers": NOT_NEGATIVE, "reward_memory_gib": NOT_NEGATIVE})
+        yield from map(str, outside(script))
         if sys.platform == "win32" and script.reward_workers != 0:
             yield (
                 f"reward_workers={script.reward_workers}: Windows has not the pipes and process groups of reward "
@@ -143,13 +143,13 @@ def _model(model: Any) -> Iterator[str]:
         value = getattr(model, name)
         known = next(f for f in dataclasses.fields(model) if f.name == name).metadata["choices"]
         if isinstance(value, str) and value not in known:
-            yield unknown_value(name, value, known)
+            yield str(unknown_value(name, value, known))
     if isinstance(model.lora_task_type, str) and model.lora_task_type not in _TASK_TYPES:
-        yield unknown_value("lora_task_type", model.lora_task_type, _TASK_TYPES)
+        yield str(unknown_value("lora_task_type", model.lora_task_type, _TASK_TYPES))
     attention = model.attn_implementation
     if attention and "/" not in attention and attention not in (known := ("eager", *ALL_ATTENTION_FUNCTIONS)):
-        yield unknown_value("attn_implementation", attention, known)
-    yield from outside(model, {"lora_r": COUNT, "lora_alpha": COUNT, "lora_dropout": BELOW_ONE})
+        yield str(unknown_value("attn_implementation", attention, known))
+    yield from map(str, outside(model))
     for name in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, name) and not (model.use_peft or is_adapter(path)):
             yield f"{name}=True: quantized weights cannot be trained, only an adapter on them. Set use_peft: true."

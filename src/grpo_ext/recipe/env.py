@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from grpo_ext.config.options import kind
 from grpo_ext.config.paths import expand, unknown
+from grpo_ext.config.spec import kind
 
 _READ_AT_START = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "PYTHON", "LD_", "OMP_", "MKL_", "XDG_CACHE_HOME")
 """Python, the loader, OpenMP and the Hugging Face libraries read these before any recipe is read."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from grpo_ext.config.options import kind
+from grpo_ext.config.spec import kind
 from grpo_ext.errors import ConfigError
 from grpo_ext.registry import did_you_mean
 

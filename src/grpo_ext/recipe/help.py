@@ -8,12 +8,12 @@ from trl import GRPOConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments
 
-from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.data.config import DataConfig
 from grpo_ext.recipe.parts import PARTS, RecipeArguments
 
 _SUBJECTS: dict[str, tuple[Any, ...]] = {
-    "The loss, rollouts, what is watched (grpo-ext)": (GRPOExtConfig,),
+    "The loss, rollouts, what is watched (grpo-ext)": (GRPOExtArguments,),
     "Rewards and data": (RecipeArguments, GRPOScriptArguments, ScriptArguments, DataConfig, DatasetMixtureConfig),
     "The model and LoRA": (ModelConfig,),
     "GRPO and vLLM (TRL)": (GRPOConfig,),

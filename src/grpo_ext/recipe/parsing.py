@@ -14,11 +14,12 @@ from typing import Any
 from trl import TrlParser
 
 from grpo_ext.config.broken import as_far_as_sound, is_broken, without
-from grpo_ext.config.fields import OPEN_TO_PATHS, sound_values
+from grpo_ext.config.fields import sound_values
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import planning, rank
 from grpo_ext.config.mappings import holds
 from grpo_ext.config.paths import PATHS, expand, unknown
+from grpo_ext.config.settings import FUNCTIONS
 from grpo_ext.data.eval_sets import parse as parse_eval_sets
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.environments.composition import parse as parse_environments
@@ -232,8 +233,8 @@ def _parse_part(
             given[key] = expand(key, given[key])
         if part is not GRPOExtConfig:  # which tells of its types itself, with all that is wrong in it
             given, told = sound_values(part, parsed, ALSO)
-            problems += told
-        for key in given.keys() & set(OPEN_TO_PATHS):
+            problems += map(str, told)
+        for key in given.keys() & FUNCTIONS:
             given[key] = located(given[key], folder) if isinstance(given[key], str) else given[key]
         return part(**given)
     except ConfigError as error:

@@ -11,8 +11,8 @@ from grpo_ext.rewards.failures import from_outside
 from grpo_ext.rewards.outcomes import Part, failure
 from grpo_ext.rewards.signatures import is_async
 from grpo_ext.rewards.text import completion_text
-from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome
-from grpo_ext.rewards.workers.worker import NotValues, callbacks, last_lines, listed
+from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Status
+from grpo_ext.rewards.workers.worker import NotAList, as_list, logging_callbacks, traceback_tail
 
 ISOLATION_BUDGET = 2.0
 """Timeouts that may pass while the completions of a failed batch are scored one by one."""
@@ -79,23 +79,23 @@ async def in_process(spec: RewardSpec, columns: Mapping[str, Any]) -> list[Part]
 async def _call(spec: RewardSpec, columns: Mapping[str, Any], deadline: float | None) -> Outcome:
     start = time.monotonic()
     if deadline is not None and start > deadline:
-        return Outcome("timeout", reason=NO_TIME_LEFT)
-    given, extras, metrics = callbacks()
+        return Outcome(Status.TIMEOUT, reason=NO_TIME_LEFT)
+    given, extras, metrics = logging_callbacks()
     try:
         values = spec.callable(**{**columns, **given, **spec.kwargs})
         if is_async(spec.callable):
             values = await values
-        outcome = Outcome("scored", listed(values), extras, metrics)
-    except NotValues as error:
-        outcome = Outcome("misshapen", reason=str(error))
+        outcome = Outcome(Status.SCORED, as_list(values), extras, metrics)
+    except NotAList as error:
+        outcome = Outcome(Status.MISSHAPEN, reason=str(error))
     except BaseException as error:  # the reward is the user's: whatever it raises is contained here
         if from_outside(error):
             raise
-        outcome = Outcome("failed", reason=last_lines(error))
+        outcome = Outcome(Status.FAILED, reason=traceback_tail(error))
     outcome.seconds = time.monotonic() - start
     return outcome
 
 
 def lost(columns: Mapping[str, Any], error: Exception) -> Part:
     """The whole batch failed by what is not the function's doing."""
-    return Part(list(range(len(columns["completions"]))), Outcome("failed", reason=last_lines(error)))
+    return Part(list(range(len(columns["completions"]))), Outcome(Status.FAILED, reason=traceback_tail(error)))

@@ -11,7 +11,7 @@ from grpo_ext.rewards.failures import from_outside, nan_warning
 from grpo_ext.rewards.outcomes import to_number
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rewards.turns import split, turn_counts
-from grpo_ext.rewards.workers.worker import last_lines, shown
+from grpo_ext.rewards.workers.worker import safe_repr, traceback_tail
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]) -> Any:
     """A reward of the user's own that, should it raise, scores nothing and leaves its message in `errors`.
 
-    NaN counts as None, as in TRL; it is logged. Rows of a batch for which it returned inf are listed in `no_numbers`
+    NaN counts as None, as in TRL; it is logged. Rows of a batch for which it returned inf are as_list in `no_numbers`
     under its name. What it returned for the turns of trajectories is kept in its own `turns`.
     """
     if isinstance(function, Component | torch.nn.Module):
@@ -28,7 +28,7 @@ def contained(function: Any, errors: list[str], no_numbers: dict[str, list[int]]
     def report(error: BaseException, columns: dict[str, Any]) -> list[None]:
         if from_outside(error):
             raise error
-        what = f": {error}" if isinstance(error, _Wrong) else f" raised: {last_lines(error)}"
+        what = f": {error}" if isinstance(error, _Wrong) else f" raised: {traceback_tail(error)}"
         errors.append(f"reward {name!r}{what}")
         no_numbers[name], chosen.turns = [], []
         return [None] * len(columns["completions"])
@@ -77,7 +77,7 @@ class _Wrong(TypeError):
 def _listed(values: Any, expected: int) -> list[Any]:
     single = getattr(values, "ndim", 1) == 0  # a tensor that holds one number
     if not isinstance(values, Iterable) or isinstance(values, str | Mapping) or single:
-        told = f"it returned {shown(values)}, a {type(values).__name__}"
+        told = f"it returned {safe_repr(values)}, a {type(values).__name__}"
         raise _Wrong(f"{told}. Return one number for each completion, in a list.")
     values = list(values)
     if len(values) != expected:
@@ -97,5 +97,5 @@ def _numbers(values: list[Any]) -> torch.Tensor:
     try:
         return torch.tensor([0.0 if v is None else v for v in values], dtype=torch.float32)  # as TRL, unguarded
     except (TypeError, ValueError, RuntimeError):
-        told = (problem for number, problem in map(to_number, values) if number is None and "no number" in problem)
+        told = (problem for number, problem in map(to_number, values) if number is None and "not a number" in problem)
         raise _Wrong(f"{next(told, 'its values are no numbers')}. Return floats, or None.") from None

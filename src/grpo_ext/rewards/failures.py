@@ -12,7 +12,7 @@ from grpo_ext.config.launch import rank
 from grpo_ext.rewards.columns import singular, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.text import completion_text
-from grpo_ext.rewards.workers.worker import shown
+from grpo_ext.rewards.workers.worker import safe_repr
 
 
 def from_outside(error: BaseException) -> bool:
@@ -72,7 +72,7 @@ def _plain(value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, default=str))
     except Exception:  # keys that are tuples, a list that holds itself, a `__str__` that raises
-        return shown(value)
+        return safe_repr(value)
 
 
 def _file_name(name: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import from_outside
 from grpo_ext.rewards.turns import split
-from grpo_ext.rewards.workers.pool import Outcome
-from grpo_ext.rewards.workers.worker import shown
+from grpo_ext.rewards.workers.pool import Outcome, Status
+from grpo_ext.rewards.workers.worker import safe_repr
 
 
 @dataclass
@@ -61,7 +61,7 @@ def merged(spec: RewardSpec, turns: Sequence[int | None], parts: Sequence[Part])
         if part.after:
             scores.rescored, scores.cause = scores.rescored + len(rows), part.after
         scores.seconds += outcome.seconds
-        scores.timeouts += len(rows) * (outcome.status == "timeout")
+        scores.timeouts += len(rows) * (outcome.status == Status.TIMEOUT)
         scores.metrics += outcome.metrics
         reason = failure(outcome, len(rows))
         if reason:
@@ -90,7 +90,7 @@ def merged(spec: RewardSpec, turns: Sequence[int | None], parts: Sequence[Part])
 
 def failure(outcome: Outcome, rows: int) -> str:
     """Why a call gives no values, or nothing if it does."""
-    if outcome.status != "scored":
+    if outcome.status != Status.SCORED:
         return outcome.reason
     if len(outcome.values) != rows:
         return f"it returned {len(outcome.values)} values for {rows} completions. Return one number or None for each"
@@ -119,13 +119,16 @@ def to_float(value: Any) -> tuple[float | None, str]:
     if value is None:
         return None, ""
     if isinstance(value, str) or not hasattr(value, "__float__"):
-        return None, f"it returned {shown(value)}, which is no number. {_CURE}"
+        return None, f"it returned {safe_repr(value)}, which is not a number. {_CURE}"
     try:
         return float(value), ""
     except BaseException as error:  # an integer beyond every float, a tensor of several elements, a `__float__`
         if from_outside(error):
             raise
-        return None, f"it returned {shown(value)}, which is no number ({type(error).__name__}: {error}). {_CURE}"
+        return (
+            None,
+            f"it returned {safe_repr(value)}, which is not a number ({type(error).__name__}: {error}). {_CURE}",
+        )
 
 
 def _scaled(spec: RewardSpec, number: float) -> float:

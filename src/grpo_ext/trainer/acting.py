@@ -14,7 +14,7 @@ from trl.chat_template_utils import parse_response
 
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.fit import reader_of
-from grpo_ext.environments.hosts import Hosts
+from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.loop import Attempts, Figures, Limits, Task
 from grpo_ext.environments.protocol import COLUMN, Message
 from grpo_ext.environments.rendering import Renderer
@@ -63,7 +63,7 @@ class Acting:
 
     def __init__(self, trainer: Any, specs: Sequence[EnvironmentSpec], memory_gib: float) -> None:
         """Nothing is started before the first generation."""
-        self.trainer, self.hosts = trainer, Hosts(memory_gib)
+        self.trainer, self.hosts = trainer, EnvironmentHost(memory_gib)
         self.specs = {spec.name: spec for spec in specs}
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """What it waits for environments in."""

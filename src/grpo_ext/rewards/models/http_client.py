@@ -4,16 +4,20 @@ import asyncio
 import functools
 import json
 import random
+import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    import httpx
 
 LARGEST = 2**25
 """Most bytes of an answer: a judge's has thousands, the scores of 16 long completions by token some millions."""
-_TRY_AGAIN = (408, 425, 429)  # and 5xx
+_RETRIED = (408, 425, 429)  # and 5xx
 _CURES = {
     401: "Check the key in api_key_env.",
     403: "Check the key in api_key_env.",
@@ -21,19 +25,27 @@ _CURES = {
     405: "url is the whole endpoint, such as http://host:8000/score.",
 }
 _EXCERPT = 1000
-_jitter = random.Random()  # its own, so that the run's seeds decide nothing here and lose nothing
+_jitter = random.Random()  # its own: it neither uses nor changes the generators that the run has seeded
 
 
 class RemoteRewardError(RuntimeError):
-    """A request to a reward server that failed for good: url, status, what it answered."""
+    """A request to a reward server that failed for good: url, status, answer."""
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    answer: Any = None
-    error: str | None = None
-    again: bool = False  # the same request may succeed
-    hopeless: bool = False  # no other request would
+@dataclass(eq=False)
+class _AttemptFailed(Exception):
+    """One attempt of a request failed.
+
+    Args:
+        reason: why.
+        again: whether the same request may succeed later.
+        hopeless: whether every other request would fail too.
+        retry_after: seconds that the server asks to wait.
+    """
+
+    reason: str
+    again: bool = False
+    hopeless: bool = False
     retry_after: float = 0.0
 
 
@@ -55,28 +67,28 @@ class Client:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url={self.url!r} is no address. Give the whole endpoint: http://host:8000/score.")
+            raise ValueError(f"url={self.url!r} is not an address. Give the whole endpoint: http://host:8000/score.")
         if parts.username is not None and self.api_key:
             raise ValueError("url has a user in it and api_key_env is set: only one would be sent. Remove one.")
         for name, least in (("max_concurrency", 1), ("retries", 0), ("backoff", 0)):
             if not (value := getattr(self, name)) >= least:
-                raise ValueError(f"{name}={value}: too few to work with. Set {name} >= {least}.")
+                raise ValueError(f"{name}={value} is too small. Set {name} >= {least}.")
         if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout}: no server answers in that. Set timeout > 0, in seconds.")
+            raise ValueError(f"timeout={self.timeout}: no server answers so fast. Set timeout > 0, in seconds.")
 
-    def error(self, what: str) -> RemoteRewardError:
-        """Error that names the url, without a user, a password or a query that may be in it."""
+    def error(self, reason: str) -> RemoteRewardError:
+        """Return an error with the url, without a user, a password or a query."""
         parts = urlsplit(self.url)
         port = f":{parts.port}" if parts.port else ""
-        return RemoteRewardError(f"POST {parts.scheme}://{parts.hostname}{port}{parts.path}: {what}")
+        return RemoteRewardError(f"POST {parts.scheme}://{parts.hostname}{port}{parts.path}: {reason}")
 
     def excerpt(self, text: str) -> str:
-        """The beginning of a server's answer, without the key."""
+        """Return the beginning of a server's answer, without the key."""
         text = text.replace(self.api_key, "***") if self.api_key else text
         return repr(text[:200] + ("..." if len(text) > 200 else "")) if text else "nothing"
 
     async def gather(self, bodies: Sequence[dict[str, Any]]) -> list[Any]:
-        """JSON answer to each body, or the `RemoteRewardError` that it ended with.
+        """Return the JSON answer to each body, or the `RemoteRewardError` that it ended with.
 
         Once a connection or a key has been refused for good, requests that have not been sent are given up too.
         """
@@ -92,92 +104,80 @@ class Client:
             httpx.AsyncClient(headers=headers, limits=limits, timeout=None, verify=_tls()) as http,
             asyncio.TaskGroup() as group,
         ):
-            calls = _Calls(self, http)
-            tasks = [group.create_task(calls.request(json.dumps(body))) for body in bodies]
+            requests = _Requests(self, http)
+            tasks = [group.create_task(requests.answer(json.dumps(body))) for body in bodies]
         return [task.result() for task in tasks]
 
 
-class _Calls:
+class _Requests:
     """The requests of one `gather`."""
 
-    def __init__(self, client: Client, http: Any) -> None:
-        self.client = client
-        self.http = http
+    def __init__(self, client: Client, http: "httpx.AsyncClient") -> None:
+        self.client, self.http = client, http
         self.slots = asyncio.Semaphore(client.max_concurrency)
         self.given_up: RemoteRewardError | None = None
 
-    async def request(self, body: str) -> Any:
-        last = self.client.retries
-        for number in range(last + 1):
+    async def answer(self, body: str) -> Any:
+        """Return the answer, or the error after the last attempt."""
+        client = self.client
+        for attempt in range(client.retries + 1):
             async with self.slots:
                 if self.given_up:
                     return self.given_up
-                attempt = await self._attempt(body)
-            if attempt.error is None:
-                return attempt.answer
-            if number == last or not attempt.again or attempt.retry_after > self.client.timeout:
+                try:
+                    return await self._attempt(body)
+                except _AttemptFailed as error:
+                    failure = error
+            if attempt == client.retries or not failure.again or failure.retry_after > client.timeout:
                 break
-            pause = min(self.client.backoff * 2**number, self.client.timeout) * _jitter.uniform(0.5, 1.5)
-            await asyncio.sleep(max(pause, attempt.retry_after))
-        tries = f" ({number + 1} attempts)" if number else ""
-        failure = self.client.error(f"{attempt.error}{tries}")
-        if attempt.hopeless:
-            self.given_up = failure
-        return failure
+            pause = min(client.backoff * 2**attempt, client.timeout) * _jitter.uniform(0.5, 1.5)
+            await asyncio.sleep(max(pause, failure.retry_after))
+        attempts = f" ({attempt + 1} attempts)" if attempt else ""
+        error = client.error(f"{failure.reason}{attempts}")
+        if failure.hopeless:
+            self.given_up = error
+        return error
 
-    async def _attempt(self, body: str) -> _Attempt:
+    async def _attempt(self, body: str) -> Any:
         import httpx
 
+        client, content = self.client, bytearray()
         try:
-            async with (
-                asyncio.timeout(self.client.timeout),
-                self.http.stream("POST", self.client.url, content=body) as response,
-            ):
-                content = await _content(response)
+            async with asyncio.timeout(client.timeout), self.http.stream("POST", client.url, content=body) as response:
+                async for chunk in response.aiter_raw():  # raw: an encoded body may be a thousand times as large
+                    content += chunk
+                    if len(content) > LARGEST:
+                        break
         except TimeoutError:
-            return _Attempt(error=f"no answer within {self.client.timeout} s", again=True)
+            raise _AttemptFailed(f"no answer within {client.timeout} s", again=True) from None
         except httpx.ConnectError as error:
-            return _Attempt(error=f"cannot connect: {error}", again=True, hopeless=True)
+            raise _AttemptFailed(f"cannot connect: {error}", again=True, hopeless=True) from None
         except httpx.RequestError as error:
             again = isinstance(error, httpx.TransportError)
-            return _Attempt(error=f"{type(error).__name__}: {error}", again=again)
-        return self._read(response, content)
+            raise _AttemptFailed(f"{type(error).__name__}: {error}", again=again) from None
+        return self._read(response, bytes(content))
 
-    def _read(self, response: Any, content: bytes) -> _Attempt:
+    def _read(self, response: "httpx.Response", content: bytes) -> Any:
         status, excerpt = response.status_code, self.client.excerpt(content[:_EXCERPT].decode(errors="replace"))
         if len(content) > LARGEST:
-            return _Attempt(error=f"answered {status} with more than {LARGEST >> 20} MiB: {excerpt}")
-        encoding = response.headers.get("Content-Encoding", "identity")
-        if status == 200 and encoding != "identity":
-            return _Attempt(error=f"answered 200 in Content-Encoding {encoding!r}, which was not accepted")
+            raise _AttemptFailed(f"answered {status} with more than {LARGEST >> 20} MiB: {excerpt}")
         if status == 200:
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding != "identity":
+                raise _AttemptFailed(f"answered 200 in Content-Encoding {encoding!r}, which was not accepted")
             try:
-                return _Attempt(answer=json.loads(content))
+                return json.loads(content)
             except (ValueError, RecursionError):
-                return _Attempt(error=f"answered 200 with what is not JSON: {excerpt}")
+                raise _AttemptFailed(f"answered 200 with a body that is not JSON: {excerpt}") from None
         after = _retry_after(response.headers.get("Retry-After"))
         wait = f", try again after {after:.0f} s" if after > self.client.timeout else ""
         cure = f" {_CURES[status]}" if status in _CURES else ""
-        return _Attempt(
-            error=f"answered {status}{wait}: {excerpt}.{cure}",
-            again=status >= 500 or status in _TRY_AGAIN,
-            hopeless=status in _CURES,
-            retry_after=after,
-        )
-
-
-async def _content(response: Any) -> bytes:
-    """The body as it is sent, as far as it is read: an encoded one may be a thousand times as large."""
-    content = bytearray()
-    async for chunk in response.aiter_raw():
-        content += chunk
-        if len(content) > LARGEST:
-            break
-    return bytes(content)
+        again, hopeless = status >= 500 or status in _RETRIED, status in _CURES
+        raise _AttemptFailed(f"answered {status}{wait}: {excerpt}.{cure}", again, hopeless, after)
 
 
 def _retry_after(header: str | None) -> float:
-    """Seconds that a Retry-After header, a number or a date, asks to wait; 0 without a readable one."""
+    """Return the seconds that a Retry-After header, a number or a date, asks to wait; 0 if it cannot be read."""
     if header is None:
         return 0.0
     try:
@@ -190,8 +190,8 @@ def _retry_after(header: str | None) -> float:
         return 0.0
 
 
-@functools.cache  # a quarter of a second each
-def _tls() -> Any:
+@functools.cache  # creating one takes a quarter of a second
+def _tls() -> ssl.SSLContext:
     import httpx
 
     return httpx.create_ssl_context()

@@ -1,0 +1,334 @@
+"""The table of settings: allowed values, what a change does to a run that resumes, and which settings one step reads.
+
+`SETTINGS` has a row for each field of `GRPOExtConfig`, and for the settings of a recipe's other parts that differ from
+the default row, `Setting()`: any value of its type, and a change makes it another run.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames, trainer_log_levels
+
+from grpo_ext.errors import ABSENT
+from grpo_ext.objective.advantages import estimators
+from grpo_ext.objective.aggregation import aggregations
+from grpo_ext.objective.combinations import combinations
+from grpo_ext.objective.kl import kl_estimators
+from grpo_ext.objective.options import Within
+from grpo_ext.objective.ratios import ratios
+
+
+class Change(Enum):
+    """What happens to a run that resumes with another value of a setting."""
+
+    NOTHING = auto()
+    """No trained number changes. (With `loss_defaults: trl` an evaluation draws random numbers.)"""
+    ROUNDING = auto()
+    """The same numbers are computed in another way."""
+    LENGTH = auto()
+    """The run ends elsewhere, and the learning-rate schedule follows."""
+    SPLIT = auto()
+    """Nothing but random streams, if the rows of an optimizer step and of a generation stay the same together."""
+    MODEL = auto()
+    """Nothing, if the other name has the same weights."""
+    ANOTHER_RUN = auto()
+    """It cannot resume: it would be another run."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table.
+
+    Args:
+        within: bounds of a number.
+        choices: the names that it may have; None where all are allowed.
+        function: whether it may also name a function of the user's, `./file.py:name`.
+        unused: why GRPO has no use for the setting; only its default is allowed.
+        replay: value in `grpo-ext replay`, which computes the loss of one step.
+        verify: value in `grpo-ext verify`, which compares gradients of splits.
+        verify_without: value in `grpo-ext verify` that switches off what it cannot compare; it lists the setting.
+        change: what a change does to a run that resumes.
+        in_one_step: whether the loss of one recorded step depends on it, so that a replay may change it.
+    """
+
+    within: Within | None = None
+    choices: Collection[object] | None = None
+    function: bool = False
+    unused: str = ""
+    replay: object = ABSENT
+    verify: object = ABSENT
+    verify_without: object = ABSENT
+    change: Change = Change.ANOTHER_RUN
+    in_one_step: bool = False
+
+
+def _group(change: Change, *free: str, in_one_step: bool = False, **rows: Setting) -> dict[str, Setting]:
+    """Return rows that share a kind of change; `free` are settings that may have any value of their type."""
+    every = dict.fromkeys(free, Setting()) | rows
+    return {name: replace(row, change=change, in_one_step=in_one_step) for name, row in every.items()}
+
+
+def _values(enum: type[Enum]) -> tuple[str, ...]:
+    return tuple(str(member.value) for member in enum)
+
+
+_FINITE = Within()
+_POSITIVE = Within(above=0.0)
+NOT_NEGATIVE = Within(least=0.0)
+COUNT = Within(least=1.0)
+_UNIT = Within(least=0.0, most=1.0)
+_SHARE = Within(above=0.0, most=1.0)
+BELOW_ONE = Within(least=0.0, below=1.0)
+_SEED = Within(least=0.0, most=2.0**32 - 1, because="NumPy takes no other seeds")
+_PORT = Within(least=1.0, most=65535.0, because="it is a port")
+_INTERVALS = _values(IntervalStrategy)
+
+SETTINGS: dict[str, Setting] = {
+    # The loss.
+    **_group(
+        Change.ANOTHER_RUN,
+        *("loss_type", "loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs", "use_bias_correction_kl"),
+        *("mask_truncated_completions", "skip_zero_advantages", "vllm_importance_sampling_correction"),
+        loss_defaults=Setting(choices=("paper", "trl")),
+        importance_sampling_level=Setting(choices=ratios),
+        kl_estimator=Setting(choices=kl_estimators, function=True),
+        kl_placement=Setting(choices=("loss", "reward")),
+        advantage_estimator=Setting(choices=estimators, function=True),
+        scale_rewards=Setting(choices=("group", "batch", "none", True, False)),
+        multi_objective_aggregation=Setting(choices=combinations),
+        missing_rewards=Setting(choices=("renormalize", "zero")),
+        loss_aggregation=Setting(choices=aggregations, function=True),
+        beta=Setting(NOT_NEGATIVE),
+        epsilon=Setting(NOT_NEGATIVE),
+        epsilon_high=Setting(NOT_NEGATIVE),
+        delta=Setting(_POSITIVE),
+        sapo_temperature_pos=Setting(_POSITIVE),
+        sapo_temperature_neg=Setting(_POSITIVE),
+        vespo_k_pos=Setting(NOT_NEGATIVE),
+        vespo_k_neg=Setting(NOT_NEGATIVE),
+        vespo_lambda_pos=Setting(NOT_NEGATIVE),
+        vespo_lambda_neg=Setting(NOT_NEGATIVE),
+        off_policy_mask_threshold=Setting(_POSITIVE, verify_without=None),
+        top_entropy_quantile=Setting(_UNIT, verify_without=1.0),
+        entropy_coef=Setting(_FINITE),
+        use_adaptive_entropy=Setting(verify_without=False),
+        entropy_coef_min=Setting(_FINITE),
+        entropy_coef_max=Setting(_FINITE),
+        entropy_coef_delta=Setting(NOT_NEGATIVE),
+        entropy_target=Setting(NOT_NEGATIVE),
+        router_aux_loss_coef=Setting(NOT_NEGATIVE),
+        vllm_importance_sampling_mode=Setting(
+            choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+        ),
+        vllm_importance_sampling_cap=Setting(_POSITIVE),
+        vllm_importance_sampling_clip_max=Setting(_POSITIVE),
+        vllm_importance_sampling_clip_min=Setting(NOT_NEGATIVE),
+        in_one_step=True,
+    ),
+    # How the policy and its reference compute, which the loss of one step depends on too.
+    **_group(
+        Change.ANOTHER_RUN,
+        *("bf16", "fp16", "use_liger_kernel", "model_init_kwargs", "disable_dropout", "cast_lm_head_to_fp32"),
+        temperature=Setting(Within(above=0.0, because="at 0 every completion of a group is the same")),
+        num_generations=Setting(Within(least=2.0, because="a group baseline needs at least 2 completions per prompt")),
+        max_completion_length=Setting(COUNT),
+        pad_to_multiple_of=Setting(COUNT, choices=("auto",)),
+        ref_model_mixup_alpha=Setting(_UNIT),
+        ref_model_sync_steps=Setting(COUNT),
+        in_one_step=True,
+    ),
+    **_group(
+        Change.ROUNDING,
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+        shared_prefix=Setting(choices=("auto", "true", "false", True, False)),
+        in_one_step=True,
+    ),
+    **_group(Change.NOTHING, "trust_remote_code", in_one_step=True),
+    # Rollouts.
+    **_group(
+        Change.ANOTHER_RUN,
+        *("ds3_gather_for_generation", "chat_template_kwargs", "cache_implementation", "use_transformers_paged"),
+        *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
+        "vllm_structured_outputs_regex",
+        top_p=Setting(_SHARE),
+        top_k=Setting(Within(least=0.0, because="0 switches it off")),
+        min_p=Setting(_UNIT),
+        repetition_penalty=Setting(_POSITIVE),
+        generation_kwargs=Setting(replay=None),
+        rollout_engine=Setting(choices=("auto", "grouped", "generate")),
+        dynamic_sampling=Setting(replay=None, verify_without=None),
+        dynamic_sampling_max_rounds=Setting(COUNT),
+        max_tool_calling_iterations=Setting(COUNT),
+        completion_length_counts=Setting(choices=("all", "policy")),
+        use_vllm=Setting(replay=False, verify_without=False),
+        vllm_mode=Setting(choices=("server", "colocate"), verify_without="colocate"),
+        vllm_model_impl=Setting(choices=("vllm", "transformers")),
+        vllm_dtype=Setting(choices=("auto", "float32", "bfloat16", "float16")),
+        vllm_max_model_length=Setting(COUNT),
+        replay_batches=Setting(replay=None),
+    ),
+    **_group(
+        Change.ROUNDING,
+        environment_waves=Setting(choices=("ready", "turn")),
+        vllm_tensor_parallel_size=Setting(COUNT),
+    ),
+    **_group(
+        Change.NOTHING,
+        *("vllm_server_base_url", "vllm_server_host", "vllm_enable_sleep_mode"),
+        vllm_server_port=Setting(_PORT),
+        vllm_group_port=Setting(_PORT),
+        vllm_server_timeout=Setting(_POSITIVE),
+        vllm_gpu_memory_utilization=Setting(_SHARE),
+        vllm_weight_transfer=Setting(choices=("auto", "nccl", "gloo")),
+        rollout_drift=Setting(NOT_NEGATIVE),
+        rollout_drift_action=Setting(choices=("warn", "stop")),
+    ),
+    # Batches, data and random numbers.
+    **_group(
+        Change.SPLIT,
+        "world_size",
+        per_device_train_batch_size=Setting(COUNT),
+        gradient_accumulation_steps=Setting(COUNT),
+        steps_per_generation=Setting(COUNT),
+    ),
+    **_group(
+        Change.ANOTHER_RUN,
+        *("shuffle_dataset", "dataloader_drop_last", "dataloader_in_order", "ignore_data_skip"),
+        *("auto_find_batch_size", "remove_unused_columns"),
+        generation_batch_size=Setting(COUNT, replay=None, verify=None),
+        num_iterations=Setting(COUNT, replay=1),
+        reward_weights=Setting(replay=None),
+        seed=Setting(_SEED),
+        data_seed=Setting(_SEED),
+        label_smoothing_factor=Setting(unused="there are no labels to smooth"),
+        label_names=Setting(unused="there are no labels"),
+        train_sampling_strategy=Setting(unused="the sampler keeps the completions of a prompt together"),
+        length_column_name=Setting(unused="the sampler keeps the completions of a prompt together"),
+    ),
+    **_group(
+        Change.NOTHING,
+        *("dataloader_pin_memory", "dataloader_persistent_workers"),
+        dataloader_num_workers=Setting(NOT_NEGATIVE),
+        dataloader_prefetch_factor=Setting(COUNT),
+        dataloader_multiprocessing_context=Setting(choices=("fork", "spawn", "forkserver")),
+        reward_workers=Setting(NOT_NEGATIVE),
+        reward_memory_gib=Setting(NOT_NEGATIVE),
+    ),
+    # The optimizer and its schedule.
+    **_group(
+        Change.LENGTH,
+        max_steps=Setting(replay=1),
+        num_train_epochs=Setting(_POSITIVE),
+    ),
+    **_group(
+        Change.ANOTHER_RUN,
+        *("optim_target_modules", "average_tokens_across_devices"),
+        optim=Setting(choices=_values(OptimizerNames), replay="sgd", verify="sgd"),
+        optim_args=Setting(verify=None),
+        learning_rate=Setting(NOT_NEGATIVE, replay=0.0, verify=0.05),
+        lr_scheduler_type=Setting(choices=_values(SchedulerType), replay="constant", verify="constant"),
+        lr_scheduler_kwargs=Setting(verify=None),
+        warmup_steps=Setting(NOT_NEGATIVE, verify=0),
+        weight_decay=Setting(NOT_NEGATIVE, verify=0.0),
+        max_grad_norm=Setting(NOT_NEGATIVE, verify=0.0),
+        adam_beta1=Setting(BELOW_ONE),
+        adam_beta2=Setting(BELOW_ONE),
+        adam_epsilon=Setting(_POSITIVE),
+        neftune_noise_alpha=Setting(NOT_NEGATIVE, verify_without=None),
+        sync_ref_model=Setting(replay=False, verify_without=False),
+    ),
+    **_group(Change.NOTHING, on_nonfinite=Setting(choices=("stop", "skip"))),
+    # The model, its engines and the machine.
+    **_group(Change.MODEL, "model_name_or_path", "model_revision"),
+    **_group(
+        Change.ANOTHER_RUN,
+        *("tf32", "liger_kernel_config", "use_cache", "accelerator_config", "parallelism_config"),
+        *("fsdp", "fsdp_config", "deepspeed"),
+        lora_r=Setting(COUNT),
+        lora_alpha=Setting(COUNT),
+        lora_dropout=Setting(BELOW_ONE),
+    ),
+    **_group(
+        Change.ROUNDING,
+        *("attn_implementation", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "ddp_static_graph"),
+        *("full_determinism", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu"),
+        ddp_backend=Setting(choices=("nccl", "gloo", "mpi", "xccl", "hccl", "cncl", "mccl")),
+        ddp_bucket_cap_mb=Setting(COUNT),
+    ),
+    **_group(
+        Change.NOTHING,
+        *("debug", "do_train", "local_rank", "skip_memory_metrics"),
+        ddp_timeout=Setting(COUNT),
+        torch_empty_cache_steps=Setting(COUNT),
+    ),
+    # Logging.
+    **_group(
+        Change.NOTHING,
+        *("include_num_input_tokens_seen", "log_completions_hub_repo", "log_multimodal", "log_on_each_node"),
+        *("log_unique_prompts", "logging_first_step", "logging_nan_inf_filter", "project", "run_name"),
+        *("trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
+        disable_tqdm=Setting(replay=True, verify=True),
+        log_completions=Setting(verify=False),
+        log_level=Setting(choices=tuple(trainer_log_levels)),
+        log_level_replica=Setting(choices=tuple(trainer_log_levels)),
+        logging_strategy=Setting(choices=_INTERVALS, verify="no"),
+        logging_steps=Setting(NOT_NEGATIVE, replay=1),
+        num_completions_to_print=Setting(NOT_NEGATIVE),  # at 0 only the files are written
+        record_batches=Setting(NOT_NEGATIVE),
+        report_to=Setting(choices=(*INTEGRATION_TO_CALLBACK, "all", "none"), replay="none", verify="none"),
+    ),
+    # Evaluation.
+    **_group(
+        Change.NOTHING,
+        *("dataset_test_split", "do_eval", "do_predict", "eval_do_concat_batches", "eval_on_start", "eval_sets"),
+        *("eval_use_gather_object", "bf16_full_eval", "fp16_full_eval", "prediction_loss_only"),
+        *("metric_for_best_model", "greater_is_better"),
+        eval_strategy=Setting(choices=_INTERVALS, verify_without="no"),
+        eval_steps=Setting(NOT_NEGATIVE),
+        eval_delay=Setting(NOT_NEGATIVE),
+        eval_accumulation_steps=Setting(COUNT),
+        num_generations_eval=Setting(COUNT),
+        per_device_eval_batch_size=Setting(COUNT),
+        load_best_model_at_end=Setting(verify_without=False),
+        include_for_metrics=Setting(unused="no compute_metrics is called"),
+        batch_eval_metrics=Setting(unused="no compute_metrics is called"),
+    ),
+    # Checkpoints and the hub.
+    **_group(Change.ANOTHER_RUN, "hub_token", "restore_callback_states_from_checkpoint"),
+    **_group(
+        Change.NOTHING,
+        *("enable_jit_checkpoint", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision"),
+        *("output_dir", "push_to_hub_revision", "save_on_each_node", "save_only_model"),
+        resume_from_checkpoint=Setting(verify=None),
+        push_to_hub=Setting(verify_without=False),
+        hub_strategy=Setting(choices=_values(HubStrategy)),
+        save_strategy=Setting(choices=_values(SaveStrategy), replay="no", verify="no"),
+        save_steps=Setting(NOT_NEGATIVE),
+        save_total_limit=Setting(COUNT),
+    ),
+}
+
+FUNCTIONS = frozenset(("loss_type", *(name for name, row in SETTINGS.items() if row.function)))
+"""Settings that may name a function of the user's."""
+REWARD_OPERATION = (".timeout", ".retries", ".isolate", ".independent")
+"""Ends of the names of a reward's settings that change how it is called, but no value."""
+
+
+def change_of(name: str) -> Change:
+    """Return what a change of a key of a run's record does: a setting, `version.trl`, `rewards.accuracy.timeout`."""
+    if name.startswith("version.") or name.endswith(REWARD_OPERATION):
+        return Change.NOTHING
+    return SETTINGS.get(name, Setting()).change
+
+
+def values_for(use: str) -> dict[str, object]:
+    """Return the values of the settings that a use fixes: "replay", "verify" or "verify_without"."""
+    return {name: value for name, row in SETTINGS.items() if (value := getattr(row, use)) is not ABSENT}
+
+
+def settings_changed_by(*changes: Change) -> frozenset[str]:
+    """Return the names of the settings with one of these kinds of change."""
+    return frozenset(name for name, row in SETTINGS.items() if row.change in changes)

@@ -1,0 +1,281 @@
+"""The fork server of an environment: a process that imports it once, then forks a process for each attempt.
+
+The parent holds a `ForkServer`; `main` runs in the child. The child reads on its request pipe what to import, and on a
+datagram socket "fork NUMBER SEED" (with the descriptor that the fork serves), "kill NUMBER" or "stop". On its answer
+pipe it reports ["ended", number, exit code]. It reaps its forks itself, so a PID that it kills is always its own, and
+it adopts the processes that forks leave behind and kills them when the last fork is gone. If the parent ends, the
+kernel kills the child; if the child ends, the kernel kills its forks.
+"""
+
+import contextlib
+import ctypes
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from grpo_ext.environments.composition import EnvironmentSpec, functions_of, maker_of
+from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, serve
+from grpo_ext.rewards.workers.child import (
+    EXIT_SECONDS,
+    LOADING_SECONDS,
+    Child,
+    begin,
+    describe_exit,
+    die_with_parent,
+)
+from grpo_ext.rewards.workers.frames import FrameError, parsed, read_frame, wait
+from grpo_ext.rewards.workers.worker import pack, seed_all, send, traceback_tail, unpack
+
+PROGRAM = "from grpo_ext.environments.fork_server import main; main()"
+PRELOAD = "preload"
+"""Class method of an environment, called once with its options before processes are forked: loads what they share."""
+
+
+class ForkServer:
+    """A child process that forks the processes of one environment.
+
+    Raises:
+        EnvironmentFailed: the environment cannot be imported, or not in time.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, memory_gib: float) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with theirs:
+            self._child = Child(PROGRAM, memory_gib, (theirs.fileno(),))
+        self._codes: dict[int, int | None] = {}
+        self._running: set[int] = set()
+        arguments = {"tools": list(spec.tools), "kwargs": dict(spec.kwargs)}
+        self._child.stream.send(pack(str(spec.environment or ""), arguments))
+        self._ended = False
+        answer = self._next(LOADING_SECONDS)
+        if answer is None or answer[0] != "loaded":
+            code = self.close()
+            late = f"it could not be imported within {LOADING_SECONDS:g} s"
+            lost = f"{describe_exit(code)} while it was being imported" if self._ended else late
+            raise EnvironmentFailed(f"{FailureKind.DIED}: {answer[1] if answer else lost}")
+
+    def _next(self, seconds: float) -> list | None:
+        """Return the next message of the child, or None if none comes in time."""
+        end, stream = time.monotonic() + seconds, self._child.stream
+        try:
+            body = stream.next()
+            while body is None:
+                if stream in wait([stream], end):
+                    body = stream.receive()
+                elif time.monotonic() >= end:
+                    return None
+            answer = parsed(body)
+            if not isinstance(answer, list) or not answer:
+                raise FrameError
+        except EOFError:
+            self._ended = True
+            return None
+        return answer
+
+    @property
+    def lost(self) -> bool:
+        """Whether the child is gone."""
+        return self._child.process.poll() is not None
+
+    def fork(self, number: int, seed: int) -> socket.socket:
+        """Return our end of a socket to a new process."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [f"fork {number} {seed}".encode()], [theirs.fileno()])
+        self._running.add(number)
+        ours.setblocking(False)
+        return ours
+
+    def exit_code(self, number: int) -> int | None:
+        """Return the exit code of a process that closed its socket, or None where it is not known."""
+        self.kill(number)
+        end = time.monotonic() + EXIT_SECONDS
+        while number in self._running:
+            if not self._note_end(max(0.0, end - time.monotonic())):
+                return None
+        return self._codes.get(number)
+
+    def _note_end(self, seconds: float = 0.0) -> bool:
+        """Record the end of a process. Return whether one was reported in time."""
+        if (message := self._next(seconds)) is None:
+            return False
+        _, number, code = message
+        self._codes[number] = code
+        self._running.discard(number)
+        return True
+
+    def kill(self, number: int) -> None:
+        """Kill a process."""
+        while number in self._running and self._note_end():  # a pipe full of reports would block the child
+            continue
+        if number in self._running:
+            self._send(f"kill {number}")
+
+    def drain(self) -> None:
+        """Read and forget the ends of processes."""
+        while self._note_end():
+            continue
+        self._codes.clear()
+
+    def _send(self, command: str) -> None:
+        with contextlib.suppress(OSError):  # the child is gone, and its forks with it
+            self._control.send(command.encode())
+
+    def close(self) -> int:
+        """End the child, its forks and the processes they left behind. Return the child's exit code."""
+        self._running.clear()
+        self._send("stop")
+        code = self._child.kill(EXIT_SECONDS)
+        self._control.close()
+        return code
+
+
+# In the child.
+
+_PR_SET_CHILD_SUBREAPER = 36
+_ENDING_SECONDS = 3.0
+
+
+def main() -> None:
+    """Run the child; descriptors and limits come as arguments."""
+    if not begin():
+        return
+    control = socket.socket(fileno=int(sys.argv[5]))
+    with open(int(sys.argv[1]), "rb") as requests, open(int(sys.argv[2]), "wb") as answers:
+        path, arguments = pickle.loads(read_frame(requests))
+        try:
+            make_session = _load(path or None, **unpack(arguments))
+        except BaseException as error:
+            send(answers, ["failed", traceback_tail(error)])
+            return
+        send(answers, ["loaded"])
+        _serve_commands(control, requests, answers, make_session)
+
+
+def _load(path: str | None, tools: Sequence[str], kwargs: Mapping[str, object]) -> Callable[[int], Session]:
+    """Import all that an attempt needs. Return what makes its session from a seed."""
+    environment, functions = maker_of(path), functions_of(tools)
+    if hasattr(environment, PRELOAD):
+        getattr(environment, PRELOAD)(**kwargs)
+    return partial(Session, None if environment is None else partial(environment, **kwargs), functions)
+
+
+def _serve_commands(
+    control: socket.socket, requests: BinaryIO, answers: BinaryIO, make_session: Callable[[int], Session]
+) -> None:
+    """Serve commands until "stop", or until the parent closes its pipe."""
+    forks: dict[int, int] = {}  # pid -> number
+    wakeup, wakeup_writer = os.pipe()
+    os.set_blocking(wakeup, False)
+    os.set_blocking(wakeup_writer, False)
+    signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    ours = (control.fileno(), requests.fileno(), answers.fileno(), wakeup, wakeup_writer)
+    _adopt_orphans()
+    while True:
+        readable, _, _ = select.select([control, requests, wakeup], [], [])
+        received, descriptors, _, _ = socket.recv_fds(control, 256, 1) if control in readable else (b"", [], 0, None)
+        command, *numbers = received.decode().split() or [""]
+        if command == "stop" or requests in readable:
+            for process in forks:
+                _kill(process)
+            _end_strays()
+            return
+        if command == "fork":
+            number, seed = map(int, numbers)
+            try:
+                forks[_fork(descriptors[0], make_session, number, seed, ours)] = number
+            except OSError:  # too many processes: only this attempt is lost
+                send(answers, ["ended", number, None])
+            os.close(descriptors[0])
+        elif command == "kill":
+            for process in [pid for pid, number in forks.items() if number == int(numbers[0])]:
+                _kill(process)
+        if wakeup in readable:
+            os.read(wakeup, 4096)
+        for process, code in list(_ended(forks)):
+            number = forks.pop(process)
+            shutil.rmtree(_folder(number), ignore_errors=True)
+            send(answers, ["ended", number, code])
+            if not forks:
+                _end_strays()
+
+
+def _fork(
+    descriptor: int, make_session: Callable[[int], Session], number: int, seed: int, inherited: Sequence[int]
+) -> int:
+    """Fork a process that serves one attempt. Return its PID."""
+    parent = os.getpid()
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()  # so that it can be killed with all that it starts
+        for fd in inherited:
+            os.close(fd)
+        seed_all(seed)
+        folder = _folder(number)
+        folder.mkdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        serve(socket.socket(fileno=descriptor), make_session(seed))
+        code = 0
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _folder(number: int) -> Path:
+    """Return the folder of an attempt's temporary files."""
+    return Path(tempfile.gettempdir(), str(number))
+
+
+def _kill(process: int) -> None:
+    """Kill a fork, or a process that it left behind, with all that it started; it may not have its session yet."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(process, signal.SIGKILL)
+
+
+def _ended(forks: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield PIDs and exit codes of forks that ended; kill what they started before their PIDs are free."""
+    for process in list(forks):
+        if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            _kill(process)
+            yield process, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of the processes that forks leave behind (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _end_strays() -> None:
+    """Kill and reap all children, and the children that they hand up as they end."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    end = time.monotonic() + _ENDING_SECONDS
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):  # a kernel without this file
+            for process in children.read_text().split():
+                _kill(int(process))
+        try:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.001)
+        except ChildProcessError:
+            return
