@@ -12,7 +12,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +32,7 @@ from grpo_ext.objective.objective import resolve
 from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
 from grpo_ext.recipe.foreign.engine import own_default
-from grpo_ext.recipe.foreign.recognise import NO_RECIPES, PROJECTS
+from grpo_ext.recipe.foreign.trl import TRL
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 from grpo_ext.trainer.diagnosis.recording import FIGURES
@@ -249,15 +248,14 @@ def damage_table() -> str:
     return table(("damage", "message", "resumes from"), rows)
 
 
-def foreign_defaults(kind: str) -> str:
-    """Return what a project does where its file is silent, by version; only what differs from us is written."""
+def trl_defaults() -> str:
+    """Return TRL's defaults by version, beside ours."""
     rows = []
-    for key, values in PROJECTS[kind].all_defaults.items():
-        versions = values.items() if isinstance(values, dict) else ()
-        shown = ", ".join(f"{code(str(value))} since {since}" for since, value in versions) or code(str(values))
+    for key, values in TRL.defaults.items():
+        shown = ", ".join(f"{code(str(value))} since {since}" for since, value in values.items())
         ours = own_default(key)
         rows.append((code(key), shown, code("as loss_type says" if ours is None and key in _AXES else str(ours))))
-    return table(("key", PROJECTS[kind].title, "here, if the recipe is silent"), rows)
+    return table(("key", TRL.title, "here, if the recipe is silent"), rows)
 
 
 _AXES = ("use_bias_correction_kl", "epsilon", "loss_aggregation")
@@ -395,8 +393,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "healthy": healthy_table,
     "textarena": textarena_table,
     "migrated": migrated_table,
-    "no_recipes": lambda: table(("kind of file", "what you are told it is"), NO_RECIPES.items()),
-    **{f"defaults_of_{name}": partial(foreign_defaults, name) for name in ("trl", "verl", "openrlhf", "swift")},
+    "defaults_of_trl": trl_defaults,
 }
 
 

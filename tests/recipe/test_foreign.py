@@ -153,6 +153,7 @@ EXPECTED = {
         [
             "custom_reward_function.path=recipe/score.py: there a function of",
             "The data: verl's parquet",
+            "dataset_name: the file has 2 datasets",
             "algorithm.rollout_correction.bypass_mode=True: the objective",
             "algorithm.rollout_correction.rollout_rs=seq_mean_k1: the objective",
             "trainer.experiment_name: only running the script",
