@@ -1,5 +1,6 @@
 """`grpo-ext migrate`: convert another project's configuration to a recipe, with every key accounted for."""
 
+import argparse
 import io
 import sys
 import tempfile
@@ -8,7 +9,6 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.commands.console import take_option
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import read_yaml
@@ -27,23 +27,16 @@ _LISTED = 12
 """Keys that the summary names; the recipe has all of them."""
 
 
-def run(argv: list[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Write the recipe; return 0 if `check` accepts it, 1 if a person must complete it, 2 if there is none."""
-    try:
-        output, version = take_option(argv, "--output"), take_option(argv, "--version")
-        if len(argv) != 1:
-            usage = "Write grpo-ext migrate FILE."
-            raise ConfigError([Problem(" ".join(argv) or "no file", ABSENT, "one file is expected", usage)])
-        if output and Path(output).exists():
-            raise ConfigError([Problem("--output", output, "it exists", "Name another file, or remove it.")])
-        if Path(argv[0]).suffix in SUFFIXES:
-            print(exchange(Path(argv[0])), file=sys.stderr)
-            return 2
-        draft = migrated(Path(argv[0]), version or "")[1]
-        text = written(draft, argv[0], output or "RECIPE.yaml")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
+    output = options.output
+    if output and Path(output).exists():
+        raise ConfigError([Problem("--output", output, "it exists", "Name another file, or remove it.")])
+    if options.file.suffix in SUFFIXES:
+        print(exchange(options.file), file=sys.stderr)
         return 2
+    draft = migrated(options.file, options.version)[1]
+    text = written(draft, str(options.file), output or "RECIPE.yaml")
     if output:
         Path(output).write_text(text, encoding="utf-8")
     else:
