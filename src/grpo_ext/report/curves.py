@@ -52,8 +52,8 @@ ONCE = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|tot
 EXPLAINED = FIGURES | {
     "reward": "weighted sum of the rewards, mean over completions",
     "reward_std": "standard deviation of that sum",
-    "groups/all_right": "share of groups all of whose completions are right: too easy",
-    "groups/all_wrong": "share of groups all of whose completions are wrong: too hard",
+    "groups/all_right": "share of groups with only right completions: too easy",
+    "groups/all_wrong": "share of groups with only wrong completions: too hard",
     "groups/mixed": "share of groups with right and wrong completions",
     "frac_reward_zero_std": "share of groups whose completions have equal rewards: their advantages are zero",
     "advantages/zero_variance_groups": "share of groups whose advantages are zero",
