@@ -38,7 +38,7 @@ SHOWN = 10
 SAME = 1e-4
 """Relative difference between losses that another machine may cause."""
 
-Content = Mapping[str, Any]
+Content = dict[str, Any]
 """One process's part of a recorded step."""
 
 

@@ -40,9 +40,10 @@ FOLDER = "GRPO_EXT_VERIFY_FOLDER"
 TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1}
 """Allowed relative difference of a gradient; float32 has room for the rounding of an update with rate `RATE`."""
 MAX_ROWS = 64
-LEFT_OUT, FIXED = values_for("verify_without"), values_for("verify")
-"""Settings switched off, because the computation row by row lacks them, and settings of a plain run."""
-RATE: Any = FIXED["learning_rate"]
+LEFT_OUT: dict[str, Any] = values_for("verify_without")
+"""Settings switched off, because the computation row by row lacks them."""
+FIXED: dict[str, Any] = values_for("verify")
+RATE: float = FIXED["learning_rate"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     with planned_processes(processes):
         recipe = load_recipe(options.keys)
     c, half = recipe.training, options.precision == "bfloat16"
-    sizes = (c.per_device_train_batch_size, c.gradient_accumulation_steps, c.num_generations)
+    sizes = (c.per_device_train_batch_size, c.gradient_accumulation_steps, int(c.num_generations or 1))
     chosen = list(splits(processes, *sizes))
     with tempfile.TemporaryDirectory(prefix="grpo-ext-verify-") as name:
         folder = Path(name)
@@ -158,7 +159,7 @@ def _difference(recipe: Recipe, split: Split, half: bool, folder: Path) -> float
 
 
 def _rows(recipe: Recipe) -> Rows:
-    return Rows(VOCABULARY, recipe.training.num_generations, rewards=len(recipe.rewards))
+    return Rows(VOCABULARY, int(recipe.training.num_generations or 1), rewards=len(recipe.rewards))
 
 
 def _launch(command: list[str], folder: Path) -> None:
@@ -186,7 +187,7 @@ def main() -> None:
     leave_process_group()
 
 
-class WatchedTrainer(Watched, GRPOExtTrainer):
+class WatchedTrainer(Watched, GRPOExtTrainer):  # type: ignore[misc]
     """The trainer, which records the inputs and weights of each step."""
 
 
