@@ -1,4 +1,4 @@
-"""Print every key of a recipe, by subject, ours first: `grpo-ext train --help-all`."""
+"""What `grpo-ext train --help-all` prints: every key of a recipe, by subject, ours first."""
 
 import dataclasses
 import textwrap
@@ -12,17 +12,23 @@ from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.data.config import DataConfig
 from grpo_ext.recipe.parts import PARTS, RecipeArguments
 
+OURS, REWARDS_AND_DATA, MODEL, TRLS = (
+    "The loss, rollouts and monitoring (grpo-ext)",
+    "Rewards and data",
+    "The model and LoRA",
+    "GRPO and vLLM (TRL)",
+)
 _SUBJECTS: dict[str, tuple[Any, ...]] = {
-    "The loss, rollouts, monitoring (grpo-ext)": (GRPOExtArguments,),
-    "Rewards and data": (RecipeArguments, GRPOScriptArguments, ScriptArguments, DataConfig, DatasetMixtureConfig),
-    "The model and LoRA": (ModelConfig,),
-    "GRPO and vLLM (TRL)": (GRPOConfig,),
+    OURS: (GRPOExtArguments,),
+    REWARDS_AND_DATA: (RecipeArguments, GRPOScriptArguments, ScriptArguments, DataConfig, DatasetMixtureConfig),
+    MODEL: (ModelConfig,),
+    TRLS: (GRPOConfig,),
 }
 REST = "Training (transformers)"
 
 
 def subjects() -> dict[str, list[dataclasses.Field]]:
-    """Return all fields of a recipe's parts by subject, each once."""
+    """All fields of a recipe's parts, each once."""
     left = {f.name: f for part in PARTS for f in dataclasses.fields(part) if f.init}
     found = {
         title: [left.pop(name) for part in parts for name in part.__annotations__ if name in left]
@@ -32,7 +38,7 @@ def subjects() -> dict[str, list[dataclasses.Field]]:
 
 
 def print_help() -> None:
-    """Print every key with its meaning and its default."""
+    """Every key with its meaning and its default."""
     for title, fields in subjects().items():
         print(f"{title}\n")
         for f in fields:
@@ -42,5 +48,5 @@ def print_help() -> None:
 
 def _line(f: dataclasses.Field) -> str:
     meaning = " ".join(str(f.metadata.get("help", "")).replace("%%", "%").split())
-    has_default = "default" in meaning.lower() or f.default in (None, dataclasses.MISSING)
-    return f"--{f.name}  {meaning}" + ("" if has_default else f" Default: {f.default}.")
+    told = "default" in meaning.lower() or f.default in (None, dataclasses.MISSING)
+    return f"--{f.name}  {meaning}" + ("" if told else f" Default: {f.default}.")

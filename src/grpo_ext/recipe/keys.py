@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
-from grpo_ext.recipe.foreign import projects
+from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.parser import Parser
 from grpo_ext.recipe.parts import PARTS, all_keys
 from grpo_ext.recipe.replaced_keys import REPLACED
@@ -40,7 +40,7 @@ def _unknown(key: str, value: object, known: Sequence[str]) -> tuple[str, str]:
     if isinstance(value, Mapping) and set(value) & set(known):
         inside = ", ".join(map(str, value))
         return reason, f"A recipe is flat: write {inside} without {key} above."
-    if (found := projects.answer(key)) is not None:
+    if (found := recognise.answer(key)) is not None:
         return reason, found
     hint = did_you_mean(key, known)
     return reason, hint if hint.startswith("Did") else "`grpo-ext train --help-all` lists all keys. Remove it."

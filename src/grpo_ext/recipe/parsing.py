@@ -21,7 +21,7 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.checks import part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
-from grpo_ext.recipe.foreign import projects
+from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.keys import flags, key_problems
 from grpo_ext.recipe.launching import take_launch
 from grpo_ext.recipe.lora import ignored
@@ -96,7 +96,7 @@ def _read(argv: Sequence[str]) -> _Source:
         return _Source({}, args, None)
     file = find_recipe(name)
     values = read_yaml(file)
-    if foreign := projects.foreign_file(values, name, frozenset(all_keys())):
+    if foreign := recognise.foreign_file(values, name, frozenset(all_keys())):
         raise ConfigError([Problem(f"--config {name}", ABSENT, "not a recipe", foreign)])
     return _Source(values, args, file.resolve().parent)
 
