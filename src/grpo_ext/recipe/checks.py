@@ -17,7 +17,7 @@ from trl.scripts.utils import DatasetConfig
 from grpo_ext.config.adapters import adapter_problems, is_adapter
 from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.fields import outside, sound_values, unknown_value
-from grpo_ext.config.idle import is_set
+from grpo_ext.config.rules import is_set
 from grpo_ext.config.launch import elsewhere
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from grpo_ext.config.idle import is_set
+from grpo_ext.config.rules import is_set
 from grpo_ext.config.warnings import no_effect
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.objective import resolve
