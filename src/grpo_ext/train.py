@@ -1,6 +1,6 @@
 """`python -m grpo_ext.train --config recipe.yaml [--key value ...]`: what `accelerate launch` runs."""
 
-from grpo_ext.trainer.signals import signals
+from grpo_ext.trainer.signals import signals, watch_parent
 
 if __name__ == "__main__":
     signals.watch()  # before what takes seconds to import
@@ -44,13 +44,12 @@ from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policy import with_adapter
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.child import kill_children
+from grpo_ext.trainer.card import make_repository
 from grpo_ext.trainer.checkpoints.agreement import agreed
 from grpo_ext.trainer.checkpoints.identity import record_of
 from grpo_ext.trainer.checkpoints.starting import beginning, make_room
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
-from grpo_ext.trainer.hub import make_repository
 from grpo_ext.trainer.output_lock import output_lock
-from grpo_ext.trainer.parent_watch import watch_parent
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         signals.phase = "ending"
         leave_process_group()
         if watching:
-            signals.rest()
+            signals.stop_watching()
 
 
 def leave(code: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_ext.objective.aggregation import aggregations, step_totals
-from grpo_ext.trainer.evaluated import batch_weight
+from grpo_ext.trainer.evaluating import batch_weight
 from support.figures import evaluated, trainer
 from support.pure import objective
 from support.trainers import scripted_rollout

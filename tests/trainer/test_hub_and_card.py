@@ -10,7 +10,7 @@ from transformers.utils import hub as hub_of_transformers
 from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
-from grpo_ext.trainer.model_card import model_card, on_the_hub
+from grpo_ext.trainer.card import model_card, on_the_hub
 from support import adapted, tiny
 from support.fake_hub import fake_hub
 from support.trainers import build
@@ -75,8 +75,8 @@ def test_a_hub_that_takes_nothing_is_told_before_a_model_is_loaded(status, told,
         with pytest.raises(ConfigError, match="push_to_hub=True"):
             build(model_path, tmp_path / "other", max_steps=1, **RUN)
     [problem] = caught.value.problems
-    assert problem.startswith("push_to_hub=True: the hub ")
-    assert told in problem
+    assert str(problem).startswith("push_to_hub=True: the hub ")
+    assert told in str(problem)
 
 
 def test_a_push_while_offline_is_told_by_the_recipe(tmp_path, monkeypatch, model_path):
@@ -121,7 +121,7 @@ def test_the_card_says_what_was(tmp_path, model_path):
     log = [row for row in trainer.state.log_history if "reward" in row]
     for expected in (
         f"`{model_path}`, trained by",
-        "asked it as plain text",
+        "prompts were plain text",
         "temperature=0.7",
         trainer.objective.row.formula,
         "Dr. GRPO, arXiv:[2503.20783]",
@@ -158,7 +158,7 @@ def card(record, adapter_of=None):
             "org/base",
             ["An adapter for [org/base](https://huggingface.co/org/base)"],
         ),
-        ({"model_name_or_path": "org/sft"}, "org/base", ["base_model: org/base", "which goes on from [org/sft]"]),
+        ({"model_name_or_path": "org/sft"}, "org/base", ["base_model: org/base", "trained further from [org/sft]"]),
         ({"model_name_or_path": "quickstart"}, None, ["`quickstart`, trained by"]),
         ({}, None, ["whose name is not known", "after 1 of 2 steps", "Nothing was logged."]),
         ({"system_prompt": "Be |brief|."}, None, ["with the system prompt `Be |brief|.`", "'role': 'system'"]),

@@ -11,8 +11,9 @@ from transformers import TrainerCallback
 from grpo_ext.commands import replay
 from grpo_ext.errors import ConfigError, NonFiniteError
 from grpo_ext.train import main
-from grpo_ext.trainer.findings import Finding, Watched
+from grpo_ext.trainer.findings import BadTensor, ObservedBatch
 from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT, rank_of_cause
+from grpo_ext.trainer.overflow import check_weights
 from grpo_ext.trainer.recording import read
 from support import poisoned, tiny
 from support.dealt import dealing
@@ -42,7 +43,7 @@ def state(trainer):
 
 
 WHERE = {  # place: what the message says of it
-    "loss": "{value} in the loss of micro-batch {m} on rank 0, no row of its own",
+    "loss": "{value} in the loss of micro-batch {m} on rank 0, in no particular row",
     "gradient": f"{{value}} in the gradient of {poisoned.PARAMETER}",
     "logps": "{value} in log-probabilities of micro-batch {m} on rank 0, row 1 (the first begins '",
 }
@@ -95,10 +96,10 @@ def test_without_a_fault_the_guard_changes_no_bit(model_path, tmp_path, clean, m
     """The clip is torch's own two halves: stock transformers' comes to the same bits."""
     from trl import GRPOTrainer
 
-    from grpo_ext.trainer.guarded import GuardedTrainer
+    from grpo_ext.trainer.lifecycle import Lifecycle
 
     for name in ("_clip_grad_norm", "_get_grad_norm", "compute_loss"):
-        monkeypatch.setattr(GuardedTrainer, name, getattr(GRPOTrainer, name))
+        monkeypatch.setattr(Lifecycle, name, getattr(GRPOTrainer, name))
     trainer = poisoned.build(model_path, tmp_path)
     trainer.train()
     assert same({k: v for k, v in state(trainer).items() if k in clean[4]}, clean[4])
@@ -253,8 +254,8 @@ def test_a_token_that_the_sampler_could_not_score_does_not_stop_the_run(settings
 def test_a_ratio_that_is_nan_is_still_found():
     mask = torch.ones(2, 3)
     inputs = {"completion_mask": mask, "sampling_per_token_logps": mask * math.nan, "importance_sampling_ratio": mask}
-    assert not Watched(inputs).bad()
-    assert Watched(inputs | {"importance_sampling_ratio": mask * math.nan}).bad()
+    assert not ObservedBatch(inputs).bad()
+    assert ObservedBatch(inputs | {"importance_sampling_ratio": mask * math.nan}).bad()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
@@ -285,11 +286,11 @@ def test_quantized_weights_of_a_frozen_base_are_not_checked(dtype, model_path, t
     trainer = build(model_path, tmp_path, max_steps=1)
     packed = torch.nn.Parameter(torch.ones(4).to(dtype), requires_grad=False)
     trainer.model.model.norm.register_parameter("packed", packed)
-    trainer._check_weights()
+    check_weights(trainer.model, trainer.state)
     with torch.no_grad():
         dict(trainer.model.named_parameters())[poisoned.PARAMETER][0, 0] = math.nan
     with pytest.raises(NonFiniteError, match=poisoned.PARAMETER):
-        trainer._check_weights()
+        check_weights(trainer.model, trainer.state)
 
 
 @pytest.mark.parametrize("plays", [False, True])
@@ -323,5 +324,5 @@ def test_the_dump_of_a_bad_step_replays(place, model_path, tmp_path, capsys):
 
 def test_a_gradient_whose_parameter_is_known_comes_first():
     """A shard of rank 0 may hold none of the parameter that is bad in rank 1's."""
-    found = [Finding("gradient", 0), Finding("gradient", 1, name="layers.0.mlp"), Finding("loss", 1)]
+    found = [BadTensor("gradient", 0), BadTensor("gradient", 1, name="layers.0.mlp"), BadTensor("loss", 1)]
     assert sorted(found, key=rank_of_cause) == [found[2], found[1], found[0]]

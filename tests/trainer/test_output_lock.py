@@ -23,9 +23,9 @@ def holder(tmp_path):
     process.stdout.close()
 
 
-def test_the_second_is_told_who_is_the_first(holder, tmp_path):
-    told = rf"another run writes there \(process {holder.pid} on .*, since 2"
-    with pytest.raises(ConfigError, match=told), output_lock(tmp_path):
+def test_a_second_run_is_refused_and_names_the_first(holder, tmp_path):
+    message = rf"another run writes there \(process {holder.pid} on .*, since 2"
+    with pytest.raises(ConfigError, match=message), output_lock(tmp_path):
         pass
 
 
@@ -67,21 +67,21 @@ def test_a_forked_child_that_outlives_its_run_holds_nothing(tmp_path):
             os.close(end)
 
 
-def test_one_after_the_other(tmp_path):
+def test_a_released_folder_can_be_locked_again(tmp_path):
     for _ in range(2):
         with output_lock(tmp_path / "new" / "folder"):
             assert str(os.getpid()) in (tmp_path / "new" / "folder" / LOCK_FILE).read_text()
 
 
-def test_a_folder_that_cannot_be_made_is_told_of(tmp_path):
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    told = r"file/out': nothing can be written there \(Not a directory\)"
-    with pytest.raises(ConfigError, match=told), output_lock(tmp_path / "file" / "out"):
+    message = r"file/out': it is not writable \(Not a directory\)"
+    with pytest.raises(ConfigError, match=message), output_lock(tmp_path / "file" / "out"):
         pass
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_told_of(tmp_path):
+def test_a_folder_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="Permission denied"), output_lock(tmp_path):
         pass

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_ext.trainer.guarded import LARGEST, overflowed
+from grpo_ext.trainer.overflow import LARGEST, overflowed
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

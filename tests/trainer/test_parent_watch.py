@@ -7,8 +7,6 @@ import sys
 import psutil
 import pytest
 
-from grpo_ext.trainer.parent_watch import runs, started_by
-
 
 @pytest.fixture
 def child():
@@ -28,21 +26,21 @@ def test_a_clock_that_is_set_ends_no_run(child, monkeypatch):
     monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot_time + 3600)
     monkeypatch.setattr(psutil._psplatform, "BOOT_TIME", boot_time + 3600, raising=False)  # of older versions
     assert psutil.Process(child.pid).create_time() - began > 3000
-    assert runs(command)
+    assert is_alive(command)
 
 
 def test_a_command_that_was_killed_is_gone(child):
     command = psutil.Process(child.pid)
-    assert runs(command)
+    assert is_alive(command)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not runs(command)  # a zombie, until its parent asks for its end
+    assert not is_alive(command)  # a zombie, until its parent asks for its end
     child.wait()
-    assert not runs(command)
+    assert not is_alive(command)
 
 
 def test_only_an_ancestor_is_watched(child):
     """Not a process that is gone, another's, or one of another machine with the same number."""
-    assert started_by(str(os.getppid())) == psutil.Process(os.getppid())
+    assert ancestor(str(os.getppid())) == psutil.Process(os.getppid())
     for other in (None, "", str(child.pid), str(os.getpid()), "4194999", f"{os.getppid()} 1.0 elsewhere"):
-        assert started_by(other) is None
+        assert ancestor(other) is None

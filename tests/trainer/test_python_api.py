@@ -16,7 +16,7 @@ from grpo_ext.errors import RewardError
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rewards.workers import child
 from grpo_ext.trainer.arguments import quantized_problems
-from grpo_ext.trainer.progress import Progress, clock, line
+from grpo_ext.trainer.callbacks import Progress, clock, line
 from support import tiny
 from support.interrupted import without_clocks
 

@@ -31,7 +31,7 @@ def watched(heeded):
     own = Signals()
     assert own.watch()
     yield own
-    own.rest()
+    own.stop_watching()
 
 
 def until(holds):
@@ -76,7 +76,7 @@ def test_handlers_are_given_back_and_those_of_others_kept():
         own.watch()
         assert signal.getsignal(signal.SIGHUP) is of_another
         assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
-        own.rest()
+        own.stop_watching()
         assert {number: signal.getsignal(number) for number in before} == before
     finally:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -92,7 +92,7 @@ def test_a_forked_child_has_the_handlers_of_before():
         assert os.waitpid(child, 0)[1] == 0
         assert not signals.requested
     finally:
-        signals.rest()
+        signals.stop_watching()
 
 
 def test_a_trainer_of_python_saves_and_leaves_too_and_goes_on(tmp_path):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from grpo_ext.trainer.times import THROUGHPUT
+from grpo_ext.trainer.callbacks import THROUGHPUT
 from support import tiny
 from support.trainers import build
 

@@ -13,7 +13,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.evaluation.results import FOLDER as EVALUATION
 from grpo_ext.report.page import html, write_report
 from grpo_ext.report.reading import COMPLETIONS, read_runs
-from grpo_ext.trainer.metrics_file import METRICS_FILE
+from grpo_ext.trainer.checkpoints.finish import METRICS_FILE
 from grpo_ext.trainer.output_lock import is_held
 from grpo_ext.trainer.recording import FOLDER
 

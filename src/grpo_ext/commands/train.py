@@ -46,7 +46,7 @@ def _here(argv: list[str]) -> None:
         train_main(argv)
     finally:
         if watching:
-            signals.rest()
+            signals.stop_watching()
 
 
 def launch(

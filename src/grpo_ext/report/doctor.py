@@ -6,8 +6,8 @@ from typing import Any
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.report.reading import RunFolder, read_runs
+from grpo_ext.trainer.checkpoints.finish import METRICS_FILE
 from grpo_ext.trainer.diagnosis.rules import RULES, Finding, diagnose
-from grpo_ext.trainer.metrics_file import METRICS_FILE
 
 
 @dataclass(frozen=True)

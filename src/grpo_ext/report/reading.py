@@ -10,9 +10,8 @@ from typing import Any
 from grpo_ext.errors import ConfigError
 from grpo_ext.evaluation.results import FOLDER as EVALUATION
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE, numbered
-from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE
+from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, METRICS_FILE
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
-from grpo_ext.trainer.metrics_file import METRICS_FILE
 
 MAX_RUNS = 10
 STATE_FILE = "trainer_state.json"

@@ -1,30 +1,32 @@
-"""EvaluatingTrainer: TRL's GRPOTrainer whose evaluation gives one figure, on any number of processes."""
+"""Evaluations that count each completion once, however it is split into batches and processes.
 
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+TRL averages over batches and counts the filler rows of the last batch twice. TRL's `eval_loss` is the loss of the
+first process only, because it takes the number of prompts for the number of completions.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.trainer_utils import has_length
-from trl.trainer.utils import RepeatSampler
+from torch.utils.data import Sampler
+from trl.trainer.utils import RepeatSampler, nanstd
 
-from grpo_ext.config.batches import eval_batch_problems
-from grpo_ext.errors import ConfigError
-from grpo_ext.rollout.random_streams import random_streams_kept
-from grpo_ext.rollout.seeds import AttemptId, Source, numbered
-from grpo_ext.trainer.evaluated import Evaluated
-from grpo_ext.trainer.metrics import Figures
-from grpo_ext.trainer.resumable import ResumableTrainer
+from grpo_ext.objective.aggregation import StepTotals
+from grpo_ext.objective.combinations import weighted_total
+from grpo_ext.objective.objective import Objective
+from grpo_ext.trainer import groups
 
 
-class _SameOrder(RepeatSampler):
+class SameOrderSampler(RepeatSampler):
     """TRL's sampler with the same order each time, also where persistent workers keep it between evaluations.
 
-    A prompt of an evaluation is known by its place in this order.
+    A prompt of an evaluation is identified by its place in this order.
     """
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: Sampler[int]) -> None:
         vars(self).update(vars(sampler))
 
     def __iter__(self) -> Iterator[int]:
@@ -33,84 +35,83 @@ class _SameOrder(RepeatSampler):
         return super().__iter__()
 
 
-class EvaluatingTrainer(ResumableTrainer):
-    """`evaluate` over whole groups, each completion counted once; with `loss_defaults: trl` as stock TRL."""
+@dataclass
+class EvalRows:
+    """Rows of an evaluation, over all processes: how many are done, and how many there are (None: unknown)."""
 
-    num_generations: Any
-    num_generations_eval: Any
-    _evaluated: Evaluated | None = None
-    """The evaluation that is going on."""
-    _eval_rows: tuple[int, int | None] = 0, None
-    """Completions of all processes that the current evaluation has seen, and their number if it is known."""
-    _figures: Figures
-    _metrics: dict[str, defaultdict[str, list[float]]]
+    seen: int = 0
+    total: int | None = None
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As TRL's, after a check that evaluation batches hold whole groups.
+    def next(self, first: int, count: int) -> list[int]:
+        """Return the numbers of `count` further rows, from the `first` of the batch; fillers are the first rows."""
+        rows = range(self.seen + first, self.seen + first + count)
+        return list(rows) if self.total is None else [row % self.total for row in rows]
 
-        Raises:
-            ConfigError: they do not.
-        """
-        problems = list(eval_batch_problems(self.args))
-        if problems:
-            raise ConfigError(problems)
-        return super().evaluate(*args, **kwargs)
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's, with figures over all completions in place of those over batches; training draws on as without."""
-        known = has_length(dataloader)  # not of a stream
-        rows = len(dataloader.dataset) * self.num_generations_eval if known else None
-        self._eval_rows = 0, rows
-        if self.args.loss_defaults == "trl":
-            return super().evaluation_loop(dataloader, *args, **kwargs)
-        self._figures.clear()  # a step that failed may have left its own
-        evaluated = self._evaluated = Evaluated(rows)
-        try:
-            with random_streams_kept():
-                output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
-        finally:
-            self._evaluated = None
-        metrics, weights = self._metrics["eval"], self.reward_weights.double()
-        figures = evaluated.figures(self.reward_func_names, weights, self.num_generations_eval, self.objective)
-        metrics.update({name: [value] for name, value in figures.items()})
-        self._figures.log(metrics, self.accelerator)
-        output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = metrics.pop("loss", [0.0])[-1]
-        return output
+class Evaluated:
+    """The completions of one evaluation.
 
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; counts the rows that the evaluation has seen."""
-        output = super().prediction_step(model, inputs, *args, **kwargs)
-        seen, known = self._eval_rows
-        self._eval_rows = seen + len(inputs) * self.accelerator.num_processes, known
-        return output
+    Args:
+        rows: completions of the whole evaluation; None if unknown, so that no row counts as a filler.
+    """
 
-    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return _SameOrder(super()._get_eval_sampler(eval_dataset))
+    def __init__(self, rows: int | None) -> None:
+        self.rows, self.seen = rows, 0
+        self.rewards: list[Float[Tensor, "rows functions"]] = []
+        self.lengths: list[Int[Tensor, "rows 2"]] = []
+        self.silent: list[Bool[Tensor, " groups"]] = []
 
-    def attempt_ids(self, count: int) -> list[AttemptId]:
-        """Which attempts this process's next `count` rows are, in training or evaluation; each process has as many."""
-        args, world, rank = self.args, self.accelerator.num_processes, self.accelerator.process_index
-        if self.model.training:
-            generation = self._step // (int(args.steps_per_generation or 1) * self.num_iterations)
-            rows = range((generation * world + rank) * count, (generation * world + rank + 1) * count)
-            return numbered(args.seed, Source.TRAINING, rows, self.num_generations)
-        seen, known = self._eval_rows
-        places = (seen + rank * count + i for i in range(count))
-        wrapped = (place if known is None else place % known for place in places)  # fillers are the first rows again
-        return numbered(args.seed, Source.EVALUATION, wrapped, self.num_generations_eval)
+    def add_completions(
+        self, ids: list[list[int]], tool_mask: list[list[int]] | None, ends: set[int], accelerator: Accelerator
+    ) -> None:
+        """Add the lengths of this process's completions, and whether they were truncated; before `add_rewards`."""
+        lengths = [len(row) for row in ids] if tool_mask is None else [sum(mask) for mask in tool_mask]
+        local = torch.tensor([lengths, [row[-1] not in ends for row in ids]], device=accelerator.device)
+        self.lengths.append(accelerator.gather(local.T.contiguous()))
 
-    def _generate(self, prompts: list) -> tuple[Any, ...]:
-        generated = super()._generate(prompts)
-        if self._evaluated is not None:
-            _, completions, tool_mask, *_ = generated
-            ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-            tokens = [len(ids) for ids in completions] if tool_mask is None else [sum(mask) for mask in tool_mask]
-            self._evaluated.take_lengths(tokens, [ids[-1] not in ends for ids in completions], self.accelerator)
-        return generated
+    def add_rewards(self, rewards: Float[Tensor, "rows functions"]) -> int:
+        """Add the rewards of a batch of all processes; return how many of its rows are not fillers."""
+        real = len(rewards) if self.rows is None else min(len(rewards), self.rows - self.seen)
+        self.seen += len(rewards)
+        self.rewards.append(rewards[:real])
+        self.lengths[-1] = self.lengths[-1][:real]
+        return real
 
-    def _mask_fillers(self, output: dict[str, Any], rewards: Tensor) -> None:
-        """Rows that only fill up the last batch of an evaluation have no part in its figures."""
-        assert self._evaluated is not None
-        real, local = self._evaluated.take(rewards), len(output["completion_mask"])
-        mine = torch.arange(local, device=self.accelerator.device) + self.accelerator.process_index * local
-        output["completion_mask"] = output["completion_mask"] * (mine < real)[:, None]
+    def mask_fillers(self, mask: Int[Tensor, "batch time"], rewards: Tensor, rank: int) -> Int[Tensor, "batch time"]:
+        """Add the rewards of a batch, and return this process's completion mask, 0 for filler rows."""
+        real, local = self.add_rewards(rewards), len(mask)
+        return mask * (torch.arange(local, device=mask.device) + rank * local < real)[:, None]
+
+    def add_silent(self, silent: Bool[Tensor, " groups"], group: int) -> None:
+        """Add which groups of the batch have no advantage, after `add_rewards`."""
+        self.silent.append(silent[: len(self.rewards[-1]) // group])
+
+    def figures(
+        self, names: Sequence[str], weights: Float[Tensor, " functions"], group: int, objective: Objective
+    ) -> dict[str, float]:
+        """Return TRL's metrics: each reward of `names`, their total, lengths; `group` completions to a prompt."""
+        rewards = torch.cat(self.rewards).double()
+        figures = {}
+        for column, name in zip(rewards.unbind(dim=1), names, strict=True):
+            figures[f"rewards/{name}/mean"], figures[f"rewards/{name}/std"] = column.nanmean(), nanstd(column)
+        grouped = rewards.view(-1, group, rewards.shape[1])
+        total = weighted_total(grouped, weights.to(grouped), missing=objective.missing_rewards)
+        figures["reward"], figures["reward_std"] = total.nanmean(), nanstd(total)
+        figures["advantages/zero_variance_groups"] = torch.cat(self.silent).double().mean()
+        lengths, cut = torch.cat(self.lengths).double().unbind(dim=1)
+        figures["completions/clipped_ratio"] = cut.mean()
+        ended = lengths[cut == 0] if (cut == 0).any() else lengths.new_zeros(1)
+        for kind, values in (("", lengths), ("terminated_", ended)):
+            for figure in ("mean", "min", "max"):
+                figures[f"completions/{figure}_{kind}length"] = getattr(values, figure)()
+        return {name: value.item() for name, value in figures.items()} | groups.shares(grouped, names)
+
+
+def batch_weight(objective: Objective, totals: StepTotals) -> Float[Tensor, ""]:
+    """Return the weight of a batch in a mean of losses over batches: the number that its aggregation divides by.
+
+    It is 0 for a batch without a live token, whose denominators count as 1 so that its loss is 0.
+    """
+    one = torch.ones((1, 1), dtype=torch.float64, device=totals.tokens.device)
+    unit = StepTotals(*(one.squeeze() for _ in totals))
+    return objective.aggregate(one, one, unit) / objective.aggregate(one, one, totals) * (totals.tokens > 0)

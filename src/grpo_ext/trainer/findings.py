@@ -1,4 +1,4 @@
-"""What is no number in a micro-batch: tensors in the order of computation, and the first that is bad."""
+"""Find the first non-finite tensor of a micro-batch, in order of computation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ BEFORE_THE_FORWARD = (
     "old_per_token_logps",
 )
 ORDER = ("rewards", *BEFORE_THE_FORWARD, "per_token_logps", "per_token_loss", "loss", "gradient")
-"""Tensors to check, in the order of computation.
+"""Tensors to check, in order of computation.
 
-The sampler's own log-probabilities are not among them: NaN there marks a token that the sampler could not score. The
-importance ratio and the off-policy mask, the only readers in the loss, count such a token as unchanged.
+The sampler's log-probabilities are left out: NaN there marks a token that the sampler could not score. The importance
+ratio and the off-policy mask, their only readers in the loss, count such a token as unchanged.
 """
 NAMES = {
     "per_token_logps": "log-probabilities",
@@ -32,19 +32,22 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The first tensor of a process that is not finite."""
+class BadTensor:
+    """The first tensor of a process that is not finite.
+
+    Attributes:
+        tensor: one of ORDER.
+        name: the reward's or the parameter's.
+        text: beginning of the first row's completion.
+    """
 
     tensor: str
-    """One of ORDER."""
     rank: int
     value: str = "nan"
     name: str = ""
-    """Of the reward or the parameter."""
     micro_batch: int = 0
     rows: tuple[int, ...] = ()
     text: str = ""
-    """First words of the first row's completion."""
 
     def __str__(self) -> str:
         if self.tensor == "gradient":
@@ -56,20 +59,20 @@ class Finding:
 
     def _rows(self) -> str:
         if not self.rows:
-            return "no row of its own"
+            return "in no particular row"
         shown = ", ".join(map(str, self.rows[:8])) + (", ..." if len(self.rows) > 8 else "")
         return f"row{'s' * (len(self.rows) > 1)} {shown} (the first begins {self.text!r})"
 
 
 @dataclass
-class Watched:
-    """One micro-batch and what was computed from it."""
+class ObservedBatch:
+    """A micro-batch, and the tensors that the loss computed from it."""
 
     inputs: dict[str, Any]
     computed: dict[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Floating-point tensors in the order of computation; what the mask hides is 0."""
+        """Yield floating-point tensors in order of computation, with 0 where the mask is 0."""
         mask = live_mask(self.inputs).bool() if "completion_mask" in self.inputs else None
         logps = self.computed.get("per_token_logps")
         for name in ORDER:
@@ -77,19 +80,19 @@ class Watched:
             if not isinstance(values, Tensor):
                 continue
             if name == "old_per_token_logps" and logps is not None and values.data_ptr() == logps.data_ptr():
-                continue  # this very forward's
+                continue  # the same tensor
             yield name, values if mask is None or values.shape != mask.shape else torch.where(mask, values, 0.0)
 
     def bad(self) -> Tensor:
-        """Whether anything is not finite, on the device: a sum is finite where all of its terms are."""
+        """Return on the device whether a tensor is not finite: its sum is finite if all of its terms are."""
         sums = [values.detach().sum(dtype=torch.float32) for _, values in self.tensors()]
         return ~torch.stack(sums).sum().isfinite()
 
     def first_bad(self) -> tuple[str, Tensor] | None:
-        """Name and values of the first tensor that is not finite."""
+        """Return name and values of the first tensor that is not finite."""
         return next(((name, v) for name, v in self.tensors() if not v.isfinite().all()), None)
 
 
 def value_in(values: Tensor) -> str:
-    """What is not finite there."""
+    """Return "nan" or "inf", whichever some values contain."""
     return "nan" if values.isnan().any() else "inf"

@@ -47,7 +47,7 @@ from grpo_ext.rollout.transformers_engine import engine_for
 from grpo_ext.rollout.vllm.drift_check import DriftCheck
 from grpo_ext.rollout.vllm.generation import in_place_of_trls
 from grpo_ext.rollout.vllm.late import GRPOTrainer
-from grpo_ext.trainer import groups, old_policy, progress
+from grpo_ext.trainer import groups, old_policy
 from grpo_ext.trainer.acting import Acting, earned_by
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail, without_signal
 from grpo_ext.trainer.arguments import (
@@ -61,23 +61,22 @@ from grpo_ext.trainer.arguments import (
     policy,
     quantized_problems,
 )
+from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, add_ess, log_rows, row_record
 from grpo_ext.trainer.diagnosis.watching import Watching
 from grpo_ext.trainer.entropy import entropy_bonus, high_entropy_mask
-from grpo_ext.trainer.evaluated import batch_weight
-from grpo_ext.trainer.evaluating import EvaluatingTrainer
+from grpo_ext.trainer.evaluating import batch_weight
+from grpo_ext.trainer.findings import BadTensor
 from grpo_ext.trainer.generation import Generation, counted, counted_alone, live_mask, stock
+from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.metrics import Figures, loss_figures
-from grpo_ext.trainer.metrics_file import MetricsFile
-from grpo_ext.trainer.nonfinite import Finding, NonFiniteGuard
 from grpo_ext.trainer.recording import with_rewards
 from grpo_ext.trainer.reference import reference_copied_from
 from grpo_ext.trainer.replaying import RecordedBatches, rollouts_set_aside
 from grpo_ext.trainer.rewards import ready
-from grpo_ext.trainer.silence import Silence
-from grpo_ext.trainer.times import StepTimes
 from grpo_ext.trainer.turns import Earned, earned_by_turn, tokens_of, turn_tensors
+from grpo_ext.trainer.zero_advantages import AdvantageMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ MULTIMODAL_INPUTS = _FORWARD[_FORWARD.index("compute_aux_loss") + 1 :]
 """What TRL's forward takes beside tokens: images and all that belongs to them."""
 
 
-class GRPOExtTrainer(EvaluatingTrainer):
+class GRPOExtTrainer(Lifecycle):
     """`trl.GRPOTrainer` whose `loss_type` names a row of `grpo_ext.objective.losses`; takes the same arguments.
 
     Raises:
@@ -230,8 +229,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._earned: list[Earned] = []
         self._generation = Generation()
         self._figures = Figures()
-        self._guard = NonFiniteGuard(self)
-        self._silence = Silence(self.reward_func_names, tells=self.accelerator.is_main_process)
+        self._advantage_monitor = AdvantageMonitor(self.reward_func_names, warns=self.accelerator.is_main_process)
         self.use_vllm = args.use_vllm  # of which a replay has the corrections alone
 
     def _most(self, number: int) -> int:
@@ -241,7 +239,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
     def _look_on(self) -> None:
         """What tells of a run while it trains: the line of a step, its clock, the file of metrics, the doctor."""
         metrics = self._metrics["train"]
-        progress.install(self)
+        install_progress(self.callback_handler.callbacks, disable_tqdm=self.args.disable_tqdm)
         self._times = StepTimes(metrics, self.accelerator.device, ("rollout", "rewards"))
         if self.acting is not None:
             self._times.parts += ("environments",)
@@ -283,6 +281,9 @@ class GRPOExtTrainer(EvaluatingTrainer):
         else:
             with self._times.during("rollout"), self._sampling():
                 generated = super()._generate(prompts)
+            if self._evaluated is not None:
+                ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+                self._evaluated.add_completions(generated[1], generated[2], ends, self.accelerator)
         ids, completion_ids, tool_mask, completions, logprobs, extra, *images = generated
         trajectories = extra.get(COLUMN)
         if trajectories is not None:
@@ -333,13 +334,6 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._nonfinite_rewards: dict[str, list[int]] = {}
         self.reward_funcs = [contained(f, self._reward_errors, self._nonfinite_rewards) for f in self.reward_funcs]
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's, and then the processes that score rewards end; a further call starts others."""
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self.close_rewards()
-
     def close_rewards(self) -> None:
         """End the processes that score rewards and run environments; they would otherwise wait for the next batch."""
         if self.acting is not None:
@@ -365,7 +359,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
         self._reward_errors.clear()  # told once: a later call of train starts without them
         if errors := [error for errors, _, _ in said for error in errors]:
             raise RewardError("\n".join(errors))
-        if findings := [Finding(**finding) for _, found, _ in said for finding in found]:
+        if findings := [BadTensor(**finding) for _, found, _ in said for finding in found]:
             self._guard.rewards(findings, next((problem for _, _, problem in said if problem), ""))
         unscored = rewards.isinf()
         if self.acting is not None:
@@ -405,7 +399,9 @@ class GRPOExtTrainer(EvaluatingTrainer):
         if self.acting is not None and self.log_completions:
             replace_tail(self._logs["prompt"], gather_object([attempt.opening for attempt in made]))
         if self._evaluated is not None and self._rewards_per_func is not None:
-            self._mask_fillers(output, self._rewards_per_func)
+            rank, rewards_per_func = self.accelerator.process_index, self._rewards_per_func
+            mask = self._evaluated.mask_fillers(output["completion_mask"], rewards_per_func, rank)
+            output["completion_mask"] = mask
         draws_itself = not self.use_vllm and (self.rollout_func is None or self.acting is not None)
         if draws_itself and "sampling_per_token_logps" in output:
             output[DRAWN] = output.pop("sampling_per_token_logps")  # which no mask of the loss is to be made of
@@ -421,7 +417,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
             output |= with_rewards(output, rewards, self.accelerator.process_index)
             output[ROWS] = self._row_record(output, rewards, total)
         if self.objective.stock_advantages and self.args.loss_defaults == "trl":
-            self._note_silence(rewards, zero_variance(total), mode)
+            self._note_zero_advantages(rewards, zero_variance(total), mode)
             return output
         scored = rewards
         tokens = self._tokens(output, early, made, rewards.shape[1], mode) if self.objective.sees_tokens else {}
@@ -434,7 +430,7 @@ class GRPOExtTrainer(EvaluatingTrainer):
             weights = weights.new_ones(1)
             total = rewards.squeeze(-1)
         values = self._advantages(rewards, weights, total, mode, tokens).to(output["advantages"].dtype)
-        self._note_silence(scored, without_signal(values), mode)
+        self._note_zero_advantages(scored, without_signal(values), mode)
         values = values.flatten(0, 1)
         replace_tail(self._logs["advantages"], per_completion(values, tokens.get("mask")).tolist())
         local, width = output["completion_ids"].shape
@@ -465,13 +461,13 @@ class GRPOExtTrainer(EvaluatingTrainer):
         for name, share in groups.shares(rewards, self.reward_func_names).items():
             metrics[name].append(share)
 
-    def _note_silence(self, rewards: Tensor, silent: Tensor, mode: str) -> None:
+    def _note_zero_advantages(self, rewards: Tensor, silent: Tensor, mode: str) -> None:
         """Log and remember the groups, [groups], in which no completion has an advantage."""
         self._metrics[mode]["advantages/zero_variance_groups"].append(silent.double().mean().item())
         if mode == "train":
-            self._silence.note(rewards, bool(silent.all()))
+            self._advantage_monitor.add(rewards, bool(silent.all()))
         elif self._evaluated is not None:
-            self._evaluated.take_silent(silent, self.num_generations_eval)
+            self._evaluated.add_silent(silent, self.num_generations_eval)
 
     def _advantages(
         self, rewards: Tensor, weights: Tensor, total: Tensor, mode: str, tokens: dict[str, Tensor]

@@ -1,27 +1,30 @@
-"""NaN and inf are found before the optimizer sees them: one decision of all processes, and the batch kept on disk.
+"""Find NaN and inf before each optimizer step: one decision for all processes, with the batch kept on disk.
 
-Each micro-batch leaves one flag on the device, and nothing is read from there before the optimizer step. By then the
-gradients are reduced and their norm is known; the clip waits for the decision, since by a norm of NaN it would make
-NaN of every gradient, and nobody could say which was first.
+Each micro-batch leaves one flag on the device, which is read at the optimizer step. By then the gradients are reduced
+and their norm is known. Gradients are clipped after the decision: a clip by a norm of NaN would turn all of them into
+NaN, and hide which was first.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import TrainerState
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.trainer.checkpoints.shards import local
 from grpo_ext.trainer.diagnosis.recording import gradient_figures, is_logged
-from grpo_ext.trainer.findings import ORDER, Finding, Watched, value_in
+from grpo_ext.trainer.findings import ORDER, BadTensor, ObservedBatch, value_in
 from grpo_ext.trainer.recording import Recorder, file_of, origin, taken, write
 from grpo_ext.trainer.signals import signals
 
@@ -29,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "failures"
 KEPT = 10
-"""Batches of skipped steps that are saved."""
+"""Batches of skipped steps that are saved, at most."""
 IN_A_ROW = 3
-"""Skipped steps after which it is no accident."""
+"""Consecutive skipped steps after which the run stops."""
 SKIPPED = "nonfinite/skipped_steps"
 HOW_TO_LOOK = """\
 Batches of the step in which NaN or inf was found, before optimizer step {step}; one file for each rank.
@@ -48,56 +51,71 @@ Weights and optimizer were not touched: the last checkpoint has the weights of i
 """
 
 
-def rank_of_cause(finding: Finding) -> tuple[int, bool]:
-    """Sort key: the earliest tensor first; of gradients, those whose parameter is known (a shard may lack it)."""
+def rank_of_cause(finding: BadTensor) -> tuple[int, bool]:
+    """Sort key: the earliest tensor first; gradients with a known parameter first (a shard may not hold it)."""
     return ORDER.index(finding.tensor), finding.tensor == "gradient" and not finding.name
 
 
+class Guarded(Protocol):
+    """The members of a trainer that the guard reads."""
+
+    accelerator: Accelerator
+    args: GRPOExtConfig
+    current_gradient_accumulation_steps: int
+    model: nn.Module
+    optimizer: Any
+    state: TrainerState
+    _metrics: Any
+    _tokenizer: Any
+
+
 class NonFiniteGuard:
-    """Decides before each optimizer step, once for all processes, whether it may be made.
+    """Decides on all processes, before each optimizer step, whether to make it.
 
     Attributes:
-        skipped: steps that were not made since training began.
-        requested: the signal by which one of the processes was told to end, 0 for none; the same on all.
+        skipped: skipped steps since training began.
+        requested: the signal that one of the processes received, 0 for none; the same on all processes.
+        window: micro-batches of the current optimizer step.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        """For a trainer with `on_nonfinite` in its arguments."""
+    def __init__(self, trainer: Guarded) -> None:
         self.trainer, self.skips = trainer, trainer.args.on_nonfinite == "skip"
         self.start()
 
     def start(self) -> None:
-        """Forget what an earlier call of `train` has seen."""
-        self._window: deque[Watched] = deque()
+        """Reset before a call of `train`."""
+        self.window: deque[ObservedBatch] = deque()
         self._bad: Tensor | None = None
         self._computed: dict[str, Tensor] = {}
         self._recorder = Recorder(self.trainer)
         self.skipped = self._in_a_row = self.requested = 0
         self.skipped_since_log = False
 
-    def tell(self) -> None:
-        """At the end of a run: how many of its steps were left out."""
+    def report(self) -> None:
+        """Print at the end of a run how many of its steps were skipped."""
         if self.skipped:
-            steps, folder = self.trainer.state.global_step, Path(self.trainer.args.output_dir) / FOLDER
-            self.trainer.accelerator.print(f"{self.skipped} of {steps} steps were skipped for NaN or inf: {folder}.")
+            steps = self.trainer.state.global_step
+            self.trainer.accelerator.print(
+                f"{self.skipped} of {steps} steps were skipped for NaN or inf: {self.folder.parent}."
+            )
 
-    # Micro-batches: nothing here waits for the device.
+    # Micro-batches. Without a device sync.
 
     def note(self, **computed: Tensor) -> None:
-        """Tensors [rows, time] on the way to the loss."""
+        """Keep tensors [rows, time] that the loss has computed."""
         self._computed = {name: values.detach() for name, values in computed.items()}
 
     def watch(self, inputs: dict[str, Any], loss: Tensor) -> Tensor:
-        """Flag a micro-batch; returns the loss to go backward from."""
-        micro_batch = Watched(inputs, {**self._computed, "loss": loss.detach()})
+        """Flag a micro-batch; return the loss for the backward pass."""
+        micro_batch = ObservedBatch(inputs, {**self._computed, "loss": loss.detach()})
         self._computed = {}
-        self._window.append(micro_batch)
-        while len(self._window) > self.trainer.current_gradient_accumulation_steps:
-            self._window.popleft()
+        self.window.append(micro_batch)
+        while len(self.window) > self.trainer.current_gradient_accumulation_steps:
+            self.window.popleft()
         bad = micro_batch.bad()
         self._bad = bad if self._bad is None else self._bad | bad
         if self._engine_skips and self.trainer.accelerator.sync_gradients:
-            loss = loss * torch.where(self._bad, torch.nan, 1.0)  # so that the engine sees it in the gradients
+            loss = loss * torch.where(self._bad, torch.nan, 1.0)  # which shows in the gradients
         return loss
 
     @property
@@ -106,16 +124,16 @@ class NonFiniteGuard:
 
     @property
     def _engine_skips(self) -> bool:
-        """Whether another than we looks at the gradients and leaves the step out: DeepSpeed, fp16's scaler."""
+        """Return whether the engine itself skips bad steps: DeepSpeed, the scaler of fp16."""
         return self._deepspeed or self.trainer.accelerator.scaler is not None
 
     # The optimizer step.
 
     def clip(self, model: Any, max_norm: float, stock: Callable[[], Any]) -> Any:
-        """Norm of the gradients, which are clipped as `stock` would, if the step may be made; else they are dropped.
+        """Clip the gradients as `stock` would, or drop them if the step is skipped; return their norm.
 
         Raises:
-            NonFiniteError: it may not, and the run is to stop; on all processes.
+            NonFiniteError: NaN or inf was found, and `on_nonfinite` is not 'skip'; on all processes.
         """
         named = [(n.removeprefix("module."), p) for n, p in model.named_parameters() if p.grad is not None]
         ours = not self._deepspeed and self._torch_clips([p.grad for _, p in named])
@@ -134,7 +152,7 @@ class NonFiniteGuard:
         return norm
 
     def _torch_clips(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether stock's clip is torch's two functions: one device mesh, or none, and no engine."""
+        """Return whether stock's clip is torch's two functions: at most one device mesh, and no engine."""
         if self.trainer.accelerator.distributed_type in (DistributedType.MEGATRON_LM, DistributedType.XLA):
             return False
         if self.trainer.accelerator.distributed_type == DistributedType.FSDP and not self.trainer.accelerator.is_fsdp2:
@@ -143,44 +161,46 @@ class NonFiniteGuard:
         return len(meshes) == 1
 
     def _settle(self, norm: Any, named: Sequence[tuple[str, Any]]) -> bool:
-        """Whether the step may be made; the one wait for the device, and the one word between the processes."""
+        """Decide on all ranks whether to step. The guard's only device sync and only collective."""
         accelerator = self.trainer.accelerator
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        if norm is None:  # an engine that does not say
+        if norm is None:  # an engine that does not return it
             norm = float("nan") if accelerator.optimizer_step_was_skipped else 0.0
-        norm = torch.as_tensor(norm, device=accelerator.device)
-        looks = accelerator.mixed_precision != "fp16"  # where inf is how the scale of the loss is found
-        gradient = ~norm.isfinite() if looks else torch.zeros_like(norm, dtype=torch.bool)
-        forward = torch.zeros_like(gradient) if self._bad is None else self._bad.to(gradient.device)
-        told = torch.full_like(forward, signals.requested, dtype=torch.int)
-        flags = torch.stack([forward.view(()).int(), gradient.view(()).int(), told.view(())])
-        verdicts = accelerator.gather(flags[None]) if accelerator.num_processes > 1 else flags[None]
-        verdicts = verdicts.tolist()
+        norm = torch.as_tensor(norm.full_tensor() if isinstance(norm, DTensor) else norm, device=accelerator.device)
+        flags = self._flags(norm)
+        verdicts = (accelerator.gather(flags[None]) if accelerator.num_processes > 1 else flags[None]).tolist()
         self.requested = max(requested for *_, requested in verdicts)
         sound = not any(forward or gradient for forward, gradient, _ in verdicts)
-        if not sound:
-            of_a_batch = any(forward for forward, *_ in verdicts)
-            self._unsound(named, mine=bool(verdicts[accelerator.process_index][0]) or not of_a_batch)
-        else:
+        if sound:
             self._in_a_row = 0
-            self._recorder.keep(self._window, norm)
+            self._recorder.keep(self.window, norm)
+        else:
+            in_a_forward = any(forward for forward, *_ in verdicts)
+            self._unsound(named, mine=bool(verdicts[accelerator.process_index][0]) or not in_a_forward)
         self.trainer._metrics["train"][SKIPPED].append(float(not sound))
-        self._window.clear()
+        self.window.clear()
         self._bad = None
         return sound
 
+    def _flags(self, norm: Tensor) -> Tensor:
+        """Return [bad forward, bad gradient, signal] of this process."""
+        checked = self.trainer.accelerator.mixed_precision != "fp16"  # whose scaler finds the scale of the loss by inf
+        gradient = ~norm.isfinite() if checked else torch.zeros_like(norm, dtype=torch.bool)
+        forward = torch.zeros_like(gradient) if self._bad is None else self._bad.to(gradient.device)
+        requested = torch.full_like(forward, signals.requested, dtype=torch.int)
+        return torch.stack([forward.view(()).int(), gradient.view(()).int(), requested.view(())])
+
     def _unsound(self, named: Sequence[tuple[str, Any]], *, mine: bool) -> None:
-        """Save the batch of every rank, name the fault of those where it is `mine`, and stop or drop the gradients."""
+        """Save the batch, find the bad tensor where it is `mine`, and stop or skip the step; on all ranks."""
         parameters = [name for name, p in named if not local(p.grad).isfinite().all()] if mine else []
         findings = self._findings(parameters, dict(named)) if mine else []
         self.skipped += 1
         self._in_a_row += 1
         again = self.skips and self._in_a_row >= IN_A_ROW
         kept = self.skipped <= KEPT or again or not self.skips
-        problem = self._save(findings, parameters) if kept else ""
+        found = {"findings": [asdict(f) for f in findings], "parameters": parameters}
+        problem = self.save(found, list(self.window)) if kept else ""
         gathered = gather_object([([asdict(f) for f in findings[:1]], problem)])
-        everyone = sorted((Finding(**f) for found, _ in gathered for f in found), key=rank_of_cause)
+        everyone = sorted((BadTensor(**f) for found, _ in gathered for f in found), key=rank_of_cause)
         problem = next((p for _, p in gathered if p), "")
         text = self._text(everyone, problem if problem or not kept else f"The batch is in {self.folder}.")
         if again:
@@ -192,91 +212,87 @@ class NonFiniteGuard:
         self.trainer.optimizer.zero_grad(set_to_none=True)
         self.skipped_since_log = True
 
-    def _findings(self, parameters: Sequence[str], named: dict[str, Any]) -> list[Finding]:
+    def _findings(self, parameters: Sequence[str], named: Mapping[str, Tensor]) -> list[BadTensor]:
         found = []
-        for i, micro_batch in enumerate(self._window, 1):
-            bad = micro_batch.first_bad()
-            if bad is not None:
+        for i, micro_batch in enumerate(self.window, 1):
+            if (bad := micro_batch.first_bad()) is not None:
                 name, values = bad
                 per_row = values.isfinite().flatten(1).all(1) if values.dim() > 1 else values.isfinite()
                 rows = () if values.dim() == 0 else tuple((~per_row).nonzero().flatten().tolist())
-                text = self._words(micro_batch, rows)
-                rank = self.trainer.accelerator.process_index
-                found.append(Finding(name, rank, value_in(values), "", i, rows, text))
-        found.sort(key=lambda f: ORDER.index(f.tensor))
-        if not found:
-            rank = self.trainer.accelerator.process_index
-            value = value_in(local(named[parameters[0]].grad)) if parameters else "nan or inf"
-            found.append(Finding("gradient", rank, value, ", ".join(parameters[:3]) + ", ..." * (len(parameters) > 3)))
-        return found
+                found.append(
+                    BadTensor(name, self._rank, value_in(values), "", i, rows, self._words(micro_batch, rows))
+                )
+        if found:
+            return sorted(found, key=lambda f: ORDER.index(f.tensor))
+        gradient = named[parameters[0]].grad if parameters else None
+        value = "nan or inf" if gradient is None else value_in(local(gradient))
+        names = ", ".join(parameters[:3]) + ", ..." * (len(parameters) > 3)
+        return [BadTensor("gradient", self._rank, value, names)]
 
-    def _words(self, micro_batch: Watched, rows: Sequence[int]) -> str:
+    def _words(self, micro_batch: ObservedBatch, rows: Sequence[int]) -> str:
         ids, mask = (micro_batch.inputs.get(f"completion_{name}") for name in ("ids", "mask"))
         if not rows or ids is None or mask is None:
             return ""
         return self.trainer._tokenizer.decode(ids[rows[0]][mask[rows[0]].bool()][:32])[:80]
 
-    # What is told and kept.
+    # Messages and files.
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.accelerator.process_index
 
     @property
     def step(self) -> int:
-        """The step that is being computed."""
+        """The current step, from 1."""
         return self.trainer.state.global_step + 1
 
     @property
     def folder(self) -> Path:
-        """For the batches of this step."""
-        return Path(self.trainer.args.output_dir) / FOLDER / f"step_{self.step}"
+        """Folder for the batches of this step."""
+        return Path(str(self.trainer.args.output_dir)) / FOLDER / f"step_{self.step}"
 
-    def _text(self, findings: Sequence[Finding], kept: str) -> str:
+    def _text(self, findings: Sequence[BadTensor], kept: str) -> str:
         first = findings[0] if findings else "nan or inf"
-        also = (
-            f" ({len(findings)} ranks have found some)"
-            if len(findings) > 1 and findings[0].tensor != "gradient"
-            else ""
-        )
+        several = len(findings) > 1 and findings[0].tensor != "gradient"
+        also = f" (found on {len(findings)} ranks)" if several else ""
         return f"Step {self.step} of {self.trainer.state.max_steps}: {first}{also}. {kept}".rstrip()
 
     def _cure(self, again: bool) -> str:
-        skip = "" if again else ", or set on_nonfinite: skip to leave such a step out"
+        skip = "" if again else ", or set on_nonfinite: skip to skip such steps"
         return (
             "It was found before the optimizer step: weights, optimizer and checkpoints are untouched. Look at the "
             f"batch, lower learning_rate or max_grad_norm, train in another precision{skip}."
         )
 
-    def _save(self, findings: Sequence[Finding], parameters: Sequence[str]) -> str:
-        found = {"findings": [asdict(f) for f in findings], "parameters": list(parameters)}
-        return self.save(found, list(self._window))
-
-    def save(self, found: dict[str, Any], window: Sequence[Watched] = ()) -> str:
-        """Keep this rank's part of what was found; a sentence if that failed, since a full disk must not hide it."""
-        path = file_of(self.folder.parent, self.step, self.trainer.accelerator.process_index)
+    def save(self, found: dict[str, Any], window: Sequence[ObservedBatch] = ()) -> str:
+        """Write this rank's findings and batch; return a sentence if that failed, and "" otherwise."""
+        path = file_of(self.folder.parent, self.step, self._rank)
         try:
             write(path, (taken(self.trainer, window) if window else origin(self.trainer)) | found)
             (path.parent / "README.txt").write_text(HOW_TO_LOOK.format(step=self.step))
-        except Exception as error:
+        except Exception as error:  # a full disk must not hide what was found
             return f"The batch could not be saved to {path} ({error})."
         return ""
 
-    # Rewards: found when they are returned, long before there is a gradient.
+    # Rewards, when they are returned, long before there is a gradient.
 
     def of_rewards(
         self, rewards: Tensor, rows: dict[str, list[int]], names: Sequence[str], prompts: list, completions: list
     ) -> tuple[list[dict[str, Any]], str]:
-        """This process's findings, ready to be sent, and why its batch could not be saved if it could not.
+        """Return this process's bad rewards as dictionaries, and why its batch could not be saved, or "".
 
         Args:
             rewards: this process's, [rows, rewards].
-            rows: in which a reward of that name returned what is no number.
-            names: of the rewards.
+            rows: by reward, the rows in which it returned NaN or inf.
+            names: the rewards' names.
             prompts: of the rows.
             completions: of the rows.
         """
-        rank, found = self.trainer.accelerator.process_index, []
+        found = []
         for name, bad in rows.items():
             if bad:
                 value, text = value_in(rewards[bad, names.index(name)]), completion_text(completions[bad[0]])[:80]
-                found.append(asdict(Finding("rewards", rank, value, name, 0, tuple(bad), text)))
+                found.append(asdict(BadTensor("rewards", self._rank, value, name, 0, tuple(bad), text)))
         batch = {"prompts": prompts, "completions": completions, "rewards": rewards.cpu(), "reward_names": list(names)}
         return found, self.save({"findings": found, **batch}) if self._stops_for_rewards else ""
 
@@ -284,15 +300,15 @@ class NonFiniteGuard:
     def _stops_for_rewards(self) -> bool:
         return not self.skips and self.trainer.model.training
 
-    def rewards(self, findings: Sequence[Finding], problem: str) -> None:
-        """Stop for rewards, of all processes, that are no numbers; or say that they count as not scored.
+    def rewards(self, findings: Sequence[BadTensor], problem: str) -> None:
+        """Stop for NaN or inf in the rewards of any process, or warn that they count as not scored.
 
         Raises:
-            NonFiniteError: the run is to stop.
+            NonFiniteError: `on_nonfinite` is not 'skip'.
         """
         if self._stops_for_rewards:
             kept = problem or f"The completions are in {self.folder}."
-            cure = "Correct the reward (None says that it cannot score), or set on_nonfinite: skip to count those"
+            cure = "Correct the reward (None means that it cannot score), or set on_nonfinite: skip to count those"
             raise NonFiniteError(f"{self._text(findings, kept)} {cure} as not scored.")
         if self.trainer.accelerator.is_main_process:
             for finding in findings:

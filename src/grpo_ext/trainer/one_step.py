@@ -15,11 +15,11 @@ from transformers import TrainingArguments
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError
+from grpo_ext.trainer.callbacks import Progress
 from grpo_ext.trainer.checkpoints.identity import HARMLESS, plain
-from grpo_ext.trainer.findings import Watched
+from grpo_ext.trainer.findings import ObservedBatch
 from grpo_ext.trainer.generation import Generation, MicroBatch, live_mask
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
-from grpo_ext.trainer.progress import Progress
 from grpo_ext.trainer.recording import Content
 from grpo_ext.trainer.replaying import check_credit, micro_batches, restored
 
@@ -125,7 +125,7 @@ class OneStep(GRPOExtTrainer):
         self.accelerator.unscale_gradients()
         named = model.named_parameters()
         self.gradients = {n.removeprefix("module."): p.grad.detach().clone() for n, p in named if p.grad is not None}
-        self.window = list(self._guard._window)
+        self.window = list(self._guard.window)
         self.norm = torch.nn.utils.get_total_norm(list(self.gradients.values()))
         return self.norm
 
@@ -271,7 +271,7 @@ def by_block(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     return {block: total**0.5 for block, total in squares.items()}
 
 
-def numbered(window: Sequence[Watched]) -> list[tuple[int, Watched]]:
+def numbered(window: Sequence[ObservedBatch]) -> list[tuple[int, ObservedBatch]]:
     """Micro-batches, each with the number of its first row."""
     found, rows = [], 0
     for watched in window:
@@ -280,7 +280,7 @@ def numbered(window: Sequence[Watched]) -> list[tuple[int, Watched]]:
     return found
 
 
-def tokens(first_row: int, watched: Watched) -> list[Token]:
+def tokens(first_row: int, watched: ObservedBatch) -> list[Token]:
     """The tokens of a micro-batch that are trained on."""
     inputs, live = watched.inputs, live_mask(watched.inputs).bool()
     logps = watched.computed["per_token_logps"].float()

@@ -22,7 +22,7 @@ from grpo_ext import __version__
 from grpo_ext.errors import ConfigError
 from grpo_ext.trainer.checkpoints.identity import plain, settings
 from grpo_ext.trainer.checkpoints.manifest import sync
-from grpo_ext.trainer.findings import Watched
+from grpo_ext.trainer.findings import ObservedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def due(trainer: Any) -> bool:
     return bool(every) and trainer.state.global_step % every == 0
 
 
-def taken(trainer: Any, window: Sequence[Watched]) -> Content:
+def taken(trainer: Any, window: Sequence[ObservedBatch]) -> Content:
     """This process's part of the step that is being computed."""
     inputs = [dict(watched.inputs) for watched in window]
     totals = trainer._generation.totals_of(window[0].inputs) if window else None
@@ -174,7 +174,7 @@ class Recorder:
         """For a trainer with `record_batches` in its arguments."""
         self.trainer, self.stopped = trainer, False
 
-    def keep(self, window: Iterable[Watched], grad_norm: Tensor) -> None:
+    def keep(self, window: Iterable[ObservedBatch], grad_norm: Tensor) -> None:
         """Write this process's part of the step, if it is due."""
         if self.stopped or not due(self.trainer):
             return

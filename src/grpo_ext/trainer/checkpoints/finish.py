@@ -14,11 +14,11 @@ from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE, WEIGHTS, numbere
 from grpo_ext.trainer.checkpoints.identity import changes
 from grpo_ext.trainer.checkpoints.manifest import changes as changed_files
 from grpo_ext.trainer.checkpoints.manifest import entries, files_in, sync, write_synced, wrong_entry
-from grpo_ext.trainer.metrics_file import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
 FINISHED_FILE = "finished.json"
+METRICS_FILE = "metrics.jsonl"
 CARD = "README.md"
 """The model card, which a person may go on to write."""
 RECORDS = ("evaluation", "completions", "batches", "failures", "reward_failures")

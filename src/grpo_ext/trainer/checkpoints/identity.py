@@ -13,6 +13,7 @@ from typing import Any
 from datasets import Dataset
 from huggingface_hub import try_to_load_from_cache
 from trl import DatasetMixtureConfig, ModelConfig
+from trl.data_utils import is_conversational
 from trl.scripts.grpo import GRPOScriptArguments
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -163,6 +164,14 @@ def record_of(
             record |= {f"rewards.{spec.name}.{key}": value for key, value in plain(spec).items() if key != "name"}
     record["of_recipe"] = rewards is not None
     return _portable(record)
+
+
+def of_run(args: GRPOExtConfig, model: Any, data: Any, recipe: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what defines a run, its data included; `recipe` is the record of its recipe, if it has one."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", None) or None
+    record = recipe or record_of(args, model=name)
+    chat = is_conversational(data[0]) if isinstance(data, Dataset) and len(data) else None
+    return {**record, "data": data_digest(data), "conversational": chat}
 
 
 def _portable(value: Any) -> Any:

@@ -1,22 +1,28 @@
-"""What the next step depends on beside weights, optimizer and random streams, in a file for each process.
+"""Everything that the next step depends on beside weights, optimizer and random streams; one file for each process.
 
-The open generation with its position, what estimators and samplers remember, the sums since the last log, a reference
-that follows the policy. Restored where as many processes go on with as many micro-batches as it was taken from.
+It holds the current generation and the position in it, the memory of estimators and samplers, the sums since the last
+log, and a reference that follows the policy. It is restored where the same number of processes resumes with the same
+number of micro-batches.
 """
 
 import logging
 import re
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate import Accelerator
+from peft import PeftModel
 from torch import Tensor
-from transformers.trainer_callback import ExportableState, TrainerState
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.trainer.checkpoints.shards import is_sharded, local
 
@@ -24,33 +30,54 @@ logger = logging.getLogger(__name__)
 
 TABLE = ("prompt", "completion", "advantages")
 """Columns of TRL's table of completions; `rewards` and `extra` hold further ones, images are not kept."""
-TRAIN_SUMS = ("_total_loss_scalar", "_globalstep_last_logged")
+MicroBatches = list[dict[str, Any]]
 
 
 class HasState(Protocol):
-    """A trainer, as far as its next step depends on what it holds."""
+    """The attributes of a trainer that its next step depends on."""
 
-    accelerator: Any
-    args: Any
+    accelerator: Accelerator
+    args: GRPOExtConfig
     num_iterations: int
     ref_model: Any
-    _buffered_inputs: Any
+    _advantage_monitor: Any
     _drift: Any
     _generation: Any
+    _globalstep_last_logged: int
     _group_means: Any
     _logs: dict[str, Any]
     _metrics: dict[str, Any]
     _sampler: Any
-    _silence: Any
     _step: int
+    _total_loss_scalar: float
     _tr_loss: Tensor
 
-    def _continue(self, micro_batches: list[dict[str, Any]], totals: list[StepTotals]) -> None: ...
+
+@dataclass
+class Resumed:
+    """The checkpoint that a run resumes from.
+
+    Attributes:
+        state: this process's part of it; None where the checkpoint was made by another split of the batch.
+        pending: whether `state` is still to be restored.
+        epoch_over: whether the checkpoint was written at the end of an epoch.
+    """
+
+    checkpoint: Path
+    state: dict[str, Any] | None
+    pending: bool = True
+    epoch_over: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch, and batches of the dataloader that it has taken."""
+        epoch, batches = self.state["place"] if self.state else (0, 0)
+        return epoch, batches
 
 
 @cache
 def accept_numbered_cpu() -> None:
-    """Let a checkpoint be loaded to `cpu:0`, as transformers before 5.23 asks for on several CPU processes."""
+    """Let a checkpoint be loaded to `cpu:0`, which transformers before 5.23 does with several CPU processes."""
     torch.serialization.register_package(
         0, lambda storage: None, lambda storage, location: storage if re.fullmatch(r"cpu:\d+", location) else None
     )
@@ -60,17 +87,17 @@ def write(trainer: HasState, folder: Path, place: tuple[int, int]) -> None:
     """Write this process's state.
 
     Args:
-        trainer: between two optimizer steps.
-        folder: of the checkpoint.
+        trainer: a trainer between two optimizer steps.
+        folder: the checkpoint's folder.
         place: epoch, and batches of the dataloader that it has taken.
     """
     folder.mkdir(parents=True, exist_ok=True)  # a process may come here before the one that saves the model
-    torch.save(_taken(trainer, place), _file(folder, trainer.accelerator.process_index))
+    torch.save(_state_of(trainer, place), _file(folder, trainer.accelerator.process_index))
     _write_reference(trainer, folder)
 
 
 def read(folder: Path, trainer: HasState) -> dict[str, Any] | None:
-    """This process's state, or None (and a warning) where the checkpoint was made by another split of the batch."""
+    """Return this process's state; None, with a warning, if the checkpoint was made by another split of the batch."""
     path, accelerator = _file(folder, trainer.accelerator.process_index), trainer.accelerator
     state = torch.load(path, map_location=accelerator.device, weights_only=True) if path.exists() else {}
     if state.get("split") == _split(trainer):
@@ -78,29 +105,27 @@ def read(folder: Path, trainer: HasState) -> dict[str, Any] | None:
     if accelerator.is_main_process:
         logger.warning(
             f"{folder} was made by another number of processes or micro-batches: random streams and, inside of a "
-            "generation, completions are new ones from here on; weights, optimizer and data go on where they were."
+            "generation, completions are new ones from here on; weights, optimizer and data continue where they were."
         )
     return None
 
 
-def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> None:
-    """Give a trainer at the start of its loop what `write` took."""
+def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[MicroBatches, list[StepTotals]]:
+    """Restore what `write` saved; return the micro-batches and totals of a generation that was in use, else []."""
     trainer._step = state["step"]
-    if state["micro_batches"]:
-        totals = [StepTotals(*row) for row in state["totals"]]
-        trainer._continue(state["micro_batches"], totals)
     trainer._metrics["train"].update({name: list(values) for name, values in state["metrics"].items()})
     _fill_table(trainer._logs, state["table"])
     trainer._tr_loss.copy_(state["loss"])
-    for name in TRAIN_SUMS:
-        setattr(trainer, name, state[name])
+    trainer._total_loss_scalar = state["_total_loss_scalar"]
+    trainer._globalstep_last_logged = state["_globalstep_last_logged"]
     trainer._group_means.load(state["group_means"])
     if trainer._sampler is not None:
         trainer._sampler.prompts.drawn = state["drawn"]
-    trainer._silence.load(state.get("silence", []), state.get("silence_warned", False))
+    trainer._advantage_monitor.load(state.get("silence", []), state.get("silence_warned", False))
     if trainer._drift is not None:
         trainer._drift.monitor.load(state["drift"])
     _restore_reference(trainer, folder)
+    return state["micro_batches"], [StepTotals(*row) for row in state["totals"]]
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -109,13 +134,13 @@ def _file(folder: Path, rank: int) -> Path:
 
 def _split(trainer: HasState) -> list[int]:
     args = trainer.args
-    sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, int(args.steps_per_generation)
+    sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, int(args.steps_per_generation or 1)
     return [trainer.accelerator.num_processes, *sizes, trainer.num_iterations]
 
 
-def _taken(trainer: HasState, place: tuple[int, int]) -> dict[str, Any]:
+def _state_of(trainer: HasState, place: tuple[int, int]) -> dict[str, Any]:
     generation = trainer._generation
-    closed = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+    closed = trainer._step % (int(trainer.args.steps_per_generation or 1) * trainer.num_iterations) == 0
     main = trainer.accelerator.is_main_process
     return {
         "split": _split(trainer),
@@ -126,11 +151,12 @@ def _taken(trainer: HasState, place: tuple[int, int]) -> dict[str, Any]:
         "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
         "table": _table(trainer._logs) if main and trainer.args.log_completions else {},
         "loss": trainer._tr_loss,
-        **{name: getattr(trainer, name) for name in TRAIN_SUMS},
+        "_total_loss_scalar": trainer._total_loss_scalar,
+        "_globalstep_last_logged": trainer._globalstep_last_logged,
         "group_means": trainer._group_means.to_list(),
         "drawn": 0 if trainer._sampler is None else trainer._sampler.prompts.drawn,
-        "silence": trainer._silence.to_list(),
-        "silence_warned": trainer._silence.warned,
+        "silence": trainer._advantage_monitor.to_list(),
+        "silence_warned": trainer._advantage_monitor.warned,
         "drift": [] if trainer._drift is None else trainer._drift.monitor.to_list(),
     }
 
@@ -149,13 +175,13 @@ def _fill_table(logs: dict[str, Any], table: dict[str, Any]) -> None:
             into[key].extend(values)
 
 
-# What transformers forgets.
+# Parts of a checkpoint that transformers does not restore.
 
 
-def restore_callbacks(trainer: Any) -> None:
-    """Give callbacks that say what they hold, such as EarlyStoppingCallback, what the checkpoint has of them."""
-    saved = trainer.state.stateful_callbacks
-    stateful = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
+def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback]) -> None:
+    """Restore the attributes of stateful callbacks, such as EarlyStoppingCallback."""
+    saved: Any = state.stateful_callbacks or {}
+    stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
     for name in {type(callback).__name__ for callback in stateful} & saved.keys():
         alike = [callback for callback in stateful if type(callback).__name__ == name]
         entries = saved[name] if isinstance(saved[name], list) else [saved[name]]
@@ -164,15 +190,15 @@ def restore_callbacks(trainer: Any) -> None:
 
 
 def find_best_checkpoint(state: TrainerState, checkpoint: Path) -> None:
-    """Beside the checkpoint, if it is there: the recorded folder may be the original of a copy that was made of it."""
+    """Set the best checkpoint to the one beside `checkpoint`, if there is one: the run may be a copy of another."""
     beside = checkpoint.parent / f"checkpoint-{state.best_global_step}"
     if state.best_global_step and beside.is_dir():
         state.best_model_checkpoint = str(beside)
 
 
-def evaluation_due(args: Any, state: TrainerState, max_steps: int, epoch_over: bool) -> bool:
-    """Whether an evaluation belongs to the step that is over, and a kill or a signal came before it."""
-    step, last = state.global_step, state.global_step >= max_steps  # which ends the epoch too, wherever that is
+def evaluation_due(args: GRPOExtConfig, state: TrainerState, *, epoch_over: bool) -> bool:
+    """Return whether the last step should have been followed by an evaluation that the log does not have."""
+    step, last = state.global_step, state.global_step >= state.max_steps  # the last step also ends its epoch
     by_steps = args.eval_strategy == "steps" and (last or step % state.eval_steps == 0)
     by_epoch = args.eval_strategy == "epoch" and (last or epoch_over)
     if args.eval_delay > (step if by_steps else state.epoch or 0) or not (by_steps or by_epoch):
@@ -180,17 +206,18 @@ def evaluation_due(args: Any, state: TrainerState, max_steps: int, epoch_over: b
     return not any(row["step"] == step and any(name.startswith("eval_") for name in row) for row in state.log_history)
 
 
-def load_default_adapter(model: Any, checkpoint: Path) -> None:
-    """transformers loads adapters of sub-folders, or that of the folder itself; PEFT saves `default` there."""
-    several = is_peft_model(model) and "default" in model.peft_config and len(model.peft_config) > 1
+def load_default_adapter(model: PreTrainedModel | PeftModel, checkpoint: Path) -> None:
+    """Load the adapter `default`, which transformers does not load from a folder with several adapters."""
+    if not isinstance(model, PeftModel) or "default" not in model.peft_config or len(model.peft_config) < 2:
+        return
     names = ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
-    if several and any((checkpoint / name).is_file() for name in names):
+    if any((checkpoint / name).is_file() for name in names):
         active = model.active_adapter
         model.load_adapter(str(checkpoint), "default", is_trainable=active == "default")
         model.set_adapter(active)
 
 
-# A reference that follows the policy (`sync_ref_model`) is nowhere else.
+# A reference that follows the policy (`sync_ref_model`).
 
 
 def _reference_file(trainer: HasState, folder: Path) -> Path:

@@ -1,214 +1,140 @@
-"""Checkpoints that are whole or not there: written aside, synced, sealed, renamed; and which elder ones go."""
+"""Write checkpoints that are complete or absent: written aside, synced, sealed, renamed; then delete old ones."""
 
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec
 
 from safetensors import SafetensorError
+from transformers import TrainerState
 
-from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, SaveError
-from grpo_ext.rollout.vllm.late import GRPOTrainer
-from grpo_ext.trainer import hub
 from grpo_ext.trainer.checkpoints.agreement import everywhere
-from grpo_ext.trainer.checkpoints.branches import Branch
 from grpo_ext.trainer.checkpoints.choice import numbered
-from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, holds_weights, publish, write_finished
+from grpo_ext.trainer.checkpoints.finish import holds_weights, publish, write_finished
 from grpo_ext.trainer.checkpoints.manifest import STATE, damage, seal, step_of, sync
-from grpo_ext.trainer.checkpoints.shards import gathered
 
 SAVING = "_saving"
-"""Folder in output_dir where checkpoints are written; what begins with `_` transformers never pushes to the hub."""
+"""Folder in output_dir where checkpoints are written; transformers pushes no name with a leading `_` to the hub."""
 _DISK = (OSError, RuntimeError, SafetensorError)
-"""What a full disk, a quota or a missing right is raised as, by Python, torch and safetensors."""
+"""Errors that Python, torch and safetensors raise for a full disk, a quota or a missing permission."""
+P = ParamSpec("P")
 
 
-class WritingTrainer(GRPOTrainer):
-    """`trl.GRPOTrainer` whose checkpoints appear under their names once all of them is on the disk.
+class Writer:
+    """Writes files on several processes, and raises a failure of one of them on all.
 
-    No process raises while others wait for it: a failure is remembered, nothing more is written, and after the last
-    collective all processes hear of it.
+    No process raises while others wait for it in a collective: a failure is kept, later writes are skipped, and
+    after the last collective all processes raise it.
 
-    Raises:
-        SaveError: from `_save_checkpoint` and `save_final`, on all processes.
+    Args:
+        saves: True on the process that writes what all processes share.
     """
 
-    args: GRPOExtConfig
-    _aside = False
-    _containing = False
-    _unwritten: Exception | None = None
-    _published: Sequence[str] = ()
-    _record: Mapping[str, Any]
-    """What defines the run."""
-    _branch = Branch()
-    """This start, in the history of its folder."""
+    def __init__(self, *, saves: bool) -> None:
+        self.saves = saves
+        self.is_aside = False
+        """True while checkpoints are written in `SAVING`."""
+        self.published: list[str] = []
+        """Names of the final model's files."""
+        self._keeps = False
+        self._error: Exception | None = None
 
-    def _get_output_dir(self, trial: Any) -> str:
-        folder = super()._get_output_dir(trial)
-        return os.path.join(folder, SAVING) if self._aside else folder
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        final = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        folder = final.parent / SAVING / final.name
-        with self._told_to_all(final, folder.parent), self._written_aside():
-            self._contained(super()._save_checkpoint, model, trial)
-            self._contained(self._save_own, folder)
-        if str(self.state.best_model_checkpoint) == str(folder):
-            self.state.best_model_checkpoint = str(final)
-        with self._told_to_all(final, folder.parent):
-            if self.args.should_save:
-                self._contained(self._settle, folder, final)
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(final))
-        if self.args.push_to_hub_revision and self.is_world_process_zero():
-            hub.push_revision(self, final)
-
-    def _settle(self, folder: Path, final: Path) -> None:
-        self.state.save_to_json(str(folder / STATE))  # which names the best checkpoint
-        facts = {"step": self.state.global_step, "weights_alone": bool(self.args.save_only_model)}
-        seal(folder, **facts, **self._branch.facts())
-        put_in_place(folder, final)
-        rotate(final, self.args.save_total_limit, self.state.best_model_checkpoint)
-        remove_if_empty(folder.parent)
-
-    def _save_own(self, folder: Path) -> None:
-        """What a checkpoint holds beside TRL's files; called on all processes."""
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._aside:  # else when it is in its place, from which it is read in the background
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        with self._written_aside():  # transformers would delete the last checkpoint before the model is saved
-            return super()._finalize_training(*args, **kwargs)
-
-    def save_final(self, output_dir: str | Path) -> None:
-        """Save the model, whole or not at all."""
-        final = Path(output_dir)
-        folder = final / SAVING / "model"
-        with self._told_to_all(final, folder.parent), self._written_aside(), gathered(self):
-            self._contained(self.save_model, str(folder), _internal_call=True)  # which pushes nothing yet
-            self._contained(self._save_beside_model, folder)
-        with self._told_to_all(final, folder.parent):
-            if self.args.should_save and not holds_weights(folder):
-                self._unwritten = SaveError(self._no_weights(final))
-            elif self.args.should_save:
-                self._contained(self._publish, folder, final)
-
-    def _publish(self, folder: Path, final: Path) -> None:
-        self._published = publish(folder, final)
-        discard(folder.parent)
-
-    def finish(self, output_dir: str | Path) -> None:
-        """After `save_final`: say, last of all, that the run is over."""
-        final = Path(output_dir)
-        with self._told_to_all(final / FINISHED_FILE, final / SAVING):
-            if self.args.should_save:
-                facts = {
-                    "step": self.state.global_step,
-                    "max_steps": self.state.max_steps,
-                    "order": self._branch.order,
-                }
-                self._contained(write_finished, final, self._published, self._record, **facts)
-
-    def _save_beside_model(self, folder: Path) -> None:
-        """What lies beside the finished model; called on all processes."""
-
-    def _no_weights(self, final: Path) -> str:
-        last = next((str(path) for path in numbered(final)), "the last checkpoint")
-        return (
-            f"no model was saved in {final}: the engine wrote no weights that from_pretrained could load. {last} "
-            "holds them in shards: resume by a launch of another engine configuration, such as ddp, fsdp2, zero3, and "
-            "the model is saved at its end."
-        )
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As TRL's; a model that is not part of a checkpoint is whole, whatever engine has taken it apart."""
-        with nullcontext() if _internal_call else gathered(self):
-            super().save_model(output_dir, _internal_call)
-
-    # Hooks of transformers and TRL that write, none of which may raise on one process alone.
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        self._contained(super()._save, output_dir, state_dict)
-        folder = Path(output_dir or str(self.args.output_dir))
-        if "ref" in getattr(self.model, "peft_config", {}) and step_of(folder) is None:
-            shutil.rmtree(folder / "ref", ignore_errors=True)  # the adapter it began with: for a resume alone
-
-    def init_hf_repo(self, token: str | None = None) -> None:
-        """As transformers', with the branch that is pushed to.
-
-        Raises:
-            ConfigError: the hub cannot be reached, or refuses.
-        """
-        if self.is_world_process_zero():
-            hub.make_repository(self.args)
-        super().init_hf_repo(token)
-        if self.is_world_process_zero():
-            hub.make_branch(self, self.args.hub_revision)
-
-    def _save_scaler(self, output_dir: str) -> None:
-        self._contained(super()._save_scaler, output_dir)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        self._contained(super()._save_rng_state, output_dir)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        together = self._aside and (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        if together and any(everywhere(self._unwritten is not None)):
-            return
-        self._contained(super()._save_optimizer_and_scheduler, output_dir)
-
-    def _contained(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Write, unless something could not be written before; remember if this cannot."""
-        if not self._containing:
+    def attempt(self, write: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call `write`; inside `reporting`, keep its error, and skip it after an earlier one."""
+        if not self._keeps:
             write(*args, **kwargs)
-        elif self._unwritten is None:
+        elif self._error is None:
             try:
                 write(*args, **kwargs)
-            except _DISK as error:
-                self._unwritten = error
+            except (*_DISK, SaveError) as error:
+                self._error = error
+
+    def attempt_shared(self, write: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call `write` like `attempt`, on the process that writes what all share."""
+        if self.saves:
+            self.attempt(write, *args, **kwargs)
+
+    def failed_anywhere(self) -> bool:
+        """Return on all processes whether a write has failed on one."""
+        return any(everywhere(self._error is not None))
 
     @contextmanager
-    def _written_aside(self) -> Iterator[None]:
-        self._aside = True
+    def aside(self) -> Iterator[None]:
+        """Have checkpoints written in `SAVING`."""
+        self.is_aside = True
         try:
             yield
         finally:
-            self._aside = False
+            self.is_aside = False
 
     @contextmanager
-    def _told_to_all(self, final: Path, aside: Path) -> Iterator[None]:
-        """Remember what cannot be written, and tell all processes at the end."""
-        self._containing, self._unwritten = True, None
+    def reporting(self, final: Path, output_dir: Path) -> Iterator[None]:
+        """Keep errors of `attempt`, and raise them at the end on all processes.
+
+        Raises:
+            SaveError: `final` could not be written; what was written aside in `output_dir` is deleted.
+        """
+        self._keeps, self._error = True, None
         try:
             yield
         finally:
-            self._containing = False
-        error = self._unwritten
-        told = None if error is None else str(error) if isinstance(error, SaveError) else unwritten(error, final)
-        all_told = [text for text in everywhere(told) if text is not None]
-        if all_told:
-            if self.args.should_save:
-                discard(aside)
-            raise SaveError(all_told[0]) from error
+            self._keeps = False
+        error = self._error
+        text = None if error is None else str(error) if isinstance(error, SaveError) else unwritten(error, final)
+        texts = [text for text in everywhere(text) if text is not None]
+        if texts:
+            if self.saves:
+                discard(output_dir / SAVING)
+            raise SaveError(texts[0]) from error
+
+    def publish(self, folder: Path, final: Path) -> None:
+        """Move the final model from `folder` into place.
+
+        Raises:
+            SaveError: there are no weights in it.
+        """
+        if not holds_weights(folder):
+            raise SaveError(_no_weights(final))
+        self.published = publish(folder, final)
+        discard(folder.parent)
+
+    def finish(self, output_dir: Path, record: Mapping[str, object], facts: Mapping[str, int]) -> None:
+        """Record the end of a run whose model has been published."""
+        write_finished(output_dir, self.published, record, **facts)
+
+
+def settle(folder: Path, final: Path, state: TrainerState, facts: Mapping[str, object], limit: int | None) -> None:
+    """Seal a checkpoint that was written in `folder`, move it into place, and delete checkpoints beyond `limit`."""
+    state.save_to_json(str(folder / STATE))  # which names the best checkpoint
+    seal(folder, **facts)
+    put_in_place(folder, final)
+    rotate(final, limit, state.best_model_checkpoint)
+    remove_if_empty(folder.parent)
+
+
+def _no_weights(final: Path) -> str:
+    last = next((str(path) for path in numbered(final)), "the last checkpoint")
+    return (
+        f"no model was saved in {final}: the engine wrote no weights that from_pretrained could load. {last} holds "
+        "them in shards: resume with another engine, such as ddp, fsdp2 or zero3, and the model is saved at the end."
+    )
 
 
 def unwritten(error: Exception, final: Path) -> str:
-    """What could not be written and why, how much room there is, what is left and what to do."""
+    """Return a message: what could not be written and why, the free space, what is left and what to do."""
     place = next(parent for parent in final.absolute().parents if parent.exists())
     free = shutil.disk_usage(place).free / 1e9
-    elder = [path.name for path in numbered(final.parent if step_of(final) is not None else final)]
-    kept = f"Untouched: {', '.join(elder)}." if elder else "No checkpoint was there before."
+    earlier = [path.name for path in numbered(final.parent if step_of(final) is not None else final)]
+    kept = f"Untouched: {', '.join(earlier)}." if earlier else "No checkpoint was there before."
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return (
         f"{final} could not be written (process on {socket.gethostname()}): {type(error).__name__}: {reason}. The "
         f"disk has {free:,.2f} GB free; it may be full, over a quota, or not yours to write to. {kept} Make room "
-        "(save_total_limit keeps fewer), or correct output_dir, and start the same command again: it goes on from the "
+        "(save_total_limit keeps fewer), or correct output_dir, and run the same command again to resume from the "
         "newest checkpoint."
     )
 
@@ -233,7 +159,7 @@ def discard(path: Path) -> None:
 
 
 def _unused(path: Path) -> Path:
-    """The path, or one like it: `discard` may have left something under this name."""
+    """Return the path, or a similar one that does not exist: `discard` may have left files under this name."""
     names = (path.with_name(f"{path.name}{f'-{i}' if i else ''}") for i in range(10**6))
     return next(name for name in names if not os.path.lexists(name))
 
@@ -257,13 +183,13 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Leave no trace of having saved."""
+    """Delete a folder if it is empty."""
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 
 
 def recover(output_dir: Path) -> None:
-    """After a kill: a checkpoint that was sealed and not yet renamed gets its name; what was half written goes.
+    """After a kill, move sealed checkpoints into place and delete incomplete ones.
 
     Raises:
         ConfigError: no checkpoint could be written, because `_saving` is a link or a file.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from grpo_ext.trainer.silence import PATIENCE, Silence
+from grpo_ext.trainer.zero_advantages import PATIENCE, AdvantageMonitor
 from support import tiny
 from support.trainers import build
 
@@ -15,13 +15,13 @@ TWO = torch.tensor([[[0.0, 1.0], [0.0, 1.0]], [[0.0, 0.5], [0.0, 0.5]]])
 
 
 def told(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "grpo_ext.trainer.silence"]
+    return [r.getMessage() for r in caplog.records if r.name == "grpo_ext.trainer.zero_advantages"]
 
 
 def test_it_is_told_once_and_names_each_rewards_values(caplog):
-    silence = Silence(["accuracy", "format"])
+    monitor = AdvantageMonitor(["accuracy", "format"])
     for _ in range(3 * PATIENCE):
-        silence.note(TWO, True)
+        monitor.add(TWO, True)
     (sentence,) = told(caplog)
     assert f"no signal in {PATIENCE} generations in a row" in sentence
     assert (
@@ -30,24 +30,24 @@ def test_it_is_told_once_and_names_each_rewards_values(caplog):
 
 
 def test_one_generation_with_a_signal_begins_the_count_anew(caplog):
-    silence = Silence(["accuracy", "format"])
+    monitor = AdvantageMonitor(["accuracy", "format"])
     for i in range(3 * PATIENCE):
-        silence.note(TWO, i % PATIENCE != 0)
+        monitor.add(TWO, i % PATIENCE != 0)
     assert not told(caplog)
 
 
 def test_what_was_not_scored_is_no_value(caplog):
-    silence = Silence(["accuracy", "format"])
+    monitor = AdvantageMonitor(["accuracy", "format"])
     for _ in range(PATIENCE):
-        silence.note(torch.tensor([[[math.nan, 1.0], [math.nan, math.nan]]]), True)
+        monitor.add(torch.tensor([[[math.nan, 1.0], [math.nan, math.nan]]]), True)
     (sentence,) = told(caplog)
     assert "accuracy None throughout (not scored), format 1 throughout (5 not scored)." in sentence
 
 
 def test_a_process_that_does_not_tell_is_silent(caplog):
-    silence = Silence(["a"], tells=False)
+    monitor = AdvantageMonitor(["a"], warns=False)
     for _ in range(PATIENCE):
-        silence.note(torch.zeros(1, 2, 1), True)
+        monitor.add(torch.zeros(1, 2, 1), True)
     assert not told(caplog)
 
 

@@ -1,0 +1,274 @@
+"""Callbacks of a training run: progress lines, `metrics.jsonl`, the times of each step."""
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainingArguments as Arguments
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+
+from grpo_ext.trainer.checkpoints.finish import METRICS_FILE
+
+logger = logging.getLogger(__name__)
+
+Logs = Mapping[str, Any]
+Metrics = MutableMapping[str, list[float]]
+
+# Progress lines.
+
+SHOWN = {"kl": "kl", "entropy": "entropy", "completions/mean_length": "length"}
+"""Metrics that a line shows after the rewards, with their short names."""
+
+
+class Progress(ProgressCallback):
+    """transformers' progress bar with one line for each log, instead of a dict of all metrics.
+
+    Args:
+        bar: False prints the lines only.
+    """
+
+    def __init__(self, bar: bool) -> None:
+        super().__init__()
+        self.bar = bar
+        self._began = (0.0, 0)
+
+    def on_train_begin(self, args: Arguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Start the clock for the estimate of the remaining time."""
+        self._began = (time.monotonic(), state.global_step)
+        if self.bar:
+            super().on_train_begin(args, state, control, **kwargs)
+
+    def on_step_end(self, args: Arguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Advance the bar."""
+        if self.training_bar is not None:
+            super().on_step_end(args, state, control, **kwargs)
+
+    def on_prediction_step(
+        self, args: Arguments, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Advance the bar of an evaluation."""
+        if self.bar:
+            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+
+    def on_log(
+        self, args: Arguments, state: TrainerState, control: TrainerControl, logs: Logs | None = None, **_: object
+    ) -> None:
+        """Print a line."""
+        if not state.is_world_process_zero or not logs:
+            return
+        start, first = self._began
+        done = state.global_step - first
+        left = (time.monotonic() - start) / done * (state.max_steps - state.global_step) if done > 0 else 0.0
+        text = line(logs, state.global_step, state.max_steps, left)
+        if self.training_bar is None:
+            print(text, flush=True)
+        else:
+            self.training_bar.write(text)
+
+    def on_train_end(self, args: Arguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Close the bar."""
+        if self.training_bar is not None:
+            super().on_train_end(args, state, control, **kwargs)
+
+
+def install_progress(callbacks: list[TrainerCallback], *, disable_tqdm: bool | None) -> None:
+    """Replace transformers' own printer or progress bar by `Progress`; keep one that the user has chosen."""
+    for i, callback in reversed(list(enumerate(callbacks))):
+        if type(callback) in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
+            callbacks[i] = Progress(bar=not disable_tqdm and sys.stderr.isatty())
+            return
+
+
+def line(logs: Logs, step: int, steps: int, seconds_left: float = 0.0) -> str:
+    """Return one log as a line: step, reward and its parts, KL, entropy, length, tokens per second, time left."""
+    place = f"step {step:{len(str(steps))}}/{steps}"
+    over = "train_runtime" in logs  # the last log, with the metrics of the steps since the one before
+    if over:
+        place += f"   trained in {clock(logs['train_runtime'])}"
+    total = next((name for name in logs if name == "reward" or name.endswith("_reward")), None)
+    if total is None and over:
+        return place
+    if total is None and "loss" not in logs:
+        return "   ".join([place, *_all(logs)])
+    prefix = "" if total is None else total.removesuffix("reward")
+    place += f"   {prefix.strip('_')}" if prefix else ""
+    first = f"reward {short(logs[total])}" if total else f"loss {short(logs['loss'])}"  # a step without rollouts
+    shown = {key: name for key, name in SHOWN.items() if prefix + key in logs} | _turns(logs, prefix)
+    metrics = [f"{name} {short(logs[prefix + key])}" for key, name in shown.items()]
+    speed = [f"{logs[THROUGHPUT]:,.0f} tokens/s"] if THROUGHPUT in logs else []
+    left = [f"{clock(seconds_left)} left"] if seconds_left and not prefix and not over else []
+    return "   ".join([place, first, *_parts(logs, prefix), *metrics, *speed, *left])
+
+
+def _between(logs: Logs, begin: str, end: str) -> list[str]:
+    return [name[len(begin) : -len(end)] for name in logs if name.startswith(begin) and name.endswith(end)]
+
+
+def _parts(logs: Logs, prefix: str) -> list[str]:
+    """Return the mean of each reward, if there are several."""
+    names = _between(logs, f"{prefix}rewards/", "/mean")
+    parts = ", ".join(f"{name} {short(logs[f'{prefix}rewards/{name}/mean'])}" for name in names)
+    return [f"({parts})"] if len(names) > 1 else []
+
+
+def _turns(logs: Logs, prefix: str) -> dict[str, str]:
+    """Return metrics of environments: turns of each, and the share of failed attempts where some failed."""
+    names = _between(logs, f"{prefix}environments/", "/turns")
+    found = {}
+    for name in names:
+        label = f"{name} " if len(names) > 1 else ""
+        found[f"environments/{name}/turns"] = f"{label}turns"
+        if logs.get(f"{prefix}environments/{name}/failed"):
+            found[f"environments/{name}/failed"] = f"{label}failed"
+    return found
+
+
+def _all(logs: Logs) -> Iterator[str]:
+    """Yield all metrics; of an evaluation set, which has a table of its own, only shares of correct answers."""
+    in_tables = (name for name in logs if name.startswith("eval_") and "/" in name)
+    left_out = {"epoch", "total_flos", *(name for name in in_tables if not name.partition("@")[2].isdecimal())}
+    return (f"{name} {short(value)}" for name, value in logs.items() if name not in left_out)
+
+
+def short(value: object) -> str:
+    """Format a number in at most five places."""
+    if not isinstance(value, int | float):
+        return str(value)
+    fixed = value == 0 or 0.01 <= abs(value) < 1000 or value != value
+    return f"{value:.2f}" if fixed else f"{value:.1e}"
+
+
+def clock(seconds: float) -> str:
+    """Format a duration: 1:05, or 2:01:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# metrics.jsonl.
+
+
+class MetricsFile(TrainerCallback):
+    """Writes `metrics.jsonl` in `output_dir`: the log history, one JSON object per line, while a run trains.
+
+    A resumed run begins with its checkpoint's history, so that each log is in the file once. Only the main process
+    writes. A full disk costs the file, not the run, for which the other processes would wait.
+    """
+
+    def on_train_begin(self, args: Arguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Write the log history of the checkpoint, replacing the file of an earlier run."""
+        path = Path(args.output_dir or ".") / METRICS_FILE
+        if state.log_history or path.exists():
+            _write(path, state, state.log_history, "w")
+
+    def on_log(self, args: Arguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Append the last log."""
+        _write(Path(args.output_dir or ".") / METRICS_FILE, state, state.log_history[-1:], "a")
+
+
+def _write(path: Path, state: TrainerState, rows: Iterable[Logs], mode: str) -> None:
+    if not state.is_world_process_zero:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, mode, encoding="utf-8") as file:
+            file.writelines(json.dumps(as_json(row)) + "\n" for row in rows)
+    except OSError as error:
+        logger.warning(f"{path} could not be written ({error}); training continues.")
+
+
+def as_json(row: Logs) -> dict[str, Any]:
+    """Return a log with values for JSON: numbers, null for NaN and inf, text for everything else."""
+    return {name: _value(value) for name, value in row.items()}
+
+
+def _value(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    try:
+        return float(value) if math.isfinite(value) else None
+    except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor of several
+        return str(value)
+
+
+# Times.
+
+TRAINING = "training"
+"""The part of a step that is not measured by `during`: forward and backward passes, optimizer."""
+THROUGHPUT = "tokens_per_second"
+
+
+class StepTimes(TrainerCallback):
+    """Logs the seconds of this process in each part of a step, which add up to the step, and the total throughput.
+
+    Args:
+        metrics: the trainer's metrics of training.
+        device: synchronised where one part ends and another begins.
+        parts: parts that each step has, also where they take 0 seconds.
+    """
+
+    def __init__(self, metrics: Metrics, device: torch.device, parts: Sequence[str]) -> None:
+        self.metrics, self.device, self.parts = metrics, device, (*parts, TRAINING)
+        self._seconds: dict[str, float] = {}
+        self._within: list[str] = []
+        self._turned = 0.0
+        self._logged = (0, 0.0)
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Count the time of the block as this part, and not as the part around it."""
+        if not self._within:
+            yield
+            return
+        self._turn()
+        self._within.append(part)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._within.pop()
+
+    def on_train_begin(self, args: Arguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Leave out the tokens from before a resume."""
+        self._logged = (state.num_input_tokens_seen, 0.0)
+
+    def on_step_begin(self, args: Arguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Start the clock."""
+        self._seconds, self._within = dict.fromkeys(self.parts, 0.0), [TRAINING]
+        self._turned = self._now()
+
+    def on_step_end(self, args: Arguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Stop the clock. The throughput is that since it was last logged; a step without rollouts adds time only."""
+        self._turn()
+        self._within = []
+        for part, seconds in self._seconds.items():
+            self.metrics[f"time/{part}"].append(seconds)
+        tokens, elapsed = self._logged
+        self._logged = tokens, elapsed + sum(self._seconds.values())
+        if state.num_input_tokens_seen > tokens:
+            self.metrics[THROUGHPUT] = [(state.num_input_tokens_seen - tokens) / self._logged[1]]
+
+    def on_log(
+        self, args: Arguments, state: TrainerState, control: TrainerControl, logs: Logs | None = None, **_: object
+    ) -> None:
+        """Restart the throughput."""
+        if logs and THROUGHPUT in logs:
+            self._logged = (state.num_input_tokens_seen, 0.0)
+
+    def _turn(self) -> None:
+        now = self._now()
+        self._seconds[self._within[-1]] = self._seconds.get(self._within[-1], 0.0) + now - self._turned
+        self._turned = now
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()

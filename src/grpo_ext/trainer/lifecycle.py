@@ -1,0 +1,264 @@
+"""Lifecycle: TRL's GRPOTrainer that can be stopped and resumed at any step, and whose evaluations count each row once.
+
+Only the hooks are here. What they do is in `checkpoints`, `nonfinite`, `overflow`, `evaluating` and `signals`.
+"""
+
+import math
+import time
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datasets import IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import TrainOutput, has_length
+
+from grpo_ext.config.batches import eval_batch_problems
+from grpo_ext.config.engines import check_started
+from grpo_ext.errors import ConfigError, RolloutDrift, ServerLost
+from grpo_ext.rollout.random_streams import random_streams_kept
+from grpo_ext.rollout.seeds import AttemptId, Source, numbered
+from grpo_ext.trainer import overflow
+from grpo_ext.trainer.arguments import check_trained
+from grpo_ext.trainer.checkpoints import state
+from grpo_ext.trainer.checkpoints.starting import start
+from grpo_ext.trainer.evaluating import EvalRows, Evaluated, SameOrderSampler
+from grpo_ext.trainer.generation import Generation
+from grpo_ext.trainer.metrics import Figures
+from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
+from grpo_ext.trainer.saving import SavingTrainer
+from grpo_ext.trainer.signals import interrupted, naming_lost_ranks, signals
+
+
+class Lifecycle(SavingTrainer):
+    """`trl.GRPOTrainer` with complete checkpoints, exact resume, a check for NaN before each step, and signals."""
+
+    num_generations: Any
+    num_generations_eval: Any
+    _buffered_inputs: Any
+    _figures: Figures
+    _generation: Generation
+    _metrics: dict[str, defaultdict[str, list[float]]]
+    _resumed: state.Resumed | None = None
+    _evaluated: Evaluated | None = None
+    """The evaluation in progress; None with `loss_defaults: trl`."""
+    _stopped_at: int | None = None
+    """The step after which a signal stopped training."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._guard = NonFiniteGuard(self)
+        self._eval_rows = EvalRows()
+
+    # Training.
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train as TRL does; a second call begins with new rollouts.
+
+        Raises:
+            ConfigError: the checkpoint is damaged or of another run, or the launch does not fit the settings.
+            DataError: the stream ended before the first step.
+            NonFiniteError: NaN or inf was found.
+            RankLost: another process has ended.
+            RunInterrupted: a signal ended the run, which has saved a checkpoint.
+        """
+        try:
+            check_started(self.accelerator.distributed_type.value, self.ref_model is not None)
+            self._buffered_inputs, self._generation, self._step = None, Generation(), 0
+            self._epoch_began, self._stopped_at, self._leaving = (0, 0), None, False
+            self._record = self._identity()
+            checkpoint, self._branch = start(self.args, resume_from_checkpoint, self._record)
+            self._guard.start()
+            with signals.training(), naming_lost_ranks(self.args.world_size, self.args.ddp_timeout):
+                output = super().train(checkpoint, *args, **kwargs)
+        except (ServerLost, RolloutDrift) as error:
+            self._save_and_explain(error)
+            raise
+        finally:
+            self.close_rewards()
+        if self._guard.requested:
+            raise interrupted(self._guard.requested, self.state, of_recipe=self.recipe_record is not None)
+        self._guard.report()
+        check_trained(self.args, self.train_dataset, self.state.global_step)
+        return output
+
+    def close_rewards(self) -> None:
+        """End the processes that rewards and environments have started."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Return TRL's loss, and flag a micro-batch with NaN or inf."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return self._guard.watch(inputs, loss) if self.model.training else loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return self._guard.clip(model, self.args.max_grad_norm, partial(super()._clip_grad_norm, model))
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None:  # max_grad_norm is 0
+            grad_norm = self._guard.clip(model, math.inf, partial(super()._get_grad_norm, model))
+        return super()._get_grad_norm(model, grad_norm)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        total = self._total_loss_scalar
+        if self._guard.requested:  # save and stop, once; an evaluation could outlast a grace period
+            self._leaving, step = True, self.state.global_step
+            self.control.should_save = self._stopped_at != step  # the end of an epoch calls this a second time
+            self.control.should_evaluate = False
+            self.control.should_training_stop = True
+            self._stopped_at = step
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._guard.skipped_since_log and self._globalstep_last_logged == self.state.global_step:
+            self._guard.skipped_since_log = False
+            self._tr_loss.zero_()  # nan - nan is not 0
+            self._total_loss_scalar = total
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does, with the number of skipped steps since the last log."""
+        skipped = self._metrics["train"].pop(SKIPPED, []) if self.model.training else []
+        if skipped and self.args.on_nonfinite == "skip":
+            logs = {**logs, SKIPPED: sum(skipped)}
+        super().log(logs, start_time)
+
+    def _sampling(self) -> AbstractContextManager[None]:
+        """Return a context for sampling, which names overflowed weights and logits."""
+        return overflow.sampling(self.model, self.state)
+
+    # Evaluation.
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as TRL does, in batches of whole groups.
+
+        Raises:
+            ConfigError: an evaluation batch would split a group.
+        """
+        if problems := list(eval_batch_problems(self.args)):
+            raise ConfigError(problems)
+        return super().evaluate(*args, **kwargs)
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        if skip_scheduler and self._resumed is not None:  # `eval_on_start` of a run that has been resumed
+            return None
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate with metrics over all completions instead of batches; the random streams of training are kept."""
+        rows = None
+        if has_length(dataloader):
+            rows = len(dataloader.dataset) * self.num_generations_eval  # type: ignore[arg-type]
+        self._eval_rows = EvalRows(0, rows)
+        if self.args.loss_defaults == "trl":
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        self._figures.clear()  # a step that failed may have left some
+        evaluated = self._evaluated = Evaluated(rows)
+        try:
+            with random_streams_kept():
+                output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            self._evaluated = None
+        metrics, weights = self._metrics["eval"], self.reward_weights.double()
+        figures = evaluated.figures(self.reward_func_names, weights, self.num_generations_eval, self.objective)
+        metrics.update({name: [value] for name, value in figures.items()})
+        self._figures.log(metrics, self.accelerator)
+        output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = metrics.pop("loss", [0.0])[-1]
+        return output
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss as TRL does, and count the rows."""
+        output = super().prediction_step(model, inputs, *args, **kwargs)
+        self._eval_rows.seen += len(inputs) * self.accelerator.num_processes
+        return output
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> SameOrderSampler:
+        return SameOrderSampler(super()._get_eval_sampler(eval_dataset))
+
+    def attempt_ids(self, count: int) -> list[AttemptId]:
+        """Return the ids of this process's next `count` attempts, in training or evaluation."""
+        args, world, rank = self.args, self.accelerator.num_processes, self.accelerator.process_index
+        if self.model.training:
+            generation = self._step // (int(args.steps_per_generation or 1) * self.num_iterations)
+            first = (generation * world + rank) * count
+            return numbered(args.seed, Source.TRAINING, range(first, first + count), self.num_generations)
+        rows = self._eval_rows.next(rank * count, count)
+        return numbered(args.seed, Source.EVALUATION, rows, self.num_generations_eval)
+
+    # Resume.
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._train_sampler
+
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: str | None, trial: object
+    ) -> tuple[int, int]:
+        """Return the completed epochs, and the batches of the current one that have been trained on."""
+        place = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
+        self._resumed = None
+        if checkpoint is None:
+            return place
+        self.state.compute_steps(self.args, max_steps)  # logging, saving, evaluation: by the settings of this run
+        state.restore_callbacks(self.state, self.callback_handler.callbacks)
+        state.find_best_checkpoint(self.state, Path(checkpoint))
+        self._resumed = state.Resumed(Path(checkpoint), state.read(Path(checkpoint), self))
+        self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        if self._resumed.state is not None and isinstance(self.train_dataset, IterableDataset):
+            return self._resumed.place  # a stream may have ended, and begun again, at any step
+        for _ in range(place[0]):
+            next(iter(self._train_sampler), None)  # draws the order of a completed epoch
+        return place
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        state.load_default_adapter(model or self.model, Path(resume_from_checkpoint))
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of missing weights, but not of tied ones, which a checkpoint stores once."""
+        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", None) or {}
+        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the random streams; then evaluate if the run was stopped before an evaluation that was due."""
+        super()._load_rng_state(checkpoint)
+        resumed = self._resumed
+        if resumed is not None and state.evaluation_due(self.args, self.state, epoch_over=resumed.epoch_over):
+            self.control.should_evaluate = True
+            self.control.should_save = self.args.load_best_model_at_end  # else the best one would not be known
+            epoch = self._epoch_began[0]
+            self._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, epoch, None, time.time())
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        resumed, begins, taken = self._resumed, None, 0
+        if resumed is not None and resumed.pending:
+            taken = kwargs["steps_trained_in_current_epoch"]
+            begins = str(resumed.checkpoint)
+            self._restore(epoch_over=taken == 0)
+        self._epoch_began = (kwargs["epoch"], self._step - taken)
+        if self.state.global_step >= self.state.max_steps:  # resumed after its last step
+            if begins is not None:
+                self._load_rng_state(begins)
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _restore(self, *, epoch_over: bool) -> None:
+        assert self._resumed is not None
+        self._resumed.pending, self._resumed.epoch_over = False, epoch_over
+        if self._resumed.state is None:
+            return
+        micro_batches, totals = state.restore(self, self._resumed.state, self._resumed.checkpoint)
+        if micro_batches:
+            self._generation = Generation(micro_batches, totals)
+            self._buffered_inputs = self._generation.micro_batches
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        resumed = self._resumed
+        if resumed is not None and resumed.pending:  # after the last step of the last epoch, so that no epoch ran
+            epoch, taken = resumed.place
+            self._epoch_began = (epoch, self._step - taken)
+            self._restore(epoch_over=True)
+            self._load_rng_state(str(resumed.checkpoint))
+        with self._writer.aside():  # transformers would delete the last checkpoint before the model is saved
+            return super()._finalize_training(*args, **kwargs)
