@@ -119,14 +119,14 @@ def _gib(size: float) -> str:
 def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
     """Sections of the plan, warnings last."""
     rows = len(look.train) if isinstance(look.train, Dataset) else None
-    lines = (*warnings(recipe.training), *recipe_warnings(recipe), *look.notes)
+    lines = (*map(str, warnings(recipe.training)), *recipe_warnings(recipe), *look.notes)
     return {
         "Loss": loss_section(recipe),
         **({"Environments": environment_section(recipe)} if recipe.environments else {}),
         "Batch": batch_section(recipe, rows),
         "Memory": memory_section(recipe, look.policy),
         "Warnings": [("", warning) for warning in lines],
-        "Not on this machine": [("", line) for line in lacks(recipe.training, recipe.model)],
+        "Not on this machine": [("", str(line)) for line in lacks(recipe.training, recipe.model)],
     }
 
 

@@ -36,13 +36,13 @@ class GRPOExtArguments(GRPOConfig):
         "Where unset axes of the loss come from: 'paper' (default), the row of `loss_type`; 'trl', stock "
         "TRL's defaults, so that the run is stock TRL's to the last digit.",
     )
-    importance_sampling_level: str | None = _field(
+    importance_sampling_level: str | None = _field(  # type: ignore[assignment]
         None,
         "Level of the importance ratio: 'token', 'sequence' (geometric mean, GSPO) or 'product' "
         f"(DeepSeek-V3). {AS_THE_ROW_SAYS}",
     )
     loss_kwargs: dict | str | None = _field(None, "Options of a surrogate of your own, those that have no field here.")
-    epsilon: float | None = _field(None, f"Distance from 1 of the lower clip bound. {AS_THE_ROW_SAYS}")
+    epsilon: float | None = _field(None, f"Distance from 1 of the lower clip bound. {AS_THE_ROW_SAYS}")  # type: ignore[assignment]
     epsilon_high: float | None = _field(
         None,
         "Distance from 1 of the upper clip bound; for 'cispo' the upper bound itself. None (default): the "
@@ -53,17 +53,17 @@ class GRPOExtArguments(GRPOConfig):
         None, f"One of {', '.join(kl_estimators)}, or './file.py:function'. Needs `beta` > 0. {AS_THE_ROW_SAYS}"
     )
     kl_placement: str | None = _field(None, f"'loss', or 'reward' (as RLOO and REINFORCE++ do). {AS_THE_ROW_SAYS}")
-    use_bias_correction_kl: bool | None = _field(
+    use_bias_correction_kl: bool | None = _field(  # type: ignore[assignment]
         None, "TRL's name for `kl_estimator`: true is 'r_k3', false is 'k3'. " + AS_THE_ROW_SAYS
     )
     advantage_estimator: str | None = _field(
         None, f"One of {', '.join(estimators)}, or './file.py:function'. {AS_THE_ROW_SAYS}"
     )
     advantage_kwargs: dict | str | None = _field(None, "Options of the advantage estimator, such as {'ddof': 0}.")
-    scale_rewards: str | None = _field(
+    scale_rewards: str | None = _field(  # type: ignore[assignment]
         None, f"TRL's name for `advantage_estimator` 'group', 'batch' or 'none'. {AS_THE_ROW_SAYS}"
     )
-    multi_objective_aggregation: str | None = _field(
+    multi_objective_aggregation: str | None = _field(  # type: ignore[assignment]
         None,
         "How several rewards become one advantage: 'sum_then_normalize', 'normalize_then_sum' (GDPO) or "
         f"'average_advantages' (BNPO). {AS_THE_ROW_SAYS}",
@@ -77,7 +77,7 @@ class GRPOExtArguments(GRPOConfig):
         None, f"One of {', '.join(aggregations)}, or './file.py:function'. {AS_THE_ROW_SAYS}"
     )
     loss_aggregation_kwargs: dict | str | None = _field(None, "Options of an aggregation of your own.")
-    disable_dropout: bool | None = _field(
+    disable_dropout: bool | None = _field(  # type: ignore[assignment]
         None,
         "Whether to switch dropout off, so that rollouts, old log-probabilities and the loss see the same "
         "network. None (default): true, or false with `loss_defaults` 'trl'.",

@@ -53,7 +53,7 @@ def _batch_of(config: GRPOExtArguments) -> _Batch:
         config.gradient_accumulation_steps,
         config.steps_per_generation,
         config.generation_batch_size,
-        config.num_generations,
+        config.num_generations or 1,
         config.loss_defaults == "paper",
     )
 
@@ -81,7 +81,7 @@ def _cures(batch: _Batch, *names: str, evaluated: int | None = None) -> str:
     for name in names:
         value = getattr(batch, name)
         start = value if value is not None else batch.steps
-        sound = {n: replace(batch, **{name: n}).sound for n in _candidates(batch, name, start) if n != value}
+        sound = {n: replace(batch, **{name: n}).sound  # type: ignore[arg-type] for n in _candidates(batch, name, start) if n != value}
         if name == "num_generations" and evaluated:
             sound = {n: fits and evaluated % n == 0 for n, fits in sound.items()}
         if near := " or ".join(map(str, _nearest(start, sound))):
@@ -135,7 +135,8 @@ def _eval_batch(config: GRPOExtArguments) -> Iterator[Problem]:
 
 def eval_batch_problems(config: GRPOExtArguments) -> Iterator[Problem]:
     """Refuse evaluation batches that do not hold whole groups."""
-    g, size = config.num_generations_eval or config.num_generations, config.per_device_eval_batch_size
+    g = config.num_generations_eval or config.num_generations or 1
+    size = config.per_device_eval_batch_size
     total = size * world_size()
     if total % g:
         sizes = _nearest(size, {n: n * world_size() % g == 0 for n in range(1, size + g + 1)})
@@ -159,7 +160,9 @@ def too_few(config: GRPOExtArguments, rows: int) -> Iterator[Problem]:
     if rows < prompts:
         batch = replace(_batch_of(config), generation_batch_size=None)
         sizes = [replace(batch, per_device_train_batch_size=n) for n in range(1, batch.per_device_train_batch_size)]
-        fits = [b.per_device_train_batch_size for b in sizes if b.sound and b.per_generation <= rows * b.num_generations]
+        fits = [
+            b.per_device_train_batch_size for b in sizes if b.sound and b.per_generation <= rows * b.num_generations
+        ]
         smaller = f", for example per_device_train_batch_size: {fits[-1]}" if fits else ""
         reason = f"{rows} rows are fewer than {one_generation}, so stock TRL would train 0 steps"
         yield Problem("train_dataset", ABSENT, reason, f"Add rows or lower the batch size{smaller}.")

@@ -42,13 +42,17 @@ def _launched(_: "GRPOExtArguments") -> Iterator[Problem]:
         reason = "TRL cannot train with Megatron-LM (tensor and pipeline parallelism)"
         yield Problem("ACCELERATE_USE_MEGATRON_LM", ABSENT, reason, f"{CURE}.")
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and (version := os.environ.get("FSDP_VERSION", "1")) == "1":
-        yield Problem("FSDP_VERSION", version, "no gradient of FSDP 1 has been shown equal", f"{CURE}: fsdp_version: 2.")
+        yield Problem(
+            "FSDP_VERSION", version, "no gradient of FSDP 1 has been shown equal", f"{CURE}: fsdp_version: 2."
+        )
 
 
 def _tensor_parallel(config: "GRPOExtArguments") -> Iterator[Problem]:
     given = config.model_init_kwargs
     if isinstance(given, Mapping) and (plan := given.get("tp_plan")) is not None:
-        yield Problem("model_init_kwargs.tp_plan", plan, "it splits each row over processes", f"{CURE}, and remove it.")
+        yield Problem(
+            "model_init_kwargs.tp_plan", plan, "it splits each row over processes", f"{CURE}, and remove it."
+        )
 
 
 ENGINE_RULES: "tuple[Rule, ...]" = (_parallelism, _launched, _tensor_parallel)
@@ -73,7 +77,9 @@ def check_started(distributed_type: str, reference: bool) -> None:
 
 def fsdp_on_cpu(found: str) -> Problem:
     """Return the problem of FSDP where there is no GPU."""
-    return Problem(found, ABSENT, "accelerate has FSDP on GPUs only", "On a CPU launch by --accelerate_config cpu_ddp.")
+    return Problem(
+        found, ABSENT, "accelerate has FSDP on GPUs only", "On a CPU launch by --accelerate_config cpu_ddp."
+    )
 
 
 def _sizes(config: "GRPOExtArguments") -> dict[str, int]:

@@ -17,7 +17,7 @@ from grpo_ext.errors import Problem, UnknownNameError
 from grpo_ext.objective.losses import find
 from grpo_ext.registry import did_you_mean
 
-_ALSO = {
+_ALSO: dict[str, type] = {
     "accelerator_config": AcceleratorConfig,  # in a copy of a config
     "debug": type(None),  # argparse's version of its default
     **dict.fromkeys(("scale_rewards", "shared_prefix", "resume_from_checkpoint"), bool),

@@ -17,8 +17,8 @@ from grpo_ext.config.launch import check_joined, planning, rank
 from grpo_ext.config.machine import OF_THE_GPU, meet_within
 from grpo_ext.config.paths import OF_THE_RUN, expand
 from grpo_ext.config.warnings import warnings
-from grpo_ext.errors import ConfigError as ConfigError
 from grpo_ext.errors import ABSENT, Problem, redacted, redacted_text
+from grpo_ext.errors import ConfigError as ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class GRPOExtConfig(GRPOExtArguments):
         given = object.__new__(cls)
         vars(given).update(values)
         list(given._decode())
-        return cast(GRPOExtConfig, without(given, checks.field_problems(given)))
+        return without(given, checks.field_problems(given))
 
     def _decode(self) -> Iterator[Problem]:
         """Convert texts of the command line and expand paths; yield what cannot be read."""

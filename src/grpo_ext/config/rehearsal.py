@@ -40,7 +40,7 @@ def rehearsal_problems(config: GRPOExtArguments) -> list[Problem]:
     if problems := list(_arguments(objective)):
         return problems
     try:
-        advantages = _advantages(objective, config.num_generations)
+        advantages = _advantages(objective, config.num_generations or 2)
         if own:
             _loss(objective, config)
         if advantages is not None and advantages.dim() == 3:
@@ -54,7 +54,7 @@ def rehearsal_warnings(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield whether one reward of None would end the run."""
     try:
         if _has_own(config.objective):
-            _advantages(config.objective, config.num_generations, unscored=True)
+            _advantages(config.objective, config.num_generations or 2, unscored=True)
     except _Refused as refused:
         p = refused.problem
         yield Problem(p.field, p.value, p.reason, f"{p.cure} One reward of None would end the run.".lstrip(), p.beside)
@@ -78,7 +78,7 @@ def _arguments(objective: Objective) -> Iterator[Problem]:
     ):
         for name in asked_for(function)[skipped:] if function is not None else ():
             if name not in offered:
-                reason = f"{function.__name__} takes {name!r}, which is not one of its inputs"
+                reason = f"{getattr(function, '__name__', 'it')} takes {name!r}, which is not one of its inputs"
                 cure = f"{did_you_mean(name, offered)} Write an option after the star."
                 yield Problem(setting, value, reason, cure)
 
@@ -188,7 +188,7 @@ def _token_credit(objective: Objective, config: GRPOExtArguments) -> None:
             Problem(
                 "advantage_estimator",
                 objective.advantage,
-                f"it gives each token its own advantage, but with loss_type={objective.loss_type!r} a token's gradient "
+                f"it gives each token an advantage, but with loss_type={objective.loss_type!r} a token's gradient "
                 "also depends on the advantages of the completion's other tokens (one term for the whole completion)",
                 "Set a loss with a term for each token, such as loss_type: grpo or gspo, or an estimator with one "
                 "advantage for a completion, such as advantage_estimator: group.",

@@ -48,8 +48,8 @@ def _no_bounds(config: GRPOExtArguments) -> Iterator[Problem]:
         yield Problem(
             "vllm_importance_sampling_mode",
             mode,
-            f"it {mode.rpartition('_')[2]}s ratios outside of bounds, but neither vllm_importance_sampling_clip_min nor "
-            "vllm_importance_sampling_clip_max is set",
+            f"it {mode.rpartition('_')[2]}s ratios outside of bounds, but neither vllm_importance_sampling_clip_min "
+            "nor vllm_importance_sampling_clip_max is set",
             "Set one.",
         )
 
@@ -105,7 +105,7 @@ VLLM_RULES: tuple[Rule, ...] = (
     Conflict(
         "vllm_tensor_parallel_size",
         lambda c: _colocated(c) and world_size() % c.vllm_tensor_parallel_size,
-        "it does not divide the number of processes, which colocated engines share",
+        "it does not divide the {c.world_size} processes, which colocated engines share",
         "Set it to a divisor, or vllm_mode: server.",
     ),
     Conflict(

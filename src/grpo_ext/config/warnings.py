@@ -28,9 +28,7 @@ _SWITCHES = (
         lambda c: not c.use_vllm or c.vllm_mode == "server",
         ("vllm_server_", "vllm_group_port", "vllm_weight_transfer"),
     ),
-    _Switch(
-        "vllm_mode: colocate", lambda c: not c.use_vllm or c.vllm_mode == "colocate", ("vllm_enable_sleep_mode",)
-    ),
+    _Switch("vllm_mode: colocate", lambda c: not c.use_vllm or c.vllm_mode == "colocate", ("vllm_enable_sleep_mode",)),
     _Switch(
         "vllm_importance_sampling_correction: true",
         lambda c: not c.use_vllm or c.vllm_importance_sampling_correction,
@@ -132,8 +130,8 @@ def _off_policy(config: GRPOExtArguments) -> Iterator[Problem]:
         yield Problem(
             first,
             value,
-            f"{config.loss_type!r} has no importance ratio, so every update after the first of a rollout is off-policy "
-            "and uncorrected",
+            f"{config.loss_type!r} has no importance ratio, so every update after the first of a rollout is "
+            "off-policy and uncorrected",
             "Set num_iterations: 1, and leave steps_per_generation unset.",
             dict(others),
         )
@@ -170,8 +168,8 @@ _UNUSUAL: tuple[Rule, ...] = (
     Conflict(
         "epsilon_high",
         _reversed_clip,
-        "it is below epsilon, so raising a probability is clipped earlier than lowering it, the reverse of DAPO's "
-        "clip-higher",
+        "it is below epsilon={c.objective.options[epsilon_low]:g}, so raising a probability is clipped earlier than "
+        "lowering it, the reverse of DAPO's clip-higher",
         "Swap them, or leave epsilon_high unset.",
     ),
     Conflict(
@@ -184,8 +182,8 @@ _UNUSUAL: tuple[Rule, ...] = (
     Conflict(
         "loss_type",
         lambda c: c.objective.ratio != "token" and aggregations.traits(c.objective.aggregation).token_mean,
-        "importance_sampling_level={c.objective.ratio!r} with loss_aggregation={c.objective.aggregation!r} weighs each "
-        "completion by its length",
+        "importance_sampling_level={c.objective.ratio!r} with loss_aggregation={c.objective.aggregation!r} weighs "
+        "each completion by its length",
         "GSPO uses seq-mean-token-mean.",
     ),
     Conflict(

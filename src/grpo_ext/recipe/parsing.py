@@ -229,7 +229,7 @@ def _parse_part(
             is_word = key in lists and isinstance(value, str) and value.startswith("[")
             given[key] = as_list(key, [value] if is_word else value, unread)
         for key in given.keys() & PATHS:
-            unread += unknown(key, given[key])
+            unread += [(str(p.value), str(p)) for p in unknown(key, given[key])]
             given[key] = expand(key, given[key])
         if part is not GRPOExtConfig:  # which tells of its types itself, with all that is wrong in it
             given, told = sound_values(part, parsed, ALSO)
@@ -238,7 +238,7 @@ def _parse_part(
             given[key] = located(given[key], folder) if isinstance(given[key], str) else given[key]
         return part(**given)
     except ConfigError as error:
-        problems += error.problems
+        problems += map(str, error.problems)
     except (ImportError, OSError, TypeError, ValueError) as error:
         problems.append(f"{part.__name__}: {error}")
     return None

@@ -38,7 +38,7 @@ def _idle(recipe: "Recipe") -> Iterator[str]:
     ):
         idle = [] if switch else [name for name in names if is_set(part, name)]
         if idle:
-            yield no_effect(idle, cure)
+            yield str(no_effect(idle, cure))
 
 
 def _adapter(recipe: "Recipe") -> Iterator[str]:

@@ -61,7 +61,7 @@ def data_problems(
             clashes |= dict.fromkeys(check_columns(dataset.column_names))
     yield from clashes
     if isinstance(train_dataset, Dataset):
-        yield from too_few(args, len(train_dataset))
+        yield from map(str, too_few(args, len(train_dataset)))
 
 
 def quantized_problems(args: GRPOExtConfig, model: Any, quantization_config: Any) -> Iterator[str]:
@@ -69,9 +69,9 @@ def quantized_problems(args: GRPOExtConfig, model: Any, quantization_config: Any
     if not args.use_vllm:
         return
     if leaves_packed(quantization_config):
-        yield quantized_problem(f"quantization_config={type(quantization_config).__name__}")
+        yield str(quantized_problem("quantization_config", type(quantization_config).__name__))
     elif leaves_packed(getattr(getattr(model, "config", None), "quantization_config", None)):
-        yield quantized_problem(f"model={type(model).__name__}, whose weights are quantized,")
+        yield str(quantized_problem("model", type(model).__name__))
 
 
 def policy(model: Any) -> Any:
