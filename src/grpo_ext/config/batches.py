@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.launch import world_size
@@ -81,7 +82,9 @@ def _cures(batch: _Batch, *names: str, evaluated: int | None = None) -> str:
     for name in names:
         value = getattr(batch, name)
         start = value if value is not None else batch.steps
-        sound = {n: replace(batch, **{name: n}).sound  # type: ignore[arg-type] for n in _candidates(batch, name, start) if n != value}
+        sound = {
+            n: replace(batch, **dict[str, Any]({name: n})).sound for n in _candidates(batch, name, start) if n != value
+        }
         if name == "num_generations" and evaluated:
             sound = {n: fits and evaluated % n == 0 for n, fits in sound.items()}
         if near := " or ".join(map(str, _nearest(start, sound))):
