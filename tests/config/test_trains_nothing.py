@@ -13,7 +13,7 @@ CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpoint
     [
         (
             {"advantage_estimator": "pass_at_k", "num_generations": 2},
-            ["advantage_kwargs.k=2", "num_generations is 2", "Set k <= 1, or num_generations > 2"],
+            ["advantage_kwargs.k=2", "num_generations=2", "Set k <= 1, or num_generations > 2"],
         ),
         (
             {"advantage_estimator": "pass_at_k", "eval_strategy": "steps", "num_generations_eval": 2},

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,53 +66,64 @@ def _has_own(objective: Objective) -> bool:
     return any(not f.__module__.startswith("grpo_ext.") for f in (objective.row.function, *own))
 
 
+class _Function(NamedTuple):
+    """A function that a setting names, or a part of it."""
+
+    setting: str
+    value: str
+    part: str = "it"
+
+    def refused(self, reason: str, cure: str) -> Problem:
+        return Problem(self.setting, self.value, f"{self.part} {reason}", cure)
+
+
 def _arguments(objective: Objective) -> Iterator[Problem]:
     """Yield unknown names before the star; the first of an estimator are the rewards."""
-    row, kl, estimator = objective.row, kl_estimators[objective.kl], estimators[objective.advantage]
-    for setting, value, function, offered, skipped in (
-        ("loss_type", objective.loss_type, row.function, TENSORS, 0),
-        ("loss_type", objective.loss_type, row.clip_regions, TENSORS, 0),
-        ("loss_type", objective.loss_type, row.metrics, TENSORS, 0),
-        ("kl_estimator", objective.kl, kl, KL_INPUTS, 0),
-        ("advantage_estimator", objective.advantage, estimator, ESTIMATOR_INPUTS, 1),
+    row, loss = objective.row, _Function("loss_type", objective.loss_type)
+    estimator = _Function("advantage_estimator", objective.advantage)
+    for name, function, offered, skipped in (
+        (loss, row.function, TENSORS, 0),
+        (loss._replace(part="clip_regions"), row.clip_regions, TENSORS, 0),
+        (loss._replace(part="metrics"), row.metrics, TENSORS, 0),
+        (_Function("kl_estimator", objective.kl), kl_estimators[objective.kl], KL_INPUTS, 0),
+        (estimator, estimators[objective.advantage], ESTIMATOR_INPUTS, 1),
     ):
-        for name in asked_for(function)[skipped:] if function is not None else ():
-            if name not in offered:
-                reason = f"{getattr(function, '__name__', 'it')} takes {name!r}, which is not one of its inputs"
-                cure = f"{did_you_mean(name, offered)} Write an option after the star."
-                yield Problem(setting, value, reason, cure)
+        for asked in asked_for(function)[skipped:] if function is not None else ():
+            if asked not in offered:
+                cure = f"{did_you_mean(asked, offered)} Write an option after the star."
+                yield name.refused(f"asks for {asked!r}, which is not one of its inputs", cure)
 
 
-def _called(setting: str, value: str, function: Callable[[], T]) -> T:
+def _called(name: _Function, function: Callable[[], T]) -> T:
     try:
         return function()
     except _Refused:
         raise
     except Exception as error:  # a user's function may raise anything
-        reason = f"it raised {type(error).__name__}: {str(error).rstrip('.')}"
-        raise _Refused(Problem(setting, value, reason, "Correct the function.")) from error
+        reason = f"raised {type(error).__name__}: {str(error).rstrip('.')}"
+        raise _Refused(name.refused(reason, "Correct the function.")) from error
 
 
-def _pure(setting: str, value: str, tensors: Mapping[str, Any], function: Callable[[], T]) -> T:
+def _pure(name: _Function, tensors: Mapping[str, Any], function: Callable[[], T]) -> T:
     """Return what the function returns, which may not change its inputs: other parts of the loss read them."""
-    versions = {name: tensor._version for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    found = _called(setting, value, function)
-    for name, version in versions.items():
-        if tensors[name]._version != version:
-            reason = f"it changes its input {name!r} in place, which other parts of the loss read"
-            cure = f"Write {name} = {name} + ... instead of {name} += ..., and no method that ends in _."
-            raise _Refused(Problem(setting, value, reason, cure))
+    versions = {key: tensor._version for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    found = _called(name, function)
+    for key, version in versions.items():
+        if tensors[key]._version != version:
+            cure = f"Write {key} = {key} + ... instead of {key} += ..., and no method that ends in _."
+            reason = f"changes its input {key!r} in place, which other parts of the loss read"
+            raise _Refused(name.refused(reason, cure))
     return found
 
 
-def _shaped(setting: str, value: str, found: object, *shapes: tuple[int, ...], part: str = "it") -> Tensor:
+def _shaped(name: _Function, found: object, *shapes: tuple[int, ...]) -> Tensor:
     """Return a tensor that has one of these shapes."""
     if isinstance(found, Tensor) and tuple(found.shape) in shapes:
         return found
     what = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
     expected = " or ".join(str(list(shape)) for shape in shapes)
-    reason = f"{part} returned {what} for {ROWS} completions of {TIME} tokens"
-    raise _Refused(Problem(setting, value, reason, f"Return a tensor {expected}."))
+    reason = f"returned {what} for {ROWS} completions of {TIME} tokens"
+    raise _Refused(name.refused(reason, f"Return a tensor {expected}."))
 
 
 def _advantages(objective: Objective, group: int, *, unscored: bool = False) -> Tensor | None:
@@ -127,7 +138,7 @@ def _advantages(objective: Objective, group: int, *, unscored: bool = False) -> 
         tokens["turn_rewards"] = torch.zeros(2, group, 1, 1, dtype=torch.float64)
     if objective.kl_in_reward:
         tokens["kl"] = torch.zeros(2, group, TIME, dtype=torch.float64)
-    weights, name = torch.ones(1, dtype=torch.float64), objective.advantage
+    weights = torch.ones(1, dtype=torch.float64)
 
     def estimated() -> Tensor | None:
         try:
@@ -137,7 +148,7 @@ def _advantages(objective: Objective, group: int, *, unscored: bool = False) -> 
         except ValueError:
             return None
 
-    return _called("advantage_estimator", name, estimated)
+    return _called(_Function("advantage_estimator", objective.advantage), estimated)
 
 
 def _loss(objective: Objective, config: GRPOExtArguments) -> None:
@@ -152,26 +163,27 @@ def _loss(objective: Objective, config: GRPOExtArguments) -> None:
         inputs["importance_sampling_ratio"] = sampler
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     tensors = objective.tensors(logps, inputs, mask)
-    row = ("loss_type", objective.loss_type)
+    row = _Function("loss_type", objective.loss_type)
     surrogate = bind(objective.row.function, tensors)
-    loss = _shaped(*row, _pure(*row, tensors, lambda: surrogate(**objective.options)), *PER_TOKEN)
+    loss = _shaped(row, _pure(row, tensors, lambda: surrogate(**objective.options)), *PER_TOKEN)
     if not loss.requires_grad:
         cure = "Compute it from them, without detach() or no_grad()."
-        raise _Refused(Problem(*row, "it has no gradient in per_token_logps", cure))
-    kl, estimator = ("kl_estimator", objective.kl), kl_estimators[objective.kl]
+        raise _Refused(row.refused("has no gradient in per_token_logps", cure))
+    kl, estimator = _Function("kl_estimator", objective.kl), kl_estimators[objective.kl]
     if objective.kl_in_loss:
-        loss = loss + _shaped(*kl, _pure(*kl, tensors, bind(estimator, tensors)), *PER_TOKEN)
+        loss = loss + _shaped(kl, _pure(kl, tensors, bind(estimator, tensors)), *PER_TOKEN)
     elif objective.kl_in_reward:
         known = {"log_ref_ratio": torch.full((ROWS, TIME), -0.1), "mask": mask}
-        _shaped(*kl, _called(*kl, bind(estimator, known)), PER_TOKEN[0])
+        _shaped(kl, _called(kl, bind(estimator, known)), PER_TOKEN[0])
     given = (loss, mask, step_totals([mask]))
     aggregate = partial(aggregations[objective.aggregation], *given, **objective.aggregation_kwargs)
-    aggregation = ("loss_aggregation", objective.aggregation)
-    _shaped(*aggregation, _called(*aggregation, aggregate), ())
-    for region in _pure(*row, tensors, lambda: objective.clip_regions(tensors)) or ():
-        _shaped(*row, region, *PER_TOKEN, part="clip_regions")
-    for metric, values in _pure(*row, tensors, lambda: objective.metrics(tensors)).items():
-        _shaped(*row, values, *PER_TOKEN, part=f"metrics, {metric!r},")
+    aggregation = _Function("loss_aggregation", objective.aggregation)
+    _shaped(aggregation, _called(aggregation, aggregate), ())
+    regions, metrics = row._replace(part="clip_regions"), row._replace(part="metrics")
+    for region in _pure(regions, tensors, lambda: objective.clip_regions(tensors)) or ():
+        _shaped(regions, region, *PER_TOKEN)
+    for metric, values in _pure(metrics, tensors, lambda: objective.metrics(tensors)).items():
+        _shaped(metrics._replace(part=f"metrics, {metric!r},"), values, *PER_TOKEN)
 
 
 def _sampler(config: GRPOExtArguments) -> Tensor | None:
@@ -183,7 +195,7 @@ def _sampler(config: GRPOExtArguments) -> Tensor | None:
 
 def _token_credit(objective: Objective, config: GRPOExtArguments) -> None:
     """Refuse advantages that differ by token where a token's gradient does not carry its own."""
-    if _called("loss_type", objective.loss_type, lambda: mixes_tokens(objective, _sampler(config))):
+    if _called(_Function("loss_type", objective.loss_type), lambda: mixes_tokens(objective, _sampler(config))):
         raise _Refused(
             Problem(
                 "advantage_estimator",
