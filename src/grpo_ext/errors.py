@@ -40,6 +40,9 @@ class Problem:
     cure: str
     beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        return hash((self.field, self.reason, self.cure))
+
     def __str__(self) -> str:
         """Return the message."""
         settings = {self.field: self.value, **self.beside}

@@ -12,7 +12,7 @@ from torch import nn
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.objective import Objective
-from grpo_ext.rollout.vllm.late import GRPOTrainer
+from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.trainer import card
 from grpo_ext.trainer.checkpoints import identity, shards, state, writing
 from grpo_ext.trainer.checkpoints.agreement import agreed
