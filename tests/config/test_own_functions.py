@@ -119,7 +119,7 @@ BROKEN = {
     "a division by 0": (
         "def f(rewards): return 1 / (rewards - 1)",
         ADVANTAGE,
-        ["own:f': an advantage of inf for the rewards [1.0, 0.0, 0.0, 0.0]", "nothing that can be 0"],
+        ["own:f': an advantage of inf for the rewards [1.0, 0.0, 0.0, 0.0]", "a number that can be 0"],
     ),
     "an estimator's name that is none": (
         "def f(rewards, masks): return rewards",

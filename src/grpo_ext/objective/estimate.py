@@ -1,4 +1,4 @@
-"""What holds for the advantages of every estimator, a user's own included."""
+"""Apply an estimator, also a user's own, and enforce the rules that hold for all of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from grpo_ext.objective.options import bind
 
 
 class BrokenRule(ValueError):
-    """An estimator returned what no estimator may."""
+    """An estimator returned something that no estimator may return."""
 
     def __init__(self, estimator: str, reason: str, cure: str) -> None:
         self.problem = Problem("advantage_estimator", estimator, reason, cure)
@@ -21,10 +21,10 @@ class BrokenRule(ValueError):
 
 
 def estimate(name: str, rewards: Rewards, offered: Mapping[str, Any] = {}, **options: Any) -> TokenRewards | Rewards:
-    """Advantages by the estimator of that name or path, under the rules that hold for every one of them.
+    """Compute advantages by the estimator of that name or path.
 
-    A completion that could not be scored gets exactly 0, so does a group without a signal (unless the estimator's
-    baseline is not the group's), and a token that is not live; all others are finite, one for each completion or one
+    A completion that could not be scored gets exactly 0; so do a group without a signal (unless the estimator's
+    baseline is not the group's) and a token that is not live. All others are finite, one for each completion or one
     for each of its tokens.
 
     Raises:
@@ -38,7 +38,7 @@ def estimate(name: str, rewards: Rewards, offered: Mapping[str, Any] = {}, **opt
         raise BrokenRule(
             name,
             f"it returned {what} for rewards {list(rewards.shape)}",
-            "Return a tensor [groups, completions]; or, if it asks for `mask`, of the shape of that.",
+            "Return a tensor [groups, completions]; or, if it takes `mask`, of the mask's shape.",
         )
     found = found.to(rewards.dtype)
     silent = rewards.isnan()
