@@ -17,11 +17,11 @@ from grpo_ext.config.adapters import adapter_problems, is_adapter
 from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.fields import outside, unknown_value
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.idle import is_set
 from grpo_ext.config.launch import elsewhere
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
+from grpo_ext.config.rules import is_set
 from grpo_ext.config.vllm import quantized_problem
 from grpo_ext.data.config import GAME, DataConfig
 from grpo_ext.data.config import problems as data_problems
@@ -81,7 +81,7 @@ def _quantized(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]
     """Yield settings that quantize weights from which vLLM would sample."""
     for name in ("load_in_4bit", "load_in_8bit"):
         if training.use_vllm and getattr(model, name):
-            yield quantized_problem(f"{name}=True")
+            yield quantized_problem(name, True)
 
 
 def _on_cpu(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:

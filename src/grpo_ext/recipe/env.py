@@ -41,7 +41,7 @@ def _problems(name: object, value: object) -> Iterator[Problem]:
         cure = "Write it in quotes; to unset a variable, do so before the start."
         yield Problem(f"env.{name}", value, reason, cure)
     elif name.endswith(_PATHS) and (missing := list(unknown(name, value, f"env.{name}"))):
-        yield from (p if isinstance(p, Problem) else Problem(f'env.{name}', p[0], p[1].partition(': ')[2], '') for p in missing)
+        yield from missing
     elif os.environ.get(name) != str(_expanded(name, value)) and _is_too_late(name):
         reason = f"{name} has been read before the recipe is, so that this would be ignored"
         cure = f"Export it before the start: {name}={value} grpo-ext train ..."

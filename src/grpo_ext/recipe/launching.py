@@ -82,7 +82,7 @@ def _options(values: dict[str, Any], problems: list[Problem]) -> Iterator[str]:
     for key in [key for key in values if key in (*VALUES, *FLAGS)]:
         value = values.pop(key)
         if key in PATHS:
-            problems += [Problem(key, *p) if isinstance(p, tuple) else p for p in unknown(key, value)]
+            problems += unknown(key, value)
             value = expand(key, value)
         if key in FLAGS and isinstance(value, bool):
             yield from [f"--{key}"] if value else []

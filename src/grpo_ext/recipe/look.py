@@ -51,7 +51,7 @@ class Look:
     def __call__(self, recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
         """Yield problems of the policy and of the data; `recipe.training` may hold values that are refused already."""
         found: list[Problem] = []
-        if all(getattr(problem, "field", "") != "model_name_or_path" for problem in problems):
+        if all(problem.field != "model_name_or_path" for problem in problems):
             self.policy, found = inspect_policy(recipe.model, recipe.training)
             template = recipe.data.chat_template
             if self.policy.tokenizer is not None and template and not any(chat_template.problems(template)):
@@ -123,8 +123,8 @@ def _reward_findings(rewards: list[RewardSpec], train: AnyDataset) -> tuple[list
         try:
             if not spec.is_model:
                 check_clash(spec, dict.fromkeys(train.column_names))
-        except ValueError as error:
-            problems += getattr(error, "problems", [str(error)])
+        except ConfigError as error:
+            problems += error.problems
         found = [(problem, True) for problem in absences([spec], train.column_names)]
         found += unreadable([spec], train)
         notes += [problem for problem, _ in found]

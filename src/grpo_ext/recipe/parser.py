@@ -106,7 +106,7 @@ def _given(part: Any, values: Mapping[str, Any], args: Sequence[str], unread: li
         is_word = key in lists and isinstance(value, str) and value.startswith("[")
         given[key] = as_list(key, [value] if is_word else value, unread)
     for key in given.keys() & PATHS:
-        unread += [p if isinstance(p, Problem) else Problem(p[1].partition("=")[0], p[0], p[1].partition(": ")[2], "") for p in unknown(key, given[key])]
+        unread += unknown(key, given[key])
         given[key] = expand(key, given[key])
     return given
 

@@ -60,7 +60,7 @@ def load_recipe(
     parts = parse_parts(source.values, source.args, source.folder)
     problems += parts.problems
     if parts.model is not None and not rewards_only:
-        refused = {_field(problem) for problem in problems}
+        refused = {problem.field for problem in problems}
         problems += ignored({*source.values, *flags(source.args)} - refused, parts.model)
     lists, found = _parse_lists(parts, source.folder)
     problems += found
@@ -152,8 +152,7 @@ def _distinct(problems: Sequence[Problem], unread: Sequence[Problem]) -> list[Pr
     kept = [
         problem
         for problem in problems
-        if first.get(_field(problem), problem) == problem
-        and not any(_overlap(_field(problem), _field(other)) for other in unread)
+        if first.get(problem.field, problem) == problem and not any(_overlap(problem.field, u.field) for u in unread)
     ]
     return list({str(problem): problem for problem in [*kept, *unread]}.values())
 
@@ -162,7 +161,3 @@ def _overlap(one: str, other: str) -> bool:
     """Return whether one setting is the other, or a part of it, such as `reward_funcs[0].name`."""
     short, long = sorted((one, other), key=len)
     return long == short or long.startswith((f"{short}.", f"{short}["))
-
-
-def _field(problem: Problem) -> str:
-    return getattr(problem, "field", str(problem).partition("=")[0])

@@ -235,7 +235,7 @@ def _model_problems(empty: PreTrainedModel, model: ModelConfig, training: GRPOEx
         yield Problem("router_aux_loss_coef", training.router_aux_loss_coef, reason, "Remove it.")
     given = as_mapping(training.model_init_kwargs).get("quantization_config")
     if training.use_vllm and given is None and leaves_packed(quantized):
-        yield quantized_problem(f"model_name_or_path={model.model_name_or_path!r}")
+        yield quantized_problem("model_name_or_path", model.model_name_or_path)
 
 
 def _tokenizer_problems(policy: Policy, model: ModelConfig) -> Iterator[Problem]:

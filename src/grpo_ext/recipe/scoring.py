@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +78,8 @@ def score(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> Scored:
             "trainer_state": SimpleNamespace(global_step=0, max_steps=recipe.training.max_steps),
         }
         for function in functions:
-            rewards[function.spec.name] += _values(function, columns, given)
+            check_clash(function.spec, columns)
+            rewards[function.spec.name] += values_of(function.scores({**columns, **given}))
     weights = torch.tensor([function.weight(*_START) for function in functions], dtype=torch.float64)
     values = torch.tensor([[math.nan if v is None else v for v in column] for column in rewards.values()]).double().T
     keys = [json.dumps([row.get("step"), row["prompt"]]) for row in rows]
@@ -92,14 +92,6 @@ def _offline(function: Component | str) -> Component:
         cure = "Use reward_model to score it offline."
         raise ConfigError([Problem("reward_funcs", function, "TRL loads it, for training only", cure)])
     return function
-
-
-def _values(function: Component, columns: dict[str, list[Any]], given: dict[str, object]) -> list[float | None]:
-    try:
-        check_clash(function.spec, columns)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from None
-    return values_of(function.scores({**columns, **given}))
 
 
 def grouped(objective: Objective, values: Tensor, weights: Tensor, keys: Sequence[str]) -> tuple[Tensor, Tensor]:
