@@ -35,10 +35,10 @@ class Problem:
     """
 
     field: str
-    value: Any
+    value: Any = dataclasses.field(hash=False)
     reason: str
     cure: str
-    beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    beside: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         """Return the message."""

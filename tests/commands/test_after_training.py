@@ -1,4 +1,4 @@
-"""`try`, `merge` and `sample`: a run asked as it was trained, made a plain model, and measured on its own data."""
+"""`grpo-ext try`, `merge` and `sample` on runs, adapters and models."""
 
 import io
 import json
@@ -14,7 +14,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from grpo_ext import ConfigError
 from grpo_ext.commands.chat import Speaker
-from grpo_ext.commands.cli import main
 from grpo_ext.commands.merge import merge
 from grpo_ext.commands.runs import Trained, find
 from grpo_ext.commands.sample import pass_rate
@@ -24,6 +23,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.policy import load_policy
 from grpo_ext.train import train
 from support import adapted, tiny
+from support.commands import command
 from support.float64 import float64_throughout
 
 IDS = torch.arange(40)[None]
@@ -37,12 +37,6 @@ SETTINGS = {
     "save_steps": 1,
     "learning_rate": 0.05,
 }
-
-
-def command(*argv) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in argv])
-    return end.value.code
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +67,7 @@ def logits(model) -> torch.Tensor:
 # What is found.
 
 
-def test_a_run_a_checkpoint_a_model_and_an_id(chat, project, tmp_path):
+def test_runs_checkpoints_models_and_hub_ids_are_found(chat, project, tmp_path):
     assert find(str(project / "chat")).model == str(project / "chat")
     assert find(str(project / "chat")).record["temperature"] == 0.7
     assert find(str(project / "chat" / "checkpoint-1")).record["temperature"] == 0.7
@@ -83,9 +77,9 @@ def test_a_run_a_checkpoint_a_model_and_an_id(chat, project, tmp_path):
     assert find("org/model") == Trained("org/model", {})
 
 
-@pytest.mark.parametrize(("name", "expected"), [("./gone", "no such folder"), ("{tmp}", "no model in this folder")])
+@pytest.mark.parametrize(("name", "expected"), [("./gone", "no such folder"), ("{tmp}", "holds neither a model")])
 @pytest.mark.parametrize("what", ["try", "merge"])
-def test_nothing_there(what, name, expected, tmp_path, capsys):
+def test_a_folder_without_a_model_is_refused(what, name, expected, tmp_path, capsys):
     assert command(what, name.format(tmp=tmp_path), *(["--prompt", "a"] if what == "try" else [])) == 2
     assert expected in capsys.readouterr().err
 
@@ -107,7 +101,7 @@ def test_a_question_and_its_sampling_are_those_of_training(run, request, project
     assert of_training.keys() - speaker.sampling.keys() == {"pad_token_id"}
 
 
-def test_one_answer_after_and_beside_it_the_one_before(chat, project, capsys):
+def test_compare_shows_the_answer_before_training_too(chat, project, capsys):
     trained, tokenizer = find(str(project / "chat")), chat.processing_class
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
     after, before = (
@@ -123,7 +117,7 @@ def test_one_answer_after_and_beside_it_the_one_before(chat, project, capsys):
     assert all(letter in words for letter in f"{before} {after}".split())
 
 
-def test_questions_are_piped_in_and_a_seed_repeats_them(chat, project, capsys, monkeypatch):
+def test_piped_questions_are_answered_reproducibly_by_seed(chat, project, capsys, monkeypatch):
     answers = []
     for _ in range(2):
         monkeypatch.setattr(sys, "stdin", io.StringIO("a1:\n\nb2:\n"))
@@ -134,9 +128,9 @@ def test_questions_are_piped_in_and_a_seed_repeats_them(chat, project, capsys, m
     assert max(map(len, answers[0])) <= 4 * 2  # a token is a letter, and the tiny tokenizer puts a space between
 
 
-def test_a_model_that_does_not_say_what_it_was(project, capsys):
+def test_compare_needs_the_record_of_a_run(project, capsys):
     assert command("try", project / "base", "--prompt", "a", "--compare") == 2
-    assert "does not say what it was trained from" in capsys.readouterr().err
+    assert "its base is not on record" in capsys.readouterr().err
 
 
 # Merged.
@@ -161,6 +155,10 @@ def test_a_merged_model_is_adapter_and_base(run, chat, project, tmp_path):
 
 
 def test_a_merged_run_is_asked_like_the_run(chat, project, capsys):
+    assert command("merge", project / "chat", "--dtype", "bfloat16", "--output", project / "half") == 0
+    assert "Logits differ" in capsys.readouterr().out
+    half = load_policy(str(project / "half"), tiny.tokenizer(), dtype="auto")
+    assert next(half.parameters()).dtype == torch.bfloat16
     assert command("merge", project / "chat") == 0
     assert "written in float32" in capsys.readouterr().out
     for run in ("chat", "chat-merged"):
@@ -169,19 +167,11 @@ def test_a_merged_run_is_asked_like_the_run(chat, project, capsys):
     assert once == again
 
 
-def test_bfloat16_is_written_where_it_is_asked_for(project, tmp_path, capsys):
-    assert command("merge", project / "sft", "--output", tmp_path / "half", "--dtype", "bfloat16") == 0
-    assert (
-        next(load_policy(str(tmp_path / "half"), tiny.tokenizer(), dtype="auto").parameters()).dtype == torch.bfloat16
-    )
-    assert "Logits differ" in capsys.readouterr().out
-
-
-def test_what_cannot_be_merged(project, tmp_path, capsys):
+def test_merge_refuses_plain_and_quantized_models_and_full_folders(project, tmp_path, capsys):
     assert command("merge", project / "base") == 2
     assert "is a plain model already" in capsys.readouterr().err
     assert command("merge", project / "sft", "--output", project / "base") == 2
-    assert "there is something already" in capsys.readouterr().err
+    assert "it is not empty" in capsys.readouterr().err
     shutil.copytree(project / "base", tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(
@@ -198,12 +188,12 @@ def test_what_cannot_be_merged(project, tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_sum_that_is_another_model_is_not_kept(tmp_path):
+def test_a_merged_model_with_other_logits_is_deleted(tmp_path):
     """An adapter of an embedding that is tied to the LM head: merged, it changes the head too."""
     tiny.save(tmp_path / "tied", tie_word_embeddings=True)
     lora = LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
     get_peft_model(tiny.load(str(tmp_path / "tied")), lora).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="so that it was not kept"):
+    with pytest.raises(ConfigError, match="so it was not kept"):
         merge(find(str(tmp_path / "adapter")), tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -269,23 +259,17 @@ def test_a_pass_rate_leaves_out_what_could_not_be_scored():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["--num", "0"], "--num 0"),
+        (["--num", "0"], "--num=0"),
         (["--output", "x.txt"], "x.txt"),
         (["--pass_by", "acuracy"], "Did you mean 'accuracy'"),
         (["--model", "./gone"], "no such folder"),
         (["--temperatur", "1"], "temperatur"),
     ],
 )
-def test_sample_says_what_is_wrong(given, expected, project, tmp_path, capsys):
+def test_mistakes_of_sample_are_reported(given, expected, project, tmp_path, capsys):
     argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "run", reward_funcs=["accuracy"])
     assert command("sample", *argv, "--output", tmp_path / "x.jsonl", *given) == 2
     assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["try", "merge", "sample"])
-def test_each_says_how_it_is_asked(name, capsys):
-    assert command(name, "--help") == 0
-    assert f"usage: grpo-ext {name}" in capsys.readouterr().out
 
 
 def test_the_recipes_chat_options_reach_the_template(project):

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from grpo_ext.commands import replay
 from grpo_ext.errors import ConfigError, NonFiniteError
 from grpo_ext.train import main
 from grpo_ext.trainer.findings import BadTensor, ObservedBatch
@@ -16,6 +15,7 @@ from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT, rank_of_cause
 from grpo_ext.trainer.overflow import check_weights
 from grpo_ext.trainer.recording import read
 from support import poisoned, tiny
+from support.commands import command
 from support.dealt import dealing
 from support.trainers import build, scripted_rollout, weights
 
@@ -319,7 +319,7 @@ def test_the_dump_of_a_bad_step_replays(place, model_path, tmp_path, capsys):
     with pytest.raises(NonFiniteError):
         trainer.train()
     step = 1 if place == "reference" else 2
-    assert replay.run([str(tmp_path / "failures" / f"step_{step}")]) == 0, capsys.readouterr().err
+    assert command("replay", tmp_path / "failures" / f"step_{step}") == 0, capsys.readouterr().err
 
 
 def test_a_gradient_whose_parameter_is_known_comes_first():

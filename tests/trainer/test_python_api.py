@@ -15,8 +15,8 @@ from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rewards.workers import child
-from grpo_ext.trainer.arguments import quantized_problems
 from grpo_ext.trainer.callbacks import Progress, clock, line
+from grpo_ext.trainer.setup import quantized_problems
 from support import tiny
 from support.interrupted import without_clocks
 
@@ -142,12 +142,12 @@ MISTAKES = [
     ({"rewards": ["accuracy", {"name": "format", "kwargs": {"stile": "boxed"}}]}, ["reward_funcs[1]", "'style'"]),
     ({"rewards": [5]}, ["reward_funcs[0]=5: neither a name nor a mapping"]),
     ({"rewards": None}, ["reward_funcs=None"]),
-    ({"rewards": []}, ["nothing would be rewarded"]),
-    ({"rewards": [no_columns]}, ["reward_funcs[0]=no_columns: it does not take **kwargs", "Add **kwargs"]),
-    ({"rewards": [{"func": digits, "kwargs": {"least": 1}}]}, ["not an option of 'digits'", "most"]),
+    ({"rewards": []}, ["reward_funcs=[]: no source of rewards"]),
+    ({"rewards": [no_columns]}, ["reward_funcs[0]='no_columns': it does not take **kwargs", "Add **kwargs"]),
+    ({"rewards": [{"func": digits, "kwargs": {"least": 1}}]}, ["kwargs.least=1: digits has no such option", "most"]),
     ({"rewards": [{"func": digits, "timeout": 3}]}, ["scored in this process", "'my_module:name'"]),
     ({"rewards": [digits, {"func": digits}]}, ["have the log name 'digits'"]),
-    ({"rewards": [{"func": torch.nn.Linear(1, 1)}]}, ["stand alone in the list"]),
+    ({"rewards": [{"func": torch.nn.Linear(1, 1)}]}, ["List the model itself"]),
     ({"rewards": [digits], "reward_weights": [1.0, 2.0]}, ["2 weights for 1 rewards"]),
     ({"rewards": [{"func": digits, "weight": 2.0}], "reward_weights": [1.0]}, ["Keep one of the two"]),
     (
@@ -316,7 +316,7 @@ def test_a_stream_without_columns_is_taken_as_it_is(tmp_path, caplog):
     stream = IterableDataset.from_generator(generator)
     one = trainer(tmp_path, ["test_python_api:half"], stream)
     assert one.train_dataset is not None
-    assert "scores nothing" not in caplog.text
+    assert "cannot score any row" not in caplog.text
 
 
 @pytest.mark.parametrize("said_by", ["quantization_config", "model"])

@@ -278,5 +278,5 @@ def _rewards(script: Any, weights: Any, folder: Path | None, problems: list[str]
         entries = [model, *(entries or [])]
     weights = None if is_broken(weights) else weights
     specs, found = parse_rewards([] if entries is None else entries, weights, folder)
-    problems += found
+    problems += map(str, found)
     return specs

@@ -15,10 +15,11 @@ from transformers import TrainingArguments
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError
+from grpo_ext.packing.micro_batches import MicroBatch, live_mask
+from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.callbacks import Progress
 from grpo_ext.trainer.checkpoints.identity import HARMLESS, plain
 from grpo_ext.trainer.findings import ObservedBatch
-from grpo_ext.trainer.generation import Generation, MicroBatch, live_mask
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.recording import Content
 from grpo_ext.trainer.replaying import check_credit, micro_batches, restored
