@@ -40,9 +40,6 @@ class Problem:
     cure: str
     beside: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
-    def __hash__(self) -> int:
-        return hash((self.field, self.reason, self.cure))
-
     def __str__(self) -> str:
         """Return the message."""
         settings = {self.field: self.value, **self.beside}

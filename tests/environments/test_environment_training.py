@@ -195,7 +195,7 @@ def test_trls_environments_may_make_the_prompts(data, tmp_path):
 @pytest.mark.parametrize("name", ["rollout_func", "environment_factory", "tools"])
 def test_what_makes_rollouts_beside_them_is_refused(name, tmp_path):
     given = {name: [tiny.count_a] if name == "tools" else worlds.Counter}
-    with pytest.raises(ConfigError, match=f"{name} beside environments"):
+    with pytest.raises(ConfigError, match=f"{name} with environments=.*both would make the rollouts"):
         GRPOExtTrainer(
             tiny.model(), None, GRPOExtConfig(str(tmp_path), **tiny.TRAINING), asked(), environments=[GUESS], **given
         )

@@ -16,7 +16,7 @@ from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.rewards.columns import PLURALS, check_clash
+from grpo_ext.rewards.columns import PLURALS
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Component, Runtime, values_of
 from grpo_ext.rewards.schedule import weight_at
@@ -78,7 +78,6 @@ def score(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> Scored:
             "trainer_state": SimpleNamespace(global_step=0, max_steps=recipe.training.max_steps),
         }
         for function in functions:
-            check_clash(function.spec, columns)
             rewards[function.spec.name] += values_of(function.scores({**columns, **given}))
     weights = torch.tensor([function.weight(*_START) for function in functions], dtype=torch.float64)
     values = torch.tensor([[math.nan if v is None else v for v in column] for column in rewards.values()]).double().T

@@ -231,7 +231,7 @@ def test_a_packaged_class_of_tools_is_named_in_a_recipe(name, tool, tmp_path):
     (tmp_path / "corpus.txt").write_text("one\n")
     options = {"corpus": str(tmp_path / "corpus.txt")} if name == "search" else {}
     specs, problems = parse([{"name": name, "kwargs": options}])
-    assert all("which is not installed" in problem for problem in problems)
+    assert all("which is not installed" in problem.reason for problem in problems)
     assert [list(methods_of(spec.target)) for spec in specs] == [[tool]] * (not problems)
 
 
@@ -315,13 +315,13 @@ def test_a_game_of_textarena_is_played_to_its_end():
 def test_a_game_that_does_not_begin_here_is_refused(game, word):
     pytest.importorskip("textarena")
     _, [problem] = parse([f"textarena/{game}"])
-    assert word in problem
+    assert word in str(problem)
 
 
 def test_a_game_that_never_begins_is_refused_in_time(monkeypatch):
     monkeypatch.setattr(textarena, "BEGINNING_SECONDS", 0.05)
     monkeypatch.setattr(textarena, "TextArena", lambda game: time.sleep(5))
-    assert textarena._beginning("slow", {}) == "it had not begun after 0.05 s"
+    assert textarena._obstacle("slow", {}) == "it had not begun after 0.05 s"
 
 
 @pytest.mark.parametrize(
@@ -329,4 +329,4 @@ def test_a_game_that_never_begins_is_refused_in_time(monkeypatch):
     [({0: 0.5}, "won", 0.5), (None, None, 0.0), ({0: "No."}, "Invalid Move: 0.25", 0.25)],
 )
 def test_a_game_pays_its_reward_wherever_it_says_it(rewards, reason, paid):
-    assert textarena._paid(rewards, {0: {"reason": reason}}) == paid
+    assert textarena._final_reward(rewards, {0: {"reason": reason}}) == paid
