@@ -44,14 +44,14 @@ class DataConfig:
     prompt_column: str | None = field(
         default=None,
         metadata={
-            "help": "Column that becomes `prompt`. Unset: `prompt`, `question` or `problem`, whichever is there first."
+            "help": "Column that becomes `prompt`. Unset: the first of `prompt`, `question` and `problem` that exists."
         },
     )
     answer_column: str | None = field(
         default=None,
         metadata={
-            "help": "Column that becomes `solution`, the reference answer that rewards see. Unset: `solution`, "
-            "`answer`, `final_answer` or `gold`, whichever is there first, or none."
+            "help": "Column that becomes `solution`, the reference answer that rewards see. Unset: the first of `solution`, "
+            "`answer`, `final_answer` and `gold` that exists, if any."
         },
     )
     answer_format: Literal["gsm8k", "boxed"] | None = field(

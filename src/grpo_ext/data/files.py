@@ -1,4 +1,4 @@
-"""Local dataset files: which of them make a split, and which line of which file is broken."""
+"""Local dataset files: the files of a split, and the broken lines in them."""
 
 import csv
 import re

@@ -110,7 +110,7 @@ _CHAT = re.compile(
 def parse_chat(prompt: object, column: str) -> Any:
     """Return the messages of a conversation that is written as JSON text; any other prompt as it is.
 
-    A list in JSON with an entry that has none of the usual roles is text for the model to read.
+    A list in JSON with an entry without one of the usual roles is text for the model to read.
 
     Raises:
         RowError: it is a conversation as Python prints it, or broken JSON.
@@ -191,7 +191,7 @@ def extract_answer(value: object, plan: Plan) -> object:
     """Reference answer under the plan's `answer_format`; numbers become text, null stays null where that is allowed.
 
     Raises:
-        RowError: a required answer is missing, or the format finds nothing in it.
+        RowError: a required answer is missing, or the format does not match it.
     """
     column = plan.answer_column or "solution"
     if value is None or (isinstance(value, str) and not value.strip()):

@@ -107,7 +107,7 @@ def judge(chosen: EvalSet) -> str:
 
 
 def per_prompt(chosen: EvalSet, samples: Sequence[Row]) -> list[Row]:
-    """Return the figures of each prompt by name; `judged` is false if the judge could score none of its samples.
+    """Return the figures of each prompt by name; `judged` is false if the judge could not score any of its samples.
 
     A sample that the judge could not score beside others that it could, such as a truncated one, is not right.
     """

@@ -80,7 +80,7 @@ def _switched_off(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[Pr
     parser.set_defaults(**{name: values[name] for name in (*given, "eval_strategy") if name in values})
     parsed, _ = parser.parse_known_args(list(args))
     if "do_train" in given and parsed.do_train is False:
-        cure = "Remove it; `grpo-ext check` trains nothing."
+        cure = "Remove it; `grpo-ext check` checks a recipe without training."
         yield Problem("do_train", False, "a recipe is for training", cure)
     if "do_eval" in given and parsed.do_eval is False and parsed.eval_strategy not in ("no", False, None):
         beside = {"eval_strategy": parsed.eval_strategy}

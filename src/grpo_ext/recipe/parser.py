@@ -53,7 +53,7 @@ class Parser(TrlParser):
 
 @dataclasses.dataclass
 class Parts:
-    """The parts of a recipe, of which one that could not be made is None.
+    """The parts of a recipe; one that could not be made is None.
 
     Args:
         problems: those of the parts' own checks.

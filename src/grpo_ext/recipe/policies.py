@@ -117,7 +117,7 @@ def _load(policy: Policy, model: ModelConfig, training: GRPOExtConfig) -> Iterat
         yield problem(f"no model can be made from its config.json ({policy.unknown})", "Correct it.")
     cure = "Save it there: AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)."
     if not any(_may_have_tokenizer(place) for place in (name, whole)):
-        yield problem("there is no tokenizer in this folder", cure)
+        yield problem("this folder has no tokenizer", cure)
         return
     try:
         policy.tokenizer = load_tokenizer_of(name, model.model_revision, trust)
