@@ -217,7 +217,7 @@ def test_five_bad_rows_are_reported_and_all_are_counted(tmp_path):
     name = write_jsonl(tmp_path / "many.jsonl", [*ROWS, *[{"question": ""}] * 7])
     message = refusal(name)
     assert re.findall(r"line (\d+)", message) == ["11", "12", "13", "14", "15"]
-    assert "7 of its 17 rows are malformed. `on_bad_row: drop`" in message
+    assert "7 of its 17 rows are malformed. Correct them all. `on_bad_row: drop`" in message
     name = write(tmp_path / "broken.jsonl", *["{"] * 7)
     assert re.findall(r"line (\d+)", refusal(name)) == ["1", "2", "3", "4", "5"]
 

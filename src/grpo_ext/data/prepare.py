@@ -213,9 +213,11 @@ def _report_bad(bad: list[Problem], count: int, rows: int, source: str, on_bad_r
     if on_bad_row == "drop" and count < rows:
         logger.warning("%s: %d of %d rows are malformed: dropped. The first: %s", source, count, rows, bad[0])
         return
-    drop = "`on_bad_row: drop` trains without malformed rows."
-    cure = drop if on_bad_row == "error" and count < rows else "Correct them."
-    raise DataError([*bad, Problem(source, ABSENT, f"{count} of its {rows} rows are malformed", cure)])
+    if count > len(bad):
+        bad.append(Problem(source, ABSENT, f"{count} of its {rows} rows are malformed", "Correct them all."))
+    if on_bad_row == "error" and count < rows:
+        bad[-1] = replace(bad[-1], cure=f"{bad[-1].cure} `on_bad_row: drop` trains without malformed rows.")
+    raise DataError(bad)
 
 
 def _is_sound(row: Row, index: int, *, plan: Plan, place: Place) -> bool:

@@ -160,7 +160,7 @@ def _template_problems(prompt: object, tokenizer: Tokenizer, options: Mapping[st
         roles = " and ".join(m["role"] for m in messages)
         reason = f"it fails on the first prompt, of {roles} messages ({error})"
         cure = "Leave out system_prompt, or name a model whose template renders them."
-        yield Problem("chat template", ABSENT, reason, cure)
+        yield Problem("the chat template", ABSENT, reason, cure)
 
 
 _STANDARD_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}

@@ -35,7 +35,7 @@ def folder_problems(name: str) -> Iterator[Problem]:
     for index in indexes:
         shards = set(json.loads((path / index).read_text(encoding="utf-8")).get("weight_map", {}).values())
         if missing := sorted(shards - set(files)):
-            reason = f"{index} names {missing[0]}, which is missing"
+            reason = f"{index} names {missing[0]}, which is not there"
             yield problem(reason, f"Copy all {len(shards)} files of weights.")
             return
     if not indexes and not any(file.endswith((".safetensors", ".bin")) for file in files):
