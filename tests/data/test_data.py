@@ -476,7 +476,7 @@ def test_prompts_are_measured_with_the_options_of_the_template(tmp_path, tokeniz
 
 def test_a_length_that_leaves_nothing_is_refused(tokenizer, caplog):
     dataset = Dataset.from_dict({"prompt": [USER, USER]})
-    with pytest.raises(DataError, match="max_prompt_length=2: drops all 2 rows of dataset; the shortest prompt has 3 tokens"):
+    with pytest.raises(DataError, match="drops all 2 rows of dataset; the shortest prompt has 3 tokens"):
         prepare(dataset, DataConfig(max_prompt_length=2), tokenizer)
     assert len(prepare(dataset, DataConfig(max_prompt_length=2))) == 2
     assert "max_prompt_length=2 is not applied: no tokenizer" in caplog.text
@@ -683,7 +683,8 @@ def test_quickstart_is_delegated(monkeypatch):
     train, evaluation = load("quickstart/addition", eval_needed=True, dataset_kwargs={"size": 5})
     assert (calls, train["solution"][0], evaluation["solution"][0]) == ([("addition", 5)], "1", "2")
     assert load("quickstart/addition")[1] is None
-    assert "dataset_kwargs.sise=5: the quickstart has no such option. Did you mean 'size'?" in refusal("quickstart/addition", dataset_kwargs={"sise": 5})
+    refused = refusal("quickstart/addition", dataset_kwargs={"sise": 5})
+    assert "dataset_kwargs.sise=5: the quickstart has no such option. Did you mean 'size'?" in refused
 
 
 # --- settings --------------------------------------------------------------------------------------------------
@@ -834,8 +835,6 @@ def test_all_problems_of_columns_splits_and_rows_are_reported_at_once(tmp_path):
     assert [line.partition("=")[0] for line in lines] == ["prompt_column", "answer_column"] * 2
     with pytest.raises(DataError) as caught:
         load_datasets(str(tmp_path / "set"), DataConfig(), eval_needed=True, train_split="nope")
-    assert ["split nope: no such split", "empty prompt"] == [
-        words
-        for words, problem in zip(("split nope: no such split", "empty prompt"), caught.value.problems, strict=False)
-        if words in str(problem)
-    ]
+    no_split, empty = map(str, caught.value.problems)
+    assert "split nope: no such split" in no_split
+    assert "empty prompt" in empty

@@ -50,8 +50,8 @@ class DataConfig:
     answer_column: str | None = field(
         default=None,
         metadata={
-            "help": "Column that becomes `solution`, the reference answer that rewards see. Unset: the first of `solution`, "
-            "`answer`, `final_answer` and `gold` that exists, if any."
+            "help": "Column that becomes `solution`, the reference answer that rewards see. Unset: the first of "
+            "`solution`, `answer`, `final_answer` and `gold` that exists, if any."
         },
     )
     answer_format: Literal["gsm8k", "boxed"] | None = field(
