@@ -195,11 +195,11 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     split = argv.index("--") if "--" in argv else len(argv)
     parser, commands = tree()
     options, keys = parser.parse_known_args(argv[:split])
-    if keys and not COMMANDS[options.command].keys:
-        commands[options.command].error(f"unrecognized arguments: {' '.join(keys)}")
-    config = getattr(options, "config", None)
+    config, options.extra = getattr(options, "config", None), list(argv[split + 1 :])
+    unknown = [] if COMMANDS[options.command].keys else keys
+    if unknown := [*unknown, *(options.extra if options.command != "serve" else [])]:
+        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     options.keys = [*(["--config", config] if config is not None else []), *keys]
-    options.extra = list(argv[split + 1 :])
     return options
 
 
