@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_ext.config.settings import Change, settings_changed_by
 from grpo_ext.report.reading import RunFolder
-from grpo_ext.trainer.checkpoints.identity import HARMLESS, NAMES
 
 _OWN_PATH = re.compile(r"(?<![\w.])(?:~|/)[^\s'\",]*/([^/\s'\",]+)")
 """A path of the machine, of which the last part alone is shown."""
@@ -53,7 +53,7 @@ def said(run: RunFolder, key: str) -> str:
 
 def differing(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     """Settings that are not the same in all runs and may change what is trained."""
-    keys = sorted({key for run in runs for key in run.record} - (HARMLESS - NAMES))
+    keys = sorted({key for run in runs for key in run.record} - settings_changed_by(Change.NOTHING))
     rows = [(key, [said(run, key) for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 

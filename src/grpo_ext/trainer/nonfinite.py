@@ -22,7 +22,7 @@ from transformers import TrainerState
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
-from grpo_ext.trainer.checkpoints.shards import local
+from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.diagnosis.recording import gradient_figures, is_logged
 from grpo_ext.trainer.findings import ORDER, BadTensor, ObservedBatch, value_in
 from grpo_ext.trainer.recording import Recorder, file_of, origin, taken, write

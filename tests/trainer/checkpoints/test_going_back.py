@@ -11,9 +11,9 @@ from grpo_ext.config.resuming import REQUEST_FILE, Request, noted, requested
 from grpo_ext.evaluation import results
 from grpo_ext.report import reading
 from grpo_ext.trainer import nonfinite, recording
-from grpo_ext.trainer.checkpoints.branches import branch_of, continued_by
 from grpo_ext.trainer.checkpoints.choice import Sound, newest_sound, numbered
 from grpo_ext.trainer.checkpoints.finish import RECORDS, write_finished
+from grpo_ext.trainer.checkpoints.manifest import branch_of, continued_by
 from grpo_ext.trainer.checkpoints.starting import _beginning, _carried_out, _start
 from support.killed import killed_at
 from support.run_folders import checkpoint
@@ -187,7 +187,7 @@ def test_never_begins_again_where_the_recipe_has_changed(tmp_path, caplog):
 def test_what_a_fresh_start_wrote_is_not_begun_again_in_silence(tmp_path, caplog):
     trains(tmp_path, "never", 2)
     (tmp_path / "checkpoint-2" / "manifest.json").write_text("")
-    with pytest.raises(ConfigError, match=r"checkpoint-2 is damaged.*\n.*--resume_from_checkpoint never"):
+    with pytest.raises(ConfigError, match=r"checkpoint-2 is damaged.*--resume_from_checkpoint never"):
         _beginning(tmp_path, None, HERE)
     assert trains(tmp_path, "never", 1) is None
     assert "checkpoint-2 is damaged" in caplog.text
@@ -317,7 +317,7 @@ def test_checkpoints_that_a_user_put_back_are_not_begun_over(tmp_path, caplog):
     trains(out, "never")
     [aside] = out.glob("_before-*")
     (aside / "checkpoint-8").rename(out / "checkpoint-8")
-    with pytest.raises(ConfigError, match=r"holds checkpoint-8.*Delete .*_request\.json to resume"):
+    with pytest.raises(ConfigError, match=r"checkpoint-8 appeared there.*Delete .*_request\.json to resume"):
         trains(out, None)
     assert trains(out, "never") is None
     assert "holds checkpoint-8" in caplog.text

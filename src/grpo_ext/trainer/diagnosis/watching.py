@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from grpo_ext.trainer.checkpoints.shards import local
+from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.diagnosis.recording import is_logged
 from grpo_ext.trainer.diagnosis.rules import Doctor
 
