@@ -5,13 +5,13 @@ scored greedily on problems that neither phase has seen. Writes results/losses.j
 """
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import logging
 import os
 import statistics
-import sys
 import tempfile
-import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -26,14 +26,14 @@ SEEDS = [0, 1, 2]
 
 
 def run(loss: str, seed: int) -> dict:
-    """One run: accuracies, time, and the curve of the accuracy reward."""
+    """Train once; return accuracies, time, and the curve of the accuracy reward."""
     import torch
     from datasets.utils.logging import disable_progress_bar
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from grpo_ext.quickstart.evaluate import greedy_accuracy
+    from grpo_ext.data.eval_sets import EvalSet
+    from grpo_ext.evaluation.results import FOLDER as EVALUATION
+    from grpo_ext.evaluation.results import Result
     from grpo_ext.quickstart.model import ensure_model
-    from grpo_ext.quickstart.task import load
     from grpo_ext.recipe.parsing import load_recipe
     from grpo_ext.train import train
 
@@ -41,28 +41,23 @@ def run(loss: str, seed: int) -> dict:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     disable_progress_bar()
-    warm = ensure_model(seed)
-    tokenizer = AutoTokenizer.from_pretrained(warm)
-    _, held_out = load()
-    before = greedy_accuracy(AutoModelForCausalLM.from_pretrained(warm), tokenizer, held_out)
-    with tempfile.TemporaryDirectory() as output, open(os.devnull, "w") as sink:
-        settings = {"model_name_or_path": warm, "seed": seed, "output_dir": output, "save_strategy": "no"}
-        settings |= {"disable_tqdm": "true"}
+    with tempfile.TemporaryDirectory() as output:
+        settings = {"model_name_or_path": ensure_model(seed), "seed": seed, "output_dir": output}
+        settings |= {"save_strategy": "no", "disable_tqdm": "true"}
         arguments = [piece for key, value in settings.items() for piece in (f"--{key}", str(value))]
-        stdout, sys.stdout = sys.stdout, sink
-        start = time.perf_counter()
-        trainer = train(load_recipe(["--config", f"quickstart/{loss}", *arguments]))
-        seconds = time.perf_counter() - start
-        sys.stdout = stdout
-    after = greedy_accuracy(trainer.model, tokenizer, held_out)
-    curve = [
-        (entry["step"], entry["rewards/accuracy/mean"])
-        for entry in trainer.state.log_history
-        if "rewards/accuracy/mean" in entry
-    ]
-    result = {"loss": loss, "seed": seed, "before": before.accuracy, "after": after.accuracy, "seconds": seconds}
-    result |= {"problems": len(held_out), "objective": trainer.objective.describe(), "curve": curve}
-    print(f"{loss:12} seed {seed}: {before.accuracy:.3f} -> {after.accuracy:.3f}  ({seconds:.0f} s)", flush=True)
+        recipe = load_recipe(["--config", f"quickstart/{loss}", *arguments])
+        held_out = EvalSet("held_out", rewards=recipe.rewards, temperature=0.0)
+        with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
+            trainer = train(dataclasses.replace(recipe, eval_sets=[held_out]))
+        last = trainer.state.global_step
+        files = (Path(output) / EVALUATION / "held_out" / f"step_{step}.json" for step in (0, last))
+        before, after = (Result.read(file).figures["avg@1"] for file in files)
+    logs = trainer.state.log_history
+    curve = [(entry["step"], entry["rewards/accuracy/mean"]) for entry in logs if "rewards/accuracy/mean" in entry]
+    seconds = next(entry["train_runtime"] for entry in logs if "train_runtime" in entry)
+    result = {"loss": loss, "seed": seed, "before": before.mean, "after": after.mean, "seconds": seconds}
+    result |= {"problems": after.prompts, "objective": trainer.objective.describe(), "curve": curve}
+    print(f"{loss:12} seed {seed}: {before.mean:.3f} -> {after.mean:.3f}  ({seconds:.0f} s)", flush=True)
     return result
 
 

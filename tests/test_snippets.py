@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_ext.commands import migrate
-from grpo_ext.commands.cli import COMMANDS, HELP
+from grpo_ext.commands.arguments import COMMANDS
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.losses import losses
 from grpo_ext.quickstart import model as quickstart
 from grpo_ext.recipe.files import packaged_recipes, recipes_folder
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.rewards.protocol import rewards
+from support.commands import command
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -93,7 +93,7 @@ def test_a_recipe_or_a_part_of_one_is_sound(text, tmp_path, monkeypatch):
 def test_the_tutorials_configuration_becomes_the_recipe_that_it_shows(tmp_path):
     text = (ROOT / "docs" / "tutorial_open_r1.md").read_text()
     (tmp_path / "config_demo.yaml").write_text(re.search(r"^```yaml elsewhere\n(.*?)^```", text, re.M | re.S)[1])
-    assert migrate.run([str(tmp_path / "config_demo.yaml"), "--output", str(tmp_path / "recipe.yaml")]) == 0
+    assert command("migrate", tmp_path / "config_demo.yaml", "--output", tmp_path / "recipe.yaml") == 0
     written = (tmp_path / "recipe.yaml").read_text().splitlines()
     shown = re.search(r"^```yaml\n(.*?)^```", text, re.M | re.S)[1].splitlines()
     assert [line for line in shown if line not in written] == []
@@ -132,11 +132,11 @@ def problems(line: str) -> list[str]:
         return []
     if name not in COMMANDS and name != "COMMAND":
         return [f"no command {name}"]
-    how = COMMANDS[name][1] if name in COMMANDS else "--key value"
+    asked = COMMANDS.get(name)
     rest = rest[: rest.index("--")] if "--" in rest else rest
     given = [word.partition("=")[0] for word in rest if word.startswith("--")]
-    known = {*re.findall(r"--\w+", how), *HELP, "--help-all"} - {"--key"}
-    known |= {f"--{key}" for key in all_keys()} if "--key value" in how else set()
+    known = {"--help", "-h", "--key", *(n for option in (asked.options if asked else ()) for n in option.names)}
+    known |= {f"--{key}" for key in all_keys()} if asked is None or asked.keys else set()
     found = [f"no option {option}" for option in given if option not in known]
     configs = [value for option, value in pairwise(rest) if option == "--config"]
     named = [value for value in configs if "/" in value and not value.endswith(".yaml")]

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from grpo_ext import ConfigError, GRPOExtConfig
-from grpo_ext.commands import cli
+from grpo_ext.commands.arguments import COMMANDS
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.recipe.parsing import load_recipe
 
@@ -19,7 +19,7 @@ def fresh(program: str) -> str:
 
 
 HEAVY = ("torch", "trl", "transformers", "accelerate", "peft", "datasets", "vllm", "numpy")
-TOLD_BY_CLI = [[name, "--help"] for name in cli.COMMANDS]
+TOLD_BY_CLI = [[name, "--help"] for name in COMMANDS]
 LISTS = [["--help"], ["--version"], ["recipes"], ["losses"], ["rewards"], ["env"], ["completion", "bash"]]
 
 
@@ -45,8 +45,8 @@ def test_a_check_of_a_recipe_with_vllm_imports_no_vllm():
     """Nor the trainer, which does: half a minute on a busy machine."""
     program = """
 import sys
-from grpo_ext.commands.check import run
-code = run(["--config", "quickstart/grpo", "--use_vllm", "true"])
+from grpo_ext.commands.cli import run
+code = run(["check", "--config", "quickstart/grpo", "--use_vllm", "true"])
 print(code, [name for name in ("vllm", "trl.trainer.grpo_trainer") if name in sys.modules])
 """
     assert fresh(program) == "0 []"

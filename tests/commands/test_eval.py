@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_ext.commands.eval import run
 from support import tiny
+from support.commands import command
 from support.processes import launcher, on_cpu
 from support.processes import run as run_process
 
@@ -34,7 +34,7 @@ def figures(folder, name="model"):
 
 
 def test_one_model_is_evaluated_here(recipe, tmp_path, capsys):
-    assert run(["--config", str(recipe), "--output", str(tmp_path / "found")]) == 0
+    assert command("eval", "--config", recipe, "--output", tmp_path / "found") == 0
     found = figures(tmp_path / "found")
     assert found["settings"]["samples"] == 4
     assert set(found["figures"]) >= {"avg@4", "pass@2", "pass@4", "rewards/length", "tokens", "truncated"}
@@ -50,14 +50,14 @@ def test_one_model_is_evaluated_here(recipe, tmp_path, capsys):
     [
         (["--samples", "0"], "held: samples=0: below 1"),
         (["--temperature", "0"], "all would be equal"),
-        (["--model", "./nowhere"], "./nowhere: no such folder"),
-        (["--num_processes", "none"], "--num_processes none"),
+        (["--model", "./nowhere"], "'./nowhere': no such folder"),
+        (["--num_processes", "none"], "none is not a number of processes"),
         (["--accelerate_config", "zero9"], "zero9"),
         (["--samplse", "4"], "samplse"),
     ],
 )
 def test_a_mistake_is_told_before_a_model_is_loaded(options, words, recipe, capsys):
-    assert run(["--config", str(recipe), *options]) == 2
+    assert command("eval", "--config", recipe, *options) == 2
     told = capsys.readouterr().err
     assert words in told
     assert "Traceback" not in told
@@ -72,10 +72,10 @@ def sharded(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("launched", [lambda folder: [*launcher(), "-m"], sharded])
 def test_two_processes_draw_what_one_draws(launched, recipe, tmp_path):
-    command = ["--config", str(recipe), "--output"]
-    assert run([*command, str(tmp_path / "one")]) == 0
+    arguments = ["--config", str(recipe), "--output"]
+    assert command("eval", *arguments, tmp_path / "one") == 0
     path = os.pathsep.join([str(Path(tiny.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    run_process([*launched(tmp_path), "grpo_ext.commands.eval", *command, str(tmp_path / "two")], PYTHONPATH=path)
+    run_process([*launched(tmp_path), "grpo_ext.commands.eval", *arguments, str(tmp_path / "two")], PYTHONPATH=path)
     one, two = figures(tmp_path / "one"), figures(tmp_path / "two")
     assert one == two
     files = [next((tmp_path / name / "held").glob("*_samples.jsonl")) for name in ("one", "two")]

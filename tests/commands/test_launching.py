@@ -9,10 +9,11 @@ import torch
 import yaml
 from accelerate.commands.config import config_args
 
-from grpo_ext.commands import train
+from grpo_ext.commands import launching
 from grpo_ext.config.launch import ASKED
 from grpo_ext.train import main
 from support import tiny
+from support.commands import command
 from support.processes import CONFIG, PATIENCE, run
 
 
@@ -33,11 +34,11 @@ def launched(monkeypatch):
 
     def call(*argv: str) -> tuple[str | None, str | None, str | None]:
         calls = []
-        monkeypatch.setattr(train, "call", lambda command, env: calls.append((command, env)) or 7)
-        assert train.run(list(argv)) == 7
-        [(command, env)] = calls
-        assert command[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
-        own, _, rest = " ".join(command[3:]).partition("-m grpo_ext.train")
+        monkeypatch.setattr(launching, "call", lambda line, env: calls.append((line, env)) or 7)
+        assert command("train", *argv) == 7
+        [(line, env)] = calls
+        assert line[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+        own, _, rest = " ".join(line[3:]).partition("-m grpo_ext.train")
         assert "--accelerate_config" not in rest
         assert "--num_processes" not in rest
         options = dict(zip(own.split()[::2], own.split()[1::2], strict=True))
@@ -81,8 +82,8 @@ def test_a_recipe_says_how_it_is_launched_and_the_command_line_wins(launched, tm
 
 
 def test_fsdp_on_a_cpu_is_refused_once_before_any_process_starts(monkeypatch, capsys):
-    monkeypatch.setattr(train, "call", lambda *_: pytest.fail("it was launched"))
-    assert train.run(["--accelerate_config", "fsdp2", "--num_processes", "2", "--config", "quickstart/grpo"]) == 2
+    monkeypatch.setattr(launching, "call", lambda *_: pytest.fail("it was launched"))
+    assert command("train", "--accelerate_config", "fsdp2", "--num_processes", "2", "--config", "quickstart/grpo") == 2
     err = capsys.readouterr().err
     assert err.count("FSDP on GPUs only") == 1
     assert "--accelerate_config cpu_ddp" in err
@@ -90,8 +91,8 @@ def test_fsdp_on_a_cpu_is_refused_once_before_any_process_starts(monkeypatch, ca
 
 @pytest.mark.parametrize("count", ["0", "two", "-1"])
 def test_what_is_no_number_of_processes(count, capsys):
-    assert train.run(["--num_processes", count]) == 2
-    assert f"--num_processes {count}: not a number of processes. Give 1 or more." in capsys.readouterr().err
+    assert command("train", f"--num_processes={count}") == 2
+    assert f"--num_processes: {count} is not a number of processes. Give 1 or more." in capsys.readouterr().err
 
 
 def test_a_run_that_lacks_a_process_ends_before_the_recipe_is_read(monkeypatch, capsys):
@@ -102,7 +103,7 @@ def test_a_run_that_lacks_a_process_ends_before_the_recipe_is_read(monkeypatch, 
 
 
 @pytest.fixture
-def command(tmp_path) -> list[str]:
+def train_command(tmp_path) -> list[str]:
     """Trains a recipe whose groups of eight take two processes with four rows each."""
     batch = {"per_device_train_batch_size": 4, "num_generations": 8, "gradient_accumulation_steps": 1, "max_steps": 1}
     named = {"dataset_name": "quickstart/addition", "reward_funcs": ["format"], "output_dir": str(tmp_path / "out")}
@@ -113,22 +114,22 @@ def command(tmp_path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_the_recipe", [False, True])
-def test_two_processes_on_a_cpu_train_together(in_the_recipe, command, tmp_path):
+def test_two_processes_on_a_cpu_train_together(in_the_recipe, train_command, tmp_path):
     if in_the_recipe:
         with (tmp_path / "recipe.yaml").open("a") as recipe:
             recipe.write("num_processes: 2\naccelerate_config: cpu_ddp\nmain_process_port: 0\n")
     else:
-        command += ["--num_processes", "2"]
-    run(command, HF_HOME=str(tmp_path))  # where accelerate's own default would lie
+        train_command += ["--num_processes", "2"]
+    run(train_command, HF_HOME=str(tmp_path))  # where accelerate's own default would lie
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
-def test_a_configuration_that_starts_one_process_of_two_is_refused(command, tmp_path):
+def test_a_configuration_that_starts_one_process_of_two_is_refused(train_command, tmp_path):
     alone = yaml.safe_load(CONFIG.read_text()) | {"distributed_type": "MULTI_CPU"}
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(alone))
-    command += ["--accelerate_config", str(tmp_path / "launch.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    train_command += ["--accelerate_config", str(tmp_path / "launch.yaml")]
+    done = subprocess.run(train_command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode != 0
     assert "num_processes=2: the launch has 1" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -10,8 +10,7 @@ import torch
 import yaml
 
 from grpo_ext import ConfigError
-from grpo_ext.commands.cli import main
-from grpo_ext.commands.score import run, shown_rows
+from grpo_ext.commands.score import shown_rows
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.data.completions import read_completions, write_completions
 from grpo_ext.data.config import DataConfig
@@ -24,6 +23,7 @@ from grpo_ext.rewards.composition import parse
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.train import train
 from support import tiny
+from support.commands import command
 
 ROWS = [
     {"prompt": "1+1=", "completion": "<think>\nx\n</think>\n<answer>\n2\n</answer>", "solution": "2"},
@@ -121,9 +121,7 @@ def test_a_file_that_cannot_be_read_is_named(content, reason, tmp_path, capsys):
     path = tmp_path / "bad.jsonl"
     if content:
         path.write_bytes(content)
-    with pytest.raises(SystemExit) as end:
-        main(["score", "--config", "quickstart/grpo", "--file", str(path)])
-    assert end.value.code == 2
+    assert command("score", "--config", "quickstart/grpo", "--file", path) == 2
     assert reason in capsys.readouterr().err
 
 
@@ -202,14 +200,10 @@ def test_the_explanation_has_the_weight_of_the_total(tmp_path):
 
 def test_the_command(file, capsys):
     arguments = ["score", "--config", "quickstart/grpo", "--file", str(file), "--reward_workers", "0"]
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 0
+    assert command(*arguments) == 0
     assert "accuracy" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as end:
-        main([*arguments, "--explain", "9"])
-    assert end.value.code == 2
-    assert "numbered 0 to 3" in capsys.readouterr().err
+    assert command(*arguments, "--explain", "9") == 2
+    assert "--explain=9: no such row. Give 0 to 3." in capsys.readouterr().err
 
 
 def test_what_training_logs_is_scored_again_by_rewards_alone(tmp_path, monkeypatch, capsys):
@@ -225,13 +219,13 @@ def test_what_training_logs_is_scored_again_by_rewards_alone(tmp_path, monkeypat
     assert rows[0]["solution"] == rows[0]["gold_parsed"]
     config = ["--config", str(tmp_path / "score.yaml"), "--reward_workers", "0"]
     for written in (tmp_path / "scored.parquet", tmp_path / "scored.jsonl"):
-        assert run(["--file", str(tmp_path / "run"), "--output", str(written), *config]) == 0
+        assert command("score", "--file", tmp_path / "run", "--output", written, *config) == 0
         again = read_completions(written)
         assert [row["rewards/accuracy"] for row in again] == [row["accuracy"] for row in rows]
         assert [row["reward"] for row in again] == [
             row["rewards/accuracy"] + 0.5 * row["rewards/tags"] for row in again
         ]
-        assert run(["--file", str(written), "--explain", "3", *config]) == 0
+        assert command("score", "--file", written, "--explain", "3", *config) == 0
         said = capsys.readouterr().out
         assert "answer_parsed" in said
         dataset, _ = load_datasets(str(written), DataConfig(), eval_needed=False)
@@ -250,9 +244,9 @@ def test_answers_are_read_as_in_training_and_those_that_are_read_already_stay(tm
 
 def test_what_cannot_be_written_is_told_before_anything_is_scored(file, tmp_path, capsys):
     config = ["--config", "quickstart/grpo", "--file", str(file)]
-    assert run([*config, "--output", str(tmp_path / "out.csv")]) == 2
+    assert command("score", *config, "--output", tmp_path / "out.csv") == 2
     assert "ends in .jsonl or .parquet" in capsys.readouterr().err
-    assert run([*config, "--output", str(tmp_path / "none" / "out.jsonl")]) == 2
+    assert command("score", *config, "--output", tmp_path / "none" / "out.jsonl") == 2
     assert "no folder" in capsys.readouterr().err
     with pytest.raises(DataError, match=r"column 'completion'.*Write a \.jsonl file"):
         write_completions(tmp_path / "o.parquet", [{"completion": "a"}, {"completion": [{"content": "a"}]}])
@@ -268,7 +262,7 @@ def test_of_many_rows_the_best_and_the_worst_are_shown():
 def test_a_column_that_is_not_there_is_told(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "?", "completion": "5"}))
-    assert run(["--config", "quickstart/grpo", "--file", str(path), "--reward_workers", "0"]) == 0
+    assert command("score", "--config", "quickstart/grpo", "--file", path, "--reward_workers", "0") == 0
     assert "reward 'accuracy' scores nothing" in capsys.readouterr().err
 
 

@@ -14,11 +14,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from grpo_ext.commands import cli, verify
+from grpo_ext.commands import verify
 from grpo_ext.errors import ConfigError
 from grpo_ext.trainer.verification.row_by_row import differences
 from grpo_ext.trainer.verification.small import save_small
 from support import tiny
+from support.commands import command
 
 
 @pytest.mark.parametrize(
@@ -79,10 +80,9 @@ def recipe(tmp_path):
 
 
 def verified(capfd, *argv: str) -> tuple[int, dict[str, list[str]]]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["verify", *argv])
+    code = command("verify", *argv)
     text = capfd.readouterr().out
-    return ended.value.code, {
+    return code, {
         line.split("  ")[0].strip(): [line, *re.findall(r"equal|DIFFERS", line)] for line in text.splitlines()
     }
 

@@ -14,7 +14,7 @@ from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.layout import pack
 from grpo_ext.packing.obstacles import obstacles
 from grpo_ext.rollout.prompt_cache import Unsupported
-from grpo_ext.rollout.transformers_engine import Grouped
+from grpo_ext.rollout.transformers_engine import GroupedEngine
 from support import architectures
 
 BOTH = {
@@ -175,7 +175,7 @@ def in_rollouts(model: Any) -> str:
             max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=[1, 7, 20, 30], disable_compile=True
         )
         found = []
-        for engine in (None, Grouped(required=True)):
+        for engine in (None, GroupedEngine(required=True)):
             seen = TemperatureLogitsWarper()
             options = {"generation_config": config, "logits_processor": LogitsProcessorList([seen])}
             try:

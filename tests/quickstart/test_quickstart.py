@@ -7,10 +7,11 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
+from grpo_ext.commands import demo
 from grpo_ext.quickstart import model as quickstart_model
-from grpo_ext.quickstart import report, task
-from grpo_ext.quickstart.evaluate import Evaluation, Sample, greedy_accuracy
+from grpo_ext.quickstart import task
 from grpo_ext.quickstart.model import TAGS, build_model, build_tokenizer, ensure_model
+from support.commands import command
 
 SPLITS = ("train", "validation", "held_out")
 
@@ -113,11 +114,8 @@ def test_the_saved_folder_loads_and_generates(folder):
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     fresh = build_model(tokenizer, 0)
     assert not torch.equal(loaded.get_input_embeddings().weight, fresh.get_input_embeddings().weight)  # it was trained
-    loaded.train()
-    result = greedy_accuracy(loaded, tokenizer, task.load(eval_size=5)[1], batch_size=2, max_new_tokens=4)
-    assert loaded.training
-    assert len(result.samples) == 5
-    assert result.accuracy == 0.0
+    ids = tokenizer("1+2=", return_tensors="pt")
+    assert loaded.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] <= ids["input_ids"].shape[1] + 4
 
 
 def test_the_cache_is_used_and_keyed(folder, monkeypatch):
@@ -156,51 +154,17 @@ def test_two_builders_at_once_agree_and_leave_nothing_behind(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [found[0]]
 
 
-# Measuring and reporting.
+# The demo.
 
 
-@pytest.mark.parametrize(
-    ("completion", "formatted", "correct"),
-    [
-        ("<think>\n1+2=3\n</think>\n<answer>\n3\n</answer>", True, True),
-        ("<think>\n1+2=3\n</think>\n<answer>\n33\n</answer>", True, False),
-        ("<answer>\n3\n</answer>", False, True),
-        ("3", False, False),
-    ],
-)
-def test_a_sample_is_judged(completion, formatted, correct):
-    sample = Sample("1+2=", completion, "3")
-    assert (sample.formatted, sample.correct) == (formatted, correct)
-
-
-def test_no_problems_is_an_error(folder):
-    tokenizer = build_tokenizer()
-    with pytest.raises(ValueError, match="at least one problem"):
-        greedy_accuracy(build_model(tokenizer), tokenizer, [])
-
-
-def test_report_shows_before_and_after(tmp_path):
-    wrong, right = (Sample("5+7=", f"<think>\n</think>\n<answer>\n{n}\n</answer>", "12") for n in (2, 12))
-    log = [
-        {"step": s, "reward": s / 10, "rewards/accuracy/mean": s / 10, "completions/mean_length": 30 + s}
-        for s in (5, 10)
-    ]
-    measured = report.Run(
-        Evaluation(0.25, [wrong, right], 1.0),
-        Evaluation(0.975, [right, right], 1.0),
-        [*log, {"step": 10}],
-        "grpo: clip",
-        {"warm-up": 20.0, "GRPO": 61.0},
-        "outputs/demo/model",
-    )
-    page = report.write_report(tmp_path / "new", measured).read_text()
-    for expected in ("25.0%", "97.5%", "grpo: clip", "81 s", "outputs/demo/model", "&lt;answer&gt;<br>2<br>"):
-        assert expected in page
-    assert page.index("❌") < page.index("✅")
-    assert (tmp_path / "new" / "curves.png").stat().st_size > 10_000
-
-    figure = report.curves(measured)
-    figure.draw_without_rendering()
-    keys = [(axes, axes.get_legend()) for axes in figure.axes if axes.get_legend()]
-    assert len(keys) == 2
-    assert all(key.get_window_extent().y1 < axes.get_window_extent().y0 for axes, key in keys)  # on no line
+@pytest.mark.slow
+def test_the_demo_trains_evaluates_and_reports(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "ensure_model", lambda seed: folder)
+    small = ("--max_steps", 2, "--logging_steps", 1, "--dataset_kwargs", '{"eval_size": 8}', "--reward_workers", 0)
+    for _ in range(2):  # a second demo starts again
+        assert command("demo", "--output_dir", tmp_path / "demo", *small) == 0
+        assert "Did it learn? Not shown: held_out avg@1 stayed from 0 " in capsys.readouterr().out
+    assert "Did it learn?" in (tmp_path / "demo" / "report.html").read_text()
+    results = (tmp_path / "demo" / "evaluation" / "held_out").glob("step_?.json")
+    assert {path.name for path in results} == {"step_0.json", "step_2.json"}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "demo").num_parameters() < 1e6

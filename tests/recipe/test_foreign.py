@@ -21,6 +21,7 @@ from grpo_ext.recipe.foreign.words import arguments
 from grpo_ext.recipe.foreign.writing import written
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parsing import all_keys, load_recipe
+from support.commands import command
 
 FOLDER = Path(__file__).parent / "foreign"
 FILES = sorted(path.name for path in FOLDER.iterdir())
@@ -328,7 +329,7 @@ def test_a_default_that_is_not_ours_is_written_with_its_origin(kind, project):
 
 def test_a_version_that_is_not_known_is_refused(capsys):
     for version in ("0.9", "latest"):
-        assert migrate.run([str(FOLDER / "trl.yaml"), "--version", version]) == 2
+        assert command("migrate", str(FOLDER / "trl.yaml"), "--version", version) == 2
         assert "the defaults of TRL are known since 0.16" in capsys.readouterr().err
     assert defaults_at({"beta": {"0.9": 1, "0.10": 2}}, "0.11.3") == {"beta": 2}
 
@@ -616,7 +617,7 @@ def test_a_value_that_depends_on_a_condition_is_the_first_and_is_asked_about():
 def test_python_is_answered_with_what_to_exchange(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("import unsloth\nfrom trl import GRPOConfig, TrlParser\nGRPOConfig(seed=1)\n")
-    assert migrate.run([str(script)]) == 2
+    assert command("migrate", str(script)) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert "from grpo_ext import GRPOExtConfig, GRPOExtTrainer" in said.err
@@ -626,7 +627,7 @@ def test_python_is_answered_with_what_to_exchange(tmp_path, capsys):
     notebook = tmp_path / "train.ipynb"
     cells = [{"cell_type": "code", "source": ["!pip install trl\n", "GRPOTrainer(model)"]}]
     notebook.write_text(json.dumps({"cells": [*cells, {"cell_type": "markdown", "source": ["import unsloth"]}]}))
-    assert migrate.run([str(notebook)]) == 2
+    assert command("migrate", str(notebook)) == 2
     said = capsys.readouterr().err
     assert "GRPOExtTrainer" in said
     assert "unsloth" not in said
@@ -638,18 +639,18 @@ def test_python_is_answered_with_what_to_exchange(tmp_path, capsys):
 
 def test_the_command_writes_a_recipe_and_says_what_is_left_to_do(tmp_path, capsys):
     output = tmp_path / "out.yaml"
-    assert migrate.run([str(FOLDER / "trl.yaml"), "--output", str(output)]) == 0
+    assert command("migrate", str(FOLDER / "trl.yaml"), "--output", str(output)) == 0
     said = capsys.readouterr()
     assert said.out == ""
     assert "14 keys: 13 converted, 1 left out" in said.err
     assert "check lets it pass." in said.err
     assert read_yaml(output)["dtype"] == "bfloat16"
-    assert migrate.run([str(FOLDER / "trl.yaml"), "--output", str(output)]) == 2
+    assert command("migrate", str(FOLDER / "trl.yaml"), "--output", str(output)) == 2
     assert "it exists" in capsys.readouterr().err
 
 
 def test_the_command_prints_a_recipe_that_is_not_complete(capsys):
-    assert migrate.run([str(FOLDER / "verl.yaml")]) == migrate.DECISIONS
+    assert command("migrate", str(FOLDER / "verl.yaml")) == migrate.DECISIONS
     said = capsys.readouterr()
     assert yaml.safe_load(said.out)["generation_batch_size"] == 2048
     assert "To decide (1)" in said.err
@@ -674,14 +675,14 @@ def test_a_file_that_cannot_be_read(name, text, told, tmp_path, capsys):
     path = tmp_path / (name or "missing.yaml")
     if name:
         path.write_text(text)
-    assert migrate.run([str(path)]) == 2
+    assert command("migrate", str(path)) == 2
     assert told in capsys.readouterr().err
 
 
 def test_the_command_wants_one_file(capsys):
     for argv in ([], ["a", "b"]):
-        assert migrate.run(argv) == 2
-        assert "one file is expected" in capsys.readouterr().err
+        assert command("migrate", *argv) == 2
+        assert "usage: grpo-ext migrate" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,13 +4,15 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from grpo_ext.commands import check, serve, verify
+from grpo_ext.commands import verify
+from grpo_ext.commands.arguments import parsed
 from grpo_ext.config import machine
 from grpo_ext.config.launch import ASKED, EXIT_CODE_FILE
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.files import recipes_folder
 from grpo_ext.recipe.launching import FLAGS, VALUES, Launch, check_launched, launch_of
 from grpo_ext.recipe.parsing import all_keys, load_recipe
+from support.commands import command
 
 ZERO2 = recipes_folder() / "accelerate_configs" / "zero2.yaml"
 ANNOUNCED = ("RANK", "WORLD_SIZE", "ACCELERATE_USE_DEEPSPEED", ASKED, EXIT_CODE_FILE)
@@ -80,11 +82,11 @@ def test_mistakes_in_launch_keys(recipe, keys, told):
 def test_check_plans_for_the_recipes_processes(recipe, capsys):
     """Groups of 8 with one row a process: whole with 8 processes, and with 4 a mistake."""
     rows = {"per_device_train_batch_size": 1, "num_generations": 8, "accelerate_config": "zero2"}
-    assert check.run(recipe(**rows)) == 0
+    assert command("check", *recipe(**rows)) == 0
     assert "8 completions of 1 prompts" in " ".join(capsys.readouterr().out.split())
-    assert check.run(recipe(**rows, num_processes=4)) == 2
+    assert command("check", *recipe(**rows, num_processes=4)) == 2
     assert "1 x 4 x 1 = 4" in capsys.readouterr().err
-    assert check.run([*recipe(**rows, num_processes=4), "--num_processes", "16"]) == 0
+    assert command("check", *recipe(**rows, num_processes=4), "--num_processes", "16") == 0
 
 
 def test_a_launch_that_is_not_the_recipes_is_refused(recipe, monkeypatch):
@@ -113,18 +115,21 @@ ON_TWO = {"num_processes": 2, "per_device_train_batch_size": 2, "num_generations
 
 
 def test_verify_launches_as_the_recipe_says(recipe):
-    several, command = verify.launcher(recipe(**ON_TWO, machine_rank=0), None, None)
-    assert (several, command[-2:]) == (2, ["--machine_rank", "0"])
-    assert command[command.index("--num_processes") + 1] == "2"
-    assert verify.launcher(recipe(accelerate_config="zero2"), None, None)[0] == 8
-    assert verify.launcher(recipe(**ON_TWO), None, 3)[0] == 3
-    several, command = verify.launcher(recipe(), None, None)
-    assert (several, len(command)) == (1, 1)
+    def launcher(*argv):
+        return verify.launcher(parsed(["verify", *argv]))
+
+    several, line = launcher(*recipe(**ON_TWO, machine_rank=0))
+    assert (several, line[-2:]) == (2, ["--machine_rank", "0"])
+    assert line[line.index("--num_processes") + 1] == "2"
+    assert launcher(*recipe(accelerate_config="zero2"))[0] == 8
+    assert launcher(*recipe(**ON_TWO), "--num_processes", "3")[0] == 3
+    several, line = launcher(*recipe())
+    assert (several, len(line)) == (1, 1)
 
 
 def test_the_server_of_several_processes_is_started_by_one(recipe, monkeypatch, capsys):
     monkeypatch.setattr(machine, "is_installed", lambda package: False)
-    assert serve.run(recipe(**ON_TWO)) == 2
+    assert command("serve", *recipe(**ON_TWO)) == 2
     err = capsys.readouterr().err
     assert "pip install vllm" in err
     assert "num_generations" not in err
@@ -133,5 +138,5 @@ def test_the_server_of_several_processes_is_started_by_one(recipe, monkeypatch, 
 def test_a_plan_for_a_server_needs_no_hub(recipe, capsys):
     """As `migrate` writes it of an Open-R1 configuration; neither the server nor the hub can be reached."""
     keys = {"model_name_or_path": "owner/model", "use_vllm": True, "vllm_mode": "server", "vllm_server_port": 1}
-    assert check.run([*recipe(**keys), "--num_processes", "2"]) == 0
+    assert command("check", *recipe(**keys), "--num_processes", "2") == 0
     assert "vLLM server: " in capsys.readouterr().out

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from grpo_ext.commands import diagnose
 from grpo_ext.report.page import write_report
 from grpo_ext.trainer.diagnosis import rules
 from grpo_ext.trainer.diagnosis.watching import Watching
 from support import tiny
+from support.commands import command
 from support.histories import history
 from support.processes import PATIENCE, run
 from support.run_folders import run_folder
@@ -26,7 +26,7 @@ MASK = {"completions/mask_misplaced": 0.8}
 
 
 def asked(*argv, capsys) -> tuple[int, str, str]:
-    code = diagnose.run([str(word) for word in argv])
+    code = command("diagnose", *argv)
     return code, *capsys.readouterr()
 
 
@@ -42,8 +42,8 @@ def test_a_fault_is_told_with_its_step_evidence_and_cure(tmp_path, capsys):
 def test_a_sound_run_has_none(tmp_path, capsys):
     code, out, _ = asked(run_folder(tmp_path / "run", log=history()), capsys=capsys)
     assert code == 0
-    assert out.startswith("No fault found in 20 logs, up to step 20. Looked at:\n")
-    looked_at, _, unseen = out.partition("Not looked at")
+    assert out.startswith("No problem found in 20 logs, up to step 20. Checked:\n")
+    looked_at, _, unseen = out.partition("Not checked")
     for rule in rules.RULES:
         assert rule.name in (unseen if rule.name == "environment fails" else looked_at)
         assert all(figure in out for figure in rule.figures)
@@ -62,7 +62,7 @@ def test_it_answers_a_program(tmp_path, capsys):
 def test_a_run_of_before_tells_what_cannot_be_said_of_it(tmp_path, capsys):
     code, out, _ = asked(run_folder(tmp_path / "run", steps=9), capsys=capsys)
     assert code == 0
-    _, _, unseen = out.partition("Not looked at, because these metrics were not logged:\n")
+    _, _, unseen = out.partition("Not checked, because these metrics were not logged:\n")
     assert {"another prompt", "advantages of other rows", "misplaced mask"} <= set(
         re.findall(r"  (\S[^/]*?)  ", unseen)
     )
@@ -74,7 +74,7 @@ def test_a_half_written_log_is_read_to_where_it_stands(tmp_path, capsys):
         file.write('{"reward": 0.1, "ste')
     code, out, _ = asked(folder, capsys=capsys)
     assert code == 1
-    assert "Note: metrics.jsonl: line 21 left out (half written, or no JSON object with a step)." in out
+    assert "Note: metrics.jsonl: line 21 left out (half written, or not a JSON object with a step)." in out
     assert "step 15: stale sampler" in out
 
 
@@ -82,8 +82,8 @@ def test_a_half_written_log_is_read_to_where_it_stands(tmp_path, capsys):
     ("log", "words"),
     [
         (None, "no such folder. Name the output_dir of a run."),
-        ([], "no metrics.jsonl with a log in it"),
-        ([{"eval_reward": 0.1, "step": 3}], "no log of a training step"),
+        ([], "no log in metrics.jsonl"),
+        ([{"eval_reward": 0.1, "step": 3}], "no log of a training step was found"),
     ],
 )
 def test_what_there_is_nothing_to_read_of_is_said(log, words, tmp_path, capsys):
@@ -98,10 +98,10 @@ def test_what_there_is_nothing_to_read_of_is_said(log, words, tmp_path, capsys):
 def test_the_report_has_the_findings(tmp_path):
     runs = [run_folder(tmp_path / name, log=history(changes)) for name, changes in (("a", MASK), ("b", {}))]
     page = write_report(runs, tmp_path / "page.html").read_text()
-    assert "Likely faults" in page
+    assert "Likely problems" in page
     assert "a, step 12" in page
     assert "b, step" not in page
-    assert "Likely faults" not in write_report(runs[1:], tmp_path / "page.html").read_text()
+    assert "Likely problems" not in write_report(runs[1:], tmp_path / "page.html").read_text()
 
 
 class MaskOffByOne(GRPOExtTrainer):
@@ -151,4 +151,4 @@ def test_a_users_run_is_diagnosed(option, named, tmp_path):
     done = subprocess.run([*command, "diagnose", str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == bool(named)
     assert ("step 3: truncated sampling" in console) == bool(named)
-    assert done.stdout.startswith("step 3: truncated sampling" if named else "No fault found in 5 logs")
+    assert done.stdout.startswith("step 3: truncated sampling" if named else "No problem found in 5 logs")

@@ -15,10 +15,11 @@ import pytest
 
 from grpo_ext.commands import report
 from grpo_ext.report.completions import CLIPS, clipped
-from grpo_ext.report.curves import COLOURS, Band, averaged, banded, pictures
+from grpo_ext.report.curves import COLOURS, Band, banded, pictures
 from grpo_ext.report.facts import without_paths
 from grpo_ext.report.page import MAX_SIZE, write_report
 from grpo_ext.report.reading import MAX_RUNS, read_runs
+from support.commands import command
 from support.run_folders import HOSTILE, RECORD, logged, run_folder, with_completions, with_evaluation
 
 
@@ -136,12 +137,15 @@ ROW = json.dumps({"reward": 1.0, "step": 1}) + "\n"
 STATE = json.dumps({"log_history": [{"reward": 0.5, "step": 3}]})
 LEFT_OUT = {
     "a half-written last line": ({"metrics.jsonl": ROW + '{"reward": 1.'}, "metrics.jsonl: line 2 left out"),
-    "rows of another format": ({"metrics.jsonl": ROW + "7\n[]\nreward,step\n"}, "3 lines, the first of them line 2,"),
+    "rows of another format": ({"metrics.jsonl": ROW + "7\n[]\nreward,step\n"}, "3 lines, from line 2 on,"),
     "a log in a checkpoint alone": ({"checkpoint-3/trainer_state.json": STATE}, "that of checkpoint-3/trainer_state"),
-    "nothing on record": ({"metrics.jsonl": ROW}, "says yet what was run"),
+    "nothing on record": ({"metrics.jsonl": ROW}, "No record of the settings yet"),
     "a broken record": ({"metrics.jsonl": ROW, "finished.json": "{"}, "finished.json cannot be read"),
     "a record of another kind": ({"metrics.jsonl": ROW, "finished.json": "[]"}, "holds a list where an object"),
-    "no parquet": ({"metrics.jsonl": ROW, "completions/completions_00001.parquet": "x"}, "no whole parquet file"),
+    "no parquet": (
+        {"metrics.jsonl": ROW, "completions/completions_00001.parquet": "x"},
+        "not a complete parquet file",
+    ),
     "an evaluation without figures": ({"metrics.jsonl": ROW, "evaluation/a/b.json": "{}"}, "holds no figures"),
     "deep nesting": ({"metrics.jsonl": ROW + "[" * 100_000}, "line 2 left out"),
     "text where numbers were": ({"metrics.jsonl": ROW + '{"reward": "x", "step": 2}\n'}, "1 at step 1, 1 at step 1"),
@@ -162,17 +166,17 @@ def test_what_cannot_be_reported_is_refused_in_words(tmp_path, capsys):
     leave(empty, "metrics.jsonl", '{"reward"')
     cases = {
         "no such folder": [tmp_path / "none"],
-        "no folder": [run / "metrics.jsonl"],
-        "nothing to report": [run, empty],
+        "not a folder": [run / "metrics.jsonl"],
+        "no content to report": [run, empty],
         "half written": [empty],
         "named twice": [run, tmp_path / "empty" / ".." / "mine"],
         f"Name at most {MAX_RUNS}": [run] * (MAX_RUNS + 1),
         "Let its name end in .html": [run, "--output", tmp_path / "page.pdf"],
     }
     for words, arguments in cases.items():
-        assert report.run([str(a) for a in arguments]) == 2
+        assert command("report", *arguments) == 2
         assert words in capsys.readouterr().err
-    assert report.run([str(run)]) == 0
+    assert command("report", run) == 0
     assert (run / "report.html").is_file()
 
 
@@ -257,12 +261,6 @@ def test_what_adds_up_stands_on_each_other_in_the_picture_of_one_run(tmp_path):
     assert len([a for _, a in beside.elements if a.get("role") == "img"]) == 6
 
 
-def test_a_long_stack_is_averaged():
-    steps, values = averaged(([1.0, 2, 3, 4, 5], [1.0, 2, 3, 4, 6]), 2)
-    assert (steps, values) == ([1.0, 3], [1.5, pytest.approx(13 / 3)])
-    assert averaged(([1.0, 2], [3.0, 4]), 2) == ([1.0, 2], [3.0, 4])
-
-
 def test_a_tick_keeps_its_digits(tmp_path):
     from grpo_ext.report.curves import Curve
 
@@ -295,13 +293,14 @@ def test_a_long_run_stays_small_and_says_what_it_shows(tmp_path, rows, length):
 def test_watching_serves_on_loopback_while_the_run_goes_on(tmp_path, monkeypatch, capsys):
     run = run_folder(tmp_path / "mine")
     (run / "finished.json").unlink()
-    monkeypatch.setattr(report, "EVERY", 0.05)
+    monkeypatch.setattr(report, "INTERVAL", 0.05)
     with (run / "_grpo_ext.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        watching = threading.Thread(target=report.run, args=([str(run), "--watch"],))
+        watching = threading.Thread(target=command, args=("report", run, "--watch"))
         watching.start()
         address = ""
         while not address:
+            assert watching.is_alive()
             address = "".join(re.findall(r"http://127\.0\.0\.1:\d+", capsys.readouterr().out))
             time.sleep(0.05)
         version = read(address + "/version")

@@ -1,4 +1,4 @@
-"""Seeds of rows that vLLM samples: alike on all ranks of one engine, and one request each where a server samples."""
+"""Seeds of rows that vLLM samples: the same on all ranks of an engine; a server gets one request per row."""
 
 import threading
 from types import SimpleNamespace
@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import PartialState
+from trl.generation import vllm_generation
 
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.rollout.vllm.client import ServerTrouble
 from grpo_ext.rollout.vllm.generation import Generation
-from grpo_ext.rollout.vllm.late import vllm_generation
 
 RANKS = 2
 
@@ -100,10 +101,10 @@ def test_ranks_that_fill_up_their_rows_agree_too(engine_of_two_ranks):
     assert seeds[0][:3] == [5, 6, 7]
 
 
-def test_the_seeds_of_a_turn_stand_in_for_those_of_an_evaluation_around_it(monkeypatch):
+def test_seeds_of_a_turn_replace_those_of_the_evaluation_around_it(monkeypatch):
     monkeypatch.setattr(vllm_generation, "SamplingParams", Params, raising=False)
     found = made()
-    with found.sampling_as(temperature=0.5), found.seeded([1, 2]):
+    with temporarily(found, temperature=0.5), found.seeded([1, 2]):
         with found.seeded([8]):
             assert found.generate([[3]], None, 1)[1] == [[8]]
         assert found.generate([[3], [4]], None, 1)[1] == [[1], [2]]
@@ -116,7 +117,7 @@ class Server:
     def __init__(self, lost=0):
         self.lost, self.failure = lost, None
 
-    def asked(self, prompts, max_tokens, generation_kwargs, **settings):
+    def complete(self, prompts, max_tokens, generation_kwargs, **settings):
         if self.lost:
             self.lost -= 1
             raise ServerTrouble("gone")
@@ -128,7 +129,7 @@ class Server:
 def test_rows_of_a_server_have_a_request_and_a_seed_each(lost, monkeypatch):
     found = made("server", vllm_client=Server(lost))
     waited = []
-    monkeypatch.setattr(found, "_outlast", waited.append)
+    monkeypatch.setattr(found, "wait_for_server", waited.append)
     monkeypatch.setattr(found, "sync_weights", lambda: None)
     with found.seeded([7, 8]):
         prompts, ids, logprobs, _ = found.generate([[3], [4]], None, 2)

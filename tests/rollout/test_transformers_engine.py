@@ -36,7 +36,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.packing.obstacles import Forward, obstacles
 from grpo_ext.rollout import transformers_engine
 from grpo_ext.rollout.prompt_cache import Unsupported
-from grpo_ext.rollout.transformers_engine import Grouped, distinct, engine_for
+from grpo_ext.rollout.transformers_engine import GroupedEngine, distinct, grouped_engine
 from support import architectures, tiny
 from support.trainers import build
 
@@ -83,7 +83,7 @@ def settings(**overrides):
 def both(model, inputs, config):
     """What `generate` makes of it, and what the engine makes of it."""
     stock = model.generate(**inputs, generation_config=config)
-    with Grouped(required=True).generating(model):
+    with GroupedEngine(required=True).generating(model):
         ours = model.generate(**inputs, generation_config=config)
     return stock, ours
 
@@ -166,7 +166,7 @@ def test_sampled_completions_have_the_exact_probabilities(sampling):
     count = 8000
     inputs = {name: value.repeat(count, 1) for name, value in one.items()}
     torch.manual_seed(0)
-    with Grouped(required=True).generating(model):
+    with GroupedEngine(required=True).generating(model):
         drawn = model.generate(**inputs, generation_config=config)[:, 5:].tolist()
     seen = dict.fromkeys(expected, 0)
     for row in drawn:
@@ -186,7 +186,7 @@ def test_sampled_completions_have_the_exact_probabilities(sampling):
 def test_siblings_are_drawn_independently():
     model = tiny.model().eval()
     torch.manual_seed(0)
-    with Grouped(required=True).generating(model):
+    with GroupedEngine(required=True).generating(model):
         ids = model.generate(**prompts([6] * 64), generation_config=settings(do_sample=True, max_new_tokens=8))
     assert len({tuple(row) for row in ids.tolist()}) > 60
 
@@ -201,7 +201,7 @@ def test_a_prompt_runs_once_and_finished_rows_leave():
     hook = model.register_forward_pre_hook(
         lambda _, args, k: shapes.append(tuple(k["input_ids"].shape)), with_kwargs=True
     )
-    with hook, Grouped(required=True).generating(model):
+    with hook, GroupedEngine(required=True).generating(model):
         config = settings(do_sample=True, eos_token_id=[1, *range(5, 12)], suppress_tokens=[0])
         lengths = (model.generate(**inputs, generation_config=config)[:, 9:] != 0).sum(dim=1)
     assert shapes[0] == (2, 9)
@@ -227,7 +227,7 @@ def test_no_mask_is_built_where_nothing_is_padded():
     model, masks = tiny.model().eval(), []
     first = model.generate(**prompts([4, 30]), generation_config=settings(max_new_tokens=1))[1, -1].item()
     hook = model.register_forward_pre_hook(lambda _, args, k: masks.append(k["attention_mask"]), with_kwargs=True)
-    with hook, Grouped(required=True).generating(model):
+    with hook, GroupedEngine(required=True).generating(model):
         model.generate(**prompts([6, 6]), generation_config=settings(max_new_tokens=3))
         assert [mask is None for mask in masks] == [False, True, True]
         masks.clear()
@@ -283,14 +283,14 @@ def test_what_it_cannot_do_exactly_is_left_to_generate(make, overrides, reason, 
     config = settings(max_new_tokens=6, disable_compile=True, **overrides)
     torch.manual_seed(1)
     stock = model.generate(**inputs, generation_config=config)
-    engine = Grouped()
+    engine = GroupedEngine()
     for _ in range(2):
         torch.manual_seed(1)
         with caplog.at_level("WARNING"), engine.generating(model):
             assert torch.equal(model.generate(**inputs, generation_config=config), stock)
     assert caplog.text.count("rollouts by transformers' own generate") == 1
     assert reason in engine.refusal
-    with pytest.raises(Unsupported, match=reason), Grouped(required=True).generating(model):
+    with pytest.raises(Unsupported, match=reason), GroupedEngine(required=True).generating(model):
         model.generate(**inputs, generation_config=config)
 
 
@@ -301,14 +301,17 @@ def test_a_forward_that_draws_is_left_to_generate():
     assert next(obstacles(model, Forward.ROLLOUT), None) is None
     stock, ours = both(model.eval(), prompts([5, 5, 8]), settings(max_new_tokens=6))
     assert torch.equal(stock, ours)
-    with pytest.raises(Unsupported, match="draws random numbers"), Grouped(required=True).generating(model.train()):
+    with (
+        pytest.raises(Unsupported, match="draws random numbers"),
+        GroupedEngine(required=True).generating(model.train()),
+    ):
         model.generate(**prompts([5, 5]), generation_config=settings(max_new_tokens=2))
 
 
 def test_the_model_is_left_as_it_was():
     model = tiny.model().eval()
     before = set(vars(model))
-    with pytest.raises(ZeroDivisionError), Grouped().generating(model):
+    with pytest.raises(ZeroDivisionError), GroupedEngine().generating(model):
         raise ZeroDivisionError
     assert set(vars(model)) == before
     assert model.generate.__func__ is LlamaForCausalLM.generate
@@ -361,11 +364,10 @@ def test_sharded_weights_are_left_to_generate(sharding, monkeypatch):
 def test_a_run_that_shards_compiles_or_adds_noise_is_left_to_generate(fsdp, setting, reason):
     args = {"use_vllm": False, "use_transformers_continuous_batching": False, "rollout_engine_resolved": "grouped"}
     args |= {"torch_compile": False, "neftune_noise_alpha": None, "parallelism_config": None}
-    trainer = SimpleNamespace(args=SimpleNamespace(**args | setting), is_fsdp_enabled=fsdp)
     with pytest.raises(Unsupported, match=reason):
-        engine_for(trainer)
-    trainer.args.rollout_engine_resolved = "auto"
-    assert reason in engine_for(trainer).refusal
+        grouped_engine(SimpleNamespace(**args | setting), sharded=fsdp)
+    args["rollout_engine_resolved"] = "auto"
+    assert reason in grouped_engine(SimpleNamespace(**args | setting), sharded=fsdp).refusal
 
 
 def test_an_engine_that_is_required_and_cannot_says_so(model_path, tmp_path):
@@ -402,7 +404,7 @@ def test_a_number_draws_the_token_in_whose_share_it_falls(number, token):
 
 
 def test_a_row_with_numbers_of_its_own_says_the_same_whoever_shares_its_batch():
-    model, engine = tiny.model(dtype=torch.float64).eval(), Grouped(required=True)
+    model, engine = tiny.model(dtype=torch.float64).eval(), GroupedEngine(required=True)
     inputs, config = prompts([5, 5, 3, 7, 5]), settings(do_sample=True, max_new_tokens=12)
     uniforms = torch.rand(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.commands.sample import ALONE, sample
+from grpo_ext.commands.sample import SAMPLING_ONLY, sample
 from grpo_ext.rollout.seeds import AttemptId, Purpose, Source, derived, numbered
 from support import tiny
 from support.dealt import dealing, rows
@@ -116,7 +116,7 @@ def test_fresh_prompts_of_dynamic_sampling_are_dealt_fresh_games(tmp_path):
 def test_sampling_sets_aside_what_only_training_needs(settings, tmp_path):
     """What is left must be a sound configuration."""
     config = GRPOExtConfig(output_dir=str(tmp_path), **tiny.TRAINING | settings)
-    aside = dataclasses.replace(config, **ALONE)
+    aside = dataclasses.replace(config, **SAMPLING_ONLY)
     assert (aside.beta, aside.kl_estimator, aside.do_eval) == (0.0, None, False)
 
 

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from grpo_ext.commands import replay
 from grpo_ext.errors import ConfigError, NonFiniteError
 from grpo_ext.train import main
-from grpo_ext.trainer.findings import BadTensor, ObservedBatch
-from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT, rank_of_cause
+from grpo_ext.trainer.findings import BadTensor, ObservedBatch, in_order
+from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT
 from grpo_ext.trainer.overflow import check_weights
 from grpo_ext.trainer.recording import read
 from support import poisoned, tiny
+from support.commands import command
 from support.dealt import dealing
 from support.trainers import build, scripted_rollout, weights
 
@@ -319,10 +319,10 @@ def test_the_dump_of_a_bad_step_replays(place, model_path, tmp_path, capsys):
     with pytest.raises(NonFiniteError):
         trainer.train()
     step = 1 if place == "reference" else 2
-    assert replay.run([str(tmp_path / "failures" / f"step_{step}")]) == 0, capsys.readouterr().err
+    assert command("replay", tmp_path / "failures" / f"step_{step}") == 0, capsys.readouterr().err
 
 
 def test_a_gradient_whose_parameter_is_known_comes_first():
     """A shard of rank 0 may hold none of the parameter that is bad in rank 1's."""
     found = [BadTensor("gradient", 0), BadTensor("gradient", 1, name="layers.0.mlp"), BadTensor("loss", 1)]
-    assert sorted(found, key=rank_of_cause) == [found[2], found[1], found[0]]
+    assert sorted(found, key=in_order) == [found[2], found[1], found[0]]

@@ -14,6 +14,7 @@ from grpo_ext.trainer.one_step import block_of
 from grpo_ext.trainer.recording import read, runs_of
 from grpo_ext.trainer.replaying import check_credit, whole
 from support import tiny
+from support.commands import command
 from support.pure import objective
 from support.trainers import build, scripted_rollout, weights
 
@@ -53,7 +54,7 @@ def run(model_path, tmp_path_factory):
 
 def again(step_folder, **changes):
     contents = whole(step_folder)
-    return replay.computed(contents, replay.recorded_weights(step_folder, contents[0]), changes)
+    return replay.compute(contents, replay.recorded_weights(step_folder, contents[0]), changes)
 
 
 def test_training_on_recordings_ends_with_the_same_weights(run, model_path, tmp_path):
@@ -97,8 +98,8 @@ def test_an_adapter_is_computed_again_from_its_checkpoint(model_path, tmp_path, 
     found = again(tmp_path / "batches" / "step_2")
     assert found.grad_norm == pytest.approx(trainer.state.log_history[1]["grad_norm"], rel=1e-5)
     assert list(found.blocks) == ["layers.0", "layers.1"]
-    assert replay.run([str(tmp_path / "batches" / "step_1")]) == 2
-    assert "an adapter as it began is not on the disk" in capsys.readouterr().err
+    assert command("replay", tmp_path / "batches" / "step_1") == 2
+    assert "the adapter at its initialization is not on the disk" in capsys.readouterr().err
 
 
 def test_under_another_loss_it_is_what_that_loss_would_have_been(run, model_path, tmp_path):
@@ -114,7 +115,7 @@ def test_under_another_loss_it_is_what_that_loss_would_have_been(run, model_path
 def test_what_is_printed_and_written(run, tmp_path, capsys):
     folder = run[0] / "batches" / "step_2"
     output = tmp_path / "step.json"
-    assert replay.run([str(folder), "--loss_type", "cispo", "--beta=0", "--output", str(output)]) == 0
+    assert command("replay", folder, "--loss_type", "cispo", "--beta=0", "--output", output) == 0
     out = capsys.readouterr().out
     assert "The loss is that of the run" in out
     assert "cispo(epsilon_high=5.0)" in out
@@ -148,8 +149,8 @@ def slow(*values):
         slow("made of more than this batch's rewards. Keep the recorded", ["--loss_type", "reinforce_pp_baseline"]),
         slow("made of the whole generation's rewards, and this step is", ["--advantage_estimator", "batch"]),
         ("its token", ["--model", "{other}"]),
-        ("{run}/nowhere: no such folder", ["--model", "{run}/nowhere"]),
-        ("--output step.txt: no format of that name", ["--output", "step.txt"]),
+        ("no such folder", ["--model", "{run}/nowhere"]),
+        ("unknown format", ["--output", "step.txt"]),
     ],
 )
 def test_what_cannot_be_asked_for(words, argv, run, tmp_path, capsys):
@@ -162,7 +163,7 @@ def test_what_cannot_be_asked_for(words, argv, run, tmp_path, capsys):
         )
         shuffled.save_pretrained(other)
     argv = [word.format(run=run[0], other=other) for word in argv]
-    assert replay.run([str(run[0] / "batches" / "step_2"), *argv]) == 2
+    assert command("replay", run[0] / "batches" / "step_2", *argv) == 2
     assert words.format(run=run[0]) in capsys.readouterr().err
 
 
@@ -189,16 +190,16 @@ def test_what_is_no_sound_recording(run, tmp_path, capsys):
         "else": (lambda path: torch.save([1], path), "is no recorded batch"),
         "two": (rewrite(processes=2), "lacks rank_1.pt: 2 processes have recorded"),
         "rewards": (rewrite(micro_batches=[]), "a reward gave NaN or inf; there was no batch yet"),
-        "moved": (lambda path: None, "the weights that step 2 began with were not kept"),
-        "gone": (lambda path: path.unlink(), "holds no recorded batch"),
+        "moved": (lambda path: None, "the weights before step 2 were not kept"),
+        "gone": (lambda path: path.unlink(), "the folder holds no recorded batch"),
     }
     for name, (change, words) in cases.items():
         folder = damaged(name, change)
         argv = ["--model", str(run[0] / "checkpoint-1")] if name == "rewards" else []
-        assert replay.run([str(folder), *argv]) == 2, name
+        assert command("replay", folder, *argv) == 2, name
         assert words in capsys.readouterr().err, name
-    assert replay.run([str(run[0])]) == 2
-    assert "holds the steps 1, 2, 3. Name one" in capsys.readouterr().err
+    assert command("replay", run[0]) == 2
+    assert "the folder holds the steps 1, 2, 3. Name one" in capsys.readouterr().err
 
 
 def test_settings_that_no_recording_meets(run, tmp_path):

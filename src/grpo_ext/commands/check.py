@@ -1,13 +1,13 @@
-"""`grpo-ext check`: every mistake of a recipe at once, or what it will do in numbers, before a model is loaded."""
+"""`grpo-ext check`: all mistakes in a recipe at once, or its plan in numbers, before a model is loaded."""
 
+import argparse
 import sys
-from pathlib import Path
-from typing import Any
 
 import datasets
 from datasets import Dataset
 
-from grpo_ext.commands.console import print_sections, take_option, take_processes
+from grpo_ext.commands.console import print_sections
+from grpo_ext.commands.launching import asked, is_fsdp
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
@@ -16,8 +16,7 @@ from grpo_ext.config.warnings import warnings
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.files import read_yaml
-from grpo_ext.recipe.launching import Launch, accelerate_config, launch_of
+from grpo_ext.recipe.launching import Launch
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -28,45 +27,72 @@ from grpo_ext.rollout.vllm.server import ServerUnreachable, mismatches, server_f
 Section = list[tuple[str, str]]
 
 
-def loss_section(recipe: Recipe) -> Section:
-    """The resolved loss."""
+def run(options: argparse.Namespace) -> int:
+    """Print the plan; return 2 if the vLLM server does not fit the recipe.
+
+    Raises:
+        ConfigError: the recipe has mistakes.
+    """
+    launch = asked(options) or Launch()
+    with planned_processes(launch.planned, here=options.num_processes is None):
+        datasets.disable_progress_bars()
+        look = Look()
+        recipe = load_recipe(options.keys, look)
+        if recipe.training.use_cpu and launch.config and is_fsdp(launch.config):
+            raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
+        print_sections(plan(recipe, look))
+        return _check_server(recipe)
+
+
+def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
+    """Return the sections of the plan, warnings last."""
+    rows = len(look.train) if isinstance(look.train, Dataset) else None
+    lines = (*warnings(recipe.training), *recipe_warnings(recipe), *look.notes)
+    return {
+        "Loss": _loss(recipe),
+        "Environments": [(spec.name, _environment(spec)) for spec in recipe.environments],
+        "Batch": _batch(recipe, rows),
+        "Memory": _memory(recipe, look.policy),
+        "Warnings": [("", str(warning)) for warning in lines],
+        "Not on this machine": [("", str(line)) for line in lacks(recipe.training, recipe.model)],
+    }
+
+
+def _loss(recipe: Recipe) -> Section:
     objective = recipe.training.objective
     departures = objective.departures()
     but = f", but for the {', '.join(departures)}" if departures else ""
+    weights = [(spec.name, spec.weight) for spec in recipe.rewards]
+    weights += [(f"environment {spec.name}", spec.weight) for spec in recipe.environments if spec.owns_reward]
     return [
         ("loss", objective.describe()),
         ("formula", f"{objective.row.formula or 'of your own'}{but}"),
-        ("paper", f"{objective.row.paper or 'of your own'}{but and ' (not as it stands there)'}"),
-        ("rewards", ", ".join(f"{name} x {weight:g}" for name, weight in _rewards(recipe))),
+        ("paper", f"{objective.row.paper or 'of your own'}{but and ' (modified)'}"),
+        ("rewards", ", ".join(f"{name} x {weight:g}" for name, weight in weights)),
     ]
-
-
-def _rewards(recipe: Recipe) -> list[tuple[str, float]]:
-    own = [(f"environment {spec.name}", spec.weight) for spec in recipe.environments if spec.owns_reward]
-    return [*((spec.name, spec.weight) for spec in recipe.rewards), *own]
-
-
-def environment_section(recipe: Recipe) -> Section:
-    """What each environment is: tools, turns, where it runs."""
-    return [(spec.name, _environment(spec)) for spec in recipe.environments]
 
 
 def _environment(spec: EnvironmentSpec) -> str:
     tools = [tool["function"]["name"] for tool in schemas(spec.target, spec.functions)] if spec.uses_tools else []
-    where = "a process for each attempt" if spec.isolated else "this process"
-    how = f"tools {', '.join(tools)}" if tools else "a conversation"
-    return f"{how}, up to {spec.max_turns} turns of {spec.turn_timeout:g} s, in {where}"
+    process = "one process per attempt" if spec.isolated else "this process"
+    kind = f"tools {', '.join(tools)}" if tools else "a conversation"
+    return f"{kind}, up to {spec.max_turns} turns of {spec.turn_timeout:g} s, in {process}"
 
 
-def batch_section(recipe: Recipe, rows: int | None) -> Section:
-    """Prompts, completions and optimizer steps."""
+def _batch(recipe: Recipe, rows: int | None) -> Section:
     c, processes = recipe.training, world_size()
     assert c.generation_batch_size
     assert c.steps_per_generation
     assert c.num_generations
     per_step = c.per_device_train_batch_size * processes * c.gradient_accumulation_steps
-    per_generation = c.generation_batch_size // c.num_generations
+    prompts = c.generation_batch_size // c.num_generations
     updates = c.steps_per_generation * c.num_iterations / c.gradient_accumulation_steps
+    if c.max_steps > 0:
+        steps = str(c.max_steps)
+    elif rows is None:
+        steps = f"{c.num_train_epochs:g} epochs x rows / {prompts} x {updates:g}"
+    else:
+        steps = str(int(rows // prompts * updates * c.num_train_epochs))
     return [
         ("processes", str(processes)),
         (
@@ -76,39 +102,30 @@ def batch_section(recipe: Recipe, rows: int | None) -> Section:
         ),
         (
             "generation",
-            f"{c.generation_batch_size} completions of {per_generation} prompts, up to {c.max_completion_length} "
+            f"{c.generation_batch_size} completions of {prompts} prompts, up to {c.max_completion_length} "
             f"tokens each, used for {updates:g} optimizer steps",
         ),
         ("training rows", "not known before loading" if rows is None else f"{rows}"),
-        ("optimizer steps", _optimizer_steps(recipe, rows, per_generation, updates)),
+        ("optimizer steps", steps),
     ]
 
 
-def _optimizer_steps(recipe: Recipe, rows: int | None, prompts: int, updates: float) -> str:
-    c = recipe.training
-    if c.max_steps > 0:
-        return str(c.max_steps)
-    if rows is None:
-        return f"{c.num_train_epochs:g} epochs x rows / {prompts} x {updates:g}"
-    return str(int(rows // prompts * updates * c.num_train_epochs))
-
-
-def memory_section(recipe: Recipe, policy: Policy) -> Section:
-    """Estimated memory of weights, gradients and optimizer, from the model's configuration alone."""
+def _memory(recipe: Recipe, policy: Policy) -> Section:
+    """Return an estimate of weights, gradients and optimizer, from the model's configuration only."""
     if policy.unknown:
         return [("memory", f"not known: {policy.unknown}")]
     parameters, trained = policy.parameters, policy.trained
     bytes_each = 2 if (recipe.model.dtype or "float32") in ("bfloat16", "float16") else 4
-    weights, gradients, adam = parameters * bytes_each, trained * bytes_each, 2 * trained * bytes_each
-    reference = parameters * bytes_each if recipe.training.beta and trained == parameters else 0
-    total = weights + gradients + adam + reference
+    parts = {
+        "weights": parameters * bytes_each,
+        "gradients": trained * bytes_each,
+        "Adam": 2 * trained * bytes_each,
+        "reference": parameters * bytes_each if recipe.training.beta and trained == parameters else 0,
+    }
+    shown = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
     return [
         ("parameters", f"{parameters / 1e6:.2f} M, {trained / 1e6:.2f} M trained"),
-        (
-            "memory per replica",
-            f"{_gib(total)} before activations: weights {_gib(weights)}, gradients {_gib(gradients)}, "
-            f"Adam {_gib(adam)}, reference {_gib(reference)}",
-        ),
+        ("memory per replica", f"{_gib(sum(parts.values()))} before activations: {shown}"),
     ]
 
 
@@ -116,45 +133,8 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
-    """Sections of the plan, warnings last."""
-    rows = len(look.train) if isinstance(look.train, Dataset) else None
-    lines = (*warnings(recipe.training), *recipe_warnings(recipe), *look.notes)
-    return {
-        "Loss": loss_section(recipe),
-        **({"Environments": environment_section(recipe)} if recipe.environments else {}),
-        "Batch": batch_section(recipe, rows),
-        "Memory": memory_section(recipe, look.policy),
-        "Warnings": [("", warning) for warning in lines],
-        "Not on this machine": [("", line) for line in lacks(recipe.training, recipe.model)],
-    }
-
-
-def run(argv: list[str]) -> int:
-    """Print the plan; 2 when the recipe has problems."""
-    try:
-        name, processes = take_option(argv, "--accelerate_config"), take_processes(argv)
-        asked = launch_of(argv)
-        launch = asked if name is None else Launch(accelerate_config(name), asked.processes)
-        with planned_processes(processes or launch.planned, here=processes is None):
-            datasets.disable_progress_bars()
-            look = Look()
-            recipe = load_recipe(argv, look)
-            if recipe.training.use_cpu and launch.config and _is_fsdp(launch.config):
-                raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
-            print_sections(plan(recipe, look))
-            return _check_server(recipe)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-
-
-def _is_fsdp(config: Path) -> bool:
-    return read_yaml(config).get("distributed_type") == "FSDP"
-
-
-def _check_server(recipe: Any) -> int:
-    """Compare the recipe with its vLLM server, where it has one; 2 when they do not fit."""
+def _check_server(recipe: Recipe) -> int:
+    """Compare a recipe with its vLLM server, if it has one; return 2 if they do not fit."""
     if not (recipe.training.use_vllm and recipe.training.vllm_mode == "server"):
         return 0
     url = server_url(recipe)
@@ -164,7 +144,7 @@ def _check_server(recipe: Any) -> int:
     except ServerUnreachable as error:
         print(f"vLLM server: {error}.")
         return 0
-    except OSError as error:  # of the tokenizer: no hub can be reached, which `check` does not need
+    except OSError as error:  # the tokenizer is on a hub that cannot be reached, which `check` does not require
         print(f"vLLM server at {url}: not compared with the recipe ({str(error).splitlines()[0]}).")
         return 0
     for problem in problems:

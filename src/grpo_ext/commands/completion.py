@@ -1,11 +1,10 @@
-"""`grpo-ext completion bash|zsh|fish`: a script by which the tab key completes commands, recipes and common keys."""
+"""`grpo-ext completion bash|zsh|fish`: a script that completes commands, recipes and common keys."""
 
+import argparse
 import re
-import sys
 
-from grpo_ext.commands.cli import COMMANDS
+from grpo_ext.commands.arguments import COMMANDS
 from grpo_ext.recipe.files import packaged_recipes
-from grpo_ext.registry import did_you_mean
 
 _BASH = """\
 _grpo_ext() {{
@@ -21,7 +20,6 @@ _grpo_ext() {{
 }}
 complete -o default -F _grpo_ext grpo-ext
 """
-_ZSH = "autoload -U +X bashcompinit && bashcompinit\n" + _BASH
 _FISH = """\
 complete -c grpo-ext -n __fish_use_subcommand -f -a "{commands}"
 complete -c grpo-ext -n "not __fish_use_subcommand" -l config -r -a "{recipes}"
@@ -29,30 +27,26 @@ for key in {keys}
     complete -c grpo-ext -n "not __fish_use_subcommand" -l (string sub -s 3 -- $key) -r
 end
 """
-SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-INSTALL = {
-    "bash": 'eval "$(grpo-ext completion bash)"   # in ~/.bashrc',
-    "zsh": 'eval "$(grpo-ext completion zsh)"   # in ~/.zshrc, after compinit',
-    "fish": "grpo-ext completion fish > ~/.config/fish/completions/grpo-ext.fish",
-}
+SCRIPTS = {"bash": _BASH, "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{_BASH}", "fish": _FISH}
+INSTALL = """\
+eval "$(grpo-ext completion bash)"   # in ~/.bashrc
+eval "$(grpo-ext completion zsh)"   # in ~/.zshrc, after compinit
+grpo-ext completion fish > ~/.config/fish/completions/grpo-ext.fish"""
 
 
-def run(argv: list[str]) -> int:
-    """Print the script, or how to have it."""
-    if not argv:
-        print("\n".join(INSTALL.values()))
+def run(options: argparse.Namespace) -> int:
+    """Print the script, or how to install it."""
+    if options.shell is None:
+        print(INSTALL)
         return 0
-    if argv[0] not in SCRIPTS:
-        print(f"grpo-ext completion {argv[0]}: no such shell. {did_you_mean(argv[0], SCRIPTS)}", file=sys.stderr)
-        return 2
     words = {"commands": list(COMMANDS), "recipes": list(packaged_recipes()), "keys": keys()}
-    print(SCRIPTS[argv[0]].format_map({name: " ".join(found) for name, found in words.items()}), end="")
+    print(SCRIPTS[options.shell].format_map({name: " ".join(found) for name, found in words.items()}), end="")
     return 0
 
 
 def keys() -> list[str]:
-    """The command line's options, and the keys that packaged recipes set: to learn all would take seconds."""
+    """Return the options of all commands and the keys of the packaged recipes; to list every key takes seconds."""
     texts = (path.read_text() for path in packaged_recipes().values())
-    found = {key for text in texts for key in re.findall(r"^(\w+):", text, re.MULTILINE)}
-    own = ["accelerate_config", "config", "explain", "file", "help", "num_processes"]
-    return [f"--{key}" for key in sorted({*found, *own})]
+    recipe_keys = {f"--{key}" for text in texts for key in re.findall(r"^(\w+):", text, re.MULTILINE)}
+    own = {name for command in COMMANDS.values() for option in command.options for name in option.names}
+    return sorted({"--help", *recipe_keys, *(name for name in own if name.startswith("--"))})

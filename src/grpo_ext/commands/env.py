@@ -1,5 +1,6 @@
-"""`grpo-ext env`: what a report of a bug should say of the machine; no names of hosts, users or folders."""
+"""`grpo-ext env`: versions and hardware for a bug report, without names of hosts, users or folders."""
 
+import argparse
 import importlib.util
 import os
 import platform
@@ -18,15 +19,17 @@ EXTRAS = ("reasoning-gym", "jsonschema", "matplotlib", "wandb", "tensorboard", "
 GPUS = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 
-def run(argv: list[str]) -> int:
-    """Print it; torch is not imported, so that a broken one can be reported too."""
+def run(_: argparse.Namespace) -> int:
+    """Print the facts. torch is not imported, so that a broken installation can be reported too."""
     for name, value in facts():
         print(f"{name:14}{value}")
     return 0
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Names and values."""
+    """Yield names and values."""
+    import psutil
+
     yield "grpo-ext", __version__
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     for name in LIBRARIES:
@@ -34,9 +37,9 @@ def facts() -> Iterator[tuple[str, str]]:
     found = ((name, _version(name)) for name in (*ENGINES, *EXTRAS))
     yield "extras", ", ".join(f"{name} {version}" for name, version in found if version) or "none"
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
-    yield "CPU", f"{_cpu()}, {os.cpu_count()} cores{_usable()}"
-    yield "memory", _memory()
-    yield "torch's build", _built_for()
+    yield "CPU", _cpu()
+    yield "memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+    yield "torch's build", _torch_build()
     gpus = _gpus()
     yield "GPUs", f"{len(gpus)}" if gpus else "none that nvidia-smi shows"
     for number, gpu in enumerate(gpus):
@@ -51,40 +54,27 @@ def _version(name: str) -> str | None:
 
 
 def _cpu() -> str:
-    with_names = Path("/proc/cpuinfo")
-    lines = with_names.read_text().splitlines() if with_names.exists() else []
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = names[0] if names else platform.processor() or platform.machine()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    limit = "" if usable == os.cpu_count() else f" ({usable} available to this process)"
+    return f"{name}, {os.cpu_count()} cores{limit}"
 
 
-def _usable() -> str:
-    if not hasattr(os, "sched_getaffinity"):
-        return ""
-    usable = len(os.sched_getaffinity(0))
-    return "" if usable == os.cpu_count() else f", of which this process may use {usable}"
-
-
-def _memory() -> str:
-    import psutil
-
-    return f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
-
-
-def _built_for() -> str:
-    """What the torch that is installed was built for, from the small file that says it."""
+def _torch_build() -> str:
+    """Return the accelerators of the installed torch, from its version.py."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "none"
     try:
         build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    except Exception as error:  # whatever is broken there is the news
+    except Exception as error:  # any failure here belongs in the report
         return f"unreadable ({type(error).__name__})"
     kinds = {"CUDA": build.get("cuda"), "ROCm": build.get("hip"), "XPU": build.get("xpu")}
-    return ", ".join(f"{kind} {version}" for kind, version in kinds.items() if version) or _without_cuda()
-
-
-def _without_cuda() -> str:
-    return "CPU and MPS" if sys.platform == "darwin" else "CPU"
+    found = ", ".join(f"{kind} {version}" for kind, version in kinds.items() if version)
+    return found or ("CPU and MPS" if sys.platform == "darwin" else "CPU")
 
 
 def _gpus() -> list[str]:

@@ -1,4 +1,4 @@
-"""`grpo-ext eval`: avg@k, pass@k, maj@k with intervals, of a recipe's model or of others, side by side."""
+"""`grpo-ext eval`: avg@k, pass@k, maj@k with intervals, of a recipe's model or of several models side by side."""
 
 import argparse
 import dataclasses
@@ -6,125 +6,99 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from grpo_ext.commands.console import take_option, take_processes
+from grpo_ext.commands.arguments import parsed
+from grpo_ext.commands.launching import asked, call, launch
 from grpo_ext.commands.runs import find
 from grpo_ext.commands.sample import model_keys, sampler
-from grpo_ext.commands.train import call, default_config, launch
 from grpo_ext.config.launch import check_announced
 from grpo_ext.data.eval_sets import EvalSet, problems_of
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, ServerLost
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.evaluation.results import FOLDER, Result, difference, result, table
-from grpo_ext.recipe.launching import accelerate_config, launch_of
 from grpo_ext.recipe.loading import rows_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.train import leave_process_group
+from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 
 SAMPLES = 4
-"""Of the set that is evaluated where a recipe has no `eval_sets`."""
+"""Completions per prompt of the test split, for a recipe without `eval_sets`."""
+SAMPLING = ("samples", "limit", "temperature")
+MODULE = "grpo_ext.commands.eval"
 
 
-def run(argv: list[str]) -> int:
-    """Evaluate each model, by accelerate where it is asked for, and show them side by side; 2 when something is wrong.
+def run(options: argparse.Namespace) -> int:
+    """Evaluate each model, by accelerate if asked for, and show the results side by side.
 
-    Several models are evaluated by a process each: an engine does not give its memory back.
+    Several models are evaluated in one process each, because an engine does not free its memory.
     """
-    try:
-        name, processes, said = take_option(argv, "--accelerate_config"), take_processes(argv), launch_of(argv)
-        options, keys = _options(argv)
-        models = options.model or [None]
-        launched = name is not None or processes is not None or said
-        if len(models) == 1 and not launched:
-            return _evaluate_one(argv)
-        recipe = _sound(options, keys, models)
-        config = accelerate_config(name) if name else said.config or default_config(processes or 1, argv)
-        for model in models:
-            mine = [*_without_models(argv), *([] if model is None else ["--model", model])]
-            module = "grpo_ext.commands.eval"
-            if launched:
-                code = launch(config, processes or said.processes, mine, said.options, module=module)
-            else:
-                code = call([sys.executable, "-m", module, *mine], os.environ)
-            if code:
-                return code
-        if len(models) > 1:
-            _show(recipe, options, models)
-    except (ConfigError, DataError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    models: list[str | None] = options.model or [None]
+    wanted = asked(options)
+    if len(models) == 1 and wanted is None:
+        _evaluate_one(options)
+        return 0
+    recipe = load_recipe([*options.keys, *model_keys(models[0])])  # all mistakes, before any process starts
+    for model in filter(None, models[1:]):
+        find(model)
+    sets = _sets(recipe, options)
+    for model in models:
+        arguments = list(_arguments(options, model))
+        code = (
+            call([sys.executable, "-m", MODULE, *arguments], os.environ)
+            if wanted is None
+            else launch(wanted, arguments, MODULE)
+        )
+        if code:
+            return code
+    if len(models) > 1:
+        _show([[Result.read(_file(recipe, options, chosen, model)) for model in models] for chosen in sets])
     return 0
 
 
-def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="grpo-ext eval", allow_abbrev=False, add_help=False)
-    parser.add_argument("--model", action="append")
-    parser.add_argument("--output", type=Path)
-    for name, kind in (("samples", int), ("limit", int), ("temperature", float)):
-        parser.add_argument(f"--{name}", type=kind)
-    return parser.parse_known_args(argv)
-
-
-def _without_models(argv: Sequence[str]) -> list[str]:
-    words = list(argv)
-    while take_option(words, "--model") is not None:
-        pass
-    return words
-
-
-def _sound(options: argparse.Namespace, keys: Sequence[str], models: Sequence[str | None]) -> Recipe:
-    """The recipe, all models and sets being such that they can be evaluated."""
-    recipe = load_recipe([*keys, *model_keys(models[0])])
-    for model in models[1:]:
-        find(model)  # type: ignore[arg-type]
-    _sets(recipe, options)
-    return recipe
+def _arguments(options: argparse.Namespace, model: str | None) -> Iterator[str]:
+    """Yield the command line of one model's evaluation."""
+    yield from options.keys
+    for name in ("output", *SAMPLING):
+        if (value := getattr(options, name)) is not None:
+            yield from (f"--{name}", str(value))
+    if model is not None:
+        yield from ("--model", model)
 
 
 def _sets(recipe: Recipe, options: argparse.Namespace) -> list[EvalSet]:
-    """The recipe's sets, or its test split as one, with what the command line says of their sampling."""
-    changes = {
-        name: value for name in ("samples", "limit", "temperature") if (value := getattr(options, name)) is not None
-    }
-    plays = any_pays(recipe.environments)
-    temperature = recipe.training.temperature
-    of_training = EvalSet("test", rewards=recipe.rewards, samples=SAMPLES, temperature=temperature, plays=plays)
-    sets = [dataclasses.replace(chosen, **changes) for chosen in recipe.eval_sets or [of_training]]
+    """Return the recipe's sets, or its test split as one, with the sampling of the command line."""
+    changes = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
+    temperature, plays = recipe.training.temperature, any_pays(recipe.environments)
+    test_split = EvalSet("test", rewards=recipe.rewards, samples=SAMPLES, temperature=temperature, plays=plays)
+    sets = [dataclasses.replace(chosen, **changes) for chosen in recipe.eval_sets or [test_split]]
     if found := [f"{chosen.name}: {problem}" for chosen in sets for problem in problems_of(chosen)]:
         raise ConfigError(found)
     return sets
 
 
-def _evaluate_one(argv: Sequence[str]) -> int:
-    """One model, by all processes of this launch."""
-    options, keys = _options(argv)
+def _evaluate_one(options: argparse.Namespace) -> None:
+    """Evaluate one model, by all processes of this launch."""
     model = options.model[0] if options.model else None
+    recipe = load_recipe([*options.keys, *model_keys(model)])
+    sets = _sets(recipe, options)
+    with tempfile.TemporaryDirectory() as folder:
+        c, most = recipe.training, max(chosen.samples for chosen in sets)
+        rows = max(c.per_device_eval_batch_size, c.per_device_train_batch_size)
+        trainer = sampler(recipe, most, folder, rows)
     try:
-        recipe = load_recipe([*keys, *model_keys(model)])
-        sets = _sets(recipe, options)
-        with tempfile.TemporaryDirectory() as folder:
-            c, most = recipe.training, max(chosen.samples for chosen in sets)
-            rows = max(c.per_device_eval_batch_size, c.per_device_train_batch_size)
-            trainer = sampler(recipe, most, folder, rows)
-        try:
-            for chosen in sets:
-                _evaluate_set(trainer, chosen, recipe, model, _file(recipe, options, chosen, model))
-        finally:
-            trainer.close_rewards()
-    except (ConfigError, DataError, NonFiniteError, RewardError, ServerLost) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+        for chosen in sets:
+            _evaluate_set(trainer, chosen, recipe, model, _file(recipe, options, chosen, model))
+    finally:
+        trainer.close_rewards()
 
 
-def _evaluate_set(trainer: Any, chosen: EvalSet, recipe: Recipe, model: str | None, file: Path) -> None:
+def _evaluate_set(trainer: GRPOExtTrainer, chosen: EvalSet, recipe: Recipe, model: str | None, file: Path) -> None:
     path = str(recipe.model.model_name_or_path)
     identity = {"model": path, "weights": _weights(path), "set": chosen}
     kept = file.with_name(f"{file.stem}_samples.jsonl")
@@ -138,7 +112,7 @@ def _evaluate_set(trainer: Any, chosen: EvalSet, recipe: Recipe, model: str | No
 
 
 def _weights(model: str) -> list[tuple[str, int, int]]:
-    """What tells one state of a model's folder from another; nothing of a hub id, which has revisions."""
+    """Return name, size and time of a local model's weight files, which identify its state."""
     files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
@@ -149,26 +123,26 @@ def _file(recipe: Recipe, options: argparse.Namespace, chosen: EvalSet, model: s
     return folder / chosen.name / f"{name[-100:]}.json"
 
 
-def _show(recipe: Recipe, options: argparse.Namespace, models: Sequence[str | None]) -> None:
-    for chosen in _sets(recipe, options):
-        results = [Result.read(_file(recipe, options, chosen, model)) for model in models]
+def _show(by_set: Sequence[Sequence[Result]]) -> None:
+    for results in by_set:
         Console().print(table(results))
         if len(results) == 2:
             print(f"{difference(*results)}\n")
 
 
-def _launched(argv: Sequence[str]) -> int:
-    """One process of those that were started; FSDP never gives it the weights that only the first has loaded."""
+def _main(argv: Sequence[str]) -> int:
+    """Evaluate in one process of a launch; FSDP needs the weights in every process, as each loads them."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     try:
         check_announced()
-        return _evaluate_one(argv)
-    except ConfigError as error:
+        _evaluate_one(parsed(["eval", *argv]))
+    except (ConfigError, DataError, NonFiniteError, RewardError, ServerLost) as error:
         print(error, file=sys.stderr)
         return 2
     finally:
         leave_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(_launched(sys.argv[1:]))
+    sys.exit(_main(sys.argv[1:]))

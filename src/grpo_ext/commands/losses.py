@@ -1,11 +1,13 @@
-"""`grpo-ext losses`: what `loss_type` may name."""
+"""`grpo-ext losses`: the values of `loss_type`."""
+
+import argparse
 
 from grpo_ext.commands.console import by_entry
 from grpo_ext.objective.losses import losses
 
 
-def run(argv: list[str]) -> int:
-    """Names, formula and paper of each."""
+def run(_: argparse.Namespace) -> int:
+    """Print names, formula and paper of each loss."""
     for names, row in by_entry(losses):
         print(f"{', '.join(names)}\n    {row.formula}\n    {row.paper}")
     return 0

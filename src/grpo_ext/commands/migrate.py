@@ -1,5 +1,6 @@
 """`grpo-ext migrate`: another project's configuration as a recipe, with every key accounted for."""
 
+import argparse
 import io
 import sys
 import tempfile
@@ -7,9 +8,8 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.commands.console import take_option
 from grpo_ext.config.launch import planned_processes
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.recipe.files import read_yaml
 from grpo_ext.recipe.foreign import projects
 from grpo_ext.recipe.foreign.draft import Draft
@@ -24,22 +24,16 @@ DECISIONS = 1
 _SHELL = (".sh", ".bash", ".slurm", ".txt", ".args")
 
 
-def run(argv: list[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Write the recipe; return 0 where it passes, 1 where a person must complete it, 2 where there is none."""
-    try:
-        output, version = take_option(argv, "--output"), take_option(argv, "--version")
-        if len(argv) != 1:
-            raise ConfigError([f"{' '.join(argv) or 'no file'}: one file is expected. Write grpo-ext migrate FILE."])
-        if output and Path(output).exists():
-            raise ConfigError([f"--output {output}: it exists. Name another file, or remove it."])
-        if Path(argv[0]).suffix in SUFFIXES:
-            print(exchange(Path(argv[0])), file=sys.stderr)
-            return 2
-        kind, draft = migrated(Path(argv[0]), version or "")
-        text = written(draft, argv[0], projects.PROJECTS[kind].title, output or "RECIPE.yaml")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
+    output = options.output
+    if output and Path(output).exists():
+        raise ConfigError([Problem("--output", output, "it exists", "Name another file, or remove it.")])
+    if options.file.suffix in SUFFIXES:
+        print(exchange(options.file), file=sys.stderr)
         return 2
+    kind, draft = migrated(options.file, options.version)
+    text = written(draft, str(options.file), projects.PROJECTS[kind].title, output or "RECIPE.yaml")
     if output:
         Path(output).write_text(text, encoding="utf-8")
     else:

@@ -1,10 +1,12 @@
-"""`grpo-ext recipes`: what is packaged."""
+"""`grpo-ext recipes`: the packaged recipes."""
+
+import argparse
 
 from grpo_ext.recipe.files import packaged_recipes
 
 
-def run(argv: list[str]) -> int:
-    """Name and first comment line of each packaged recipe."""
+def run(_: argparse.Namespace) -> int:
+    """Print name and first comment line of each packaged recipe."""
     found = packaged_recipes()
     width = max(map(len, found))
     for name, path in found.items():

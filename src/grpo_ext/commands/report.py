@@ -1,15 +1,14 @@
-"""`grpo-ext report`: a run, or several beside each other, as one HTML file that needs no network."""
+"""`grpo-ext report`: a run, or several side by side, as one HTML file that needs no network."""
 
 import argparse
 import hashlib
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.evaluation.results import FOLDER as EVALUATION
 from grpo_ext.report.page import html, write_report
 from grpo_ext.report.reading import COMPLETIONS, read_runs
@@ -19,42 +18,30 @@ from grpo_ext.trainer.recording import FOLDER
 
 OUTPUT = "report.html"
 HOST = "127.0.0.1"
-EVERY = 5.0
-"""Seconds between two looks at the folders."""
+INTERVAL = 5.0
+"""Seconds between two checks for new files."""
 
 
-def run(argv: Sequence[str]) -> int:
-    """Write the file; with --watch serve it for as long as one of the runs goes on."""
-    parser = argparse.ArgumentParser(prog="grpo-ext report", description=__doc__, allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
-    parser.add_argument("--output", type=Path, help="default: report.html in RUN, or here where there are several")
-    parser.add_argument("--watch", action="store_true", help="serve it on loopback while a run goes on")
-    parser.add_argument("--port", type=int, default=0, help="for --watch; default: any that is free")
-    options = parser.parse_args(argv)
+def run(options: argparse.Namespace) -> int:
+    """Write the report; with --watch serve it until no run is training any more."""
     output = options.output or (options.runs[0] / OUTPUT if len(options.runs) == 1 else Path(OUTPUT))
+    if output.suffix.lower() not in (".html", ".htm"):
+        cure = "Let its name end in .html."
+        raise ConfigError([Problem("--output", str(output), "the report is an HTML file", cure)])
+    if output.is_dir():
+        raise ConfigError([Problem("--output", str(output), "it is a folder", "Name a file.")])
     try:
-        write_report(options.runs, _checked(output))
+        write_report(options.runs, output)
         if options.watch:
             watch(options.runs, output, options.port)
-    except (ConfigError, OSError) as error:
-        print(f"grpo-ext report: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         pass
     print(f"Report: {output} ({output.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 
-def _checked(output: Path) -> Path:
-    if output.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError([f"--output {output}: the report is an HTML file. Let its name end in .html."])
-    if output.is_dir():
-        raise ConfigError([f"--output {output}: there is a folder of that name. Name a file."])
-    return output
-
-
 def watch(runs: Sequence[Path], output: Path, port: int = 0) -> None:
-    """Serve the report on loopback, made anew when the folders change, until no run goes on; then write it once more.
+    """Serve the report on loopback and update it until no run is training; then write it a last time.
 
     Raises:
         OSError: the port is taken.
@@ -62,12 +49,12 @@ def watch(runs: Sequence[Path], output: Path, port: int = 0) -> None:
     served = Served(runs)
     server = ThreadingHTTPServer((HOST, port), _handler(served))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(f"Watching: http://{HOST}:{server.server_port}  (ends with the run, or by Ctrl-C)", flush=True)
+    print(f"Watching: http://{HOST}:{server.server_port}  (until the run ends, or Ctrl-C)", flush=True)
     try:
         while any(map(is_held, runs)):
-            if served.renew():
+            if served.update():
                 output.write_text(served.page, encoding="utf-8")
-            time.sleep(EVERY)
+            time.sleep(INTERVAL)
     finally:
         server.shutdown()
         server.server_close()
@@ -75,15 +62,14 @@ def watch(runs: Sequence[Path], output: Path, port: int = 0) -> None:
 
 
 class Served:
-    """The page as it stands, and of which state of the folders it is."""
+    """The current page, and the version of the run folders that it shows."""
 
     def __init__(self, runs: Sequence[Path]) -> None:
-        """Of some runs' folders."""
         self.runs, self.version, self.page = runs, "", ""
-        self.renew()
+        self.update()
 
-    def renew(self) -> bool:
-        """Make the page anew if something was logged, recorded or evaluated since; whether it was."""
+    def update(self) -> bool:
+        """Render the page again if the folders have changed; return whether they have."""
         version = _state(self.runs)
         if version == self.version:
             return False
@@ -108,7 +94,7 @@ def _handler(served: Served) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             host = (self.headers.get("Host") or "").rpartition(":")[0]
             found = {"/": (served.page, "text/html"), "/version": (served.version, "text/plain")}.get(self.path)
-            if host not in (HOST, "localhost") or found is None:  # another name that leads here is no friend
+            if host not in (HOST, "localhost") or found is None:  # another host name: DNS rebinding
                 self.send_error(404 if found is None else 403)
                 return
             content = found[0].encode()
@@ -119,6 +105,6 @@ def _handler(served: Served) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, *args: object) -> None:
-            """Nothing: the terminal is the run's."""
+            """Keep requests out of the terminal."""
 
     return Handler

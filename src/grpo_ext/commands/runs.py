@@ -1,4 +1,4 @@
-"""What `try`, `merge` and `sample` are pointed at: a run, a checkpoint, or any model; and how it is prompted."""
+"""The model that `try`, `merge` and `sample` are given: a run, a checkpoint or any model, with its prompt format."""
 
 import json
 from collections.abc import Mapping
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from grpo_ext.config.adapters import base_of, located
 from grpo_ext.data.rows import with_system_prompt
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.quickstart.model import LESSONS, ensure_model
 from grpo_ext.trainer.checkpoints.choice import newest_sound
 from grpo_ext.trainer.checkpoints.finish import finished, holds_weights
@@ -22,17 +23,17 @@ GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None
 
 @dataclass(frozen=True)
 class Trained:
-    """A model or an adapter, and the settings that it was trained by: none, where no run of ours has left it."""
+    """A model or an adapter, and the settings of its training; no settings for a model of another origin."""
 
     model: str
     record: Mapping[str, Any]
 
     @property
     def before(self) -> str:
-        """What it was before training.
+        """The model before training.
 
         Raises:
-            ConfigError: nobody says.
+            ConfigError: it is not on record.
         """
         start = self.record.get("model_name_or_path")
         if start in LESSONS:
@@ -41,18 +42,18 @@ class Trained:
             return located(start, Path(self.model))
         if base := base_of(self.model):
             return base.model
-        raise ConfigError([f"--compare: {self.model} does not say what it was trained from. Name a run's folder."])
+        raise ConfigError([Problem("--compare", self.model, "its base is not on record", "Name a run's folder.")])
 
     def sampling(self) -> dict[str, Any]:
-        """Options of `generate`: as the rollouts of training had them, or the model's own."""
+        """Return options of `generate`: those of the training rollouts, or the model's own."""
         if not self.record:
             return {"max_new_tokens": 512}
         given = {name: self.record[name] for name in SAMPLING if self.record.get(name) is not None}
         longest = {"do_sample": True, "max_new_tokens": self.record["max_completion_length"]}
         return longest | given | (self.record.get("generation_kwargs") or {})
 
-    def encode(self, question: str, tokenizer: Any) -> Any:
-        """A question as training would have put it: as a chat with the recipe's system prompt, or as plain text."""
+    def encode(self, question: str, tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
+        """Tokenize a question as in training: as a chat with the recipe's system prompt, or as plain text."""
         chat = self.record.get("conversational")
         if not (tokenizer.chat_template if chat is None else chat):
             return tokenizer(question, return_tensors="pt")
@@ -71,29 +72,31 @@ class Trained:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The accelerator, or the CPU where the recipe asks for it."""
         found = None if self.record.get("use_cpu") else torch.accelerator.current_accelerator(check_available=True)
         return found or torch.device("cpu")
 
 
 def find(name: str) -> Trained:
-    """The finished model of an output_dir, else its newest sound checkpoint; a checkpoint, a model; a hub id.
+    """Return the model of an output_dir (else its newest sound checkpoint), a checkpoint, a model or a hub id.
 
     Raises:
-        ConfigError: a folder that is not there, or has no model in it.
+        ConfigError: the folder does not exist, or holds no model.
     """
     folder = Path(name).expanduser()
     if name in LESSONS:
         return Trained(str(ensure_model(lesson=LESSONS[name])), {})
     if not folder.is_dir():
         if folder.exists() or name.startswith((".", "/", "~")):
-            raise ConfigError([f"{name}: no such folder. Name an output_dir, a checkpoint, a model, or a hub id."])
+            cure = "Name an output_dir, a checkpoint, a model, or a hub id."
+            raise ConfigError([Problem("RUN", name, "no such folder", cure)])
         return Trained(name, {})
     if (content := finished(folder)) is not None and holds_weights(folder):
         return Trained(str(folder), content["recipe"])
     if not (folder / RECIPE_FILE).is_file() and (newest := newest_sound(folder)):
         folder = Path(newest)
     if not holds_weights(folder):
-        raise ConfigError([f"{name}: no model in this folder, nor a checkpoint. Name a run's output_dir or a model."])
+        reason = "the folder holds neither a model nor a checkpoint"
+        raise ConfigError([Problem("RUN", name, reason, "Name a run's output_dir or a model.")])
     file = folder / RECIPE_FILE
     return Trained(str(folder), json.loads(file.read_text()) if file.is_file() else {})

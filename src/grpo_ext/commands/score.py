@@ -1,16 +1,17 @@
 """`grpo-ext score`: a recipe's rewards and advantages on saved completions, without a model."""
 
+import argparse
 import math
 import sys
-from typing import Any
+from contextlib import closing
 
 from rich.console import Console
 from rich.table import Table
 
-from grpo_ext.commands.console import print_sections, take_option
+from grpo_ext.commands.console import print_sections
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.data.completions import check_output, read_completions, write_completions
-from grpo_ext.errors import ConfigError, DataError, RewardError
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.scoring import Scored, explain, score, summary
@@ -18,44 +19,38 @@ from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.runtime import Runtime
 
 SHOWN = 30
-"""Rows that are shown one by one; of more, the best and the worst are."""
+"""Largest number of rows that are printed in full; of more, only the best and the worst."""
 
 
-def run(argv: list[str]) -> int:
-    """Print, and write, what the recipe's rewards and estimator make of a file; 2 when one of them has problems."""
-    file, row, output = (take_option(argv, option) for option in ("--file", "--explain", "--output"))
-    try:
-        if file is None:
-            raise ConfigError(["--file: missing. Name a jsonl or parquet file of completions, or a run's folder."])
-        if output is not None:
-            check_output(output)
-        with planned_processes(launch_of(argv).planned):  # the machine that scores need not be the one that trains
-            recipe = load_recipe(argv, rewards_only=True)
-        rows = read_completions(file, recipe.data)
-        if row is not None and not (row.isdigit() and int(row) < len(rows)):
-            raise ConfigError([f"--explain {row}: the rows are numbered 0 to {len(rows) - 1}."])
-        for sentence in absences(recipe.rewards, {name for row in rows for name in row}, source=file):
-            print(sentence, file=sys.stderr)
-        runtime = Runtime(recipe.rewards, workers=recipe.script.reward_workers, seed=recipe.training.seed)
-        try:
-            scored = score(recipe, rows, runtime)
-        finally:
-            runtime.close()
-        if output is not None:
-            write_completions(output, list(scored.written()))
-    except (ConfigError, DataError, RewardError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    _print_scores(scored, recipe, None if row is None else int(row))
-    if output is not None:
-        print(f"{len(rows)} rows written to {output}.")
+def run(options: argparse.Namespace) -> int:
+    """Print, and write, rewards and advantages of the rows of a file."""
+    if options.file is None:
+        cure = "Name a jsonl or parquet file of completions, or a run's folder."
+        raise ConfigError([Problem("--file", ABSENT, "missing", cure)])
+    if options.output is not None:
+        check_output(options.output)
+    with planned_processes(launch_of(options.keys).planned):  # scoring needs no training machine
+        recipe = load_recipe(options.keys, rewards_only=True)
+    rows = read_completions(options.file, recipe.data)
+    if options.explain is not None and not 0 <= options.explain < len(rows):
+        raise ConfigError([Problem("--explain", options.explain, "no such row", f"Give 0 to {len(rows) - 1}.")])
+    for problem in absences(recipe.rewards, {name for row in rows for name in row}, source=options.file):
+        print(problem, file=sys.stderr)
+    runtime = Runtime(recipe.rewards, workers=recipe.script.reward_workers, seed=recipe.training.seed)
+    with closing(runtime):
+        scored = score(recipe, rows, runtime)
+    if options.output is not None:
+        write_completions(options.output, list(scored.written()))
+    if options.explain is None:
+        _print_scores(scored)
+    else:
+        print_sections({f"Row {options.explain}": explain(scored, options.explain, recipe)})
+    if options.output is not None:
+        print(f"{len(rows)} rows written to {options.output}.")
     return 0
 
 
-def _print_scores(scored: Scored, recipe: Any, row: int | None) -> None:
-    if row is not None:
-        print_sections({f"Row {row}": explain(scored, row, recipe)})
-        return
+def _print_scores(scored: Scored) -> None:
     console = Console()
     table = Table("reward", "mean", "std", "min", "max", "None", "errors", "seconds", title=f"{len(scored.rows)} rows")
     for line in summary(scored):
@@ -72,7 +67,7 @@ def _print_scores(scored: Scored, recipe: Any, row: int | None) -> None:
 
 
 def shown_rows(total: list[float]) -> tuple[list[int], str]:
-    """Numbers of the rows that are shown one by one, and what they are."""
+    """Return the numbers of the rows to print, and a title."""
     if len(total) <= SHOWN:
         return list(range(len(total))), "Rows"
     ranked = sorted((i for i, value in enumerate(total) if not math.isnan(value)), key=lambda i: -total[i])

@@ -1,5 +1,6 @@
-"""`grpo-ext serve`: the vLLM server that a recipe needs, started with exactly the flags it needs."""
+"""`grpo-ext serve`: start the vLLM server of a recipe, with the flags that the recipe requires."""
 
+import argparse
 import json
 import os
 import signal
@@ -15,9 +16,7 @@ from urllib.parse import urlparse
 import requests
 import torch
 
-from grpo_ext.commands.console import take_option
 from grpo_ext.config.launch import planned_processes
-from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.loading import base_path, load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
@@ -29,30 +28,30 @@ STOP_SECONDS = 20.0
 
 
 def server_url(recipe: Recipe) -> str:
-    """Where the trainer of this recipe looks for its server."""
+    """Return the address at which the trainer looks for its server."""
     c = recipe.training
     return c.vllm_server_base_url or f"http://{c.vllm_server_host}:{c.vllm_server_port}"
 
 
 def transfer_engine(recipe: Recipe) -> str:
-    """`vllm_weight_transfer`, settled for this machine."""
+    """Return `vllm_weight_transfer`, with `auto` resolved for this machine."""
     asked = recipe.training.vllm_weight_transfer
     return asked if asked != "auto" else "nccl" if torch.cuda.is_available() and not on_cpu(recipe) else BACKEND
 
 
 def on_cpu(recipe: Recipe) -> bool:
-    """Whether the recipe's trainer has no GPU."""
+    """Return whether the trainer has no GPU."""
     return bool(recipe.training.use_cpu) or not torch.cuda.is_available()
 
 
 def sampler_dtype(recipe: Recipe) -> str:
-    """`vllm_dtype`, settled: what the trainer computes in; TRL loads weights in float32 where `dtype` is unset."""
+    """Return `vllm_dtype`, with `auto` resolved to the trainer's dtype, which TRL defaults to float32."""
     dtype = recipe.training.sampler_dtype
     return dtype if dtype != "auto" else recipe.model.dtype or "float32"
 
 
 def sequence_length(recipe: Recipe) -> int | None:
-    """Tokens of prompt and completion together; None: as many as the model takes."""
+    """Return the largest number of tokens of prompt and completion; None: the model's limit."""
     c = recipe.training
     if c.vllm_max_model_length is not None:
         return c.vllm_max_model_length
@@ -61,22 +60,22 @@ def sequence_length(recipe: Recipe) -> int | None:
 
 
 def wanted(recipe: Recipe) -> Wanted:
-    """What the recipe needs of its server."""
+    """Return the recipe's requirements of its server."""
     c, dtype = recipe.training, sampler_dtype(recipe)
     tokenizer: Any = load_tokenizer(recipe)
     prompt = recipe.data.max_prompt_length
     return Wanted(
         model=base_path(recipe),
-        length=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
+        max_model_len=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
         dtype=None if dtype == "auto" else dtype,
         logprobs_mode="processed_logprobs" if c.vllm_importance_sampling_correction else None,
-        transfer=transfer_engine(recipe),
+        weight_transfer=transfer_engine(recipe),
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
     )
 
 
 def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> list[str]:
-    """The server's command line; `extra` goes to vLLM as it is."""
+    """Return the server's command line; `extra` is passed to vLLM unchanged."""
     c = recipe.training
     flags: dict[str, Any] = {
         "--model": base_path(recipe),
@@ -100,7 +99,7 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
 
 
 def environment(recipe: Recipe) -> dict[str, str]:
-    """The server's environment: its endpoints for new weights on; on a CPU a small cache, unless one is set."""
+    """Return the server's environment: weight endpoints enabled; on a CPU a small cache unless one is set."""
     added = {"VLLM_SERVER_DEV_MODE": "1"}
     if on_cpu(recipe):
         added["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -108,26 +107,26 @@ def environment(recipe: Recipe) -> dict[str, str]:
 
 
 def serve(recipe: Recipe, host: str, port: int | None, extra: Sequence[str] = (), *, hint: str) -> int:
-    """Run the server until Ctrl-C, or until it ends by itself; its exit code.
+    """Run the server until Ctrl-C or until it ends, and return its exit code.
 
     Args:
-        recipe: whose server it is.
-        host: address to listen at.
-        port: None for the recipe's.
-        extra: further flags of vLLM's.
-        hint: the trainer's command line, printed once the server is up.
+        recipe: the recipe that the server is for.
+        host: address to listen on.
+        port: port to listen on; None for the recipe's.
+        extra: further flags of vLLM.
+        hint: the trainer's command line, printed when the server is up.
     """
     port = port or urlparse(server_url(recipe)).port or recipe.training.vllm_server_port
     line = command(recipe, host, port, extra)
     print(f"Starting vLLM: {' '.join(line[3:])}", flush=True)
     if host not in ("127.0.0.1", "localhost", "::1"):
         print(
-            f"Warning: whoever reaches {host}:{port} can read from the model and replace its weights: vLLM's "
-            "development endpoints ask for no password. Keep it behind a firewall.",
+            f"Warning: anyone who can reach {host}:{port} can query the model and replace its weights: vLLM's "
+            "development endpoints have no password. Keep the port behind a firewall.",
             flush=True,
         )
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs start with it ignored
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends by the same way out as Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a script ignore it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up as after Ctrl-C
     process = subprocess.Popen(line, env=environment(recipe), start_new_session=True)
     try:
         if _wait_until_healthy(process, f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"):
@@ -141,7 +140,7 @@ def serve(recipe: Recipe, host: str, port: int | None, extra: Sequence[str] = ()
 
 
 def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> bool:
-    """Whether the server came up; False when it ended instead."""
+    """Return True when the server is up, False if it ended instead."""
     while process.poll() is None:
         with suppress(requests.RequestException):
             if requests.get(f"{url}/health", timeout=5).status_code == 200:
@@ -151,7 +150,7 @@ def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> bool:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """End the server with everything that it has started."""
+    """Stop the server and all processes that it has started."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -161,22 +160,14 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def run(argv: list[str]) -> int:
-    """Start the recipe's vLLM server and stay with it; what follows `--` goes to vLLM."""
-    split = argv.index("--") if "--" in argv else len(argv)
-    argv, extra = argv[:split], argv[split + 1 :]
-    host, port = take_option(argv, "--host") or "127.0.0.1", take_option(argv, "--port")
-    if port is not None and not port.isdecimal():
-        sys.exit(f"--port {port}: not a port.")
-    try:
-        with planned_processes(launch_of(argv).planned, here=True):
-            recipe = load_recipe([*argv, "--use_vllm", "true", "--vllm_mode", "server"])
-        hint = f"grpo-ext train {' '.join(argv)} --use_vllm true --vllm_mode server"
-        if host != "127.0.0.1":
-            hint += f" --vllm_server_host {socket.gethostname() if host == '0.0.0.0' else host}"
-        if port is not None:
-            hint += f" --vllm_server_port {port}"
-        return serve(recipe, host, int(port) if port else None, extra, hint=hint)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+def run(options: argparse.Namespace) -> int:
+    """Start the recipe's vLLM server and wait for its end."""
+    host, port, overrides = options.host, options.port, ["--use_vllm", "true", "--vllm_mode", "server"]
+    with planned_processes(launch_of(options.keys).planned, here=True):
+        recipe = load_recipe([*options.keys, *overrides])
+    hint = " ".join(["grpo-ext train", *options.keys, *overrides])
+    if host != "127.0.0.1":
+        hint += f" --vllm_server_host {socket.gethostname() if host == '0.0.0.0' else host}"
+    if port is not None:
+        hint += f" --vllm_server_port {port}"
+    return serve(recipe, host, port, options.extra, hint=hint)

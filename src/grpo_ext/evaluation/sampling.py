@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Purpose, derived
@@ -65,7 +66,7 @@ def _vllm(trainer: Any, chosen: EvalSet) -> Iterator[None]:
         "min_p": chosen.min_p,
         "max_completion_length": _length(trainer, chosen),
     }
-    with trainer.vllm_generation.sampling_as(**settings):
+    with temporarily(trainer.vllm_generation, **settings):
         yield
 
 

@@ -1,4 +1,4 @@
-"""The tiny models and their tasks, addition and a game of several turns: on a CPU, with nothing to download.
+"""The tiny models and their tasks, addition and a game of several turns: on a CPU, without downloads.
 
-Knows nothing of the other wings. Begin with `model`.
+Knows no other wing. Begin with `model`.
 """

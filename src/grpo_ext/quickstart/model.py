@@ -39,27 +39,32 @@ WARM_UP_LEARNING_RATE = 2e-3
 
 
 class Lesson(NamedTuple):
-    """What a tiny model is warmed up with."""
+    """The warm-up of a tiny model.
+
+    Args:
+        task: its name.
+        words: words that are one token each, besides the characters.
+        demonstrations: function of a seed and a number that returns rows of prompt and completion.
+        steps: number of training steps.
+    """
 
     task: str
     words: Sequence[str]
-    """One token each, beside the characters."""
     demonstrations: Callable[[int, int], list[dict[str, Any]]]
-    """Rows of prompt and completion, by their seed and number."""
     steps: int
 
 
 NAME = "quickstart"
-"""What stands for the model that adds where one is named."""
+"""Name of the model that adds."""
 LESSONS = {
     NAME: Lesson("addition", TAGS, task.demonstrations, steps=500),
     "quickstart/guess": Lesson("guess", game.WORDS, game.demonstrations, steps=400),
 }
-"""By what stands for the model."""
+"""By name of the model."""
 
 
 def cache_directory() -> Path:
-    """Where warm models are kept: $GRPO_EXT_CACHE, else ~/.cache/grpo_ext."""
+    """Return the folder of warm models: $GRPO_EXT_CACHE, else ~/.cache/grpo_ext."""
     return Path(os.environ.get("GRPO_EXT_CACHE") or "~/.cache/grpo_ext").expanduser()
 
 
@@ -70,10 +75,10 @@ def ensure_model(
     steps: int | None = None,
     lesson: Lesson = LESSONS[NAME],
 ) -> Path:
-    """Folder of the warm model of that lesson and seed, trained on first use and kept in `directory`.
+    """Return the folder of the warm model of a lesson and seed, trained on first use and kept in `directory`.
 
-    The folder's name is a hash of all that decides the weights: this package's code, the settings and the libraries.
-    Two processes may ask at once: each trains in a folder of its own, and the first to finish gives it its name.
+    The folder's name is a hash of everything that the weights depend on: code, settings and library versions. Two
+    processes at once train in separate folders, and the first to finish renames its folder.
     """
     root = Path(directory) if directory is not None else cache_directory()
     target = root / f"{lesson.task}-{_fingerprint(seed, steps or lesson.steps)}"
@@ -85,13 +90,13 @@ def ensure_model(
         try:
             os.rename(Path(building) / "model", target)
         except OSError:
-            if not target.is_dir():  # not lost to another process: a real failure
+            if not target.is_dir():  # another process did not win: a real failure
                 raise
     return target
 
 
 def ensure_once(name: str = NAME) -> Path:
-    """Same as `ensure_model` by a name in `LESSONS`; of several processes the first one trains it, the others wait."""
+    """Return `ensure_model` of a name in `LESSONS`; the main process trains it while the others wait."""
     from accelerate import PartialState
 
     with PartialState().main_process_first():
@@ -99,7 +104,7 @@ def ensure_once(name: str = NAME) -> Path:
 
 
 def _fingerprint(seed: int, steps: int) -> str:
-    """Hash of everything that decides the warm model."""
+    """Return a hash of everything that the weights depend on."""
     code = [Path(file).read_text(encoding="utf-8") for file in (__file__, str(task.__file__), str(game.__file__))]
     libraries = {name: version(name) for name in ("torch", "transformers", "trl", "tokenizers")}
     settings = json.dumps([code, libraries, seed, steps], sort_keys=True)
@@ -107,7 +112,7 @@ def _fingerprint(seed: int, steps: int) -> str:
 
 
 def build_tokenizer(words: Sequence[str] = TAGS) -> "PreTrainedTokenizerFast":
-    """Character tokenizer: printable ASCII and newline; each of `words` is one ordinary token, so it is decoded."""
+    """Return a tokenizer of printable ASCII and newline; each of `words` is one ordinary token."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -130,7 +135,7 @@ def build_tokenizer(words: Sequence[str] = TAGS) -> "PreTrainedTokenizerFast":
 
 
 def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "PreTrainedModel":
-    """A Llama of 0.57 million parameters with random weights drawn from `seed`."""
+    """Return a Llama of 0.57 million parameters with random weights drawn from `seed`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -149,11 +154,10 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "PreTrai
 def warm_up(
     directory: str | os.PathLike[str], seed: int = 0, *, steps: int | None = None, lesson: Lesson = LESSONS[NAME]
 ) -> Path:
-    """Train a fresh model for `steps` supervised steps on a teacher's demonstrations, and save it.
+    """Train a new model for `steps` supervised steps on a teacher's demonstrations, and save it.
 
-    The model learns the form of an answer and the teacher's bad habits. The loss is that of the completions' tokens.
-    A plain loop on the CPU: a trainer would join the process group and the engine of the launch, and one process of
-    several may train this.
+    The model learns the format of an answer and the teacher's mistakes. A plain loop on the CPU: a trainer would join
+    the process group of the launch, but only one of several processes trains this model.
     """
     import torch
     from torch.optim.lr_scheduler import LambdaLR
@@ -177,26 +181,26 @@ def warm_up(
     return Path(directory)
 
 
-def _encoded(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
-    """Token ids of a demonstration, and how many of them are the prompt's."""
+def _encoded(row: dict[str, Any], tokenizer: "PreTrainedTokenizerFast") -> tuple[list[int], int]:
+    """Return the token ids of a demonstration, and the length of its prompt."""
     prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
     whole = tokenizer.apply_chat_template(row["prompt"] + row["completion"], tokenize=False)
     return tokenizer(whole)["input_ids"], len(tokenizer(prompt)["input_ids"])
 
 
 def _batch(rows: Sequence[tuple[list[int], int]], pad: int) -> dict[str, Any]:
-    """A model's arguments for rows of ids and prompt lengths, padded on the right; prompts have no label."""
+    """Return a model's arguments for rows of ids and prompt lengths, padded on the right; prompts have no labels."""
     import torch
 
     longest = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([row + [pad] * (longest - len(row)) for row, _ in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row, _ in rows])
-    of_prompt = torch.arange(longest) < torch.tensor([[prompt] for _, prompt in rows])
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(of_prompt | (mask == 0), -100)}
+    is_prompt = torch.arange(longest) < torch.tensor([[prompt] for _, prompt in rows])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(is_prompt | (mask == 0), -100)}
 
 
 def _warm_up_rate(step: int, steps: int) -> float:
-    """Share of the learning rate: ten steps up, then half a cosine down."""
+    """Return the factor of the learning rate: linear for ten steps, then half a cosine down."""
     if step < 10:
         return step / 10
     return 0.5 * (1 + math.cos(math.pi * (step - 10) / max(1, steps - 10)))

@@ -1,4 +1,4 @@
-"""The quickstart's task: three-digit addition, digit by digit, with a held-out set no training ever sees."""
+"""The quickstart's task: three-digit addition, digit by digit, with a held-out set."""
 
 import hashlib
 import itertools
@@ -21,10 +21,9 @@ FORGETFULNESS = 0.6
 
 
 def split_of(a: int, b: int) -> Split:
-    """Split that a + b belongs to: 80 % train, 10 % validation, 10 % held out.
+    """Return the split of a + b: 80 % train, 10 % validation, 10 % held out.
 
-    A hash of the unordered pair decides, so b + a never sits on the other side of the fence and no seed or size can
-    move a problem.
+    A hash of the unordered pair decides, so that b + a is in the same split, for every seed and size.
     """
     digest = hashlib.blake2b(f"{min(a, b)}+{max(a, b)}".encode(), digest_size=4).digest()
     bucket = int.from_bytes(digest, "big") % 10
@@ -33,7 +32,7 @@ def split_of(a: int, b: int) -> Split:
 
 @cache
 def problems(split: Split) -> tuple[tuple[int, int], ...]:
-    """The problems (a, b) of a split, out of one fixed pool of 10,000, in one fixed random order."""
+    """Return the problems (a, b) of a split, from a fixed pool of 10,000, in a fixed random order."""
     draw = random.Random(0)
     low, high = 10 ** (DIGITS - 1), 10**DIGITS
     pool: dict[tuple[int, int], None] = {}
@@ -43,10 +42,10 @@ def problems(split: Split) -> tuple[tuple[int, int], ...]:
 
 
 def demonstration(a: int, b: int, *, forgets: Callable[[], bool] = lambda: False) -> str:
-    """Completion for a + b: column addition, least digit first, in <think>, and its result in <answer>.
+    """Return a completion for a + b: column addition, least digit first, in <think>, and its result in <answer>.
 
-    A carry gets a line of its own: 47 + 58 is worked out as `7+8=15`, `4+5=9`, `9+1=10`. `forgets` is asked at each
-    carry; True drops it, and the result is wrong from there on. By default nothing is forgotten.
+    A carry gets a line of its own: 47 + 58 is worked out as `7+8=15`, `4+5=9`, `9+1=10`. `forgets` is called at each
+    carry; True drops it, which makes the result wrong.
     """
     lines, written, carry = [], "", 0
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
@@ -61,17 +60,17 @@ def demonstration(a: int, b: int, *, forgets: Callable[[], bool] = lambda: False
 
 
 def careless_demonstration(a: int, b: int, draw: random.Random) -> str:
-    """What the warm-up's teacher writes: well formed, but each carry is forgotten with probability 0.6."""
+    """Return a well-formed demonstration in which each carry is forgotten with probability 0.6."""
     return demonstration(a, b, forgets=lambda: draw.random() < FORGETFULNESS)
 
 
 def example(a: int, b: int) -> dict[str, Any]:
-    """One dataset row: a conversational `prompt` and the `solution`."""
+    """Return a dataset row: a conversational `prompt` and the `solution`."""
     return {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "solution": str(a + b)}
 
 
 def demonstrations(seed: int, size: int) -> list[dict[str, Any]]:
-    """`size` rows of prompt and completion, over and over the train split when it is smaller than that."""
+    """Return `size` rows of prompt and completion; the train split is repeated if it is smaller."""
     draw = random.Random(seed)
     pairs = list(problems("train"))
     draw.shuffle(pairs)
@@ -92,17 +91,17 @@ def load(
     eval_split: Split = "held_out",
     seed: int = 0,
 ) -> tuple["Dataset", "Dataset"]:
-    """Train and evaluation problems, disjoint by construction (see `split_of`).
+    """Return disjoint train and evaluation problems (see `split_of`).
 
     Args:
-        task: `addition` is the only one.
-        size: number of training problems; None takes all of them (about 8,000).
-        eval_size: number of evaluation problems; None takes all of them (about 1,000). The choice ignores `seed`.
+        task: `addition`, the only one.
+        size: number of training problems; None for all (about 8,000).
+        eval_size: number of evaluation problems; None for all (about 1,000). The choice ignores `seed`.
         eval_split: `held_out` to report a result, `validation` to choose settings.
-        seed: which training problems are taken, and in which order.
+        seed: selects and orders the training problems.
 
     Raises:
-        ValueError: another task, another evaluation split, or a size that the split cannot give.
+        ValueError: another task or evaluation split, or a size outside of the split.
     """
     from datasets import Dataset
 
@@ -118,7 +117,6 @@ def load(
 
 
 def _take(pairs: list[tuple[int, int]], size: int | None, name: str) -> list[tuple[int, int]]:
-    """The first `size` pairs."""
     if size is not None and not 1 <= size <= len(pairs):
         raise ValueError(
             f"{name}={size}: there are {len(pairs)} problems to take from. Set 1 <= {name} <= {len(pairs)}."

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from grpo_ext.report.reading import RunFolder
 
 _SHARE = 10
-"""The first and the last tenth of the logs are compared, where only training metrics are known."""
+"""Without held-out results, the first and the last tenth of the logs are compared."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A figure at a step, with its interval where one is known."""
+    """A figure at a step, with its interval if it is known."""
 
     step: float
     mean: float
@@ -35,20 +35,15 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """'Yes', 'No' or 'Not shown': an interval that overlaps with the other shows nothing."""
+        """'Yes', 'No' or 'Not shown': overlapping intervals are no evidence."""
         if self.after.low > self.before.high:
             return "Yes"
         return "No, it got worse" if self.after.high < self.before.low else "Not shown"
 
     def __str__(self) -> str:
         """Return one sentence without its end."""
-        verb = (
-            "rose"
-            if self.after.mean > self.before.mean
-            else "fell"
-            if self.after.mean < self.before.mean
-            else "stayed"
-        )
+        rise = self.after.mean - self.before.mean
+        verb = "rose" if rise > 0 else "fell" if rise < 0 else "stayed"
         return f"{self.name} {verb} from {self.before} to {self.after}"
 
 
@@ -103,7 +98,7 @@ def sentence(run: RunFolder) -> str:
         return f"{first.verdict}: {first}.{unsure}"
     reward = in_training(run)
     if reward is None:
-        return "Unknown: neither a held-out evaluation nor two logs of the reward."
+        return "Unknown: no held-out evaluation, and fewer than two logs of the reward."
     return f"Unknown on held-out prompts: none were evaluated (eval_sets, eval_strategy). The {reward}."
 
 

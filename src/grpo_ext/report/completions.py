@@ -1,4 +1,4 @@
-"""Some of a run's completions, whole groups of steps that are spread evenly, as the page's browser reads them."""
+"""A sample of the runs' completions for the browser of the page: whole groups, from evenly spaced steps."""
 
 import json
 import random
@@ -12,12 +12,12 @@ import pyarrow
 from pyarrow import parquet
 
 from grpo_ext.report.reading import COMPLETIONS, RunFolder
-from grpo_ext.report.tokens import KINDS, Completion, Recorded, recordings
+from grpo_ext.report.tokens import KINDS, Completion, Recorded, evenly, recordings
 
 STEPS, ROWS = 40, 1200
-"""Of which completions are shown, and how many, in all runs together."""
+"""Largest number of steps per run, and of completions of all runs."""
 CLIPS = (6000, 2000, 700, 250)
-"""Characters of a text: the most with which all fit in."""
+"""Largest lengths of a text; the first is used with which all completions fit."""
 EXTRAS = 12
 _OWN = ("step", "prompt", "completion", "advantage", "reward", "total")
 
@@ -25,11 +25,11 @@ Row = dict[str, Any]
 
 
 def browsed(runs: Sequence[RunFolder], room: int) -> dict[str, Any]:
-    """What the page's browser shows, with how many there are in all; its JSON has at most `room` characters."""
+    """Return the data of the browser, whose JSON has at most `room` characters, with the number of all completions."""
     rows, total, steps = [], 0, 0
     for place, run in enumerate(runs):
-        mine, count, files = _sampled(run, ROWS // len(runs))
-        rows += [{"run": place, **row} for row in mine]
+        sampled, count, files = _sampled(run, ROWS // len(runs))
+        rows += [{"run": place, **row} for row in sampled]
         total, steps = total + count, steps + files
     names = list(dict.fromkeys(name for row in rows for name in row["parts"]))
     shown: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def browsed(runs: Sequence[RunFolder], room: int) -> dict[str, Any]:
 
 
 def _with_tokens(shown: Sequence[Row], rows: Sequence[Row], room: int) -> list[str]:
-    """Give shown rows the values of their tokens, evenly, as far as there is room; what they can be coloured by."""
+    """Add values of tokens to evenly chosen rows, within `room`; return the kinds of values."""
     known = [(into, row["tokens"]) for into, row in zip(shown, rows, strict=True) if "tokens" in row]
     needed = sum(len(embedded(tokens)) for _, tokens in known)
     every = max(1, -(-needed // max(1, room)))
@@ -58,14 +58,14 @@ def _with_tokens(shown: Sequence[Row], rows: Sequence[Row], room: int) -> list[s
     return list(KINDS) if any("tokens" in row for row in shown) else []
 
 
-def embedded(content: Any) -> str:
-    """JSON that can stand inside of a page's script element, whatever is in it."""
+def embedded(content: object) -> str:
+    """Return JSON that is safe inside a script element of a page."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters and lone surrogates made visible, so that any page can hold it."""
+    """Return `text` with visible symbols for control characters and lone surrogates."""
     return _INVISIBLE.sub(_visible, text)
 
 
@@ -73,23 +73,23 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u
 
 
 def _visible(match: re.Match[str]) -> str:
-    """A control picture, or the code point in brackets: of what turns writing round there is no picture."""
+    """Return the symbol of a control character; of others, such as changes of direction, the code point."""
     code = ord(match[0])
     return chr(0x2400 + code) if code < 0x20 else f"\u27e8U+{code:04X}\u27e9"
 
 
 def clipped(text: str, most: int, length: int = 0) -> str:
-    """Beginning and end of a text, and how much of it that is; `length` is that of a text whose middle is gone."""
+    """Return start and end of a long text; `length` is its length if its middle was already removed."""
     length = length or len(text)
     if length <= most:
         return printable(text)
     end = most // 4
-    said = f"\n\u2026 [{length - most:,} of {length:,} characters left out] \u2026\n"
-    return printable(text[: most - end]) + said + printable(text[-end:])
+    gap = f"\n\u2026 [{length - most:,} of {length:,} characters left out] \u2026\n"
+    return printable(text[: most - end]) + gap + printable(text[-end:])
 
 
 def _table(rows: Sequence[Row], clip: int) -> dict[str, Any]:
-    """Rows whose prompts are numbers of a list of their own: a group has one."""
+    """Return prompts, each once, and rows with the index of their prompt."""
     prompts: dict[str, int] = {}
     found = []
     for row in rows:
@@ -101,40 +101,33 @@ def _table(rows: Sequence[Row], clip: int) -> dict[str, Any]:
 
 
 def _sampled(run: RunFolder, most: int) -> tuple[list[Row], int, int]:
-    """Rows, the number of all rows, and of all files."""
+    """Return rows, the number of all rows, and the number of all steps."""
     counts: dict[Path, int] = {}
     folder = run.folder / COMPLETIONS
     for path in sorted(folder.glob("*.parquet")):
         try:
             counts[path] = parquet.read_metadata(path).num_rows
         except (pyarrow.ArrowException, OSError):
-            run.notes.append(f"{COMPLETIONS}/{path.name} is no whole parquet file; it was left out.")
+            run.notes.append(f"{COMPLETIONS}/{path.name} is not a complete parquet file; it was left out.")
     recorded, steps = recordings(run.folder, run.notes), {path: _step_of(path) for path in counts}
-    chosen = set(_spread(list(counts), STEPS)) | {path for path in counts if steps[path] in recorded.folders}
-    alone = [step for step in recorded.folders if step not in steps.values()]
-    each = max(1, most // max(1, len(chosen) + len(alone)))
+    chosen = set(evenly(list(counts), STEPS)) | {path for path in counts if steps[path] in recorded.folders}
+    only_recorded = [step for step in recorded.folders if step not in steps.values()]
+    each = max(1, most // max(1, len(chosen) + len(only_recorded)))
     rows = []
     for path in sorted(chosen):
         try:
             rows += _rows(path, each, run, recorded)
         except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
             run.notes.append(f"{COMPLETIONS}/{path.name}: its rows cannot be read ({error}); it was left out.")
-    found = {step: recorded.of(step) for step in alone}
+    found = {step: recorded.of(step) for step in only_recorded}
     for step, completions in found.items():
         rows += [_as_recorded(step, completion, run.rewards) for completion in list(completions.values())[:each]]
     counted = sum(counts.values()) + sum(map(len, found.values()))
-    return sorted(rows, key=lambda row: row["step"]), counted, len(counts) + len(alone)
+    return sorted(rows, key=lambda row: row["step"]), counted, len(counts) + len(only_recorded)
 
 
 def _step_of(path: Path) -> int:
     return int(re.sub(r"\D", "", path.stem)[:15] or 0)
-
-
-def _spread(things: Sequence[Path], most: int) -> list[Path]:
-    """At most `most`, evenly, with the first and the last."""
-    if len(things) <= most:
-        return list(things)
-    return [things[i * (len(things) - 1) // (most - 1)] for i in range(most)]
 
 
 def _rows(path: Path, most: int, run: RunFolder, recorded: Recorded) -> list[Row]:
@@ -153,7 +146,7 @@ def _rows(path: Path, most: int, run: RunFolder, recorded: Recorded) -> list[Row
 
 
 def _whole_groups(prompts: Sequence[str], most: int, seed: str) -> list[int]:
-    """Indices of groups that are drawn, the same at each call; rows of one prompt stand side by side."""
+    """Return the rows of randomly chosen groups; consecutive rows with one prompt are a group."""
     groups = [[i for i, _ in pairs] for _, pairs in groupby(enumerate(prompts), key=lambda pair: pair[1])]
     random.Random(seed).shuffle(groups)
     chosen: list[int] = []
@@ -163,8 +156,8 @@ def _whole_groups(prompts: Sequence[str], most: int, seed: str) -> list[int]:
     return sorted(chosen)
 
 
-def _reward_columns(file: Any, run: RunFolder) -> dict[str, str]:
-    """Column by reward: as TRL names it, or as `score` and `sample` do; of a run that says nothing, all of floats."""
+def _reward_columns(file: pyarrow.Table, run: RunFolder) -> dict[str, str]:
+    """Return the column of each reward, as TRL or `score` and `sample` name it; else all columns of floats."""
     known = {
         name: column for name in run.rewards for column in (name, f"rewards/{name}") if column in file.column_names
     }
@@ -192,7 +185,7 @@ def _as_shown(
 
 
 def _as_recorded(step: int, completion: Completion, weights: Mapping[str, float | None]) -> Row:
-    """A row of a step of which the batch was recorded, and no table of completions."""
+    """Return the row of a step whose batch was recorded, without a table of completions."""
     return {
         "step": step,
         "prompt": _kept(completion.prompt),
@@ -205,33 +198,33 @@ def _as_recorded(step: int, completion: Completion, weights: Mapping[str, float 
     }
 
 
-def _kept(value: Any) -> tuple[str, int]:
-    """As much of a text as may be shown, and its length: a run may have gigabytes."""
+def _kept(value: object) -> tuple[str, int]:
+    """Return as much of a text as may be shown, and its length; a run may have gigabytes."""
     text, most = text_of(value), CLIPS[0]
     return (text if len(text) <= 2 * most else text[:most] + text[-most:]), len(text)
 
 
 def _total(scores: Mapping[str, float | None], weights: Mapping[str, float | None]) -> float | None:
-    """The weighted sum of the parts that are known; of parts whose weights are not, their sum."""
+    """Return the weighted sum of the known parts; an unknown weight counts as 1."""
     known = {name: value for name, value in scores.items() if value is not None}
     weighted = [value * (1.0 if (weight := weights.get(name)) is None else weight) for name, value in known.items()]
     return _finite(sum(weighted)) if known else None
 
 
-def _finite(value: Any) -> float | None:
+def _finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         return None
     return round(float(value), 6)
 
 
-def text_of(value: Any) -> str:
-    """Text as it is; messages with their roles, but for a single one, whose role goes without saying."""
+def text_of(value: object) -> str:
+    """Return a text unchanged; several messages with their roles, a single one without."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(part, Mapping) and "role" in part for part in value):
-        said = [_message(message) for message in value]
-        roles = [str(message["role"]) for message in value]
-        return said[0] if len(said) == 1 else "\n\n".join(f"[{r}]\n{s}" for r, s in zip(roles, said, strict=True))
+        texts = [_message(message) for message in value]
+        with_roles = (f"[{message['role']}]\n{text}" for message, text in zip(value, texts, strict=True))
+        return texts[0] if len(texts) == 1 else "\n\n".join(with_roles)
     return "" if value is None else json.dumps(value, default=str, ensure_ascii=False)
 
 

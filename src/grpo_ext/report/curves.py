@@ -1,4 +1,4 @@
-"""Logged metrics as pictures: a small SVG for each metric with a line for each run, drawn by matplotlib."""
+"""Pictures of logged metrics: a small SVG per metric with a line per run, drawn by matplotlib."""
 
 import io
 import math
@@ -6,12 +6,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_ext.report.reading import RunFolder, Series
 from grpo_ext.trainer.diagnosis.recording import FIGURES
 
-COLOURS = (
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
+
+COLOURS = [
     "#3b82f6",
     "#f97316",
     "#22a06b",
@@ -22,9 +26,9 @@ COLOURS = (
     "#ec4899",
     "#84745c",
     "#7c8799",
-)
+]
 DASHES = ("solid", "dashed", "dotted")
-"""As matplotlib and CSS both call them; with the colours, each run has a line of its own."""
+"""Line styles, named as in matplotlib and CSS."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Rewards": ("reward", "rewards/.*/mean", "reward_std", "eval_reward", "eval_rewards/.*/mean"),
@@ -41,12 +45,12 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Time": ("tokens_per_second", "time/.*", "step_time", "profiling/.*", "rewards/.*/seconds"),
     "Evaluation": ("eval_.*@.*(?<!_low)(?<!_high)",),
 }
-"""Patterns of names, in the order of the page; what none of them knows comes last, folded."""
+"""Patterns of names, in the order of the page; metrics that match none come last, folded."""
 STACKS = {
     "kinds of groups": ("groups/mixed", "groups/all_wrong", "groups/all_right"),
     "seconds of a step": ("time/training", "time/rollout", "time/.*"),
 }
-"""What adds up to a whole is one picture where there is one run: its name, and patterns of its parts from below."""
+"""Stacked pictures of a single run: name, and patterns of the parts from the bottom."""
 OTHERS = "Other figures"
 MAX_OTHERS = 40
 ONCE = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|total_flos|epoch")
@@ -55,54 +59,59 @@ EXPLAINED = FIGURES | {
     "reward": "weighted sum of the rewards, mean over completions",
     "reward_std": "standard deviation of that sum",
     "groups/all_right": "share of groups all of whose completions are right: too easy",
-    "groups/all_wrong": "share of groups whose completions are all as wrong: too hard",
-    "groups/mixed": "share of groups that tell right from wrong",
-    "frac_reward_zero_std": "share of groups whose completions all have one reward: nothing to learn from",
-    "advantages/zero_variance_groups": "share of groups without any advantage",
+    "groups/all_wrong": "share of groups all of whose completions are wrong: too hard",
+    "groups/mixed": "share of groups with right and wrong completions",
+    "frac_reward_zero_std": "share of groups whose completions have equal rewards: their advantages are zero",
+    "advantages/zero_variance_groups": "share of groups whose advantages are zero",
     "kl": "divergence from the reference policy",
-    "entropy": "of the next token, mean over tokens",
+    "entropy": "entropy of the next token, mean over tokens",
     "clip_ratio/region_mean": "share clipped on either side",
     "clip_ratio/low_mean": "share clipped below",
     "clip_ratio/high_mean": "share clipped above",
     "completions/mean_length": "tokens",
     "completions/clipped_ratio": "share of completions cut off at the length limit",
     "grad_norm": "before clipping",
-    "kinds of groups": "shares; only a mixed group tells right from wrong",
-    "seconds of a step": "of the main process; training: all that is nothing else",
+    "kinds of groups": "shares; only mixed groups have non-zero advantages",
+    "seconds of a step": "of the main process; training: the remaining time",
     "tokens_per_second": "sampled, prompts and completions, by all processes",
     "step_time": "seconds a step, without the optimizer",
 }
 
 POINTS = 30_000
-"""Stretches of all lines together, so that the page stays small."""
+"""Largest number of points of all lines together, which limits the size of the page."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure of the log, with a line for each run that has it."""
+    """One logged metric, with a line for each run that has it.
+
+    Args:
+        section: heading on the page.
+        name: the metric.
+        lines: series by the index of the run.
+        parts: names of the lines of a stack, which are metrics of one run.
+    """
 
     section: str
     name: str
     lines: dict[int, Series]
-    """By the run's place among the runs."""
     parts: tuple[str, ...] = ()
-    """What the lines are where they are no runs, but of one run, and stand on each other."""
 
     @property
     def missing(self) -> int:
-        """Values that were NaN or infinite."""
+        """Number of values that were NaN or infinite."""
         return sum(math.isnan(value) for _, values in self.lines.values() for value in values)
 
     @property
     def flat(self) -> bool:
-        """Whether it never moved."""
+        """True if the values are constant."""
         return len({value for _, values in self.lines.values() for value in values}) == 1
 
 
 def curves(runs: Sequence[RunFolder]) -> tuple[list[Curve], list[str]]:
-    """Curves in the order of the page, and the names of those that are not drawn.
+    """Return the curves in the order of the page, and the names of those that are not drawn.
 
-    Figures that the page knows of come first; of the others those that never moved are left out, and what is too many.
+    Of the metrics outside of `SECTIONS`, constant ones are left out, and those above `MAX_OTHERS`.
     """
     by_run = [run.series() for run in runs]
     names = [name for name in dict.fromkeys(n for series in by_run for n in series) if not ONCE.fullmatch(name)]
@@ -130,7 +139,7 @@ def _in_order(names: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _stacked(found: Sequence[Curve]) -> list[Curve]:
-    """The curves of one run, a stack in the place of the first of its parts."""
+    """Return the curves of one run, with stacks in place of their first part."""
     by_name = {curve.name: curve for curve in found}
     for name, patterns in STACKS.items():
         parts = tuple(dict.fromkeys(n for pattern in patterns for n in by_name if re.fullmatch(pattern, n)))
@@ -144,17 +153,9 @@ def _stacked(found: Sequence[Curve]) -> list[Curve]:
     return list(by_name.values())
 
 
-def averaged(series: Series, points: int) -> Series:
-    """`points` of a series at most, each the mean of a stretch: lines that add up go on doing so."""
-    steps, values = series
-    cuts = [i * len(steps) // points for i in range(points + 1)] if len(steps) > points else range(len(steps) + 1)
-    stretches = list(pairwise(cuts))
-    return [steps[a] for a, _ in stretches], [math.fsum(values[a:b]) / (b - a) for a, b in stretches]
-
-
 @dataclass(frozen=True)
 class Band:
-    """A line of means over stretches of steps, with the 10 % and 90 % quantiles of each stretch."""
+    """Means over intervals of steps, with the 10 % and 90 % quantiles of each interval."""
 
     steps: list[float]
     mean: list[float]
@@ -163,12 +164,12 @@ class Band:
 
     @property
     def wide(self) -> bool:
-        """True where a stretch holds more than one step."""
+        """True if an interval holds more than one step."""
         return self.low != self.mean or self.high != self.mean
 
 
 def banded(series: Series, points: int) -> Band:
-    """Return at most `points` stretches of a series; a stretch without a finite value is NaN."""
+    """Average a series over at most `points` intervals; an interval without a finite value is NaN."""
     steps, values = series
     if len(steps) <= points:
         return Band(steps, values, values, values)
@@ -184,15 +185,14 @@ def banded(series: Series, points: int) -> Band:
 
 @dataclass(frozen=True)
 class Picture:
-    """One curve as it is drawn."""
+    """A drawn curve: its SVG, and its values in JSON's types for hovering and zooming."""
 
     svg: str
     data: dict[str, Any]
-    """Its values in JSON's types, for hovering and zooming."""
 
 
 def pictures(drawn: Iterable[Curve], names: Sequence[str]) -> dict[str, Picture]:
-    """Draw each curve, and return the pictures by its name; `names` are those of the runs.
+    """Draw each curve and return the pictures by name; `names` are those of the runs.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -206,7 +206,7 @@ def pictures(drawn: Iterable[Curve], names: Sequence[str]) -> dict[str, Picture]
 
 
 _INK, _GRID = "#010203", "#040506"
-"""Colours that stand for the page's own, light or dark."""
+"""Placeholders for the colours of the page, light or dark."""
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "grpo-ext",
@@ -228,7 +228,7 @@ def _lines(curve: Curve, points: int, names: Sequence[str]) -> Picture:
     axes, lines = _axes(), []
     for place, series in curve.lines.items():
         band = banded(series, points)
-        style: Any = {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
+        style: dict[str, str] = {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
         axes.plot(band.steps, band.mean, marker="." if len(band.steps) <= 30 else "", markersize=4, **style)
         if band.wide:
             axes.fill_between(band.steps, band.low, band.high, color=style["color"], alpha=0.18, linewidth=0)
@@ -238,16 +238,16 @@ def _lines(curve: Curve, points: int, names: Sequence[str]) -> Picture:
 
 def _stack(curve: Curve, points: int) -> Picture:
     axes = _axes()
-    shown = [averaged(line, points) for line in curve.lines.values()]
-    axes.stackplot(shown[0][0], *(values for _, values in shown), colors=COLOURS, alpha=0.85)
+    means = [banded(line, points) for line in curve.lines.values()]
+    bands = [Band(band.steps, band.mean, band.mean, band.mean) for band in means]
+    axes.stackplot(bands[0].steps, *(band.mean for band in bands), colors=COLOURS, alpha=0.85)
     axes.set_xmargin(0)
-    styles: list[Any] = [{"color": colour, "linestyle": "solid"} for colour in COLOURS]
-    bands = [Band(steps, values, values, values) for steps, values in shown]
+    styles = [{"color": colour, "linestyle": "solid"} for colour in COLOURS]
     return _picture(axes, list(zip(curve.parts, styles, bands, strict=False)))
 
 
-def _picture(axes: Any, lines: Sequence[tuple[str, Any, Band]]) -> Picture:
-    """Join the lines' steps: a line without a value at a step has null there."""
+def _picture(axes: "Axes", lines: Sequence[tuple[str, Mapping[str, str], Band]]) -> Picture:
+    """Join the steps of the lines; a line without a value at a step has None there."""
     steps = sorted({step for _, _, band in lines for step in band.steps})
     described = []
     for name, style, band in lines:
@@ -262,17 +262,17 @@ def _at(steps: Sequence[float], values: Mapping[float, float]) -> list[float | N
     return [None if math.isnan(value) else float(f"{value:.5g}") for value in known]
 
 
-def _axes() -> Any:
+def _axes() -> "Axes":
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes = Figure(figsize=(4.4, 2.3)).add_axes((0.15, 0.11, 0.81, 0.85))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # 1e-06 has room, 0.000001 has not
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # 0.000001 would be cut off
     return axes
 
 
-def _svg(figure: Any) -> str:
+def _svg(figure: "FigureBase") -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     file = io.StringIO()
@@ -281,7 +281,7 @@ def _svg(figure: Any) -> str:
 
 
 def _inlined(svg: str) -> str:
-    """A picture to be put into a page among others: no declaration, no names of its own, the page's ink."""
+    """Return an SVG for a page with others: without declaration and ids, in the page's colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
@@ -293,5 +293,5 @@ def _inlined(svg: str) -> str:
 
 
 def _rounded(tag: re.Match[str]) -> str:
-    """A tag with its coordinates to a tenth of a pixel; what stands between tags is written on the axes."""
+    """Round the coordinates in a tag to a tenth of a pixel; labels between tags are kept."""
     return re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", tag[0])

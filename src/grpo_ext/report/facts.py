@@ -1,4 +1,4 @@
-"""What was run, in words, and which settings of several runs differ."""
+"""What was run, in words, and the settings that differ between runs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,24 +8,26 @@ from grpo_ext.config.settings import Change, settings_changed_by
 from grpo_ext.report.reading import RunFolder
 
 _OWN_PATH = re.compile(r"(?<![\w.])(?:~|/)[^\s'\",]*/([^/\s'\",]+)")
-"""A path of the machine, of which the last part alone is shown."""
+"""A path of the machine; only its last part is shown."""
+
+Record = Mapping[str, Any]
 
 
 def facts(run: RunFolder) -> dict[str, str]:
-    """Names and values, of what is on record."""
+    """Return names and values of the facts on record."""
     r, o = run.record, run.objective
     end = (run.finished or {}).get("max_steps") or r.get("max_steps")
     planned = f" of {end}" if isinstance(end, int) and end > 0 else ""
-    over = "" if run.step == end else ", not finished, as far as this folder says"
-    found: dict[str, Any] = {
-        "steps": f"{run.step}{planned}{', finished' if run.finished else over}",
+    state = "" if run.step == end else ", not finished according to this folder"
+    kl = f"beta {o['beta']:g}, {o.get('kl')} in the {o.get('kl_placement')}" if _is_number(o.get("beta")) else None
+    axes = ("advantage", "combination", "aggregation")
+    found = {
+        "steps": f"{run.step}{planned}{', finished' if run.finished else state}",
         "loss": o.get("loss_type"),
         "formula, minimised": o.get("formula"),
         "paper": o.get("paper"),
-        "advantage, combination, aggregation": _joined(o, ("advantage", "combination", "aggregation")),
-        "KL": f"beta {o['beta']:g}, {o.get('kl')} in the {o.get('kl_placement')}"
-        if _is_number(o.get("beta"))
-        else None,
+        ", ".join(axes): ", ".join(str(o[axis]) for axis in axes if o.get(axis) is not None),
+        "KL": kl,
         "loss's options": _options(o.get("options")),
         "rewards": "; ".join(_reward(run, name, weight) for name, weight in run.rewards.items()),
         "model": r.get("model_name_or_path"),
@@ -41,36 +43,32 @@ def facts(run: RunFolder) -> dict[str, str]:
 
 
 def without_paths(text: str) -> str:
-    """`text` in which no folder of the machine is named."""
+    """Return `text` with each path of the machine shortened to its last part."""
     return _OWN_PATH.sub(lambda path: f"…/{path[1]}", text)
 
 
-def said(run: RunFolder, key: str) -> str:
-    """A setting as it is shown; nothing where it is not on record, or None."""
+def shown_setting(run: RunFolder, key: str) -> str:
+    """Return a setting as text; empty if it is None or not on record."""
     value = run.record.get(key)
     return "" if value is None else without_paths(str(value))
 
 
 def differing(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
-    """Settings that are not the same in all runs and may change what is trained."""
+    """Return the settings that differ between runs and may change what is trained."""
     keys = sorted({key for run in runs for key in run.record} - settings_changed_by(Change.NOTHING))
-    rows = [(key, [said(run, key) for run in runs]) for key in keys]
+    rows = [(key, [shown_setting(run, key) for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _joined(content: Mapping[str, Any], keys: Sequence[str]) -> str:
-    return ", ".join(str(content[key]) for key in keys if content.get(key) is not None)
-
-
-def _named(content: Mapping[str, Any], keys: Sequence[str]) -> str:
+def _named(content: Record, keys: Sequence[str]) -> str:
     return ", ".join(f"{key} {content[key]}" for key in keys if content.get(key) is not None)
 
 
-def _options(options: Any) -> str:
+def _options(options: object) -> str:
     return _named(options, list(options)) if isinstance(options, Mapping) else ""
 
 
@@ -79,21 +77,21 @@ def _reward(run: RunFolder, name: str, weight: float | None) -> str:
     return name + ("" if weight is None else f" x {weight:g}") + (f" ({options})" if options else "")
 
 
-def _data(record: Mapping[str, Any]) -> str:
+def _data(record: Record) -> str:
     mixed = [str(part.get("path")) for part in record.get("datasets") or () if isinstance(part, Mapping)]
     names = mixed or [str(record[key]) for key in ("dataset_name", "dataset_config") if record.get(key)]
     rows = str(record.get("data") or "").partition(",")[0]
     return ", ".join([*names, *([rows] if rows else [])])
 
 
-def _machine(record: Mapping[str, Any]) -> str:
-    """Processes and what they ran on, as far as it is on record."""
+def _machine(record: Record) -> str:
+    """Return processes, device and engine of a run."""
     if not record:
         return ""
     count = record.get("world_size")
-    said = [f"{count} process{'' if count == 1 else 'es'}"] if count else []
-    said += ["CPU"] if record.get("use_cpu") else []
-    said += [name for name in ("bf16", "fp16") if record.get(name)]
-    said += [f"sharded by {record['engine']}"] if record.get("engine") not in (None, "none") else []
-    said += [f"vLLM, {record.get('vllm_mode')}"] if record.get("use_vllm") else ["completions by transformers"]
-    return ", ".join(said)
+    parts = [f"{count} process{'' if count == 1 else 'es'}"] if count else []
+    parts += ["CPU"] if record.get("use_cpu") else []
+    parts += [name for name in ("bf16", "fp16") if record.get(name)]
+    parts += [f"sharded by {record['engine']}"] if record.get("engine") not in (None, "none") else []
+    parts += [f"vLLM, {record.get('vllm_mode')}"] if record.get("use_vllm") else ["completions by transformers"]
+    return ", ".join(parts)

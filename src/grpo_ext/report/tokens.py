@@ -1,28 +1,29 @@
-"""Values of single tokens, from the batches that a run has recorded, for the page's browser of completions."""
+"""Values of single tokens, from the recorded batches of a run, for the browser of completions."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.trainer.generation import live_mask
 from grpo_ext.trainer.recording import FOLDER, ranks_in, read, runs_of, steps_in, tokens_of, unpacked
 
 KINDS = ("advantage", "ratio", "entropy")
-"""By which tokens can be coloured."""
-STEPS, MOST = 12, 800
-"""Of which recordings are read, and tokens of a completion that are shown."""
+"""Values by which tokens can be coloured."""
+STEPS, TOKENS = 12, 800
+"""Largest number of recordings that are read, and of tokens per completion."""
 _BROKEN = "\ufffd"
+T = TypeVar("T")
 
 Values = dict[str, Any]
-"""`text`: pieces of a completion; a list of numbers, or one for all, for each kind; `left`: tokens not shown."""
+"""`text`: pieces of a completion; for each kind a list of numbers or one number; `left`: number of tokens left out."""
 
 
 @dataclass
 class Completion:
-    """One of a recorded step."""
+    """A completion of a recorded step."""
 
     prompt: str
     text: str
@@ -33,33 +34,35 @@ class Completion:
 
 @dataclass
 class Recorded:
-    """The recordings of a run; each is read when it is asked for."""
+    """The recordings of a run, each read on first use."""
 
     folders: dict[int, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _read: dict[int, dict[int, Completion]] = field(default_factory=dict)
 
     def of(self, step: int) -> dict[int, Completion]:
-        """A step's completions by their row in the generation; none where nothing was recorded."""
-        if step not in self.folders:
-            return {}
-        if step not in self._read:
+        """Return a step's completions by their row in the generation; empty for a step without a recording."""
+        if step in self.folders and step not in self._read:
             self._read[step] = {}
             for path in ranks_in(self.folders[step]):
                 try:
                     self._read[step] |= _completions(read(path))
                 except (ConfigError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                    said = error.problems[0] if isinstance(error, ConfigError) else f"{path} holds no batch ({error})."
-                    self.notes.append(f"{said} Its tokens are left out.")
-        return self._read[step]
+                    broken = error.problems[0] if isinstance(error, ConfigError) else f"{path}: no batch ({error})."
+                    self.notes.append(f"{broken} Its tokens are left out.")
+        return self._read.get(step, {})
 
 
 def recordings(run_folder: Path, notes: list[str]) -> Recorded:
-    """Of a run, at most `STEPS`, spread evenly with the first and the last."""
-    folders = list(steps_in(run_folder / FOLDER).items())
-    if len(folders) > STEPS:
-        folders = [folders[i * (len(folders) - 1) // (STEPS - 1)] for i in range(STEPS)]
-    return Recorded(dict(folders), notes)
+    """Return at most `STEPS` recordings of a run, evenly spaced, including the first and the last."""
+    return Recorded(dict(evenly(list(steps_in(run_folder / FOLDER).items()), STEPS)), notes)
+
+
+def evenly(things: Sequence[T], most: int) -> list[T]:
+    """Return at most `most` things, evenly spaced, including the first and the last."""
+    if len(things) <= most:
+        return list(things)
+    return [things[i * (len(things) - 1) // (most - 1)] for i in range(most)]
 
 
 def _completions(content: Mapping[str, Any]) -> dict[int, Completion]:
@@ -75,25 +78,22 @@ def _completions(content: Mapping[str, Any]) -> dict[int, Completion]:
         live, written = live_mask(batch).bool(), batch["completion_mask"].bool()
         prompts, completions = tokens_of(kept, "prompt"), tokens_of(kept, "completion")
         for i, row in enumerate(batch["generation_row"].tolist()):
-            among = live[i][written[i]].tolist()
-            each = {name: column[i][written[i]].tolist() for name, column in columns.items()}
-            known = {
-                name: [value if on else math.nan for value, on in zip(values, among, strict=True)]
-                for name, values in each.items()
-            }
+            masked = {name: column[i].masked_fill(~live[i], math.nan) for name, column in columns.items()}
+            known = {name: values[written[i]].tolist() for name, values in masked.items()}
             rewards = batch["group_rewards"][i, row % batch["group_rewards"].shape[1]].tolist()
+            pieces = _pieces(completions[i], content["tokens"])
             found[row] = Completion(
                 prompt="".join(text for text, _ in _pieces(prompts[i], content["tokens"])),
-                text="".join(text for text, _ in _pieces(completions[i], content["tokens"])),
+                text="".join(text for text, _ in pieces),
                 rewards={n: _number(r) for n, r in zip(content["reward_names"], rewards, strict=True)},
                 advantage=next((v for v in known["advantage"] if not math.isnan(v)), 0.0),
-                values=_values(_pieces(completions[i], content["tokens"]), known),
+                values=_values(pieces, known),
             )
     return found
 
 
 def _pieces(ids: Sequence[int], texts: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Text of each token, or of several that make up a character, and the place of the first of them."""
+    """Return the text of each token, or of several that form one character, with the index of the first."""
     broken = {i for i in set(ids) if _BROKEN in texts[str(i)]}
     pieces, place = [], 0
     for run in runs_of(ids, broken):
@@ -103,7 +103,7 @@ def _pieces(ids: Sequence[int], texts: Mapping[str, str]) -> list[tuple[str, int
 
 
 def _values(pieces: Sequence[tuple[str, int]], known: Mapping[str, Sequence[float]]) -> Values:
-    shown = pieces[:MOST]
+    shown = pieces[:TOKENS]
     values: Values = {"text": [text for text, _ in shown], "left": len(pieces) - len(shown)}
     for name, column in known.items():
         numbers = [_number(column[place]) for _, place in shown]

@@ -1,4 +1,4 @@
-"""Completions: by transformers (prompts run once per group), by vLLM, with groups without a signal drawn anew.
+"""Completions: sampled by transformers (prompts run once per group) or by vLLM; dynamic sampling; environments' turns.
 
-May know packing, config, objective, errors. Begin with `transformers_engine` or `vllm.generation`.
+May know packing, environments, config, objective, errors. Begin with `transformers_engine` or `vllm.generation`.
 """

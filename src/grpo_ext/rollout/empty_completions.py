@@ -1,11 +1,10 @@
-"""Completions without a token, where stock TRL crashes."""
+"""Replace empty completions, on which stock TRL crashes."""
 
 from collections.abc import Callable
-from typing import Any
 
 
 def fill_empty(completion_ids: list[list[int]], logprobs: list | None, eos_token_id: int) -> None:
-    """Make an empty completion one end-of-sequence token; stock TRL crashes looking for its last token."""
+    """Make each empty completion one end-of-sequence token, in place."""
     for i, ids in enumerate(completion_ids):
         if not ids:
             completion_ids[i] = [eos_token_id]
@@ -14,10 +13,10 @@ def fill_empty(completion_ids: list[list[int]], logprobs: list | None, eos_token
 
 
 def without_empty_completions(rollout_func: Callable[..., dict], eos_token_id: int) -> Callable[..., dict]:
-    """`rollout_func` with its empty completions filled."""
+    """Return `rollout_func` with its empty completions filled."""
 
-    def rollout(*args: Any, **kwargs: Any) -> dict:
-        output = rollout_func(*args, **kwargs)
+    def rollout(prompts: list, *args: object) -> dict:
+        output = rollout_func(prompts, *args)
         if "completion_ids" in output:
             fill_empty(output["completion_ids"], output.get("logprobs"), eos_token_id)
         return output

@@ -1,4 +1,4 @@
-"""Keys and values of a batch of siblings: those of a prompt computed once, then copied for each of its rows."""
+"""Key-value cache of a batch: computed once per prompt, then copied to each of its rows."""
 
 from typing import Any
 
@@ -9,27 +9,26 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 ROOM = 64
-"""Positions by which a cache grows."""
+"""Positions by which a full cache grows."""
 
 
 class Unsupported(RuntimeError):
-    """This model or this setting is left to `generate`; the message says why."""
+    """The grouped engine cannot decode this model or setting exactly; the message has the reason."""
 
 
 class RoomyLayer(DynamicLayer):
-    """A `DynamicLayer` that writes new positions into spare room; transformers' copies the whole cache at each step.
+    """`DynamicLayer` that writes new positions into spare room; transformers' copies the whole cache at each step.
 
     Args:
         keys: of shape [prompts, heads, positions, dimensions].
         values: the same.
-        rows: which of them each row of the batch begins with.
+        rows: index of each row's prompt.
     """
 
     keys: Tensor
     values: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor, rows: Int[Tensor, " batch"]) -> None:
-        """Lay out the batch."""
         super().__init__()
         self.lazy_initialization(keys, values)
         self.length = keys.shape[2]
@@ -40,17 +39,17 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
     def get_seq_length(self) -> int:
-        """Positions that are in the cache."""
+        """Return the number of positions in the cache."""
         return self.length
 
     def take(self, rows: Int[Tensor, " batch"], first: int) -> None:
-        """Keep these rows, and their positions from `first` on."""
+        """Keep only these rows, from position `first` on."""
         self._keys, self._values = (_with_room(x, rows, first, self.length) for x in (self._keys, self._values))
         self.length -= first
         self._show()
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As transformers'."""
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Append positions; return all keys and values."""
         end = self.length + key_states.shape[2]
         if end > self._keys.shape[2]:
             every = torch.arange(len(self._keys), device=self._keys.device)
@@ -63,7 +62,7 @@ class RoomyLayer(DynamicLayer):
 
 
 def _with_room(states: Tensor, rows: Int[Tensor, " batch"], first: int, length: int) -> Tensor:
-    """A buffer that begins with `states[rows, :, first:length]`."""
+    """Return a buffer that begins with `states[rows, :, first:length]`."""
     _, heads, _, dimensions = states.shape
     buffer = states.new_empty(len(rows), heads, length - first + ROOM, dimensions)
     torch.index_select(states[:, :, first:length], 0, rows, out=buffer[:, :, : length - first])
@@ -71,34 +70,33 @@ def _with_room(states: Tensor, rows: Int[Tensor, " batch"], first: int, length: 
 
 
 class RowCache:
-    """What every row of a batch keeps between two tokens.
+    """Key-value cache and attention mask of every row.
 
     Args:
-        cache: with the prompts in it; its layers are replaced.
-        of_row: the prompt of each row.
-        mask: of the prompts.
+        cache: cache of the prompts; its layers are replaced.
+        of_row: index of each row's prompt.
+        mask: attention mask of the prompts.
 
     Raises:
-        Unsupported: a layer keeps nothing.
+        Unsupported: a layer has an empty cache.
     """
 
     def __init__(self, cache: DynamicCache, of_row: Int[Tensor, " batch"], mask: Tensor | None) -> None:
-        """Copy."""
         layers: list[Any] = cache.layers
         if any(layer.keys is None for layer in layers):
-            raise Unsupported("some of its layers keep nothing in the cache")
+            raise Unsupported("some of its layers have an empty cache")
         self.layers = [RoomyLayer(layer.keys, layer.values, of_row) for layer in layers]
         cache.layers[:] = self.layers
         self.mask = None if mask is None or bool(mask.all()) else mask[of_row]
 
     def next_mask(self) -> Tensor | None:
-        """One more position for each row; None where nothing is padded, which attention is quicker without."""
+        """Extend the mask by one position and return it; None without padding, as attention is then faster."""
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
         return self.mask
 
     def take(self, rows: Int[Tensor, " batch"]) -> None:
-        """Keep these rows, without the padding that none of them needs."""
+        """Keep only these rows, without the left padding that they share."""
         first = 0
         if self.mask is not None:
             mask = self.mask[rows]

@@ -1,4 +1,4 @@
-"""Random streams that go on after an evaluation as if there had been none."""
+"""Keep an evaluation from changing the random numbers of the training that follows."""
 
 import random
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def random_streams_kept() -> Iterator[None]:
-    """Give the random streams of python, numpy and torch, on the CPU and this process's device, back as they were."""
+    """Restore the random states of Python, numpy and torch, on the CPU and on this process's device."""
     python, numeric = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(**_device()):
@@ -22,7 +22,7 @@ def random_streams_kept() -> Iterator[None]:
 
 
 def _device() -> dict[str, Any]:
-    """Of `fork_rng`, which would else open every device of the machine."""
+    """Return arguments of `fork_rng`, which by default opens every device of the machine."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return {"devices": []}

@@ -1,7 +1,6 @@
-"""Trajectories in a rollout: from what a `rollout_func` returns to what TRL takes, and what TRL has no place for."""
+"""Convert the trajectories that a `rollout_func` returns to the lists that TRL takes."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -13,9 +12,9 @@ from grpo_ext.objective.trajectory import COLUMN, Trajectory, batch, known
 
 
 def with_trajectories(rollout_func: Callable[..., dict], ends: Collection[int]) -> Callable[..., dict]:
-    """`rollout_func`, which may return `{"trajectories": [...]}`, one for each prompt, in place of TRL's lists."""
+    """Return `rollout_func`, which may return `{"trajectories": [...]}`, one per prompt, in place of TRL's lists."""
 
-    def rollout(prompts: list, *args: Any) -> dict:
+    def rollout(prompts: list, *args: object) -> dict:
         output = rollout_func(prompts, *args)
         if "trajectories" not in output:
             check_logprobs(output.get("completion_ids"), output.get("logprobs"))
@@ -27,8 +26,9 @@ def with_trajectories(rollout_func: Callable[..., dict], ends: Collection[int]) 
                 "each, in their order."
             )
         mine = known(trajectories)
-        said = gather_object([mine]) if PartialState().num_processes > 1 else [mine]
-        rows = batch(trajectories, ends, logprobs=True in said and False not in said)  # on all processes or on none
+        scored = gather_object([mine]) if PartialState().num_processes > 1 else [mine]
+        every_process = True in scored and False not in scored
+        rows = batch(trajectories, ends, logprobs=every_process)
         lists = {"prompt_ids": rows.prompt_ids, "completion_ids": rows.completion_ids, "logprobs": rows.logprobs}
         return {**output, **lists, "env_mask": rows.tool_mask, COLUMN: trajectories}
 
@@ -36,15 +36,15 @@ def with_trajectories(rollout_func: Callable[..., dict], ends: Collection[int]) 
 
 
 def completions_seen(trajectories: Sequence[Trajectory], completions: list) -> list:
-    """Completions as reward functions and tables see them: a row's `messages`, or its text where it has none."""
+    """Return completions as reward functions and tables see them: `messages` if a row has some, else its text."""
     return [seen.messages or text for seen, text in zip(trajectories, completions, strict=True)]
 
 
-def check_logprobs(completion_ids: Any, logprobs: Any) -> None:
-    """Refuse log-probabilities that are not one number, or None, for each token.
+def check_logprobs(completion_ids: Sequence[Sequence] | None, logprobs: Sequence[Sequence | None] | None) -> None:
+    """Require one number, or None, per token.
 
     Raises:
-        ValueError: naming the first completion of which that is so.
+        ValueError: the log-probabilities of a completion are not so; names the first such completion.
     """
     for i, (ids, given) in enumerate(zip(completion_ids or (), logprobs or (), strict=False)):
         if given is None:
@@ -59,7 +59,7 @@ def check_logprobs(completion_ids: Any, logprobs: Any) -> None:
 
 
 def parents_of(trajectories: Sequence[Trajectory], width: int) -> Int[Tensor, "rows width"] | None:
-    """Which token each token of the completions follows, as in `Tree`; None where it is always the one before."""
+    """Return the index of each token's parent, as in `Tree`; None if it always is the token before."""
     found = torch.arange(-1, width - 1).repeat(len(trajectories), 1)
     for row, trajectory in zip(found, trajectories, strict=True):
         row[: len(trajectory.tree.parents)] = torch.tensor(trajectory.tree.parents, dtype=torch.long)

@@ -1,7 +1,7 @@
-"""Rollouts by transformers that run a prompt once for all its completions, and let finished rows leave the batch.
+"""Rollouts by transformers that run each distinct prompt once and drop finished rows from the batch.
 
-Plugs into `model.generate` as its decoding method, so that inputs, logits processors and stopping criteria are those
-of transformers; what is drawn has the distribution of `generate`, and a greedy completion is the same.
+The engine is a decoding method of `model.generate`, so inputs, logits processors and stopping criteria are those of
+transformers. Samples have the distribution of `generate`, and greedy completions are identical to its own.
 """
 
 import logging
@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.packing.obstacles import Forward, forward_obstacle, obstacles
 from grpo_ext.rollout.prompt_cache import RowCache, Unsupported, check_layers
 
@@ -31,26 +32,28 @@ _PROCESSORS = {
     "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SuppressTokensLogitsProcessor",
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper",
 }  # fmt: skip
-"""Processors that treat every row by itself."""
+"""Processors that treat each row independently."""
 _INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
 
-class Grouped:
-    """The engine of one trainer: `with engine.generating(model): ... model.generate(...)`.
+class GroupedEngine:
+    """Decodes for one trainer: `with engine.generating(model): ... model.generate(...)`.
 
     Args:
-        required: raise where the engine does not apply, in place of leaving the work to `generate`.
+        required: raise where the engine cannot be used, instead of falling back to `generate`.
+
+    Attributes:
+        refusal: why the engine falls back to `generate`; empty while it does not.
+        uniforms: numbers in [0, 1), [rows, tokens], by which the next call samples; None: torch's random state.
     """
 
     def __init__(self, *, required: bool = False) -> None:
-        """Nothing is known of the model yet."""
         self.required = required
         self.refusal = ""
         self.uniforms: Tensor | None = None
-        """Numbers in [0, 1) [rows, tokens] that the next call draws by, each row by its own; None: as torch draws."""
 
     def refuse(self, reason: str) -> None:
-        """From now on leave the work to `generate`.
+        """Fall back to `generate` from now on.
 
         Raises:
             Unsupported: the engine is required.
@@ -62,12 +65,12 @@ class Grouped:
 
     @contextmanager
     def generating(self, model: Any) -> Iterator[list[Tensor]]:
-        """While it lasts, `model.generate` decodes by `decode` where that is exact.
+        """Let `model.generate` decode by `decode` where that is exact.
 
-        Yields a list that gets the log-probabilities [batch, time] of what each such call has drawn.
+        Yields a list to which each such call appends the log-probabilities [batch, time] of its samples.
 
         Raises:
-            Unsupported: it is not, and the engine is required.
+            Unsupported: it is not exact, and the engine is required.
         """
         stock, drawn = model.generate, list[Tensor]()
 
@@ -81,44 +84,48 @@ class Grouped:
                 self.refuse(str(error))
             return stock(**kwargs)
 
-        with patch.object(model, "generate", generate):
+        with temporarily(model, generate=generate):
             yield drawn
 
 
-def engine_for(trainer: Any) -> Grouped | None:
-    """What to generate under: None where `rollout_engine` leaves the work to TRL."""
-    args = trainer.args
+def grouped_engine(args: GRPOExtConfig, *, sharded: bool) -> GroupedEngine | None:
+    """Return the engine that `rollout_engine` selects, or None where TRL generates by itself.
+
+    Args:
+        args: the trainer's settings.
+        sharded: whether FSDP spreads the weights over processes.
+    """
     if args.use_vllm or args.use_transformers_continuous_batching or args.rollout_engine_resolved == "generate":
         return None
-    engine = Grouped(required=args.rollout_engine_resolved == "grouped")
-    if trainer.is_fsdp_enabled:
+    engine = GroupedEngine(required=args.rollout_engine_resolved == "grouped")
+    if sharded:
         engine.refuse("the weights are sharded over processes")
     elif reason := forward_obstacle(args):
         engine.refuse(reason)
     return engine
 
 
-# What applies.
+# Where decoding is exact.
 
 
 def check_call(
     processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, inputs: dict[str, Any]
 ) -> None:
-    """Raise `Unsupported` for what shows in the arguments that `generate` has prepared."""
+    """Raise `Unsupported` if the arguments that `generate` has prepared rule out exact decoding."""
     if config.get_generation_mode() not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         raise Unsupported(f"the generation mode is {config.get_generation_mode().value}")
     if config.return_dict_in_generate or config.prefill_chunk_size is not None or not config.use_cache:
         raise Unsupported("return_dict_in_generate, prefill_chunk_size or use_cache is set")
     for processor in processors:
         if type(processor).__name__ not in _PROCESSORS:
-            raise Unsupported(f"{type(processor).__name__} may look beyond a row")
+            raise Unsupported(f"{type(processor).__name__} may depend on other rows")
     for criterion in criteria:
         if type(criterion) not in (EosTokenCriteria, MaxLengthCriteria):
-            raise Unsupported(f"{type(criterion).__name__} may look beyond a row")
+            raise Unsupported(f"{type(criterion).__name__} may depend on other rows")
     if unknown := {name for name, value in inputs.items() if value is not None} - _INPUTS:
         raise Unsupported(f"the model takes {', '.join(sorted(unknown))}")
     if inputs.get("position_ids") is None or inputs["position_ids"].dim() != 2:
-        raise Unsupported("the model takes no position_ids of one dimension")
+        raise Unsupported("the model does not take position_ids of shape [batch, time]")
     if type(inputs.get("past_key_values")) is not DynamicCache:
         raise Unsupported(f"its cache is a {type(inputs.get('past_key_values')).__name__}")
     check_layers(inputs["past_key_values"])
@@ -128,16 +135,16 @@ def check_call(
 
 
 class Prompts(NamedTuple):
-    """The prompts of a batch, each once."""
+    """The distinct prompts of a batch."""
 
     rows: Int[Tensor, " distinct"]
-    """The first row that has it."""
+    """First row that has each prompt."""
     of_row: Int[Tensor, " batch"]
-    """Which of them each row has."""
+    """Index of each row's prompt."""
 
 
 def distinct(input_ids: Int[Tensor, "batch time"], mask: Int[Tensor, "batch time"] | None) -> Prompts:
-    """The prompts of a batch, each once, in order of appearance."""
+    """Return the distinct prompts of a batch in order of appearance."""
     table = input_ids if mask is None else input_ids.masked_fill(mask == 0, -1)
     seen: dict[tuple[int, ...], int] = {}
     of_row = [seen.setdefault(tuple(row), len(seen)) for row in table.tolist()]
@@ -146,7 +153,7 @@ def distinct(input_ids: Int[Tensor, "batch time"], mask: Int[Tensor, "batch time
 
 
 def decode(
-    model: Any,
+    model: PreTrainedModel,
     input_ids: Int[Tensor, "batch prompt"],
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -156,13 +163,15 @@ def decode(
     uniforms: Float[Tensor, "batch tokens"] | None = None,
     **inputs: Any,
 ) -> Int[Tensor, "batch time"]:
-    """Complete every row of `input_ids`; a decoding method for `generate(custom_generate=...)`.
+    """Complete every row of `input_ids`: a decoding method for `generate(custom_generate=...)`.
 
-    `drawn` gets the log-probabilities [batch, time] of the tokens, where they are sampled; after a row's end anything.
-    With `uniforms` a row's tokens depend on its own numbers and logits, not on who shares the batch.
+    Args:
+        drawn: if tokens are sampled, their log-probabilities [batch, time] are appended; undefined after a row's end.
+        uniforms: numbers in [0, 1) by which tokens are sampled. A row's tokens then depend on its own numbers and
+            logits only, not on the other rows.
 
     Raises:
-        Unsupported: the rows are to be generated anew, by another method.
+        Unsupported: decoding would not be exact; another method has to generate the rows.
     """
     check_call(logits_processor, stopping_criteria, generation_config, inputs)
     batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, uniforms)
@@ -177,11 +186,11 @@ def decode(
 
 
 class _Batch:
-    """The rows that are not finished yet, and what they need for their next token."""
+    """Unfinished rows, and the state for their next token."""
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         input_ids: Tensor,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
@@ -202,16 +211,15 @@ class _Batch:
         self.output = input_ids.new_full((batch, max(self.length + 1, config.max_length)), self.pad)
         self.output[:, : self.length] = input_ids
         self.drawn = torch.ones(self.output.shape, device=input_ids.device)
-        self.latest: list[Tensor] = []
         self.rows = torch.arange(batch, device=input_ids.device)
         self.ids = self.output.clone()
         self.finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
 
     def prefill(self) -> Tensor:
-        """Logits of the first token, from one forward over each distinct prompt.
+        """Return the logits of the first token, from one forward over the distinct prompts.
 
         Raises:
-            Unsupported: the cache or the forward is not one that siblings can share.
+            Unsupported: completions of one prompt cannot share the cache or the forward.
         """
         prompts = distinct(self.ids[:, : self.length], self.mask)
         mask = None if self.mask is None else self.mask[prompts.rows]
@@ -222,14 +230,14 @@ class _Batch:
             position_ids=self.positions[prompts.rows],
         )
         if not torch.equal(before, _random_state(self.ids.device)):
-            raise Unsupported("its forward draws random numbers, and siblings would share them")
+            raise Unsupported("its forward draws random numbers, which completions of one prompt would share")
         check_layers(self.cache)
         self.rows_kept = RowCache(self.cache, prompts.of_row, mask)
         self.positions = self.positions[:, -1:]
         return logits[prompts.of_row]
 
     def forward(self) -> Tensor:
-        """Logits of the next token."""
+        """Return the logits of the next token."""
         assert self.rows_kept is not None
         self.positions = self.positions + 1
         return self._logits(
@@ -243,7 +251,7 @@ class _Batch:
         return output.logits[:, -1].to(copy=True, dtype=torch.float32)
 
     def choose(self, logits: Tensor) -> Int[Tensor, " rows"]:
-        """The next token of each row, as transformers chooses it."""
+        """Return the next token of each row, as transformers would."""
         scores: Tensor = self.processors(self.ids[:, : self.length], logits)  # type: ignore[arg-type]
         if not self.config.do_sample:
             return scores.argmax(dim=-1)
@@ -252,15 +260,11 @@ class _Batch:
             tokens = torch.multinomial(probabilities, num_samples=1)
         else:
             tokens = picked(probabilities, self.uniforms[self.rows, self.length - self.prompt])
-        self.note(probabilities, tokens)
+        self.drawn[self.rows, self.length] = probabilities.gather(-1, tokens)[:, 0]
         return tokens[:, 0]
 
-    def note(self, probabilities: Tensor, tokens: Int[Tensor, "rows 1"]) -> None:
-        """Remember how probable the tokens are, which `append` comes to."""
-        self.latest.append(probabilities.gather(-1, tokens))
-
     def append(self, tokens: Int[Tensor, " rows"]) -> None:
-        """Add a token to each row; those that are finished leave when there are enough of them."""
+        """Add a token to each row; drop the finished rows once they are more than `LEAVE` of the batch."""
         tokens = tokens.masked_fill(self.finished, self.pad)
         self.ids[:, self.length] = self.output[self.rows, self.length] = tokens
         self.length += 1
@@ -270,10 +274,7 @@ class _Batch:
             self._keep(~self.finished)
 
     def _keep(self, live: Bool[Tensor, " rows"]) -> None:
-        """Only these rows go on."""
-        if self.latest:
-            self.drawn[self.rows, self.length - len(self.latest) : self.length] = torch.cat(self.latest, dim=1)
-            self.latest.clear()
+        """Drop all other rows."""
         rows = live.nonzero()[:, 0]
         self.rows, self.ids, self.finished = self.rows[rows], self.ids[rows], self.finished[rows]
         self.positions = self.positions[rows]
@@ -285,24 +286,24 @@ class _Batch:
             self.rows_kept.take(rows)
 
     def completed(self) -> Int[Tensor, "batch time"]:
-        """All rows in their order, padded on the right."""
+        """Return all rows in their order, padded on the right."""
         return self.output[:, : self.length]
 
 
 def picked(
     probabilities: Float[Tensor, "rows tokens"], uniforms: Float[Tensor, " rows"]
 ) -> Int[Tensor, "rows 1"]:  # fmt: skip
-    """The token of each row in whose share of [0, 1) its number falls, as `torch.multinomial` has it.
+    """Return the token of each row whose share of [0, 1) contains the row's number.
 
     Raises:
-        RuntimeError: a probability is NaN, in the words of `torch.multinomial`; such a row has no token.
+        RuntimeError: a probability is NaN; same message as `torch.multinomial`.
     """
     up_to = probabilities.double().cumsum(dim=-1)
     total = up_to[:, -1:].contiguous()
     if total.isnan().any():
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
     found = torch.searchsorted(up_to, uniforms[:, None] * total, right=True)
-    return torch.minimum(found, torch.searchsorted(up_to, total))  # at most the last that has a share
+    return torch.minimum(found, torch.searchsorted(up_to, total))  # at most the last token with a share
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -311,7 +312,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def padding(config: GenerationConfig) -> int:
-    """The token after the end; where none is set, the end of sequence, as transformers takes it."""
+    """Return the padding token; without one the end-of-sequence token, as in transformers."""
     if config.pad_token_id is not None:
         return config.pad_token_id
     eos = config.eos_token_id

@@ -15,7 +15,7 @@ from grpo_ext.data.rows import check_columns
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.quickstart.model import LESSONS, ensure_once
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rollout.vllm.late import grpo_trainer
+from grpo_ext.rollout.vllm.lazy_import import grpo_trainer
 
 if TYPE_CHECKING:
     import pandas as pd

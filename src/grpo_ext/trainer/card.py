@@ -230,7 +230,7 @@ def make_repository(args: GRPOExtConfig) -> None:
             reason = f"the hub does not accept the repository {name!r} ({detail})"
             cure = "Check hub_model_id and the token (hf auth whoami), or set push_to_hub: false."
         else:
-            reason = f"the hub cannot be reached ({detail}), so nothing could be pushed"
+            reason = f"the hub cannot be reached ({detail}), so a push would fail"
             cure = "Check this machine's network and HF_ENDPOINT, or set push_to_hub: false and run `hf upload` later."
         raise ConfigError([Problem("push_to_hub", True, reason, cure)]) from error
 

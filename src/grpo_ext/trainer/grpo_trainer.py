@@ -43,10 +43,9 @@ from grpo_ext.rollout.dynamic_sampling import DynamicSampler, Settled
 from grpo_ext.rollout.empty_completions import fill_empty, without_empty_completions
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, parents_of, with_trajectories
-from grpo_ext.rollout.transformers_engine import engine_for
-from grpo_ext.rollout.vllm.drift_check import DriftCheck
-from grpo_ext.rollout.vllm.generation import in_place_of_trls
-from grpo_ext.rollout.vllm.late import GRPOTrainer
+from grpo_ext.rollout.transformers_engine import grouped_engine
+from grpo_ext.rollout.vllm.drift import DriftCheck
+from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer, with_our_generation
 from grpo_ext.trainer import groups, old_policy
 from grpo_ext.trainer.acting import Acting, earned_by
 from grpo_ext.trainer.advantages import GroupMeans, gathered, per_completion, replace_tail, without_signal
@@ -175,9 +174,8 @@ class GRPOExtTrainer(Lifecycle):
         self.acting: Acting | None = None
         model = policy(model)
         accept_numbered_cpu()
-        ours = in_place_of_trls(args.use_vllm, args.vllm_weight_transfer, args.sampler_dtype)
         aside = rollouts_set_aside(args)
-        with aside, reference_copied_from(model, args, peft_config), ours:
+        with aside, reference_copied_from(model, args, peft_config), with_our_generation(args):
             super().__init__(
                 model,
                 scored,
@@ -220,8 +218,9 @@ class GRPOExtTrainer(Lifecycle):
         self._replayed: Callable[[Any], Generation] | None = (
             None if args.replay_batches is None else RecordedBatches(args.replay_batches)
         )
-        self._drift = DriftCheck(self) if self.use_vllm and args.rollout_drift != 0 else None
-        self._engine = engine_for(self)
+        drift = self.use_vllm and args.rollout_drift != 0
+        self._drift = DriftCheck(args, self.vllm_generation) if drift else None
+        self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
         self._made: list[Trajectory] | None = None  # trajectories of the batch that TRL is making
         self._sampler = DynamicSampler(self) if args.dynamic_sampling is not None else None
         self._group_means = GroupMeans(self.objective.remembered_batches)
@@ -409,7 +408,7 @@ class GRPOExtTrainer(Lifecycle):
         if mode == "train" and self._drift is not None and "sampling_per_token_logps" in output:
             self._drift.due = True
             if early is not None:
-                self._drift(early, output)
+                self._check_drift(early, output)
         rewards, weights = self._grouped_rewards(mode), self.reward_weights.double().to(self.accelerator.device)
         total = weighted_total(rewards, weights, missing=self.objective.missing_rewards)
         self._log_rewards(rewards, total, mode)
@@ -577,6 +576,12 @@ class GRPOExtTrainer(Lifecycle):
         live = ~micro_batches.silent(inputs["advantages"])
         return None if live.all() else live
 
+    def _check_drift(self, logps: Tensor, inputs: dict[str, Any]) -> None:
+        """Compare the sampler with the policy and log the figures."""
+        assert self._drift is not None
+        for name, value in self._drift.check(logps, inputs, self.accelerator).items():
+            self._metrics["train"][name].append(value)
+
     def _shows_drift(self, inputs: dict[str, Any]) -> bool:
         """Whether the drift check reads all rows of this micro-batch, no pass having come before it."""
         unread = self._drift is not None and "sampling_per_token_logps" in inputs and not self._sampler_corrected
@@ -601,7 +606,7 @@ class GRPOExtTrainer(Lifecycle):
             inputs.setdefault("old_per_token_logps", logps.detach())
         mask = live_mask(inputs)
         if mode == "train" and self._drift is not None and self._drift.due:
-            self._drift(logps.detach(), inputs)
+            self._check_drift(logps.detach(), inputs)
         tensors = objective.tensors(logps, inputs, mask)
         entropy_mask = None
         if self.top_entropy_quantile < 1.0:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from transformers import PreTrainedModel
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.rollout.vllm.late import grpo_trainer
+from grpo_ext.rollout.vllm.lazy_import import grpo_trainer
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import nn
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.objective import Objective
-from grpo_ext.rollout.vllm.late import GRPOTrainer
+from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.trainer import card
 from grpo_ext.trainer.checkpoints import identity, processes, state, writing
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
@@ -112,7 +112,7 @@ class SavingTrainer(GRPOTrainer):
         final = Path(output_dir)
         folder = final / writing.SAVING / "model"
         with self._writer.reporting(final, final), self._writer.aside(), processes.gathered(self):
-            self._writer.attempt(self.save_model, str(folder), _internal_call=True)  # which pushes nothing yet
+            self._writer.attempt(self.save_model, str(folder), _internal_call=True)  # without a push
             self._writer.attempt(self.save_objective, folder)
             self._writer.attempt(self._write_card, folder)
         with self._writer.reporting(final, final):
@@ -152,7 +152,7 @@ class SavingTrainer(GRPOTrainer):
 
     # Hooks of transformers that write. None may raise on one process only.
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         self._writer.attempt(super()._save, output_dir, state_dict)
         folder = Path(output_dir or str(self.args.output_dir))
         if "ref" in getattr(self.model, "peft_config", {}) and step_of(folder) is None:

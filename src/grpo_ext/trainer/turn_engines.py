@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from transformers import GenerationConfig
 
 from grpo_ext.environments.loop import Sample
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.vllm.client import CONNECTIONS
+from grpo_ext.rollout.vllm.server import CONNECTIONS
 
 
 def engine_of(trainer: Any, attempts: Sequence[AttemptId]) -> "WaveEngine":
@@ -195,7 +194,7 @@ class ServerEngine(WaveEngine):
                 troubles.append((error, turn))
         if troubles:
             server = self.trainer.vllm_generation
-            server._together(partial(server._outlast, [error for error, _ in troubles]))
+            server.wait_for_server([error for error, _ in troubles])
             server.sync_weights()
             for _, turn in troubles:
                 self._ask(*turn)

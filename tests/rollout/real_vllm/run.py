@@ -71,16 +71,13 @@ class Faults:
             processes = server_processes(self.settings["server_port"])
             if joining:
                 send_all(processes, signal.SIGSTOP)  # it joins in no time
-            outcome = client.attempted(lambda: post(asker, url, **kwargs))
+            answer = client.in_thread(lambda: post(asker, url, **kwargs))
             time.sleep(0.02)
             send_all(processes, signal.SIGSTOP)  # so that nothing can arrive any more
             time.sleep(0.2)
-            assert outcome.empty(), f"{url} was answered before the server was struck"
+            assert not answer.done(), f"{url} was answered before the server was struck"
             self.strike(self.settings["signal"], processes)
-            attempt = outcome.get()
-            if attempt.error is not None:
-                raise attempt.error
-            return attempt.value
+            return answer.result()
 
         return ask
 
@@ -97,8 +94,6 @@ def main(output: Path, settings: dict) -> None:
         "vllm_gpu_memory_utilization": 0.1,
         "rollout_drift_action": "stop",
     }
-    if "push" in settings.get("faults", {}):
-        client.BUCKET_BYTES = 4096  # many messages for a tiny model
     scored = []
 
     def count_a(completions, **_):

@@ -34,7 +34,7 @@ def test_it_learns_and_does_not_drift(tied, address, tmp_path):
     # a later run finds an earlier one's weights in the server
     stale, said, code = train(tmp_path / "later", "server", tied, check=False, sync=False, **address)
     assert code != 0
-    assert "earlier run's weights" in said
+    assert "weights of an earlier run" in said
     assert not steps(stale)  # it stopped before it had logged a step
 
 
@@ -77,7 +77,7 @@ def test_check_names_every_mismatch(served, tmp_path):
         *("--max_prompt_length", "64"),
     )
     assert done.returncode == 2
-    for word in ("model:", "length:", "dtype:", "vocabulary:"):
+    for word in ("model=", "max_model_len=", "dtype=", "vocabularies"):
         assert word in done.stderr, done.stderr
     shutil.rmtree(other)
 
@@ -86,4 +86,4 @@ def test_a_server_that_does_not_suit_is_refused_on_all_processes(address, tied, 
     settings = {"max_steps": 1, "max_completion_length": 500}
     _, said, code = train(tmp_path, "server", tied, launch=DDP, check=False, **address, config=settings)
     assert code != 0
-    assert "takes 128 tokens" in said
+    assert "max_model_len=128" in said

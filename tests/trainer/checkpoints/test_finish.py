@@ -76,6 +76,6 @@ def test_a_run_whose_model_and_checkpoints_are_gone_does_not_begin_again_in_sile
     write_finished(tmp_path, ["model.safetensors"], RECORD, step=4, max_steps=4)
     assert "This run is finished" in _beginning(tmp_path, None, RECORD).over
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"finished there at step 4, and its model and checkpoints are gone\. .*never"):
+    with pytest.raises(ConfigError, match=r"there at step 4, and its model and checkpoints are gone\. .*never"):
         _beginning(tmp_path, None, RECORD)
     assert _beginning(tmp_path, "never", RECORD).request is not None

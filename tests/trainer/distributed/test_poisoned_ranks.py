@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_ext.commands import replay
 from support import poisoned, tiny
+from support.commands import command
 from support.processes import launcher, run
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def test_both_stop_before_the_step_and_say_the_same(place, step, outcomes):
 @pytest.mark.parametrize("place", poisoned.PLACES)
 def test_the_dump_of_two_ranks_replays(place, outcomes, capsys):
     step = 1 if place == "rewards" else 2
-    code = replay.run([str(outcomes[0] / f"{place}-stop-2" / "failures" / f"step_{step}")])
+    code = command("replay", outcomes[0] / f"{place}-stop-2" / "failures" / f"step_{step}")
     shown = capsys.readouterr()
     assert code == (2 if place == "rewards" else 0), shown.err
     assert ("there was no batch yet" in shown.err) == (place == "rewards")

@@ -22,7 +22,7 @@ def test_two_processes_record_and_one_computes_it_again(tmp_path):
         folder = tmp_path / "run" / "batches" / f"step_{step}"
         contents = whole(folder)
         assert [content["rank"] for content in contents] == [0, 1]
-        computed = replay.computed(contents, replay.recorded_weights(folder, contents[0]), {})
+        computed = replay.compute(contents, replay.recorded_weights(folder, contents[0]), {})
         assert computed.loss == pytest.approx(logged["loss"], rel=1e-5, abs=1e-7)
         assert computed.grad_norm == pytest.approx(logged["grad_norm"], rel=1e-5)
         assert computed.figures["kl"] == pytest.approx(logged["kl"], rel=1e-5, abs=1e-8)

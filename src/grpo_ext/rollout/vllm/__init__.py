@@ -1,4 +1,4 @@
-"""Rollouts by vLLM: its client and server, weights by gloo, recovery, drift between sampler and policy, our plug-in.
+"""Rollouts by vLLM: client and server, weights by gloo, recovery, the drift check, and the plugin for vLLM.
 
-May know config, objective, errors. Begin with `generation`. `engine` and `plugin` run inside of vLLM's processes.
+May know config, errors. Begin with `generation`. `engine` and `plugin` run inside vLLM's processes.
 """

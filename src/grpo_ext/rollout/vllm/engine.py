@@ -1,4 +1,4 @@
-"""The receiving end inside a vLLM worker: vLLM's weight-transfer engine named `gloo`."""
+"""Receiving end inside a vLLM worker: the weight-transfer engine `gloo`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +16,18 @@ from grpo_ext.rollout.vllm.gloo import open_group, open_store, receive, specs_of
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """Where the trainer waits, and how it sends."""
+    """Address of the trainer, and how it sends."""
 
     master_address: str
     master_port: int
     group_name: str
     world_size: int
     timeout: float
-    bucket_bytes: int
 
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """What the next push holds, in the order in which it comes."""
+    """Contents of the next push, in order."""
 
     names: list[str]
     dtype_names: list[str]
@@ -41,47 +40,44 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     group: ProcessGroupGloo | None = None
-    bucket_bytes = 0
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the trainer's group; a trainer that comes back replaces the one before."""
+        """Join the trainer's group, leaving the group of an earlier trainer."""
         self.shutdown()
         worker = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
         store = open_store(init_info.master_address, init_info.master_port, init_info.timeout, trainer=False)
         self.group = open_group(store, init_info.group_name, 1 + worker, init_info.world_size, init_info.timeout)
-        self.bucket_bytes = init_info.bucket_bytes
 
     def start_weight_update(self) -> None:
-        """Where kernels keep weights in a layout of their own, restore the checkpoint's."""
+        """Restore the checkpoint's layout of weights that kernels keep in their own."""
         if not current_platform.is_cpu():
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
             initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """And bring back the kernels' layout."""
+        """Restore the kernels' layout."""
         if not current_platform.is_cpu():
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one push. (vLLM's own goes on to synchronize an accelerator, and fails where there is none.)"""
+        """Receive one push. vLLM's own method also synchronizes an accelerator, which fails without one."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Load bucket after bucket; after a failure the group is left, so that the trainer does not wait for us.
+        """Load tensor by tensor; after a failure leave the group, so that the trainer does not wait.
 
         Raises:
             RuntimeError: no trainer has opened a group, or the connection broke.
         """
         if self.group is None:
-            raise RuntimeError("No trainer is connected: init_weight_transfer_engine comes before update_weights.")
+            raise RuntimeError("No trainer is connected. Call init_weight_transfer_engine before update_weights.")
         specs = specs_of(zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True))
         try:
             model: Any = self.model
-            for tensors in receive(self.group, specs, self.bucket_bytes):
-                model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
+            model.load_weights((name, tensor.to(self.device)) for name, tensor in receive(self.group, specs))
         except BaseException:
             self.shutdown()
             raise

@@ -1,29 +1,44 @@
-"""Weights from the trainer to vLLM's workers over TCP, by gloo: no GPU, no NCCL."""
+"""Weights from the trainer to vLLM's workers over TCP by gloo, without GPU or NCCL; one tensor at a time."""
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from grpo_ext.rollout.vllm.buckets import TensorSpec, bucket_bytes, bucketed, pack, unpack
-
 BACKEND = "gloo"
 """Name of the engine in vLLM's registry, and in `vllm_weight_transfer`."""
-
-BUCKET_BYTES = 256 * 2**20
 TRAINER_RANK = 0
 
 
+class TensorSpec(NamedTuple):
+    """Name, dtype and shape of a tensor, announced before it is sent."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def specs_of(metadata: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorSpec]:
+    """Convert (name, dtype name, shape), the form in which tensors are announced to a server."""
+    return [TensorSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in metadata]
+
+
 def open_store(address: str, port: int, timeout: float, *, trainer: bool) -> TCPStore:
-    """The meeting point: the trainer's main process listens at `address` alone, vLLM's workers come there."""
+    """Return the store where the processes meet: the trainer listens at `address` only, vLLM's workers connect."""
     limit = timedelta(seconds=timeout)
     if not trainer:
         return TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
-    listening = _listening(address, port)  # a store would listen at every address of the machine
+    listening = _listening(address, port)  # a store by itself would listen at every address of the machine
     port = listening.getsockname()[1]
     return TCPStore(
         address,
@@ -36,32 +51,27 @@ def open_store(address: str, port: int, timeout: float, *, trainer: bool) -> TCP
 
 
 def _listening(address: str, port: int) -> socket.socket:
-    """A socket that listens at `address`.
+    """Return a socket that listens at `address`.
 
     Raises:
-        RuntimeError: the port is taken, or the address none of this machine's.
+        RuntimeError: the port is taken, or the address does not belong to this machine.
     """
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(place)
-        listening.listen()
+        return socket.create_server(place, family=family)
     except OSError as error:
-        listening.close()
         raise RuntimeError(f"{address}:{port}: {error.strerror}") from error
-    return listening
 
 
 def open_group(store: TCPStore, name: str, rank: int, size: int, timeout: float) -> ProcessGroupGloo:
-    """A group of its own, beside whatever group the process is in.
+    """Return a process group that is independent of the default group.
 
     Args:
         store: where the members meet.
-        name: no two groups of a store may have the same.
-        rank: 0 for the trainer, from 1 on for vLLM's workers.
+        name: unique among the groups of the store.
+        rank: 0 for the trainer, 1 or more for vLLM's workers.
         size: 1 + number of workers.
-        timeout: seconds that meeting, and then each message, may take.
+        timeout: limit in seconds for the rendezvous, and for each tensor.
     """
     return ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=timeout))
 
@@ -73,22 +83,23 @@ def _broadcast(group: Any, buffer: Tensor) -> None:
     group.broadcast([buffer], options).wait()
 
 
-def send(
-    group: ProcessGroupGloo, specs: Iterable[TensorSpec], tensors: Iterator[tuple[str, Tensor]], limit: int
-) -> None:
-    """Broadcast tensors in buckets of `limit` bytes; one bucket is in memory at a time."""
-    for bucket in bucketed(specs, limit):
-        _broadcast(group, pack(bucket, tensors))
+def send(group: ProcessGroupGloo, specs: Iterable[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Broadcast tensors as they come; one is in memory at a time.
+
+    Raises:
+        ValueError: a tensor is not the one that was announced.
+    """
+    for spec in specs:
+        name, tensor = next(tensors)
+        if (name, tensor.dtype, tuple(tensor.shape)) != spec:
+            found = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"{found} where {spec.name} {spec.shape} {spec.dtype} was announced")
+        _broadcast(group, tensor.detach().cpu().reshape(-1).view(torch.uint8))
 
 
-def receive(group: ProcessGroupGloo, specs: Iterable[TensorSpec], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The other end of `send`: the tensors of each bucket, as views of its buffer."""
-    for bucket in bucketed(specs, limit):
-        buffer = torch.empty(bucket_bytes(bucket), dtype=torch.uint8)
+def receive(group: ProcessGroupGloo, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `send` broadcasts: names and tensors on the CPU."""
+    for spec in specs:
+        buffer = torch.empty(spec.nbytes, dtype=torch.uint8)
         _broadcast(group, buffer)
-        yield list(unpack(buffer, bucket))
-
-
-def specs_of(metadata: Iterable[tuple[str, str, Any]]) -> list[TensorSpec]:
-    """Specs from (name, dtype name, shape), the form in which they are announced to a server."""
-    return [TensorSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in metadata]
+        yield spec.name, buffer.view(spec.dtype).view(spec.shape)

@@ -1,26 +1,28 @@
-"""vLLM's plug-in entry point: what every vLLM process gets once grpo-ext is installed."""
+"""Entry point that vLLM calls in each of its processes once grpo-ext is installed."""
 
 import os
+import sys
 
 from grpo_ext.rollout.vllm.gloo import BACKEND
 
 
 def register() -> None:
-    """Add the `gloo` weight-transfer engine; on a CPU server that takes new weights, keep weights where they are."""
+    """Offer the weight-transfer engine `gloo`; on a CPU server that is started with it, keep weights in place."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:  # vLLM may load its plug-ins more than once
+    if BACKEND not in WeightTransferEngineFactory._registry:  # vLLM may load its plugins more than once
         WeightTransferEngineFactory.register_engine(
             BACKEND, "grpo_ext.rollout.vllm.engine", "GlooWeightTransferEngine"
         )
-    if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
+    takes_weights = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
+    if takes_weights and any(BACKEND in argument for argument in sys.argv):  # as in --weight-transfer-config
         keep_weights_in_place()
 
 
 def keep_weights_in_place() -> None:
-    """On a CPU, have linear layers read the very weights that a push writes.
+    """On a CPU, let linear layers compute with the weights that a push writes.
 
-    By default vLLM copies them into a kernel's own layout after loading and drops the originals, so that a push fails
+    By default vLLM copies them into a kernel's own layout after loading and drops the originals. A push then fails
     (colocate) or leaves the tied head stale (reload). Without the copies the layers run by torch's own `linear`.
     """
     from vllm.platforms import current_platform

@@ -1,4 +1,4 @@
-"""What a running vLLM server is, against what a recipe needs."""
+"""What a running vLLM server is, compared with what a recipe needs."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -8,20 +8,23 @@ from typing import Any
 
 import requests
 
-PROBE = "The answer is 42. <think> x^2 ≠ ½ </think> 答案"
-"""Text whose tokens tell two tokenizers apart."""
+from grpo_ext.errors import Problem
 
+PROBE = "The answer is 42. <think> x^2 ≠ ½ </think> 答案"
+"""Text that different tokenizers encode differently."""
 SECONDS = (5.0, 60.0)
-"""To connect, and to answer: vLLM gathers what it is asked for, which takes long on a busy machine."""
+"""Limits for connecting and for answering; vLLM needs long for its configuration on a busy machine."""
+CONNECTIONS = 64
+"""Requests to a server at the same time."""
 
 
 class ServerUnreachable(ConnectionError):
-    """No server answers there."""
+    """No server answers at an address."""
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says of itself."""
+    """Configuration of a server."""
 
     model: str
     max_model_len: int
@@ -33,30 +36,21 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a recipe needs of its server; None where anything will do.
-
-    `length` is the number of tokens of prompt and completion together, `transfer` the engine.
-    """
+    """Configuration that a recipe needs of its server; None where any value will do."""
 
     model: str | None = None
-    length: int | None = None
+    max_model_len: int | None = None
     dtype: str | None = None
     logprobs_mode: str | None = None
-    transfer: str | None = None
+    weight_transfer: str | None = None
     probe_ids: tuple[int, ...] | None = None
 
 
-def _json(response: requests.Response) -> Any:
-    if response.status_code != 200:
-        raise ServerUnreachable(f"{response.url} answered {response.status_code}: {response.text[:300]}")
-    return response.json()
-
-
 def server_facts(url: str) -> ServerFacts:
-    """Ask the server at `url`.
+    """Return the configuration of the server at `url`.
 
     Raises:
-        ServerUnreachable: nothing answers, or its development endpoints are off.
+        ServerUnreachable: no server answers, or its development endpoints are off.
     """
     try:
         info = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=SECONDS)
@@ -81,36 +75,36 @@ def server_facts(url: str) -> ServerFacts:
     )
 
 
+def _json(response: requests.Response) -> dict[str, Any]:
+    if response.status_code != 200:
+        raise ServerUnreachable(f"{response.url} answered {response.status_code}: {response.text[:300]}")
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
 def _same_model(a: str, b: str) -> bool:
     return a == b or Path(a).expanduser().resolve() == Path(b).expanduser().resolve()
 
 
-_RULES: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "model": ("model", _same_model),
-    "length": ("max_model_len", lambda want, have: have >= want),
-    "dtype": ("dtype", lambda want, have: want == have),
-    "logprobs_mode": ("logprobs_mode", lambda want, have: want == have),
-    "transfer": ("weight_transfer", lambda want, have: want == have),
-    "probe_ids": ("probe_ids", lambda want, have: tuple(want) == tuple(have)),
+_REASONS = {
+    "model": "the recipe trains {}",
+    "max_model_len": "prompt and completion of the recipe may have {} tokens",
+    "dtype": "the recipe asks for {}",
+    "logprobs_mode": "the correction of the sampler needs {}",
+    "weight_transfer": "the trainer sends weights by {}",
+    "probe_ids": "the recipe's tokenizer encodes a probe text as {}, so the vocabularies differ",
 }
-_CURES = {
-    "model": "model: the server has {have}, the recipe trains {want}.",
-    "length": "length: the server takes {have} tokens, prompt and completion may have {want}.",
-    "dtype": "dtype: the server computes in {have}, the recipe asks for {want}.",
-    "logprobs_mode": "log-probabilities: the server returns {have}, the correction of the sampler needs {want}.",
-    "transfer": "weight transfer: the server receives by {have}, the trainer sends by {want}.",
-    "probe_ids": "vocabulary: the two tokenizers read a probe text differently ({have} and {want}).",
-}
+_FITS: dict[str, Callable[[Any, Any], bool]] = {"model": _same_model, "max_model_len": lambda want, have: have >= want}
+_CURE = "Start the server by `grpo-ext serve --config RECIPE`, or correct the recipe."
 
 
-def _short(value: Any) -> str:
-    return f"{', '.join(map(str, value[:8]))}, ..." if isinstance(value, tuple) else str(value)
-
-
-def mismatches(want: Wanted, have: ServerFacts) -> Iterator[str]:
-    """One sentence for each thing that the server is not as the recipe needs it."""
+def mismatches(want: Wanted, have: ServerFacts) -> Iterator[Problem]:
+    """Yield a problem for each fact of the server that does not fit."""
     for field in dataclasses.fields(want):
-        wanted = getattr(want, field.name)
-        name, fits = _RULES[field.name]
-        if wanted is not None and not fits(wanted, getattr(have, name)):
-            yield _CURES[field.name].format(have=_short(getattr(have, name)), want=_short(wanted))
+        wanted, found = getattr(want, field.name), getattr(have, field.name)
+        if wanted is not None and not _FITS.get(field.name, lambda a, b: a == b)(wanted, found):
+            yield Problem(field.name, _shortened(found), _REASONS[field.name].format(_shortened(wanted)), _CURE)
+
+
+def _shortened(value: object) -> object:
+    return [*value[:8], "..."] if isinstance(value, tuple) else value

@@ -79,7 +79,7 @@ def _over(output_dir: Path, content: Mapping[str, Any], request: Request | None)
     if request is not None and request.afresh:
         again = f"delete {output_dir / REQUEST_FILE} and use {again}"
     return (
-        f"This run is finished: {content['step']} steps, model in {output_dir}. There is no step left. To continue, "
+        f"This run is finished: {content['step']} steps, model in {output_dir}. All steps are done. To continue, "
         f"raise max_steps (or num_train_epochs); to start from the beginning, {again}, or set another output_dir."
     )
 

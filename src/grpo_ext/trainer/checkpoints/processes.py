@@ -80,7 +80,7 @@ def _digest(checkpoint: Path) -> str | None:
 
 @contextmanager
 def gathered(trainer: Trainer) -> Iterator[None]:
-    """Have FSDP and ZeRO-3 gather the weights for one save, whatever their settings for checkpoints are.
+    """Have FSDP and ZeRO-3 gather the weights for one save, independent of their settings for checkpoints.
 
     transformers would otherwise apply those settings to the final model, and write no weights at all.
     """

@@ -198,7 +198,7 @@ def start(args: GRPOExtConfig, asked: object, here: Mapping[str, Any]) -> tuple[
     True means the newest checkpoint; a path is resumed from at each call, as in transformers.
 
     Raises:
-        ConfigError: like `beginning`; also if there is no checkpoint for True.
+        ConfigError: like `beginning`; also if True finds a folder without checkpoints.
     """
     found, branch = agreed(lambda: _start(Path(args.output_dir or "."), asked, here))
     if found is not None:

@@ -123,7 +123,7 @@ def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[Mic
         trainer._sampler.prompts.drawn = state["drawn"]
     trainer._advantage_monitor.load(state.get("silence", []), state.get("silence_warned", False))
     if trainer._drift is not None:
-        trainer._drift.monitor.load(state["drift"])
+        trainer._drift.load(state["drift"])
     _restore_reference(trainer, folder)
     return state["micro_batches"], [StepTotals(*row) for row in state["totals"]]
 
@@ -157,7 +157,7 @@ def _state_of(trainer: HasState, place: tuple[int, int]) -> dict[str, Any]:
         "drawn": 0 if trainer._sampler is None else trainer._sampler.prompts.drawn,
         "silence": trainer._advantage_monitor.to_list(),
         "silence_warned": trainer._advantage_monitor.warned,
-        "drift": [] if trainer._drift is None else trainer._drift.monitor.to_list(),
+        "drift": [] if trainer._drift is None else trainer._drift.to_list(),
     }
 
 

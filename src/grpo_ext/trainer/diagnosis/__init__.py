@@ -1,4 +1,5 @@
-"""What a run records for a diagnosis, and THE table of rules that name a fault by it.
+"""Diagnosis of a run: metrics that only a diagnosis needs, and the table of rules that find faults in a log.
 
-May know the metrics' names, no other part of the trainer. Begin with `rules`, then `recording`.
+May know micro-batches, advantages and one process's part of a parameter, no other part of the trainer. Begin with
+`rules`, then `recording`.
 """

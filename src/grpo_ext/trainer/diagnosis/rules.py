@@ -107,13 +107,13 @@ def diagnose(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
 MISMATCH = "sampling/mismatch"
 
 
-def _leap(history: History, rows: int, alone: float = ALONE) -> list[float]:
-    """Return the last mismatches if all are far beyond the earlier ones, or beyond `alone` without earlier ones."""
+def _leap(history: History, rows: int, without_earlier: float = ALONE) -> list[float]:
+    """Return the last mismatches if all are far beyond the earlier ones, or beyond `without_earlier` without any."""
     values = history.last(MISMATCH, rows)
     if not values or min(values) <= ROUNDING:
         return []
     before = history.before(MISMATCH, rows)
-    limit = LEAP * max(before) if before else alone
+    limit = LEAP * max(before) if before else without_earlier
     return values if min(values) > limit else []
 
 
@@ -314,8 +314,8 @@ RULES: tuple[Rule, ...] = (
         ("environments/NAME/failed",),
         "`environments/NAME/failed` above half, log after log",
         "attempts end because their environment raises, hangs or dies",
-        "`environments/NAME/failed/KIND` and the warning say how; raise its `turn_timeout` or `reward_memory_gib`, or "
-        "play it by hand.",
+        "`environments/NAME/failed/KIND` and the warning have the reason; raise its `turn_timeout` or "
+        "`reward_memory_gib`, or play it by hand.",
         _environment_fails,
     ),
     Rule(
@@ -418,7 +418,7 @@ RULES: tuple[Rule, ...] = (
         "constant reward",
         ("rewards/NAME/mean", "rewards/NAME/std"),
         "`rewards/NAME/std` falls to exactly 0, at a value between the extremes",
-        "a reward gives all completions the same value, so the model learns nothing from it",
+        "a reward gives all completions the same value, so its advantages are zero",
         "`grpo-ext score --explain N` shows what it reads of a completion; look for a judge without an answer, or a "
         "default that replaces every failure.",
         _any_reward(_constant),

@@ -1,0 +1,273 @@
+"""One argparse tree of all commands, their options and their help. It imports no heavy library."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START, TRAIN, AFTER, REFERENCE = "Getting started", "Training", "After training", "Reference"
+KEYS = """
+A key of the recipe may follow, such as --learning_rate 1e-6: it overrides the recipe. A list of all keys:
+grpo-ext train --help-all"""
+EXAMPLES = """
+  grpo-ext train --config quickstart/grpo                                   a packaged recipe, in this process
+  grpo-ext train --config recipe.yaml --learning_rate 3e-6                  your recipe, with one key changed
+  grpo-ext train --config recipe.yaml --accelerate_config zero2 --num_processes 8
+  grpo-ext train --config recipe.yaml --resume_from_checkpoint never        from the start, not from a checkpoint
+"""
+
+
+class Option:
+    """Arguments of one `add_argument` call."""
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self.names, self.settings = names, settings
+
+
+def processes(text: str) -> int:
+    """Return a number of processes.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is not an integer of 1 or more.
+    """
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a number of processes. Give 1 or more.")
+
+
+CONFIG = Option("--config", metavar="RECIPE", help="YAML file or name of a packaged recipe (`grpo-ext recipes`)")
+LAUNCH = (
+    CONFIG,
+    Option("--accelerate_config", metavar="NAME", help="launch configuration: a file, or a name such as zero2"),
+    Option("--num_processes", metavar="N", type=processes, help="processes to start"),
+)
+RUN = Option("run", metavar="RUN", help="output_dir of a run, a checkpoint, a folder of a model or adapter, a hub id")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of `grpo-ext`.
+
+    Args:
+        group: heading in the overview.
+        summary: one line of help.
+        options: its arguments.
+        keys: whether keys of a recipe, or settings, may follow.
+        further: text at the end of its help.
+        module: module of this folder with its `run(options)`; empty: the command's name.
+    """
+
+    group: str
+    summary: str
+    options: tuple[Option, ...] = ()
+    keys: bool = False
+    further: str = ""
+    module: str = ""
+
+
+COMMANDS = {
+    "demo": Command(
+        START,
+        "train a tiny model on this machine and report what it learned",
+        (
+            Option("--output_dir", metavar="DIR", type=Path, default=Path("outputs/demo"), help="folder of the run"),
+            Option("--seed", metavar="N", type=int, default=0, help="seed of the model and of GRPO"),
+            Option("--recipe", default="quickstart/grpo", help="recipe name or path (default: %(default)s)"),
+        ),
+        keys=True,
+        further=KEYS,
+    ),
+    "new": Command(
+        START,
+        "create a project with a recipe, data, a reward and its test",
+        (Option("folder", metavar="DIR", type=Path, help="a folder that is new or empty"),),
+    ),
+    "migrate": Command(
+        START,
+        "turn a configuration of TRL, verl and other projects into a recipe",
+        (
+            Option("file", metavar="FILE", type=Path, help="YAML file, shell script or command line"),
+            Option("--output", metavar="FILE", help="where to write the recipe (default: the terminal)"),
+            Option("--version", metavar="N", default="", help="version of the other project"),
+        ),
+    ),
+    "check": Command(TRAIN, "list all mistakes in a recipe, or its plan", LAUNCH, keys=True, further=KEYS),
+    "train": Command(
+        TRAIN,
+        "train a recipe",
+        (*LAUNCH, Option("--help-all", action="store_true", help="list all keys of a recipe, by subject")),
+        keys=True,
+        further=EXAMPLES + KEYS,
+    ),
+    "serve": Command(
+        TRAIN,
+        "start the vLLM server of a recipe",
+        (
+            CONFIG,
+            Option("--host", metavar="H", default="127.0.0.1", help="address to listen on (default: %(default)s)"),
+            Option("--port", metavar="P", type=int, help="port to listen on (default: the recipe's)"),
+        ),
+        keys=True,
+        further=f"{KEYS}\nArguments after -- are passed to vLLM.",
+    ),
+    "verify": Command(
+        TRAIN,
+        "compare the gradients of all batch splits on this machine",
+        (
+            *LAUNCH,
+            Option("--precision", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s"),
+        ),
+        keys=True,
+        further=KEYS,
+    ),
+    "score": Command(
+        AFTER,
+        "score saved completions with the rewards of a recipe",
+        (
+            CONFIG,
+            Option("--file", metavar="COMPLETIONS", help="jsonl or parquet file of completions, or a run's folder"),
+            Option("--explain", metavar="N", type=int, help="show every step of the computation for row N"),
+            Option("--output", metavar="FILE", help="write all rows with their scores to this .jsonl or .parquet"),
+        ),
+        keys=True,
+        further=KEYS,
+    ),
+    "eval": Command(
+        AFTER,
+        "measure avg@k, pass@k and maj@k with confidence intervals",
+        (
+            *LAUNCH,
+            Option("--model", metavar="RUN", action="append", help="a run or model; repeat it to compare several"),
+            Option("--output", metavar="DIR", type=Path, help="folder of the results (default: in output_dir)"),
+            Option("--samples", metavar="N", type=int, help="completions per prompt"),
+            Option("--limit", metavar="N", type=int, help="number of prompts"),
+            Option("--temperature", metavar="T", type=float, help="sampling temperature"),
+        ),
+        keys=True,
+        further=KEYS,
+    ),
+    "try": Command(
+        AFTER,
+        "chat with a trained model",
+        (
+            RUN,
+            Option("--compare", action="store_true", help="show the answer of the model before training beside it"),
+            Option("--prompt", metavar="TEXT", help="answer this question only; or pipe in one question per line"),
+            Option("--greedy", action="store_true", help="decode greedily instead of sampling as in training"),
+            Option("--max_new_tokens", type=int, metavar="N", help="longest answer (default: the recipe's limit)"),
+            Option("--seed", type=int, metavar="N", help="seed of the sampling, for reproducible answers"),
+        ),
+        module="chat",
+    ),
+    "sample": Command(
+        AFTER,
+        "write completions with rewards, and pass rates of the prompts",
+        (
+            CONFIG,
+            Option("--output", metavar="FILE", required=True, help=".jsonl or .parquet; prompts go to FILE_prompts"),
+            Option("--num", type=int, default=8, metavar="N", help="completions per prompt (default: %(default)s)"),
+            Option("--model", metavar="RUN", help="run, checkpoint, model or adapter to use instead of the recipe's"),
+            Option("--pass_by", metavar="REWARD", help="reward that the pass rate is the mean of (default: accuracy)"),
+        ),
+        keys=True,
+        further=KEYS,
+    ),
+    "merge": Command(
+        AFTER,
+        "merge an adapter into its base model",
+        (
+            RUN,
+            Option("--output", metavar="DIR", type=Path, help="folder of the model (default: RUN-merged)"),
+            Option(
+                "--dtype",
+                choices=("float32", "bfloat16", "float16"),
+                default="float32",
+                help="dtype of the weights (default: %(default)s)",
+            ),
+        ),
+    ),
+    "report": Command(
+        AFTER,
+        "write one HTML file about a run, or about several side by side",
+        (
+            Option("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run"),
+            Option("--output", metavar="FILE", type=Path, help="default: report.html in RUN, or here for several"),
+            Option("--watch", action="store_true", help="serve the report on 127.0.0.1 until the runs end"),
+            Option("--port", metavar="P", type=int, default=0, help="port of --watch (default: any free one)"),
+        ),
+    ),
+    "replay": Command(
+        AFTER,
+        "compute a recorded step again, with any loss",
+        (
+            Option("dump", type=Path, metavar="DUMP", help="folder of a step in a run's batches/ or failures/"),
+            Option("--model", metavar="RUN", help="weights (default: those at the beginning of the step)"),
+            Option("--output", metavar="FILE", type=Path, help="results as .json, or a figure as .svg, .png or .pdf"),
+        ),
+        keys=True,
+        further="\nA setting such as --loss_type dr_grpo may follow: the step is then computed with and without it.",
+    ),
+    "diagnose": Command(
+        AFTER,
+        "list the likely problems of a run, with evidence and cure",
+        (
+            Option("run", type=Path, metavar="RUN", help="output_dir of a run, finished or not"),
+            Option("--json", action="store_true", help="print one JSON object"),
+        ),
+    ),
+    "recipes": Command(REFERENCE, "list the packaged recipes"),
+    "losses": Command(REFERENCE, "list the values of `loss_type`, with formula and paper"),
+    "rewards": Command(REFERENCE, "list the values of `reward_funcs`, with their options"),
+    "env": Command(REFERENCE, "show versions and hardware, for a bug report"),
+    "completion": Command(
+        REFERENCE,
+        "print a script for shell completion",
+        (Option("shell", nargs="?", choices=("bash", "zsh", "fish"), help="default: show how to install it"),),
+    ),
+}
+
+
+def tree() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of `grpo-ext`, and those of its commands by name."""
+    parser = argparse.ArgumentParser(prog="grpo-ext", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            epilog=command.further,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for option in command.options:
+            sub.add_argument(*option.names, **option.settings)
+        if command.keys:
+            sub.usage = sub.format_usage().removeprefix("usage: ").rstrip() + " [--key value ...]"
+    return parser, commands.choices
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line; `keys` holds the recipe and keys after it, `extra` what follows --.
+
+    Wrong options end the process with exit code 2.
+    """
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser, commands = tree()
+    options, keys = parser.parse_known_args(argv[:split])
+    if keys and not COMMANDS[options.command].keys:
+        commands[options.command].error(f"unrecognized arguments: {' '.join(keys)}")
+    config = getattr(options, "config", None)
+    options.keys = [*(["--config", config] if config is not None else []), *keys]
+    options.extra = list(argv[split + 1 :])
+    return options
+
+
+def overview() -> str:
+    """Return the help of `grpo-ext`: all commands, by group."""
+    lines = ["usage: grpo-ext COMMAND ...      (grpo-ext COMMAND --help, grpo-ext --version)"]
+    for title in dict.fromkeys(command.group for command in COMMANDS.values()):
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:12}{c.summary}" for name, c in COMMANDS.items() if c.group == title]
+    return "\n".join(lines)
