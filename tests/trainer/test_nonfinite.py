@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from grpo_ext.errors import ConfigError, NonFiniteError
+from grpo_ext.errors import NonFiniteError
 from grpo_ext.train import main
 from grpo_ext.trainer.findings import BadTensor, ObservedBatch, in_order
 from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT
@@ -219,13 +219,6 @@ def test_a_poisoned_last_step_of_a_recipe_ends_with_2_and_saves_no_model(tmp_pat
     assert "Model saved" not in said.out
     assert not (tmp_path / "model.safetensors").exists()
     assert json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())["global_step"] == 1
-
-
-def test_the_setting_has_two_values(tmp_path):
-    from grpo_ext import GRPOExtConfig
-
-    with pytest.raises(ConfigError, match="on_nonfinite='ignore' is not one of its values"):
-        GRPOExtConfig(str(tmp_path), use_cpu=True, bf16=False, on_nonfinite="ignore")
 
 
 def test_a_step_that_overflows_is_not_saved(model_path, tmp_path):

@@ -236,7 +236,7 @@ def _write(output: Path, first: Content, logged: Mapping[str, float], computed: 
     """Write the results as JSON, or draw them."""
     output.parent.mkdir(parents=True, exist_ok=True)
     if output.suffix == ".json":
-        results = {name: one.to_dict() for name, one in computed.items()}
+        results = {name: dataclasses.asdict(one) for name, one in computed.items()}
         content = {"step": first["step"], "texts": first["tokens"], "in the run": logged, **results}
         output.write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
         return

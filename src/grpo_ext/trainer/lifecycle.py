@@ -165,7 +165,7 @@ class Lifecycle(SavingTrainer):
         output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = metrics.pop("loss", [0.0])[-1]
         return output
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: object, **kwargs: object) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as TRL does, and count the rows."""
         output = super().prediction_step(model, inputs, *args, **kwargs)
         self._eval_rows.seen += len(inputs) * self.accelerator.num_processes
