@@ -138,7 +138,7 @@ bench: install
 	@echo "bench: an optimizer step of grpo-ext and of stock TRL, side by side"
 	$(QUIET_ENV) $(BIN)/python benchmarks/step_overhead.py --pairs 100
 	$(QUIET_ENV) $(BIN)/python benchmarks/guard_overhead.py
-	$(QUIET_ENV) $(BIN)/python benchmarks/doctor_overhead.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/diagnosis_overhead.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/whole_step.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/answers.py

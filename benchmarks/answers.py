@@ -1,8 +1,8 @@
 """How `accuracy` and TRL's `accuracy_reward` judge Math-Verify's own test cases.
 
-`make bench` writes results/answers.json. The cases are tests/rewards/math_verify_cases.jsonl; where `accuracy` differs
-stands, with who is right and why, in math_verify_disagreements.yaml beside it. TRL reads LaTeX in a box or after
-"final answer is" alone.
+`make bench` writes results/answers.json. The cases are tests/rewards/math_verify_cases.jsonl; the differences to
+`accuracy` are explained in math_verify_disagreements.yaml beside it. TRL reads LaTeX only in a box or after "final
+answer is".
 """
 
 import json

@@ -1,7 +1,7 @@
-"""1,000 injected faults of ten kinds: what is lost, what the others said, what is left behind.
+"""1,000 injected faults of ten kinds: lost attempts, effects on the others, processes left behind.
 
-A tiny model in float64 speaks to 40 environments at a time, of which 20 fail, two of each kind; the same generation
-without faults is its own comparison. `python benchmarks/environment_faults.py` writes results/environment_faults.json.
+A tiny model in float64 talks to 40 environments at a time; 20 of them fail, two of each kind. It is compared with the
+same generation without faults. `python benchmarks/environment_faults.py` writes results/environment_faults.json.
 """
 
 import os
@@ -62,12 +62,12 @@ def run(trainer: GRPOExtTrainer, generation: int, faults: bool) -> list:
 
 
 def said(trajectory) -> list:
-    """All tokens and rewards; log-probabilities are rounded otherwise where others share the wave."""
+    """Return all tokens and rewards; log-probabilities depend on the batch by rounding."""
     return [(turn.context, turn.sampled, turn.reward) for turn in trajectory.turns]
 
 
 def left() -> dict:
-    """What there is of this process's own, once the two that fork are all that is left of its children."""
+    """Return threads and open files of this process, once only the two fork servers remain."""
     me, end = psutil.Process(), time.monotonic() + 20
     while len(me.children(recursive=True)) > 2 and time.monotonic() < end:
         time.sleep(0.1)

@@ -1,9 +1,9 @@
-"""Environments that take their time, and how long a generation takes: TRL's tool loop beside ours, the same sampler.
+"""Time of a generation with slow environments: TRL's tool loop beside ours, with the same sampler.
 
 64 attempts of 5 turns. Every answer takes a log-normal time (median 0.2 s, sigma 1, at most 5 s), the same in both; a
-wave of the sampler takes 20 ms and 1 ms for each row. The critical path is that of the attempt that took longest: its
-environment's time and a wave of its own for each turn. Ours is timed in five generations, of which the quickest
-counts: what else the machine does adds to all. `python benchmarks/environment_latency.py` writes
+wave of the sampler takes 20 ms and 1 ms for each row. The critical path is that of the longest attempt: the time of
+its environment and one wave per turn. Ours is the fastest of five generations, since other work on the machine only
+adds time. `python benchmarks/environment_latency.py` writes
 results/environment_latency.json.
 """
 
@@ -34,7 +34,7 @@ SECONDS = np.minimum(5.0, np.random.default_rng(0).lognormal(np.log(0.2), 1.0, (
 
 
 class Timed:
-    """A sampler that takes its time."""
+    """A sampler of a given speed."""
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         time.sleep(WAVE + ROW * len(prompt_ids))
@@ -58,7 +58,7 @@ def done(place):
 
 
 def seconds(kind, config, times, **environments):
-    """Wall times of generations, after one that starts what is needed."""
+    """Return wall times of generations, after a warm-up."""
     made = speakers.tokenizer()
     data = speakers.rows(ATTEMPTS, seconds=SECONDS.tolist())
     sizes = {"max_completion_length": 2000, "per_device_train_batch_size": ATTEMPTS, "num_generations": GROUP}

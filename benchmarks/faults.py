@@ -1,9 +1,9 @@
 """Faults planted in real runs, and whether `grpo-ext diagnose` names them: `make bench-faults`.
 
 Each run trains the quickstart's warm model by a recipe of `quickstart/`, on one thread, with 32 completions a step. A
-fault sets in after `PLANTED` sound steps and stays for `AFTER` more; it is planted from here, by patches around the
-trainer's methods, and the product knows nothing of it. Sound runs are over different losses, seeds, features and two
-tasks. Rules were made by looking at runs of seeds below `REPORTED`; what is reported was run afterwards. Logs are kept
+fault begins after `PLANTED` sound steps and lasts for `AFTER` more; it is planted from here, by patches around the
+trainer's methods. Sound runs use different losses, seeds, features and two tasks. The rules were made from runs of
+seeds below `REPORTED`; the reported runs were made afterwards. Logs are kept
 in build/faults.jsonl, so that an interrupted benchmark resumes; results/faults.json is judged from them.
 """
 
@@ -31,14 +31,14 @@ PLANTED, AFTER, WITHIN = 8, 10, 10
 """Sound steps, steps with the fault, and those of them in which it is to be named."""
 HEALTHY_STEPS = 18
 REPORTED = HELD_OUT = 200
-"""First seed of what is reported: on models of other seeds than those that the rules were made on."""
+"""First seed of the reported runs, whose models differ from those that the rules were made on."""
 DIES = "GRPO_EXT_BENCH_REWARD_DIES"
 
 Trainer = Any
 
 
 def mortal(completions, solution, **_):
-    """The accuracy of the quickstart, by a process that dies of a batch once the file of that name is there."""
+    """Return the accuracy, in a process that dies once a file exists."""
     if Path(os.environ[DIES]).exists():
         os._exit(1)
     texts = [completion[0]["content"] for completion in completions]
@@ -46,12 +46,12 @@ def mortal(completions, solution, **_):
 
 
 def signed(completions, **_):
-    """1 for a completion in the quickstart's form, -1 for any other."""
+    """Return 1 for a completion in the quickstart's format, else -1."""
     form = re.compile(r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>", re.DOTALL)
     return [1.0 if form.fullmatch(completion[0]["content"]) else -1.0 for completion in completions]
 
 
-# How faults are planted: `active` says whether the fault has set in.
+# How faults are planted: `active` is true once the fault has begun.
 
 
 def active(trainer: Trainer) -> bool:
@@ -59,7 +59,7 @@ def active(trainer: Trainer) -> bool:
 
 
 def wrapped(trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
-    """`trainer.name(...)` becomes `around(stock, ...)` once the fault has set in."""
+    """`trainer.name(...)` becomes `around(stock, ...)` once the fault has begun."""
     stock = getattr(trainer, name)
     setattr(trainer, name, lambda *a, **k: around(stock, *a, **k) if active(trainer) else stock(*a, **k))
 
@@ -155,7 +155,7 @@ def truncated_sampling(trainer: Trainer) -> None:
 
 
 def eos_lost(trainer: Trainer) -> None:
-    """What the sampler returns lacks the end token."""
+    """Remove the end token from the sampler's output."""
 
     def generate(stock, *args, **kwargs):
         completions, logps = stock(*args, **kwargs)
@@ -167,7 +167,7 @@ def eos_lost(trainer: Trainer) -> None:
 
 
 def on_output(change: Callable[[dict[str, Any]], None]) -> Callable[[Trainer], None]:
-    """A fault in what has been generated and scored, on its way to the loss."""
+    """Plant a fault in the generated and scored batch."""
 
     def plant(trainer: Trainer) -> None:
         def generate(stock, *args, **kwargs):
@@ -217,7 +217,7 @@ def learning_rate(trainer: Trainer) -> None:
 
 
 def on_reward(place: int, change: Callable[[list, dict[str, Any]], list]) -> Callable[[Trainer], None]:
-    """A fault in one reward: what it gives becomes `change(values, columns)`."""
+    """Plant a fault in one reward: its values become `change(values, columns)`."""
 
     def plant(trainer: Trainer) -> None:
         stock = trainer.reward_funcs[place]
@@ -295,7 +295,7 @@ HEALTHY: list[tuple[str, dict[str, Any]]] = [
 
 
 def trained(recipe: str, settings: dict[str, Any], seed: int, steps: int, plant: Callable[[Trainer], None] | None):
-    """The log of one run."""
+    """Return the log of one run."""
     import torch
     import yaml
     from datasets.utils.logging import disable_progress_bar
@@ -328,7 +328,7 @@ def trained(recipe: str, settings: dict[str, Any], seed: int, steps: int, plant:
 
 
 def jobs(seeds: list[int]) -> Iterator[dict[str, Any]]:
-    """What is to be run: each fault for each seed, and each sound run once, with a seed of its own."""
+    """Return the runs: each fault with each seed, and each sound run once, with its own seed."""
     for name, (_, _, settings) in FAULTS.items():
         own = {key: value for key, value in settings.items() if key != "recipe"}
         recipe = settings.get("recipe", "quickstart/grpo")
@@ -347,7 +347,7 @@ def kept() -> list[dict[str, Any]]:
 
 
 def judged(run: dict[str, Any]) -> dict[str, Any]:
-    """What the rules say of a run."""
+    """Return the findings of the rules for a run."""
     from grpo_ext.trainer.diagnosis.rules import diagnose
 
     named = [{"step": found.step, "fault": found.rule.name} for found in diagnose(run["log"])]
@@ -364,7 +364,7 @@ def judged(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def ranges(log: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Least, median and greatest value of each metric of a run, for the page that says what a healthy run reads."""
+    """Return minimum, median and maximum of each metric of a run, for the page about healthy runs."""
     rows = [row for row in log if "reward" in row]
     columns = {name: sorted(row[name] for row in rows if isinstance(row.get(name), int | float)) for name in rows[0]}
     return {name: [v[0], v[len(v) // 2], v[-1]] for name, v in columns.items() if v}
@@ -373,8 +373,8 @@ def ranges(log: list[dict[str, Any]]) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[REPORTED])
-    parser.add_argument("--only", nargs="+", default=[], help="words of the names of what is run")
-    parser.add_argument("--judge", action="store_true", help="judge the logs that are kept, and run nothing")
+    parser.add_argument("--only", nargs="+", default=[], help="parts of the names of the runs")
+    parser.add_argument("--judge", action="store_true", help="only judge the logs that are kept")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

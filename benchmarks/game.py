@@ -1,4 +1,4 @@
-"""The quickstart that acts, before and after GRPO, for each seed: `make bench-game`.
+"""The quickstart's game before and after GRPO, for each seed: `make bench-game`.
 
 Every run starts from the warm model of its seed and trains the packaged recipe `quickstart/guess` on one thread; TRL's
 own evaluation plays every number eight times, sampled as in training, at its beginning, on its way and at its end.
@@ -34,7 +34,7 @@ FOUND = "rewards/environment/mean"
 
 
 def run(seed: int) -> dict:
-    """One run: success of evaluation and of training by step, turns, and seconds."""
+    """Train once; return success of evaluation and of training by step, turns, and seconds."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
         start, busy = time.perf_counter(), time.process_time()
         warm = warm_up(Path(folder) / "warm", seed, lesson=LESSONS[NAME])

@@ -1,10 +1,9 @@
-"""Cost of looking for NaN and inf where there is none: `make bench`.
+"""Cost of the NaN guard in a run without NaN: `make bench`.
 
 Two trainers with the same weights take the same optimizer steps (rollout, rewards, loss, backward, clip, update)
 from the same seeds in turn, one with the guard and one with stock transformers' clip and filter of the logged loss,
-in one process and on one thread; the ratio of each pair is kept, the median reported. Seconds are the processor's, so
-that a busy machine does not count. `share` is what the guard's own lines take of a step. Writes
-results/guard_overhead.json.
+in one process and on one thread; the ratio of each pair is kept, the median reported. Times are CPU seconds. `share`
+is the share of a step that the guard takes. Writes results/guard_overhead.json.
 """
 
 import statistics
@@ -30,7 +29,7 @@ class Unguarded(GRPOExtTrainer):
 
 
 class Step(Lap):
-    """A trainer that is asked for one whole optimizer step at a time, as transformers' loop makes it."""
+    """A trainer that makes one whole optimizer step at a time, as transformers' loop does."""
 
     def __call__(self, seed: int) -> float:
         trainer, batch = self.trainer, next(self.batches)

@@ -1,4 +1,4 @@
-"""What isolating rewards costs and gains: `make bench` writes results/reward_isolation.json.
+"""Cost and gain of isolated rewards: `make bench` writes results/reward_isolation.json.
 
 Cost: a batch of 64 completions through a worker against the same function called in this process, in turn, medians.
 Gain: math-verify over 512 completions with two workers against this process.
@@ -44,7 +44,7 @@ def compare(spec: RewardSpec, workers: int, repeats: int, **columns) -> dict:
 
 
 def main() -> None:
-    text = "<think>\n" + "3 + 4 = 7, carry nothing. " * 40 + "\n</think>\n<answer>\n{}\n</answer>"
+    text = "<think>\n" + "3 + 4 = 7, no carry. " * 40 + "\n</think>\n<answer>\n{}\n</answer>"
     chat = [[{"role": "assistant", "content": text.format(i)}] for i in range(512)]
     prompts = [[{"role": "user", "content": f"{i} + 0 = ?"}] for i in range(512)]
     formulas = [f"\\frac{{{2 * i + 1}}}{{{i + 2}}} + \\sqrt{{{i + 2}}}" for i in range(512)]

@@ -61,7 +61,7 @@ RATIOS = ("auto_over_false", "false_over_false")
 
 @dataclass(frozen=True)
 class Work:
-    """What one optimizer step holds, and the ratio that is asked for."""
+    """Sizes of one optimizer step, and the required ratio."""
 
     name: str
     prompt: int
@@ -129,7 +129,7 @@ def completions_of(work: Work, device: str) -> dict:
 
 
 class Side:
-    """A trainer that is asked for the gradient of one step at a time."""
+    """A trainer that computes the gradient of one step at a time."""
 
     def __init__(self, side: str, work: Work, device: str, **settings) -> None:
         cls, config_cls = SIDES[side]
@@ -148,7 +148,7 @@ class Side:
         self.inputs = self.arranged(completions_of(work, device))
 
     def arranged(self, batch: dict) -> dict:
-        """As the trainer's own `_prepare_inputs` leaves it."""
+        """Return the batch as the trainer's `_prepare_inputs` does."""
         if isinstance(self.trainer, GRPOExtTrainer) and self.trainer.sharing.possible:
             return regroup([batch], 1, skip_silent=True)[0]
         return batch
@@ -174,7 +174,7 @@ def summary(values: list[float]) -> dict:
 
 
 def alternate(sides: list, seconds: float, least: int = 1, most: int = 15) -> list[tuple[float, ...]]:
-    """Times of the sides in turn, in an order drawn anew for every lap, until `seconds` have gone by."""
+    """Return times of the sides in turn, in a random order for every lap, until `seconds` have passed."""
     laps: list[tuple[float, ...]] = []
     draw = random.Random(0)
     start = time.perf_counter()
@@ -241,7 +241,7 @@ def growth(device: str, seconds: float) -> dict:
 def never_slower(device: str, seconds: float) -> dict:
     """The default over `shared_prefix: false`, over a grid of small steps, where overhead would show.
 
-    Medians of processes, since where a process finds its memory moves a ratio by more than what is looked for.
+    Medians over processes, since the memory layout of a process changes a ratio by more than the effect.
     """
     command = [sys.executable, __file__, "--device", device, "--seconds", str(seconds / PROCESSES), "--grid"]
     runs = [json.loads(subprocess.check_output(command).splitlines()[-1]) for _ in range(PROCESSES)]
@@ -255,7 +255,7 @@ def never_slower(device: str, seconds: float) -> dict:
 def grid(device: str, seconds: float) -> list[dict]:
     """One process's part: a trainer takes turns, since two with the same weights differ by more than that too.
 
-    False stands there twice, to tell how much of a ratio is the machine's.
+    False is measured twice, which shows the noise of a ratio.
     """
     found = []
     for hidden, layers in ((32, 2), (128, 4), (512, 8)):

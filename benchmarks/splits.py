@@ -149,11 +149,11 @@ def fixed_rows() -> Rows:
 
 
 def run_cases(folder: Path, dtype: torch.dtype) -> None:
-    """In each process: train all cases of `folder`, and say what was watched."""
+    """Train all cases of `folder` in each process, and save the recorded steps."""
     torch.set_num_threads(1)
     make_fsdp_real()
     gc.collect()
-    gc.freeze()  # transformers collects garbage after each run, of which the libraries make the greater part
+    gc.freeze()  # transformers collects garbage after each run, which takes most of its time
     disable_progress_bars()
     logging.disable_progress_bar()
     with float64_throughout() if dtype == torch.float64 else nullcontext():
@@ -168,7 +168,7 @@ def run_cases(folder: Path, dtype: torch.dtype) -> None:
 
 
 def trained(launch: str, chosen: list[Case], folder: Path, dtype: torch.dtype) -> None:
-    """Have all cases trained by one launch."""
+    """Train all cases in one launch."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny.save(folder / "model")
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in chosen]))
@@ -203,7 +203,7 @@ def judged(case: Case, folder: Path, dtype: torch.dtype) -> float:
 
 
 def measured(launch: str, chosen: list[Case], folder: Path) -> list[dict]:
-    """Have a launch train cases, and judge them."""
+    """Train cases in a launch, and judge them."""
     dtype = torch.float32 if launch.startswith("zero") else torch.float64
     begin = time.monotonic()
     trained(launch, chosen, folder, dtype)

@@ -54,7 +54,7 @@ def vowels(completions, **_):
 
 
 class Lap:
-    """A trainer that is asked for one training step at a time."""
+    """A trainer that makes one training step at a time."""
 
     def __init__(self, cls, config_cls, loss_type: str, hidden: int, layers: int, **settings) -> None:
         args = config_cls(
@@ -80,7 +80,7 @@ class Lap:
 
 
 def paired(theirs: Lap, ours: Lap, pairs: int) -> tuple[list[tuple[float, float]], dict[str, object]]:
-    """Seconds of steps in turn, of both; and the ratios' median and quartiles."""
+    """Return seconds of both sides' steps in turn, and the ratios' median and quartiles."""
     times = []
     for seed in range(pairs):
         order = (theirs, ours) if seed % 2 else (ours, theirs)
@@ -92,7 +92,7 @@ def paired(theirs: Lap, ours: Lap, pairs: int) -> tuple[list[tuple[float, float]
 
 
 def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """`method`, of which each call's seconds of the processor go into a list."""
+    """Wrap `method` so that the CPU seconds of each call go into a list."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         start = time.process_time()
@@ -105,7 +105,7 @@ def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any
 
 
 def write(result: Path, results: list[dict]) -> None:
-    """With the versions that they are of."""
+    """Write the results with the versions of the libraries."""
     versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     result.parent.mkdir(exist_ok=True)
     result.write_text(json.dumps({"machine": platform.machine(), **versions, "results": results}, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Every game of TextArena for one player: what `check` says of it, and one episode of random play through a seat.
+"""Every game of TextArena for one player: the result of `check`, and one episode of random play.
 
 python benchmarks/textarena_games.py [--moves 60] [--seconds 120]: needs grpo-ext[textarena]; writes
 benchmarks/results/textarena_games.json. Each game is checked and played in a process of its own that
@@ -25,19 +25,19 @@ MOVE = re.compile(r"\[[^\[\]\n]{1,24}\]")
 
 
 def played(game: str, moves: int) -> dict:
-    """What came of one game."""
+    """Return the outcome of one game."""
     specs, problems = parse([f"textarena/{game}"])
     return {"refused": reason(problems[0])} if problems else episode(specs[0], moves)
 
 
 def reason(problem: str) -> str:
-    """What stands in brackets, in one line, without this machine's folders."""
+    """Return an error in one line, without this machine's folders."""
     said = problem.partition("on this machine (")[2].rpartition("). Name")[0]
     return re.sub(r"[\w.~-]*/\S*/", "", " ".join(said.replace("*", "").split()))[:120]
 
 
 def episode(spec, moves: int) -> dict:
-    """Random moves, out of what the transcript shows in brackets, until the game is over."""
+    """Play random moves, from those in brackets in the transcript, until the game is over."""
     seat, draw = Session(spec.make, (), seed=0), random.Random(0)
     answer = seat.answer(("reset", {}))
     if "failed" in answer:
@@ -56,7 +56,7 @@ def episode(spec, moves: int) -> dict:
 
 
 def contained(game: str, moves: int, seconds: float) -> dict:
-    """The same in a process of its own."""
+    """Play in a separate process."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=lambda: theirs.send(played(game, moves)))

@@ -1,10 +1,10 @@
 """A trajectory's one gradient and what it costs: `make bench-trajectories`, for a quiet machine.
 
 Gradients: of every loss, in float64 and float32, the relative difference between a trajectory as a packed tree and as
-one row for each turn, whose log-probabilities are brought together before the loss; beside it what a loss makes of
-those rows where each stands for itself. Steps: forward and backward of a group of 8 conversations of 10 turns on one
+one row for each turn, whose log-probabilities are concatenated before the loss; beside it the loss of those rows as
+separate completions. Steps: forward and backward of a group of 8 conversations of 10 turns on one
 thread, in CPU seconds, medians of pairs: packed, as one plain row each, as one row for each turn; once where contexts
-grow, once where half of what was said is stripped from later ones. Writes results/trajectories.json.
+grow, once where half of the messages are stripped from later ones. Writes results/trajectories.json.
 """
 
 import json
@@ -74,7 +74,7 @@ def gradients(dtype: torch.dtype) -> dict[str, dict[str, float]]:
 
 
 def conversations(strip: bool) -> list[Trajectory]:
-    """A group; with `strip` half of what was said is gone from later contexts."""
+    """Return a group; with `strip` half of the messages are removed from later contexts."""
     r, made = random.Random(0), []
     prompt = [r.randrange(3, SHAPE["vocab_size"]) for _ in range(PROMPT)]
     for _ in range(GROUP):

@@ -1,7 +1,7 @@
 """Run TRL's own tests of GRPO on GRPOExtTrainer, and on stock TRL beside it: `trl_suite.py CHECKOUT`.
 
 CHECKOUT is a clone of huggingface/trl. Its tests load tiny models and a dataset from the hub; the same architectures
-are built here at random, in a cache of their own, so that nothing is downloaded. Tests whose models need a processor
+are built here at random, in a separate cache, without downloads. Tests whose models need a processor
 are left out. Writes benchmarks/results/trl_suite.json: the tests that stock passes and grpo-ext does not.
 """
 
@@ -92,7 +92,7 @@ def load_dataset(name: str, config: str | None = None, split: str | None = None,
     return sets if split is None else sets[split]
 
 
-# As a pytest plug-in, in the process that runs the tests.
+# Used as a pytest plug-in, in the process that runs the tests.
 
 
 def pytest_configure() -> None:
@@ -116,7 +116,7 @@ def pytest_collection_finish(session) -> None:
             module.GRPOTrainer, module.GRPOConfig = GRPOExtTrainer, partial(GRPOExtConfig, use_cpu=True)
 
 
-# As a command.
+# Used as a command.
 
 
 def outcomes(checkout: Path, trainer: str, cache: Path, further: list[str]) -> dict[str, str]:

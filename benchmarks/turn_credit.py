@@ -1,8 +1,8 @@
-"""A task of five turns of which one decides: how many episodes credit by turn needs, beside GRPO: `make bench-credit`.
+"""Episodes that credit by turn and GRPO need for a task of five turns with one decision: `make bench-credit`.
 
-The prompt names one of four doors; in the third of five turns the model says a digit, and that alone counts: the
-door's own digit pays 1, at once. In the other turns it says four digits, which are noise. The model can speak and
-knows nothing of the doors. A run ends when 90 % of the episodes of ten steps in a row have opened their door, or after
+The prompt names one of four doors; in the third of five turns the model writes a digit, and only this one counts: the
+door's digit is rewarded with 1 at once. In the other turns it writes four digits, which are noise. The model knows
+digits but not the doors. A run ends when 90 % of the episodes of ten steps in a row have opened their door, or after
 180 steps. Writes results/turn_credit.json, turn_credit.md and turn_credit.png.
 """
 
@@ -45,7 +45,7 @@ TITLES = {"group": "GRPO (`group`)", "turn_return": "`turn_return`, gamma 0"}
 
 
 class Doors(Conversation):
-    """Listens to five turns, the third of which opens the door or does not."""
+    """An environment of five turns; the third decides the reward."""
 
     in_process = True
 
@@ -70,7 +70,7 @@ def door(number):
 
 
 def chatter(seed, size):
-    """Digits, whatever the door: one in the turn that decides, four in the others."""
+    """Return random digits: one in the turn that decides, four in the others."""
     draw = random.Random(seed)
     rows = []
     for _ in range(size):

@@ -64,7 +64,7 @@ def prompts(rows: int) -> Dataset:
 
 
 class Side:
-    """A trainer that is asked for one step at a time, and tells how long it and its rollout took."""
+    """A trainer that makes one step at a time, and measures the step and its rollout."""
 
     def __init__(self, cls, config_cls, model: PreTrainedModel, groups: int, **settings) -> None:
         args = config_cls(

@@ -1,8 +1,7 @@
-"""Write what the site is built from: `python docs/site.py FOLDER` (`make docs`). Needs nothing but Python.
+"""Write what the site is built from: `python docs/site.py FOLDER` (`make docs`). Needs only Python.
 
-The repository's Markdown, with the links between its files, and a page for each other file that one of them links to:
-so a link has one form, a path relative to its file, in the repository and on the site. The reference is written too,
-as mkdocstrings' directives.
+The site has the Markdown files of the repository, a page for each other file that they link to, and a reference of
+docstrings (directives of mkdocstrings). Links are paths relative to their file in both places.
 """
 
 import ast
@@ -28,14 +27,14 @@ REFERENCE = {
     ),
     "rewards": ("Rewards", "rewards.library", None),
 }
-"""Pages of docstrings: title, package, and its modules in order; None: all of them."""
+"""Pages of docstrings: title, package, and its modules in order; None for all."""
 
 
 def write_site(target: Path) -> None:
-    """Fill the folder `target`, emptied before, with pages."""
+    """Empty the folder `target` and fill it with pages."""
     shutil.rmtree(target, ignore_errors=True)
     waiting = [ROOT / name for name in STARTS] + sorted((ROOT / "docs").glob("*.md"))
-    for path in waiting:  # which grows
+    for path in waiting:  # grows in the loop
         place = target / place_of(path)
         place.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".png":
@@ -54,7 +53,7 @@ def write_site(target: Path) -> None:
 
 
 def place_of(path: Path) -> Path:
-    """Where on the site a file of the repository stands, as Markdown or as a picture."""
+    """Return the path on the site of a file of the repository."""
     place = path.relative_to(ROOT)
     if place == Path("README.md"):
         return Path("index.md")
@@ -66,7 +65,7 @@ def place_of(path: Path) -> Path:
 
 
 def page(path: Path) -> str:
-    """What a file of the repository is as Markdown."""
+    """Return a file of the repository as Markdown."""
     title = path.relative_to(ROOT)
     if path.is_dir():
         names = sorted(
@@ -83,14 +82,14 @@ def page(path: Path) -> str:
 
 
 def linked(path: Path, text: str) -> list[Path]:
-    """The files and folders of the repository that a page links to."""
+    """Return the files and folders of the repository that a page links to."""
     found = (LINK.findall(part) for part in FENCED.split(text)[::2])
     targets = ((path if path.is_dir() else path.parent) / link for links in found for _, link, _ in links)
     return [target.resolve() for target in targets if target.exists()]
 
 
 def moved(path: Path, text: str) -> str:
-    """A page with its links as they are on the site; one that leads nowhere is left for the generator to refuse."""
+    """Return a page with the links of the site; broken links are left for the generator to refuse."""
     here = place_of(path).parent
 
     def rewritten(found: re.Match[str]) -> str:
@@ -102,7 +101,7 @@ def moved(path: Path, text: str) -> str:
 
 
 def notebook(text: str) -> str:
-    """A notebook's cells, with what they have printed."""
+    """Return the cells of a notebook, with their output."""
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
@@ -113,7 +112,7 @@ def notebook(text: str) -> str:
 
 
 def public_names() -> str:
-    """The docstrings of `grpo_ext.__all__`, each from where it is at home; the registers share one."""
+    """Return directives for the docstrings of `grpo_ext.__all__`; the `register` functions share one."""
     body = ast.parse((ROOT / "src/grpo_ext/__init__.py").read_text()).body
     [homes] = (node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "_HOMES")
     by_place: dict[str, list[str]] = {}
@@ -128,7 +127,7 @@ def public_names() -> str:
 
 
 def reference(title: str, package: str, modules: str | None) -> str:
-    """A page of the docstrings of a package's modules."""
+    """Return a page of the docstrings of a package's modules."""
     folder = ROOT / "src/grpo_ext" / package.replace(".", "/")
     names = modules.split() if modules else sorted(path.stem for path in folder.glob("[a-z]*.py"))
     hidden = "options: {show_root_heading: false}"

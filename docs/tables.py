@@ -1,7 +1,7 @@
 """Rewrite the tables of README.md, CONTRIBUTING.md and docs/*.md: `python docs/tables.py` (`make tables`).
 
-They come from the code and from benchmarks/results. A table stands between `<!-- name -->` and `<!-- /name -->`, where
-name is a key of `TABLES`. `--check` only says which files are out of date, and fails if there are any.
+The tables come from the code and from benchmarks/results. A table is between `<!-- name -->` and `<!-- /name -->`,
+where name is a key of `TABLES`. `--check` only lists the files that are out of date, and fails if there are any.
 """
 
 import ast
@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 from trl import GRPOConfig
 
+from grpo_ext.commands.lists import by_entry as entries
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.settings import Change, settings_changed_by
 from grpo_ext.config.spec import Spec
@@ -45,43 +46,40 @@ Rows = Iterable[tuple[str, ...]]
 
 
 def table(header: tuple[str, ...], rows: Rows) -> str:
-    """A Markdown table; the pipes of |d| are escaped."""
+    """Return a Markdown table, with pipes escaped."""
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
 def code(text: str) -> str:
-    """`text` as inline code; nothing for an empty one."""
+    """Return `text` as inline code, or an empty text."""
     return f"`{text}`" if text else ""
 
 
 def by_entry(registry: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries under all of their names: "`grpo`, `deepseek_math`"."""
-    names: dict[int, list[str]] = {}
-    for name, entry in registry.items():
-        names.setdefault(id(entry), []).append(name)
-    return {", ".join(map(code, names[id(registry[same[0]])])): registry[same[0]] for same in names.values()}
+    """Return entries by all of their names: "`grpo`, `deepseek_math`"."""
+    return {", ".join(map(code, names)): entry for names, entry in entries(registry)}
 
 
 def plain(text: str) -> str:
-    """`text` on one line, with a < outside of inline code kept from opening an HTML tag."""
+    """Return `text` on one line, with < escaped outside of inline code."""
     pieces = " ".join(text.split()).split("`")
     return "`".join(p if i % 2 else p.replace("<", "&lt;") for i, p in enumerate(pieces))
 
 
 def summary(function: Any) -> str:
-    """First paragraph of a docstring."""
+    """Return the first paragraph of a docstring."""
     return plain((inspect.getdoc(function) or "").split("\n\n")[0])
 
 
 def papers(function: Any) -> str:
-    """The arXiv ids in a docstring."""
+    """Return links to the arXiv ids in a docstring."""
     found = dict.fromkeys(re.findall(r"\d{4}\.\d{5}", inspect.getdoc(function) or ""))
     return ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in found)
 
 
 def options(function: Any, without: tuple[str, ...] = ()) -> str:
-    """The keyword-only parameters and their defaults: what a recipe may set."""
+    """Return the keyword-only parameters, which a recipe may set, with their defaults."""
     parameters = inspect.signature(function).parameters.values()
     names = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in without}
     shown = (name if value is inspect.Parameter.empty else f"{name}={value!r}" for name, value in names.items())
@@ -89,13 +87,13 @@ def options(function: Any, without: tuple[str, ...] = ()) -> str:
 
 
 def loss_table() -> str:
-    """loss_type, formula, paper."""
+    """Return a table of loss_type, formula and paper."""
     rows = ((names, code(row.formula), row.paper) for names, row in by_entry(losses).items())
     return table(("`loss_type`", "what is minimised", "source"), rows)
 
 
 def axes_table() -> str:
-    """Each loss, axis by axis."""
+    """Return a table of the axes of each loss."""
     rows = []
     for names, row in by_entry(losses).items():
         surrogate = f"{row.surrogate}({', '.join(f'{k}={v}' for k, v in row.options.items())})"
@@ -108,7 +106,7 @@ def axes_table() -> str:
 
 
 def defaults_table() -> str:
-    """Where the row of a loss that stock TRL has too departs from stock TRL's defaults."""
+    """Return a table of the losses of stock TRL whose defaults differ here."""
     rows = []
     for names, row in by_entry(losses).items():
         if row.trl:
@@ -119,26 +117,26 @@ def defaults_table() -> str:
 
 
 def settled(loss_type: str, loss_defaults: str) -> dict[str, Any]:
-    """Every axis of a loss of which a recipe says nothing but its name."""
+    """Return every axis of a loss in a recipe that sets only its name."""
     unset = {f.name: f.default for f in dataclasses.fields(GRPOExtArguments)}
     objective = resolve(SimpleNamespace(**unset | {"loss_type": loss_type, "loss_defaults": loss_defaults}))
     names = {"ratio": "importance_sampling_level", "kl": "kl_estimator", "advantage": "advantage_estimator"}
     axes = {names[axis]: getattr(objective, axis) for axis in names}
     for name, value in objective.options.items():
         if any(Spec.of_function(objective.row.function).value_problems(name, name, value)):
-            continue  # a default that is refused is none
+            continue  # the default is refused: it must be set
         shown = f"{value:g}" if isinstance(value, float) else value  # float32's 1.05 is 1.05
         axes["epsilon" if name == "epsilon_low" else name] = shown
     return axes
 
 
 def listed(axes: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Those axes as a recipe writes them; one without a default must be set."""
+    """Return axes as a recipe writes them; one without a default must be set."""
     return ", ".join(code(f"{name}: {axes[name]}") if name in axes else f"{code(name)} must be set" for name in names)
 
 
 def described(registry: Mapping[str, Any], key: str, without: tuple[str, ...] = ()) -> str:
-    """A registry of functions: name, first paragraph, options, papers."""
+    """Return a table of a registry of functions: name, first paragraph, options, papers."""
     rows = [(n, summary(f), options(f, without), papers(f)) for n, f in by_entry(registry).items()]
     headers = (code(key), "what it is", "options", "paper")
     used = [i for i in range(4) if i < 2 or any(row[i] for row in rows)]
@@ -146,7 +144,7 @@ def described(registry: Mapping[str, Any], key: str, without: tuple[str, ...] = 
 
 
 def reward_table() -> str:
-    """Name, meaning, columns that the dataset must have, options."""
+    """Return a table of rewards: name, meaning, required columns, options."""
     rows = []
     # by module, so that the order does not depend on which was imported first
     for names, function in sorted(by_entry(rewards).items(), key=lambda entry: entry[1].__module__):
@@ -157,7 +155,7 @@ def reward_table() -> str:
 
 
 def field_table(part: Any, base: Any = None) -> str:
-    """The fields of a dataclass that are its own, with their help."""
+    """Return a table of the own fields of a dataclass, with their help."""
     own = [f for f in dataclasses.fields(part) if f.name in part.__annotations__ or base is None]
     return table(
         ("key", "default", "meaning"),
@@ -166,7 +164,7 @@ def field_table(part: Any, base: Any = None) -> str:
 
 
 def speed_table() -> str:
-    """Stock TRL beside grpo-ext, as `make bench` has measured them."""
+    """Return a table of `make bench`: stock TRL and grpo-ext side by side."""
     step, whole = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("shared_prefix", "whole_step"))
     rows = []
     for r in step["steps"]:
@@ -187,7 +185,7 @@ def speed_table() -> str:
 
 
 def splits_table() -> str:
-    """The largest relative difference of a gradient, by loss and engine, as `make bench-splits` has measured it."""
+    """Return a table of `make bench-splits`: largest relative difference of a gradient, by loss and engine."""
     cases = json.loads((RESULTS / "splits.json").read_text())["cases"]
     columns = list(dict.fromkeys((case["launch"], case["stock"]) for case in cases))
     columns.sort(key=lambda column: column[1])
@@ -206,7 +204,7 @@ def splits_table() -> str:
 
 
 def house_table() -> str:
-    """The wings, from the top floor to the ground, each in its own words."""
+    """Return a table of the packages in order of their layers, with their docstrings."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     rows = []
     for name in contracts[0]["layers"]:
@@ -218,12 +216,12 @@ def house_table() -> str:
 
 
 def ratio(median: float, spread: tuple[float, float] | None = None) -> tuple[str, str]:
-    """Two cells."""
+    """Return two cells, median and range."""
     return f"**{median:.2f}**", f"{spread[0]:.2f} to {spread[1]:.2f}" if spread else ""
 
 
 def resumable_table() -> str:
-    """Settings that may differ when a run goes on, by what the difference does."""
+    """Return a table of the settings that may change when a run resumes, by effect."""
     of_rewards = {"rewards: timeout, retries, isolate, independent"}
     kinds = {
         "listed; changes no trained number": settings_changed_by(Change.NOTHING) | of_rewards,
@@ -240,7 +238,7 @@ def resumable_table() -> str:
 
 
 def damage_table() -> str:
-    """What the tests inflict on checkpoints, and what happens then."""
+    """Return a table of the damages that the tests do to checkpoints, with the outcome."""
     cases = yaml.safe_load((ROOT / "tests/trainer/checkpoints/damages.yaml").read_text())
     rows = []
     for case in cases:
@@ -272,19 +270,19 @@ def migrated_table() -> str:
 
 
 def fault_table() -> str:
-    """THE table of faults."""
+    """Return a table of the rules of the diagnosis."""
     rows = ((rule.name, rule.seen, plain(rule.meaning), plain(rule.cure)) for rule in RULES)
     return table(("fault", "what the log shows", "what it is", "what to do"), rows)
 
 
 def figure_table() -> str:
-    """What is logged for a diagnosis alone."""
+    """Return a table of the metrics that only the diagnosis reads."""
     rows = ((code(name), plain(meaning), "where there is one") for name, meaning in FIGURES.items())
     return table(("metric", "what it is", "when"), rows)
 
 
 def planted_table() -> str:
-    """Each planted fault, and what `make bench-faults` found named, seed by seed."""
+    """Return a table of `make bench-faults`: each planted fault, and the diagnosis by seed."""
     found = json.loads((RESULTS / "faults.json").read_text())
     rows = []
     for name in dict.fromkeys(run["fault"] for run in found["faults"]):
@@ -294,19 +292,19 @@ def planted_table() -> str:
         rows.append((name, str(runs[0]["planted"]), named, right))
     header = ("planted", "from step", f"named, first seed (step): `{found['faults'][0]['seed']}`", "right, of seeds")
     alarms = [run for run in found["sound"] if run["named"]]
-    told = "".join(f" {run['recipe']} {run['settings'] or ''}: {run['named']}." for run in alarms)
+    details = "".join(f" {run['recipe']} {run['settings'] or ''}: {run['named']}." for run in alarms)
     right = sum(run["right"] for run in found["faults"])
     left = [n - len(found[kind]) for kind, n in found["wanted"].items()]
     rest = f" Not run yet: {left[0]} with a fault, {left[1]} sound." if any(left) else ""
     return (
         f"{table(header, rows)}\n\nNamed right: {right} of {len(found['faults'])}. "
-        f"False alarms: {len(alarms)} of {len(found['sound'])} sound runs.{told}{rest}"
+        f"False alarms: {len(alarms)} of {len(found['sound'])} sound runs.{details}{rest}"
     )
 
 
 HEALTHY = {
     "loss": "near 0 on-policy, of either sign; not a measure of learning",
-    "grad_norm": "above 0 wherever a group has an advantage; 0 means that nothing was learned in this step",
+    "grad_norm": "above 0 if a group has an advantage; 0 means that this step changed no weight",
     "reward": "rises over tens to hundreds of steps, with noise from step to step",
     "reward_std": "above 0; shrinks as the task is learned",
     "rewards/accuracy/mean": "rises; between .2 and .8 groups are mixed most often",
@@ -324,11 +322,11 @@ HEALTHY = {
     "weights/change": "small and steady; a leap together with a falling reward means that steps are too large",
     "learning_rate": "the schedule",
 }
-"""What a metric reads on a healthy run, for docs/loss_zero.md."""
+"""Values of metrics in a healthy run, for docs/loss_zero.md."""
 
 
 def healthy_table() -> str:
-    """What the metrics of a sound run of the quickstart read."""
+    """Return a table of metrics in a healthy run of the quickstart."""
     found = json.loads((RESULTS / "faults.json").read_text())["healthy"]
     rows = (
         (code(name), *(f"{value:.3g}" for value in found[name]), meaning)
@@ -345,16 +343,16 @@ OUTCOMES = {
     "not begun after a minute": "had not begun",
     "it cannot be imported or has lost a file": "Error",
 }
-"""Why a game of TextArena is refused, by what the refusal says."""
+"""Reasons to refuse a game of TextArena, with a pattern of their messages."""
 
 
 def textarena_table() -> str:
-    """What came of TextArena's games, as benchmarks/textarena_games.py found it."""
+    """Return a table of benchmarks/textarena_games.py: the outcome of each game."""
     found = json.loads((RESULTS / "textarena_games.json").read_text())
     kinds: dict[str, list[str]] = {}
     for name, game in found["games"].items():
         reason = game.get("refused", "")
-        kind = next((kind for kind, says in OUTCOMES.items() if re.search(says, reason)), "played")
+        kind = next((kind for kind, pattern in OUTCOMES.items() if re.search(pattern, reason)), "played")
         kinds.setdefault("failed in play" if "failed" in game else f"refused: {kind}" if reason else kind, []).append(
             name
         )
@@ -363,7 +361,7 @@ def textarena_table() -> str:
 
 
 def families(names: list[str], most: int = 25) -> str:
-    """Games without their variants: the first so many."""
+    """Return the first games, without their variants."""
     games = list(dict.fromkeys(name.partition("-v0")[0] for name in names))
     return ", ".join(games[:most]) + (", ..." if len(games) > most else "")
 
@@ -394,13 +392,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "healthy": healthy_table,
     "textarena": textarena_table,
     "migrated": migrated_table,
-    "no_recipes": lambda: table(("kind of file", "what you are told it is"), NO_RECIPES.items()),
+    "no_recipes": lambda: table(("kind of file", "what the message calls it"), NO_RECIPES.items()),
     **{f"defaults_of_{name}": partial(foreign_defaults, name) for name in ("trl", "verl", "openrlhf", "swift")},
 }
 
 
 def rewritten(text: str) -> str:
-    """`text` with every table it holds as the code has it now."""
+    """Return `text` with its tables up to date."""
     return re.sub(
         r"<!-- (\w+) -->\n.*?<!-- /\1 -->",
         lambda found: f"<!-- {found[1]} -->\n{TABLES[found[1]]()}\n<!-- /{found[1]} -->",
@@ -410,7 +408,7 @@ def rewritten(text: str) -> str:
 
 
 def stale(write: bool = False) -> list[str]:
-    """Files whose tables are out of date; with `write` they are no longer."""
+    """Return the files whose tables are out of date; with `write`, update them."""
     found = []
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text()

@@ -18,7 +18,7 @@ from grpo_ext.train import train
 def wins(rewards: Tensor, *, margin: float = 0.0) -> Tensor:
     """(wins - losses) / (G - 1) for rewards [groups, completions]; NaN is a completion that could not be scored.
 
-    Comparing with NaN is neither a win nor a loss; what no estimator may give an advantage to gets 0 from its caller.
+    A comparison with NaN is neither a win nor a loss; the caller sets the advantage of unscored completions to 0.
     """
     lead = rewards[:, :, None] - rewards[:, None, :]
     scorable = (~rewards.isnan()).sum(dim=-1, keepdim=True)

@@ -16,7 +16,7 @@ from grpo_ext.train import train
 
 
 class AskAgain(Conversation):
-    """Each turn earns 1 for the right answer, and less the later it comes; one object lives for one attempt."""
+    """Reward the right answer with 1, and less in later turns; one object per attempt."""
 
     needs = ("solution",)
 

@@ -21,7 +21,7 @@ from grpo_ext.train import train
     aggregation="seq-mean-token-mean",  # what is left out is as in `grpo_ext.objective.losses.Loss`
 )
 def spo(log_ratio: Tensor, advantages: Tensor, *, width: float = 0.2) -> Tensor:
-    """-(r A - |A| (r - 1)^2 / (2 width)): the maximum lies where clipping would start, and the gradient never dies."""
+    """-(r A - |A| (r - 1)^2 / (2 width)), with its maximum where clipping would start; its gradient never vanishes."""
     ratio = log_ratio.exp()
     return -(ratio * advantages - advantages.abs() * (ratio - 1).square() / (2 * width))
 

@@ -16,9 +16,9 @@ from grpo_ext.train import train
 
 
 def digits(completions: list[Any], solution: list[str], *, tag: str = "answer", **_: Any) -> list[float | None]:
-    """One float per completion; None where there is nothing to compare with, which is not a reward of 0.
+    """Return one float per completion; None without a solution to compare with, which is not a reward of 0.
 
-    Columns of the dataset stand before the star, options of the recipe after it; TRL passes other columns too (`**_`).
+    Columns of the dataset come before the star, options of the recipe after it; `**_` takes other columns of TRL.
     """
     return [_share_right(completion_text(c), gold, tag) for c, gold in zip(completions, solution, strict=True)]
 

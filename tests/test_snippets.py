@@ -58,7 +58,7 @@ PYTHON = [block for block in blocks("python") if not block.id.startswith("CONTRI
 def test_python_runs_as_it_stands(program, registries, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = quickstart.ensure_model(directory=tmp_path / "cache", steps=2)  # hardly warmed up
-    monkeypatch.setattr("grpo_ext.trainer.arguments.ensure_once", lambda _: folder)
+    monkeypatch.setattr("grpo_ext.trainer.setup.ensure_once", lambda _: folder)
     exec(compile(program, "snippet", "exec"), {"__name__": "__main__"})
     assert (tmp_path / "outputs").is_dir() == ("train()" in program)
 

@@ -5,9 +5,9 @@ from typing import Any
 
 
 def digits(completions: list[Any], solution: list[str], *, tag: str = "answer", **_: Any) -> list[float | None]:
-    """The share of digits in <answer> that are right, counted from the last; None where there is no solution.
+    """Return the share of right digits in <answer>, counted from the last; None without a solution.
 
-    One value for each completion. Columns of the data stand before the star, options of the recipe after it.
+    One value per completion. Parameters before the star are columns of the data, those after it options of the recipe.
     """
     return [_share(_text(completion), gold, tag) for completion, gold in zip(completions, solution, strict=True)]
 

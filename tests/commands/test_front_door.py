@@ -167,7 +167,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     folder = ensure_model(directory=tmp_path / "cache", steps=2)
-    monkeypatch.setattr("grpo_ext.trainer.arguments.ensure_once", lambda _: folder)
+    monkeypatch.setattr("grpo_ext.trainer.setup.ensure_once", lambda _: folder)
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")

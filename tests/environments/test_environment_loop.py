@@ -16,9 +16,10 @@ from tokenizers import decoders
 
 from grpo_ext.environments.composition import parse
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import Attempts, Limits, Sample, Task
+from grpo_ext.environments.loop import Attempts, Limits, Task
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.session import EnvironmentFailed
+from grpo_ext.objective.trajectory import Sample
 from grpo_ext.rewards.workers.child import FOLDER, LOADING_SECONDS
 from support import tiny, worlds
 from support.processes import PATIENCE

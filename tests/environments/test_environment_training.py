@@ -1,5 +1,7 @@
 """Training with environments, by TRL's trainer and ours: tiny models, real environments, real steps."""
 
+import math
+
 import pytest
 import torch
 from datasets import Dataset
@@ -127,7 +129,8 @@ def test_an_environment_without_a_reward_for_an_attempt_prints_no_row(rewards, u
     )
     ours.train()
     assert "returned None" not in caplog.text
-    assert ours._rewards_per_func.isnan().all(dim=0).tolist() == unscored
+    columns = [list(ours._logs["rewards"][name]) for name in ours.reward_func_names]
+    assert [all(map(math.isnan, column)) for column in columns] == unscored
 
 
 def test_groups_without_a_signal_are_drawn_anew_with_environments_too(tmp_path):

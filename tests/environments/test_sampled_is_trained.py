@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import Attempts, Limits, Sample, Task
+from grpo_ext.environments.loop import Attempts, Limits, Task
 from grpo_ext.environments.protocol import Conversation, Step
 from grpo_ext.environments.rendering import Renderer
-from grpo_ext.objective.trajectory import batch
+from grpo_ext.objective.trajectory import Sample, batch
 
 TRAJECTORIES = int(os.environ.get("TRAJECTORIES", "200"))
 PIECES = ["a ", " b", "<|end|>", "<think>", "no</think>", "\n", "é", "\ud800", "<|assistant|>", ";", ";\n", "  ", "7"]

@@ -134,11 +134,9 @@ def leave(folder, name, text):
 
 
 ROW = json.dumps({"reward": 1.0, "step": 1}) + "\n"
-STATE = json.dumps({"log_history": [{"reward": 0.5, "step": 3}]})
 LEFT_OUT = {
     "a half-written last line": ({"metrics.jsonl": ROW + '{"reward": 1.'}, "metrics.jsonl: line 2 left out"),
     "rows of another format": ({"metrics.jsonl": ROW + "7\n[]\nreward,step\n"}, "3 lines, from line 2 on,"),
-    "a log in a checkpoint alone": ({"checkpoint-3/trainer_state.json": STATE}, "that of checkpoint-3/trainer_state"),
     "nothing on record": ({"metrics.jsonl": ROW}, "No record of the settings yet"),
     "a broken record": ({"metrics.jsonl": ROW, "finished.json": "{"}, "finished.json cannot be read"),
     "a record of another kind": ({"metrics.jsonl": ROW, "finished.json": "[]"}, "holds a list where an object"),
@@ -238,27 +236,6 @@ def test_without_a_held_out_evaluation_the_answer_is_unknown(tmp_path):
     log = [{"reward": 0.1, "eval_reward": 0.1 * s, "step": s} for s in (1, 2)]
     page = page_of(tmp_path, run_folder(tmp_path / "other", log=log))
     assert "eval_reward rose from 0.1 at step 1 to 0.2 at step 2. One figure without an interval" in page.text
-
-
-PARTS = {
-    "groups/mixed": 0.5,
-    "groups/all_right": 0.2,
-    "groups/all_wrong": 0.3,
-    "time/rollout": 2.0,
-    "time/training": 1,
-}
-
-
-def test_what_adds_up_stands_on_each_other_in_the_picture_of_one_run(tmp_path):
-    log = [{**PARTS, "reward": 1.0, "step": step} for step in (1, 2, 3)] + [{"groups/mixed": 0.1, "step": 4}]
-    run = run_folder(tmp_path / "mine", log=log)
-    page = page_of(tmp_path, run)
-    _, groups, seconds = [a["aria-label"] for _, a in page.elements if a.get("role") == "img"]
-    assert groups.startswith("groups/mixed: 0.5 at step 1, 0.5 at step 3; groups/all_wrong: 0.3")
-    assert seconds.startswith("time/training: 1 at step 1, 1 at step 3; time/rollout: 2")
-    assert "groups/all_right 0.2 0.2 0.2 0.2" in page.text
-    beside = page_of(tmp_path, run, run_folder(tmp_path / "other", log=log))
-    assert len([a for _, a in beside.elements if a.get("role") == "img"]) == 6
 
 
 def test_a_tick_keeps_its_digits(tmp_path):

@@ -23,7 +23,7 @@ from test_rewards_runtime import BATCH, spec
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.composition import parse
-from grpo_ext.rewards.containment import contained
+from grpo_ext.rewards.containment import for_trl
 from grpo_ext.rewards.signatures import asks
 from grpo_ext.rewards.workers import child, pool
 from support import faulty
@@ -36,6 +36,10 @@ def score(runtime, completions=BATCH, **columns) -> list:
     """Values of the only reward, in this process also of an async one."""
     values = runtime.functions[0](prompts=[""] * len(completions), completions=list(completions), **columns)
     return asyncio.run(values) if inspect.isawaitable(values) else values
+
+
+def ignore(name, scores):
+    """Drop what a reward returned beside its values."""
 
 
 # Values.
@@ -207,11 +211,9 @@ def test_what_is_not_one_value_per_completion_is_an_error(on_error, workers, run
         for what in faulty.MISSHAPEN
     ]
     rewards = runtime(*specs, workers=workers)
-    rewards.deferred = True
     batch = {"prompts": [""] * 2, "completions": ["good"] * 2}
-    for function in rewards.functions:
-        function(**batch)
-    for error, entry, (_, words) in zip(rewards.errors, specs, faulty.MISSHAPEN.values(), strict=True):
+    errors = [function.scores(batch).error for function in rewards.functions]
+    for error, entry, (_, words) in zip(errors, specs, faulty.MISSHAPEN.values(), strict=True):
         assert f"reward {entry.name!r} (support.faulty:returns)" in error
         assert words in error
 
@@ -339,20 +341,21 @@ def test_a_column_that_json_cannot_hold_is_saved_as_text(runtime, tmp_path):
     [([10**400] * 2, "int too large"), (["a"] * 2, "'a', which is not a number"), ([1.0], "1 values for 2")],
 )
 def test_a_plain_function_is_contained_with_its_values(values, reason):
-    errors = []
-    reward = contained(lambda completions, **_: values, errors, {})
+    taken = []
+    reward = for_trl(lambda completions, **_: values, lambda *scored: taken.append(scored))
     assert reward(completions=["a", "b"]) == [None, None]
-    assert reason in errors[0]
-    rows = {}
+    [(name, scores)] = taken
+    assert name == "<lambda>"
+    assert reason in scores.error
     for given in ((1, None, math.inf), iter([True, None, -math.inf]), torch.tensor([1.0, 2.0, math.inf])):
-        first = contained(lambda completions, given=given, **_: given, errors, rows)(completions=["a"] * 3)[0]
+        first, _, last = for_trl(lambda completions, given=given, **_: given, ignore)(completions=["a"] * 3)
         assert first == 1.0
-        assert rows == {"<lambda>": [2]}
+        assert math.isinf(last)
 
 
 @pytest.mark.parametrize("later", [False, True])
 def test_nan_of_a_plain_function_counts_as_none_as_in_trl(later, caplog):
-    metrics, rows, batches = [], {}, [[1.0, 2.0], [1.0, np.nan], [np.nan, np.nan], [1.0, 2.0]]
+    metrics, batches = [], [[1.0, 2.0], [1.0, np.nan], [np.nan, np.nan], [1.0, 2.0]]
 
     def function(completions, **_):
         return batches.pop(0)
@@ -360,12 +363,11 @@ def test_nan_of_a_plain_function_counts_as_none_as_in_trl(later, caplog):
     async def function_later(completions, **_):
         return batches.pop(0)
 
-    reward = contained(function_later if later else function, [], rows)
+    reward = for_trl(function_later if later else function, ignore)
     columns = {"completions": ["a", "b"], "log_metric": lambda *logged: metrics.append(logged)}
     values = [asyncio.run(reward(**columns)) if later else reward(**columns) for _ in range(4)]
     assert values == [[1.0, 2.0], [1.0, None], [None, None], [1.0, 2.0]]
     assert metrics == [(f"rewards/{reward.__name__}/nan_frac", share) for share in (0.5, 1.0, 0.0)]
-    assert rows == {reward.__name__: []}
     [record] = caplog.records
     assert "returned NaN for 1 of 2 completions" in record.message
 
@@ -386,7 +388,7 @@ def test_no_exception_of_a_function_leaves_it(error, where, runtime, monkeypatch
         entry = spec(f"raises_in_{where}", isolate=False)
         assert score(runtime(entry), ["good", "bad"]) == [1.0 if where == "value" else None, None]
         errors = []
-        reward = contained(entry.callable, errors, {})
+        reward = for_trl(entry.callable, lambda _, scores: errors.append(scores.error))
         values = reward(completions=["good", "bad"])
         assert (asyncio.run(values) if inspect.isawaitable(values) else values) == [None, None]
     finally:

@@ -4,11 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import IterableDataset
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import ConfigError
-from grpo_ext.rollout.dynamic_sampling import FreshPrompts, groups_to_draw, judge_problems, judged, replacements
+from grpo_ext.rollout.dynamic_sampling import (
+    DynamicSampler,
+    FreshPrompts,
+    groups_to_draw,
+    judge_problems,
+    judged,
+    replacements,
+)
 from support import tiny
 from support.processes import launcher, run
 from support.trainers import build, number, record
@@ -187,22 +195,10 @@ def test_a_stream_cannot_be_drawn_from(model_path, tmp_path):
         GRPOExtTrainer(model_path, [tiny.length], args, rows, processing_class=tiny.tokenizer())
 
 
-def test_tools_are_refused(model_path, tmp_path):
-    def add(a: int, b: int) -> int:
-        """Add two numbers.
-
-        Args:
-            a: one.
-            b: the other.
-        """
-        return a + b
-
-    trainer = build(model_path, tmp_path)
-    trainer.tools, trainer.args.dynamic_sampling = [add], "length"
-    from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-
+def test_tools_are_refused(tmp_path):
+    args = GRPOExtConfig(output_dir=str(tmp_path), dynamic_sampling="length", **tiny.TRAINING)
     with pytest.raises(ConfigError, match="tools"):
-        DynamicSampler(trainer)
+        DynamicSampler(args, tiny.prompts(), ["length"], 4, stateful=True, accelerator=Accelerator())
 
 
 # Two processes.

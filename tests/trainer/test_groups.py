@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo_ext.trainer.groups import shares
+from grpo_ext.trainer.credit import group_shares
 
 NONE = math.nan
 KINDS = {
@@ -24,15 +24,15 @@ KINDS = {
 
 @pytest.mark.parametrize(("rewards", "expected"), KINDS.values(), ids=KINDS.keys())
 def test_kinds_of_groups(rewards, expected):
-    found = shares(torch.tensor(rewards).unsqueeze(-1), ["mine"])
+    found = group_shares(torch.tensor(rewards).unsqueeze(-1), ["mine"])
     assert found == dict(zip(("groups/all_right", "groups/all_wrong", "groups/mixed"), expected, strict=True))
 
 
 def test_accuracy_judges_where_it_is_named_and_else_the_first():
     rewards = torch.tensor([[[0.0, 1.0], [1.0, 1.0]]])  # one group: the first reward mixed, the second all right
-    assert shares(rewards, ["format", "accuracy"])["groups/all_right"] == 1
-    assert shares(rewards, ["format", "other"])["groups/mixed"] == 1
+    assert group_shares(rewards, ["format", "accuracy"])["groups/all_right"] == 1
+    assert group_shares(rewards, ["format", "other"])["groups/mixed"] == 1
 
 
 def test_nothing_is_said_where_nothing_was_scored():
-    assert shares(torch.full((2, 2, 1), NONE), ["mine"]) == {}
+    assert group_shares(torch.full((2, 2, 1), NONE), ["mine"]) == {}

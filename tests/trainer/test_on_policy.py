@@ -181,13 +181,13 @@ def test_with_vllm(corrected, windows, folders, tmp_path, log_ratios):
 
 def forwards(trainer, monkeypatch):
     """Token ids and mask of each forward without a gradient, and of each with one."""
-    found, forward = {False: [], True: []}, trainer._get_per_token_logps_and_entropies
+    found, forward = {False: [], True: []}, trainer._scorer.tokens
 
     def spy(model, input_ids, attention_mask, *args, **kwargs):
         found[torch.is_grad_enabled()].append((input_ids.tolist(), attention_mask.tolist()))
         return forward(model, input_ids, attention_mask, *args, **kwargs)
 
-    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", spy)
+    monkeypatch.setattr(trainer._scorer, "tokens", spy)
     trainer.train()
     return found[False], found[True]
 

@@ -15,8 +15,8 @@ from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rewards.workers import child
-from grpo_ext.trainer.arguments import quantized_problems
 from grpo_ext.trainer.callbacks import Progress, clock, line
+from grpo_ext.trainer.setup import quantized_problems
 from support import tiny
 from support.interrupted import without_clocks
 
@@ -143,7 +143,7 @@ MISTAKES = [
     ({"rewards": [5]}, ["reward_funcs[0]=5: neither a name nor a mapping"]),
     ({"rewards": None}, ["reward_funcs=None"]),
     ({"rewards": []}, ["nothing would be rewarded"]),
-    ({"rewards": [no_columns]}, ["reward_funcs[0]=no_columns: it does not take **kwargs", "Add **kwargs"]),
+    ({"rewards": [no_columns]}, ["reward_funcs[0]='no_columns': it does not take **kwargs", "Add **kwargs"]),
     ({"rewards": [{"func": digits, "kwargs": {"least": 1}}]}, ["not an option of 'digits'", "most"]),
     ({"rewards": [{"func": digits, "timeout": 3}]}, ["scored in this process", "'my_module:name'"]),
     ({"rewards": [digits, {"func": digits}]}, ["have the log name 'digits'"]),

@@ -269,23 +269,24 @@ def test_an_infinite_reward_is_unscorable(defaults, model_path, tmp_path, caplog
     assert "inf returned by reward 'exploding' on rank 0, row 0" in caplog.text
 
 
-def test_kl_in_the_reward(model_path, tmp_path):
+def test_kl_in_the_reward(model_path, tmp_path, monkeypatch):
     """RLOO: the total is lowered by beta times the summed k1 before the baseline is taken."""
     settings = {"loss_type": "rloo", "beta": 0.5, "num_iterations": 1, "max_steps": 2, "learning_rate": 0.01}
     trainer = build(model_path, tmp_path, [binary], rollout=scripted_rollout, **settings)
     penalties, totals = [], []
-    reward_kl, advantages = trainer._reward_kl, trainer._advantages
+    reward_kl, advantages = trainer._reward_kl, trainer.objective.advantages
 
     def spy_kl(*args):
         per_token = reward_kl(*args)
         penalties.append(per_token.sum(dim=1))
         return per_token
 
-    def spy_advantages(rewards, *rest):
-        totals.append((rewards, advantages(rewards, *rest)))
+    def spy_advantages(_, rewards, *rest, **tokens):
+        totals.append((rewards, advantages(rewards, *rest, **tokens)))
         return totals[-1][1]
 
-    trainer._reward_kl, trainer._advantages = spy_kl, spy_advantages
+    trainer._reward_kl = spy_kl
+    monkeypatch.setattr(type(trainer.objective), "advantages", spy_advantages)
     trainer.train()
     assert penalties[0].abs().max() < 1e-5
     assert penalties[1].abs().max() > 1e-3

@@ -109,11 +109,14 @@ def loss_and_gradient(trainer, inputs: dict, vllm: bool):
     noise, ref_noise = inputs.pop("noise"), inputs.pop("ref_noise")
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     trainer.use_vllm = vllm
-    trainer._get_per_token_logps_and_entropies = float64_forward
+    if isinstance(trainer, GRPOExtTrainer):
+        trainer._scorer.tokens = float64_forward
+    else:
+        trainer._get_per_token_logps_and_entropies = float64_forward
     trainer.model.train()
     trainer.model.zero_grad()
     with torch.no_grad():
-        logps, _, _ = trainer._get_per_token_logps_and_entropies(
+        logps, _, _ = float64_forward(
             trainer.model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),

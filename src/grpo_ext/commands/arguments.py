@@ -47,16 +47,7 @@ RUN = Option("run", metavar="RUN", help="output_dir of a run, a checkpoint, a fo
 
 @dataclass(frozen=True)
 class Command:
-    """One command of `grpo-ext`.
-
-    Args:
-        group: heading in the overview.
-        summary: one line of help.
-        options: its arguments.
-        keys: whether keys of a recipe, or settings, may follow.
-        further: text at the end of its help.
-        module: module of this folder with its `run(options)`; empty: the command's name.
-    """
+    """A command: heading, line of help, arguments; whether keys may follow; end of its help; name of its module."""
 
     group: str
     summary: str
@@ -76,7 +67,6 @@ COMMANDS = {
             Option("--recipe", default="quickstart/grpo", help="recipe name or path (default: %(default)s)"),
         ),
         keys=True,
-        further=KEYS,
     ),
     "new": Command(
         START,
@@ -92,13 +82,13 @@ COMMANDS = {
             Option("--version", metavar="N", default="", help="version of the other project"),
         ),
     ),
-    "check": Command(TRAIN, "list all mistakes in a recipe, or its plan", LAUNCH, keys=True, further=KEYS),
+    "check": Command(TRAIN, "list all mistakes in a recipe, or its plan", LAUNCH, keys=True),
     "train": Command(
         TRAIN,
         "train a recipe",
         (*LAUNCH, Option("--help-all", action="store_true", help="list all keys of a recipe, by subject")),
         keys=True,
-        further=EXAMPLES + KEYS,
+        further=EXAMPLES,
     ),
     "serve": Command(
         TRAIN,
@@ -109,7 +99,7 @@ COMMANDS = {
             Option("--port", metavar="P", type=int, help="port to listen on (default: the recipe's)"),
         ),
         keys=True,
-        further=f"{KEYS}\nArguments after -- are passed to vLLM.",
+        further="\nArguments after -- are passed to vLLM.",
     ),
     "verify": Command(
         TRAIN,
@@ -119,7 +109,6 @@ COMMANDS = {
             Option("--precision", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s"),
         ),
         keys=True,
-        further=KEYS,
     ),
     "score": Command(
         AFTER,
@@ -131,7 +120,6 @@ COMMANDS = {
             Option("--output", metavar="FILE", help="write all rows with their scores to this .jsonl or .parquet"),
         ),
         keys=True,
-        further=KEYS,
     ),
     "eval": Command(
         AFTER,
@@ -145,7 +133,6 @@ COMMANDS = {
             Option("--temperature", metavar="T", type=float, help="sampling temperature"),
         ),
         keys=True,
-        further=KEYS,
     ),
     "try": Command(
         AFTER,
@@ -171,7 +158,6 @@ COMMANDS = {
             Option("--pass_by", metavar="REWARD", help="reward that the pass rate is the mean of (default: accuracy)"),
         ),
         keys=True,
-        further=KEYS,
     ),
     "merge": Command(
         AFTER,
@@ -203,10 +189,9 @@ COMMANDS = {
         (
             Option("dump", type=Path, metavar="DUMP", help="folder of a step in a run's batches/ or failures/"),
             Option("--model", metavar="RUN", help="weights (default: those at the beginning of the step)"),
-            Option("--output", metavar="FILE", type=Path, help="results as .json, or a figure as .svg, .png or .pdf"),
+            Option("--output", metavar="FILE", type=Path, help="write all figures and tokens to this .json"),
         ),
         keys=True,
-        further="\nA setting such as --loss_type dr_grpo may follow: the step is then computed with and without it.",
     ),
     "diagnose": Command(
         AFTER,
@@ -216,9 +201,9 @@ COMMANDS = {
             Option("--json", action="store_true", help="print one JSON object"),
         ),
     ),
-    "recipes": Command(REFERENCE, "list the packaged recipes"),
-    "losses": Command(REFERENCE, "list the values of `loss_type`, with formula and paper"),
-    "rewards": Command(REFERENCE, "list the values of `reward_funcs`, with their options"),
+    "recipes": Command(REFERENCE, "list the packaged recipes", module="lists"),
+    "losses": Command(REFERENCE, "list the values of `loss_type`, with formula and paper", module="lists"),
+    "rewards": Command(REFERENCE, "list the values of `reward_funcs`, with their options", module="lists"),
     "env": Command(REFERENCE, "show versions and hardware, for a bug report"),
     "completion": Command(
         REFERENCE,
@@ -237,7 +222,7 @@ def tree() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]
             name,
             help=command.summary,
             description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            epilog=command.further,
+            epilog=command.further + (KEYS if command.keys else ""),
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -2,11 +2,13 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 
 import datasets
 from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
 
-from grpo_ext.commands.console import print_sections
 from grpo_ext.commands.launching import asked, is_fsdp
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.config.engines import fsdp_on_cpu
@@ -42,6 +44,17 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
         print_sections(plan(recipe, look))
         return _check_server(recipe)
+
+
+def print_sections(sections: Mapping[str, Section]) -> None:
+    """Print a table of names and values for each section that is not empty."""
+    console = Console()
+    for title, rows in sections.items():
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for row in rows:
+            table.add_row(*row)
+        if rows:
+            console.print(table, "", markup=False)
 
 
 def plan(recipe: Recipe, look: Look) -> dict[str, Section]:

@@ -5,31 +5,59 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from grpo_ext.report.diagnosis import Diagnosis, diagnosed
+from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.report.reading import RunFolder, read_runs
+from grpo_ext.trainer.checkpoints.finish import METRICS_FILE
+from grpo_ext.trainer.diagnosis.rules import RULES
+
+Metrics = Mapping[str, Sequence[str]]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the findings; return 0 without findings, 1 with findings."""
-    diagnosis = diagnosed(options.run)
-    print(json.dumps(diagnosis.to_dict(), indent=2) if options.json else "\n".join(_lines(diagnosis)))
-    return 1 if diagnosis.findings else 0
+    """Print the findings; return 0 without findings, 1 with findings.
+
+    Raises:
+        ConfigError: the folder does not exist, or holds no log of training.
+    """
+    (found,) = read_runs([options.run])
+    if not found.training_log:
+        reason = f"no log of a training step was found in {METRICS_FILE}"
+        cure = " ".join(["Name the output_dir of a run that has logged (logging_steps).", *found.notes])
+        raise ConfigError([Problem(str(found.folder), ABSENT, reason, cure)])
+    logged = {name for row in found.log for name in row}
+    unchecked = {rule.name: missing for rule in RULES if (missing := rule.missing(logged))}
+    checked = {rule.name: list(rule.figures) for rule in RULES if rule.name not in unchecked}
+    if options.json:
+        print(json.dumps(_plain(found, checked, unchecked), indent=2))
+    else:
+        print("\n".join(_lines(found, checked, unchecked)))
+    return 1 if found.findings else 0
 
 
-def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    yield from (f"Note: {note}" for note in diagnosis.run.notes if "line" in note)
-    for finding in diagnosis.findings:
+def _plain(run: RunFolder, checked: Metrics, unchecked: Metrics) -> dict[str, object]:
+    findings = [
+        {"fault": f.rule.name, "step": f.step, "evidence": f.evidence, "is": f.rule.meaning, "cure": f.rule.cure}
+        for f in run.findings
+    ]
+    rules = {"looked_at": checked, "unseen": unchecked}
+    return {"run": str(run.folder), "logs": len(run.training_log), "findings": findings, **rules}
+
+
+def _lines(run: RunFolder, checked: Metrics, unchecked: Metrics) -> Iterator[str]:
+    yield from (f"Note: {note}" for note in run.notes if "line" in note)
+    for finding in run.findings:
         yield f"step {finding.step}: {finding.rule.name}"
         for head, text in (("seen", finding.evidence), ("is", finding.rule.meaning), ("cure", finding.rule.cure)):
             yield from textwrap.wrap(text, 110, initial_indent=f"  {head:5}", subsequent_indent=" " * 7)
-    if not diagnosis.findings:
-        yield f"No problem found in {diagnosis.logs} logs, up to step {diagnosis.run.step}. Checked:"
-        yield from _metrics(diagnosis.checked)
-    elif len(diagnosis.findings) > 1:
+    if not run.findings:
+        yield f"No problem found in {len(run.training_log)} logs, up to step {run.step}. Checked:"
+        yield from _metrics(checked)
+    elif len(run.findings) > 1:
         yield "The first is the likely cause; the others may be its consequences."
-    if diagnosis.unchecked:
+    if unchecked:
         yield "Not checked, because these metrics were not logged:"
-        yield from _metrics(diagnosis.unchecked)
+        yield from _metrics(unchecked)
 
 
-def _metrics(rules: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _metrics(rules: Metrics) -> Iterator[str]:
     yield from (f"  {rule:26} {', '.join(metrics)}" for rule, metrics in rules.items())

@@ -4,9 +4,9 @@ import argparse
 import importlib.util
 import os
 import platform
+import re
 import runpy
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -55,12 +55,9 @@ def _version(name: str) -> str | None:
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text() if info.exists() else "", re.MULTILINE)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    limit = "" if usable == os.cpu_count() else f" ({usable} available to this process)"
-    return f"{name}, {os.cpu_count()} cores{limit}"
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {usable} for this process"
 
 
 def _torch_build() -> str:
@@ -68,13 +65,9 @@ def _torch_build() -> str:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "none"
-    try:
-        build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    except Exception as error:  # any failure here belongs in the report
-        return f"unreadable ({type(error).__name__})"
+    build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     kinds = {"CUDA": build.get("cuda"), "ROCm": build.get("hip"), "XPU": build.get("xpu")}
-    found = ", ".join(f"{kind} {version}" for kind, version in kinds.items() if version)
-    return found or ("CPU and MPS" if sys.platform == "darwin" else "CPU")
+    return ", ".join(f"{kind} {version}" for kind, version in kinds.items() if version) or "CPU"
 
 
 def _gpus() -> list[str]:

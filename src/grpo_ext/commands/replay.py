@@ -33,7 +33,6 @@ from grpo_ext.trainer.one_step import Computed, OneStep, Token, config_of
 from grpo_ext.trainer.recording import FOLDER, ranks_in, read, steps_in, texts
 from grpo_ext.trainer.replaying import whole
 
-PICTURES = (".svg", ".png", ".pdf")
 SHOWN = 10
 """Number of tokens that the terminal shows."""
 SAME = 1e-4
@@ -46,9 +45,8 @@ Content = Mapping[str, Any]
 def run(options: argparse.Namespace) -> int:
     """Compute the step, and show and write the results."""
     output, folder = options.output, _step_folder(options.dump)
-    if output is not None and output.suffix not in (".json", *PICTURES):
-        cure = f"Let it end in .json, {', '.join(PICTURES)}."
-        raise ConfigError([Problem("--output", str(output), "unknown format", cure)])
+    if output is not None and output.suffix != ".json":
+        raise ConfigError([Problem("--output", str(output), "unknown format", "Let it end in .json.")])
     contents = [read(folder)] if folder.is_file() else whole(folder)
     changes = changes_in(options.keys)
     model = options.model or recorded_weights(folder, contents[0])
@@ -58,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     _show(contents, model, logged, computed)
     if output is not None:
         _write(output, contents[0], logged, computed)
-        print(f"{output}: {'the figures' if output.suffix == '.json' else 'gradient, ratios and terms'}.")
+        print(f"{output}: figures and tokens.")
     return 0
 
 
@@ -233,18 +231,10 @@ def _short(value: float | None) -> str:
 
 
 def _write(output: Path, first: Content, logged: Mapping[str, float], computed: Mapping[str, Computed]) -> None:
-    """Write the results as JSON, or draw them."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    if output.suffix == ".json":
-        results = {name: dataclasses.asdict(one) for name, one in computed.items()}
-        content = {"step": first["step"], "texts": first["tokens"], "in the run": logged, **results}
-        output.write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
-        return
-    try:
-        _draw(output, first["step"], computed)
-    except ImportError as error:
-        cure = "pip install 'grpo-ext[plot]', or let it end in .json."
-        raise ConfigError([Problem("--output", str(output), str(error), cure)]) from error
+    results = {name: dataclasses.asdict(one) for name, one in computed.items()}
+    content = {"step": first["step"], "texts": first["tokens"], "in the run": logged, **results}
+    output.write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
 
 
 def _finite(value: object) -> object:
@@ -254,28 +244,3 @@ def _finite(value: object) -> object:
     if isinstance(value, list):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _draw(output: Path, step: int, computed: Mapping[str, Computed]) -> None:
-    """Draw the gradient by block, the ratios, and terms against ratios, one colour per loss.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    gradient, ratios, terms = figure.subplots(1, 3)
-    width = 0.8 / len(computed)
-    for i, (name, one) in enumerate(computed.items()):
-        places = [place + i * width for place in range(len(one.blocks))]
-        gradient.bar(places, list(one.blocks.values()), width, label=f"{name}: {one.objective.partition(':')[0]}")
-        gradient.set_xticks(places, list(one.blocks), rotation=90, fontsize=7)
-        known = [token for token in one.tokens if math.isfinite(token.ratio) and math.isfinite(token.term)]
-        ratios.hist([token.ratio for token in known], bins=50, histtype="step")
-        terms.plot([token.ratio for token in known], [token.term for token in known], ".", markersize=2)
-    gradient.set(title=f"gradient norm, step {step}", yscale="log")
-    ratios.set(title="ratio per token", xlabel="policy / old policy", yscale="log")
-    terms.set(title="term of the loss by ratio", xlabel="policy / old policy")
-    figure.legend(loc="outside lower center", ncols=2)
-    figure.savefig(output)

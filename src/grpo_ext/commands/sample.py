@@ -77,9 +77,12 @@ def sample(trainer: GRPOExtTrainer, num: int, prompts: int) -> Iterator[list[Row
         numbers = range(first * num, (first + len(batch)) * num)
         attempts, first = numbered(trainer.args.seed, Source.EVALUATION, numbers, num), first + len(batch)
         examples = [dict(row) for row in batch for _ in range(num)]
-        asked = [example["prompt"] for example in examples]
-        examples, (_, ids, _, completions, *_) = trainer.rollouts(examples, attempts)
-        rewards = trainer._calculate_rewards(examples, asked, completions, ids).double().cpu()
+        collected = trainer.collect(examples, attempts)
+        examples, completions, rewards = (
+            collected.rows,
+            collected.generated.completions,
+            collected.rewards.double().cpu(),
+        )
         totals = weighted_total(rewards[None], weights.cpu(), missing=missing)[0].tolist()
         scored = [
             with_rewards({**written(example), "completion": text}, dict(zip(names, each, strict=True)), total)

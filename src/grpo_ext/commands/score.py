@@ -8,7 +8,7 @@ from contextlib import closing
 from rich.console import Console
 from rich.table import Table
 
-from grpo_ext.commands.console import print_sections
+from grpo_ext.commands.check import print_sections
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.data.completions import check_output, read_completions, write_completions
 from grpo_ext.errors import ABSENT, ConfigError, Problem

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.hosts import Answer, Connection, EnvironmentHost, answers
@@ -18,19 +18,12 @@ from grpo_ext.environments.observations import opened, stepped, worth
 from grpo_ext.environments.protocol import Message
 from grpo_ext.environments.rendering import CannotRender, Context, Renderer
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, InvalidResult
-from grpo_ext.objective.trajectory import Trajectory, Turn, common
+from grpo_ext.objective.trajectory import Sample, Trajectory, Turn, common
 
 TEMPLATE = "template"
 """Kind of failure: what was said cannot be rendered."""
 _MOMENT = 0.005
 """Seconds in which answers that come together make one wave."""
-
-
-class Sample(NamedTuple):
-    """What the policy sampled in one turn."""
-
-    ids: list[int]
-    logprobs: list[float | None] | None
 
 
 class Engine(Protocol):

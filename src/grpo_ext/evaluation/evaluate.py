@@ -19,7 +19,7 @@ from grpo_ext.errors import RewardError
 from grpo_ext.evaluation.sampling import evaluating, seeded
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.rewards.protocol import ENVIRONMENT
-from grpo_ext.rewards.runtime import Runtime, values_of
+from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.seeds import Source, numbered
 
 TURNS, FAILED = f"{ENVIRONMENT}/turns", f"{ENVIRONMENT}/failed"
@@ -52,7 +52,6 @@ def evaluate(
     done = _agreed(_begun(kept, identity) if accelerator.is_main_process else None)
     left = [i for i in range(len(chunks)) if i not in done]
     runtime = Runtime(chosen.rewards, workers=workers, seed=chosen.seed)
-    runtime.deferred = True
     world, rank = accelerator.num_processes, accelerator.process_index
     try:
         with evaluating(trainer, chosen):
@@ -60,8 +59,9 @@ def evaluate(
                 taken = left[start : start + world]
                 mine = taken[min(rank, len(taken) - 1)]  # a process that has none helps to sample the last
                 made = _sampled(trainer, chosen, rows, chunks[mine], mine, size)
-                found = {mine: _judged(trainer, chosen, made, runtime)} if rank < len(taken) else {}
-                told = gather_object([(found, list(runtime.errors))])
+                failed: list[str] = []
+                found = {mine: _judged(trainer, chosen, made, runtime, failed)} if rank < len(taken) else {}
+                told = gather_object([(found, failed)])
                 if errors := [error for _, theirs in told for error in theirs]:
                     raise RewardError(errors[0])
                 fresh = {chunk: samples for theirs, _ in told for chunk, samples in theirs.items()}
@@ -107,21 +107,22 @@ def _sampled(
     numbers = range(places[0] * chosen.samples, (places[0] + size) * chosen.samples)
     attempts = numbered(chosen.seed, Source.EVALUATION, numbers, chosen.samples)
     with seeded(trainer, chunk, attempts):
-        made, (_, ids, tool_mask, completions, *_) = trainer.rollouts(asked, attempts)
+        collected = trainer.rollouts(asked, attempts)
     real = len(places) * chosen.samples
+    made, (_, ids, tool_mask, completions, *_) = collected.rows, collected.generated
     masks = [[1] * len(row) for row in ids] if tool_mask is None else tool_mask
     return _Sampled(places, asked[:real], made[:real], ids[:real], masks[:real], completions[:real])
 
 
-def _judged(trainer: Any, chosen: EvalSet, sampled: _Sampled, runtime: Runtime) -> list[Sample]:
-    """Samples with their rewards."""
+def _judged(trainer: Any, chosen: EvalSet, sampled: _Sampled, runtime: Runtime, failed: list[str]) -> list[Sample]:
+    """Samples with their rewards; messages of rewards whose failure ends the run are added to `failed`."""
     rows, ids = sampled.rows, sampled.ids
     ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     made = sampled.made
     columns: dict[str, list[Any]] = {name: [row.get(name) for row in made] for name in made[0] if name != "prompt"}
     columns["prompts"] = [row["prompt"] for row in rows]
     columns |= {"completions": sampled.completions, "completion_ids": ids}
-    rewards, extras = _scored(runtime, columns, trainer.state)
+    rewards, extras = _scored(runtime, columns, trainer.state, failed)
     if trainer.acting is not None:
         _add_played(trainer.acting, [row[TRAJECTORY] for row in sampled.made], rewards, extras)
     found = []
@@ -147,7 +148,7 @@ def _add_played(
 
 
 def _scored(
-    runtime: Runtime, columns: dict[str, Any], state: Any
+    runtime: Runtime, columns: dict[str, Any], state: Any, failed: list[str]
 ) -> tuple[dict[str, list[float | None]], dict[str, list[Any]]]:
     """Values of each reward, and the columns that rewards tell."""
     extras: dict[str, list[Any]] = {}
@@ -156,7 +157,9 @@ def _scored(
         "log_metric": lambda *_: None,
         "trainer_state": SimpleNamespace(global_step=state.global_step, max_steps=state.max_steps),
     }
-    return {function.__name__: values_of(function, {**columns, **given}) for function in runtime.functions}, extras
+    scores = {function.__name__: function.scores({**columns, **given}) for function in runtime.functions}
+    failed += [of_one.error for of_one in scores.values() if of_one.error]
+    return {name: of_one.values for name, of_one in scores.items()}, extras
 
 
 # What is finished.

@@ -11,9 +11,17 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
+from typing import NamedTuple
 
 COLUMN = "trajectory"
 """What reward functions find a row's `Trajectory` under."""
+
+
+class Sample(NamedTuple):
+    """Tokens that the policy sampled in one turn, and their log-probabilities where they are known."""
+
+    ids: list[int]
+    logprobs: list[float | None] | None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Attention over packed groups: every prompt once, each completion over its prompt and itself, never over a sibling.
+"""Attention over packed groups: each prompt once, each completion over its prompt and itself, never over a sibling.
 
-Registered with transformers as "grpo_ext_shared_prefix". What attends to what travels in the forward's keyword
-arguments (`LAYOUT`), so that gradient checkpointing sees the same layout again when it recomputes a layer.
+Registered with transformers as "grpo_ext_shared_prefix". The segments travel in the forward's keyword arguments
+(`LAYOUT`), so that gradient checkpointing sees the same layout when it recomputes a layer.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ NAME = "grpo_ext_shared_prefix"
 LAYOUT = "grpo_ext_segments"
 
 _FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window", "cache")
-"""Arguments by which a model asks its attention for more than softmax(q k) v."""
+"""Arguments of attention functions that ask for more than softmax(q k) v."""
 
 
 class ForeignAttention(ValueError):
-    """A model's attention is more than softmax(q k) v."""
+    """The attention of a model computes more than softmax(q k) v."""
 
 
 def attention(
@@ -37,16 +37,16 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 tokens heads size"], None]:
-    """An attention function as transformers calls it.
+    """Compute attention over packed segments; called by transformers.
 
     Raises:
-        ForeignAttention: the model asks for something that shared prefixes do not know, such as a sliding window.
+        ForeignAttention: the model asks for something that packing does not support, such as a sliding window.
     """
     foreign = [name for name in _FOREIGN if kwargs.get(name) is not None]
     foreign += [name for name, asked in (("dropout", dropout), ("a mask", attention_mask is not None)) if asked]
     if LAYOUT not in kwargs or foreign or value.shape[-1] != query.shape[-1]:
-        asked = ", ".join(foreign) or "an attention of its own"
-        raise ForeignAttention(f"{type(module).__name__} asks for {asked}, which shared_prefix does not know")
+        asked = ", ".join(foreign) or "an attention other than softmax(q k) v"
+        raise ForeignAttention(f"{type(module).__name__} asks for {asked}, which shared_prefix does not support")
     _follow(module)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as torch's own attention under autocast
@@ -59,12 +59,12 @@ def attention(
     return by_sdpa(query, key, value, segments, scale), None
 
 
-# Which attention runs: the config says so during a forward; a layer that is recomputed in the backward says so itself.
+# The config selects the attention during a forward; a layer that is recomputed in the backward selects it itself.
 
 
 @contextmanager
 def selected(model: nn.Module) -> Iterator[None]:
-    """Run `model`'s attention through this module, and what it ran through before afterwards, whatever happens."""
+    """Run `model`'s attention through this module for a `with` block."""
     configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
     before = [(c, c._attn_implementation_internal) for c in configs.values()]
     try:
@@ -77,29 +77,29 @@ def selected(model: nn.Module) -> Iterator[None]:
 
 
 def _follow(module: nn.Module) -> None:
-    """Have `module` choose its attention by its own arguments when checkpointing calls it again.
+    """Make `module` select its attention by its own arguments when checkpointing calls it again.
 
-    Also without a gradient, which is how reentrant checkpointing runs its first forward.
+    Needed without a gradient too: reentrant checkpointing runs its first forward so.
     """
     if _choose not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_choose, with_kwargs=True)
         module.register_forward_hook(_restore, with_kwargs=True, always_call=True)
 
 
-def _choose(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _choose(module: Any, args: object, kwargs: dict[str, Any]) -> None:
     if LAYOUT in kwargs and module.config._attn_implementation_internal != NAME:
         module._grpo_ext_before = module.config._attn_implementation_internal
         module.config._attn_implementation_internal = NAME
 
 
-def _restore(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+def _restore(module: Any, args: object, kwargs: dict[str, Any], output: object) -> None:
     if hasattr(module, "_grpo_ext_before"):
         module.config._attn_implementation_internal = module._grpo_ext_before
         del module._grpo_ext_before
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Segments say it all."""
+def _no_mask(*args: object, **kwargs: object) -> None:
+    """Build no mask: the segments replace it."""
 
 
 AttentionInterface.register(NAME, attention)

@@ -1,28 +1,27 @@
-"""Dropout, which would make rollouts, old log-probabilities and the loss see different networks."""
+"""Find and switch off dropout, with which rollouts, old log-probabilities and the loss see different networks."""
 
-import dis
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 Rates = list[tuple[Any, str, float]]
-"""What holds a rate, the name of it there, and the rate."""
+"""The object that holds a rate, the rate's name there, and the rate."""
 
 
 def active_dropout(model: nn.Module) -> list[str]:
-    """Names of the modules that drop something in training."""
+    """Return the names of the modules that drop something in training."""
     return [name or type(module).__name__ for name, module in model.named_modules() if [*_rates(module)]]
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """No dropout in modules, in attention nor in the config, so that rollouts, old log-probabilities and loss agree.
+    """Set the rates of modules, attention and config to 0.
 
-    A checkpoint keeps the config's rates: `save_pretrained` of every model inside writes them as they were.
+    Checkpoints keep the config's rates: `save_pretrained` of every model inside writes the original ones.
     """
     found = [rate for module in model.modules() for rate in _rates(module)]
     for holder, name, _ in found:
@@ -34,7 +33,7 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 
 def _rates(module: nn.Module) -> Iterator[tuple[Any, str, float]]:
-    """What a module drops by: rates of its own, and those that it reads from its config at each forward."""
+    """Find the rates of a module: its own, and those that it reads from its config at each forward."""
     for name, value in vars(module).items():
         named = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
         if named and isinstance(value, float) and value > 0:
@@ -47,7 +46,7 @@ def _rates(module: nn.Module) -> Iterator[tuple[Any, str, float]]:
 
 @cache
 def _read_later(kind: type[nn.Module]) -> frozenset[str]:
-    """The `drop` of every `config.drop` in a module's methods, its constructor aside."""
+    """Names of the rates in `config.rate` in the source of a module's methods, except its constructor."""
     methods = [
         inspect.unwrap(method)
         for parent in kind.__mro__
@@ -55,13 +54,18 @@ def _read_later(kind: type[nn.Module]) -> frozenset[str]:
         for name, method in vars(parent).items()
         if name != "__init__" and inspect.isfunction(method)
     ]
-    steps = (pair for method in methods for pair in pairwise(dis.get_instructions(method)))
-    looked_up = (str(attribute.argval) for config, attribute in steps if config.argval == "config")
-    return frozenset(name for name in looked_up if "drop" in name)
+    return frozenset(name for method in methods for name in re.findall(r"config\.(\w*drop\w*)", _source(method)))
+
+
+def _source(method: Callable[..., object]) -> str:
+    try:
+        return inspect.getsource(method)
+    except OSError:  # made by exec, as transformers' generated methods
+        return ""
 
 
 def _save(model: PreTrainedModel, rates: Rates, *args: Any, **kwargs: Any) -> None:
-    """`model.save_pretrained` with these rates in the config."""
+    """Call `model.save_pretrained` with these rates in the config."""
     for config, name, rate in rates:
         setattr(config, name, rate)
     try:

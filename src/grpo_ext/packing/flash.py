@@ -1,7 +1,7 @@
-"""`kernels` on CUDA: torch's flash kernel over sequences of different lengths.
+"""Attention over packed segments on CUDA, by torch's flash kernel over sequences of different lengths.
 
-One call for what is causal and one for each level of prefixes, whatever the number of segments, merged in the same
-way; half precision only, as the kernel.
+One causal call and one call for each level of prefixes, for any number of segments, merged as in `kernels`. Half
+precision only, as the kernel.
 """
 
 import logging
@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from grpo_ext.packing.kernels import Crossing, Run, Segments
+from grpo_ext.packing.kernels import Crossing, Run, Segments, by_sdpa
 
 logger = logging.getLogger(__name__)
 
 
 Bounds = tuple[Tensor, Tensor, int, int]
-"""Where sequences of queries and of keys begin and end, and how long the longest of each is."""
+"""Cumulative lengths of the sequences of queries and of keys, and the longest of each."""
 
 
 class _Level(NamedTuple):
@@ -27,13 +27,13 @@ class _Level(NamedTuple):
 
     bounds: Bounds
     asking: Tensor
-    """Tokens behind a prefix,"""
+    """Tokens after a prefix."""
     answering: Tensor
-    """and those of the prefixes."""
+    """Tokens of the prefixes."""
 
 
 class _Plan(NamedTuple):
-    """The calls."""
+    """The calls of one layout."""
 
     own: Bounds
     levels: list[_Level]
@@ -68,7 +68,7 @@ def flash_forward(
     segments: Segments,
     scale: float,
 ) -> tuple[Float[Tensor, "tokens heads size"], Float[Tensor, "heads tokens"], list[Tensor]]:
-    """Output, log-sum-exp, and what the backward kernel asks back."""
+    """Output, log-sum-exp, and the state that the backward kernel needs."""
     call = torch.ops.aten._flash_attention_forward
     p = _plan(segments, q.device)
     out, lse, *state, _ = call(q, k, v, *p.own, 0.0, True, False, scale=scale)
@@ -137,14 +137,14 @@ EXAMPLE = Segments(
         Run(489, 1, 20),
     )
 )
-"""Two prompts, completions shorter and longer than a tile of the kernel, one behind another, a row of its own."""
+"""Two prompts, completions shorter and longer than a tile of the kernel, one after another, and a plain row."""
 TOLERANCE = 0.02
-"""Relative, of values and gradients in the Euclidean norm; bfloat16 rounds to 0.004."""
+"""Relative error of values and gradients in the Euclidean norm; bfloat16 rounds to 0.004."""
 
 
 @lru_cache(maxsize=8)
 def flash_is_exact(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether `FlashAttention` runs here and, on `EXAMPLE`, gives the values and gradients of dense attention."""
+    """Return whether `FlashAttention` runs here and gives SDPA's values and gradients on `EXAMPLE`."""
     g = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(509, heads, size, generator=g).to(device, dtype) for heads in (4, 2, 2, 4))
     scale = size**-0.5
@@ -152,7 +152,7 @@ def flash_is_exact(device: torch.device, dtype: torch.dtype, size: int) -> bool:
         with torch.no_grad():
             out, lse, state = flash_forward(q, k, v, EXAMPLE, scale)
             found = out, *flash_backward(grad, q, k, v, out, lse, state, EXAMPLE, scale)
-            expected = _dense(q.float(), k.float(), v.float(), grad.float(), EXAMPLE, scale)
+        expected = _by_sdpa(q, k, v, grad, scale)
         off = max(((f - e).norm() / e.norm()).item() for f, e in zip(found, expected, strict=True))
         reason = f"it is off by {off:.2g}" if not off < TOLERANCE else None
     except (RuntimeError, TypeError) as error:
@@ -162,31 +162,10 @@ def flash_is_exact(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     return reason is None
 
 
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, segments: Segments, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output and gradients of q, k, v, as `flash_forward` and `flash_backward`, by the whole matrix of scores."""
-    (q, grad), (k, v) = ((x.transpose(0, 1) for x in pair) for pair in ((q, grad), (k, v)))
-    heads, key_heads = len(q), len(k)
-    k, v = (x.repeat_interleave(heads // key_heads, dim=0) for x in (k, v))
-    scores = (q @ k.mT * scale).masked_fill(~visible(segments).to(q.device), -torch.inf)
-    p = scores.softmax(dim=-1)
-    out = p @ v
-    d_scores = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
-    dq, dk, dv = d_scores @ k, d_scores.mT @ q, p.mT @ grad
-    dk, dv = (x.unflatten(0, (key_heads, -1)).sum(1) for x in (dk, dv))
-    out, dq, dk, dv = (x.transpose(0, 1) for x in (out, dq, dk, dv))
-    return out, dq, dk, dv
-
-
-def visible(segments: Segments) -> Bool[Tensor, "tokens tokens"]:
-    """Which token (row) sees which (column)."""
-    tokens = segments.runs[-1].stop
-    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
-    for run in segments.runs:
-        for segment in run.segments:
-            own = slice(*segment)
-            seen[own, own] = torch.ones(run.length, run.length).tril().bool()
-        for prefix in segments.seen_by(run):
-            seen[run.start : run.stop, slice(*prefix)] = True
-    return seen
+@torch.enable_grad()
+def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """Output and gradients of q, k, v on `EXAMPLE` in float32, by torch's SDPA."""
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    with torch.autocast(q.device.type, enabled=False):
+        out = by_sdpa(*(x.transpose(0, 1)[None] for x in leaves), EXAMPLE, scale)[0]
+    return out.detach(), *torch.autograd.grad(out, leaves, grad.float())

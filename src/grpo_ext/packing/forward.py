@@ -1,4 +1,4 @@
-"""The forward of a packed row, and its scores back in the padded batch."""
+"""Forward of a packed row, with its scores scattered back to the padded batch."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from grpo_ext.packing.attention import LAYOUT, selected
 from grpo_ext.packing.layout import Layout
@@ -15,21 +16,21 @@ from grpo_ext.packing.lm_head import labelled_positions_only
 
 def log_probs(
     model: nn.Module,
-    base: Any,
+    base: PreTrainedModel,
     input_ids: Int[Tensor, "rows width"],
     layout: Layout,
     completion: int,
     **inputs: Any,
 ) -> tuple[Float[Tensor, "rows completion"], Float[Tensor, "rows completion"] | None, Tensor | None]:
-    """Log-probabilities and entropies of the completions' tokens (0 where there is none), auxiliary loss.
+    """Log-probabilities and entropies of the completions' tokens (0 for padding), and the auxiliary loss.
 
-    `base` is the causal language model with TRL's fused LM head inside of `model`, which may be wrapped.
+    `base` is the causal language model with TRL's fused LM head inside `model`, which may be wrapped.
     """
     device = input_ids.device
     parts = layout.source, layout.position, layout.scored, layout.labels
     source, position, scored, labels = (torch.from_numpy(x).to(device) for x in parts)
     rows, width = layout.shape
-    if inputs.get("output_router_logits"):  # the load-balancing loss takes its mask for weights
+    if inputs.get("output_router_logits"):  # the load-balancing loss reads its mask as weights
         inputs["attention_mask"] = torch.from_numpy(layout.weight).to(device)[None]
     flat = input_ids.reshape(-1)
     with _shared(base, scored, device):
@@ -54,10 +55,10 @@ def log_probs(
 
 
 @contextmanager
-def _shared(base: Any, scored: Tensor, device: torch.device) -> Iterator[None]:
-    """Prompts shared, and the LM head given labelled positions only, until the forward ends."""
+def _shared(base: PreTrainedModel, scored: Tensor, device: torch.device) -> Iterator[None]:
+    """Share prompts, and give the LM head labelled positions only, for one forward."""
 
-    def narrow(module: Any, args: Any, outputs: Any) -> Any:
+    def narrow(module: nn.Module, args: object, outputs: Any) -> Any:
         outputs.last_hidden_state = outputs.last_hidden_state.index_select(1, scored)
         return outputs
 
@@ -69,10 +70,10 @@ def _shared(base: Any, scored: Tensor, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def positions_moved(base: Any, by: int) -> Iterator[None]:
-    """Positions of a plain forward `by` further on: the same but for rounding, where positions are relative."""
+def positions_moved(base: PreTrainedModel, by: int) -> Iterator[None]:
+    """Shift the positions of plain forwards by `by`: only rounding changes where positions are relative."""
 
-    def moved(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def moved(module: nn.Module, args: object, kwargs: dict[str, Any]) -> object:
         ids = kwargs["input_ids"]
         return args, kwargs | {"position_ids": torch.arange(by, by + ids.shape[1], device=ids.device)[None]}
 

@@ -1,7 +1,7 @@
-"""softmax(q k) v where segments see themselves and all before them in a tree, on a CPU; by torch's SDPA anywhere.
+"""softmax(q k) v where each segment sees itself and its ancestors in a tree: merged calls on CPU, SDPA elsewhere.
 
-On a CPU no key of a prompt is copied: a completion attends to itself and to its prompt, or to each segment before it
-on its way from the root, in calls of their own, which are merged by their log-sum-exp,
+On a CPU no key of a prompt is copied: a completion attends to itself and to each of its ancestors, such as its prompt,
+in separate calls, which are merged by their log-sum-exp,
 
     out = sigmoid(lse_own - lse_prompt) out_own + sigmoid(lse_prompt - lse_own) out_prompt;
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 Span = tuple[int, int]
-"""A first token, and the last + 1."""
+"""(first token, last token + 1)."""
 Crossing = tuple[int, int, Span]
 """(first query, last query + 1, (first key, last key + 1))."""
 
@@ -35,32 +35,32 @@ class Run:
     count: int
     length: int
     prefix: Span | None = None
-    """The segment before them that all of them see as well, with all that it sees."""
+    """Parent segment: all of them see it and its ancestors."""
 
     @property
     def stop(self) -> int:
-        """The first token after them."""
+        """First token after the run."""
         return self.start + self.count * self.length
 
     @property
     def segments(self) -> list[Span]:
-        """Where each of them begins and ends."""
+        """Span of each segment."""
         return [(start, start + self.length) for start in range(self.start, self.stop, self.length)]
 
 
 @dataclass(frozen=True)
 class Segments:
-    """How one packed row falls into runs, in the order of their tokens, every token in exactly one."""
+    """Runs of one packed row in the order of their tokens; each token is in exactly one."""
 
     runs: tuple[Run, ...]
 
     @cached_property
     def _before(self) -> dict[Span, Span | None]:
-        """What stands right before each segment."""
+        """Parent of each segment."""
         return {span: run.prefix for run in self.runs for span in run.segments}
 
     def seen_by(self, run: Run) -> list[Span]:
-        """The segments that a run sees beside itself, from the root on."""
+        """Ancestors of a run, from the root on."""
         span, found = run.prefix, list[Span]()
         while span is not None:
             found.append(span)
@@ -69,7 +69,7 @@ class Segments:
 
     @cached_property
     def levels(self) -> tuple[tuple[Crossing, ...], ...]:
-        """All that stands behind a prefix, and the prefix: by its depth, so that no token asks twice in a level."""
+        """Pairs of queries and an ancestor, by the ancestor's depth: a token is a query once per level."""
         found: list[list[Crossing]] = []
         for run in self.runs:
             for depth, span in enumerate(self.seen_by(run)):
@@ -83,7 +83,7 @@ class Segments:
 
     @property
     def crossings(self) -> Iterator[Crossing]:
-        """Those of all levels."""
+        """Pairs of all levels."""
         return chain.from_iterable(self.levels)
 
 
@@ -94,7 +94,7 @@ def by_sdpa(
     segments: Segments,
     scale: float,
 ) -> Float[Tensor, "1 tokens heads size"]:
-    """The same through torch's public SDPA on any device; copies a prefix's keys once per segment."""
+    """Compute the attention by torch's public SDPA on any device; copies a prefix's keys once per segment."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -116,7 +116,7 @@ def by_sdpa(
 
 
 def _split(x: Float[Tensor, "1 heads tokens size"], start: int, count: int, length: int) -> Tensor:
-    """[count, heads, length, size]: a view of consecutive segments."""
+    """View consecutive segments as [count, heads, length, size]."""
     return x[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
 
 
@@ -136,7 +136,7 @@ def _flash_backward(
 
 
 def _queries(x: Tensor, start: int, count: int, length: int, key_heads: int) -> Tensor:
-    """Segments of [1, heads, tokens, size] as [batch, heads, length, size], GQA's key heads moved into the batch."""
+    """View segments of [1, heads, tokens, size] as [batch, heads, length, size], with GQA's key heads in the batch."""
     x = _split(x, start, count, length)
     return x if x.shape[1] == key_heads else x.unflatten(1, (key_heads, -1)).flatten(0, 1)
 
@@ -147,12 +147,12 @@ def _keys(x: Tensor, start: int, count: int, length: int, repeats: int) -> Tenso
 
 
 def _as_tokens(x: Tensor, count: int) -> Tensor:
-    """[batch, heads, length, size] of `_queries` or `_keys` back as [heads, count, length, size]."""
+    """View [batch, heads, length, size] of `_queries` or `_keys` as [heads, count, length, size]."""
     return (x if x.shape[0] == count else x.unflatten(0, (count, -1)).flatten(1, 2)).transpose(0, 1)
 
 
 def _summed(grad: Tensor, repeats: int) -> Tensor:
-    """The gradient of keys from that of their copies."""
+    """Sum the gradients of the copies of keys."""
     return grad if repeats == 1 else grad.sum(dim=1, keepdim=True)
 
 
@@ -225,7 +225,7 @@ def _pieces(
     answering: tuple[int, int, int],
     key_heads: int,
 ) -> tuple[Tensor, ...]:
-    """q, k, v, gradient, output, log-sum-exp of one call of the backward kernel."""
+    """q, k, v, gradient, output, log-sum-exp for one call of the backward kernel."""
     repeats = query.shape[1] // key_heads
     q, g, o, norm = (_queries(x, *asking, key_heads) for x in (query, grad, out, lse))
     k, v = (_keys(x, *answering, repeats) for x in (key, value))

@@ -1,11 +1,11 @@
-"""One forward of the prompt per group: rows that begin with the same prompt are packed behind one copy of it.
+"""Layout of packed rows: rows with the same prompt follow one copy of it, so that a group's prompt has one forward.
 
 The packed row of a micro-batch holds real tokens only,
 
     [prompt_1[:-1] | prompt_2[:-1] | ... | last token of prompt_1 + completion[:-1] | ... ],
 
-so that every position behind a prompt has exactly one label. `attention` lets each completion see its prompt
-and itself; positions are those of the padded batch; only labelled positions reach the LM head.
+so that every position after a prompt has exactly one label. `attention` lets each completion see its prompt and
+itself; positions are those of the padded batch; only labelled positions reach the LM head.
 """
 
 from collections.abc import Iterator
@@ -20,30 +20,30 @@ from grpo_ext.packing.kernels import Run, Segments
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a packed row come from, and where the scores of its labelled positions go."""
+    """Source of the tokens of a packed row, and target of the scores of its labelled positions."""
 
     source: np.ndarray
     """Flat index into the padded batch [rows, width], for each packed token."""
     position: np.ndarray
-    """Of each packed token, as the model counts them."""
+    """Position id of each packed token."""
     weight: np.ndarray
-    """How many tokens of the padded batch a packed token stands for."""
+    """Number of tokens of the padded batch that each packed token represents."""
     scored: np.ndarray
-    """Packed positions that have a label,"""
+    """Packed positions that have a label."""
     labels: np.ndarray
-    """and the flat index of that label into the padded batch."""
+    """Flat index of each label into the padded batch."""
     segments: Segments
     shape: tuple[int, int]
     """Rows and width of the padded batch."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that the model computes."""
+        """Number of tokens that the model computes."""
         return len(self.source)
 
 
 def groups_of(prompts: np.ndarray) -> list[list[int]]:
-    """Rows of [rows, width] that are the same, in the order of their first ones."""
+    """Group equal rows of [rows, width], in the order of their first ones."""
     found: dict[bytes, list[int]] = {}
     for i, row in enumerate(np.ascontiguousarray(prompts)):
         found.setdefault(row.tobytes(), []).append(i)
@@ -57,10 +57,10 @@ def pack(
     *,
     whole: bool = False,
 ) -> Layout | None:
-    """The layout of a padded batch whose last `completion` columns are completions; None where there is none.
+    """Return the layout of a padded batch whose last `completion` columns are completions, or None.
 
-    There is none when a mask has holes in its completions, a prompt's last column is padding, or nothing is labelled.
-    `whole` keeps tokens that nothing is predicted from, for figures that count every token.
+    None if the mask of a completion has holes, a prompt's last column is padding, or no position has a label. `whole`
+    keeps tokens that predict no label, for figures that count every token.
     """
     rows, width = input_ids.shape
     start = width - completion
@@ -91,7 +91,7 @@ def pack(
 
 @dataclass(frozen=True)
 class _Piece:
-    """A segment: columns of a row of the padded batch, and the group whose prompt it follows, or its own if None."""
+    """A segment: columns of a row of the padded batch, and the group whose shared prompt it follows, if any."""
 
     row: int
     columns: np.ndarray
@@ -105,7 +105,7 @@ class _Piece:
 def _pieces(
     number: int, group: list[int], lead: np.ndarray, last: int, lengths: np.ndarray, whole: bool
 ) -> Iterator[_Piece]:
-    """The prompt of a group but its last token, then each completion with that token before it."""
+    """Yield a group's prompt without its last token, then each completion preceded by that token."""
     live = [row for row in group if lengths[row] or whole]
     shared = len(lead) > 0 and len(live) > 1
     if shared:
@@ -118,7 +118,7 @@ def _pieces(
 
 
 def _segments(pieces: list[_Piece], starts: np.ndarray) -> Segments:
-    """Neighbours of one length and one prompt become one run."""
+    """Join neighbours of one length and one prompt to runs."""
     prompts = {
         p.provides: (int(begin), int(begin) + len(p.columns))
         for p, begin in zip(pieces, starts, strict=False)

@@ -1,14 +1,15 @@
 """Log-probabilities and entropies of labelled positions on devices for which TRL's fused LM head has no kernel."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from trl.trainer import utils
+
+from grpo_ext.config.temporary import temporarily
 
 CHUNK = 2**25
 """Logits that are worked on at a time; where there are no more, the forward keeps them for the backward."""
@@ -127,11 +128,8 @@ def _logit_gradient(
     return grad
 
 
-@contextmanager
-def labelled_positions_only(device: torch.device) -> Iterator[None]:
-    """Have TRL's fused LM head compute through `LabelledLogProbs` where it would run tile by tile in torch."""
+def labelled_positions_only(device: torch.device) -> AbstractContextManager[None]:
+    """Make TRL's fused LM head compute through `LabelledLogProbs` where it would run tile by tile in torch."""
     if device.type != "cpu":
-        yield
-        return
-    with patch.object(utils, "_ChunkedLogProbFunction", LabelledLogProbs):
-        yield
+        return nullcontext()
+    return temporarily(utils, _ChunkedLogProbFunction=LabelledLogProbs)

@@ -1,7 +1,7 @@
-"""Which rows of a generation batch share a micro-batch, how wide it is, and which rows it need not compute."""
+"""Micro-batches: their tensors, which rows of a generation share one, and which rows need no forward."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypedDict, cast
 
 import numpy as np
 import torch
@@ -9,22 +9,56 @@ from torch import Tensor
 
 from grpo_ext.packing.layout import groups_of
 
-Batch = dict[str, Any]
 
-ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-PARENTS = "parents"
-"""Of trajectories whose contexts were rewritten: which token each token of the completions follows."""
+class MicroBatch(TypedDict, total=False):
+    """Rows of a generation as the loss sees them, padded to [rows, time]; images have further keys."""
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    tool_mask: Tensor
+    """1 for tokens that the policy wrote, 0 for those of tools and environments."""
+    parents: Tensor
+    """Of trajectories with rewritten contexts: index of the token before each token of the completion."""
+    advantages: Tensor
+    """[rows] or [rows, time]."""
+    num_items_in_batch: Tensor
+    """Live tokens of the generation, over all processes."""
+    old_per_token_logps: Tensor
+    ref_per_token_logps: Tensor
+    sampling_per_token_logps: Tensor
+    """The sampler's log-probabilities, where the loss corrects for them."""
+    drawn_per_token_logps: Tensor
+    """The sampler's log-probabilities, for diagnostics only: the loss must not build a mask from these."""
+    importance_sampling_ratio: Tensor
+    group_rewards: Tensor
+    """Rewards of the row's group, [rows, completions, functions]."""
+    generation_row: Tensor
+    """Number of the row in its generation, over all processes."""
+    recorded: Tensor
+    """Figures of each row for a diagnosis, [rows, figures, 1]."""
+    pixel_values: Tensor
+
+
+PARENTS: Final = "parents"
+_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+
+
+def live_mask(inputs: Mapping[str, Any]) -> Tensor:
+    """Completion tokens [rows, time] that the policy wrote and that are trained on."""
+    return inputs["completion_mask"] * inputs.get("tool_mask", 1)
 
 
 # Groups stay together, and micro-batches are equally long.
 
 
-def regroup(micro_batches: Sequence[Batch], window: int, skip_silent: bool = False) -> list[Batch]:
-    """The same rows in as many micro-batches of the same number of rows, with groups together and little padding.
+def regroup(micro_batches: Sequence[MicroBatch], window: int, skip_silent: bool = False) -> list[MicroBatch]:
+    """Arrange the same rows in as many micro-batches of the same size, with groups together and little padding.
 
     Each optimizer step (`window` micro-batches) keeps its rows; within it, rows of one prompt stay together and
-    micro-batches get about the same number of tokens to compute. With `skip_silent`, rows without an advantage cost
-    nothing.
+    micro-batches get about the same number of tokens to compute. With `skip_silent`, rows without an advantage count
+    as free.
     """
     batches = []
     for begin in range(0, len(micro_batches), window):
@@ -41,7 +75,7 @@ def regroup(micro_batches: Sequence[Batch], window: int, skip_silent: bool = Fal
 
 
 def _balanced(groups: list[list[int]], size: int, count: int, cost: np.ndarray, prefix: np.ndarray) -> list[list[int]]:
-    """Rows in `count` sets of `size`: pieces of groups, the dearest first, each to the cheapest with room for it."""
+    """Deal rows into `count` sets of `size`: pieces of groups, the costliest first, each to the cheapest set."""
     sets: list[list[int]] = [[] for _ in range(count)]
     load = [0.0] * count
     pieces = [piece for group in groups for piece in _pieces_of(group, size, cost)]
@@ -61,43 +95,49 @@ def _balanced(groups: list[list[int]], size: int, count: int, cost: np.ndarray, 
 
 
 def _tokens(piece: list[int], cost: np.ndarray, prefix: np.ndarray) -> float:
-    """Tokens of a piece of a group: its prompt once, unless nothing of it is computed."""
+    """Tokens of a piece of a group with its prompt once; 0 if no row of it is computed."""
     total = float(cost[piece].sum())
     return total + float(prefix[piece[0]]) if total else 0.0
 
 
 def _pieces_of(group: list[int], size: int, cost: np.ndarray) -> list[list[int]]:
-    """A group whole, or, if it is larger than a micro-batch, in pieces of about equal cost."""
+    """Split a group that is larger than a micro-batch into pieces of about equal cost."""
     parts: list[list[int]] = [[] for _ in range(-(-len(group) // size))]
     for row in sorted(group, key=lambda row: -cost[row]):
         min((p for p in parts if len(p) < size), key=lambda p: (sum(cost[p]), len(p))).append(row)
     return [part for part in parts if part]
 
 
-def _joined(micro_batches: Sequence[Batch]) -> Batch:
-    first = micro_batches[0]
-    return {name: _join([batch[name] for batch in micro_batches]) for name in first}
+def _joined(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
+    def joined(values: list[Any]) -> Any:
+        if isinstance(values[0], Tensor) and values[0].ndim > 0:
+            return torch.cat(values)
+        return [x for value in values for x in value] if isinstance(values[0], list) else values[0]
+
+    columns = {name: [values] for name, values in micro_batches[0].items()}
+    for batch in micro_batches[1:]:
+        for name, values in batch.items():
+            columns[name].append(values)
+    return cast(MicroBatch, {name: joined(values) for name, values in columns.items()})
 
 
-def _join(values: list[Any]) -> Any:
-    if isinstance(values[0], Tensor) and values[0].ndim > 0:
-        return torch.cat(values)
-    return [x for value in values for x in value] if isinstance(values[0], list) else values[0]
+def _changed(batch: MicroBatch, change: Callable[[str, Any], Any]) -> MicroBatch:
+    return cast(MicroBatch, {name: change(name, value) for name, value in batch.items()})
 
 
-def _rows(batch: Batch, rows: Tensor) -> Batch:
-    def taken(value: Any) -> Any:
+def _rows(batch: MicroBatch, rows: Tensor) -> MicroBatch:
+    def taken(_: str, value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim > 0:
             return value[rows.to(value.device)]
         return [value[i] for i in rows.tolist()] if isinstance(value, list) else value
 
-    return {name: taken(value) for name, value in batch.items()}
+    return _changed(batch, taken)
 
 
-def trim(batch: Batch, *, prompts: bool = True) -> Batch:
-    """Without the columns that are padding in every row: on the left of `prompts`, on the right of completions.
+def trim(batch: MicroBatch, *, prompts: bool = True) -> MicroBatch:
+    """Remove columns that are padding in every row: on the left of prompts, on the right of completions.
 
-    Only where positions are relative may a prompt lose its padding.
+    With absolute positions a prompt must keep its padding (`prompts=False`).
     """
     asked, completions = batch["prompt_mask"].any(dim=0), batch["completion_mask"].any(dim=0)
     first = int(asked.int().argmax()) if prompts else 0
@@ -111,7 +151,7 @@ def trim(batch: Batch, *, prompts: bool = True) -> Batch:
             return value[:, first:]
         return value[:, :last] if value.shape[1] == width else value
 
-    return {name: trimmed(name, value) for name, value in batch.items()}
+    return _changed(batch, trimmed)
 
 
 # Rows without a gradient.
@@ -123,28 +163,29 @@ def silent(advantages: Tensor) -> Tensor:
 
 
 def of_live_rows(
-    forward: Callable[[Batch], tuple[Tensor, Tensor, Any]], inputs: Batch, live: Tensor
+    forward: Callable[[MicroBatch], tuple[Tensor, Tensor | None, Tensor | None]], inputs: MicroBatch, live: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [batch, time] of the rows that are `live`, through a forward of those alone.
+    """Log-probabilities and entropies [batch, time] of the rows that are `live`, through a forward of only those.
 
     The others have their old log-probabilities, a ratio of 1, and no gradient. Where no row is live the forward runs
     over a single token, for the processes that wait for this one's collectives, and the result depends on it by zero.
     """
-    shape = inputs["completion_ids"].shape
+    rows, time = inputs["completion_ids"].shape
     if live.any():
-        rows = live.nonzero()[:, 0]
-        of_rows = {name: inputs[name] for name in (*ROWS, PARENTS) if name in inputs}
-        logps, entropies, _ = forward(trim(_rows(of_rows, rows), prompts=False))
-        at = rows
+        at = live.nonzero()[:, 0]
+        needed = {name: value for name, value in inputs.items() if name in (*_TOKENS, PARENTS)}
+        batch = trim(_rows(cast(MicroBatch, needed), at), prompts=False)
     else:
-        stub = {name: inputs[name][:1, -1:] if name.startswith("prompt") else inputs[name][:1, :1] for name in ROWS}
-        stub |= {name: torch.ones_like(stub[name]) for name in ROWS if name.endswith("mask")}
-        logps, entropies, _ = forward(stub)
-        logps, entropies, at = logps * 0.0, entropies * 0.0, live.new_zeros(1, dtype=torch.long)
+        at = live.new_zeros(1, dtype=torch.long)
+        prompt, token = inputs["prompt_ids"][:1, -1:], inputs["completion_ids"][:1, :1]
+        masks = torch.ones_like(inputs["prompt_mask"][:1, -1:]), torch.ones_like(inputs["completion_mask"][:1, :1])
+        batch = MicroBatch(prompt_ids=prompt, prompt_mask=masks[0], completion_ids=token, completion_mask=masks[1])
+    logps, entropies, _ = forward(batch)
+    assert entropies is not None
     old = inputs.get("old_per_token_logps")
-    ground = logps.new_zeros(shape) if old is None else old.to(logps.dtype)
+    ground = logps.new_zeros(rows, time) if old is None else old.to(logps.dtype)
+    padding = (0, time - logps.shape[1])
     if not live.any():
-        return ground + torch.nn.functional.pad(logps, (0, shape[1] - 1)), entropies.new_zeros(shape)
-    pad = (0, shape[1] - logps.shape[1])
-    logps, entropies = (torch.nn.functional.pad(x, pad) for x in (logps, entropies))
-    return ground.index_copy(0, at, logps), entropies.new_zeros(shape).index_copy(0, at, entropies)
+        return ground + torch.nn.functional.pad(logps * 0.0, padding), entropies.new_zeros(rows, time)
+    logps, entropies = (torch.nn.functional.pad(x, padding) for x in (logps, entropies))
+    return ground.index_copy(0, at, logps), entropies.new_zeros(rows, time).index_copy(0, at, entropies)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.packing.attention import ForeignAttention
 from grpo_ext.packing.forward import positions_moved
 from grpo_ext.packing.layout import Layout, pack
@@ -139,6 +139,10 @@ class PrefixSharing:
             "" if self.setting == "true" else ", where that pays"
         )
 
+    def problem(self) -> Problem:
+        """Return why prompts cannot be shared, although `shared_prefix` is true."""
+        return Problem("shared_prefix", self.setting, f"it is not exact here: {self.reason}", CURE)
+
     def check(self, plain: Plain, packed: Packed, base: Any, device: torch.device) -> None:
         """Compare the two forwards once, on a handful of tokens; where they differ, prompts are not shared.
 
@@ -168,7 +172,7 @@ class PrefixSharing:
             return
         self.size, self.reason = None, reason
         if self.setting == "true":
-            raise ConfigError([f"shared_prefix=true is not exact here: {reason}. {CURE}"])
+            raise ConfigError([self.problem()])
         logger.warning(self.describe())
 
     def layout(self, input_ids: Tensor, mask: Tensor, completion: int, whole: bool) -> Layout | None:

@@ -1,7 +1,8 @@
-"""Trajectories whose contexts were rewritten: rows that are trees, each distinct token packed once, or plain rows.
+"""Trajectories with rewritten contexts: rows that are trees, with each distinct token packed once, or as plain rows.
 
-`parents` [rows, completion] says of each token of a completion which one is before it: its column among the
-completions, or, counted backwards from -1, the prompt's. Where it is always the column before, a row is a plain one.
+`parents` [rows, completion] is the index of the token before each token of a completion: its column among the
+completions; negative indices count from the end of the prompt (-1 = its last token). A plain row has the column before
+throughout.
 """
 
 from collections import Counter
@@ -21,14 +22,14 @@ ROOT = -1
 
 
 def is_plain(parents: Parents, live: Int[np.ndarray, "rows completion"]) -> bool:
-    """Whether every live token follows the column before."""
+    """Return whether every live token follows the column before."""
     return bool(((parents == np.arange(parents.shape[1]) - 1) | (live == 0)).all())
 
 
 def pack_tree(input_ids: Ids, mask: Ids, parents: Parents, *, whole: bool = False) -> Layout | None:
-    """The layout of a padded batch in which rows share all that they begin with alike; None where nothing is labelled.
+    """Return the layout of a padded batch whose rows share equal beginnings, or None if no position has a label.
 
-    `whole` keeps tokens that nothing is predicted from, for figures that count every token.
+    `whole` keeps tokens that predict no label, for figures that count every token.
     """
     width, completion = input_ids.shape[1], parents.shape[1]
     start, vocabulary = width - completion, int(input_ids.max()) + 1
@@ -81,19 +82,19 @@ def pack_tree(input_ids: Ids, mask: Ids, parents: Parents, *, whole: bool = Fals
 
 @dataclass
 class _Segment:
-    """Tokens that follow each other without a branch."""
+    """Consecutive tokens without a branch."""
 
     prefix: int
-    """The segment before it."""
+    """Parent segment."""
     position: int
-    """Of its first token."""
+    """Position of its first token."""
     tokens: list[int]
     behind: list[int]
-    """The segments behind it."""
+    """Child segments."""
 
 
 def _segments(before: list[int], kept: np.ndarray) -> list[_Segment]:
-    """Those of a tree in which `before` names the token before each, an earlier one; the first, the root, is empty."""
+    """Split a tree into segments; `before` holds the token before each, and the first segment, the root, is empty."""
     followers = Counter(parent for parent, k in zip(before, kept, strict=True) if k)
     segments, of = [_Segment(ROOT, 0, [], [])], {ROOT: 0}
     for token in np.flatnonzero(kept).tolist():
@@ -109,7 +110,7 @@ def _segments(before: list[int], kept: np.ndarray) -> list[_Segment]:
 
 
 def _linear(before: list[int], kept: np.ndarray) -> tuple[list[int], list[int], list[Run]]:
-    """Tokens and their positions in the order in which they are packed: a segment, then all that is behind it."""
+    """Return tokens, positions and runs in packed order: each segment before its descendants."""
     segments = _segments(before, kept)
     order: list[int] = []
     position: list[int] = []
@@ -117,7 +118,7 @@ def _linear(before: list[int], kept: np.ndarray) -> tuple[list[int], list[int], 
     spans: dict[int, Span] = {}
 
     def emit(numbers: list[int]) -> None:
-        """Segments of one length behind one prefix."""
+        """Append segments of one length after one prefix."""
         first = segments[numbers[0]]
         runs.append(Run(len(order), len(numbers), len(first.tokens), spans.get(first.prefix)))
         for number in numbers:
@@ -146,21 +147,21 @@ def _linear(before: list[int], kept: np.ndarray) -> tuple[list[int], list[int], 
 
 @dataclass(frozen=True)
 class PlainRows:
-    """Contexts as padded rows, for one forward."""
+    """Contexts as padded rows for one forward."""
 
     input_ids: Ids
     mask: Ids
     completion: int
-    """Columns at their end of which log-probabilities are wanted."""
+    """Number of last columns whose log-probabilities are wanted."""
 
 
 def plain_rows(
     input_ids: Ids, mask: Ids, parents: Parents, rows: int | None = None
 ) -> tuple[list[PlainRows], Int[np.ndarray, "rows completion"]]:
-    """Return each path to a leaf of the trees as a padded row, in batches, and the place of each token in them.
+    """Return each path to a leaf as a padded row, in batches, and the place of each token in them.
 
     A batch has at most as many positions as `rows` of the longest contexts; None: one batch. A place is an index into
-    the flat completions of all batches, -1 for padding; a token that is in several rows has the last one's place.
+    the flat completions of all batches, -1 for padding; a token in several rows has the place of the last one.
     """
     start = input_ids.shape[1] - parents.shape[1]
     ways: list[tuple[int, np.ndarray, np.ndarray]] = []
@@ -168,7 +169,7 @@ def plain_rows(
         prompt = np.flatnonzero(live[:start])
         for kept, path in paths(parents[row, : live[start:].sum()].tolist(), len(prompt)):
             columns = np.concatenate([prompt[:kept], np.array(path, int) + start])
-            first = max(1, kept)  # a row begins with a token that nothing predicts
+            first = max(1, kept)  # the first token of a row has no prediction
             ways.append((row, columns[:first], columns[first:]))
     batches, places, base = [], np.full(parents.shape, -1), 0
     for part in _parts([len(rest) for *_, rest in ways], start, rows):
@@ -185,7 +186,7 @@ def plain_rows(
 
 
 def _parts(lengths: list[int], start: int, rows: int | None) -> list[list[int]]:
-    """Rows in batches, longest first, so that those of one batch are about equally long."""
+    """Split rows into batches, longest first, so that those of one batch are about equally long."""
     if rows is None:
         return [list(range(len(lengths)))]
     waiting = sorted(range(len(lengths)), key=lambda i: -lengths[i])

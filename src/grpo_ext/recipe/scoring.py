@@ -88,7 +88,7 @@ def _values(function: Component, columns: dict[str, list[Any]], given: dict[str,
         check_clash(function.spec, columns)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
-    return values_of(function, {**columns, **given})
+    return values_of(function.scores({**columns, **given}))
 
 
 def grouped(objective: Objective, values: Tensor, weights: Tensor, keys: Sequence[str]) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,14 @@
 """The answer to "did it learn?": held-out figures before and after, the reward, time and tokens."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from grpo_ext.report.reading import RunFolder
 
-_SHARE = 10
-"""Without held-out results, the first and the last tenth of the logs are compared."""
 
-
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A figure at a step, with its interval if it is known."""
 
     step: float
@@ -25,8 +22,7 @@ class Value:
         return f"{self.mean:.4g}{f' ({self.low:.3g} to {self.high:.3g})' if known else ''} at step {self.step:g}"
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A figure before and after training."""
 
     name: str
@@ -49,53 +45,55 @@ class Change:
 
 def held_out(run: RunFolder) -> list[Change]:
     """Return the first and the last result of each evaluation set, else of `eval_reward`."""
-    results = [found for found in run.evaluations if isinstance(found.get("step"), int | float)]
+    by_set: dict[str, list[dict[str, Any]]] = {}
+    for found in run.evaluations:
+        if isinstance(found.get("step"), int | float):
+            by_set.setdefault(found["set"], []).append(found)
     changes = []
-    for name in dict.fromkeys(found["set"] for found in results):
-        mine = sorted((found for found in results if found["set"] == name), key=lambda found: found["step"])
-        figure = next((f for f in mine[0]["figures"] if f.startswith("avg@")), next(iter(mine[0]["figures"])))
-        ends = [(found["step"], found["figures"][figure]) for found in mine if figure in found["figures"]]
-        if len(ends) > 1:
-            before, after = (Value(step, *_interval(found)) for step, found in (ends[0], ends[-1]))
-            changes.append(Change(f"{name} {figure}", before, after))
-    steps, values = run.series().get("eval_reward", ([], []))
-    known = [(s, v) for s, v in zip(steps, values, strict=True) if not math.isnan(v)]
+    for name, results in by_set.items():
+        results.sort(key=lambda found: found["step"])
+        figure = next((f for f in results[0]["figures"] if f.startswith("avg@")), next(iter(results[0]["figures"])))
+        ends = [_value(found["step"], found["figures"][figure]) for found in results if figure in found["figures"]]
+        changes += [Change(f"{name} {figure}", ends[0], ends[-1])] if len(ends) > 1 else []
+    known = _known(run, "eval_reward")
     if not changes and len(known) > 1:
-        changes.append(Change("eval_reward", Value(*known[0]), Value(*known[-1])))
+        return [Change("eval_reward", Value(*known[0]), Value(*known[-1]))]
     return changes
 
 
-def _interval(figure: dict[str, float]) -> tuple[float, float, float]:
-    low, high = (end if isinstance(end := figure.get(side), int | float) else math.nan for side in ("low", "high"))
-    return float(figure["mean"]), float(low), float(high)
+def _value(step: float, figure: Mapping[str, float]) -> Value:
+    ends = (figure.get(side) for side in ("low", "high"))
+    return Value(step, figure["mean"], *(end if isinstance(end, int | float) else math.nan for end in ends))
+
+
+def _known(run: RunFolder, name: str) -> list[tuple[float, float]]:
+    """Return steps and values of a logged metric, without NaN."""
+    return [(s, v) for s, v in zip(*run.series().get(name, ([], [])), strict=True) if not math.isnan(v)]
 
 
 def in_training(run: RunFolder) -> Change | None:
-    """Return the mean reward of the first and of the last tenth of the logs, each with two standard errors."""
-    steps, values = run.series().get("reward", ([], []))
-    known = [(s, v) for s, v in zip(steps, values, strict=True) if not math.isnan(v)]
+    """Return the mean reward of the first and the last tenth of the logs, each with two standard errors."""
+    known = _known(run, "reward")
     if len(known) < 2:
         return None
-    count = max(1, len(known) // _SHARE)
-    return Change("reward in training", _mean(known[:count], 0), _mean(known[-count:], -1))
+    count = max(1, len(known) // 10)
+    return Change("reward in training", _mean(known[0][0], known[:count]), _mean(known[-1][0], known[-count:]))
 
 
-def _mean(rows: Sequence[tuple[float, float]], end: int) -> Value:
+def _mean(step: float, rows: Sequence[tuple[float, float]]) -> Value:
     values = [value for _, value in rows]
-    mean = math.fsum(values) / len(values)
+    mean = statistics.fmean(values)
     if len(values) < 3:
-        return Value(rows[end][0], mean)
-    error = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
-    return Value(rows[end][0], mean, mean - 2 * error, mean + 2 * error)
+        return Value(step, mean)
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return Value(step, mean, mean - 2 * error, mean + 2 * error)
 
 
 def sentence(run: RunFolder) -> str:
     """Return the answer in one or two sentences."""
-    changes = held_out(run)
-    if changes:
-        first = changes[0]
-        unsure = "" if math.isfinite(first.after.low) else " One figure without an interval is weak evidence."
-        return f"{first.verdict}: {first}.{unsure}"
+    if changes := held_out(run):
+        unsure = "" if math.isfinite(changes[0].after.low) else " One figure without an interval is weak evidence."
+        return f"{changes[0].verdict}: {changes[0]}.{unsure}"
     reward = in_training(run)
     if reward is None:
         return "Unknown: no held-out evaluation, and fewer than two logs of the reward."
@@ -103,15 +101,11 @@ def sentence(run: RunFolder) -> str:
 
 
 def spent(run: RunFolder) -> dict[str, str]:
-    """Return the time and the tokens of a run, as far as they were logged."""
-    series = run.series()
+    """Return the time and the tokens of a run, if they were logged."""
     found = {}
-    if seconds := _last(series.get("train_runtime")):
-        found["time"] = f"{seconds / 3600:.2f} hours" if seconds >= 3600 else f"{seconds:.0f} s"
-    if tokens := _last(series.get("num_tokens")):
-        found["tokens"] = f"{tokens:,.0f}"
+    if seconds := _known(run, "train_runtime"):
+        last = seconds[-1][1]
+        found["time"] = f"{last / 3600:.2f} hours" if last >= 3600 else f"{last:.0f} s"
+    if tokens := _known(run, "num_tokens"):
+        found["tokens"] = f"{tokens[-1][1]:,.0f}"
     return found
-
-
-def _last(series: tuple[list[float], list[float]] | None) -> float:
-    return next((value for value in reversed(series[1]) if not math.isnan(value)), 0.0) if series else 0.0

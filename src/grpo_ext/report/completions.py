@@ -22,6 +22,7 @@ EXTRAS = 12
 _OWN = ("step", "prompt", "completion", "advantage", "reward", "total")
 
 Row = dict[str, Any]
+Weights = Mapping[str, float | None]
 
 
 def browsed(runs: Sequence[RunFolder], room: int) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def _sampled(run: RunFolder, most: int) -> tuple[list[Row], int, int]:
             run.notes.append(f"{COMPLETIONS}/{path.name}: its rows cannot be read ({error}); it was left out.")
     found = {step: recorded.of(step) for step in only_recorded}
     for step, completions in found.items():
-        rows += [_as_recorded(step, completion, run.rewards) for completion in list(completions.values())[:each]]
+        rows += [_from_recording(step, completion, run.rewards) for completion in list(completions.values())[:each]]
     counted = sum(counts.values()) + sum(map(len, found.values()))
     return sorted(rows, key=lambda row: row["step"]), counted, len(counts) + len(only_recorded)
 
@@ -137,7 +138,7 @@ def _rows(path: Path, most: int, run: RunFolder, recorded: Recorded) -> list[Row
         return []
     indices = _whole_groups([text_of(prompt) for prompt in file["prompt"].to_pylist()], most, path.name)
     parts = _reward_columns(file, run)
-    rows = [_as_shown(row, parts, path, run.rewards) for row in file.take(indices).to_pylist()]
+    rows = [_from_table(row, parts, path, run.rewards) for row in file.take(indices).to_pylist()]
     for place, row in zip(indices, rows, strict=True):
         same = recorded.of(row["step"]).get(place)
         if same is not None and row["completion"][0][:500].strip() in same.text:
@@ -167,48 +168,34 @@ def _reward_columns(file: pyarrow.Table, run: RunFolder) -> dict[str, str]:
     return {f.name: f.name for f in file.schema if pyarrow.types.is_floating(f.type) and f.name not in _OWN}
 
 
-def _as_shown(
-    row: Mapping[str, Any], parts: Mapping[str, str], path: Path, weights: Mapping[str, float | None]
-) -> Row:
+def _from_table(row: Mapping[str, Any], parts: Mapping[str, str], path: Path, weights: Weights) -> Row:
     scores = {name: _finite(row[column]) for name, column in parts.items()}
     extras = {k: v for k, v in row.items() if k not in (*_OWN, *parts.values()) and v is not None}
     step = _finite(row.get("step"))
-    return {
-        "step": int(step if step is not None else _step_of(path)),
-        "prompt": _kept(row["prompt"]),
-        "completion": _kept(row["completion"]),
-        "parts": {printable(name): score for name, score in scores.items()},
-        "reward": _total(scores, weights),
-        "advantage": _finite(row.get("advantage")),
-        "extras": {clipped(k, 80): clipped(text_of(v), 300) for k, v in list(extras.items())[:EXTRAS]},
-    }
+    shown = _row(step if step is not None else _step_of(path), row["prompt"], row["completion"], scores, weights)
+    shown["advantage"] = _finite(row.get("advantage"))
+    shown["extras"] = {clipped(k, 80): clipped(text_of(v), 300) for k, v in list(extras.items())[:EXTRAS]}
+    return shown
 
 
-def _as_recorded(step: int, completion: Completion, weights: Mapping[str, float | None]) -> Row:
-    """Return the row of a step whose batch was recorded, without a table of completions."""
-    return {
-        "step": step,
-        "prompt": _kept(completion.prompt),
-        "completion": _kept(completion.text),
-        "parts": {printable(name): score for name, score in completion.rewards.items()},
-        "reward": _total(completion.rewards, weights),
-        "advantage": _finite(completion.advantage),
-        "extras": {},
-        "tokens": completion.values,
-    }
+def _from_recording(step: int, completion: Completion, weights: Weights) -> Row:
+    shown = _row(step, completion.prompt, completion.text, completion.rewards, weights)
+    return shown | {"advantage": _finite(completion.advantage), "extras": {}, "tokens": completion.values}
+
+
+def _row(step: float, prompt: object, completion: object, scores: Weights, weights: Weights) -> Row:
+    """Return what tables and recordings have in common; the reward is the weighted sum of the known scores."""
+    known = {name: score for name, score in scores.items() if score is not None}
+    total = sum(score * (1.0 if (w := weights.get(name)) is None else w) for name, score in known.items())
+    parts = {printable(name): score for name, score in scores.items()}
+    texts = {"prompt": _kept(prompt), "completion": _kept(completion)}
+    return {"step": int(step), **texts, "parts": parts, "reward": _finite(total) if known else None}
 
 
 def _kept(value: object) -> tuple[str, int]:
     """Return as much of a text as may be shown, and its length; a run may have gigabytes."""
     text, most = text_of(value), CLIPS[0]
     return (text if len(text) <= 2 * most else text[:most] + text[-most:]), len(text)
-
-
-def _total(scores: Mapping[str, float | None], weights: Mapping[str, float | None]) -> float | None:
-    """Return the weighted sum of the known parts; an unknown weight counts as 1."""
-    known = {name: value for name, value in scores.items() if value is not None}
-    weighted = [value * (1.0 if (weight := weights.get(name)) is None else weight) for name, value in known.items()]
-    return _finite(sum(weighted)) if known else None
 
 
 def _finite(value: object) -> float | None:

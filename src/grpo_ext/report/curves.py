@@ -3,16 +3,15 @@
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_ext.report.reading import RunFolder, Series
 from grpo_ext.trainer.diagnosis.recording import FIGURES
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
 COLOURS = [
@@ -46,11 +45,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Evaluation": ("eval_.*@.*(?<!_low)(?<!_high)",),
 }
 """Patterns of names, in the order of the page; metrics that match none come last, folded."""
-STACKS = {
-    "kinds of groups": ("groups/mixed", "groups/all_wrong", "groups/all_right"),
-    "seconds of a step": ("time/training", "time/rollout", "time/.*"),
-}
-"""Stacked pictures of a single run: name, and patterns of the parts from the bottom."""
 OTHERS = "Other figures"
 MAX_OTHERS = 40
 ONCE = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|total_flos|epoch")
@@ -71,8 +65,6 @@ EXPLAINED = FIGURES | {
     "completions/mean_length": "tokens",
     "completions/clipped_ratio": "share of completions cut off at the length limit",
     "grad_norm": "before clipping",
-    "kinds of groups": "shares; only mixed groups have non-zero advantages",
-    "seconds of a step": "of the main process; training: the remaining time",
     "tokens_per_second": "sampled, prompts and completions, by all processes",
     "step_time": "seconds a step, without the optimizer",
 }
@@ -83,19 +75,11 @@ POINTS = 30_000
 
 @dataclass(frozen=True)
 class Curve:
-    """One logged metric, with a line for each run that has it.
-
-    Args:
-        section: heading on the page.
-        name: the metric.
-        lines: series by the index of the run.
-        parts: names of the lines of a stack, which are metrics of one run.
-    """
+    """One logged metric under a heading of the page, with a line for each run that has it, by the run's index."""
 
     section: str
     name: str
     lines: dict[int, Series]
-    parts: tuple[str, ...] = ()
 
     @property
     def missing(self) -> int:
@@ -111,46 +95,27 @@ class Curve:
 def curves(runs: Sequence[RunFolder]) -> tuple[list[Curve], list[str]]:
     """Return the curves in the order of the page, and the names of those that are not drawn.
 
-    Of the metrics outside of `SECTIONS`, constant ones are left out, and those above `MAX_OTHERS`.
+    Constant metrics outside of `SECTIONS` are left out, and those above `MAX_OTHERS`.
     """
     by_run = [run.series() for run in runs]
     names = [name for name in dict.fromkeys(n for series in by_run for n in series) if not ONCE.fullmatch(name)]
     found = [
         Curve(section, name, {i: series[name] for i, series in enumerate(by_run) if name in series})
-        for section, name in _in_order(names)
+        for name, section in _sections(names).items()
     ]
-    found = _stacked(found) if len(runs) == 1 else found
     main = [curve for curve in found if curve.section != OTHERS]
     others = [curve for curve in found if curve.section == OTHERS and not curve.flat]
-    room = MAX_OTHERS + max(0, MAX_OTHERS - len(main))
-    shown = [*main[: 2 * MAX_OTHERS], *others[:room]]
+    shown = [*main[: 2 * MAX_OTHERS], *others[: MAX_OTHERS + max(0, MAX_OTHERS - len(main))]]
     return shown, [curve.name for curve in found if curve not in shown]
 
 
-def _in_order(names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    taken = set()
-    for section, patterns in SECTIONS.items():
-        for pattern in patterns:
-            for name in names:
-                if name not in taken and re.fullmatch(pattern, name):
-                    taken.add(name)
-                    yield section, name
-    yield from ((OTHERS, name) for name in names if name not in taken)
-
-
-def _stacked(found: Sequence[Curve]) -> list[Curve]:
-    """Return the curves of one run, with stacks in place of their first part."""
-    by_name = {curve.name: curve for curve in found}
-    for name, patterns in STACKS.items():
-        parts = tuple(dict.fromkeys(n for pattern in patterns for n in by_name if re.fullmatch(pattern, n)))
-        columns = [dict(zip(*by_name[part].lines[0], strict=True)) for part in parts]
-        steps = [s for s in columns[0] if all(not math.isnan(c.get(s, math.nan)) for c in columns)] if columns else []
-        if len(parts) > 1 and len(steps) > 1:
-            lines = {i: (steps, [column[step] for step in steps]) for i, column in enumerate(columns)}
-            stack = Curve(by_name[parts[0]].section, name, lines, parts)
-            first = min(parts, key=list(by_name).index)
-            by_name = {n: stack if n == first else c for n, c in by_name.items() if n == first or n not in parts}
-    return list(by_name.values())
+def _sections(names: Sequence[str]) -> dict[str, str]:
+    """Return the section of each name, in the order of the page."""
+    patterns = ((section, pattern) for section, some in SECTIONS.items() for pattern in some)
+    found: dict[str, str] = {}
+    for section, pattern in patterns:
+        found |= {name: section for name in names if name not in found and re.fullmatch(pattern, name)}
+    return found | {name: OTHERS for name in names if name not in found}
 
 
 @dataclass(frozen=True)
@@ -183,15 +148,14 @@ def banded(series: Series, points: int) -> Band:
     )
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """A drawn curve: its SVG, and its values in JSON's types for hovering and zooming."""
 
     svg: str
     data: dict[str, Any]
 
 
-def pictures(drawn: Iterable[Curve], names: Sequence[str]) -> dict[str, Picture]:
+def pictures(drawn: Sequence[Curve], names: Sequence[str]) -> dict[str, Picture]:
     """Draw each curve and return the pictures by name; `names` are those of the runs.
 
     Raises:
@@ -199,10 +163,9 @@ def pictures(drawn: Iterable[Curve], names: Sequence[str]) -> dict[str, Picture]
     """
     from matplotlib import rc_context
 
-    drawn = list(drawn)
     points = max(20, min(300, POINTS // max(1, sum(len(curve.lines) for curve in drawn))))
     with rc_context(_STYLE):
-        return {c.name: _stack(c, points) if c.parts else _lines(c, points, names) for c in drawn}
+        return {curve.name: _picture(curve, points, names) for curve in drawn}
 
 
 _INK, _GRID = "#010203", "#040506"
@@ -224,52 +187,31 @@ _STYLE: Any = {
 }
 
 
-def _lines(curve: Curve, points: int, names: Sequence[str]) -> Picture:
-    axes, lines = _axes(), []
-    for place, series in curve.lines.items():
-        band = banded(series, points)
-        style: dict[str, str] = {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
-        axes.plot(band.steps, band.mean, marker="." if len(band.steps) <= 30 else "", markersize=4, **style)
-        if band.wide:
-            axes.fill_between(band.steps, band.low, band.high, color=style["color"], alpha=0.18, linewidth=0)
-        lines.append((names[place], style, band))
-    return _picture(axes, lines)
-
-
-def _stack(curve: Curve, points: int) -> Picture:
-    axes = _axes()
-    means = [banded(line, points) for line in curve.lines.values()]
-    bands = [Band(band.steps, band.mean, band.mean, band.mean) for band in means]
-    axes.stackplot(bands[0].steps, *(band.mean for band in bands), colors=COLOURS, alpha=0.85)
-    axes.set_xmargin(0)
-    styles = [{"color": colour, "linestyle": "solid"} for colour in COLOURS]
-    return _picture(axes, list(zip(curve.parts, styles, bands, strict=False)))
-
-
-def _picture(axes: "Axes", lines: Sequence[tuple[str, Mapping[str, str], Band]]) -> Picture:
-    """Join the steps of the lines; a line without a value at a step has None there."""
-    steps = sorted({step for _, _, band in lines for step in band.steps})
-    described = []
-    for name, style, band in lines:
-        parts = {"mean": band.mean} | ({"low": band.low, "high": band.high} if band.wide else {})
-        columns = {key: _at(steps, dict(zip(band.steps, values, strict=True))) for key, values in parts.items()}
-        described.append({"name": name, "colour": style["color"], "dash": style["linestyle"], **columns})
-    return Picture(_svg(axes.figure), {"x": list(axes.get_xlim()), "steps": steps, "lines": described})
-
-
-def _at(steps: Sequence[float], values: Mapping[float, float]) -> list[float | None]:
-    known = (values.get(step, math.nan) for step in steps)
-    return [None if math.isnan(value) else float(f"{value:.5g}") for value in known]
-
-
-def _axes() -> "Axes":
+def _picture(curve: Curve, points: int, names: Sequence[str]) -> Picture:
+    """Draw a curve; in its data, a line without a value at a step has None there."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes = Figure(figsize=(4.4, 2.3)).add_axes((0.15, 0.11, 0.81, 0.85))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # 0.000001 would be cut off
-    return axes
+    bands = {place: banded(series, points) for place, series in curve.lines.items()}
+    steps, lines = sorted({step for band in bands.values() for step in band.steps}), []
+    for place, band in bands.items():
+        colour, dash = COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)]
+        marker = "." if len(band.steps) <= 30 else ""
+        axes.plot(band.steps, band.mean, color=colour, linestyle=dash, marker=marker, markersize=4)
+        if band.wide:
+            axes.fill_between(band.steps, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
+        parts = {"mean": band.mean} | ({"low": band.low, "high": band.high} if band.wide else {})
+        columns = {key: _at(steps, dict(zip(band.steps, values, strict=True))) for key, values in parts.items()}
+        lines.append({"name": names[place], "colour": colour, "dash": dash, **columns})
+    return Picture(_svg(axes.figure), {"x": list(axes.get_xlim()), "steps": steps, "lines": lines})
+
+
+def _at(steps: Sequence[float], values: Mapping[float, float]) -> list[float | None]:
+    known = (values.get(step, math.nan) for step in steps)
+    return [None if math.isnan(value) else float(f"{value:.5g}") for value in known]
 
 
 def _svg(figure: "FigureBase") -> str:

@@ -17,7 +17,6 @@ from markupsafe import Markup, escape
 from grpo_ext.report import answer
 from grpo_ext.report.completions import browsed, clipped, embedded
 from grpo_ext.report.curves import COLOURS, DASHES, EXPLAINED, OTHERS, Curve, Picture, curves, pictures
-from grpo_ext.report.diagnosis import of_run
 from grpo_ext.report.facts import differing, facts, shown_setting
 from grpo_ext.report.reading import RunFolder, read_runs
 
@@ -142,13 +141,13 @@ def _answer(run: RunFolder) -> dict[str, str]:
     """Return how a run's figures changed, its problems, time and tokens."""
     changes = [*answer.held_out(run), *filter(None, [answer.in_training(run)])]
     found = {change.name: f"{change.before} \u2192 {change.after}" for change in changes}
-    problems = [f"{finding.rule.name} (step {finding.step})" for finding in of_run(run).findings]
+    problems = [f"{finding.rule.name} (step {finding.step})" for finding in run.findings]
     return found | {"warnings of the diagnosis": ", ".join(problems) or "none"} | answer.spent(run)
 
 
 def _findings(runs: Sequence[RunFolder]) -> Iterator[list[str]]:
     for run in runs:
-        for found in of_run(run).findings:
+        for found in run.findings:
             since = f"{run.name}, step {found.step}" if len(runs) > 1 else f"step {found.step}"
             yield [since, found.rule.name, found.evidence, f"{found.rule.meaning}. {found.rule.cure}"]
 
@@ -178,22 +177,16 @@ def _curves(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _figure(curve: Curve, drawn: Mapping[str, Picture], runs: Sequence[RunFolder]) -> dict[str, Any]:
-    lines = [f"{_line_name(curve, i, runs)}: {_ends(*line)}" for i, line in curve.lines.items()]
+    several = len(runs) > 1
+    lines = [f"{runs[i].name if several else curve.name}: {_ends(*line)}" for i, line in curve.lines.items()]
     return {
         "name": curve.name,
         "section": curve.section,
-        "parts": curve.parts[: len(COLOURS)],
         "missing": curve.missing,
         "explained": EXPLAINED.get(curve.name),
         "label": "; ".join(lines),
         "svg": Markup(drawn[curve.name].svg) if curve.name in drawn else "",
     }
-
-
-def _line_name(curve: Curve, place: int, runs: Sequence[RunFolder]) -> str:
-    if curve.parts:
-        return curve.parts[place]
-    return runs[place].name if len(runs) > 1 else curve.name
 
 
 def _ends(steps: Sequence[float], values: Sequence[float]) -> str:
@@ -206,9 +199,8 @@ def _values(shown: Sequence[Curve], runs: Sequence[RunFolder]) -> Iterator[list[
     for curve in shown:
         for place, (_, values) in curve.lines.items():
             known = [value for value in values if not math.isnan(value)]
-            name = [_clip(curve.parts[place] if curve.parts else curve.name, 200)]
-            name += [runs[place].name] if len(runs) > 1 else []
-            yield [*name, *(f"{v:.4g}" for v in (known[0], known[-1], min(known), max(known)))]
+            run = [runs[place].name] if len(runs) > 1 else []
+            yield [_clip(curve.name, 200), *run, *(f"{v:.4g}" for v in (known[0], known[-1], min(known), max(known)))]
 
 
 # Evaluations and completions.

@@ -2,19 +2,21 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.evaluation.results import FOLDER as EVALUATION
-from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE, numbered
+from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, METRICS_FILE
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
+from grpo_ext.trainer.diagnosis.rules import Finding, diagnose
 
 MAX_RUNS = 10
-STATE_FILE = "trainer_state.json"
 COMPLETIONS = "completions"
 
 Series = tuple[list[float], list[float]]
@@ -54,15 +56,20 @@ class RunFolder:
     @property
     def rewards(self) -> dict[str, float | None]:
         """Weights by name; None for a reward that only the log knows."""
-        found: dict[str, float | None] = {}
-        for key, value in self.record.items():
-            if key.startswith("rewards.") and key.endswith(".weight"):
-                found[key[len("rewards.") : -len(".weight")]] = value if isinstance(value, int | float) else None
-        logged = dict.fromkeys(name for row in self.log for name in row)
-        parts = [
-            k[len("rewards/") : -len("/mean")] for k in logged if k.startswith("rewards/") and k.endswith("/mean")
-        ]
-        return dict.fromkeys(parts) | found
+        logged = (re.fullmatch("rewards/(.*)/mean", name) for row in self.log for name in row)
+        on_record = ((re.fullmatch(r"rewards\.(.*)\.weight", key), value) for key, value in self.record.items())
+        weights = {key[1]: value if isinstance(value, int | float) else None for key, value in on_record if key}
+        return dict.fromkeys(found[1] for found in logged if found) | weights
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """Findings of the diagnosis over the whole log."""
+        return diagnose(self.training_log)
+
+    @property
+    def training_log(self) -> list[dict[str, Any]]:
+        """Rows of training steps, in their order."""
+        return sorted((row for row in self.log if "reward" in row), key=lambda row: row["step"])
 
     def series(self) -> dict[str, Series]:
         """Return the logged metrics by name, in the order of the steps."""
@@ -77,11 +84,8 @@ class RunFolder:
 
 
 def _number(value: float | None) -> float:
-    try:
-        number = math.nan if value is None else float(value)
-    except OverflowError:
-        return math.nan
-    return number if abs(number) < 1e300 else math.nan  # no axis could be drawn for it
+    """Return a value that an axis can be drawn for, else NaN."""
+    return float(value) if value is not None and abs(value) < 1e300 else math.nan
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[RunFolder]:
@@ -94,8 +98,13 @@ def read_runs(paths: Sequence[str | Path]) -> list[RunFolder]:
     if problems := list(_problems(folders)):
         raise ConfigError(problems)
     runs = [_read(name, folder) for name, folder in zip(_names(folders), folders, strict=True)]
-    if problems := [_empty(run) for run in runs if not _has_content(run)]:
-        raise ConfigError(problems)
+    reason = f"no content to report: no log in {METRICS_FILE}, no {COMPLETIONS}/, no {EVALUATION}/"
+    cure = "Name the output_dir of a run that has logged (logging_steps)."
+    empty = [
+        run for run in runs if not (run.log or run.evaluations or any(run.folder.glob(f"{COMPLETIONS}/*.parquet")))
+    ]
+    if empty:
+        raise ConfigError(Problem(str(run.folder), ABSENT, reason, " ".join([cure, *run.notes])) for run in empty)
     return runs
 
 
@@ -110,16 +119,6 @@ def _problems(folders: Sequence[Path]) -> Iterator[Problem]:
         elif folder.resolve() in seen:
             yield Problem(str(folder), ABSENT, "named twice", "Name each run once.")
         seen.add(folder.resolve())
-
-
-def _has_content(run: RunFolder) -> bool:
-    return bool(run.log or run.evaluations or any((run.folder / COMPLETIONS).glob("*.parquet")))
-
-
-def _empty(run: RunFolder) -> Problem:
-    reason = f"no content to report: no log in {METRICS_FILE} or a checkpoint, no {COMPLETIONS}/, no {EVALUATION}/"
-    cure = "Name the output_dir of a run that has logged (logging_steps)."
-    return Problem(str(run.folder), ABSENT, reason, " ".join([cure, *run.notes]))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -137,14 +136,13 @@ def _read(name: str, folder: Path) -> RunFolder:
     run.finished = _object(folder / FINISHED_FILE, run.notes)
     recorded = [(run.finished or {}).get("recipe"), *(_object(p / RECIPE_FILE, run.notes) for p in places)]
     run.record = next((r for r in recorded if isinstance(r, dict) and r), {})
-    objective = {k.partition(".")[2]: v for k, v in run.record.items() if k.startswith("objective.")}
-    run.objective = objective or next((o for p in places if (o := _object(p / OBJECTIVE_FILE, run.notes))), {})
-    run.log = _log(folder / METRICS_FILE, run.notes) or _log_of_states(places, run.notes)
+    run.objective = {k.partition(".")[2]: v for k, v in run.record.items() if k.startswith("objective.")}
+    run.log = _log(folder / METRICS_FILE, run.notes)
     run.evaluations = list(_evaluations(folder / EVALUATION, run.notes))
     if not run.record:
         run.notes.append(f"No record of the settings yet, in {FINISHED_FILE} or a checkpoint's {RECIPE_FILE}.")
     if not run.log:
-        run.notes.append(f"No log: {METRICS_FILE} and the checkpoints' {STATE_FILE} have no rows.")
+        run.notes.append(f"No log: {METRICS_FILE} has no rows.")
     return run
 
 
@@ -166,20 +164,12 @@ def _object(path: Path, notes: list[str]) -> dict[str, Any] | None:
 def _log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    rows, broken = [], []
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, 1):
-                if row := _row(line):
-                    rows.append(row)
-                elif line.strip():
-                    broken.append(number)
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read ({error}).")
-    if broken:
+    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    rows = list(map(_row, lines))
+    if broken := [number for number, row in enumerate(rows, 1) if row is None]:
         which = f"line {broken[0]}" if len(broken) == 1 else f"{len(broken)} lines, from line {broken[0]} on,"
         notes.append(f"{path.name}: {which} left out (half written, or not a JSON object with a step).")
-    return rows
+    return [row for row in rows if row is not None]
 
 
 def _row(line: str) -> dict[str, Any] | None:
@@ -187,23 +177,8 @@ def _row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if _is_row(row) else None
-
-
-def _is_row(row: object) -> bool:
     step = row.get("step") if isinstance(row, dict) else None
-    return isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step < 1e15
-
-
-def _log_of_states(places: Sequence[Path], notes: list[str]) -> list[dict[str, Any]]:
-    """Return the log in the newest checkpoint's state, for a run of stock TRL or an earlier version."""
-    for place in places:
-        state = _object(place / STATE_FILE, notes) or {}
-        history = state.get("log_history")
-        if isinstance(history, list) and (rows := [row for row in history if _is_row(row)]):
-            notes.append(f"The log is that of {place.name}/{STATE_FILE}, because {METRICS_FILE} has no rows.")
-            return rows
-    return []
+    return row if isinstance(step, int | float) and 0 <= step < 1e15 else None
 
 
 def _evaluations(folder: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
@@ -213,12 +188,9 @@ def _evaluations(folder: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         if content is None:
             continue
         figures = content.get("figures")
-        known = {n: f for n, f in figures.items() if _is_figure(f)} if isinstance(figures, Mapping) else {}
+        pairs = figures.items() if isinstance(figures, Mapping) else ()
+        known = {n: f for n, f in pairs if isinstance(f, Mapping) and isinstance(f.get("mean"), int | float)}
         if not known:
             notes.append(f"{EVALUATION}/{path.parent.name}/{path.name} holds no figures; it was left out.")
             continue
         yield {**content, "figures": known, "set": str(content.get("set") or path.parent.name), "file": path.stem}
-
-
-def _is_figure(figure: object) -> bool:
-    return isinstance(figure, Mapping) and isinstance(figure.get("mean"), int | float)

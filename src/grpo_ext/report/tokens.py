@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.trainer.generation import live_mask
+from grpo_ext.packing.micro_batches import live_mask
 from grpo_ext.trainer.recording import FOLDER, ranks_in, read, runs_of, steps_in, tokens_of, unpacked
 
 KINDS = ("advantage", "ratio", "entropy")

@@ -47,6 +47,8 @@ class Scores:
     seconds: float = 0.0
     extras: dict[str, list] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
+    error: str = ""
+    """Why the run must stop, or an empty string."""
 
 
 def merged(spec: RewardSpec, turns: Sequence[int | None], parts: Sequence[Part]) -> Scores:

@@ -1,7 +1,6 @@
 """Scoring a batch: all isolated rewards at once in the worker pool, failures contained, named and kept for replay."""
 
 import asyncio
-import inspect
 import logging
 import os
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -36,11 +35,7 @@ def default_workers() -> int:
 
 
 class Runtime:
-    """The rewards of a recipe, ready to score; `functions` is what TRL gets.
-
-    With `deferred` a failure under `on_error: raise` is kept in `errors` for the trainer, which ends all processes
-    together; otherwise it raises where it happens.
-    """
+    """The rewards of a recipe, ready to score; `functions` holds them as functions that TRL can call."""
 
     def __init__(
         self,
@@ -60,8 +55,6 @@ class Runtime:
         self.pool = Pool(self.size, memory_gib=memory_gib)
         self.failures = None if failures is None else Path(failures)
         self.seed = seed
-        self.deferred = False
-        self.errors: list[str] = []
         self.functions: list[Any] = [spec.function if spec.is_model else self._component(spec) for spec in self.specs]
         self._batch: Any = None
         self._scores: dict[str, Scores] = {}
@@ -139,7 +132,7 @@ class Runtime:
     def _finish(self, spec: RewardSpec, parts: Sequence[Part], columns: Mapping[str, Any]) -> Scores:
         """Report what failed, and log under the reward's name."""
         scores = merged(spec, turn_counts(columns), parts)
-        self._report(spec, columns, scores)
+        scores.error = self._report(spec, columns, scores)
         log_extra, log_metric = (columns.get(name) for name in CALLBACKS)
         if log_extra is not None:
             for column, values in scores.extras.items():
@@ -160,8 +153,11 @@ class Runtime:
                 log_metric(name, value)
         return scores
 
-    def _report(self, spec: RewardSpec, columns: Mapping[str, Any], scores: Scores) -> None:
-        """One log line on failures; under `on_error: raise`, and for a list of the wrong length, the end."""
+    def _report(self, spec: RewardSpec, columns: Mapping[str, Any], scores: Scores) -> str:
+        """Log one line on failures; return the message where they end the run.
+
+        Failures end the run under `on_error: raise`, and where a call returned a list of the wrong length.
+        """
         if scores.nans and spec.name not in self._warned_of_nan:
             self._warned_of_nan.add(spec.name)
             logger.warning(nan_warning(spec.name, scores.nans, len(scores.values)))
@@ -169,58 +165,74 @@ class Runtime:
         if not scores.failed:
             if scores.rescored:
                 logger.warning(f"reward {spec.name!r} ({spec.function}): {rescored}")
-            return
+            return ""
         message = report(spec, columns, scores.failed, self.failures)
-        if spec.on_error != "raise" and not scores.misshapen:
-            message += f" | counted as {spec.on_error}"
-            message += f" | {rescored}" if scores.rescored else ""
-            message += f" | {INDEPENDENT}" if scores.as_a_whole and not spec.is_registered else ""
-            logger.warning(message)
-            return
-        if not self.deferred:
-            raise RewardError(message)
-        self.errors.append(message)
+        if spec.on_error == "raise" or scores.misshapen:
+            return message
+        message += f" | counted as {spec.on_error}"
+        message += f" | {rescored}" if scores.rescored else ""
+        message += f" | {INDEPENDENT}" if scores.as_a_whole and not spec.is_registered else ""
+        logger.warning(message)
+        return ""
 
 
 class Component:
     """One reward under its log name, as TRL calls it."""
 
     def __init__(self, runtime: Runtime, spec: RewardSpec) -> None:
-        """TRL logs it under `__name__`."""
         self.runtime, self.spec = runtime, spec
         self.__name__ = spec.name
-        self.turns: list[list[float] | None] = []
-        """What each turn of the last batch earned, where the function says so."""
 
     def weight(self, step: int, steps: int) -> float:
-        """The weight at an optimizer step."""
+        """Return the weight at an optimizer step."""
         return weight_at(self.spec.weight, self.spec.weight_schedule, step, steps)
 
-    def __call__(self, **columns: Any) -> list[float | None]:
-        """Rewards of one batch."""
-        return self._kept(self.runtime.scores(self.spec, columns))
+    def scores(self, columns: Mapping[str, Any]) -> Scores:
+        """Score one batch; `error` of the result is set where the run must stop."""
+        return self.runtime.scores(self.spec, columns)
 
-    def _kept(self, scores: Scores) -> list[float | None]:
-        self.turns = scores.turns
-        return scores.values
+    def __call__(self, **columns: Any) -> list[float | None]:
+        """Return the rewards of one batch.
+
+        Raises:
+            RewardError: the reward failed, and its failure ends the run.
+        """
+        return values_of(self.scores(columns))
 
 
 class AsyncComponent(Component):
     """The same for an async function that runs in this process; TRL awaits all of them together."""
 
+    async def scores_async(self, columns: Mapping[str, Any]) -> Scores:
+        """Score one batch, as `scores`."""
+        return await self.runtime.scores_here(self.spec, columns)
+
+    def scores(self, columns: Mapping[str, Any]) -> Scores:
+        """Score one batch outside of a trainer, which would await all async functions together."""
+        return asyncio.run(self.scores_async(columns))
+
     async def __call__(self, **columns: Any) -> list[float | None]:  # type: ignore[override]
-        """Rewards of one batch."""
-        return self._kept(await self.runtime.scores_here(self.spec, columns))
+        """Return the rewards of one batch.
+
+        Raises:
+            RewardError: the reward failed, and its failure ends the run.
+        """
+        return values_of(await self.scores_async(columns))
 
 
-def values_of(function: Component, columns: Mapping[str, Any]) -> list[float | None]:
-    """Rewards of one batch, outside a trainer, which would await those of an async function together."""
-    values = function(**columns)
-    return asyncio.run(values) if inspect.iscoroutine(values) else values
+def values_of(scores: Scores) -> list[float | None]:
+    """Return the values of a batch.
+
+    Raises:
+        RewardError: the reward failed, and its failure ends the run.
+    """
+    if scores.error:
+        raise RewardError(scores.error)
+    return scores.values
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing."""
+    """Return the result of a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -229,5 +241,5 @@ def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def build(specs: Sequence[RewardSpec]) -> list[Any]:
-    """TRL's `reward_funcs`, scored in this process: callables under their log names, model ids as strings."""
+    """Return TRL's `reward_funcs`, scored in this process: callables under their log names, model ids as strings."""
     return Runtime(specs, workers=0).functions

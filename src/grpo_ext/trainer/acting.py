@@ -1,17 +1,22 @@
-"""Completions that are conversations with environments: TRL's `rollout_func` for a trainer whose recipe has some."""
+"""Completions that are conversations with environments: played by a trainer's engine, scored, and logged."""
 
+import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from trl.chat_template_utils import parse_response
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import EnvironmentHost
@@ -21,31 +26,96 @@ from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import Trajectory
-from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.trainer.turn_engines import engine_of, positions_of
+from grpo_ext.rollout.collected import Collected
+from grpo_ext.rollout.transformers_engine import GroupedEngine
+from grpo_ext.rollout.turn_engines import Sampling, engine_of
 
 logger = logging.getLogger(__name__)
 
+Played = Sequence[tuple[Trajectory, Figures]]
+"""Attempts with what each took."""
 
-def earned_by(specs: Sequence[EnvironmentSpec]) -> list[Callable[..., list[Any]]]:
-    """The reward of the environments as a function of TRL's, if one has any: by turn, where turns have earned."""
+
+class Samples(Protocol):
+    """A trainer that samples completions."""
+
+    accelerator: Accelerator
+    args: GRPOExtConfig
+    chat_template_kwargs: Any
+    eos_token_ids: list[int]
+    generation_config: GenerationConfig
+    generation_kwargs: dict[str, Any]
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+    model: Any
+    state: TrainerState
+    use_vllm: bool
+    vllm_generation: Any
+    _engine: GroupedEngine | None
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]: ...
+
+
+def sampling_of(trainer: Samples) -> Sampling:
+    """Describe how a trainer samples now."""
+    args, accelerator = trainer.args, trainer.accelerator
+    return Sampling(
+        args=args,
+        version=int(trainer.state.global_step),
+        training=trainer.model.training,
+        processes=accelerator.num_processes,
+        sharded=trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
+        positions=_positions(accelerator.unwrap_model(trainer.model), args),
+        filler=trainer.eos_token_ids[0],
+        complete=lambda contexts: trainer._generate_single_turn(contexts, None, {}, 1),
+        at_most=lambda tokens: _at_most(trainer, tokens),
+        vllm=trainer.vllm_generation if trainer.use_vllm else None,
+        grouped=trainer._engine,
+    )
+
+
+def _positions(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
+    known = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
+    known += [args.vllm_max_model_length] if args.use_vllm else []
+    return min((int(positions) for positions in known if positions), default=None)
+
+
+@contextmanager
+def _at_most(trainer: Samples, tokens: int) -> Iterator[None]:
+    """Limit the length of completions."""
+    if trainer.use_vllm:
+        with trainer.vllm_generation.sampling_as(max_completion_length=tokens):
+            yield
+        return
+    config = copy.deepcopy(trainer.generation_config)
+    config.max_new_tokens = tokens
+    kwargs = {**trainer.generation_kwargs, "max_new_tokens": tokens}
+    with temporarily(trainer, generation_config=config, generation_kwargs=kwargs):
+        yield
+
+
+# Rewards of environments.
+
+
+def environment_reward(specs: Sequence[EnvironmentSpec]) -> list[Callable[..., list[Any]]]:
+    """Return the reward of the environments as a function for TRL, if any has one; it may score turns."""
     by_name = {spec.name: spec for spec in specs}
 
-    def environment(trajectory: Sequence[Trajectory], **_: Any) -> list[Any]:
-        paid = [None if attempt.lost else earned(attempt, by_name[attempt.environment]) for attempt in trajectory]
-        return [0.0 if reward is None else reward for reward in paid]  # `Acting.unscored` says which are None
+    def environment(trajectory: Sequence[Trajectory], **_: object) -> list[Any]:
+        paid = [None if made.lost else reward_of(made, by_name[made.environment]) for made in trajectory]
+        return [0.0 if reward is None else reward for reward in paid]  # `Acting.unscored` has those that are None
 
     return [environment] if any_pays(specs) else []
 
 
-def earned(attempt: Trajectory, spec: EnvironmentSpec) -> list[float] | float | None:
-    """What an attempt earned, times the environment's weight; None where the environment has no reward.
+def reward_of(made: Trajectory, spec: EnvironmentSpec) -> list[float] | float | None:
+    """Return a trajectory's reward times the environment's weight; None where the environment has no reward.
 
-    Where turns have earned it is a number for each, and what the whole has earned is the last one's.
+    Where turns have rewards it is a number for each turn; the reward of the whole is added to the last.
     """
-    if not spec.owns_reward or (spec.uses_tools and attempt.reward is None):
+    if not spec.owns_reward or (spec.uses_tools and made.reward is None):
         return None
-    whole, turns = attempt.reward or 0.0, [turn.reward for turn in attempt.turns]
+    whole, turns = made.reward or 0.0, [turn.reward for turn in made.turns]
     if all(reward is None for reward in turns):
         return spec.weight * whole
     each = [reward or 0.0 for reward in turns]
@@ -53,119 +123,120 @@ def earned(attempt: Trajectory, spec: EnvironmentSpec) -> list[float] | float | 
 
 
 class Acting:
-    """Environments of one trainer; as a function, TRL's `rollout_func`.
+    """The environments of a trainer, and their processes, which start with the first generation.
 
     Args:
-        trainer: its engine samples.
-        specs: of the environments; with several a row's column `environment` says which.
-        memory_gib: what each process may use.
+        specs: the environments; with several, the column `environment` names the one of a row.
+        tokenizer: the policy's.
+        memory_gib: memory that each process may use.
     """
 
-    def __init__(self, trainer: Any, specs: Sequence[EnvironmentSpec], memory_gib: float) -> None:
-        """Nothing is started before the first generation."""
-        self.trainer, self.hosts = trainer, EnvironmentHost(memory_gib)
+    def __init__(
+        self, specs: Sequence[EnvironmentSpec], tokenizer: PreTrainedTokenizerBase, memory_gib: float
+    ) -> None:
+        self.tokenizer, self.hosts = tokenizer, EnvironmentHost(memory_gib)
         self.specs = {spec.name: spec for spec in specs}
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        """What it waits for environments in."""
-        self.rows: list[dict[str, Any]] = []
-        """Of the dataset, which TRL does not hand to a rollout function."""
-        self.attempts: Sequence[AttemptId] = ()
-        """Which attempt at which prompt each row is: its seeds come from there."""
+        """Context in which environments are waited for."""
         self._tools = {s.name: schemas(s.target, s.functions) if s.uses_tools else None for s in specs}
-        self._reader = reader_of(trainer._tokenizer) if any(self._tools.values()) else None
+        self._reader = reader_of(tokenizer) if any(self._tools.values()) else None
 
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """The rollouts of this process, as TRL takes them."""
-        args, mode = trainer.args, "train" if trainer.model.training else "eval"
-        engine = engine_of(trainer, self.attempts)
+    def play(self, collected: Collected, trainer: Samples) -> Played:
+        """Play one attempt for each row."""
+        engine, args = engine_of(sampling_of(trainer), collected.attempts), trainer.args
         limits = Limits(
-            completion=args.max_completion_length,
+            completion=args.max_completion_length or 0,
             counts_all=args.completion_length_counts == "all",
-            context=positions_of(trainer),
+            context=engine.sampling.positions,
             ends=frozenset(trainer.eos_token_ids),
         )
-        renderer = Renderer(trainer._tokenizer, trainer.chat_template_kwargs)
+        renderer = Renderer(self.tokenizer, trainer.chat_template_kwargs)
         attempts = Attempts(engine, self.hosts, renderer, self._parsed, limits, self.waiting)
+        rows = zip(collected.rows, collected.attempts, strict=True)
         with closing(engine):
-            done = attempts.run([self._task(*pair) for pair in zip(self.rows, self.attempts, strict=True)])
-        self._tell(done, mode)
-        return {"trajectories": [trajectory for trajectory, _ in done]}
+            return attempts.run([self._task(row, attempt.game) for row, attempt in rows])
 
-    def _task(self, row: dict[str, Any], attempt: AttemptId) -> Task:
-        spec = self.specs[row[COLUMN]] if len(self.specs) > 1 else next(iter(self.specs.values()))
-        ours = (TRAJECTORY, COLUMN) if len(self.specs) > 1 else (TRAJECTORY,)
-        given = {name: value for name, value in row.items() if name not in ours}
+    def _task(self, row: Mapping[str, Any], seed: int) -> Task:
+        several = len(self.specs) > 1
+        spec = self.specs[row[COLUMN]] if several else next(iter(self.specs.values()))
+        left_out = (TRAJECTORY, COLUMN) if several else (TRAJECTORY,)
+        given = {name: value for name, value in row.items() if name not in left_out}
         prompt = [{key: value for key, value in message.items() if value is not None} for message in row["prompt"]]
-        return Task(spec, given, prompt, self._tools[spec.name], attempt.game)
+        return Task(spec, given, prompt, self._tools[spec.name], seed)
 
     def _parsed(self, ids: list[int], context: list[int], tools: list[dict] | None) -> Message:
         if tools and self._reader is not None:
             try:
                 return parse_response(self._reader, ids, prefix=context, tools=list(tools))
-            except Exception:  # what the model wrote is its own affair: it is text, then
+            except Exception:  # what the model wrote has no such form: it is text
                 logger.debug("response", exc_info=True)
-        return {"role": "assistant", "content": self.trainer._tokenizer.decode(ids, skip_special_tokens=True)}
+        return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
 
-    # Figures.
-
-    def columns(self, attempts: Sequence[Trajectory]) -> dict[str, list[Any]]:
-        """What the table of completions says of attempts beside what was said."""
+    def columns(self, made: Sequence[Trajectory]) -> dict[str, list[Any]]:
+        """Return further columns of the table of completions."""
         found: dict[str, list[Any]] = {
-            "turn_rewards": [[turn.reward for turn in attempt.turns] for attempt in attempts],
-            "failure": [attempt.failure for attempt in attempts],
+            "turn_rewards": [[turn.reward for turn in trajectory.turns] for trajectory in made],
+            "failure": [trajectory.failure for trajectory in made],
         }
-        names = {"environment_name": [attempt.environment for attempt in attempts]}
+        names = {"environment_name": [trajectory.environment for trajectory in made]}
         return found | (names if len(self.specs) > 1 else {})
 
-    def paid(self, attempt: Trajectory, *, weighted: bool = True) -> float | None:
-        """What an attempt earned in all; None where no reward is to score it, or its environment has none."""
-        spec = self.specs[attempt.environment]
-        paid = None if attempt.lost else earned(attempt, spec if weighted else replace(spec, weight=1.0))
+    def paid(self, made: Trajectory, *, weighted: bool = True) -> float | None:
+        """Return the whole reward of a trajectory; None where it is lost, or its environment has none."""
+        spec = self.specs[made.environment]
+        paid = None if made.lost else reward_of(made, spec if weighted else replace(spec, weight=1.0))
         return sum(paid) if isinstance(paid, list) else paid
 
-    def unscored(self, attempts: Sequence[Trajectory], functions: int) -> Tensor:
-        """Rewards that stay None, [attempts, functions]: all of a lost attempt, the environment's where it has none.
+    def unscored(self, made: Sequence[Trajectory], functions: int) -> Tensor:
+        """Rewards that stay None, [trajectories, functions]: all of a lost one, and the environment's if it has none.
 
-        TRL would print the whole row, ids and all, for a None.
+        They are not None before: TRL would print the whole row, ids and all, for a row of None.
         """
-        found = torch.tensor([attempt.lost for attempt in attempts])[:, None].repeat(1, functions)
-        if any_pays(self.specs.values()):  # the last function is `earned_by`'s
-            found[:, -1] = torch.tensor([self.paid(attempt) is None for attempt in attempts])
+        found = torch.tensor([trajectory.lost for trajectory in made])[:, None].repeat(1, functions)
+        if any_pays(self.specs.values()):  # the last function is `environment_reward`'s
+            found[:, -1] = torch.tensor([self.paid(trajectory) is None for trajectory in made])
         return found
 
-    def _tell(self, done: Sequence[tuple[Trajectory, Figures]], mode: str) -> None:
-        """Log what all processes' attempts took, by environment, and warn of failures."""
-        mine = [(t.environment, t.truncated, t.failure, self.paid(t), vars(figures)) for t, figures in done]
-        told = gather_object(mine) if self.trainer.accelerator.num_processes > 1 else mine
-        metrics = self.trainer._metrics[mode]
-        for name in self.specs:
-            of = [attempt[1:] for attempt in told if attempt[0] == name]
-            if not of:
+    def figures(self, played: Played, accelerator: Accelerator) -> dict[str, float]:
+        """Return the figures of all processes' attempts by environment, and warn of failures."""
+        mine = [(t.environment, t.truncated, t.failure, self.paid(t), vars(took)) for t, took in played]
+        every = gather_object(mine) if accelerator.num_processes > 1 else mine
+        found: dict[str, float] = {}
+        for name, spec in self.specs.items():
+            attempts = [attempt[1:] for attempt in every if attempt[0] == name]
+            if not attempts:
                 continue
-            kinds = Counter(failure.partition(":")[0] for _, failure, _, _ in of if failure)
-            rewards = [reward for _, _, reward, _ in of if reward is not None]
-            figures = {key: sum(took[key] for *_, took in of) for key in vars(Figures())}
-            shown = {
-                "turns": figures["turns"] / len(of),
-                "tool_calls": figures["calls"] / len(of),
-                "tool_failures": figures["refused"] / max(1, figures["calls"]),
-                "seconds": figures["seconds"] / len(of),
-                "truncated": sum(truncated for truncated, *_ in of) / len(of),
-                "failed": sum(kinds.values()) / len(of),
-                **{f"failed/{kind}": count / len(of) for kind, count in sorted(kinds.items())},
-                **({"reward": sum(rewards) / len(rewards)} if rewards else {}),
-            }
-            for key, value in shown.items():
-                metrics[f"environments/{name}/{key}"].append(float(value))
-            if kinds and self.trainer.accelerator.is_main_process:
-                first = next(failure for _, failure, _, _ in of if failure)
-                count = ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items()))
-                lot = self.specs[name].on_error
+            kinds = Counter(failure.partition(":")[0] for _, failure, _, _ in attempts if failure)
+            figures = _figures(attempts, kinds)
+            found |= {f"environments/{name}/{key}": float(value) for key, value in figures.items()}
+            if kinds and accelerator.is_main_process:
+                first = next(failure for _, failure, _, _ in attempts if failure)
+                counts = ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items()))
                 logger.warning(
-                    f"environment {name!r}: {sum(kinds.values())} of {len(of)} attempts failed ({count}), counted as "
-                    f"{lot}. The first: {first[:500]}"
+                    f"environment {name!r}: {sum(kinds.values())} of {len(attempts)} attempts failed ({counts}), "
+                    f"counted as {spec.on_error}. The first: {first[:500]}"
                 )
+        return found
 
     def close(self) -> None:
         """End all processes."""
         self.hosts.close()
+
+
+def _figures(
+    attempts: Sequence[tuple[bool, str | None, float | None, dict[str, float]]], kinds: Mapping[str, int]
+) -> dict[str, float]:
+    """Means over the attempts at one environment: whether truncated, failure, reward, and what each took."""
+    count = len(attempts)
+    rewards = [reward for _, _, reward, _ in attempts if reward is not None]
+    took = {key: sum(took[key] for *_, took in attempts) for key in vars(Figures())}
+    return {
+        "turns": took["turns"] / count,
+        "tool_calls": took["calls"] / count,
+        "tool_failures": took["refused"] / max(1, took["calls"]),
+        "seconds": took["seconds"] / count,
+        "truncated": sum(truncated for truncated, *_ in attempts) / count,
+        "failed": sum(kinds.values()) / count,
+        **{f"failed/{kind}": n / count for kind, n in sorted(kinds.items())},
+        **({"reward": sum(rewards) / len(rewards)} if rewards else {}),
+    }

@@ -17,7 +17,7 @@ from trl.trainer.utils import RepeatSampler, nanstd
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
-from grpo_ext.trainer import groups
+from grpo_ext.trainer.credit import group_shares
 
 
 class SameOrderSampler(RepeatSampler):
@@ -104,7 +104,7 @@ class Evaluated:
         for kind, values in (("", lengths), ("terminated_", ended)):
             for figure in ("mean", "min", "max"):
                 figures[f"completions/{figure}_{kind}length"] = getattr(values, figure)()
-        return {name: value.item() for name, value in figures.items()} | groups.shares(grouped, names)
+        return {name: value.item() for name, value in figures.items()} | group_shares(grouped, names)
 
 
 def batch_weight(objective: Objective, totals: StepTotals) -> Float[Tensor, ""]:

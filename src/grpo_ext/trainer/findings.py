@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_ext.trainer.generation import live_mask
+from grpo_ext.packing.micro_batches import live_mask
 
 BEFORE_THE_FORWARD = (
     "advantages",

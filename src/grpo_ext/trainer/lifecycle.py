@@ -22,14 +22,14 @@ from grpo_ext.errors import ConfigError, RolloutDrift, ServerLost
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
 from grpo_ext.trainer import overflow
-from grpo_ext.trainer.arguments import check_trained
+from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.checkpoints import state
 from grpo_ext.trainer.checkpoints.starting import start
 from grpo_ext.trainer.evaluating import EvalRows, Evaluated, SameOrderSampler
-from grpo_ext.trainer.generation import Generation
-from grpo_ext.trainer.metrics import Figures
+from grpo_ext.trainer.loss_terms import Figures
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
 from grpo_ext.trainer.saving import SavingTrainer
+from grpo_ext.trainer.setup import check_trained
 from grpo_ext.trainer.signals import interrupted, naming_lost_ranks, signals
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.settings import SETTINGS, values_for
 from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.packing.micro_batches import MicroBatch, live_mask
+from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.callbacks import Progress
 from grpo_ext.trainer.checkpoints.identity import plain
 from grpo_ext.trainer.findings import ObservedBatch
-from grpo_ext.trainer.generation import Generation, MicroBatch, live_mask
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.recording import Content
 from grpo_ext.trainer.replaying import check_credit, micro_batches, restored

@@ -1,7 +1,7 @@
-"""Batches as the loss saw them, one file for each step and process: every N steps, or where NaN was found.
+"""Record the batches of a run as the loss saw them: one file for each step and process, every N steps or at a NaN.
 
-What is written is enough to compute the step's loss and gradient again, by `grpo-ext replay` or in a run that trains
-on recordings (`replay_batches`).
+A recording is enough to compute the step's loss and gradient again, by `grpo-ext replay` or in a run that trains on
+recordings (`replay_batches`).
 """
 
 import logging
@@ -12,14 +12,20 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from grpo_ext import __version__
-from grpo_ext.errors import ConfigError
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.objective.objective import Objective
+from grpo_ext.packing.micro_batches import MicroBatch
+from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.checkpoints.identity import plain, settings
 from grpo_ext.trainer.checkpoints.manifest import sync
 from grpo_ext.trainer.findings import ObservedBatch
@@ -28,22 +34,38 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 FOLDER = "batches"
-"""In output_dir; one folder for each step in it."""
+"""Folder in output_dir, with a folder for each step."""
 RESERVE = 2**30
-"""Bytes of the disk that recordings leave free: checkpoints need them."""
+"""Bytes of the disk that recordings leave free for checkpoints."""
 _STEP = re.compile(r"step_(\d+)")
 _RANK = re.compile(r"rank_(\d+)\.pt")
 _BROKEN = "\ufffd"
 
-MicroBatch = dict[str, Any]
+Kept = dict[str, Any]
+"""A micro-batch on the disk: its tensors, whole numbers narrowed, and their `dtypes`."""
 Content = dict[str, Any]
+"""A file."""
 
 
-# Taken from a trainer.
+class Recorded(Protocol):
+    """A trainer whose batches are recorded."""
+
+    accelerator: Accelerator
+    args: GRPOExtConfig
+    model: Any
+    objective: Objective
+    reward_func_names: list[str]
+    reward_weights: Tensor
+    state: TrainerState
+    _generation: Generation
+    _tokenizer: PreTrainedTokenizerBase
 
 
-def due(trainer: Any) -> bool:
-    """Whether the batch of the step that is being computed is to be kept: the first, and every Nth after it.
+# From a trainer.
+
+
+def due(trainer: Recorded) -> bool:
+    """Return whether the batch of the current step is recorded: the first, and every Nth after it.
 
     So the weights that a batch belongs to are those of checkpoint N, 2N, ...
     """
@@ -51,10 +73,10 @@ def due(trainer: Any) -> bool:
     return bool(every) and trainer.state.global_step % every == 0
 
 
-def taken(trainer: Any, window: Sequence[ObservedBatch]) -> Content:
-    """This process's part of the step that is being computed."""
+def taken(trainer: Recorded, window: Sequence[ObservedBatch]) -> Content:
+    """Return this process's part of the current step."""
     inputs = [dict(watched.inputs) for watched in window]
-    totals = trainer._generation.totals_of(window[0].inputs) if window else None
+    totals = trainer._generation.totals_of(cast(MicroBatch, window[0].inputs)) if window else None
     kept = [packed({**batch, **watched.computed}) for batch, watched in zip(inputs, window, strict=True)]
     return {
         **origin(trainer),
@@ -64,8 +86,8 @@ def taken(trainer: Any, window: Sequence[ObservedBatch]) -> Content:
     }
 
 
-def origin(trainer: Any) -> Content:
-    """What a batch belongs to: step and weights, settings, rewards."""
+def origin(trainer: Recorded) -> Content:
+    """Return what a batch belongs to: step and weights, settings, rewards."""
     config = getattr(trainer.model, "config", None)
     return {
         "format": FORMAT,
@@ -82,9 +104,9 @@ def origin(trainer: Any) -> Content:
     }
 
 
-def packed(tensors: Mapping[str, Any]) -> MicroBatch:
-    """A micro-batch on the CPU, its whole numbers in as few bytes as hold them; `dtypes` says what they were."""
-    kept: MicroBatch = {"dtypes": {}}
+def packed(tensors: Mapping[str, object]) -> Kept:
+    """Return a micro-batch on the CPU, its whole numbers narrowed; `dtypes` holds the original types."""
+    kept: Kept = {"dtypes": {}}
     for name, values in tensors.items():
         if not isinstance(values, Tensor):
             continue
@@ -98,8 +120,8 @@ def packed(tensors: Mapping[str, Any]) -> MicroBatch:
     return kept
 
 
-def unpacked(kept: Mapping[str, Any], device: Any = "cpu") -> MicroBatch:
-    """A micro-batch as it was."""
+def unpacked(kept: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Return the tensors of a micro-batch with their original types."""
     return {
         name: values.to(device, getattr(torch, kept["dtypes"][name]))
         for name, values in kept.items()
@@ -107,32 +129,32 @@ def unpacked(kept: Mapping[str, Any], device: Any = "cpu") -> MicroBatch:
     }
 
 
-def texts(tokenizer: Any, inputs: Sequence[MicroBatch]) -> dict[str, str]:
-    """The text of each token by its id, and of tokens that are no text by themselves together.
+def texts(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the text of each token by its id, and of runs of tokens that are parts of characters.
 
-    A token is decoded behind itself, since at its beginning a text may lose a space.
+    A token is decoded after itself, since a text may lose a space at its beginning.
     """
     rows = [row for batch in inputs for part in ("prompt", "completion") for row in tokens_of(batch, part)]
     known = sorted({i for row in rows for i in row})
 
-    def decoded(ids: Sequence[Sequence[int]]) -> list[str]:
+    def decoded(ids: list[list[int]]) -> list[str]:
         return tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False) if ids else []
 
     once, twice = decoded([[i] for i in known]), decoded([[i, i] for i in known])
     found = {str(i): two[len(one) :] for i, one, two in zip(known, once, twice, strict=True)}
     broken = {i for i in known if _BROKEN in found[str(i)]}
-    runs = sorted({run for row in rows for run in runs_of(row, broken) if len(run) > 1})
+    runs = [[*run] for run in sorted({run for row in rows for run in runs_of(row, broken) if len(run) > 1})]
     return found | dict(zip((",".join(map(str, run)) for run in runs), decoded(runs), strict=True))
 
 
 def tokens_of(batch: Mapping[str, Any], part: str) -> list[list[int]]:
-    """The ids of each row's `part` ('prompt', 'completion'), without padding."""
+    """Return the ids of each row's `part` ('prompt', 'completion'), without padding."""
     pairs = zip(batch[f"{part}_ids"], batch[f"{part}_mask"], strict=True)
     return [ids[mask.bool()].tolist() for ids, mask in pairs]
 
 
 def runs_of(ids: Sequence[int], broken: set[int]) -> list[tuple[int, ...]]:
-    """`ids` one by one, but tokens that are parts of characters together with those beside them."""
+    """Split `ids` into single tokens, keeping neighbouring parts of characters together."""
     found: list[list[int]] = []
     for i in ids:
         if found and i in broken and found[-1][-1] in broken:
@@ -142,11 +164,11 @@ def runs_of(ids: Sequence[int], broken: set[int]) -> list[tuple[int, ...]]:
     return [tuple(run) for run in found]
 
 
-# On the disk.
+# On disk.
 
 
 def file_of(root: Path, step: int, rank: int) -> Path:
-    """Where a process's part of a step lies under `root`."""
+    """Return the path of a process's part of a step under `root`."""
     return root / f"step_{step}" / f"rank_{rank}.pt"
 
 
@@ -155,7 +177,7 @@ def write(path: Path, content: Content) -> None:
 
     Raises:
         OSError: the disk refuses.
-        RuntimeError: torch's word for the same.
+        RuntimeError: the same, raised by torch.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.part")
@@ -168,10 +190,9 @@ def write(path: Path, content: Content) -> None:
 
 
 class Recorder:
-    """Writes batches while a run trains; a disk that is full costs the recordings, not the run."""
+    """Writes batches while a run trains; a full disk costs the recordings, not the run."""
 
-    def __init__(self, trainer: Any) -> None:
-        """For a trainer with `record_batches` in its arguments."""
+    def __init__(self, trainer: Recorded) -> None:
         self.trainer, self.stopped = trainer, False
 
     def keep(self, window: Iterable[ObservedBatch], grad_norm: Tensor) -> None:
@@ -181,7 +202,7 @@ class Recorder:
         root, window = Path(self.trainer.args.output_dir or ".") / FOLDER, list(window)
         try:
             if any("pixel_values" in watched.inputs for watched in window):
-                raise RuntimeError("it holds images, and text alone is recorded")
+                raise RuntimeError("it holds images, and only text is recorded")
             content = {**taken(self.trainer, window), "grad_norm": grad_norm.item()}
             root.mkdir(parents=True, exist_ok=True)
             needed, free = size(content), shutil.disk_usage(root).free
@@ -190,66 +211,66 @@ class Recorder:
             write(file_of(root, content["step"], content["rank"]), content)
         except Exception as error:
             self.stopped = True
-            logger.warning(f"{root}: this batch could not be recorded ({error}). The run goes on and records no more.")
+            logger.warning(f"{root}: this batch could not be recorded ({error}). The run continues without recording.")
 
 
 def size(content: Content) -> int:
-    """Bytes of the tensors of a recording."""
+    """Return the bytes of the tensors of a recording."""
     tensors = (values for batch in content["micro_batches"] for values in batch.values() if isinstance(values, Tensor))
     return sum(values.nbytes for values in tensors)
 
 
 def read(path: Path) -> Content:
-    """A recording.
+    """Read a recording.
 
     Raises:
-        ConfigError: it is not there, damaged, of another format, or something else.
+        ConfigError: it is missing, damaged, of another format, or something else.
     """
-    again = "Name another one, or record it anew (record_batches)."
+    again, folder = "Name another one, or record again (record_batches).", f"{FOLDER}/ or failures/"
+
+    def refusal(reason: str, cure: str) -> ConfigError:
+        return ConfigError([Problem(str(path), ABSENT, reason, cure)])
+
     try:
         with zipfile.ZipFile(path) as archive:
             if (bad := archive.testzip()) is not None:
-                raise ConfigError([f"{path} is damaged: {bad} in it is not what was written. {again}"])
+                raise refusal(f"the recording is damaged: {bad} in it is not what was written", again)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file. Name a step's folder in a run's {FOLDER}/ or failures/."]) from None
+        raise refusal("no such file", f"Name a step's folder in a run's {folder}.") from None
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError([f"{path} is damaged, or no recorded batch ({reason}). {again}"]) from error
+        raise refusal(f"the file is damaged, or no recorded batch ({reason})", again) from error
     if not isinstance(content, dict) or "step" not in content:
-        raise ConfigError([f"{path} is no recorded batch. Name a step's folder in a run's {FOLDER}/ or failures/."])
+        raise refusal("this is no recorded batch", f"Name a step's folder in a run's {folder}.")
     if content.get("format") != FORMAT:
-        raise ConfigError(
-            [
-                f"{path} has format {content.get('format')!r}, and this version of grpo-ext ({__version__}) reads "
-                f"{FORMAT}. Read it with the version that wrote it ({content.get('grpo_ext', 'before 0.2')})."
-            ]
-        )
+        reason = f"it has format {content.get('format')!r}, and grpo-ext {__version__} reads {FORMAT}"
+        raise refusal(reason, f"Read it with the version that wrote it ({content.get('grpo_ext', 'before 0.2')}).")
     return content
 
 
 def steps_in(root: Path) -> dict[int, Path]:
-    """The folders of recorded steps under `root`, by step."""
+    """Return the folders of recorded steps under `root`, by step."""
     found = {int(m[1]): path for path in root.glob("step_*") if (m := _STEP.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
 def ranks_in(folder: Path) -> list[Path]:
-    """The files of a step, by rank."""
+    """Return the files of a step, by rank."""
     found = {int(m[1]): path for path in folder.glob("rank_*.pt") if (m := _RANK.fullmatch(path.name))}
     return [path for _, path in sorted(found.items())]
 
 
-# What both a reader and a trainer ask of a recording.
+# Columns of a generation that a recording needs.
 
 
-def with_rewards(output: dict[str, Any], rewards: Tensor, rank: int) -> dict[str, Tensor]:
-    """What makes a completion's advantage, to go with it through shuffling: its group's rewards, its row.
+def with_rewards(output: Mapping[str, Any], rewards: Tensor, rank: int) -> dict[str, Tensor]:
+    """Return columns that follow a completion through shuffling: its group's rewards and its row.
 
     Args:
         output: the generation of this process.
-        rewards: of all processes, [groups, completions, functions].
-        rank: of this process.
+        rewards: rewards of all processes, [groups, completions, functions].
+        rank: index of this process.
     """
     local = len(output["completion_ids"])
     row = torch.arange(rank * local, (rank + 1) * local, device=rewards.device)

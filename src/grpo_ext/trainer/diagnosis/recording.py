@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerState
 
-from grpo_ext.trainer.advantages import per_completion
-from grpo_ext.trainer.generation import live_mask
+from grpo_ext.packing.micro_batches import live_mask
+from grpo_ext.trainer.credit import per_completion
 
 FIGURES: dict[str, str] = {
     "sampling/mismatch": "mean of |log p(sampler) - log p(policy)| over tokens, in nats: 0 but for rounding",

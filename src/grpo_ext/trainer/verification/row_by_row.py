@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
-from grpo_ext.trainer.advantages import GroupMeans
+from grpo_ext.trainer.credit import GroupMeans
 from grpo_ext.trainer.verification.rows import Rows, score
 from grpo_ext.trainer.verification.watched import Weights
 

@@ -1,10 +1,9 @@
-"""Cost of what is recorded for a diagnosis, and of the diagnosis while a run trains: `make bench`.
+"""Cost of the diagnosis and of its metrics during training: `make bench`.
 
 Two trainers with the same weights take the same optimizer steps (rollout, rewards, loss, backward, clip, update, log)
 from the same seeds in turn, one that records and one that does not, in one process and on one thread; the ratio of
-each pair is kept, the median reported. Seconds are the processor's, so that a busy machine does not count. `share` is
-what the recording's own lines take of a step; every step is logged, which is the dearest there is. Writes
-results/doctor_overhead.json.
+each pair is kept, the median reported. Times are CPU seconds. `share` is the share of a step that the recording takes;
+every step is logged, which is the most expensive case. Writes results/diagnosis_overhead.json.
 """
 
 import statistics
@@ -23,7 +22,7 @@ from grpo_ext.rollout.transformers_engine import _Batch
 from grpo_ext.trainer import grpo_trainer, metrics, nonfinite
 from grpo_ext.trainer.diagnosis.watching import Watching
 
-RESULT = SIBLING.with_name("doctor_overhead.json")
+RESULT = SIBLING.with_name("diagnosis_overhead.json")
 RECORDING: dict[str, tuple[Any, str, Any]] = {
     "drawn": (_Batch, "note", None),
     "tokens": (metrics, "token_figures", {}),
@@ -44,7 +43,7 @@ def choose_alone(batch: _Batch, logits: torch.Tensor) -> torch.Tensor:
 
 
 class Step(Lap):
-    """A trainer that is asked for one whole optimizer step at a time, as transformers' loop makes it, and logs it."""
+    """A trainer that makes one whole optimizer step at a time, as transformers' loop does, and logs it."""
 
     def __init__(self, *args: Any, records: bool, **settings: Any) -> None:
         super().__init__(*args, **settings)

@@ -1,0 +1,55 @@
+"""`grpo-ext recipes`, `losses` and `rewards`: the names that a recipe may use."""
+
+import argparse
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from grpo_ext.objective.losses import losses
+from grpo_ext.recipe.files import packaged_recipes
+from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.signatures import needs, options
+
+T = TypeVar("T")
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Print a list."""
+    {"recipes": _recipes, "losses": _losses, "rewards": _rewards}[asked.command]()
+    return 0
+
+
+def by_entry(registry: Mapping[str, T]) -> list[tuple[list[str], T]]:
+    """Return each entry of a registry once, with all of its names."""
+    found: dict[int, tuple[list[str], T]] = {}
+    for name, entry in registry.items():
+        found.setdefault(id(entry), ([], entry))[0].append(name)
+    return list(found.values())
+
+
+def _recipes() -> None:
+    found = packaged_recipes()
+    width = max(map(len, found))
+    for name, path in found.items():
+        print(f"{name:{width}}  {path.read_text().splitlines()[0].removeprefix('#').strip()}")
+
+
+def _losses() -> None:
+    for names, row in by_entry(losses):
+        print(f"{', '.join(names)}\n    {row.formula}\n    {row.paper}")
+
+
+def _rewards() -> None:
+    for names, function in sorted(by_entry(rewards), key=lambda entry: entry[0]):
+        summary = (inspect.getdoc(function) or "").split("\n\n")[0]
+        print(f"{', '.join(names)}\n    {' '.join(summary.split())}")
+        for title, words in (("columns", needs(function)), ("options", _options(function))):
+            if words:
+                print(f"    {title}: {', '.join(words)}")
+
+
+def _options(function: Callable[..., object]) -> list[str]:
+    return [
+        f"{name} (must be set)" if option.default is option.empty else f"{name}={option.default!r}"
+        for name, option in (options(function) or {}).items()
+    ]

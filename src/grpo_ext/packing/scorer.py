@@ -1,0 +1,116 @@
+"""Log-probabilities, entropies and auxiliary loss of micro-batches, by a packed forward where that pays."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from grpo_ext.packing.forward import log_probs
+from grpo_ext.packing.layout import Layout
+from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_live_rows
+from grpo_ext.packing.obstacles import causal_lm
+from grpo_ext.packing.policy import PrefixSharing, Scores
+
+
+class Scorer:
+    """Scores tokens of completions.
+
+    Args:
+        stock: TRL's forward, `_get_per_token_logps_and_entropies`.
+        sharing: decides which micro-batches are packed.
+        accelerator: unwraps models; its autocast applies to packed forwards.
+        forward_only: context without gradients, for the check of the packed forward.
+    """
+
+    def __init__(
+        self,
+        stock: Callable[..., Scores],
+        sharing: PrefixSharing,
+        accelerator: Accelerator,
+        forward_only: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.stock, self.sharing, self.accelerator, self.forward_only = stock, sharing, accelerator, forward_only
+        names = list(inspect.signature(stock).parameters)
+        self.multimodal = names[names.index("compute_aux_loss") + 1 :]
+        """Arguments of TRL's forward beside tokens: images and what they need."""
+
+    def has_images(self, inputs: MicroBatch) -> bool:
+        """Return whether a micro-batch holds more than tokens."""
+        return any(name in inputs for name in self.multimodal)
+
+    def micro_batch(
+        self,
+        model: nn.Module,
+        inputs: MicroBatch,
+        live: Tensor | None = None,
+        *,
+        entropy: bool = True,
+        aux_loss: bool = False,
+        batch_size: int | None = None,
+    ) -> Scores:
+        """Score a micro-batch, `batch_size` rows at a time; with `live` only those rows, and no auxiliary loss."""
+
+        def forward(batch: MicroBatch) -> Scores:
+            further: dict[str, Any] = {
+                name: value for name, value in batch.items() if name in (PARENTS, *self.multimodal)
+            }
+            return self.tokens(
+                model,
+                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                batch["completion_ids"].size(1),
+                batch_size,
+                compute_entropy=entropy,
+                compute_aux_loss=aux_loss and live is None,
+                **further,
+            )
+
+        return forward(inputs) if live is None else (*of_live_rows(forward, inputs, live), None)
+
+    def tokens(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        parents: Tensor | None = None,
+        **multimodal: Any,
+    ) -> Scores:
+        """Score the last `logits_to_keep` tokens of rows [rows, width]; arguments as TRL's.
+
+        `parents` [rows, logits_to_keep], as in `tree`, of trajectories whose contexts were rewritten.
+
+        Raises:
+            ValueError: such a trajectory holds images.
+        """
+        options: dict[str, Any] = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
+        sharing, has_images = self.sharing, any(value is not None for value in multimodal.values())
+        if parents is not None and has_images:
+            raise ValueError("a trajectory whose context was rewritten cannot hold images yet. Leave one of them out.")
+        if has_images or (parents is None and not sharing.possible and sharing.agreed is None):
+            rows = input_ids, attention_mask, logits_to_keep, batch_size
+            return self.stock(model, *rows, **options, **multimodal)
+
+        def plain(ids: Tensor, mask: Tensor, completion: int) -> Scores:
+            return self.stock(model, ids, mask, completion, **options)
+
+        base = causal_lm(self.accelerator.unwrap_model(model))
+
+        def packed(ids: Tensor, layout: Layout, completion: int, **extra: Any) -> Scores:
+            with self.accelerator.autocast():
+                return log_probs(model, base, ids, layout, completion, **extra)
+
+        if sharing.possible and not sharing.checked:
+            with self.forward_only():
+                sharing.check(plain, packed, base, input_ids.device)
+        size = batch_size or len(input_ids)
+        return sharing.scores(
+            plain, packed, input_ids, attention_mask, logits_to_keep, size, **options, parents=parents
+        )

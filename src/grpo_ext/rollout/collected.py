@@ -1,0 +1,53 @@
+"""`Collected`: one generation of one process, from the dataset's rows to their rewards, as one object."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from grpo_ext.objective.trajectory import COLUMN, Trajectory
+from grpo_ext.rollout.seeds import AttemptId
+
+TurnRewards = list[list[float] | None]
+"""Per-turn rewards of one row, by reward function; None where a function scored the whole trajectory."""
+
+
+class Generated(NamedTuple):
+    """The tuple that TRL's `_generate` returns, one entry per row."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    tool_mask: list[list[int]] | None
+    completions: list[Any]
+    logprobs: list[Any] | None
+    extra: dict[str, Any]
+    """Columns that a rollout function added."""
+    images: list[Any] | None
+    tool_images: list[Any]
+
+
+@dataclass
+class Collected:
+    """One generation. TRL's hooks fill it in this order; everything else gets it as an argument."""
+
+    rows: list[dict[str, Any]]
+    """Rows of the dataset, one per completion; later with the columns of a rollout function."""
+    attempts: Sequence[AttemptId] = ()
+    """The attempt that each row is; its random numbers are derived from it."""
+    generated: Generated | None = None
+    turns_by_reward: dict[str, list[list[float] | None]] = field(default_factory=dict)
+    """Per-turn rewards of all rows by reward function, as the functions returned them."""
+    errors: list[str] = field(default_factory=list)
+    """Messages of reward functions whose failure ends the run."""
+    rewards: Tensor | None = None
+    """Rewards of all processes, [completions, functions]; NaN where a completion was not scored."""
+    turn_rewards: list[TurnRewards] = field(default_factory=list)
+    """Per-turn rewards of each row."""
+    logged: dict[str, list[Any]] = field(default_factory=dict)
+    """Columns that reward functions logged for the table of completions."""
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Trajectories of the rows, or an empty list where completions are plain."""
+        return [] if self.generated is None else self.generated.extra.get(COLUMN) or []

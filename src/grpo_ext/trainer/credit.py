@@ -1,0 +1,221 @@
+"""Credit assignment: from the rewards of a generation and what is known of its tokens to advantages."""
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from grpo_ext.objective.advantages import extremes, group_means
+from grpo_ext.objective.combinations import weighted_total, weighted_turns
+from grpo_ext.objective.objective import Objective
+from grpo_ext.objective.trajectory import Trajectory
+from grpo_ext.rewards.protocol import RIGHT, judge
+from grpo_ext.rollout.collected import Collected, TurnRewards
+
+PADDING = {"turns": -1, "states": -1, "turn_rewards": math.nan}
+"""Padding of the tensors of turns; 0 for all others."""
+LogMetric = Callable[[str, float], None]
+
+
+class GroupMeans:
+    """Group means of the last generation batches: a column for each reward and one for the total.
+
+    Args:
+        batches: how many batches are remembered.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self.batches: deque[Tensor] = deque(maxlen=batches)
+
+    def remember(self, rewards: Tensor, total: Tensor) -> None:
+        """Add a batch: rewards [groups, completions, functions], total [groups, completions]."""
+        if self.batches.maxlen:
+            columns = [group_means(column) for column in (*rewards.unbind(dim=-1), total)]
+            self.batches.append(torch.stack(columns, dim=-1).cpu())
+
+    def on(self, device: torch.device) -> Tensor | None:
+        """Return all batches as [past groups, columns], or None where there are none."""
+        return torch.cat(list(self.batches)).to(device) if self.batches else None
+
+    def to_list(self) -> list[list[list[float]]]:
+        """Return the batches in JSON's types."""
+        return [batch.tolist() for batch in self.batches]
+
+    def load(self, batches: list[list[list[float]]]) -> None:
+        """Restore what `to_list` returned."""
+        self.batches.extend(torch.tensor(batch, dtype=torch.float64) for batch in batches)
+
+
+@dataclass(frozen=True)
+class Credited:
+    """Advantages of all processes' completions."""
+
+    advantages: Float[Tensor, "groups completions *time"]
+    mask: Tensor | None
+    """Live tokens [groups, completions, time], where the estimator sees tokens."""
+
+    @property
+    def silent(self) -> Bool[Tensor, " groups"]:
+        """Groups in which no token has an advantage."""
+        return ~self.advantages.flatten(1).any(dim=1)
+
+    def local(self, rank: int, rows: int, width: int) -> Tensor:
+        """Return the advantages of one process's rows, [rows] or [rows, width]."""
+        mine = self.advantages.flatten(0, 1)[rank * rows :][:rows]
+        return (mine if mine.dim() == 1 else mine[:, :width]).clone()
+
+    def by_completion(self) -> Float[Tensor, " completions"]:
+        """Return the mean advantage over the live tokens of each completion."""
+        mask = None if self.mask is None else self.mask.flatten(0, 1)
+        return per_completion(self.advantages.flatten(0, 1), mask)
+
+
+class Credit:
+    """Turns rewards into advantages by the objective's estimator.
+
+    Args:
+        objective: the estimator and where the KL penalty goes.
+        group_means: group means of past batches, which some estimators read.
+        accelerator: gathers what the estimator sees of tokens from all processes.
+    """
+
+    def __init__(self, objective: Objective, group_means: GroupMeans, accelerator: Accelerator) -> None:
+        self.objective, self.group_means, self.accelerator = objective, group_means, accelerator
+
+    def total(self, rewards: Tensor, weights: Tensor) -> Float[Tensor, "groups completions"]:
+        """Return the weighted total of rewards [groups, completions, functions]."""
+        return weighted_total(rewards, weights, missing=self.objective.missing_rewards)
+
+    def tokens(
+        self, collected: Collected, mask: Tensor, group: int, kl: Tensor | None = None
+    ) -> dict[str, Float[Tensor, "groups completions *more"]]:
+        """Return what the estimator sees of all processes' tokens: `mask`, `kl` and, of trajectories, their turns."""
+        tokens = {"mask": mask} | ({} if kl is None else {"kl": kl})
+        if (trajectories := collected.trajectories) and self.objective.sees_turns:
+            turns = turn_tensors(trajectories, collected.turn_rewards, mask.shape[1])
+            tokens |= {name: tensor.to(self.accelerator.device) for name, tensor in turns.items()}
+        return gathered(tokens, group, self.accelerator)
+
+    def advantages(
+        self,
+        rewards: Tensor,
+        weights: Tensor,
+        tokens: Mapping[str, Tensor],
+        log_metric: LogMetric,
+        *,
+        dtype: torch.dtype,
+        remember: bool,
+    ) -> Credited:
+        """Return the advantages of rewards [groups, completions, functions].
+
+        Args:
+            rewards: of all processes, NaN where a completion was not scored.
+            weights: of the functions.
+            tokens: what `tokens` returned, or nothing where the estimator sees no tokens.
+            log_metric: logs figures of the estimator.
+            dtype: of the advantages.
+            remember: whether the batch joins the group means of past ones, as in training.
+        """
+        objective, tokens = self.objective, dict(tokens)
+        if objective.kl_in_reward:
+            if "turn_rewards" in tokens:
+                missing = objective.missing_rewards
+                by_turn = weighted_turns(tokens["turn_rewards"], rewards, weights, missing=missing)
+                tokens["turn_rewards"] = by_turn.unsqueeze(-2)
+            rewards = objective.less_kl(rewards, weights, tokens["mask"], tokens["kl"])
+            weights, total = weights.new_ones(1), rewards.squeeze(-1)
+        else:
+            total = self.total(rewards, weights)
+        history = self.group_means.on(rewards.device)
+        values = objective.advantages(rewards, weights, history, log_metric, **tokens)
+        if remember:
+            self.group_means.remember(rewards, total)
+        return Credited(values.to(dtype), tokens.get("mask"))
+
+    def silent_groups(self, collected: Collected, weights: Tensor, group: int) -> Bool[Tensor, " groups"]:
+        """Return the groups of all processes in which no completion would have an advantage."""
+        assert collected.rewards is not None
+        rewards = collected.rewards.double().view(-1, group, collected.rewards.shape[1])
+        weights, tokens = weights.double().to(rewards.device), {}
+        if self.objective.sees_tokens:
+            tokens = self.tokens(collected, token_mask(collected).to(self.accelerator.device), group)
+        history = self.group_means.on(rewards.device)
+        return Credited(self.objective.advantages(rewards, weights, history, _ignore, **tokens), None).silent
+
+
+def _ignore(name: str, value: float) -> None:
+    """Log no figure."""
+
+
+def token_mask(collected: Collected) -> Tensor:
+    """Tokens [rows, time] that the policy wrote, before TRL pads them."""
+    generated = collected.generated
+    assert generated is not None
+    masks = generated.tool_mask or [[1] * len(ids) for ids in generated.completion_ids]
+    return pad_sequence([torch.tensor(mask) for mask in masks], batch_first=True)
+
+
+def turn_tensors(
+    trajectories: Sequence[Trajectory], turn_rewards: Sequence[TurnRewards], width: int
+) -> dict[str, Tensor]:
+    """`turns` [rows, width], `states` [rows, turns] and `turn_rewards` [rows, functions, turns] of this process."""
+    turns = torch.full((len(trajectories), width), -1)
+    states, rewards = [], []
+    for row, trajectory, of_functions in zip(turns, trajectories, turn_rewards, strict=True):
+        tree = trajectory.tree
+        row[: len(tree.turns)] = torch.tensor(tree.turns, dtype=torch.long)
+        states.append(torch.tensor([_number(state) for state in tree.states]))
+        none = [0.0] * len(trajectory.turns)
+        rewards.append(torch.tensor([given or none for given in of_functions], dtype=torch.float64).T)
+    return {
+        "turns": turns,
+        "states": pad_sequence(states, batch_first=True, padding_value=-1),
+        "turn_rewards": pad_sequence(rewards, batch_first=True, padding_value=math.nan).mT,
+    }
+
+
+def _number(state: Hashable) -> int:
+    """Hash a state to a number that is the same on every process."""
+    return int.from_bytes(hashlib.blake2b(repr(state).encode(), digest_size=7).digest())
+
+
+def gathered(values: Mapping[str, Tensor], group: int, accelerator: Accelerator) -> dict[str, Tensor]:
+    """Gather tensors [rows, ..., time] of each process as [groups, completions, ..., time] of all."""
+    found = {}
+    for name, tensor in values.items():
+        padded = accelerator.pad_across_processes(tensor, dim=-1, pad_index=PADDING.get(name, 0))
+        found[name] = accelerator.gather(padded.contiguous()).unflatten(0, (-1, group))
+    return found
+
+
+def per_completion(advantages: Tensor, mask: Tensor | None) -> Float[Tensor, " completions"]:
+    """Mean over the live tokens of each completion of advantages [completions (, time)]."""
+    if advantages.dim() == 1 or mask is None:
+        return advantages
+    mask = mask.flatten(0, -2)
+    return (advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+
+def group_shares(rewards: Float[Tensor, "groups completions functions"], names: Sequence[str]) -> dict[str, float]:
+    """Shares of groups that are all right, all wrong or mixed, by the reward that judges; empty where none is scored.
+
+    All right: each completion has a reward of 1 or more. All wrong: none has, and all scored ones have the same.
+    Mixed: the rest, with groups below 1 that partial credit ranks. An unscored completion beside scored ones is not
+    right, as in an evaluation. Groups without a scored completion are left out.
+    """
+    judged = rewards[..., list(names).index(judge(names))]
+    judged = judged[~judged.isnan().all(dim=1)]
+    if not len(judged):
+        return {}
+    highest, lowest = extremes(judged)
+    all_right = (judged >= RIGHT).all(dim=1)
+    all_wrong = (highest < RIGHT) & (highest == lowest)
+    kinds = {"all_right": all_right, "all_wrong": all_wrong, "mixed": ~(all_right | all_wrong)}
+    return {f"groups/{kind}": members.double().mean().item() for kind, members in kinds.items()}

@@ -1,0 +1,296 @@
+"""GeneratingTrainer: the hooks of TRL's GRPOTrainer that make one generation, from its rows to its advantages."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from trl.trainer.utils import nanstd
+
+from grpo_ext.objective.advantages import zero_variance
+from grpo_ext.objective.ratios import masked
+from grpo_ext.objective.trajectory import COLUMN
+from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
+from grpo_ext.packing.scorer import Scorer
+from grpo_ext.rewards.outcomes import Scores
+from grpo_ext.rewards.runtime import Runtime
+from grpo_ext.rollout.collected import Collected, Generated
+from grpo_ext.rollout.dynamic_sampling import DynamicSampler
+from grpo_ext.rollout.empty_completions import fill_empty, without_empty_completions
+from grpo_ext.rollout.seeds import AttemptId
+from grpo_ext.rollout.trajectories import completions_seen, parents_of, with_trajectories
+from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
+from grpo_ext.rollout.vllm.drift import DriftCheck
+from grpo_ext.trainer.acting import Acting
+from grpo_ext.trainer.batches import no_early_pass
+from grpo_ext.trainer.callbacks import StepTimes
+from grpo_ext.trainer.credit import Credit, group_shares
+from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, row_record
+from grpo_ext.trainer.lifecycle import Lifecycle
+from grpo_ext.trainer.recording import with_rewards
+from grpo_ext.trainer.reward_collector import RewardCollector
+
+
+class GeneratingTrainer(Lifecycle):
+    """`trl.GRPOTrainer` that fills one `Collected` per generation and assigns credit by the objective."""
+
+    acting: Acting | None
+    reward_runtime: Runtime | None
+    _collecting: Collected | None = None
+    """The generation that TRL's hooks fill at the moment."""
+    _credit: Credit
+    _engine: GroupedEngine | None
+    _logs: dict[str, Any]
+    _pending_extra_logs: Any
+    _rewards: RewardCollector
+    _scorer: Scorer
+    _times: StepTimes
+    model_wrapped: Any
+    use_vllm: bool
+
+    def _set_up_rollouts(self) -> None:
+        """Choose what generates completions, and guard a rollout function."""
+        args = self.args
+        if self.acting is not None:
+            self.rollout_func = self._play
+        if self.rollout_func is not None:
+            ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+            self.rollout_func = with_trajectories(self.rollout_func, ends)
+            self.rollout_func = without_empty_completions(self.rollout_func, self._tokenizer.eos_token_id)
+        self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
+        drift = self.use_vllm and args.rollout_drift != 0
+        self._drift = DriftCheck(args, self.vllm_generation) if drift else None
+        self._sampler = None
+        if args.dynamic_sampling is not None:
+            self._sampler = DynamicSampler(
+                args,
+                self.train_dataset,
+                self.reward_func_names,
+                self.num_generations,
+                stateful=bool(self.tools) or self.environment_factories is not None,
+                accelerator=self.accelerator,
+            )
+
+    @contextmanager
+    def _filling(self, collected: Collected) -> Iterator[Collected]:
+        """Let TRL's hooks fill `collected`."""
+        self._collecting, before = collected, self._collecting
+        try:
+            yield collected
+        finally:
+            self._collecting = before
+
+    def rollouts(self, rows: list[dict[str, Any]], attempts: list[AttemptId]) -> Collected:
+        """Generate a completion for each row; each process may have its own rows.
+
+        Args:
+            rows: of a dataset.
+            attempts: identity of each row's attempt; seeds of environments and their turns come from it.
+        """
+        with self._filling(Collected(rows, attempts)) as collected:
+            extra = self._generate([row["prompt"] for row in rows])[5]
+        added = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
+        collected.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
+        return collected
+
+    def collect(self, rows: list[dict[str, Any]], attempts: list[AttemptId]) -> Collected:
+        """Generate and score a completion for each row; each process needs as many rows."""
+        collected, prompts = self.rollouts(rows, attempts), [row["prompt"] for row in rows]
+        made = collected.generated
+        assert made is not None
+        self._pending_extra_logs.clear()
+        with self._filling(collected):
+            self._calculate_rewards(collected.rows, prompts, made.completions, made.completion_ids)
+        collected.logged = {name: list(values) for name, values in self._pending_extra_logs.items()}
+        self._pending_extra_logs.clear()
+        return collected
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        with nullcontext() if self._engine is None else self._engine.generating(model) as drawn:
+            completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        if drawn and self.model.training:
+            logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn[-1], completion_ids, strict=True)]
+        fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
+        return completion_ids, logprobs
+
+    def _generate(self, prompts: list) -> Generated:
+        collected = self._collecting or Collected([])
+        if collected.generated is None:
+            with self._times.during("rollout"), self._sampling():
+                generated = Generated(*super()._generate(prompts))
+            if self._evaluated is not None:
+                ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+                self._evaluated.add_completions(generated.completion_ids, generated.tool_mask, ends, self.accelerator)
+            if (trajectories := generated.extra.get(COLUMN)) is not None:
+                generated = generated._replace(completions=completions_seen(trajectories, generated.completions))
+            collected.generated = generated
+        return collected.generated
+
+    def _play(self, prompts: list, trainer: Any) -> dict[str, Any]:
+        """Play conversations with environments; TRL's `rollout_func`."""
+        assert self.acting is not None
+        assert self._collecting is not None
+        played = self.acting.play(self._collecting, self)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in self.acting.figures(played, self.accelerator).items():
+            metrics[name].append(value)
+        return {"trajectories": [trajectory for trajectory, _ in played]}
+
+    def _take_scores(self, name: str, scores: Scores) -> None:
+        """Keep what a reward returned beside its numbers."""
+        if self._collecting is not None:
+            self._collecting.turns_by_reward[name] = scores.turns
+            self._collecting.errors += [scores.error] if scores.error else []
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
+    ) -> Tensor:
+        collected = self._collecting or Collected(inputs)
+        if collected.rewards is not None:  # dynamic sampling has scored them
+            self._pending_extra_logs.update(collected.logged)
+            return collected.rewards
+        self._rewards.schedule_weights(self.reward_weights, self.state)
+        with self._filling(collected), self._times.during("rewards"):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards = self._rewards.checked(rewards, collected.errors, prompts, completions)
+        if self.acting is not None:
+            played = [row[COLUMN] for row in inputs]
+            unscored = self.acting.unscored(played, rewards.shape[1]).to(rewards.device)
+            rewards = rewards.masked_fill(self.accelerator.gather(unscored), torch.nan)
+            for name, values in self.acting.columns(played).items():
+                self._pending_extra_logs[name].extend(values)
+        collected.rewards, collected.turn_rewards = rewards, self._rewards.turn_rewards(collected, len(completions))
+        return rewards
+
+    def close_rewards(self) -> None:
+        """End the processes that score rewards and run environments; they would otherwise wait for the next batch."""
+        for processes in (self.acting, self.reward_runtime):
+            if processes is not None:
+                processes.close()
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        mode = "train" if self.model.training else "eval"
+        attempts = self.attempt_ids(len(inputs))
+        collected = Collected(inputs, attempts)
+        if self._sampler is not None and mode == "train":
+            silent = partial(self._credit.silent_groups, weights=self.reward_weights, group=self.num_generations)
+            collected = self._sampler.settle(inputs, attempts, self.collect, silent, self._metrics[mode])
+        with self._filling(collected), no_early_pass(self.args):
+            output = super()._generate_and_score_completions(collected.rows)
+        made = collected.trajectories
+        if made and (parents := parents_of(made, output["completion_ids"].shape[1])) is not None:
+            output[PARENTS] = parents.to(self.accelerator.device)
+        if self.acting is not None and self.log_completions:
+            _replace_tail(self._logs["prompt"], gather_object([trajectory.opening for trajectory in made]))
+        if self._evaluated is not None and collected.rewards is not None:
+            rank, mask = self.accelerator.process_index, output["completion_mask"]
+            output["completion_mask"] = self._evaluated.mask_fillers(mask, collected.rewards, rank)
+        draws_itself = not self.use_vllm and (self.rollout_func is None or self.acting is not None)
+        if draws_itself and "sampling_per_token_logps" in output:
+            output[DRAWN] = output.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
+        # computed on TRL's micro-batches, not on the loss's: not bit-identical, so unusable as old log-probabilities
+        early = output.pop("old_per_token_logps", None)
+        if mode == "train" and self._drift is not None and "sampling_per_token_logps" in output:
+            self._drift.due = True
+            if early is not None:
+                self._check_drift(early, output)
+        self._assign_credit(collected, output, early, mode)
+        return output
+
+    def _check_drift(self, logps: Tensor, inputs: Mapping[str, Any]) -> None:
+        """Compare the sampler with the policy and log the figures."""
+        assert self._drift is not None
+        for name, value in self._drift.check(logps, inputs, self.accelerator).items():
+            self._metrics["train"][name].append(value)
+
+    def _assign_credit(self, collected: Collected, output: dict[str, Any], early: Tensor | None, mode: str) -> None:
+        """Log the rewards and replace TRL's advantages by the objective's.
+
+        Args:
+            collected: the generation.
+            output: of TRL, this process's rows.
+            early: the policy's log-probabilities, if TRL has computed them.
+            mode: "train" or "eval".
+        """
+        assert collected.rewards is not None
+        group, rank = (
+            self.num_generations if mode == "train" else self.num_generations_eval,
+            self.accelerator.process_index,
+        )
+        rewards = collected.rewards.double().view(-1, group, collected.rewards.shape[1])
+        weights = self.reward_weights.double().to(self.accelerator.device)
+        total = self._credit.total(rewards, weights)
+        self._log_rewards(rewards, total, mode)
+        if mode == "train":
+            output |= with_rewards(output, rewards, rank)
+            output[ROWS] = self._row_record(collected, rewards, total)
+        if self.objective.stock_advantages and self.args.loss_defaults == "trl":
+            self._note_zero_advantages(rewards, zero_variance(total), mode)
+            return
+        tokens: dict[str, Tensor] = {}
+        if self.objective.sees_tokens:
+            mask = live_mask(output)
+            kl = self._reward_kl(output, early, mask, mode) if self.objective.kl_in_reward else None
+            tokens = self._credit.tokens(collected, mask, group, kl)
+
+        def log_metric(name: str, value: float) -> None:
+            if mode == "train":  # an evaluation's figures would count the rows that fill up its last batch
+                self._metrics[mode][name].append(value)
+
+        dtype, remember = output["advantages"].dtype, mode == "train"
+        credited = self._credit.advantages(rewards, weights, tokens, log_metric, dtype=dtype, remember=remember)
+        self._note_zero_advantages(rewards, credited.silent, mode)
+        _replace_tail(self._logs["advantages"], credited.by_completion().tolist())
+        output["advantages"] = credited.local(rank, *output["completion_ids"].shape)
+
+    def _row_record(self, collected: Collected, rewards: Tensor, total: Tensor) -> Tensor:
+        """Figures that this process's rows carry for a diagnosis."""
+        assert collected.generated is not None
+        drawn, rank = collected.generated.completion_ids, self.accelerator.process_index
+        first = rank * len(drawn)
+        mine = slice(first, first + len(drawn))
+        return row_record(rewards.flatten(0, 1)[mine], total.flatten()[mine], drawn, first, self.num_generations)
+
+    def _log_rewards(self, rewards: Tensor, total: Tensor, mode: str) -> None:
+        """Log the total that trains, in place of TRL's, which counts a partial None as 0; and the kinds of groups."""
+        metrics = self._metrics[mode]
+        if self.objective.missing_rewards != "zero":
+            metrics["reward"][-1] = total.nanmean().item()
+            metrics["reward_std"][-1] = nanstd(total).item()
+        for name, share in group_shares(rewards, self.reward_func_names).items():
+            metrics[name].append(share)
+
+    def _note_zero_advantages(self, rewards: Tensor, silent: Tensor, mode: str) -> None:
+        """Log and remember the groups, [groups], in which no completion has an advantage."""
+        self._metrics[mode]["advantages/zero_variance_groups"].append(silent.double().mean().item())
+        if mode == "train":
+            self._advantage_monitor.add(rewards, bool(silent.all()))
+        elif self._evaluated is not None:
+            self._evaluated.add_silent(silent, self.num_generations_eval)
+
+    @torch.no_grad()
+    def _reward_kl(self, output: dict[str, Any], logps: Tensor | None, mask: Tensor, mode: str) -> Tensor:
+        """KL estimate of each token of this process's completions, to lower the rewards by."""
+        if logps is None:
+            rows = self.args.per_device_train_batch_size
+            logps, _, _ = self._scorer.micro_batch(
+                self.model, cast(MicroBatch, output), entropy=False, batch_size=rows
+            )
+        log_ref_ratio = masked(output["ref_per_token_logps"] - logps, mask)
+        per_token = self.objective.kl_penalty({"log_ref_ratio": log_ref_ratio, "mask": mask})
+        by_row = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)
+        total, known = self.accelerator.gather(by_row).double().sum(dim=0).tolist()
+        self._metrics[mode]["kl"].append(total / max(known, 1.0))
+        return per_token
+
+
+def _replace_tail(logged: deque[Any], values: list[Any]) -> None:
+    """Replace what TRL has just appended to a column of the table of completions."""
+    for _ in range(min(len(values), len(logged))):
+        logged.pop()
+    logged.extend(values)

@@ -1,0 +1,213 @@
+"""Terms and figures of the loss: the entropy bonus, the high-entropy mask, and means over tokens for the log."""
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.objective.aggregation import StepTotals
+from grpo_ext.objective.objective import Objective
+from grpo_ext.objective.ratios import LOG_RATIO_BOUND, masked
+from grpo_ext.packing.micro_batches import MicroBatch
+from grpo_ext.trainer.diagnosis.recording import token_figures
+
+Regions = tuple[Tensor, Tensor]
+"""Masks of ratios clipped from below and from above, [batch, time] or [batch, 1]."""
+
+
+class Figures:
+    """Sums over micro-batches; one mean is logged over all tokens (or completions) of all of them.
+
+    So a figure does not depend on how a step or an evaluation is split over processes and micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Start again from empty sums."""
+        self.names: tuple[str, ...] = ()
+        self.sums: Tensor | None = None
+        self.extremes: Tensor | None = None
+
+    def add(self, figures: Mapping[str, tuple[Tensor, Tensor]], regions: Regions | None, mask: Tensor) -> None:
+        """Add a micro-batch.
+
+        Args:
+            figures: by name, values and the mask of those that count: [batch, time], or [batch, 1], which count once
+                for a completion, or two scalars, a mean and its weight.
+            regions: clip regions; the least and the greatest share of a completion's tokens in them are figures.
+            mask: live tokens [batch, time].
+        """
+        self.names = tuple(figures)
+        sums = _sums_and_counts(figures.values())
+        self.sums = sums if self.sums is None else self.sums + sums
+        if regions is not None:
+            low, high = (_sequence_means(region.float(), mask) for region in regions)
+            extremes = torch.stack([-_largest(-low), _largest(high)])
+            kept = extremes if self.extremes is None else self.extremes
+            self.extremes = torch.stack([torch.minimum(kept[0], extremes[0]), torch.maximum(kept[1], extremes[1])])
+
+    def log(self, metrics: MutableMapping[str, list[float]], accelerator: Accelerator) -> None:
+        """Append the means over all processes, except of figures without a count, and start again."""
+        if self.sums is not None:
+            totals = accelerator.reduce(self.sums, reduction="sum").tolist()
+            for name, (total, count) in zip(self.names, totals, strict=True):
+                if count:
+                    metrics[name].append(total / count)
+        if self.extremes is not None:
+            low, high = accelerator.gather(self.extremes[None]).unbind(dim=1)
+            for name, value in (("clip_ratio/low_min", low.min()), ("clip_ratio/high_max", high.max())):
+                metrics[name].append(value.item() if value.isfinite() else float("nan"))
+        self.clear()
+
+
+def loss_figures(
+    objective: Objective,
+    tensors: Mapping[str, Any],
+    entropies: Tensor,
+    inputs: MicroBatch,
+    live: Tensor | None,
+    *,
+    as_stock: bool,
+) -> tuple[dict[str, tuple[Tensor, Tensor]], Regions | None]:
+    """Figures of a micro-batch (KL, entropy, clip, clamp, sampler), each with its mask, and the clip regions.
+
+    A figure of shape [batch, 1] counts once for a completion that has a live token, with `as_stock` for every
+    completion. Rows that are not `live` were not computed: they count as not clipped, have a ratio of 1 in the metrics
+    of the loss itself, and do not count in the entropy and the clamped ratios.
+    """
+    mask = tensors["mask"]
+    computed = mask if live is None else mask * live[:, None]
+    clamped = (tensors["log_ratio"].detach().abs() >= LOG_RATIO_BOUND).float()
+    figures = {name: (values.detach(), mask) for name, values in objective.metrics(tensors).items()}
+    figures |= {"entropy": (entropies.detach(), computed), "log_ratio/clamped_frac": (clamped, computed)}
+    figures |= token_figures(inputs, tensors["log_ratio"], mask, computed)
+    if "kl" in tensors:
+        figures["kl"] = tensors["kl"].detach(), mask
+    regions = objective.clip_regions(tensors)
+    if regions is not None:
+        low, high = (region.float() for region in regions)
+        figures |= {"clip_ratio/low_mean": (low, mask), "clip_ratio/high_mean": (high, mask)}
+        figures["clip_ratio/region_mean"] = low + high, mask
+    if as_stock:
+        every = torch.ones_like(mask)
+        figures = {name: (x, every if x.shape[1] == 1 else among) for name, (x, among) in figures.items()}
+    return figures, regions
+
+
+def _sums_and_counts(figures: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, "figures 2"]:
+    """Sum and count per figure; counts are cached per mask."""
+    live: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+
+    def counted(mask: Tensor, once: bool) -> tuple[Tensor, Tensor]:
+        if (key := (id(mask), once)) not in live:
+            counts = mask.bool().any(dim=1, keepdim=True) if once else mask.bool()
+            live[key] = counts, counts.sum(dtype=torch.float64)
+        return live[key]
+
+    found: list[Tensor] = []
+    for values, mask in figures:
+        if values.dim() == 0:
+            found += [values * mask, mask]
+        else:  # [batch, 1] counts once for each completion that has a live token
+            counts, number = counted(mask, values.shape[1] == 1)
+            found += [torch.where(counts, values, 0.0).sum(), number]
+    return torch.stack([x.double() for x in found]).view(-1, 2)
+
+
+def _sequence_means(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over each completion's live tokens, NaN where it has none."""
+    if values.shape[1] == 1:
+        return values.squeeze(1).masked_fill(~mask.bool().any(dim=1), torch.nan)
+    return torch.where(mask.bool(), values, 0.0).sum(dim=-1) / mask.sum(dim=-1)
+
+
+def _largest(values: Float[Tensor, " rows"]) -> Float[Tensor, ""]:
+    """Maximum without NaN; minus infinity if all values are NaN."""
+    return values.masked_fill(values.isnan(), -torch.inf).amax()
+
+
+# Entropy.
+
+BELOW_ANY = -1e8
+"""Padding of entropies is below this; an entropy is 0 or more."""
+QUANTILE_LIMIT = 2**24
+"""Largest number of elements that `torch.quantile` takes."""
+
+
+class HasEntropyBonus(Protocol):
+    """A trainer with TRL's state of the entropy bonus; `_entropy_window_stats` is (sum, count) of the step."""
+
+    accelerator: Accelerator
+    args: GRPOExtConfig
+    current_gradient_accumulation_steps: Any
+    entropy_coef: float
+    use_adaptive_entropy: bool
+    _entropy_window_stats: Tensor | None
+    _last_world_entropy: float
+    _metrics: Any
+
+
+def entropy_bonus(
+    trainer: HasEntropyBonus,
+    entropies: Float[Tensor, "batch time"],
+    mask: Tensor,
+    entropy_mask: Tensor | None,
+    totals: StepTotals,
+    mode: str,
+) -> Float[Tensor, ""]:
+    """coefficient x mean entropy of the tokens in the policy term; updates an adaptive coefficient."""
+    live = mask if entropy_mask is None else mask * entropy_mask
+    total, count = masked(entropies, live).sum(), live.sum()
+    coefficient = trainer.entropy_coef
+    if trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target:
+        coefficient = 0.0
+    if trainer.args.exact_denominators and entropy_mask is None:
+        mean = total / totals.tokens.clamp(min=1) * trainer.accelerator.num_processes
+    else:
+        accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
+        mean = total / count.clamp(min=1.0) / accumulation
+    if mode == "train":
+        _update_coefficient(trainer, torch.stack([total.detach(), count.to(total.dtype)]))
+    return coefficient * mean
+
+
+def _update_coefficient(trainer: HasEntropyBonus, local: Tensor) -> None:
+    """At an optimizer step, move the coefficient towards the target entropy. Skywork-OR1, arXiv:2505.22312."""
+    args = trainer.args
+    if trainer.use_adaptive_entropy:
+        window = trainer._entropy_window_stats
+        trainer._entropy_window_stats = local if window is None else window + local
+    if not trainer.accelerator.sync_gradients:
+        return
+    if trainer.use_adaptive_entropy:
+        total, count = trainer.accelerator.reduce(trainer._entropy_window_stats, reduction="sum")
+        trainer._last_world_entropy = (total / count.clamp(min=1.0)).item()
+        rising = trainer._last_world_entropy <= args.entropy_target
+        moved = trainer.entropy_coef + (args.entropy_coef_delta if rising else -args.entropy_coef_delta)
+        low, high = args.entropy_coef_min, args.entropy_coef_max
+        trainer.entropy_coef = min(moved, high) if rising else max(moved, low)
+        trainer._entropy_window_stats = None
+    trainer._metrics["train"]["entropy_coef"].append(trainer.entropy_coef)
+
+
+def high_entropy_mask(
+    accelerator: Accelerator, entropies: Float[Tensor, "batch time"], mask: Tensor, threshold: float
+) -> Bool[Tensor, "batch time"]:
+    """Live tokens at or above the quantile `threshold` of all processes' live tokens."""
+    local = entropies[mask.bool()].float()
+    gathered = accelerator.gather(accelerator.pad_across_processes(local, dim=0, pad_index=10 * BELOW_ANY))
+    gathered = gathered[gathered > BELOW_ANY]
+    if gathered.numel() == 0:
+        return torch.zeros_like(entropies, dtype=torch.bool)
+    if gathered.numel() <= QUANTILE_LIMIT:
+        bound = torch.quantile(gathered, threshold)
+    else:
+        bound = gathered.new_tensor(np.quantile(gathered.cpu().numpy(), threshold))
+    return (entropies * mask >= bound) & mask.bool()

@@ -1,0 +1,89 @@
+"""Collects what the reward functions of a generation returned, and checks it on all processes together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import TrainerState
+
+from grpo_ext.errors import RewardError
+from grpo_ext.rewards.containment import Take, for_trl
+from grpo_ext.rewards.runtime import Component, Runtime
+from grpo_ext.rollout.collected import Collected, TurnRewards
+from grpo_ext.trainer.findings import BadTensor
+from grpo_ext.trainer.nonfinite import NonFiniteGuard
+
+
+class RewardCollector:
+    """The rewards of a trainer.
+
+    No reward may raise on one process only: the others would wait for it until their collective times out.
+
+    Args:
+        rewards: functions, components and models, in TRL's order.
+        names: their names in the log.
+        guard: decides what happens to NaN and inf.
+        accelerator: tells all processes of failures.
+    """
+
+    def __init__(
+        self, rewards: Sequence[Any], names: list[str], guard: NonFiniteGuard, accelerator: Accelerator
+    ) -> None:
+        self.rewards, self.names, self.guard, self.accelerator = list(rewards), names, guard, accelerator
+        self.runtime: Runtime | None = next((f.runtime for f in rewards if isinstance(f, Component)), None)
+
+    def for_trl(self, take: Take) -> list[Any]:
+        """Return the rewards as TRL calls them; `take` receives what each returned beside its numbers."""
+        return [for_trl(reward, take) for reward in self.rewards]
+
+    def schedule_weights(self, weights: Tensor, state: TrainerState) -> None:
+        """Set the weights of the current step in place."""
+        for i, reward in enumerate(self.rewards):
+            if isinstance(reward, Component) and reward.spec.weight_schedule is not None:
+                weights[i] = reward.weight(state.global_step, state.max_steps)
+
+    def turn_rewards(self, collected: Collected, rows: int) -> list[TurnRewards]:
+        """Return the per-turn rewards of each row."""
+        by_function = [collected.turns_by_reward.get(name) or [None] * rows for name in self.names]
+        return [list(row) for row in zip(*by_function, strict=True)]
+
+    def checked(
+        self, rewards: Tensor, errors: Sequence[str], prompts: Sequence[Any], completions: Sequence[Any]
+    ) -> Tensor:
+        """Return the rewards [completions, functions] of all processes, NaN where a completion was not scored.
+
+        Args:
+            rewards: of all processes, as TRL gathered them.
+            errors: messages of this process's rewards whose failure ends the run.
+            prompts: of this process.
+            completions: of this process.
+
+        Raises:
+            RewardError: a reward failed, on any process.
+            NonFiniteError: a reward returned NaN or inf, and the run is to stop.
+        """
+        found, problem = self._nonfinite(rewards, prompts, completions)
+        mine = (list(errors), found, problem)
+        every = gather_object([mine]) if self.accelerator.num_processes > 1 else [mine]
+        if messages := [message for errors, _, _ in every for message in errors]:
+            raise RewardError("\n".join(messages))
+        if findings := [BadTensor(**finding) for _, found, _ in every for finding in found]:
+            self.guard.rewards(findings, next((problem for _, _, problem in every if problem), ""))
+        return rewards.masked_fill(rewards.isinf(), torch.nan)
+
+    def _nonfinite(
+        self, rewards: Tensor, prompts: Sequence[Any], completions: Sequence[Any]
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Find NaN and inf in this process's rewards; return the findings and why the batch could not be saved."""
+        mine = rewards[self.accelerator.process_index * len(completions) :][: len(completions)].cpu()
+        rows = {}
+        for i, (name, reward) in enumerate(zip(self.names, self.rewards, strict=True)):
+            is_model = isinstance(reward, torch.nn.Module)  # NaN of a function is None
+            bad = ~mine[:, i].isfinite() if is_model else mine[:, i].isinf()
+            rows[name] = bad.nonzero().flatten().tolist()
+        if not any(rows.values()):
+            return [], ""
+        return self.guard.of_rewards(mine, rows, self.names, list(prompts), list(completions))

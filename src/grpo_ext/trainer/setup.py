@@ -1,0 +1,274 @@
+"""Checks and prepares what a trainer is given: arguments, datasets, rewards, environments, the policy's reference."""
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, Union
+
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import PreTrainedModel
+
+from grpo_ext.config.batches import prompts_of_one_generation, too_few
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.machine import machine_problems
+from grpo_ext.config.temporary import temporarily
+from grpo_ext.config.vllm import leaves_packed, quantized_problem
+from grpo_ext.data.given import as_dataset, prompt_problems
+from grpo_ext.data.rows import check_columns
+from grpo_ext.environments.composition import EnvironmentSpec
+from grpo_ext.environments.composition import parse as parse_environments
+from grpo_ext.environments.fit import beside_problems, setting_problems
+from grpo_ext.environments.fit import data_problems as environment_data_problems
+from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
+from grpo_ext.quickstart.model import LESSONS, ensure_once
+from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.columns import absences
+from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.runtime import Component, Runtime
+from grpo_ext.rewards.signatures import callable_name
+from grpo_ext.rollout.vllm.lazy_import import grpo_trainer
+from grpo_ext.trainer.acting import environment_reward
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+Row: TypeAlias = Mapping[str, Any]
+Rows: TypeAlias = Union[Dataset, IterableDataset, Iterable[Row], Callable[[], Iterable[Row]], "pd.DataFrame"]
+"""Types that a trainer takes as a dataset."""
+Reward: TypeAlias = grpo_trainer.RewardFunc | Row
+"""A function, a model, or an entry of `reward_funcs` in a recipe."""
+RolloutFunc: TypeAlias = grpo_trainer.RolloutFunc
+EnvironmentFactory: TypeAlias = grpo_trainer.EnvironmentFactory
+
+
+def named_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """Make `init` answer an unknown argument with the nearest known one."""
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                owner = init.__qualname__.partition(".")[0]
+                raise TypeError(f"{owner} has no argument {name!r}. {did_you_mean(name, known)}")
+        init(*args, **kwargs)
+
+    return checked
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Checked arguments of a trainer, ready for TRL's."""
+
+    model: Any
+    reward_funcs: Any
+    args: GRPOExtConfig
+    train_dataset: Any
+    eval_dataset: Any
+    environments: list[EnvironmentSpec]
+
+
+def prepare(
+    model: Any,
+    reward_funcs: Any,
+    args: GRPOExtConfig | None,
+    train_dataset: Any,
+    eval_dataset: Any,
+    environments: Sequence[Any] | None,
+    *,
+    quantization_config: Any,
+    reward_workers: int | None,
+    rollouts: Mapping[str, Any],
+) -> Prepared:
+    """Check the arguments of a trainer and prepare them for TRL.
+
+    Args:
+        model: as the trainer's.
+        reward_funcs: as the trainer's.
+        args: as the trainer's.
+        train_dataset: as the trainer's.
+        eval_dataset: as the trainer's.
+        environments: as the trainer's.
+        quantization_config: as the trainer's.
+        reward_workers: as the trainer's.
+        rollouts: TRL's arguments that generate completions: rollout_func, environment_factory, tools.
+
+    Raises:
+        ConfigError: all problems of the arguments.
+        TypeError: `args` is not a `GRPOExtConfig`.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        args = GRPOExtConfig(f"{name.split('/')[-1] or 'model'}-GRPO")
+    if not isinstance(args, GRPOExtConfig):
+        raise TypeError(f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more.")
+    train_dataset = as_dataset(train_dataset, "train_dataset")
+    eval_dataset = as_dataset(eval_dataset, "eval_dataset")
+    factory = rollouts["environment_factory"] is not None  # which may bring prompts and a reward
+    problems = [*machine_problems(args, None)]
+    problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
+    specs, found = parse_environments(environments)
+    problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
+    evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
+    of_rows = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
+    problems += dict.fromkeys(problem for found in of_rows for problem in found)
+    problems += quantized_problems(args, model, quantization_config)
+    if reward_funcs or not factory:
+        own = environment_reward(specs)
+        reward_funcs, args = prepare_rewards(reward_funcs, args, reward_workers, train_dataset, own, problems)
+    if problems:
+        raise ConfigError(problems)
+    return Prepared(policy(model), reward_funcs, args, train_dataset, eval_dataset, specs)
+
+
+# Data and model.
+
+
+def data_problems(
+    args: GRPOExtConfig, train_dataset: Any, eval_dataset: Any, *, prompts_made: bool = False
+) -> Iterator[Any]:
+    """Find rows without prompts, columns that collide with TRL's arguments to rewards, and too few rows.
+
+    `prompts_made`: `environment_factory` is given, for which TRL starts a row without a prompt with an empty one.
+    """
+    evaluated = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
+    clashes: dict[Any, None] = {}
+    for name, dataset in {"train_dataset": train_dataset, **evaluated}.items():
+        if not prompts_made or "prompt" in (getattr(dataset, "column_names", None) or ()):
+            yield from prompt_problems(dataset, name)
+        if isinstance(dataset, Dataset):
+            clashes |= dict.fromkeys(check_columns(dataset.column_names))
+    yield from clashes
+    if isinstance(train_dataset, Dataset):
+        yield from too_few(args, len(train_dataset))
+
+
+def quantized_problems(args: GRPOExtConfig, model: Any, quantization_config: Any) -> Iterator[Any]:
+    """Find quantized weights, which vLLM would be sent in their packed form."""
+    if not args.use_vllm:
+        return
+    if leaves_packed(quantization_config):
+        yield quantized_problem(f"quantization_config={type(quantization_config).__name__}")
+    elif leaves_packed(getattr(getattr(model, "config", None), "quantization_config", None)):
+        yield quantized_problem(f"model={type(model).__name__}, whose weights are quantized,")
+
+
+def policy(model: Any) -> Any:
+    """Return `model`, or the folder of a tiny one that grpo-ext builds once: 'quickstart', 'quickstart/guess'."""
+    return str(ensure_once(model)) if isinstance(model, str) and model in LESSONS else model
+
+
+def reference_from(model: Any, args: GRPOExtConfig, peft_config: Any) -> AbstractContextManager[None]:
+    """Make TRL copy the reference from a policy given as an instance; it would load it from disk by name."""
+    if not isinstance(model, PreTrainedModel) or args.beta == 0.0 or peft_config is not None:
+        return nullcontext()
+
+    def copy_policy(_: str, **kwargs: object) -> PreTrainedModel:
+        reference = copy.deepcopy(model).eval().requires_grad_(False)
+        vars(reference).pop("forward", None)  # an earlier trainer's, which would still run the policy's weights
+        return reference
+
+    return temporarily(grpo_trainer, create_model_from_path=copy_policy)
+
+
+def check_trained(args: GRPOExtConfig, train_dataset: Any, steps: int) -> None:
+    """Refuse a stream that ended before the first optimizer step; its rows cannot be counted in advance.
+
+    Raises:
+        DataError: it did; the message has the numbers.
+    """
+    if steps == 0 and not isinstance(train_dataset, Dataset):
+        _, one_generation = prompts_of_one_generation(args)
+        raise DataError(
+            f"train_dataset: the stream ended before {one_generation}, so that 0 steps were trained. Give a longer "
+            "one or lower the batch size."
+        )
+
+
+# Rewards.
+
+
+def prepare_rewards(
+    reward_funcs: Any,
+    args: GRPOExtConfig,
+    workers: int | None,
+    train_dataset: Any,
+    of_environments: list[Any],
+    problems: list[Any],
+) -> tuple[list[Any], GRPOExtConfig]:
+    """Return TRL's `reward_funcs`, and `args` with their weights; problems are added to `problems`.
+
+    Functions and models stay; names, paths and mappings become components, as in a recipe. The reward of the
+    environments, if they have one, comes last.
+    """
+    if of_environments and not reward_funcs:
+        return of_environments, args
+    if isinstance(reward_funcs, str | Mapping) or callable(reward_funcs):
+        reward_funcs = [reward_funcs]
+    entries = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else reward_funcs
+    specs, found = parse(entries, args.reward_weights)
+    if isinstance(entries, list):
+        found += [
+            problem for i, entry in enumerate(entries) for problem in _call_problems(f"reward_funcs[{i}]", entry)
+        ]
+    if found:
+        problems += found
+        return [], args
+    own = [spec for entry, spec in zip(entries, specs, strict=True) if not callable(entry)]
+    columns = getattr(train_dataset, "column_names", None)  # None for some streams
+    for problem in absences(own, columns) if columns else ():
+        logger.warning(str(problem))
+    failures = Path(args.output_dir or ".") / "reward_failures"
+    functions = iter(Runtime(own, workers=workers, failures=failures, seed=args.seed).functions)
+    weights = [spec.weight for spec in specs]
+    if args.reward_weights is None and any(weight != 1.0 for weight in weights):
+        args = copy.copy(args)  # the caller may use it again, with other rewards
+        args.reward_weights = weights
+    if of_environments and args.reward_weights is not None:
+        args = copy.copy(args)
+        args.reward_weights = [*list(args.reward_weights or ()), 1.0]
+    return [*(entry if callable(entry) else next(functions) for entry in entries), *of_environments], args
+
+
+def check_reward_names(names: list[str]) -> None:
+    """Refuse two rewards of one name, which stock TRL averages together in its logs.
+
+    Raises:
+        ConfigError: a name is used twice.
+    """
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigError(
+            Problem(
+                "reward_funcs",
+                ABSENT,
+                f"{names.count(name)} rewards have the name {name!r}, so that their logs would be mixed",
+                "Give each its own name.",
+            )
+            for name in repeated
+        )
+
+
+def _call_problems(field: str, function: Any) -> Iterator[Problem]:
+    """Find why TRL could not call a user's function."""
+    if isinstance(function, Mapping) and isinstance(function.get("func"), nn.Module):
+        cure = "List the model itself, without a mapping, and set its weight in reward_weights."
+        yield Problem(field, function, "TRL scores a loaded model", cure)
+    if not callable(function) or isinstance(function, nn.Module | Component):
+        return
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+        reason = "it does not take **kwargs, but TRL passes it every dataset column"
+        yield Problem(field, callable_name(function), reason, "Add **kwargs.")
