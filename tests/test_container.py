@@ -1,4 +1,4 @@
-"""The Dockerfile: what it copies makes the package, its versions are the project's, and a builder builds it."""
+"""The Dockerfile: its files make the package, its versions are the project's, and Docker builds it."""
 
 import json
 import shutil
@@ -33,15 +33,12 @@ def copied() -> list[str]:
     return [source for name, rest in instructions() if name == "COPY" for source in rest.split()[:-1]]
 
 
-def test_every_instruction_is_known_and_every_argument_is_used():
+def test_instructions_arguments_versions_and_entry_point():
     names = [name for name, _ in instructions()]
     assert set(names) <= KNOWN
     assert names[:2] == ["ARG", "FROM"]
     rest = " ".join(text for name, text in instructions() if name != "ARG")
     assert all(f"${{{name}}}" in rest for name in arguments())
-
-
-def test_versions_and_the_entry_point_are_the_projects():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"TORCH ?= {arguments()['TORCH']}\n" in (ROOT / "Makefile").read_text()
     assert f"\n{arguments()['TORCH']}\n" in (ROOT / "constraints.txt").read_text()
@@ -51,8 +48,7 @@ def test_versions_and_the_entry_point_are_the_projects():
     assert set(extras) <= project["optional-dependencies"].keys()
 
 
-def test_what_is_copied_makes_the_package(tmp_path):
-    """From these files and no others, and .dockerignore lets each of them through."""
+def test_the_copied_files_make_the_package(tmp_path):
     let_through = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for source in copied():
         assert Path(source).parts[0] in let_through
@@ -72,7 +68,7 @@ def test_what_is_copied_makes_the_package(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_builder_builds_it():
+def test_docker_builds_it():
     if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
         pytest.skip("no Docker here")
     if subprocess.run(["docker", "pull", arguments()["BASE"]], capture_output=True, timeout=PATIENCE).returncode:

@@ -1,4 +1,4 @@
-"""Each example does what it says, run as a script and named by path; and what it adds is right."""
+"""The examples: run as scripts, used by path, and their values worked out by hand."""
 
 import json
 import math

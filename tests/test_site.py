@@ -1,4 +1,4 @@
-"""The documentation as a site: every document has its place, and what is built asks the network for nothing."""
+"""The documentation as a site: every document is in the navigation, and no page needs the network."""
 
 import importlib.util
 import os
@@ -34,7 +34,7 @@ def test_every_document_is_in_the_navigation(pages):
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(listed)
 
 
-def test_a_link_leads_to_the_page_of_its_file(pages):
+def test_links_lead_to_the_pages_of_their_files(pages):
     assert "](losses.md)" in (pages / "index.md").read_text()
     assert "](src/grpo_ext/objective/losses.py.md)" in (pages / "losses.md").read_text()
     assert "](benchmarks/losses.png)" in (pages / "index.md").read_text()
@@ -45,7 +45,7 @@ def test_a_link_leads_to_the_page_of_its_file(pages):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """By `make docs`, in an environment that holds the generator alone; a warning is an error."""
+    """Build by `make docs`, in an environment with the generator only; a warning is an error."""
     folder = tmp_path_factory.mktemp("docs")
     command = ["make", "docs", f"PYTHON={sys.executable}", f"DOCS={folder}/venv", f"SITE={folder}/site"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -54,7 +54,7 @@ def site(tmp_path_factory) -> Path:
     return folder / "site"
 
 
-def test_what_troubleshooting_quotes_is_what_the_code_says():
+def test_messages_quoted_in_troubleshooting_are_those_of_the_code():
     rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     quoted = [part for row in rows for code in re.findall(r"`([^`]+ [^`]+)`", row) for part in code.split(" ... ")]
     assert len(quoted) > 12
@@ -67,7 +67,7 @@ FETCHED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=\
 
 
 @pytest.mark.slow
-def test_no_page_fetches_anything_from_the_network(site):
+def test_no_page_fetches_from_the_network(site):
     assert FETCHED.search('<script src="https://unpkg.com/iframe-worker/shim"></script>')
     documents = list(site.rglob("*.html"))
     assert len(documents) > 40

@@ -1,4 +1,4 @@
-"""`try`, `merge` and `sample`: a run asked as it was trained, made a plain model, and measured on its own data."""
+"""`grpo-ext try`, `merge` and `sample` on runs, adapters and models."""
 
 import io
 import json
@@ -67,7 +67,7 @@ def logits(model) -> torch.Tensor:
 # What is found.
 
 
-def test_a_run_a_checkpoint_a_model_and_an_id(chat, project, tmp_path):
+def test_runs_checkpoints_models_and_hub_ids_are_found(chat, project, tmp_path):
     assert find(str(project / "chat")).model == str(project / "chat")
     assert find(str(project / "chat")).record["temperature"] == 0.7
     assert find(str(project / "chat" / "checkpoint-1")).record["temperature"] == 0.7
@@ -79,7 +79,7 @@ def test_a_run_a_checkpoint_a_model_and_an_id(chat, project, tmp_path):
 
 @pytest.mark.parametrize(("name", "expected"), [("./gone", "no such folder"), ("{tmp}", "holds neither a model")])
 @pytest.mark.parametrize("what", ["try", "merge"])
-def test_nothing_there(what, name, expected, tmp_path, capsys):
+def test_a_folder_without_a_model_is_refused(what, name, expected, tmp_path, capsys):
     assert command(what, name.format(tmp=tmp_path), *(["--prompt", "a"] if what == "try" else [])) == 2
     assert expected in capsys.readouterr().err
 
@@ -101,7 +101,7 @@ def test_a_question_and_its_sampling_are_those_of_training(run, request, project
     assert of_training.keys() - speaker.sampling.keys() == {"pad_token_id"}
 
 
-def test_one_answer_after_and_beside_it_the_one_before(chat, project, capsys):
+def test_compare_shows_the_answer_before_training_too(chat, project, capsys):
     trained, tokenizer = find(str(project / "chat")), chat.processing_class
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
     after, before = (
@@ -117,7 +117,7 @@ def test_one_answer_after_and_beside_it_the_one_before(chat, project, capsys):
     assert all(letter in words for letter in f"{before} {after}".split())
 
 
-def test_questions_are_piped_in_and_a_seed_repeats_them(chat, project, capsys, monkeypatch):
+def test_piped_questions_are_answered_reproducibly_by_seed(chat, project, capsys, monkeypatch):
     answers = []
     for _ in range(2):
         monkeypatch.setattr(sys, "stdin", io.StringIO("a1:\n\nb2:\n"))
@@ -128,7 +128,7 @@ def test_questions_are_piped_in_and_a_seed_repeats_them(chat, project, capsys, m
     assert max(map(len, answers[0])) <= 4 * 2  # a token is a letter, and the tiny tokenizer puts a space between
 
 
-def test_a_model_that_does_not_say_what_it_was(project, capsys):
+def test_compare_needs_the_record_of_a_run(project, capsys):
     assert command("try", project / "base", "--prompt", "a", "--compare") == 2
     assert "its base is not on record" in capsys.readouterr().err
 
@@ -155,6 +155,10 @@ def test_a_merged_model_is_adapter_and_base(run, chat, project, tmp_path):
 
 
 def test_a_merged_run_is_asked_like_the_run(chat, project, capsys):
+    assert command("merge", project / "chat", "--dtype", "bfloat16", "--output", project / "half") == 0
+    assert "Logits differ" in capsys.readouterr().out
+    half = load_policy(str(project / "half"), tiny.tokenizer(), dtype="auto")
+    assert next(half.parameters()).dtype == torch.bfloat16
     assert command("merge", project / "chat") == 0
     assert "written in float32" in capsys.readouterr().out
     for run in ("chat", "chat-merged"):
@@ -163,15 +167,7 @@ def test_a_merged_run_is_asked_like_the_run(chat, project, capsys):
     assert once == again
 
 
-def test_bfloat16_is_written_where_it_is_asked_for(project, tmp_path, capsys):
-    assert command("merge", project / "sft", "--output", tmp_path / "half", "--dtype", "bfloat16") == 0
-    assert (
-        next(load_policy(str(tmp_path / "half"), tiny.tokenizer(), dtype="auto").parameters()).dtype == torch.bfloat16
-    )
-    assert "Logits differ" in capsys.readouterr().out
-
-
-def test_what_cannot_be_merged(project, tmp_path, capsys):
+def test_merge_refuses_plain_and_quantized_models_and_full_folders(project, tmp_path, capsys):
     assert command("merge", project / "base") == 2
     assert "is a plain model already" in capsys.readouterr().err
     assert command("merge", project / "sft", "--output", project / "base") == 2
@@ -192,7 +188,7 @@ def test_what_cannot_be_merged(project, tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_sum_that_is_another_model_is_not_kept(tmp_path):
+def test_a_merged_model_with_other_logits_is_deleted(tmp_path):
     """An adapter of an embedding that is tied to the LM head: merged, it changes the head too."""
     tiny.save(tmp_path / "tied", tie_word_embeddings=True)
     lora = LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
@@ -270,16 +266,10 @@ def test_a_pass_rate_leaves_out_what_could_not_be_scored():
         (["--temperatur", "1"], "temperatur"),
     ],
 )
-def test_sample_says_what_is_wrong(given, expected, project, tmp_path, capsys):
+def test_mistakes_of_sample_are_reported(given, expected, project, tmp_path, capsys):
     argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "run", reward_funcs=["accuracy"])
     assert command("sample", *argv, "--output", tmp_path / "x.jsonl", *given) == 2
     assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["try", "merge", "sample"])
-def test_each_says_how_it_is_asked(name, capsys):
-    assert command(name, "--help") == 0
-    assert f"usage: grpo-ext {name}" in capsys.readouterr().out
 
 
 def test_the_recipes_chat_options_reach_the_template(project):

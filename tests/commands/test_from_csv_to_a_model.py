@@ -42,7 +42,7 @@ def test_from_nothing_to_a_model_in_use(tmp_path, monkeypatch):
     assert (out / "adapter_model.safetensors").exists()
     assert (out / "metrics.jsonl").read_text().count("\n") >= 1
     page = (out / "report.html").read_text()
-    for words in ("kinds of groups", "seconds of a step", "avg@2", "All 192 completions"):
+    for words in ("groups/mixed", "avg@2", "All 192 completions"):
         assert words in page
     merged = AutoModelForCausalLM.from_pretrained(f"{out}-merged")
     assert not hasattr(merged, "peft_config")

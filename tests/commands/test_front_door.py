@@ -1,8 +1,6 @@
-"""`grpo-ext` before one knows it: help, lists, a project to begin with; quick, and nothing that surprises a shell."""
+"""`grpo-ext` for a newcomer: help, lists, shell completion, a first project."""
 
-import contextlib
 import importlib
-import io
 import json
 import os
 import resource
@@ -15,7 +13,6 @@ import pytest
 from grpo_ext import __version__
 from grpo_ext.commands import env
 from grpo_ext.commands.arguments import COMMANDS
-from grpo_ext.commands.cli import main
 from grpo_ext.commands.completion import SCRIPTS
 from grpo_ext.objective.losses import losses
 from grpo_ext.quickstart.model import ensure_model
@@ -23,19 +20,23 @@ from grpo_ext.recipe.files import packaged_recipes
 from grpo_ext.recipe.help import subjects
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.rewards.catalogue import rewards
+from support.commands import command
 from support.processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
 
-def said(*argv: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
-        main(list(argv))
-    return end.value.code, out.getvalue(), err.getvalue()
+@pytest.fixture
+def said(capsys):
+    """Run a command; return its exit code, stdout and stderr."""
+
+    def run(*argv) -> tuple[int, str, str]:
+        return command(*argv), *capsys.readouterr()
+
+    return run
 
 
-def test_help_is_short_and_by_what_one_does():
+def test_help_lists_all_commands_in_groups(said):
     code, out, _ = said("--help")
     assert code == 0
     assert all(f"\n  {name} " in out for name in COMMANDS)
@@ -44,25 +45,25 @@ def test_help_is_short_and_by_what_one_does():
     ]  # fmt: skip
     assert out.count("\n") < 40
     assert said()[0] == 2
-    for name, command in COMMANDS.items():
-        assert callable(importlib.import_module(f"grpo_ext.commands.{command.module or name}").run)
+    for name, entry in COMMANDS.items():
+        assert callable(importlib.import_module(f"grpo_ext.commands.{entry.module or name}").run)
         code, out, _ = said(name, "--help")
         assert (code, f"usage: grpo-ext {name} " in out, out.count("\n") < 30) == (0, True, True)
 
 
-def test_a_wrong_command_is_told_the_right_one():
+def test_a_wrong_command_suggests_the_right_one(said):
     code, out, err = said("chek", "--config", "x")
     assert (code, out, err) == (2, "", "grpo-ext: no command 'chek'. Did you mean 'check'?\n")
 
 
-def test_all_keys_stand_under_one_subject_each():
+def test_help_all_lists_each_key_once(said):
     found = [f.name for fields in subjects().values() for f in fields]
     assert sorted(found) == all_keys()
     assert next(iter(subjects().values()))[0].name == "loss_type"
     assert said("train", "--help-all")[1].count("\n  --") == len(found)
 
 
-def test_lists_hold_what_there_is():
+def test_the_lists_are_complete(said):
     assert said("--version")[1] == f"grpo-ext {__version__}\n"
     out = said("losses")[1]
     assert all(row.formula in out and row.paper in out for row in losses.values())
@@ -76,7 +77,7 @@ def test_lists_hold_what_there_is():
     assert [line.split()[0] for line in said("recipes")[1].splitlines()] == list(packaged_recipes())
 
 
-def test_the_report_of_a_machine_names_nobody(monkeypatch):
+def test_env_names_no_host_user_or_folder(said, monkeypatch):
     monkeypatch.setattr(env, "GPUS", ("echo", "H200, 143771 MiB, 570.1"))
     out = said("env")[1]
     for name in ("grpo-ext", "python", "torch", "trl", "transformers", "accelerate", "peft", "system", "CPU"):
@@ -86,7 +87,7 @@ def test_the_report_of_a_machine_names_nobody(monkeypatch):
     assert [text for text in private if len(text) > 4 and text in out] == []
 
 
-def test_a_reader_that_leaves_early_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     for unbuffered in ("", "1"):
         line = f"{sys.executable} -m grpo_ext rewards | head -1"
         done = subprocess.run(
@@ -97,7 +98,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 
 @pytest.mark.parametrize("argv", [["--version"], ["--help"], ["losses"], ["rewards"], ["recipes"], ["env"]])
-def test_a_list_is_there_at_once(argv):
+def test_lists_and_help_are_fast(argv):
     """Half a second where nothing else runs; by the processor's time, with room for a slower one."""
 
     def seconds() -> float:
@@ -110,13 +111,13 @@ def test_a_list_is_there_at_once(argv):
 
 
 @pytest.mark.parametrize("shell", SCRIPTS)
-def test_completion_knows_commands_recipes_and_keys(shell):
+def test_completion_knows_commands_recipes_and_keys(shell, said):
     code, script, _ = said("completion", shell)
     assert code == 0
     assert all(word in script for word in (*COMMANDS, *packaged_recipes(), "learning_rate", "num_processes"))
 
 
-def test_completion_completes():
+def test_completion_completes(said):
     script = said("completion", "bash")[1]
     recipe = ("grpo-ext train --config quickstart/dr", "quickstart/dr_grpo")
     for typed, expected in (("grpo-ext chec", "check"), recipe, ("grpo-ext train --loss_ty", "--loss_type")):
@@ -131,7 +132,7 @@ def test_completion_completes():
 # A project to begin with.
 
 
-def test_a_project_is_laid_out_and_sound(tmp_path, monkeypatch):
+def test_a_new_project_passes_check_and_its_tests(said, tmp_path, monkeypatch):
     folder = tmp_path / "deep" / "mine"
     code, out, _ = said("new", str(folder))
     assert code == 0
@@ -147,7 +148,7 @@ def test_a_project_is_laid_out_and_sound(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "told"), [("full", "not empty: it holds 'mine.txt'"), ("file", "it is a file")])
-def test_nothing_that_is_there_is_touched(name, told, tmp_path):
+def test_new_overwrites_no_file(name, told, said, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")

@@ -101,7 +101,7 @@ def never_killed(recipe):
 
 
 @pytest.mark.parametrize("when", ["anywhere", "in mid save"])
-def test_killed_again_and_again(when, recipe, never_killed, tmp_path):
+def test_a_run_killed_repeatedly_ends_at_the_same_bits(when, recipe, never_killed, tmp_path):
     random.seed(0)
     saving = tmp_path / "out" / "_saving"
     for _ in range(KILLS):

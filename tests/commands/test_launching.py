@@ -47,38 +47,40 @@ def launched(monkeypatch):
     return call
 
 
-def test_several_processes_on_a_cpu_are_several(launched):
-    assert launched("--num_processes", "3", "--config", "quickstart/grpo") == (str(CONFIG), "3", "3")
-    assert launched("--num_processes=1", "--config", "quickstart/grpo") == (None, "1", "1")
+CPU, ZERO2 = str(CONFIG), str(CONFIG.parent / "zero2.yaml")
+LAUNCHES = {
+    "several on a CPU": ({}, ["--num_processes", "3"], (CPU, "3", "3")),
+    "one on a CPU": ({}, ["--num_processes=1"], (None, "1", "1")),
+    "a configuration": ({}, ["--accelerate_config", "zero2"], (ZERO2, None, "8")),
+    "both": ({}, ["--accelerate_config", "zero2", "--num_processes", "4"], (ZERO2, "4", "4")),
+    "the recipe's number": ({"num_processes": 3}, [], (CPU, "3", "3")),
+    "the recipe's configuration": ({"accelerate_config": "zero2", "main_process_port": 0}, [], (ZERO2, None, "8")),
+    "the command line's number": ({"num_processes": 3}, ["--num_processes", "2"], (CPU, "2", "2")),
+    "the command line's configuration": (
+        {"accelerate_config": "zero2"},
+        ["--accelerate_config", "cpu_ddp", "--num_processes", "4"],
+        (CPU, "4", "4"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_command_line_recipe_and_default_choose_the_launch_in_this_order(name, launched, tmp_path):
+    keys, argv, expected = LAUNCHES[name]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"use_cpu": True} | keys))
+    assert launched(*argv, "--config", str(tmp_path / "recipe.yaml")) == expected
 
 
 def test_a_recipe_that_asks_for_the_cpu_gets_it_beside_a_gpu_too(launched, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    for use_cpu, expected in ((True, str(CONFIG)), (False, None)):
+    for use_cpu, expected in ((True, CPU), (False, None)):
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"use_cpu": use_cpu}))
         assert launched("--num_processes", "2", "--config", str(tmp_path / "recipe.yaml")) == (expected, "2", "2")
 
 
-def test_the_users_own_default_configuration_is_left_to_accelerate(launched, tmp_path):
+def test_accelerates_own_default_configuration_is_kept(launched, tmp_path):
     (tmp_path / "default_config.yaml").touch()
     assert launched("--num_processes", "2", "--config", "quickstart/grpo") == (None, "2", "2")
-
-
-def test_the_number_is_the_configurations_where_none_is_given(launched):
-    config = str(CONFIG.parent / "zero2.yaml")
-    assert launched("--accelerate_config", "zero2") == (config, None, "8")
-    assert launched("--accelerate_config", "zero2", "--num_processes", "4") == (config, "4", "4")
-
-
-def test_a_recipe_says_how_it_is_launched_and_the_command_line_wins(launched, tmp_path):
-    recipe, config = tmp_path / "recipe.yaml", str(CONFIG.parent / "zero2.yaml")
-    argv = ["--config", str(recipe)]
-    recipe.write_text(yaml.safe_dump({"num_processes": 3}))
-    assert launched(*argv) == (str(CONFIG), "3", "3")
-    assert launched(*argv, "--num_processes", "2") == (str(CONFIG), "2", "2")
-    recipe.write_text(yaml.safe_dump({"accelerate_config": "zero2", "main_process_port": 0}))
-    assert launched(*argv) == (config, None, "8")
-    assert launched(*argv, "--accelerate_config", "cpu_ddp", "--num_processes", "4") == (str(CONFIG), "4", "4")
 
 
 def test_fsdp_on_a_cpu_is_refused_once_before_any_process_starts(monkeypatch, capsys):
@@ -90,7 +92,7 @@ def test_fsdp_on_a_cpu_is_refused_once_before_any_process_starts(monkeypatch, ca
 
 
 @pytest.mark.parametrize("count", ["0", "two", "-1"])
-def test_what_is_no_number_of_processes(count, capsys):
+def test_a_wrong_number_of_processes_is_refused(count, capsys):
     assert command("train", f"--num_processes={count}") == 2
     assert f"--num_processes: {count} is not a number of processes. Give 1 or more." in capsys.readouterr().err
 

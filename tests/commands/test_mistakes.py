@@ -1,4 +1,4 @@
-"""What a new user gets wrong: `check` tells it in one line before anything is trained; its cure works as it stands."""
+"""Mistakes of new users: `check` reports each in one line before training, with a cure that works."""
 
 import re
 from dataclasses import dataclass, field
@@ -71,7 +71,7 @@ def here(laid_out, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def told(values: dict[str, Any], *args: str, processes: int | None = None) -> tuple[list[str], Look]:
+def checked(values: dict[str, Any], *args: str, processes: int | None = None) -> tuple[list[str], Look]:
     """Problems of a recipe, as `check` finds them, and what it saw."""
     Path("recipe.yaml").write_text(yaml.safe_dump(values))
     look = Look()
@@ -88,10 +88,10 @@ def changed(values: dict[str, Any], changes: dict[str, Any], without: list[str])
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_with_a_cure_that_works(name):
+def test_a_mistake_is_reported_with_a_cure_that_works(name):
     mistake = MISTAKES[name]
     recipe = changed(SOUND, mistake.recipe, mistake.without)
-    problems, _ = told(recipe)
+    problems, _ = checked(recipe)
     assert len(problems) == mistake.lines, problems
     assert not [problem for problem in problems if "\n" in problem or "Error" in problem]
     (sentence,) = [problem for problem in problems if all(words in problem for words in mistake.told)] or problems[:1]
@@ -101,7 +101,7 @@ def test_a_mistake_is_told_with_a_cure_that_works(name):
         assert not [part for part in named(value) if part not in given and part not in " ".join(problems)], problems
     if mistake.cure_without:
         assert re.search("remove|unset|leave out|write|did you mean", sentence.lower()), sentence
-    cured, _ = told(changed(recipe, mistake.cure, mistake.cure_without))
+    cured, _ = checked(changed(recipe, mistake.cure, mistake.cure_without))
     assert cured == []
 
 
@@ -114,17 +114,17 @@ def named(value: Any) -> list[str]:
     return [] if "/" in text and "eval_" not in text else [text]
 
 
-def test_there_are_enough_mistakes_and_a_sound_recipe():
+def test_a_sound_recipe_has_no_problems():
     assert len(MISTAKES) > 100
-    problems, look = told(SOUND)
+    problems, look = checked(SOUND)
     assert problems == look.notes == []
 
 
 # What the table does not hold: several at once, other machines, what is no fault.
 
 
-def test_faults_of_every_kind_are_told_at_once():
-    problems, _ = told(
+def test_mistakes_of_all_kinds_are_reported_at_once():
+    problems, _ = checked(
         changed(
             SOUND,
             {
@@ -156,15 +156,15 @@ def refused_by_train(recipe: str) -> None:
 OF_A_GPU = {"use_vllm": True, "report_to": "wandb", "attn_implementation": "flash_attention_2"}
 
 
-def test_what_another_machine_is_to_have_is_no_fault_here(capsys):
+def test_check_only_notes_what_this_machine_lacks(capsys):
     here = {**SOUND, **OF_A_GPU, "use_cpu": False}  # without bf16 any machine will do
-    assert [p.partition(":")[0].partition(" needs")[0] for p in told(here)[0]] == [
+    assert [p.partition(":")[0].partition(" needs")[0] for p in checked(here)[0]] == [
         "report_to='wandb'",
         "use_vllm=True",
         "attn_implementation='flash_attention_2'",
     ]
-    assert told(here, processes=8)[0] == []
-    assert told({**here, "bf16": True})[0] == []
+    assert checked(here, processes=8)[0] == []
+    assert checked({**here, "bf16": True})[0] == []
     Path("recipe.yaml").write_text(yaml.safe_dump({**here, "bf16": True}))
     assert command("check", "--config", "recipe.yaml") == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -179,14 +179,11 @@ def test_what_another_machine_is_to_have_is_no_fault_here(capsys):
     assert "bf16=True: this machine has no GPU" in capsys.readouterr().err
 
 
-def test_one_name_is_enough_for_an_adapter():
-    problems, look = told({**SOUND, "use_peft": True, "lora_r": 2, "lora_target_modules": ["q_proj"]})
+def test_a_list_of_one_module_and_an_unreachable_hub_are_no_mistakes():
+    problems, look = checked({**SOUND, "use_peft": True, "lora_r": 2, "lora_target_modules": ["q_proj"]})
     assert problems == []
     assert look.policy.trained == 2 * 2 * (32 + 32)  # two layers of two matrices between 32 and 2
-
-
-def test_a_hub_that_cannot_be_reached_is_no_fault():
-    problems, look = told({**SOUND, "model_name_or_path": "owner/model", "dataset_name": "owner/data"})
+    problems, look = checked({**SOUND, "model_name_or_path": "owner/model", "dataset_name": "owner/data"})
     assert problems == []
     assert "owner/model" in look.policy.unknown or "connect" in look.policy.unknown
 
@@ -203,7 +200,7 @@ def test_train_looks_at_policy_and_data_before_it_loads_weights(capsys):
 def test_some_unreadable_references_are_counted_with_the_place_of_the_first():
     rows = [{"question": "?", "answer": None if i in (3, 5) else str(i)} for i in range(16)]
     mistaken.write(Path("some.jsonl"), rows)
-    problems, look = told({**SOUND, "dataset_name": "./some.jsonl"})
+    problems, look = checked({**SOUND, "dataset_name": "./some.jsonl"})
     assert problems == []
     (note,) = look.notes
     assert note.startswith(
@@ -222,7 +219,7 @@ def test_of_many_references_a_sample_is_read(monkeypatch):
 
 
 def test_a_note_where_prompts_and_completions_go_beyond_the_context():
-    problems, look = told({**SOUND, "dataset_name": "./long.jsonl", "max_completion_length": 512})
+    problems, look = checked({**SOUND, "dataset_name": "./long.jsonl", "max_completion_length": 512})
     assert problems == []
     (note,) = look.notes
     assert "max_completion_length=512 more than the model's 1024 positions. Set max_prompt_length: 512" in note

@@ -53,7 +53,7 @@ def recipe(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["mixture", "stream"])
-def test_a_recipe_that_was_stopped_ends_at_the_same_bits(kind, recipe, tmp_path):
+def test_a_stopped_run_ends_at_the_same_bits(kind, recipe, tmp_path):
     whole = train(load_recipe(recipe(kind, "whole")))
     assert all(row["grad_norm"] > 0 for row in whole.state.log_history if "grad_norm" in row)
     for step in (1, 4):
@@ -73,7 +73,7 @@ def steps(out) -> list[str]:
 
 
 @pytest.mark.parametrize("limit", [None, pytest.param(1, marks=pytest.mark.slow)])
-def test_going_back_is_not_undone(limit, recipe, tmp_path, monkeypatch, capsys):
+def test_a_run_resumed_from_an_earlier_checkpoint_keeps_it(limit, recipe, tmp_path, monkeypatch, capsys):
     """A finished run, gone back with to its second step and told to end in its third; the plain command then."""
     out = tmp_path / "run"
     whole = train(load_recipe(recipe("mixture", "run")))
@@ -93,7 +93,7 @@ def test_going_back_is_not_undone(limit, recipe, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("asked", ["never", "a checkpoint"])
-def test_a_requeued_job_comes_to_its_end(asked, recipe, tmp_path, monkeypatch, capsys):
+def test_a_requeued_job_finishes(asked, recipe, tmp_path, monkeypatch, capsys):
     """SLURM starts the same command again on 75; rotation deletes the checkpoint that the command names."""
     whole = train(load_recipe(recipe("mixture", "run")))
     argv = recipe("mixture", "run", save_total_limit=1)
@@ -112,7 +112,7 @@ def test_a_requeued_job_comes_to_its_end(asked, recipe, tmp_path, monkeypatch, c
     assert len(list((tmp_path / "run").glob("_before-*"))) == 1
 
 
-def test_an_evaluation_after_a_fresh_start_is_not_the_old_runs(recipe, tmp_path):
+def test_a_restarted_run_evaluates_again(recipe, tmp_path):
     """Its samples are kept for a killed evaluation of the same run and step, by the same names."""
     sets = {"eval_sets": [{"name": "held", "dataset_name": str(tmp_path / "b.jsonl"), "every": 1, "limit": 4}]}
     settings = sets | {"max_steps": 2, "temperature": 1.0}

@@ -80,49 +80,33 @@ def test_a_row_that_no_reward_scores_has_no_advantage(recipe):
     assert advantages.tolist() == [0.5, 0.0, -0.5]
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ('{"prompt": "a"}', "line 2, column completion"),
-        ("{broken", "line 2: broken JSON"),
-        ("[]", r"line 2: \[\] is not a JSON object"),
-    ],
-)
-def test_a_malformed_row_names_file_line_and_column(line, expected, tmp_path):
+GOOD = json.dumps(ROWS[0])
+UNREADABLE = {
+    "missing column": (f'{GOOD}\n{{"prompt": "a"}}', "line 2, column completion"),
+    "broken JSON": (f"{GOOD}\n{{broken", "line 2: broken JSON"),
+    "not an object": (f"{GOOD}\n[]", "line 2: [] is not a JSON object"),
+    "not UTF-8": (b"\xff\xfe{}", "line 1: not UTF-8"),
+    **{
+        f"{column}={value!r}": (json.dumps(ROWS[0] | {column: value}), f"line 1, column {column}")
+        for column, value in (
+            *(("completion", 2), ("completion", ["a"]), ("prompt", {"role": "user"})),
+            *((name, 1) for name in ("log_metric", "log_extra", "trainer_state")),
+        )
+    },
+    "no file": (None, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_an_unreadable_row_is_named_by_file_line_and_column(case, tmp_path, capsys):
+    content, reason = UNREADABLE[case]
     path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(ROWS[0]) + "\n" + line)
-    with pytest.raises(DataError, match=expected) as caught:
-        read_completions(path)
-    assert "bad.jsonl" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"completion": 2}, "line 1, column completion: 2 is no text"),
-        ({"completion": ["a"]}, "line 1, column completion"),
-        ({"prompt": {"role": "user"}}, "line 1, column prompt"),
-        ({"log_metric": 1}, "line 1, column log_metric"),
-        ({"log_extra": 1}, "line 1, column log_extra"),
-        ({"trainer_state": 1}, "line 1, column trainer_state"),
-    ],
-)
-def test_a_column_that_no_reward_can_take_is_named(row, expected, tmp_path):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(ROWS[0] | row))
-    with pytest.raises(DataError, match=expected):
-        read_completions(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"), [(None, "bad.jsonl: cannot be read"), (b"\xff\xfe{}", "bad.jsonl, line 1: not UTF-8")]
-)
-def test_a_file_that_cannot_be_read_is_named(content, reason, tmp_path, capsys):
-    path = tmp_path / "bad.jsonl"
-    if content:
-        path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert command("score", "--config", "quickstart/grpo", "--file", path) == 2
-    assert reason in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "bad.jsonl" in error
+    assert reason in error
 
 
 def test_only_a_newline_ends_a_row(tmp_path):
@@ -163,6 +147,7 @@ def scored_by(tmp_path, *entries):
         ("accuracy", "accuracy", "1.0 x 1"),
         ({"name": "accuracy", "weight": 0.5, "kwargs": {"read": "tag"}}, "accuracy", "1.0 x 0.5   (read='tag')"),
         ({"name": "right", "func": "accuracy"}, "right", "1.0 x 1   (accuracy)"),
+        ({"name": "accuracy", "weight_schedule": [[0, 0.25], [5, 0.5]]}, "accuracy", "1.0 x 0.25"),
         (
             {"name": "boxes", "func": "format", "kwargs": {"style": "boxed"}},
             "boxes",
@@ -170,32 +155,19 @@ def scored_by(tmp_path, *entries):
         ),
     ],
 )
-def test_a_reward_is_explained_by_what_its_name_does_not_say(entry, name, piece, tmp_path):
-    """It read `1.0 x 1   (accuracy )`."""
+def test_the_explanation_shows_value_weight_and_options(entry, name, piece, tmp_path):
     _, pieces = scored_by(tmp_path, entry)
     assert pieces[name] == piece
 
 
-def test_an_async_reward_of_this_process_is_awaited(tmp_path):
-    scored, _ = scored_by(tmp_path, f"{__name__}:waits", "accuracy")
-    assert scored.rewards == {"waits": [18.0], "accuracy": [1.0]}
-
-
-def test_what_a_reward_logs_is_no_column_of_the_next(tmp_path):
-    scored, _ = scored_by(tmp_path, f"{__name__}:overwrites", "accuracy")
-    assert scored.rewards["accuracy"] == [1.0]
+def test_rewards_may_be_async_and_do_not_see_what_others_log(tmp_path):
+    scored, _ = scored_by(tmp_path, f"{__name__}:waits", f"{__name__}:overwrites", "accuracy")
+    assert scored.rewards == {"waits": [18.0], "overwrites": [0.0], "accuracy": [1.0]}
 
 
 def test_a_column_with_the_name_of_an_option_is_named(tmp_path):
     with pytest.raises(ConfigError, match="column 'solution' has the name of an option"):
         scored_by(tmp_path, f"{__name__}:takes_an_option")
-
-
-def test_the_explanation_has_the_weight_of_the_total(tmp_path):
-    entry = {"name": "accuracy", "weight": 1.0, "weight_schedule": [[0, 0.25], [5, 0.5]]}
-    scored, pieces = scored_by(tmp_path, entry)
-    assert scored.total == [0.25]
-    assert pieces["accuracy"] == "1.0 x 0.25"
 
 
 def test_the_command(file, capsys):
@@ -206,7 +178,7 @@ def test_the_command(file, capsys):
     assert "--explain=9: no such row. Give 0 to 3." in capsys.readouterr().err
 
 
-def test_what_training_logs_is_scored_again_by_rewards_alone(tmp_path, monkeypatch, capsys):
+def test_logged_completions_of_a_run_are_scored_again(tmp_path, monkeypatch, capsys):
     """A run with log_completions, then the folder of the run, a recipe without model and data, a file of it all."""
     values = {"model_name_or_path": tiny.save(tmp_path / "model"), "dataset_name": "quickstart/addition"}
     values |= {**tiny.TRAINING, "output_dir": str(tmp_path / "run"), "log_completions": True, "reward_workers": 1}
@@ -232,7 +204,7 @@ def test_what_training_logs_is_scored_again_by_rewards_alone(tmp_path, monkeypat
         assert dataset[0]["solution"] == rows[0]["solution"]
 
 
-def test_answers_are_read_as_in_training_and_those_that_are_read_already_stay(tmp_path):
+def test_answers_are_parsed_as_in_training(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"question": "?", "completion": "5", "answer": text} for text in ("so\n#### 1,005", "7", 5)]
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -242,8 +214,13 @@ def test_answers_are_read_as_in_training_and_those_that_are_read_already_stay(tm
     assert [row["solution"] for row in read_completions(path, recipe.data)] == ["1005", "7", "5"]
 
 
-def test_what_cannot_be_written_is_told_before_anything_is_scored(file, tmp_path, capsys):
+def test_mistakes_of_the_command_line_and_missing_columns_are_reported(file, tmp_path, capsys):
     config = ["--config", "quickstart/grpo", "--file", str(file)]
+    assert command("score", "--config", "quickstart/grpo", "--file", tmp_path) == 2
+    assert "log_completions: true" in capsys.readouterr().err
+    file.write_text(json.dumps({"prompt": "?", "completion": "5"}))
+    assert command("score", *config, "--reward_workers", "0") == 0
+    assert "reward 'accuracy' scores nothing" in capsys.readouterr().err
     assert command("score", *config, "--output", tmp_path / "out.csv") == 2
     assert "ends in .jsonl or .parquet" in capsys.readouterr().err
     assert command("score", *config, "--output", tmp_path / "none" / "out.jsonl") == 2
@@ -259,13 +236,6 @@ def test_of_many_rows_the_best_and_the_worst_are_shown():
     assert shown_rows([1.0, math.nan]) == ([0, 1], "Rows")
 
 
-def test_a_column_that_is_not_there_is_told(tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "?", "completion": "5"}))
-    assert command("score", "--config", "quickstart/grpo", "--file", path, "--reward_workers", "0") == 0
-    assert "reward 'accuracy' scores nothing" in capsys.readouterr().err
-
-
 def test_rows_of_two_steps_are_two_groups_and_batches_are_joined(recipe, monkeypatch):
     monkeypatch.setattr(scoring, "BATCH", 3)
     rows = [row | {"step": step} for step in (1, 2) for row in ROWS if row["prompt"] == "1+1="]
@@ -275,8 +245,3 @@ def test_rows_of_two_steps_are_two_groups_and_batches_are_joined(recipe, monkeyp
     assert scored.advantages[:3] == scored.advantages[3:6]
     assert scored.extras["answer_parsed"] == ["2", "3", "2", "2", "3", "2", "4"]
     assert summary(scored)[0][6] == "0"
-
-
-def test_a_folder_without_completions_is_told(tmp_path):
-    with pytest.raises(DataError, match="log_completions: true"):
-        read_completions(tmp_path)

@@ -1,4 +1,4 @@
-"""Secrets that a recipe holds are in no file of its run's folder and in no message."""
+"""Secrets of a recipe appear in no file of its run and in no message."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ JUDGE = {"name": "remote", "kwargs": OPTIONS}
 SETTINGS = {"hub_token": PLANTED, "model_init_kwargs": {"token": PLANTED}}
 
 
-def test_no_file_of_a_run_and_no_line_of_its_log_holds_a_secret(tmp_path, caplog, capfd):
+def test_no_file_or_log_line_of_a_run_holds_a_secret(tmp_path, caplog, capfd):
     caplog.set_level(logging.INFO)
     values = {
         **{key: value for key, value in tiny.TRAINING.items() if key != "save_strategy"},
@@ -72,7 +72,7 @@ def test_a_mistaken_recipe_is_refused_without_its_secrets(name, tmp_path):
     assert PLANTED not in "".join(error.value.problems)
 
 
-def test_what_a_config_says_of_itself_holds_no_secret(tmp_path):
+def test_a_printed_config_holds_no_secret(tmp_path):
     config = GRPOExtConfig(str(tmp_path), **SETTINGS, **tiny.TRAINING)
     assert PLANTED not in str(config) + repr(config) + config.to_json_string() + json.dumps(
         config.to_dict(), default=str
@@ -88,7 +88,7 @@ def test_other_errors_hold_no_secret(kind):
 @pytest.mark.parametrize(
     "name", ["token", "hub_token", "HF_TOKEN", "X-API-Key", "apiKey", "db_password", "client_secret"]
 )
-def test_a_name_of_a_secret(name):
+def test_names_of_secrets(name):
     assert is_secret(name)
     assert redacted({name: PLANTED, "a": [{name: PLANTED}]}) == {name: None, "a": [{name: None}]}
     assert redacted_text(f"{{'{name}': '{PLANTED}'}}, {name}='{PLANTED}', {name}: 12345") == (
@@ -103,22 +103,23 @@ def test_a_name_of_a_secret(name):
         *("stop_token", "think_token", "per_token", "special_token"),
     ],
 )
-def test_a_name_of_no_secret(name):
+def test_names_of_other_settings(name):
     assert not is_secret(name)
     assert redacted({name: "x"}) == {name: "x"}
     assert redacted_text(f"{name}='x'") == f"{name}='x'"
 
 
-@pytest.mark.parametrize("text", ["hf_abcdefghijklmnopqrst", "sk-proj-abcdefghijklmnop", "ghp_abcdefghijklmnop1234"])
-def test_keys_that_are_known_by_their_look(text):
-    assert redacted_text(f"the server said: bad key {text}.") == "the server said: bad key ***."
+REDACTED = {
+    **{
+        f"the server: bad key {key}.": "the server: bad key ***."
+        for key in ("hf_abcdefghijklmnopqrst", "sk-proj-abcdefghijklmnop", "ghp_abcdefghijklmnop1234")
+    },
+    **{text: text for text in ("./hf_reward_functions_of_mine.py: no such file", "task-of-a-very-long-name-here")},
+    "reward_funcs: token='abc', key: no": "reward_funcs: token='***', key: no",
+    "api_key: c2VjcmV0==": "api_key: ***",
+}
 
 
-@pytest.mark.parametrize("text", ["./hf_reward_functions_of_mine.py: no such file", "task-of-a-very-long-name-here"])
-def test_a_name_that_only_begins_as_a_key_is_kept(text):
-    assert redacted_text(text) == text
-
-
-def test_a_secret_behind_the_name_of_its_setting_is_left_out():
-    assert redacted_text("reward_funcs: token='abc', key: no") == "reward_funcs: token='***', key: no"
-    assert redacted_text("api_key: c2VjcmV0==") == "api_key: ***"
+@pytest.mark.parametrize("text", REDACTED)
+def test_keys_are_redacted_by_their_form_or_their_name(text):
+    assert redacted_text(text) == REDACTED[text]

@@ -67,7 +67,7 @@ def test_a_recipe_becomes_a_saved_model(recipe, model_path, tmp_path):
     )
 
 
-def test_a_second_call_resumes_where_the_first_stopped(recipe, tmp_path, capsys):
+def test_a_second_call_resumes(recipe, tmp_path, capsys):
     """And ends at the very weights of a run that was never stopped."""
     model = tiny.save(tmp_path / "model", dtype=torch.float64, max_position_embeddings=1024)
     steady = {"model_name_or_path": model, "dtype": "auto", "lr_scheduler_type": "constant"}
@@ -91,7 +91,7 @@ def contents(folder) -> dict[str, tuple[int, bytes]]:
 STEADY = {"reward_funcs": [{"name": "spread", "func": "support.tiny:spread"}], "reward_workers": 0}
 
 
-def test_the_life_of_a_run(recipe, tmp_path, capsys, caplog):
+def test_a_run_is_finished_repaired_prolonged_refused_and_restarted(recipe, tmp_path, capsys, caplog):
     """Finished, asked again, its model lost, prolonged, refused, and begun afresh."""
     out = tmp_path / "out"
     train(load_recipe(recipe(**STEADY, max_steps=2, save_steps=1)))
@@ -143,7 +143,7 @@ def test_the_life_of_a_run(recipe, tmp_path, capsys, caplog):
     assert f"Resuming from {out / 'checkpoint-1'}" in capsys.readouterr().out
 
 
-def test_a_finished_run_without_checkpoints_does_not_begin_again_over_its_model(recipe, tmp_path):
+def test_a_finished_run_without_checkpoints_is_not_overwritten(recipe, tmp_path):
     train(load_recipe(recipe(**STEADY, max_steps=1, save_strategy="no")))
     with pytest.raises(ConfigError, match="finished there at step 1, and it left no checkpoint to resume from"):
         train(load_recipe(recipe(**STEADY, max_steps=2, save_strategy="no")))
@@ -161,7 +161,7 @@ def test_another_model_of_the_same_shape_is_refused(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(recipe, tmp_path):
+def test_a_killed_run_resumes(recipe, tmp_path):
     command = [sys.executable, "-m", "grpo_ext.train", *recipe(max_steps=60, save_steps=1, save_total_limit=2)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -180,7 +180,7 @@ def test_a_killed_run_goes_on(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_mistakes_end_with_exit_code_2_and_all_of_them(recipe):
+def test_all_mistakes_are_reported_with_exit_code_2(recipe):
     command = [sys.executable, "-m", "grpo_ext.train", *recipe(loss_type="gropo", temperature=0)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2

@@ -33,19 +33,15 @@ def test_no_problem_or_its_mirror_is_in_two_splits():
     assert all(len(found) > 900 for found in pairs)
 
 
-@pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize("split", ["validation", "held_out"])
-def test_load_keeps_evaluation_problems_out_of_training_whatever_the_seed(seed, split):
-    train, evaluation = task.load(seed=seed, eval_split=split, eval_size=None)
-    reference = task.load(seed=3, size=5, eval_split=split, eval_size=None)[1]
-    questions = [{row["prompt"][0]["content"] for row in dataset} for dataset in (train, evaluation, reference)]
-    assert not questions[0] & questions[1]
-    assert questions[1] == questions[2]
-
-
-def test_the_seed_shuffles_the_training_problems_only():
-    first, again, other = (task.load(size=50, seed=seed)[0]["solution"] for seed in (0, 0, 1))
+def test_the_seed_shuffles_training_problems_only_and_splits_are_disjoint(split):
+    loaded = [task.load(seed=seed, eval_split=split, eval_size=None) for seed in (0, 0, 7)]
+    first, again, other = (train["solution"] for train, _ in loaded)
     assert first == again != other
+    for train, evaluation in loaded:
+        questions = [{row["prompt"][0]["content"] for row in dataset} for dataset in (train, evaluation)]
+        assert not questions[0] & questions[1]
+        assert evaluation["solution"] == loaded[0][1]["solution"]
 
 
 def test_every_demonstration_is_right():
@@ -57,7 +53,7 @@ def test_every_demonstration_is_right():
             assert int(x) + int(y) == int(z)
 
 
-def test_a_demonstration_word_for_word():
+def test_a_demonstration_by_hand():
     expected = "<think>\n8+5=13\n7+8=15\n15+1=16\n4+5=9\n9+1=10\n</think>\n<answer>\n1063\n</answer>"
     assert task.demonstration(478, 585) == expected
 
@@ -77,7 +73,7 @@ def test_a_forgotten_carry_is_the_careless_teachers_only_mistake():
 @pytest.mark.parametrize(
     "wrong", [{"task": "subtraction"}, {"size": 0}, {"size": 10**6}, {"eval_size": -1}, {"eval_split": "train"}]
 )
-def test_load_refuses_what_it_cannot_give(wrong):
+def test_load_refuses_wrong_arguments(wrong):
     with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
         task.load(**wrong)
 
@@ -118,7 +114,7 @@ def test_the_saved_folder_loads_and_generates(folder):
     assert loaded.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] <= ids["input_ids"].shape[1] + 4
 
 
-def test_the_cache_is_used_and_keyed(folder, monkeypatch):
+def test_a_model_is_cached_by_seed(folder, monkeypatch):
     monkeypatch.setattr(quickstart_model, "warm_up", lambda *_, **__: pytest.fail("trained again"))
     assert ensure_model(0, folder.parent, steps=3) == folder
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
@@ -134,7 +130,7 @@ def test_a_warm_up_joins_no_process_group(tmp_path, monkeypatch):
     assert ensure_model(0, tmp_path, steps=1).is_dir()
 
 
-def test_two_builders_at_once_agree_and_leave_nothing_behind(tmp_path, monkeypatch):
+def test_two_processes_at_once_share_one_folder(tmp_path, monkeypatch):
     together = threading.Barrier(2, timeout=300)
 
     def slow_warm_up(directory, seed, *, steps, lesson):

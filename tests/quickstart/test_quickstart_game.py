@@ -20,16 +20,16 @@ def played():
     return game.demonstrations(0, 400)
 
 
-def test_the_teacher_hears_what_the_recipes_environment_says():
+def test_the_teacher_plays_by_the_environments_rules():
     [spec] = load_recipe(RECIPE).environments
     assert spec.kwargs == {"high": game.HIGH, "guesses": game.GUESSES}
     found = 0
     for secret in random.Random(1).choices(range(1, game.HIGH + 1), k=400):
-        said = game.clumsy_game(secret, random.Random(secret))
+        messages = game.clumsy_game(secret, random.Random(secret))
         environment = Guess(**spec.kwargs)
         environment.reset(game.example(secret))
-        steps = [environment.step(message) for message in said[::2]]
-        assert [step.observation for step in steps[:-1]] == [message["content"] for message in said[1::2]]
+        steps = [environment.step(message) for message in messages[::2]]
+        assert [step.observation for step in steps[:-1]] == [message["content"] for message in messages[1::2]]
         assert [step.done for step in steps] == [False] * (len(steps) - 1) + [True]
         found += steps[-1].reward
     assert 0.3 < found / 400 < 0.7

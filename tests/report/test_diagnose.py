@@ -1,4 +1,4 @@
-"""`grpo-ext diagnose`: what it prints of a run's folder, its exit codes, and the warnings of the run itself."""
+"""`grpo-ext diagnose`: output and exit codes, and the warnings during training."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def asked(*argv, capsys) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-def test_a_fault_is_told_with_its_step_evidence_and_cure(tmp_path, capsys):
+def test_a_finding_has_step_evidence_and_cure(tmp_path, capsys):
     folder = run_folder(tmp_path / "run", log=history(STALE))
     code, out, _ = asked(folder, capsys=capsys)
     assert code == 1
@@ -39,7 +39,7 @@ def test_a_fault_is_told_with_its_step_evidence_and_cure(tmp_path, capsys):
         assert words in " ".join(out.split())
 
 
-def test_a_sound_run_has_none(tmp_path, capsys):
+def test_a_sound_run_has_no_findings(tmp_path, capsys):
     code, out, _ = asked(run_folder(tmp_path / "run", log=history()), capsys=capsys)
     assert code == 0
     assert out.startswith("No problem found in 20 logs, up to step 20. Checked:\n")
@@ -49,7 +49,7 @@ def test_a_sound_run_has_none(tmp_path, capsys):
         assert all(figure in out for figure in rule.figures)
 
 
-def test_it_answers_a_program(tmp_path, capsys):
+def test_json_output(tmp_path, capsys):
     folder = run_folder(tmp_path / "run", log=history(STALE | MASK))
     code, out, _ = asked(folder, "--json", capsys=capsys)
     answer = json.loads(out)
@@ -59,7 +59,7 @@ def test_it_answers_a_program(tmp_path, capsys):
     assert all(f["evidence"] and f["is"] and f["cure"] for f in answer["findings"])
 
 
-def test_a_run_of_before_tells_what_cannot_be_said_of_it(tmp_path, capsys):
+def test_rules_without_their_metrics_are_listed(tmp_path, capsys):
     code, out, _ = asked(run_folder(tmp_path / "run", steps=9), capsys=capsys)
     assert code == 0
     _, _, unseen = out.partition("Not checked, because these metrics were not logged:\n")
@@ -68,7 +68,7 @@ def test_a_run_of_before_tells_what_cannot_be_said_of_it(tmp_path, capsys):
     )
 
 
-def test_a_half_written_log_is_read_to_where_it_stands(tmp_path, capsys):
+def test_a_half_written_line_is_left_out_with_a_note(tmp_path, capsys):
     folder = run_folder(tmp_path / "run", log=history(STALE))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"reward": 0.1, "ste')
@@ -86,7 +86,7 @@ def test_a_half_written_log_is_read_to_where_it_stands(tmp_path, capsys):
         ([{"eval_reward": 0.1, "step": 3}], "no log of a training step was found"),
     ],
 )
-def test_what_there_is_nothing_to_read_of_is_said(log, words, tmp_path, capsys):
+def test_a_folder_without_a_log_is_refused(log, words, tmp_path, capsys):
     folder = tmp_path / "run"
     if log is not None:
         run_folder(folder, log=log)
@@ -115,7 +115,7 @@ class MaskOffByOne(GRPOExtTrainer):
 
 
 @pytest.mark.parametrize(("trainer", "named"), [(MaskOffByOne, ["misplaced mask"]), (GRPOExtTrainer, [])])
-def test_a_run_warns_once_of_what_diagnose_names(trainer, named, tmp_path, caplog, capsys):
+def test_training_warns_once_about_each_finding(trainer, named, tmp_path, caplog, capsys):
     args = GRPOExtConfig(output_dir=str(tmp_path), **(tiny.TRAINING | {"max_steps": 8}))
     training = trainer(tiny.model(), tiny.count_a, args, tiny.prompts(64), processing_class=tiny.tokenizer())
     with caplog.at_level(logging.WARNING):
@@ -127,7 +127,7 @@ def test_a_run_warns_once_of_what_diagnose_names(trainer, named, tmp_path, caplo
     assert (code, [f["fault"] for f in json.loads(out)["findings"]]) == (len(named), named)
 
 
-def test_a_rule_that_fails_does_not_end_a_run(caplog, monkeypatch):
+def test_a_rule_that_raises_does_not_end_a_run(caplog, monkeypatch):
     def fails(history):
         raise ZeroDivisionError
 
@@ -142,7 +142,7 @@ def test_a_rule_that_fails_does_not_end_a_run(caplog, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("option", "named"), [(["--top_p", "0.6"], "truncated sampling"), ([], "")])
-def test_a_users_run_is_diagnosed(option, named, tmp_path):
+def test_truncated_sampling_is_found_in_a_run(option, named, tmp_path):
     """Sampling that is truncated from the first step on is named on the console; a sound run is not bothered."""
     recipe = ["--config", "quickstart/grpo", "--output_dir", tmp_path, "--max_steps", 5, "--logging_steps", 1]
     recipe += ["--per_device_train_batch_size", 32, "--save_strategy", "no", "--report_to", "none", *option]

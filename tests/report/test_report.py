@@ -1,4 +1,4 @@
-"""`grpo-ext report`: what stands in the page, what is left out and said, and what a hostile completion cannot do."""
+"""`grpo-ext report`: content of the page, notes about unreadable files, and hostile completions."""
 
 import fcntl
 import json
@@ -59,14 +59,14 @@ def page_of(tmp_path, *runs) -> Page:
     return Page(write_report(runs, tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
-def test_a_run_is_told_with_its_curves_evaluations_and_completions(tmp_path):
+def test_the_page_of_a_run_shows_facts_curves_evaluations_and_completions(tmp_path):
     run = with_completions(
         run_folder(tmp_path / "mine"), 3, [("1+1=", ["2", "3"]), ("2+2=", ["5", "4"])], solution="2"
     )
     with_evaluation(with_evaluation(run, 0, 0.25), 20, 0.75)
     page = page_of(tmp_path, run)
-    told = ("dapo", "where a < b", "arXiv:2503.14476", "accuracy x 1; format x 0.5", "quickstart/addition, 7979 rows")
-    for words in (*told, "4 of 20, finished", "2 processes", "trl 1.16.0", "\u2026/tiny"):
+    facts = ("dapo", "where a < b", "arXiv:2503.14476", "accuracy x 1; format x 0.5", "quickstart/addition, 7979 rows")
+    for words in (*facts, "4 of 20, finished", "2 processes", "trl 1.16.0", "\u2026/tiny"):
         assert words in page.text
     assert "/data/someone" not in page.text
     assert "avg@4 0.25 (0.15 to 0.35) 0.75 (0.65 to 0.85)" in page.text
@@ -85,7 +85,7 @@ def test_a_run_is_told_with_its_curves_evaluations_and_completions(tmp_path):
     assert "What is missing here" not in page.text
 
 
-def test_the_page_loads_nothing_and_runs_no_script_but_its_own(tmp_path):
+def test_the_page_loads_no_file_and_runs_only_its_script(tmp_path):
     page = page_of(tmp_path, with_completions(run_folder(tmp_path / "mine"), 1, [("p", ["c"])]))
     [policy] = [a["content"] for tag, a in page.elements if tag == "meta" and "http-equiv" in a]
     assert policy.startswith("default-src 'none'")
@@ -96,7 +96,7 @@ def test_the_page_loads_nothing_and_runs_no_script_but_its_own(tmp_path):
         assert (attributes.get("href") or attributes.get("xlink:href") or "#").startswith("#")
 
 
-def test_hostile_completions_names_and_figures_stay_text(tmp_path):
+def test_hostile_completions_names_and_values_are_escaped(tmp_path):
     bad = "<script>alert(1)</script>$\\frac{"
     log = [{bad: 1.0, "reward": 10**400, "kl": float("nan"), "step": 1}, {bad: 2.0, "reward": 1, "step": 2}]
     run = run_folder(tmp_path / "mine", log=log, **{"dataset_name": bad})
@@ -115,7 +115,7 @@ def test_hostile_completions_names_and_figures_stay_text(tmp_path):
     assert "\ud800" not in clipped("a lone \ud800 surrogate", 100)
 
 
-def test_runs_beside_each_other_share_the_curves_and_differ_in_a_table(tmp_path):
+def test_several_runs_share_curves_and_have_a_table_of_differences(tmp_path):
     runs = [
         run_folder(tmp_path / "here" / "run", learning_rate=1e-5, logging_steps=1),
         run_folder(tmp_path / "there" / "run", learning_rate=2e-5, logging_steps=9, log=logged(9)),
@@ -151,7 +151,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("case", LEFT_OUT)
-def test_what_cannot_be_read_is_left_out_and_said(tmp_path, case):
+def test_unreadable_files_are_left_out_with_a_note(tmp_path, case):
     files, words = LEFT_OUT[case]
     for name, text in files.items():
         leave(tmp_path / "mine", name, text)
@@ -159,7 +159,7 @@ def test_what_cannot_be_read_is_left_out_and_said(tmp_path, case):
     assert words in page.text + str(page.elements)
 
 
-def test_what_cannot_be_reported_is_refused_in_words(tmp_path, capsys):
+def test_a_report_without_content_is_refused(tmp_path, capsys):
     empty, run = tmp_path / "empty", run_folder(tmp_path / "mine")
     leave(empty, "metrics.jsonl", '{"reward"')
     cases = {
@@ -178,14 +178,14 @@ def test_what_cannot_be_reported_is_refused_in_words(tmp_path, capsys):
     assert (run / "report.html").is_file()
 
 
-def test_without_matplotlib_the_figures_are_a_table(tmp_path, monkeypatch):
+def test_without_matplotlib_the_page_has_a_table_only(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     page = page_of(tmp_path, run_folder(tmp_path / "mine"))
     assert "pip install 'grpo-ext[plot]'" in page.text
     assert "reward 0.1 0.4 0.1 0.4" in page.text
 
 
-def test_a_long_curve_is_a_mean_over_a_band_of_quantiles():
+def test_a_long_curve_becomes_means_with_quantiles():
     steps, values = list(range(10_000)), [float(i % 100) for i in range(10_000)]
     values[5000:6000] = [math.nan] * 1000
     band = banded((steps, values), 100)
@@ -197,17 +197,6 @@ def test_a_long_curve_is_a_mean_over_a_band_of_quantiles():
     assert banded(([1, 2], [3.0, 4.0]), 2) == Band([1, 2], [3.0, 4.0], [3.0, 4.0], [3.0, 4.0])
 
 
-def test_a_run_of_ten_thousand_steps_shows_its_trend(tmp_path):
-    """The mean of the picture's line moves from 0 to 1, though single steps cover -2 to 3."""
-    log = [{"reward": s / 10_000 + 2 * math.sin(1.7 * s), "step": s} for s in range(1, 10_001)]
-    page = page_of(tmp_path, run_folder(tmp_path / "mine", log=log))
-    names = [attributes.get("id") for tag, attributes in page.elements if tag == "script"]
-    [line] = json.loads(page.scripts[names.index("curves-data")])["reward"]["lines"]
-    assert line["mean"][0] == pytest.approx(0, abs=0.1)
-    assert line["mean"][-1] == pytest.approx(1, abs=0.1)
-    assert max(line["high"]) - min(line["low"]) < 5
-
-
 HELD_OUT = {
     "Yes: held_out avg@4 rose from 0.25 (0.15 to 0.35) at step 0 to 0.75 (0.65 to 0.85) at step 20.": (0.25, 0.75),
     "Not shown: held_out avg@4 rose from 0.25 (0.15 to 0.35) at step 0 to 0.3 (0.2 to 0.4) at step 20.": (0.25, 0.3),
@@ -216,7 +205,7 @@ HELD_OUT = {
 
 
 @pytest.mark.parametrize("words", HELD_OUT)
-def test_the_page_opens_with_whether_it_learned(words, tmp_path):
+def test_the_page_begins_with_the_verdict(words, tmp_path):
     before, after = HELD_OUT[words]
     log = [{"reward": 0.5, "step": 1}, {"train_runtime": 7200.0, "num_tokens": 1_234_567, "step": 20}]
     run = run_folder(tmp_path / "mine", log=log)
@@ -227,7 +216,7 @@ def test_the_page_opens_with_whether_it_learned(words, tmp_path):
     assert "time 2.00 hours tokens 1,234,567" in opening
 
 
-def test_without_a_held_out_evaluation_the_answer_is_unknown(tmp_path):
+def test_without_held_out_results_the_verdict_is_unknown(tmp_path):
     page = page_of(tmp_path, run_folder(tmp_path / "mine", steps=40))
     assert "Unknown on held-out prompts: none were evaluated (eval_sets, eval_strategy)." in page.text
     assert (
@@ -238,7 +227,7 @@ def test_without_a_held_out_evaluation_the_answer_is_unknown(tmp_path):
     assert "eval_reward rose from 0.1 at step 1 to 0.2 at step 2. One figure without an interval" in page.text
 
 
-def test_a_tick_keeps_its_digits(tmp_path):
+def test_labels_of_small_values_keep_their_digits(tmp_path):
     from grpo_ext.report.curves import Curve
 
     values = {"kl": [0.00012, 0.00034], "learning_rate": [1e-6, 2e-6]}
@@ -248,13 +237,13 @@ def test_a_tick_keeps_its_digits(tmp_path):
     assert "1e-06" in shown["learning_rate"].svg  # 0.0000010 would be cut off
 
 
-def test_folders_of_the_machine_are_cut_and_those_of_the_recipe_are_not():
+def test_only_the_last_part_of_a_path_of_the_machine_is_shown():
     given = "/Users/me/data/a.csv ~/b/c.csv ./data/d.csv ../e/f.csv org/name"
     assert without_paths(given) == "\u2026/a.csv \u2026/c.csv ./data/d.csv ../e/f.csv org/name"
 
 
 @pytest.mark.parametrize(("rows", "length"), [(64, 40), (8, 60_000)])
-def test_a_long_run_stays_small_and_says_what_it_shows(tmp_path, rows, length):
+def test_the_page_of_a_long_run_stays_small(tmp_path, rows, length):
     run = run_folder(tmp_path / "mine", steps=2000)
     texts = [f"{n} " + "\u6f22" * length for n in range(rows)]
     for step in range(60):
@@ -267,7 +256,7 @@ def test_a_long_run_stays_small_and_says_what_it_shows(tmp_path, rows, length):
     assert len(steps) == 40
 
 
-def test_watching_serves_on_loopback_while_the_run_goes_on(tmp_path, monkeypatch, capsys):
+def test_watch_serves_the_page_on_loopback_until_the_run_ends(tmp_path, monkeypatch, capsys):
     run = run_folder(tmp_path / "mine")
     (run / "finished.json").unlink()
     monkeypatch.setattr(report, "INTERVAL", 0.05)
@@ -305,7 +294,7 @@ def read(address: str, host: str | None = None) -> str:
         return answer.read().decode()
 
 
-def test_weights_and_names_come_from_the_record_before_the_log(tmp_path):
+def test_reward_weights_come_from_the_record(tmp_path):
     [run] = read_runs([run_folder(tmp_path / "mine", log=[{"rewards/other/mean": 1.0, "step": 1}])])
     assert run.rewards == {"other": None, "accuracy": 1.0, "format": 0.5}
     assert run.record["learning_rate"] == RECORD["learning_rate"]

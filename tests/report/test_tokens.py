@@ -13,7 +13,7 @@ def rows(run, room=1_000_000):
     return browsed(read_runs([run]), room)
 
 
-def test_tokens_go_with_the_rows_they_belong_to(tmp_path):
+def test_recorded_values_join_the_rows_of_their_completions(tmp_path):
     run = with_completions(run_folder(tmp_path / "mine"), 3, [("q", ["a b", "b c"]), ("r", ["a b"])])
     record(run, 3, [[4, 5, 6, 5, 7]], [["z", " b", "é", " b", "</s>"]], row=0)
     data = rows(run)
@@ -35,7 +35,7 @@ def test_tokens_go_with_the_rows_they_belong_to(tmp_path):
     assert third is None
 
 
-def test_a_step_of_which_nothing_else_was_written_has_rows_of_its_own(tmp_path):
+def test_a_step_with_only_a_recording_has_rows(tmp_path):
     run = with_completions(run_folder(tmp_path / "mine"), 2, [("q", ["x"])])
     record(run, 5, [[4, 5, 7], [5, 6, 7]], [["a", " b", "</s>"], [" b", " c", "</s>"]], row=6)
     data = rows(run)
@@ -46,7 +46,7 @@ def test_a_step_of_which_nothing_else_was_written_has_rows_of_its_own(tmp_path):
     assert (own["parts"], own["reward"], own["advantage"]) == ({"accuracy": 1.0, "format": 0.0}, 1.0, 0.5)
 
 
-def test_parts_of_one_character_are_one_piece(tmp_path):
+def test_tokens_of_one_character_are_one_piece(tmp_path):
     run = run_folder(tmp_path / "mine")
     pieces = {"4": "\ufffd", "5": "\ufffd", "4,5": "\U0001f600", "6": "!", "7": "</s>"}
     record(run, 1, [[4, 5, 6, 7]], pieces=pieces, row=0)
@@ -73,7 +73,7 @@ def test_texts_of_tokens_join_to_the_text():
     assert [found[key] for key in ("1", "2", "3", "4,5")] == [" the", " cat", "s", "\u00e9"]
 
 
-def test_many_recordings_still_fit_and_damaged_ones_are_named(tmp_path):
+def test_many_recordings_fit_and_damaged_ones_get_a_note(tmp_path):
     run = run_folder(tmp_path / "mine")
     for step in range(1, 14):
         record(run, step, [[4] * 1000 for _ in range(8)], pieces={"4": "</script><b>", "7": "x"}, row=0)
@@ -84,10 +84,10 @@ def test_many_recordings_still_fit_and_damaged_ones_are_named(tmp_path):
     shown = [row["tokens"] for row in data["rows"] if "tokens" in row]
     assert shown
     assert all(len(tokens["text"]) == 800 and tokens["left"] == 200 for tokens in shown)
-    assert any("rank_0.pt is damaged" in note for note in found[0].notes)
+    assert any("rank_0.pt" in note and "is damaged" in note for note in found[0].notes)
 
 
-def test_without_recordings_nothing_is_said_of_colours(tmp_path):
+def test_colours_need_recordings(tmp_path):
     from grpo_ext.report.page import html
 
     run = with_completions(run_folder(tmp_path / "mine"), 2, [("q", ["x"])])
