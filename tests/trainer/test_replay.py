@@ -186,7 +186,7 @@ def test_what_is_no_sound_recording(run, tmp_path, capsys):
         "cut": (lambda path: path.write_bytes(path.read_bytes()[:5000]), "is damaged, or no recorded batch"),
         "flipped": (flip, "is damaged"),
         "text": (lambda path: path.write_text("no"), "is damaged, or no recorded batch"),
-        "later": (rewrite(format=9), "has format 9, and this version of grpo-ext"),
+        "later": (rewrite(format=9), "has format 9, and grpo-ext"),
         "else": (lambda path: torch.save([1], path), "is no recorded batch"),
         "two": (rewrite(processes=2), "lacks rank_1.pt: 2 processes have recorded"),
         "rewards": (rewrite(micro_batches=[]), "a reward gave NaN or inf; there was no batch yet"),

@@ -149,11 +149,7 @@ def _number(value: float | None) -> float:
 
 
 def check_recorded(trainer: OneStep, batches: Sequence[MicroBatch]) -> None:
-    """Check that the recording has everything that the loss reads.
-
-    Raises:
-        ConfigError: something was not recorded.
-    """
+    """Check that the recording has everything that the loss reads. Raises ConfigError: something was not recorded."""
     if problems := list(_missing(trainer, batches[0])):
         raise ConfigError(problems)
 

@@ -92,11 +92,7 @@ class Writer:
             raise SaveError(texts[0]) from error
 
     def publish(self, folder: Path, final: Path) -> None:
-        """Move the final model from `folder` into place.
-
-        Raises:
-            SaveError: there are no weights in it.
-        """
+        """Move the final model from `folder` into place. Raises SaveError: there are no weights in it."""
         if not holds_weights(folder):
             raise SaveError(_no_weights(final))
         self.published = publish(folder, final)
