@@ -12,7 +12,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +32,8 @@ from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import resolve
 from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
-from grpo_ext.recipe.foreign.draft import own_default
-from grpo_ext.recipe.foreign.projects import NO_RECIPES, PROJECTS
+from grpo_ext.recipe.foreign.engine import own_default
+from grpo_ext.recipe.foreign.trl import TRL
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 from grpo_ext.trainer.diagnosis.recording import FIGURES
@@ -247,14 +246,14 @@ def damage_table() -> str:
     return table(("damage", "message", "resumes from"), rows)
 
 
-def foreign_defaults(kind: str) -> str:
-    """Return what a project does where its file is silent, by version; only what differs from us is written."""
+def trl_defaults() -> str:
+    """Return TRL's defaults by version, beside ours."""
     rows = []
-    for key, values in PROJECTS[kind].own_defaults.items():
+    for key, values in TRL.defaults.items():
         shown = ", ".join(f"{code(str(value))} since {since}" for since, value in values.items())
         ours = own_default(key)
         rows.append((code(key), shown, code("as loss_type says" if ours is None and key in _AXES else str(ours))))
-    return table(("key", PROJECTS[kind].title, "here, if the recipe is silent"), rows)
+    return table(("key", TRL.title, "here, if the recipe is silent"), rows)
 
 
 _AXES = ("use_bias_correction_kl", "epsilon", "loss_aggregation")
@@ -392,8 +391,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "healthy": healthy_table,
     "textarena": textarena_table,
     "migrated": migrated_table,
-    "no_recipes": lambda: table(("kind of file", "what the message calls it"), NO_RECIPES.items()),
-    **{f"defaults_of_{name}": partial(foreign_defaults, name) for name in ("trl", "verl", "openrlhf", "swift")},
+    "defaults_of_trl": trl_defaults,
 }
 
 

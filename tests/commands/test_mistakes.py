@@ -204,7 +204,7 @@ def test_some_unreadable_references_are_counted_with_the_place_of_the_first():
     assert problems == []
     (note,) = look.notes
     assert note.startswith(
-        "reward 'accuracy' cannot read 2 of 16 solutions: no score for those rows. The first is row 3"
+        "reward='accuracy': it cannot read 2 of 16 solutions: no score for those rows. The first is row 3"
     )
 
 
@@ -214,8 +214,8 @@ def test_of_many_references_a_sample_is_read(monkeypatch):
     (spec,), _ = parse(["accuracy"])
     ((sentence, of_all),) = references.unreadable([spec], data)
     assert not of_all
-    assert "cannot read 1 of 3 solutions (one row in 3 was looked at)" in sentence
-    assert "The first is row 3 (from 0): None" in sentence
+    assert "cannot read 1 of 3 solutions (one row in 3 was read)" in str(sentence)
+    assert "The first is row 3 (from 0): None" in str(sentence)
 
 
 def test_a_note_where_prompts_and_completions_go_beyond_the_context():

@@ -222,7 +222,7 @@ def test_the_policys_sharding_does_not_reach_the_reward_model(tmp_path, monkeypa
 
 def test_what_is_no_reward_model_is_refused(tmp_path):
     policy = tiny.save(tmp_path / "policy")
-    with pytest.raises(ValueError, match="LlamaForCausalLM is no reward model"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not a known reward model"):
         RewardModelScorer(policy)(CHATS)
     with pytest.raises(ValueError, match=r"no weights for score\.weight"):
         RewardModelScorer(policy, "sequence_classification")(CHATS)
@@ -346,7 +346,7 @@ def save_with_code(folder, monkeypatch, several):
 def test_get_score_with_code_of_its_own_only_where_it_is_trusted(tmp_path, monkeypatch, several, sizes):
     folder = save_with_code(tmp_path, monkeypatch, several)
     for kind in ("auto", "get_score"):
-        with pytest.raises(ValueError, match=r"brings code of its own.*set trust_remote_code: true"):
+        with pytest.raises(ValueError, match=r"has code of its own.*set trust_remote_code: true"):
             RewardModelScorer(folder, kind)(CHATS[:1])
     assert not (tmp_path / "modules").exists() or not list((tmp_path / "modules").rglob("letter_model.py"))
     texts = ["abc", "nan", "z" * 30, "", "inf", "ab", "abcd", "abcde"]
@@ -385,8 +385,8 @@ def test_a_recipe_writes_its_options_under_minimind():
     assert parse([{"name": "minimind", "kwargs": kwargs}])[1] == []
     assert parse([{"name": "reward_model", "kwargs": kwargs["reward_model"]}])[1] == []
     for options, words in [
-        ({"model": "m", "dtyp": "float16"}, "reward_model has 'dtyp', .* Did you mean 'dtype'"),
-        ({"dtype": "float16"}, "names no model"),
+        ({"model": "m", "dtyp": "float16"}, "reward_model.dtyp='float16'.* Did you mean 'dtype'"),
+        ({"dtype": "float16"}, "it has no model"),
         ({"model": "m", "micro_batch_size": 0}, "micro_batch_size=0"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -1,6 +1,7 @@
 """What `reward_funcs` accepts, refuses and turns into callables for TRL."""
 
 import inspect
+import math
 import pickle
 
 import pytest
@@ -56,7 +57,7 @@ def my_rewards(tmp_path, monkeypatch):
 
 def problems_of(*entries, **options):
     specs, problems = parse(list(entries), **options)
-    assert len(specs) < len(entries) or "weights" in problems[0] or "log name" in problems[0]
+    assert len(specs) < len(entries) or problems[0].field.startswith("reward_weights") or "log name" in str(problems)
     return problems
 
 
@@ -128,56 +129,45 @@ def test_callable_objects_and_partials_get_trls_names(my_rewards):
 
 
 @pytest.mark.parametrize(
-    ("entry", "words"),
+    ("entry", "field", "words"),
     [
-        ("acuracy", ["unknown reward 'acuracy'", "Did you mean 'accuracy'", "package.module:function"]),
-        ("no_such_lib.fn", ["cannot import 'no_such_lib'"]),
-        ("my_reward_lib.plane", ["no 'plane'", "Did you mean 'plain'"]),
-        ("my_reward_lib.number", ["'my_reward_lib.number' is a int", "Name a callable"]),
-        ("my_reward_lib.no_columns", ["does not take **kwargs", "Add **kwargs"]),
-        ("soft_overlong", ["option 'max_length' of 'soft_overlong' is not set", "option 'buffer'"]),
-        ("", ["names no reward"]),
-        (3, ["neither a name nor a mapping"]),
-        ({}, ["names no reward"]),
-        ({"name": 3}, ["names no reward"]),
-        ({"name": "tags", "wieght": 1}, ["unknown key 'wieght'", "Did you mean 'weight'"]),
-        ({"name": "tags", "weight": "1"}, ["weight='1' is not a finite number"]),
-        ({"name": "tags", "weight": True}, ["weight=True"]),
-        ({"name": "tags", "weight": float("nan")}, ["weight=nan"]),
-        ({"name": "tags", "weight": float("inf")}, ["weight=inf"]),
-        ({"name": "tags", "weight": None}, ["weight=None"]),
-        ({"name": "tags", "kwargs": ["newlines"]}, ["kwargs=['newlines'] is not a mapping"]),
-        ({"name": "tags", "kwargs": {1: 2}}, ["kwargs={1: 2} is not a mapping from option names"]),
-        (
-            {"name": "tags", "kwargs": {"newline": True}},
-            ["'newline', which is not an option", "Did you mean 'newlines'"],
-        ),
-        (
-            {"name": "accuracy", "kwargs": {"solution": "x"}},
-            ["'solution', which is not an option", "max_length, read"],
-        ),
-        ({"name": "reasoning_steps", "kwargs": {"n": 3}}, ["'n', which is not an option", "It has none"]),
-        (
-            {"name": "my_reward_lib.scaled", "kwargs": {"scale": 1, "log_extra": 1}},
-            ["'log_extra', which is not an option"],
-        ),
-        ({"name": "tags", "kwargs": {"newlines": "yes"}}, ["newlines='yes', a str", "Give newlines as bool"]),
-        ({"name": "repetition", "kwargs": {"n": 2.5}}, ["n=2.5, a float", "Give n as int"]),
-        ({"name": "repetition", "kwargs": {"n": True}}, ["n=True, a bool", "Give n as int"]),
-        ({"name": "repetition", "kwargs": {"max_penalty": "1e-3"}}, ["max_penalty='1e-3', a str", "as float"]),
-        ({"name": "my_reward_lib.scaled", "kwargs": {"scale": 1, "names": [1]}}, ["names=[1], a list", "list[str]"]),
-        ({"name": "format", "kwargs": {"style": "boxes"}}, ["style='boxes' is not a format", "Did you mean 'boxed'"]),
-        ({"name": "soft_overlong", "kwargs": {"max_length": 5, "buffer": 6}}, ["buffer=6", "1 <= buffer <= 5"]),
-        ({"name": "minimind", "kwargs": {"scorer": "no_such_lib:f"}}, ["cannot import 'no_such_lib'"]),
-        ({"name": "mine", "func": "org/model"}, ["name='mine'", "under its own id"]),
-        ({"name": "org/model", "kwargs": {"a": 1}}, ["kwargs={'a': 1}", "Remove kwargs"]),
+        ("acuracy", "", ["unknown reward 'acuracy'", "Did you mean 'accuracy'", "package.module:function"]),
+        ("no_such_lib.fn", "", ["cannot import 'no_such_lib'"]),
+        ("my_reward_lib.plane", "", ["no 'plane'", "Did you mean 'plain'"]),
+        ("my_reward_lib.number", "", ["it is a int, not a function", "Name a callable"]),
+        ("my_reward_lib.no_columns", "", ["does not take **kwargs", "Add **kwargs"]),
+        ("soft_overlong", ".kwargs.buffer", ["soft_overlong needs it"]),
+        ("", "", ["does not name a reward"]),
+        (3, "", ["neither a name nor a mapping"]),
+        ({}, "", ["does not name a reward"]),
+        ({"name": 3}, "", ["does not name a reward"]),
+        ({"name": "tags", "wieght": 1}, ".wieght", ["no such key", "Did you mean 'weight'"]),
+        ({"name": "tags", "newlines": True}, ".newlines", ["option of the function", "kwargs: {newlines: True}"]),
+        *(({"name": "tags", "weight": weight}, ".weight", []) for weight in ("1", True, math.nan, math.inf)),
+        ({"name": "tags", "kwargs": ["newlines"]}, ".kwargs", ["where a mapping is expected"]),
+        ({"name": "tags", "kwargs": {1: 2}}, ".kwargs", ["where a mapping is expected"]),
+        ({"name": "tags", "kwargs": {"newline": True}}, ".kwargs.newline", ["no such option", "mean 'newlines'"]),
+        ({"name": "accuracy", "kwargs": {"solution": "x"}}, ".kwargs.solution", ["max_length, read"]),
+        ({"name": "reasoning_steps", "kwargs": {"n": 3}}, ".kwargs.n", ["It takes none"]),
+        ({"name": "my_reward_lib.scaled", "kwargs": {"scale": 1, "log_extra": 1}}, ".kwargs.log_extra", []),
+        ({"name": "tags", "kwargs": {"newlines": "yes"}}, ".kwargs.newlines", ["text where true or false"]),
+        ({"name": "repetition", "kwargs": {"n": 2.5}}, ".kwargs.n", ["a whole number is expected"]),
+        ({"name": "repetition", "kwargs": {"n": True}}, ".kwargs.n", ["a whole number is expected"]),
+        ({"name": "repetition", "kwargs": {"max_penalty": "1e-3"}}, ".kwargs.max_penalty", ["text where a number"]),
+        ({"name": "my_reward_lib.scaled", "kwargs": {"scale": 1, "names": [1]}}, ".kwargs.names", ["list of names"]),
+        ({"name": "format", "kwargs": {"style": "boxes"}}, ".kwargs.style", ["not a format", "Did you mean 'boxed'"]),
+        ({"name": "soft_overlong", "kwargs": {"max_length": 5, "buffer": 6}}, ".kwargs.buffer", ["<= buffer <= 5"]),
+        ({"name": "minimind", "kwargs": {"scorer": "no_such_lib:f"}}, ".kwargs", ["cannot import 'no_such_lib'"]),
+        ({"name": "mine", "func": "org/model"}, ".name", ["under its own id"]),
+        ({"name": "org/model", "kwargs": {"a": 1}}, ".kwargs", ["Remove kwargs"]),
+        ({"name": "org/model", "scale": 2.0}, ".scale", ["Use the reward reward_model"]),
     ],
 )
-def test_refused_entries(my_rewards, entry, words):
+def test_a_mistake_in_an_entry_is_a_problem_with_field_reason_and_cure(my_rewards, entry, field, words):
     problems = problems_of(entry)
-    assert all(problem.startswith(f"reward_funcs[0]={entry!r}: ") for problem in problems)
-    for word in words:
-        assert any(word in problem for problem in problems), problems
+    assert f"reward_funcs[0]{field}" in [problem.field for problem in problems]
+    text = " ".join(map(str, problems))
+    assert all(word in text for word in words), text
 
 
 def test_all_problems_come_together():
@@ -187,51 +177,37 @@ def test_all_problems_come_together():
     )
     assert [spec.name for spec in specs] == ["tags", "tags"]
     expected = [
-        "'acuracy'",
-        "'wait'",
-        "weight='x'",
-        "'m'",
-        "n='3'",
-        "log name 'tags'",
-        "2 weights for 4",
-        "'a'",
-        "Keep one",
+        "reward_funcs[1]",
+        *(f"reward_funcs[2].{key}" for key in ("weight", "wait", "kwargs.n", "kwargs.m")),
+        "reward_funcs",
+        *("reward_weights", "reward_weights[1]", "reward_weights"),
     ]
-    assert len(problems) == len(expected)
-    assert all(word in problem for word, problem in zip(expected, problems, strict=True)), problems
+    assert [problem.field for problem in problems] == expected
 
 
-def test_nothing_to_reward():
-    for entries in (None, []):
-        specs, [problem] = parse(entries)
-        assert specs == []
-        assert problem.startswith(f"reward_funcs={entries!r}: no source of rewards")
-
-
-@pytest.mark.parametrize("entries", ["tags", {"name": "tags"}, 3, iter(["tags"])])
-def test_what_is_no_list(entries):
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [(None, "no source of rewards"), ([], "no source of rewards")]
+    + [(entries, "not a list") for entries in ("tags", {"name": "tags"}, 3, iter(["tags"]))],
+)
+def test_reward_funcs_must_be_a_list_with_entries(entries, reason):
     specs, [problem] = parse(entries)
-    assert specs == []
-    assert "not a list" in problem
-
-
-def test_an_empty_list():
-    assert "nothing would be rewarded" in parse([])[1][0]
+    assert (specs, problem.field, problem.reason) == ([], "reward_funcs", reason)
 
 
 def test_repeated_log_names(my_rewards):
     [problem] = problems_of("tags", {"name": "tags", "func": "format"})
-    assert "2 entries have the log name 'tags'" in problem
-    assert "func: format" in problem
-    assert "log name 'model'" in problems_of("a/model", "b/model")[0]
+    assert "2 entries have the log name 'tags'" in str(problem)
+    assert "func: format" in str(problem)
+    assert "log name 'model'" in str(problems_of("a/model", "b/model")[0])
 
 
 @pytest.mark.parametrize(
     ("entries", "weights", "words"),
     [
         (["tags"], [1.0, 2.0], "reward_weights=[1.0, 2.0]: 2 weights for 1 rewards"),
-        (["tags"], [float("nan")], "reward_weights has nan"),
-        (["tags"], [True], "reward_weights has True"),
+        (["tags"], [float("nan")], "reward_weights[0]=nan: not a finite number"),
+        (["tags"], [True], "reward_weights[0]=True"),
         (["tags"], 1.0, "reward_weights=1.0: not a list"),
         (["tags"], "1", "reward_weights='1': not a list"),
         ([{"name": "tags", "weight": 1.0}], [1.0], "entries of reward_funcs give weights too"),
@@ -239,7 +215,7 @@ def test_repeated_log_names(my_rewards):
 )
 def test_refused_reward_weights(entries, weights, words):
     [problem] = problems_of(*entries, reward_weights=weights)
-    assert words in problem
+    assert words in str(problem)
 
 
 def test_hints_that_cannot_be_resolved_are_not_checked(my_rewards):

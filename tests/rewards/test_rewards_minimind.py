@@ -169,7 +169,7 @@ def test_a_scorer_that_miscounts_is_an_error(version):
     [
         (minimind, {"score_clip": 0.0}, "score_clip=0.0"),
         (minimind, {"answer_weight": 1.5}, "answer_weight=1.5"),
-        (minimind, {"strict": True, "reasoning": False}, "strict=True, reasoning=False"),
+        (minimind, {"strict": True, "reasoning": False}, "strict=True with reasoning=False"),
         (minimind_current, {"score_clip": NAN}, "score_clip=nan"),
         (minimind_current, {"n": 0}, "n=0"),
         (minimind_current, {"repetition_cap": -0.5}, "repetition_cap=-0.5"),

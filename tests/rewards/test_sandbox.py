@@ -165,33 +165,6 @@ def test_the_attacks_succeed_outside_the_sandbox(name, tmp_path, monkeypatch):
     assert "BREACH" in done.stdout, done
 
 
-# with children, where a pid namespace holds them
-
-
-@pytest.mark.parametrize("method", METHODS[:1])
-@pytest.mark.parametrize("name", ["fork bomb", "silent daemon", "deaf to signals", "suspended", "thread bomb"])
-def test_children_die_with_the_program(name, method, world):
-    limits = Limits(timeout=1.0, memory_mb=128, processes=8)
-    assert attack(ENDLESS[name], world, method, limits).stopped == "time"
-
-
-@pytest.mark.parametrize("method", METHODS[:1])
-def test_a_daemon_does_not_outlive_a_program_that_ends(method, world):
-    source = (
-        "import os, subprocess, time\n"
-        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(1e6)\n    os._exit(0)\n"
-        "print(subprocess.run(['echo', 'child'], capture_output=True, text=True).stdout)"
-    )
-    outcome = run(source, method=method, limits=Limits(timeout=60.0, processes=8))
-    assert (outcome.stdout, outcome.ok) == (b"child\n\n", True)
-
-
-@pytest.mark.parametrize("method", METHODS[1:])
-def test_children_are_refused_where_nothing_holds_them(method):
-    with pytest.raises(ValueError, match=r"processes=2: 'landlock' cannot contain children"):
-        run("", method=method, limits=Limits(processes=2))
-
-
 @on_each_method
 def test_the_program_dies_with_its_parent(method, world):
     code = (
@@ -301,19 +274,6 @@ def test_packages_are_there_on_request(method):
 
 
 @on_each_method
-def test_shown_files_can_be_read(method, world):
-    source = f"print(open({world['shown']!r}).read())"
-    assert run(source, method=method, readable=[world["shown"]], limits=PATIENT).stdout == b"shown\n"
-
-
-@on_each_method
-def test_the_network_opens_on_request_only(method, world):
-    source = f"import socket; socket.create_connection(('127.0.0.1', {world['port']})); print('open')"
-    assert run(source, method=method, limits=Limits(timeout=60.0, network=True)).stdout == b"open\n"
-    assert b"open" not in run(source, method=method, limits=PATIENT).stdout
-
-
-@on_each_method
 def test_exit_codes_are_a_shells(method):
     assert run("import ctypes; ctypes.string_at(0)", method=method).returncode == 128 + signal.SIGSEGV
     assert run("while True: pass", method=method, limits=QUICK).stopped == "time"
@@ -351,7 +311,7 @@ def test_the_callers_signals_and_limits_do_not_matter(method):
 @pytest.mark.parametrize("found", [None, "seccomp"])
 def test_too_little_protection_is_refused(found, monkeypatch):
     monkeypatch.setattr(sandbox, "_probe", lambda: (found, ("namespaces: denied", "landlock: ENOSYS")))
-    with pytest.raises(SandboxError, match=r"cannot shut off.*namespaces: denied; landlock: ENOSYS.*It takes"):
+    with pytest.raises(SandboxError, match=r"cannot shut off.*namespaces: denied; landlock: ENOSYS.*Use Linux"):
         run("print(1)")
     if found:
         assert sandbox.available("network") == "seccomp"
@@ -371,7 +331,7 @@ def test_a_launcher_that_fails_is_an_error_not_an_outcome(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{"timeout": 0}, {"memory_mb": 8}, {"disk_mb": 0}, {"output_kb": 0}, {"open_files": 3}, {"processes": -1}],
+    [{"timeout": 0}, {"memory_mb": 8}, {"disk_mb": 0}, {"output_kb": 0}, {"open_files": 3}],
 )
 def test_limits_out_of_range(options):
     [(name, value)] = options.items()
@@ -380,7 +340,7 @@ def test_limits_out_of_range(options):
 
 
 def test_unknown_protection():
-    with pytest.raises(ValueError, match=r"min_protection='isolate'. Did you mean 'isolated'"):
+    with pytest.raises(ValueError, match=r"min_protection='isolate': no such level. Choose one of isolated, network"):
         run("", min_protection="isolate")
 
 
@@ -405,22 +365,18 @@ def decide(code: bytes, architecture: int, number: int, *arguments: int) -> int:
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
 X86, ARM = 0xC000003E, 0xC00000B7
-OPEN, CLOSED = (
-    {"isolated": True, "network": True, "processes": True},
-    dict.fromkeys(("isolated", "network", "processes"), False),
-)
 
 
 @pytest.mark.parametrize(
-    ("machine", "architecture", "number", "arguments", "closed", "open_"),
+    ("machine", "architecture", "number", "arguments", "shared", "isolated"),
     [
         ("x86_64", X86, 0, (), ALLOW, ALLOW),  # read
-        ("x86_64", X86, 41, (), EPERM, ALLOW),  # socket
+        ("x86_64", X86, 41, (), EPERM, EPERM),  # socket
         ("x86_64", X86, 53, (1, 1), ALLOW, ALLOW),  # socketpair, stream
         ("x86_64", X86, 53, (1, 1 | 0o2000000), ALLOW, ALLOW),  # and close-on-exec
-        ("x86_64", X86, 53, (1, 2), EPERM, ALLOW),  # datagram
-        ("x86_64", X86, 57, (), EPERM, ALLOW),  # fork
-        ("x86_64", X86, 56, (0x11,), EPERM, ALLOW),  # clone as fork
+        ("x86_64", X86, 53, (1, 2), EPERM, EPERM),  # datagram
+        ("x86_64", X86, 57, (), EPERM, EPERM),  # fork
+        ("x86_64", X86, 56, (0x11,), EPERM, EPERM),  # clone as fork
         ("x86_64", X86, 56, (0x3D0F00,), ALLOW, ALLOW),  # clone as a thread
         ("x86_64", X86, 56, (0x10000011,), EPERM, EPERM),  # clone with a user namespace
         ("x86_64", X86, 435, (), ENOSYS, ENOSYS),  # clone3
@@ -438,8 +394,8 @@ OPEN, CLOSED = (
         ("x86_64", X86, 0x40000000 + 41, (), KILL, KILL),  # x32
         ("x86_64", 0x40000003, 102, (), KILL, KILL),  # 32-bit calls
         ("aarch64", ARM, 63, (), ALLOW, ALLOW),
-        ("aarch64", ARM, 198, (), EPERM, ALLOW),
-        ("aarch64", ARM, 220, (0x11,), EPERM, ALLOW),
+        ("aarch64", ARM, 198, (), EPERM, EPERM),
+        ("aarch64", ARM, 220, (0x11,), EPERM, EPERM),
         ("aarch64", ARM, 220, (0x3D0F00,), ALLOW, ALLOW),
         ("aarch64", ARM, 117, (), EPERM, EPERM),
         ("aarch64", ARM, 129, (1, 9), EPERM, ALLOW),
@@ -448,6 +404,6 @@ OPEN, CLOSED = (
         ("aarch64", X86, 0, (), KILL, KILL),
     ],
 )
-def test_the_filter_decides(machine, architecture, number, arguments, closed, open_):
-    assert decide(bpf_filter(machine, **CLOSED), architecture, number, *arguments) == closed
-    assert decide(bpf_filter(machine, **OPEN), architecture, number, *arguments) == open_
+def test_the_filter_refuses_calls_by_number_and_arguments(machine, architecture, number, arguments, shared, isolated):
+    for is_isolated, decision in ((False, shared), (True, isolated)):
+        assert decide(bpf_filter(machine, isolated=is_isolated), architecture, number, *arguments) == decision

@@ -76,7 +76,7 @@ def rows(advantages, mask=None, rewards=REWARDS) -> dict[str, float]:
     return {name: value for name, (value,) in metrics.items()}
 
 
-def test_metrics_of_rows_by_hand():
+def test_rows_are_measured_as_they_train():
     found = rows([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0])
     assert found["advantages/of_reward"] == pytest.approx(1.0)
     assert found["rewards/a/of_advantage"] == pytest.approx(1.0)
@@ -89,7 +89,7 @@ def test_metrics_of_rows_by_hand():
     assert found["completions/mask_misplaced"] == found["completions/skipped"] == 0.0
 
 
-def test_advantages_of_other_rows_have_a_negative_correlation():
+def test_advantages_of_other_rows_and_of_tokens_show():
     assert rows([1.0, 0.0, -1.0, 0.0, 0.0, 0.0])["advantages/of_reward"] == pytest.approx(-1.0)
     of_tokens = [[a, a, a, a] for a in (-1.0, 0.0, 1.0, 0.0, 0.0, 0.0)]
     assert rows(of_tokens)["advantages/of_reward"] == pytest.approx(1.0)
@@ -134,21 +134,21 @@ def test_credit_by_turn_is_not_compared_with_the_total():
         (lambda mask: mask.index_fill(0, torch.tensor([1, 2]), 0), 0.0, 2 / 6),
     ],
 )
-def test_misplaced_and_skipped_masks_are_counted(change, misplaced, skipped):
+def test_misplaced_masks_and_skipped_completions_are_counted(change, misplaced, skipped):
     mask = (torch.arange(4) < torch.tensor(LENGTHS)[:, None]).long()
     found = rows([0.0] * 6, change(mask))
     assert found["completions/mask_misplaced"] == pytest.approx(misplaced)
     assert found["completions/skipped"] == pytest.approx(skipped)
 
 
-def test_a_reward_without_scores_leaves_the_other_metrics():
+def test_a_reward_without_any_score_leaves_the_other_figures():
     rewards = REWARDS.index_fill(1, torch.tensor([1]), math.nan)
     found = rows([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0], rewards=rewards)
     assert "rewards/b/of_length" not in found
     assert found["advantages/of_reward"] == pytest.approx(1.0)
 
 
-def test_an_unscored_copy_does_not_count_as_another_reward():
+def test_an_unscored_twin_does_not_count_as_another_reward():
     rewards = REWARDS.index_put((torch.tensor([4]), torch.tensor([0])), torch.tensor(math.nan))
     found = rows([0.0] * 6, rewards=rewards)
     assert found["rewards/same_text_differs"] == pytest.approx(2 / 3)  # the first two of the three
@@ -170,7 +170,7 @@ def test_the_change_of_the_weights_is_that_of_the_steps_that_are_logged():
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "gradient_accumulation_steps": 2}])
-def test_a_run_without_another_sampler_has_no_mismatch(settings, tmp_path):
+def test_a_run_that_samples_by_itself_is_its_own_sampler(settings, tmp_path):
     trainer = build(tiny.model(), tmp_path, max_steps=4, learning_rate=0.05, temperature=0.7, **settings)
     trainer.train()
     log = [row for row in trainer.state.log_history if "reward" in row]
@@ -190,7 +190,7 @@ def test_a_run_without_another_sampler_has_no_mismatch(settings, tmp_path):
     assert math.hypot(*blocks) == pytest.approx(log[0]["grad_norm"], rel=1e-4)
 
 
-def test_truncated_sampling_is_a_one_sided_mismatch(tmp_path):
+def test_truncated_sampling_shows_in_what_the_sampler_drew(tmp_path):
     trainer = build(tiny.model(), tmp_path, max_steps=1, top_k=3)
     trainer.train()
     row = trainer.state.log_history[0]

@@ -100,7 +100,7 @@ def _parse_entry(
     rewards, found = list(recipe_rewards), list[str]()
     if entry.get("reward_funcs") is not None:
         rewards, found = parse_rewards(entry["reward_funcs"], folder=folder)
-    problems += found
+    problems += map(str, found)
     values = {"name": "", "plays": plays, **{key: entry[key] for key in _OWN if entry.get(key) is not None}}
     k = values.pop("k", ())
     sound, told = sound_values(EvalSet, EvalSet(**values), {"data": object, "rewards": object, "k": object})

@@ -113,8 +113,8 @@ def findings(
                 check_clash(spec, dict.fromkeys(train.column_names))
         except ValueError as error:
             problems.append(str(error))
-        sentences = [(absence, True) for absence in absences([spec], train.column_names)]
-        sentences += unreadable([spec], train)
+        sentences = [(str(absence), True) for absence in absences([spec], train.column_names)]
+        sentences += [(str(problem), of_all) for problem, of_all in unreadable([spec], train)]
         notes += [sentence for sentence, _ in sentences]
         silent += [sentence for sentence, of_all in sentences if of_all and spec.weight][:1]
     if silent and len(silent) == sum(spec.weight != 0 for spec in rewards):

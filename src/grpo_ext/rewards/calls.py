@@ -1,11 +1,11 @@
-"""Calls of one reward: retries, recovery one by one where scores are independent, the call in this process."""
+"""Calls of one reward: retries, scoring one by one after a failure, the call in this process."""
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from grpo_ext.rewards.columns import asked, scorable_rows, take
+from grpo_ext.rewards.columns import Columns, asked, scorable_rows, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import from_outside
 from grpo_ext.rewards.outcomes import Part, failure
@@ -15,21 +15,21 @@ from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Status
 from grpo_ext.rewards.workers.worker import NotAList, as_list, logging_callbacks, traceback_tail
 
 ISOLATION_BUDGET = 2.0
-"""Timeouts that may pass while the completions of a failed batch are scored one by one."""
+"""Time, in timeouts, for scoring the completions of a failed batch one by one."""
 
 
 class Run(Protocol):
-    """Calls of one reward, one for each list of rows; those not begun by the deadline count as timed out."""
+    """Makes calls of one reward, one for each list of rows; those not begun by the deadline time out."""
 
     async def __call__(self, batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
-        """Their outcomes, in order."""
+        """Return their outcomes, in order."""
 
 
 async def recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: Run) -> list[Part]:
     """Retry a failed call; then score its completions one by one, where the reward scores them independently.
 
-    A reward that compares the completions of a batch would be another one on a single completion: its call fails as a
-    whole. So does a list of the wrong length, which is a mistake in the function.
+    A reward that compares the completions of a batch cannot score them one by one: its call fails as a whole. So does
+    a call that returned a list of the wrong length, which is a mistake in the function.
     """
     for _ in range(spec.retries):
         if not failure(outcome, len(rows)):
@@ -38,9 +38,8 @@ async def recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: Ru
         [outcome] = await run([rows])
         outcome.seconds += spent
     reason = failure(outcome, len(rows))
-    if not reason or outcome.misshapen(len(rows)) or len(rows) == 1 or spec.on_error == "raise":
-        return [Part(rows, outcome)]
-    if not spec.is_independent:
+    hopeless = outcome.misshapen(len(rows)) or len(rows) == 1 or spec.on_error == "raise" or not spec.is_independent
+    if not reason or hopeless:
         return [Part(rows, outcome)]
     singles = [[row] for row in rows]
     outcomes = await run(singles, deadline=time.monotonic() + ISOLATION_BUDGET * spec.timeout)
@@ -48,25 +47,25 @@ async def recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: Ru
     return [Part(single, one, after=reason) for single, one in zip(singles, outcomes, strict=True)]
 
 
-def job(spec: RewardSpec, columns: Mapping[str, Any], rows: list[int], seed: int, place: int | None = None) -> Job:
-    """The call of a reward on some rows, for a worker."""
+def job(spec: RewardSpec, columns: Columns, rows: list[int], seed: int, place: int | None = None) -> Job:
+    """Return the call of a reward on some rows, for a worker."""
     arguments = {**asked(spec, take(columns, rows)), **spec.kwargs}
     return Job(str(spec.function), arguments, spec.timeout, call_seed(seed, spec.name, columns, rows), place)
 
 
-def call_seed(seed: int, name: str, columns: Mapping[str, Any], rows: Sequence[int]) -> int:
-    """Seed of a call, from the run's seed, the reward's name, the step, and the rows and texts of the completions.
+def call_seed(seed: int, name: str, columns: Columns, rows: Sequence[int]) -> int:
+    """Return the seed of a call, from the run's seed, the reward's name, the step, and the rows and texts.
 
-    So a resumed run, and one with another number of workers, draws the same numbers, and equal completions that are
+    A resumed run, or one with another number of workers, draws the same random numbers. Equal completions that are
     scored one by one draw different ones.
     """
     step = getattr(columns.get("trainer_state"), "global_step", 0)
     texts = [completion_text(columns["completions"][row]) for row in rows]
-    drawn_by = repr((seed, name, step, list(rows), texts)).encode("utf-8", "backslashreplace")
-    return int.from_bytes(hashlib.blake2b(drawn_by, digest_size=7).digest())
+    key = repr((seed, name, step, list(rows), texts)).encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
 
 
-async def in_process(spec: RewardSpec, columns: Mapping[str, Any]) -> list[Part]:
+async def in_process(spec: RewardSpec, columns: Columns) -> list[Part]:
     """Score a batch in this process."""
     rows = scorable_rows(spec, columns)
 
@@ -76,19 +75,19 @@ async def in_process(spec: RewardSpec, columns: Mapping[str, Any]) -> list[Part]
     return await recovered(spec, rows, (await run([rows]))[0], run) if rows else []
 
 
-async def _call(spec: RewardSpec, columns: Mapping[str, Any], deadline: float | None) -> Outcome:
+async def _call(spec: RewardSpec, columns: Columns, deadline: float | None) -> Outcome:
     start = time.monotonic()
     if deadline is not None and start > deadline:
         return Outcome(Status.TIMEOUT, reason=NO_TIME_LEFT)
-    given, extras, metrics = logging_callbacks()
+    callbacks, extras, metrics = logging_callbacks()
     try:
-        values = spec.callable(**{**columns, **given, **spec.kwargs})
+        values = spec.callable(**{**columns, **callbacks, **spec.kwargs})
         if is_async(spec.callable):
             values = await values
         outcome = Outcome(Status.SCORED, as_list(values), extras, metrics)
     except NotAList as error:
         outcome = Outcome(Status.MISSHAPEN, reason=str(error))
-    except BaseException as error:  # the reward is the user's: whatever it raises is contained here
+    except BaseException as error:  # the reward is the user's: it may raise anything
         if from_outside(error):
             raise
         outcome = Outcome(Status.FAILED, reason=traceback_tail(error))
@@ -96,6 +95,6 @@ async def _call(spec: RewardSpec, columns: Mapping[str, Any], deadline: float | 
     return outcome
 
 
-def lost(columns: Mapping[str, Any], error: Exception) -> Part:
-    """The whole batch failed by what is not the function's doing."""
+def lost(columns: Columns, error: Exception) -> Part:
+    """Mark the batch failed because of an infrastructure error, not the reward function."""
     return Part(list(range(len(columns["completions"]))), Outcome(Status.FAILED, reason=traceback_tail(error)))

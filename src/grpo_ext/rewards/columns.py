@@ -1,21 +1,25 @@
-"""The columns of a batch: those of some rows, those that can travel to a worker."""
+"""The columns of a batch: those of some rows, and those that can be sent to a worker."""
 
 import pickle
 from collections.abc import Collection, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from grpo_ext.errors import Problem
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.signatures import asks, needs, options
 
 CALLBACKS = ("log_extra", "log_metric")
 PLURALS = {"prompts": "prompt", "completions": "completion"}
-"""What TRL calls the columns that a row of a file has in the singular."""
+"""TRL's names of columns, and their names in a row of a file."""
+
+Columns = Mapping[str, Any]
+"""The columns of a batch by name, and TRL's `trainer_state` and callbacks."""
 
 
-def check_clash(spec: RewardSpec, columns: Mapping[str, Any]) -> None:
-    """A dataset column that would silently become an option which the recipe leaves unset.
+def check_clash(spec: RewardSpec, columns: Columns) -> None:
+    """Raise if a dataset column would silently become an option that the recipe leaves unset.
 
     Raises:
         ValueError: there is one.
@@ -31,34 +35,37 @@ def check_clash(spec: RewardSpec, columns: Mapping[str, Any]) -> None:
         )
 
 
-def absences(specs: list[RewardSpec], columns: Collection[str], source: str = "the training data") -> Iterator[str]:
-    """A sentence for each reward that cannot score any row of a dataset with these columns."""
+def absences(
+    specs: list[RewardSpec], columns: Collection[str], source: str = "the training data"
+) -> Iterator[Problem]:
+    """Yield a problem for each reward that cannot score any row of a dataset with these columns."""
     for spec in specs:
         wanted = [] if spec.is_model else needs(spec.callable)
         wanted += [spec.when] if spec.when is not None else []
         for name in (n for n in wanted if n not in columns and n not in spec.kwargs):
-            hint = did_you_mean(name, columns)
-            if name == "solution":  # which any column may become
+            cure = did_you_mean(name, columns)
+            if name == "solution":  # answer_column may rename any column
                 others = [column for column in columns if column != "prompt"]
-                hint = f"Set answer_column to one of its columns: {', '.join(others)}." if others else "Add answers."
-            yield f"reward {spec.name!r} scores nothing: {source} has no column {name!r}. {hint}"
+                cure = f"Set answer_column to one of its columns: {', '.join(others)}." if others else "Add answers."
+            reason = f"it cannot score any row, since {source} has no column {name!r}"
+            yield Problem("reward", spec.name, reason, cure)
 
 
-def scorable_rows(spec: RewardSpec, columns: Mapping[str, Any]) -> list[int]:
-    """Rows in which the column named by `when` holds something; all rows without `when`."""
-    total = range(len(columns["completions"]))
+def scorable_rows(spec: RewardSpec, columns: Columns) -> list[int]:
+    """Return the rows in which the column named by `when` is not empty; all rows without `when`."""
+    rows = range(len(columns["completions"]))
     if spec.when is None:
-        return list(total)
-    present = columns.get(spec.when)
-    return [] if present is None else [i for i in total if not _is_empty(present[i])]
+        return list(rows)
+    values = columns.get(spec.when)
+    return [] if values is None else [i for i in rows if not _is_empty(values[i])]
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value)  # an array is never asked whether it equals ""
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, str) and not value)  # an array must not be compared with ""
 
 
-def take(columns: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
-    """The columns of some rows; what is no column (state, callbacks) as it is."""
+def take(columns: Columns, rows: list[int]) -> dict[str, Any]:
+    """Return the columns of some rows; the state and the callbacks stay as they are."""
     total = len(columns["completions"])
     return {
         name: [value[i] for i in rows] if isinstance(value, list) and len(value) == total else value
@@ -66,30 +73,25 @@ def take(columns: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
     }
 
 
-def asked(spec: RewardSpec, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that the function may look at, without callbacks: a worker has its own."""
+def asked(spec: RewardSpec, columns: Columns) -> dict[str, Any]:
+    """Return the columns that the function may read, without callbacks: a worker has its own."""
     return {name: v for name, v in columns.items() if name not in CALLBACKS and asks(spec.callable, name)}
 
 
-def with_plain_state(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns whose `trainer_state` holds only what can be sent to a worker, and of the log, which grows, its end."""
+def with_plain_state(columns: Columns) -> dict[str, Any]:
+    """Return columns whose `trainer_state` can be pickled: without other attributes, and with the last log entry."""
     if columns.get("trainer_state") is None:
         return dict(columns)
     state = dict(vars(columns["trainer_state"]))
     if isinstance(state.get("log_history"), list):
-        state["log_history"] = state["log_history"][-1:]
+        state["log_history"] = state["log_history"][-1:]  # the whole log grows with the run
     plain = {name: value for name, value in state.items() if _can_be_sent(value)}
     return {**columns, "trainer_state": SimpleNamespace(**plain)}
 
 
-def _can_be_sent(value: Any) -> bool:
+def _can_be_sent(value: object) -> bool:
     try:
         pickle.dumps(value)
     except Exception:  # pickle calls the value's own methods, which raise what they like
         return False
     return True
-
-
-def singular(column: str) -> str:
-    """A column's name in a row of a file."""
-    return PLURALS.get(column, column)

@@ -1,9 +1,8 @@
-"""What the calls of a reward came to: numbers, scaled and clipped, in the batch's order, and what went wrong."""
+"""Merges the outcomes of a reward's calls: scaled and clipped numbers in the batch's order, and failures."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import from_outside
@@ -14,12 +13,12 @@ from grpo_ext.rewards.workers.worker import safe_repr
 
 @dataclass
 class Part:
-    """One call: the rows of the batch that it was to score, and its outcome."""
+    """One call: the rows of the batch that it scored, and its outcome."""
 
     rows: list[int]
     outcome: Outcome
     after: str = ""
-    """Why an earlier call on more rows failed, which this one replaces; "" for none."""
+    """Why the call on more rows failed that this one replaces; "" for none."""
 
 
 _CURE = "Return a finite number, or None where it cannot be scored"
@@ -27,20 +26,20 @@ _CURE = "Return a finite number, or None where it cannot be scored"
 
 @dataclass
 class Scores:
-    """One reward's values for a batch, before its weight, and what happened on the way."""
+    """One reward's values for a batch, before its weight, and its failures and metrics."""
 
     values: list[float | None]
     turns: list[list[float] | None]
-    """What each turn earned, where the function says so."""
+    """Rewards of each turn, where the function returned them."""
     failed: list[tuple[int, str]] = field(default_factory=list)
     misshapen: bool = False
-    """Whether a call returned something else than one value per completion."""
+    """Whether a call did not return one value per completion."""
     as_a_whole: bool = False
-    """Whether a call on several completions failed, and cost all of them."""
+    """Whether a call on several completions failed, so that none of them has a score."""
     rescored: int = 0
     """Completions that were scored one by one."""
     cause: str = ""
-    """Why they were."""
+    """Why they were scored one by one."""
     nans: int = 0
     timeouts: int = 0
     clipped: int = 0
@@ -52,9 +51,9 @@ class Scores:
 
 
 def merged(spec: RewardSpec, turns: Sequence[int | None], parts: Sequence[Part]) -> Scores:
-    """Values of all rows, whose `turns` are counted where they have some.
+    """Merge the values of all rows; `turns` holds the number of turns of each, or None.
 
-    What failed is the reward's `on_error` value, which nothing scales or clips.
+    Failed rows get the value of `on_error`, which is not scaled or clipped.
     """
     total = len(turns)
     scores = Scores([None] * total, [None] * total)
@@ -72,13 +71,13 @@ def merged(spec: RewardSpec, turns: Sequence[int | None], parts: Sequence[Part])
             scores.as_a_whole |= len(rows) > 1
             continue
         for row, value in zip(rows, outcome.values, strict=True):
-            number, earned, problem = _numbers(value, turns[row])
+            number, by_turn, problem = _numbers(value, turns[row])
             scores.failed += [(row, problem)] if problem else []
             if number is not None and math.isnan(number):
                 scores.nans += 1
             elif number is not None:
                 scores.values[row] = final = _scaled(spec, number)
-                scores.turns[row] = None if earned is None else [reward * spec.scale for reward in earned]
+                scores.turns[row] = None if by_turn is None else [reward * spec.scale for reward in by_turn]
                 scores.clipped += final != number * spec.scale
         for column, values in outcome.extras:
             for row, value in zip(rows, values, strict=False):
@@ -91,7 +90,7 @@ def merged(spec: RewardSpec, turns: Sequence[int | None], parts: Sequence[Part])
 
 
 def failure(outcome: Outcome, rows: int) -> str:
-    """Why a call gives no values, or nothing if it does."""
+    """Return why a call gives no values, or "" if it does."""
     if outcome.status != Status.SCORED:
         return outcome.reason
     if len(outcome.values) != rows:
@@ -99,25 +98,25 @@ def failure(outcome: Outcome, rows: int) -> str:
     return ""
 
 
-def _numbers(value: Any, turns: int | None) -> tuple[float | None, list[float] | None, str]:
+def _numbers(value: object, turns: int | None) -> tuple[float | None, list[float] | None, str]:
     try:
-        value, earned = split(value, turns)
+        value, by_turn = split(value, turns)
     except ValueError as error:
         return None, None, str(error)
     number, problem = to_number(value)
-    return number, earned, problem
+    return number, by_turn, problem
 
 
-def to_number(value: Any) -> tuple[float | None, str]:
-    """A reward as a float, finite or NaN (None stays None), or None and what is wrong with it."""
+def to_number(value: object) -> tuple[float | None, str]:
+    """Return a reward as a float, finite or NaN (None stays None), or None and the problem."""
     number, problem = to_float(value)
     if number is None or not math.isinf(number):
         return number, problem
     return None, f"it returned {number}. {_CURE}"
 
 
-def to_float(value: Any) -> tuple[float | None, str]:
-    """The same, which may be inf."""
+def to_float(value: object) -> tuple[float | None, str]:
+    """Return a reward as a float, which may be inf, or None and the problem."""
     if value is None:
         return None, ""
     if isinstance(value, str) or not hasattr(value, "__float__"):
@@ -127,10 +126,8 @@ def to_float(value: Any) -> tuple[float | None, str]:
     except BaseException as error:  # an integer beyond every float, a tensor of several elements, a `__float__`
         if from_outside(error):
             raise
-        return (
-            None,
-            f"it returned {safe_repr(value)}, which is not a number ({type(error).__name__}: {error}). {_CURE}",
-        )
+        reason = f"which is not a number ({type(error).__name__}: {error})"
+        return None, f"it returned {safe_repr(value)}, {reason}. {_CURE}"
 
 
 def _scaled(spec: RewardSpec, number: float) -> float:

@@ -1,4 +1,4 @@
-"""What a cell of the column `tests` may hold, made ready to run: test programs, or pairs of input and output."""
+"""Parse a cell of the column `tests`: test programs, or pairs of input and output."""
 
 import ast
 import builtins
@@ -16,12 +16,12 @@ Tests: TypeAlias = str | Sequence[str] | Pair | Sequence[Pair]
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 _DEFINITION = _FUNCTION | ast.ClassDef
 _IMPORT = ast.Import | ast.ImportFrom
-_INDIRECT = {"eval", "exec", "compile", "globals", "locals", "vars"}  # these ask for names that we do not see
+_INDIRECT = {"eval", "exec", "compile", "globals", "locals", "vars"}  # these look up names that we do not see
 _NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
-def parse_tests(tests: Any) -> list[Any]:
-    """Test programs or {input, output}; empty for what is neither, and for programs that nothing can fail."""
+def parse_tests(tests: object) -> list[Any]:
+    """Return test programs or {input, output} pairs; empty for anything else, and for programs that cannot fail."""
     if not tests:
         return []
     decoded = _decode(tests) if isinstance(tests, str) else tests
@@ -46,7 +46,7 @@ def _decode(text: str) -> Any:
 
 
 def _pairs(tests: Pair) -> list[Pair]:
-    """A single {input, output}, or the {inputs, outputs} of APPS and TACO, as a list of pairs."""
+    """Return a single {input, output}, or the {inputs, outputs} of APPS and TACO, as a list of pairs."""
     if "inputs" not in tests:
         return [tests]
     inputs, outputs = tests["inputs"], tests.get("outputs")
@@ -56,12 +56,12 @@ def _pairs(tests: Pair) -> list[Pair]:
     return [{**tests, "input": given, "output": wanted} for given, wanted in pairs]
 
 
-def _joined(lines: Any) -> Any:
+def _joined(lines: object) -> object:
     return "\n".join(lines) if isinstance(lines, list) and all(isinstance(line, str) for line in lines) else lines
 
 
-def _is_pair(pair: Any) -> bool:
-    """Whether it is for a program that reads its standard input, not for a function called `fn_name`."""
+def _is_pair(pair: object) -> bool:
+    """Return whether it is for a program that reads its standard input, not for a function named by `fn_name`."""
     return (
         isinstance(pair, Mapping)
         and all(type(pair.get(name)) is str for name in ("input", "output"))
@@ -71,7 +71,7 @@ def _is_pair(pair: Any) -> bool:
 
 
 def _programs(tests: Sequence[str]) -> list[str]:
-    """The tests, with calls of the test functions that nobody calls; empty if one is no Python or none asserts."""
+    """Return the tests, with calls of uncalled test functions; empty if one is not Python or if no test asserts."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -88,10 +88,10 @@ def _programs(tests: Sequence[str]) -> list[str]:
 
 
 def _calls(tree: ast.Module, used: set[str]) -> Iterator[str]:
-    """Source that runs what pytest would collect."""
+    """Yield source that runs the tests that pytest would collect."""
     yield from (f"{node.name}()" for node in tree.body if _is_test_function(node) and node.name not in used)
     if any(map(_is_test_case, tree.body)):
-        yield "import unittest\nunittest.main()"  # not reached where the test says so itself
+        yield "import unittest\nunittest.main()"  # not reached if the test calls it itself
 
 
 def _is_test_function(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
@@ -105,7 +105,7 @@ def _is_test_case(node: ast.stmt) -> bool:
 
 
 def _asserts(trees: Sequence[ast.Module]) -> bool:
-    """Whether the statements that run reach an assertion, so that a wrong program can fail."""
+    """Return whether the statements that run reach an assertion, so that a wrong program can fail."""
     body = [node for tree in trees for node in tree.body]
     defined = {node.name: node for node in body if isinstance(node, _DEFINITION)}
     idle = _DEFINITION | _IMPORT
@@ -121,9 +121,9 @@ def _asserts(trees: Sequence[ast.Module]) -> bool:
 
 
 def _builtin_under_test(trees: Sequence[ast.Module]) -> str:
-    """The builtin's name that is all the tests ask for, as for MBPP's own `sum`, or nothing.
+    """Return the name of a builtin that is the only name under test, as for MBPP's own `sum`, or "".
 
-    It hangs on the tests alone: a program that could choose would choose a builtin that the tests judge by.
+    It depends only on the tests: a program that could choose would choose a builtin that the tests judge by.
     """
     asked = {name for name in _loaded(trees) if not name.startswith("__")} - set(_bound(trees))
     return next(iter(asked)) if len(asked) == 1 and asked <= set(dir(builtins)) - _INDIRECT else ""
@@ -135,7 +135,7 @@ def _loaded(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def _bound(trees: Sequence[ast.Module]) -> Iterator[str]:
-    """Names to which the tests themselves give a meaning."""
+    """Yield the names that the tests themselves bind."""
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
@@ -148,5 +148,5 @@ def _bound(trees: Sequence[ast.Module]) -> Iterator[str]:
 
 
 def _name(node: ast.AST) -> str:
-    """What a name or an attribute says."""
+    """Return the identifier of a name or an attribute."""
     return str(getattr(node, "id", getattr(node, "attr", "")))

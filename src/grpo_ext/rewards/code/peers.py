@@ -1,11 +1,11 @@
 """The two programs of a test: one runs the code under test, the other the tests; only plain data passes between them.
 
-Sent into two sandboxes as source, hence the standard library only. The code under test never sees a test or an
-expected value, only the arguments of each call; what it sends back is decoded into plain data (numbers, strings,
-containers) or stays on its side behind a `Proxy`. Such an object is judged here by its plain content if its class
-derives from a plain one, and is otherwise unequal to plain data. So a program passes a test only by answering right:
-an `__eq__` that always agrees, a patched builtin, a printed marker, an early exit all stay on its own side. THREATS.md
-says what that leaves open. The tests' side takes nothing for granted of what arrives on its pipe.
+It is sent into two sandboxes as source and uses only the standard library. The code under test never sees a test or an
+expected value, only the arguments of each call. Its results are decoded into plain data (numbers, strings, containers)
+or stay on its side behind a `Proxy`. Such an object is judged here by its plain content if its class derives from a
+plain one, and is otherwise unequal to plain data. So a program passes a test only by a right answer: an `__eq__` that
+always agrees, a patched builtin, a printed marker, an early exit all stay on its own side. THREATS.md lists the
+remaining gaps. The tests' side trusts no message that arrives on its pipe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import types
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # imports are most of what a test costs; hence also those inside functions
+if TYPE_CHECKING:  # imports are most of the cost of a test; hence also the imports inside functions
     import ast
     import symtable
     from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ _BY_TEXT: dict[str, tuple[str, str, Callable[[Any], str], Callable[[Any, str], A
 
 
 def _text_kinds() -> Iterator[tuple[str, type, Callable[[Any], str]]]:
-    """Tag, class and writer of each class above whose module is loaded: no other has an instance."""
+    """Yield tag, class and writer of each class above whose module is loaded: others have no instances."""
     for tag, (module, name, text, _) in _BY_TEXT.items():
         kind = getattr(sys.modules.get(module), name, None)
         if isinstance(kind, type):
@@ -58,13 +58,13 @@ def _text_kinds() -> Iterator[tuple[str, type, Callable[[Any], str]]]:
 
 
 class _Plain:
-    """Asks for the plain content of an object whose class derives from a plain one."""
+    """Marks an object whose plain content is to be sent."""
 
-    def __init__(self, content: Any) -> None:
+    def __init__(self, content: object) -> None:
         self.content = content
 
 
-# Classes that mean the same on both sides; no exception that ends a program.
+# Classes with the same meaning on both sides; without exceptions that end a program.
 _CLASSES: dict[str, type] = {
     kind.__name__: kind
     for name, kind in vars(builtins).items()
@@ -73,43 +73,47 @@ _CLASSES: dict[str, type] = {
 
 
 class RemoteError(Exception):
-    """An exception of the code under test that is no builtin `Exception`."""
+    """An exception of the code under test that is not a builtin `Exception`."""
 
 
 class Proxy:
     """An object that stays on the other side: attributes, calls, items, and operators among such objects.
 
-    An operator between it and an object of this side is worked out here, on its plain content, or not at all: the
-    other side never gets to see the operand.
+    An operator between it and an object of this side is computed here, on its plain content, or refused: the other
+    side never sees the operand.
+
+    Args:
+        peer: the connection to the other side.
+        handle: its number there.
+        derived: whether its class derives from a plain one.
     """
 
     def __init__(self, peer: Peer, handle: int, derived: bool) -> None:
-        """`handle` is its number on the other side, `derived` whether its class derives from a plain one."""
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_handle", handle)
         object.__setattr__(self, "_derived", derived)
 
     def _plain(self) -> Any:
-        """Its content as plain data, which has no methods of its own. Raises: TypeError, its class is no plain one."""
+        """Return its content as plain data, without its own methods. Raises TypeError if its class is not plain."""
         if not self._derived:
             raise TypeError("an object of the code under test does not mix with plain data")
         return self._peer.content(self._handle)
 
-    def _ask(self, name: str, *operands: Any) -> Any:
+    def _ask(self, name: str, *operands: object) -> Any:
         return self._peer.ask("apply", name, self, *operands)
 
     def __getattr__(self, name: str) -> Any:
         if name in _JUDGING:
             return getattr(self._plain(), name)
-        if name.startswith("__") and "array" in name:  # NumPy reads memory at the address that these name
+        if name.startswith("__") and "array" in name:  # NumPy would read memory at the address in these
             raise AttributeError(name)
         return self._peer.ask("get", self._handle, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._peer.ask("set", self._handle, name, value)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it there; what it did to plain arguments happens here too."""
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Call it there; its changes of plain arguments are made here too."""
         answer, after = self._peer.ask("call", self._handle, list(args), kwargs)
         for mine, theirs in zip((*args, *kwargs.values()), after, strict=False):
             _update(mine, theirs)
@@ -119,11 +123,11 @@ class Proxy:
         return self.__getattr__("__enter__")()
 
     def __exit__(self, *_: object) -> None:
-        """Its word does not count: it could silence a failed assertion."""
+        """Ignore its result, which could silence a failed assertion."""
         self.__getattr__("__exit__")(None, None, None)
 
     def __bool__(self) -> bool:
-        """Of an object that is no plain data: True, as of any object; `__bool__` is the other side's word."""
+        """Return True for an object that is not plain data: the other side's `__bool__` does not count."""
         return not self._derived or bool(self._plain())
 
     def __eq__(self, other: object) -> bool:
@@ -143,11 +147,11 @@ class Proxy:
     def __contains__(self, item: object) -> bool:
         return item in self._plain() if self._derived else any(each is item or each == item for each in self)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         if self._derived:
             try:
                 return self._plain()[key]
-            except (LookupError, TypeError):  # there may be a `__missing__`, or keys of its own
+            except (LookupError, TypeError):  # it may have a `__missing__`, or keys of its own
                 pass
         return self._ask("getitem", key)
 
@@ -158,17 +162,17 @@ class Proxy:
         return isinstance(instance, Proxy) and bool(instance._ask("isinstance", self))
 
 
-def _content(value: Any) -> Any:
+def _content(value: object) -> Any:
     return value._plain() if isinstance(value, Proxy) else value
 
 
 def _foreign(one: Proxy, other: object) -> bool:
-    """Whether both objects are the other side's, and not both of them have a plain content."""
+    """Return whether both objects are the other side's, and not both have plain content."""
     return isinstance(other, Proxy) and not (one._derived and other._derived)
 
 
 def _update(mine: Any, theirs: Any) -> Any:
-    """What the call has made of an argument; its containers, and theirs in the same place, remain the same objects."""
+    """Apply a call's changes to an argument; it and the containers in it remain the same objects."""
     if type(mine) is not type(theirs):
         return theirs
     if mine == theirs:
@@ -188,7 +192,7 @@ def _update(mine: Any, theirs: Any) -> Any:
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    """What the object alone decides: the test's expectation has no part in it."""
+    """Return a method that the other side computes; it does not involve an expected value."""
     return lambda self, *operands: self._ask(name, *operands)
 
 
@@ -206,12 +210,12 @@ def _compare(name: str) -> Callable[..., Any]:
 
 
 def _compute(name: str, reflected: bool) -> Callable[..., Any]:
-    """Arithmetic: on plain contents here; there, only among objects of the other side, and if it gives another.
+    """Return an arithmetic method: on plain contents here; there only for two of its objects, giving a third.
 
-    Otherwise `abs(f(2) - 4) < 1e-6` would show the program what is expected and then take its word.
+    Otherwise `abs(f(2) - 4) < 1e-6` would show the program the expected value and then trust its result.
     """
 
-    def method(self: Proxy, other: Any) -> Any:
+    def method(self: Proxy, other: object) -> Any:
         pair = (other, self) if reflected else (self, other)
         if not _foreign(self, other):
             return getattr(operator, name)(*map(_content, pair))
@@ -230,7 +234,7 @@ _APPLY: dict[str, Callable[..., Any]] = {
     **{name: getattr(builtins, name) for name in ("len", "iter", "isinstance", *_FORWARDED[:3])},
     **{name: getattr(operator, name) for name in ("getitem", "eq", *_FORWARDED[3:], *_COMPARED, *_COMPUTED)},
 }
-# Questions that plain data answers by yes or no, such as `startswith`: an object that is none has no say in them.
+# Predicates of plain data, such as `startswith`: objects that are not plain data must not answer them.
 _JUDGING = {
     name for kind in (float, str, bytes, set) for name in vars(kind) if name.startswith(("is", "starts", "ends"))
 }
@@ -246,19 +250,24 @@ for _function in (abs, float, int, complex, round, operator.index, operator.neg)
 
 
 class Peer:
-    """One end of the pipes; a trusting one lets the other end look into its objects, not only call them."""
+    """One end of the pipes, which are not inherited by children.
+
+    Args:
+        read_fd: pipe from the other end.
+        write_fd: pipe to the other end.
+        trusting: let the other end read its objects, not only call them.
+    """
 
     def __init__(self, read_fd: int, write_fd: int, *, trusting: bool) -> None:
-        """The descriptors stay out of children."""
         self._reader, self._writer = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb")
         self._trusting = trusting
         self._objects: list[Any] = []
-        self._handles: dict[int, int] = {}  # by id, for the objects stay alive
-        self._contents: dict[int, Any] = {}  # of the other side's objects, by handle: the first, for ever
-        self._passing: dict[int, Any] = {}  # of those that may change, until the other side's code runs again
+        self._handles: dict[int, int] = {}  # by id, since the objects stay alive
+        self._contents: dict[int, Any] = {}  # by handle of the other side's objects: their first content, for good
+        self._passing: dict[int, Any] = {}  # contents that may change when the other side's code runs again
 
-    def send(self, kind: str, value: Any) -> None:
-        """One message. If the other side has ended, so does this process: an exception could be caught by a test."""
+    def send(self, kind: str, value: object) -> None:
+        """Send one message. If the other side has ended, exit: a test could catch an exception."""
         message = json.dumps([kind, self._encode(value)]).encode()
         try:
             self._writer.write(message + b"\n")
@@ -267,15 +276,15 @@ class Peer:
             os._exit(1)
 
     def receive(self) -> tuple[str, Any]:
-        """One message. Raises: ValueError, RecursionError and others, it is not one."""
+        """Receive one message. Raises ValueError, RecursionError and others if it is invalid."""
         line = self._reader.readline(_MAX_MESSAGE)
         if not line.endswith(b"\n"):
             os._exit(1)
         kind, value = json.loads(line)
         return kind, self._decode(value)
 
-    def ask(self, *request: Any) -> Any:
-        """What the other side answers; it may call us back first."""
+    def ask(self, *request: object) -> Any:
+        """Return the answer of the other side, which may call us back first."""
         self._passing.clear()
         self.send("ask", list(request))
         while True:
@@ -284,25 +293,25 @@ class Peer:
                 self.answer(value)
             elif kind == "raise":
                 error = _exception(*value)
-                # it would end a `map` in the tests as if all was well
+                # it would end a `map` in the tests without an error
                 stray = isinstance(error, StopIteration) and request[:2] != ("apply", "next")
                 raise RemoteError("StopIteration") if stray else error
             else:
                 return value
 
     def content(self, handle: int) -> Any:
-        """The plain content of the other side's object. Raises: TypeError, it has none that may still be asked for."""
+        """Return the plain content of the other side's object. Raises TypeError if it can no longer be requested."""
         if handle in self._contents:
             return self._contents[handle]
         if handle not in self._passing:
             content = self.ask("plain", handle)
             if type(content) not in _CHANGING:
-                raise TypeError("a number or a text shows its content at once")
+                raise TypeError("the content of a number or a text must come with it")
             self._passing[handle] = content
         return self._passing[handle]
 
     def answer(self, request: list[Any]) -> None:
-        """Do what the other side asks; it can neither read nor silence a failed assertion of the tests."""
+        """Serve a request of the other side, which can neither read nor silence a failed assertion of the tests."""
         try:
             self.send("value", self._do(*request))
         except BaseException as error:
@@ -324,8 +333,8 @@ class Peer:
             return setattr(self._objects[rest[0]], rest[1], rest[2])
         return _APPLY[rest[0]](*rest[1:])
 
-    def _encode(self, value: Any) -> Any:
-        """Plain data as JSON, everything else as a handle."""
+    def _encode(self, value: object) -> Any:
+        """Return plain data as JSON, everything else as a handle."""
         if type(value) in _PLAIN:
             return value
         if type(value) is Proxy:
@@ -341,8 +350,8 @@ class Peer:
         self._objects += [value] if handle == len(self._objects) else []
         return {"mine": [handle, self._shown(value)]}
 
-    def _shown(self, value: Any) -> list[Any] | None:
-        """Its content in a list, an empty one if that may change; None if its class derives from no plain one."""
+    def _shown(self, value: object) -> list[Any] | None:
+        """Return its content in a list, empty if it may change; None if its class does not derive from a plain one."""
         bases = {int, float, str, dict, *_SEQUENCES.values(), *(kind for _, kind, _ in _text_kinds())}
         if bases.isdisjoint(type(value).__mro__):
             return None
@@ -373,7 +382,7 @@ class Peer:
             return (self._encode(value.tolist()),)
         return None
 
-    def _decode(self, value: Any) -> Any:
+    def _decode(self, value: object) -> Any:
         if isinstance(value, list):
             raise ValueError("a bare list")
         if not isinstance(value, dict):
@@ -399,18 +408,18 @@ class Peer:
 
 
 def _exception(name: str, text: str) -> Exception:
-    """The builtin exception of that name, never one that would end the tests, such as SystemExit."""
+    """Return the builtin exception of that name, never one that would end the tests, such as SystemExit."""
     kind = getattr(builtins, str(name), None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             return kind(text)
-        except TypeError:  # such as UnicodeDecodeError, which takes more
+        except TypeError:  # such as UnicodeDecodeError, which takes more arguments
             pass
     return RemoteError(f"{name}: {text}")
 
 
 def run_program(path: str, peer: Peer) -> None:
-    """Run the code under test, hand over its module, then answer calls until the tests hang up."""
+    """Run the code under test, send a handle of its module, then answer calls until the tests end."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     with open(path, encoding="utf-8", errors="surrogatepass") as file:
@@ -423,28 +432,28 @@ def run_program(path: str, peer: Peer) -> None:
             peer.answer(request)
 
 
-def run_tests(tests: list[str], first: int, peer: Peer, say: Callable[[bytes], object]) -> None:
-    """Say "r" when the program is ready, then 1 or 0 for each test from `first`."""
+def run_tests(tests: list[str], first: int, peer: Peer, write: Callable[[bytes], object]) -> None:
+    """Write "r" when the program is ready, then 1 or 0 for each test from `first`."""
     import ast
 
     _, program = peer.receive()
     if type(program) is not Proxy:
         raise TypeError("no module")
-    say(b"r")
+    write(b"r")
     module, names = types.ModuleType("__main__"), _Names(program)
     sys.modules["__main__"], sys.modules["solution"], sys.argv = module, _solution(names), ["tests"]
     module.__dict__["__builtins__"] = names
     for index, test in enumerate(tests):
         tree = ast.parse(test)
-        if index < first:  # judged before, by a pair that has ended: only what it defines counts
+        if index < first:  # judged before, by processes that ended: only its definitions are needed
             tree.body = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom | ast.FunctionDef)]
         names.learn(test, tree)
         verdict = _verdict(tree, module.__dict__)
         if index >= first:
-            say(verdict)
+            write(verdict)
 
 
-# What a test means that says it without an import. A program that could answer to such a name would be its own judge.
+# Meaning of names that tests use without an import. A program that defined them would be its own judge.
 _MODULES = {"np": "numpy", "pd": "pandas", "sp": "scipy"}
 _PACKAGES = {*_MODULES.values(), "sympy", "torch", "pytest"}
 _MEMBERS = {
@@ -457,7 +466,7 @@ _MEMBERS = {
 
 
 class _Names(dict[str, "Any"]):
-    """What a name means that a test has not bound: a builtin, a module, a module's member, or what the program has."""
+    """Meanings of names that a test has not bound: a builtin, a module, a module's member, or the program's global."""
 
     def __init__(self, program: Proxy) -> None:
         super().__init__(vars(builtins))
@@ -465,7 +474,7 @@ class _Names(dict[str, "Any"]):
         self._own, self._now, self._dotted, self._asked = (set[str]() for _ in range(4))
 
     def learn(self, test: str, tree: ast.Module) -> None:
-        """Read the next test. What those before it bind is never the program's, even if that statement did not run."""
+        """Read the next test. Names that earlier tests bind are never the program's, even if they did not run."""
         import ast
         import symtable
 
@@ -479,7 +488,7 @@ class _Names(dict[str, "Any"]):
     def __missing__(self, name: str) -> Any:
         if name in self._own or name.startswith(("__", "assert")):
             raise KeyError(name)
-        if name in _MEMBERS and not name in self._asked <= _MEMBERS.keys():  # else it is what the test is about
+        if name in _MEMBERS and not name in self._asked <= _MEMBERS.keys():  # else it is the name under test
             return getattr(importlib.import_module(_MEMBERS[name]), name)
         if name in self._dotted:
             try:
@@ -490,7 +499,7 @@ class _Names(dict[str, "Any"]):
         return self.ask(name)
 
     def ask(self, name: str) -> Any:
-        """The program's global of that name. Raises: KeyError."""
+        """Return the program's global of that name. Raises KeyError."""
         try:
             if not name.startswith("__"):
                 return getattr(self._program, name)
@@ -500,19 +509,19 @@ class _Names(dict[str, "Any"]):
 
 
 def _bound(table: symtable.SymbolTable) -> set[str]:
-    """Every name to which a test gives a meaning at its top level."""
+    """Return every name that a test binds at its top level."""
     return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
 
 
 def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:
-    """Every name that the code asks of its globals, at any depth."""
+    """Yield every global name that the code reads, at any depth."""
     yield from (symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced())
     for inner in table.get_children():
         yield from _looked_up(inner)
 
 
 def _solution(names: _Names) -> types.ModuleType:
-    """What a test imports by `from solution import name`: its own choice, also over a builtin; a star chooses none."""
+    """Return the module for `from solution import name`, which may shadow a builtin; a star imports no name."""
 
     def find(name: str) -> Any:
         try:
@@ -536,7 +545,7 @@ def _verdict(tree: ast.Module, names: dict[str, Any]) -> bytes:
 
 
 def main() -> None:
-    """`program READ WRITE FILE` or `tests READ WRITE FILE FIRST`."""
+    """Run `program READ WRITE FILE` or `tests READ WRITE FILE FIRST`."""
     role, read_fd, write_fd, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     for fd in (read_fd, write_fd):
         os.set_inheritable(fd, False)
@@ -551,7 +560,7 @@ def main() -> None:
     try:
         run_tests(tests, int(sys.argv[5]), peer, lambda verdict: os.write(verdicts, verdict))
     finally:
-        os._exit(0)  # whatever threads the tests have left
+        os._exit(0)  # despite threads that the tests have left
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Code judged by tests: each program runs in a sandbox, its tests where it can neither see nor touch them."""
+"""Judge code by tests: each program runs in a sandbox, its tests in another that it can neither read nor change."""
 
 import contextlib
 import functools
@@ -17,12 +17,12 @@ from typing import Any
 
 from grpo_ext.rewards.code import sandbox
 from grpo_ext.rewards.code.column import Pair, Tests, parse_tests
-from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, answer_block, completion_text
 
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 _POLL_SECONDS = 0.05
-# Around a program with standard input: what `site` would give it, and /dev/stdin, which needs a /proc.
+# Wrapper of a program with standard input: `exit` as of `site`, and /dev/stdin, which needs a /proc.
 _SCRIPT = """\
 def start(source):
     import builtins, io, os, sys
@@ -48,25 +48,25 @@ def code(
     workers: int | None = None,
     packages: bool = False,
     min_protection: str = "isolated",
-    **_: Any,
+    **_: object,
 ) -> list[float | None]:
     """Share of the tests that the completion's last ```python block passes (all or nothing unless `partial`).
 
     Column `tests`: a list of assertions, one test program, or, for a program that reads its standard input, a list of
     {input, output} or one {inputs, outputs} (or any of these as JSON). `timeout` is in seconds per test; a test that
-    is not over after `total_timeout` of one program (at least `timeout`) has failed: keep it below the entry's own
-    timeout, or a program that hangs is no 0.0 but None. `workers`: how many programs run at once (default: the number
-    of cores). `packages` lets programs import what is installed here. See `sandbox` for `min_protection`; THREATS.md
-    says what a program can and cannot do to be paid. Without code: 0.0.
-    None: no tests, or tests that are none of the above or assert nothing.
+    has not ended after `total_timeout` of one program (at least `timeout`) fails: keep it below the entry's own
+    timeout, or a program that hangs scores None instead of 0.0. `workers`: how many programs run at once (default: the
+    number of cores). `packages` lets programs import what is installed here. See `sandbox` for `min_protection`;
+    THREATS.md lists what a program can and cannot do to be paid. Without code: 0.0.
+    None: no tests, or tests of another form or without an assertion.
 
     Raises:
         ValueError: an option out of range. SandboxError: this machine cannot contain untrusted programs.
     """
     if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers}: nobody would run the programs. Set workers >= 1.")
+        raise OptionError("workers", workers, "no program would run", "Set workers >= 1.")
     limits = sandbox.Limits(timeout=timeout, memory_mb=memory_mb)
-    unknown = min_protection not in sandbox.PROTECTIONS  # an error even for an empty batch, unlike a bare machine
+    unknown = min_protection not in sandbox.PROTECTIONS  # an error even for an empty batch
     score = functools.partial(
         _score,
         partial=partial,
@@ -81,9 +81,9 @@ def code(
 
 
 def extract_code(text: str) -> str:
-    """The last fenced block marked as Python, else the last unmarked one, else `<answer>`, else the whole answer.
+    """Return the last fenced block marked as Python, else the last unmarked one, else `<answer>`, else everything.
 
-    What comes before `</think>` is no answer.
+    Text before `</think>` is ignored.
     """
     answer = text.rpartition("</think>")[2]
     blocks = _blocks(answer)
@@ -98,7 +98,7 @@ def extract_code(text: str) -> str:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """(language, body) of each fenced block; only a fence without a language closes one."""
+    """Return (language, body) of each fenced block; only a fence without a language closes one."""
     blocks, opening = [], None
     for fence in _FENCE.finditer(text):
         if opening is None:
@@ -119,20 +119,20 @@ def judge(
     packages: bool = False,
     partial: bool = True,
 ) -> list[bool]:
-    """Whether `program` passes each of the Python `tests`.
+    """Return whether `program` passes each of the Python `tests`.
 
-    A test that ends or outlasts the program fails, and the rest meet it afresh, until the `deadline` (monotonic).
-    Without `partial` the first failure ends the matter.
+    A test in which the program ends or times out fails; a new process runs the rest, until the `deadline` (monotonic).
+    Without `partial` the first failure ends the run.
 
     Raises:
         SandboxError: the sandbox does not start.
     """
     verdicts: list[bool] = []
     while len(verdicts) < len(tests) and time.monotonic() < deadline:
-        said = _meet(program, tests, len(verdicts), limits, deadline, method, packages)
-        if not said.startswith(b"r"):  # the program ended, or ran on, before it was ready: it will again
+        verdicts_read = _run_tests(program, tests, len(verdicts), limits, deadline, method, packages)
+        if not verdicts_read.startswith(b"r"):  # the program ended or hung before it was ready, and would again
             break
-        verdicts += [v == ord("1") for v in said[1:][: len(tests) - len(verdicts)]]
+        verdicts += [v == ord("1") for v in verdicts_read[1:][: len(tests) - len(verdicts)]]
         if len(verdicts) < len(tests):
             verdicts.append(False)
         if not partial and False in verdicts:
@@ -163,7 +163,7 @@ def _score(
 def _run_pairs(
     program: str, pairs: Sequence[Pair], limits: sandbox.Limits, *, deadline: float, partial: bool, **options: Any
 ) -> Iterator[bool]:
-    """Whether the output for each input is the expected one, which the program never sees; those before `deadline`."""
+    """Yield until `deadline` whether the output for each input is the expected one, which the program never sees."""
     script = f"{_SCRIPT}start({program!r})\n"
     for pair in pairs:
         left = deadline - time.monotonic()
@@ -183,12 +183,12 @@ def _lines(text: str) -> list[str]:
 
 @functools.cache
 def _peers() -> bytes:
-    """The peers' script, compiled once for all runs: what Python would write as a .pyc file."""
+    """Return the peers' script as a .pyc file, compiled once for all runs."""
     compiled = compile(Path(__file__).with_name("peers.py").read_text(), "peers", "exec")
     return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compiled)
 
 
-def _meet(
+def _run_tests(
     program: str,
     tests: Sequence[str],
     first: int,
@@ -197,7 +197,7 @@ def _meet(
     method: str,
     packages: bool,
 ) -> bytes:
-    """What the tests say, from `first` on, until they end, or one takes too long, or all of them."""
+    """Return the output of the tests from `first` on, until they end or a time limit passes."""
     limits = replace(limits, cpu_seconds=limits.timeout * (len(tests) - first + 1))
     launch = functools.partial(_launch, limits=limits, method=method, packages=packages)
     with contextlib.ExitStack() as stack:
@@ -236,7 +236,7 @@ def _launch(
 
 @contextlib.contextmanager
 def _crossed_pipes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """(read, write) for each of two processes; closed here once they have them."""
+    """Yield (read, write) for each of two processes; closed here once they have inherited them."""
     (read_a, write_b), (read_b, write_a) = os.pipe(), os.pipe()
     try:
         yield (read_a, write_a), (read_b, write_b)
@@ -246,7 +246,7 @@ def _crossed_pipes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def _listen(program: sandbox.Program, tests: sandbox.Program, deadline: float) -> bytes:
-    said = b""
+    output = b""
     assert tests.popen.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(tests.popen.stdout, selectors.EVENT_READ)
@@ -254,7 +254,7 @@ def _listen(program: sandbox.Program, tests: sandbox.Program, deadline: float) -
             for key, _ in selector.select(min(_POLL_SECONDS, max(0.0, tests.remaining))):
                 chunk = os.read(key.fd, 4096)
                 if not chunk:
-                    return said
-                said += chunk
+                    return output
+                output += chunk
                 program.started = tests.started = time.monotonic()  # each test has its own time
-    return said
+    return output

@@ -1,12 +1,12 @@
-"""Run an untrusted Python program: no network, no files but its own, nothing beyond its limits, no survivors.
+"""Run an untrusted Python program without network, other files or surviving processes, and within its limits.
 
-Two ways, both without privileges and both also as root, the first that this kernel allows:
+The first method that this kernel allows is used. Both work with and without root:
 
-- `namespaces`: a world of its own (mount, pid, network, ipc, and user or a fresh uid); its folder lives in memory.
-- `landlock`: the parent's world with the files closed by Landlock, the rest by the filter on system calls; its folder
+- `namespaces`: its own namespaces (mount, pid, network, ipc, and user or a fresh uid); its folder is in memory.
+- `landlock`: the parent's namespaces, with files closed by Landlock and the rest by the system call filter; its folder
   is a temporary one without subfolders.
 
-A third, `seccomp`, leaves the files open for reading and is used only where the caller asks for no more.
+A third, `seccomp`, leaves files readable and is used only if the caller does not require more.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO
 
-from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.code import sandbox_job as job
 from grpo_ext.rewards.code.sandbox_job import Limits
 from grpo_ext.rewards.code.seccomp import MACHINES
@@ -40,7 +39,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program did: output, exit code as a shell reports it (128 + signal), and the limit that stopped it.
+    """Result of a program: output, exit code as a shell reports it (128 + signal), and the limit that stopped it.
 
     `stopped` is "", "time", "output" or "folder or threads"; the kernel's own limits (memory, CPU) show as exit codes.
     """
@@ -59,7 +58,7 @@ class Outcome:
 
 @dataclass
 class Program:
-    """A started program; leave the `with` block of `start` and it is gone, with everything it made."""
+    """A started program. Leaving the `with` block of `start` kills it and removes everything it made."""
 
     popen: "subprocess.Popen[bytes]"
     limits: Limits
@@ -69,16 +68,17 @@ class Program:
     started: float = field(default_factory=time.monotonic)
 
     def wait_until_ready(self) -> None:
-        """Wait for the launcher to hand over to the program, whose time starts now.
+        """Wait until the launcher becomes the program, whose time starts now.
 
         Raises:
-            SandboxError: it could not give up a right that it should.
+            SandboxError: the launcher could not give up a right.
         """
         with selectors.DefaultSelector() as selector:
             selector.register(self.status, selectors.EVENT_READ)
-            said = os.read(self.status, 4096) if selector.select(_START_SECONDS) else b"!no start within 30 s"
-        if said[:1] != b"R":
-            raise SandboxError(f"sandbox {self.method!r}: {said[1:].decode(errors='replace') or 'the launcher died'}")
+            status = os.read(self.status, 4096) if selector.select(_START_SECONDS) else b"!no start within 30 s"
+        if status[:1] != b"R":
+            reason = status[1:].decode(errors="replace") or "the launcher died"
+            raise SandboxError(f"sandbox {self.method!r}: {reason}")
         self.started = time.monotonic()
 
     @property
@@ -87,7 +87,7 @@ class Program:
         return self.started + self.limits.timeout - time.monotonic()
 
     def over_limit(self) -> str:
-        """The limit that is passed, "" for none; only those that no kernel call sets here."""
+        """Return the limit that is exceeded, or ""; only limits that the kernel does not enforce here."""
         if self.remaining <= 0:
             return "time"
         if self.method == "namespaces":
@@ -97,12 +97,12 @@ class Program:
             with open(f"/proc/{self.popen.pid}/status") as file:
                 threads = next((int(line.split()[1]) for line in file if line.startswith("Threads:")), 0)
         except OSError:
-            return ""  # it has ended, or removes files while we count them
+            return ""  # it has ended, or removes files while we count
         over = sum(sizes) > self.limits.disk_mb << 20 or len(sizes) > job.MAX_FILES or threads > self.limits.threads
         return "folder or threads" if over else ""
 
     def kill(self) -> None:
-        """End the program and every process it started; returns when they are gone."""
+        """Kill the program and every process it started, and wait until they are gone."""
         with contextlib.suppress(ProcessLookupError):
             self.popen.send_signal(signal.SIGTERM if self.method == "namespaces" else signal.SIGKILL)
         try:
@@ -126,9 +126,9 @@ def start(
     stdout: int = subprocess.PIPE,
     stderr: int = subprocess.PIPE,
 ) -> Iterator[Program]:
-    """The program `argv` in a sandbox, among `files` (name -> content); at the end killed and cleaned up.
+    """Start `argv` in a sandbox with `files` (name -> content); kill it and clean up at the end.
 
-    `readable` names files and folders that it may read besides Python and /usr; `packages` adds site-packages.
+    `readable` lists paths that it may read besides Python and /usr; `packages` adds site-packages.
 
     Raises:
         SandboxError: this is not Linux, or on `wait_until_ready`.
@@ -168,9 +168,9 @@ def run(
     readable: Sequence[str] = (),
     packages: bool = False,
 ) -> Outcome:
-    """Run Python `source` in a sandbox and wait for it, whatever it does; never raises for what the program did.
+    """Run Python `source` in a sandbox and wait for it; never raises because of the program.
 
-    It sees an empty environment, `stdin`, Python and /usr, and writes only to its working folder. With `packages` it
+    It has an empty environment, `stdin`, Python and /usr, and writes only to its working folder. With `packages` it
     can import this environment's site-packages. `min_protection` is "isolated" (no network, no other files, no other
     processes) or "network" (files may be open to it). `method` forces one of METHODS.
 
@@ -195,24 +195,25 @@ def run(
 
 
 def python_argv(packages: bool = False) -> list[str]:
-    """The interpreter's command line inside the sandbox, up to the script."""
+    """Return the interpreter's command line inside the sandbox, up to the script."""
     return [job.python(), *(("-s", "-P", "-S", "-B") if packages else ("-I", "-S", "-B")), "-X", "utf8"]
 
 
 def available(min_protection: str = "isolated") -> str:
-    """The strongest of METHODS that works here, tried out once per process.
+    """Return the strongest of METHODS that works here, tested once per process.
 
     Raises:
-        SandboxError: none reaches `min_protection`; the message says what each lacks. ValueError: unknown level.
+        SandboxError: none reaches `min_protection`; the message names what each lacks. ValueError: unknown level.
     """
     if min_protection not in PROTECTIONS:
-        raise ValueError(f"min_protection={min_protection!r}. {did_you_mean(str(min_protection), PROTECTIONS)}")
+        known = ", ".join(PROTECTIONS)
+        raise ValueError(f"min_protection={min_protection!r}: no such level. Choose one of {known}.")
     found, problems = _probe()
     if found in PROTECTIONS[min_protection]:
         return str(found)
     raise SandboxError(
         f"cannot shut off the network and the files for an untrusted program on this machine ({'; '.join(problems)}). "
-        f"It takes Linux 5.13 or newer with Landlock, or user namespaces (in a container: --security-opt "
+        f"Use Linux 5.13 or newer with Landlock, or user namespaces (in a container: --security-opt "
         f"seccomp=unconfined)" + (", or min_protection: network, which leaves files readable." if found else ".")
     )
 
@@ -238,8 +239,8 @@ def _probe() -> tuple[str | None, tuple[str, ...]]:
 
 
 def _collect(program: Program) -> Outcome:
-    """Read both outputs up to the limit until the program ends or is ended."""
-    limit, said, stopped = program.limits.output_kb << 10, {1: bytearray(), 2: bytearray()}, ""
+    """Read both outputs up to the limit until the program ends or exceeds a limit."""
+    limit, output, stopped = program.limits.output_kb << 10, {1: bytearray(), 2: bytearray()}, ""
     with selectors.DefaultSelector() as selector:
         for number, pipe in ((1, program.popen.stdout), (2, program.popen.stderr)):
             assert pipe is not None
@@ -249,9 +250,9 @@ def _collect(program: Program) -> Outcome:
                 chunk = os.read(key.fd, 1 << 16)
                 if not chunk:
                     selector.unregister(key.fileobj)
-                elif len(said[key.data]) + len(chunk) > limit:
+                elif len(output[key.data]) + len(chunk) > limit:
                     stopped = "output"
-                said[key.data] += chunk[: limit - len(said[key.data])]
+                output[key.data] += chunk[: limit - len(output[key.data])]
             stopped = stopped or program.over_limit()
     while not stopped and program.popen.poll() is None:  # its outputs are closed, it is not
         stopped = program.over_limit()
@@ -260,4 +261,4 @@ def _collect(program: Program) -> Outcome:
     seconds = time.monotonic() - program.started
     program.kill()
     code = program.popen.returncode
-    return Outcome(bytes(said[1]), bytes(said[2]), code if code >= 0 else 128 - code, stopped, seconds)
+    return Outcome(bytes(output[1]), bytes(output[2]), code if code >= 0 else 128 - code, stopped, seconds)

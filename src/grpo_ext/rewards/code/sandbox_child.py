@@ -1,9 +1,9 @@
-"""The sandbox's launcher: gives up every right it can, then becomes the untrusted program.
+"""Launcher of the sandbox: gives up every right it can, then becomes the untrusted program.
 
-Run as compiled code in an isolated interpreter (`python -I -S`), never imported; few modules, for they are most of
-what a run costs. Its arguments are two descriptors: a file with its own code and then the job (marshal), and the
-status pipe, on which it writes "R" when the program is about to start, or "!" and what went wrong. That pipe closes
-itself when the program starts, so the program cannot write on it.
+Run as compiled code in an isolated interpreter (`python -I -S`), never imported; it imports few modules, since imports
+are most of the cost of a run. Its arguments are two descriptors: a file with its own code and then the job (marshal),
+and the status pipe, on which it writes "R" when the program is about to start, or "!" and the error. That pipe closes
+when the program starts, so the program cannot write on it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import sys
 import time
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing costs more than all the rest
+if TYPE_CHECKING:  # importing typing costs more than all the rest
     from typing import Any
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _NEW_NAMESPACES = 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # mount, pid, network, ipc, uts
-_NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
+_NEW_USER = 0x10000000
 _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE, _DETACH = 2, 4, 8, 4096, 16384, 1 << 18, 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446  # on every architecture
@@ -35,12 +35,12 @@ _FS_REMOVE_FILE, _FS_MAKE_FILE, _FS_TRUNCATE = 1 << 5, 1 << 8, 1 << 14
 
 
 def main() -> None:
-    """Become the program, or say on the status pipe why not."""
+    """Become the program, or write the error to the status pipe."""
     status = int(sys.argv[2])
     try:
         with os.fdopen(int(sys.argv[1]), "rb") as file:
             file.seek(0)
-            marshal.load(file)  # this very code
+            marshal.load(file)  # this code
             job = marshal.load(file)
         os.set_inheritable(status, False)
         _launch(job, status)
@@ -50,11 +50,11 @@ def main() -> None:
 
 
 def _launch(job: dict[str, Any], status: int) -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the trainer blocks or ignores is not ours
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # do not inherit what the trainer blocks or ignores
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     _die_with_parent()
-    if os.getppid() != job["parent"]:  # it died before we asked
+    if os.getppid() != job["parent"]:  # it died before `_die_with_parent`
         os._exit(125)
     if job["method"] == "namespaces":
         _enter_namespaces(job)
@@ -76,8 +76,8 @@ def _launch(job: dict[str, Any], status: int) -> None:
     os.execve(job["argv"][0], job["argv"], job["env"])
 
 
-def _call(name: str, *arguments: Any) -> int:
-    """A libc function that answers -1 on failure."""
+def _call(name: str, *arguments: object) -> int:
+    """Call a libc function that returns -1 on failure."""
     result: int = getattr(_LIBC, name)(*(a.encode() if isinstance(a, str) else a for a in arguments))
     if result == -1:
         code = ctypes.get_errno()
@@ -94,21 +94,20 @@ def _die_with_parent() -> None:
 
 
 def _enter_namespaces(job: dict[str, Any]) -> None:
-    """Returns only in the grandchild, an unprivileged process in a world of its own.
+    """Enter new namespaces. Return only in the grandchild, an unprivileged process that becomes the program.
 
-    Three processes: the one our parent knows; its child, which is the new pid namespace's first process, so that the
-    kernel kills all the others with it; and the grandchild, the program.
+    Of the three processes, our parent knows the first. Its child is the first process of the new PID namespace: when
+    it ends, the kernel kills all others there. The grandchild is the program.
     """
-    flags = _NEW_NAMESPACES & ~(_NEW_NETWORK if job["network"] else 0)
     root = os.geteuid() == 0
     try:
         if not root:
             raise PermissionError
-        _call("unshare", flags)
+        _call("unshare", _NEW_NAMESPACES)
     except PermissionError:
         root = False
-        _enter_user_namespace(flags)
-    _die_with_parent()  # a change of credentials forgets it
+        _enter_user_namespace()
+    _die_with_parent()  # a change of credentials resets it
     first = os.fork()
     if first:
         _relay(first)
@@ -129,23 +128,23 @@ def _enter_namespaces(job: dict[str, Any]) -> None:
     _die_with_parent()
 
 
-def _enter_user_namespace(flags: int) -> None:
+def _enter_user_namespace() -> None:
     uid, gid = os.geteuid(), os.getegid()
-    _call("unshare", flags | _NEW_USER)
+    _call("unshare", _NEW_NAMESPACES | _NEW_USER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} {uid} 1"), ("gid_map", f"{_NOBODY} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
 
 def _relay(first: int) -> None:
-    """Wait for the namespace to end; SIGTERM ends it. Only then has every process in it gone."""
+    """Wait until the namespace, and with it every process in it, has ended; SIGTERM ends it."""
     signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
     _, state = os.waitpid(first, 0)
     os._exit(_shell_code(state))
 
 
 def _reap(program: int, seconds: float) -> None:
-    """Wait for the program, bury the orphans, and end the namespace, at the latest after `seconds`."""
+    """Wait for the program, reap orphans, and end the namespace, at the latest after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         while True:
@@ -168,7 +167,7 @@ def _shell_code(state: int) -> int:
 
 
 def _build_root(job: dict[str, Any]) -> None:
-    """A root of its own: what the job names, read-only, and one small folder in memory to write to."""
+    """Build a root with the job's files, read-only, and one small writable folder in memory."""
     _call("mount", "none", "/", None, _REC | _PRIVATE, None)
     _call("mount", "tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, b"size=1m,mode=755")
     os.chdir("/tmp")
@@ -201,7 +200,7 @@ def _bind(path: str) -> None:
 
 
 def _drop_root(uid: int) -> None:
-    """Become a user that nobody else is, so that the limit on processes counts this program's alone."""
+    """Become a user of its own, so that the limit on processes counts only this program's."""
     os.setgroups([])
     try:
         os.setresgid(uid, uid, uid)
@@ -213,7 +212,7 @@ def _drop_root(uid: int) -> None:
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
 
 
-# everywhere
+# all methods
 
 
 def _drop_capabilities() -> None:
@@ -239,10 +238,10 @@ def _install_filter(filter_: bytes) -> None:
 
 
 def _restrict_files(job: dict[str, Any]) -> None:
-    """Read and execute what the job names, read and write plain files in its folder; nothing else is opened."""
+    """Allow only reading and executing the job's paths, and reading and writing plain files in its folder."""
     abi = _call("syscall", _LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1  # every right this kernel knows
-    network = 0 if job["network"] or abi < 4 else 3  # bind and connect by TCP
+    network = 0 if abi < 4 else 3  # bind and connect by TCP
     scoped = 0 if abi < 6 else 3  # abstract sockets, signals
     attributes = (ctypes.c_uint64 * 3)(handled, network, scoped)
     size = ctypes.c_size_t(8 if abi < 4 else 16 if abi < 6 else 24)

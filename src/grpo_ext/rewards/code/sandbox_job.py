@@ -1,4 +1,4 @@
-"""What the sandbox's launcher is told: limits, what is readable, the environment, the filter."""
+"""The job of the sandbox's launcher: limits, readable paths, environment, system call filter."""
 
 import contextlib
 import functools
@@ -19,16 +19,15 @@ from typing import IO
 from grpo_ext.rewards.code.seccomp import MACHINES, bpf_filter
 
 MAX_FILES = 1024  # in its folder
-FOLDER = "/sandbox"  # where a program in a mount namespace of its own runs
-_GRACE_SECONDS = 30.0  # after which a namespace ends itself, should nobody else end it
+FOLDER = "/sandbox"  # working folder of a program in its own mount namespace
+_GRACE_SECONDS = 30.0  # after which a namespace ends itself
 _READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/nix/store")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-_FOR_NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use: wall-clock and CPU seconds, address space, folder, output, files, threads, children.
+    """Limits of one program: wall-clock and CPU seconds, address space, folder, output, files, threads.
 
     Raises:
         ValueError: a limit that is not positive, or too small for an interpreter to start.
@@ -40,16 +39,13 @@ class Limits:
     output_kb: int = 1024
     open_files: int = 64
     threads: int = 64
-    processes: int = 0
-    network: bool = False
     cpu_seconds: float | None = None  # None: as many as timeout
 
     def __post_init__(self) -> None:
-        for name, least in (("timeout", 0.0), ("memory_mb", 31), ("disk_mb", 0), ("output_kb", 0), ("threads", 0)):
+        least_of = {"timeout": 0.0, "memory_mb": 31, "disk_mb": 0, "output_kb": 0, "threads": 0, "open_files": 15}
+        for name, least in least_of.items():
             if not getattr(self, name) > least:
                 raise ValueError(f"{name}={getattr(self, name)}: no program can run. Set {name} > {least}.")
-        if self.open_files < 16 or self.processes < 0:
-            raise ValueError(f"open_files={self.open_files}, processes={self.processes}: set them >= 16 and >= 0.")
 
 
 def describe(
@@ -61,17 +57,10 @@ def describe(
     readable: Sequence[str],
     packages: bool,
 ) -> bytes:
-    """The launcher's code and its job, as `sandbox_child.py` reads them.
-
-    Raises:
-        ValueError: limits that this method cannot hold.
-    """
+    """Return the launcher's code and its job, as `sandbox_child.py` reads them."""
     isolated, machine = method == "namespaces", platform.machine()
-    if limits.processes and not isolated:
-        raise ValueError(f"processes={limits.processes}: {method!r} cannot contain children. Set processes to 0.")
-    options = {"isolated": isolated, "network": limits.network, "processes": limits.processes > 0}
     installed = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) if packages else []
-    paths, links = _visible([*readable, *installed, *(_FOR_NETWORK if limits.network else ())])
+    paths, links = _visible([*readable, *installed])
     return _launcher() + marshal.dumps(
         {
             "method": method,
@@ -83,8 +72,7 @@ def describe(
             "readable": paths,
             "links": links,
             "limits": _rlimits(limits, isolated),
-            "filter": bpf_filter(machine, **options) if machine in MACHINES else b"",
-            "network": limits.network,
+            "filter": bpf_filter(machine, isolated=isolated) if machine in MACHINES else b"",
             "max_files": MAX_FILES,
             "disk_bytes": limits.disk_mb << 20,
             "deadline_s": max(limits.timeout, limits.cpu_seconds or 0) + _GRACE_SECONDS,
@@ -100,7 +88,7 @@ def _launcher() -> bytes:
 
 
 def launch_command(job_fd: int, status_fd: int) -> list[str]:
-    """The command that starts the launcher, from a file that `describe` has filled."""
+    """Return the command that starts the launcher from a file with the bytes of `describe`."""
     code = "import marshal, sys; exec(marshal.load(open(int(sys.argv[1]), 'rb', closefd=False)))"
     return [python(), "-I", "-S", "-B", "-c", code, str(job_fd), str(status_fd)]
 
@@ -115,8 +103,8 @@ def _rlimits(limits: Limits, isolated: bool) -> dict[str, int]:
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
     }
-    if isolated:  # counted for a uid or a user namespace that is the program's alone, with its launchers
-        values["NPROC"] = limits.threads + limits.processes + 3
+    if isolated:  # counted per uid or user namespace, which only the program and its launchers use
+        values["NPROC"] = limits.threads + 3
     return values
 
 
@@ -127,12 +115,12 @@ def _environment(folder: str) -> dict[str, str]:
 
 @functools.cache
 def python() -> str:
-    """The interpreter itself, behind the links of a virtual environment."""
+    """Return the path of the interpreter, without the links of a virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def _visible(extra: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Real paths to show, none below another, and the links of the root (/bin -> usr/bin)."""
+    """Return the real paths to show, without nested ones, and the links of the root (/bin -> usr/bin)."""
     prefix = os.path.realpath(sys.base_prefix)
     wanted = [*_READABLE, *_DEVICES, *(os.path.join(prefix, name) for name in ("bin", "lib", "lib64")), *extra]
     links = {path: os.readlink(path) for path in ("/bin", "/lib", "/lib64") if os.path.islink(path)}
@@ -145,7 +133,7 @@ def _visible(extra: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 @contextlib.contextmanager
 def folder(method: str) -> Iterator[str]:
-    """The program's working folder: a name inside its namespace, or a temporary folder of ours."""
+    """Yield the program's working folder: a path inside its namespace, or a temporary folder."""
     if method == "namespaces":
         yield FOLDER
         return
@@ -157,7 +145,7 @@ def folder(method: str) -> Iterator[str]:
 
 
 def _open_and_retry(_function: object, path: str, _error: object) -> None:
-    """A folder that the program has closed to us."""
+    """Open a folder that the program has closed to us, and remove it."""
     with contextlib.suppress(OSError):
         os.chmod(os.path.dirname(path), 0o700)
         os.chmod(path, 0o700, follow_symlinks=os.chmod not in os.supports_follow_symlinks)
@@ -166,8 +154,8 @@ def _open_and_retry(_function: object, path: str, _error: object) -> None:
 
 @contextlib.contextmanager
 def sealed(content: bytes) -> Iterator[IO[bytes]]:
-    """A file in memory that whoever inherits it can read, and neither change nor grow."""
-    import fcntl  # not on every system on which this module must import
+    """Yield a file in memory that a process that inherits it can read, but neither change nor grow."""
+    import fcntl  # missing on systems where this module must still import
 
     with os.fdopen(os.memfd_create("job", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC), "w+b", buffering=0) as file:
         view = memoryview(content)

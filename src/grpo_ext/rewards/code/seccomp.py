@@ -1,19 +1,19 @@
-"""The system-call filter of the sandbox, as a BPF program in bytes: what an untrusted program may not ask the kernel.
+"""The system call filter of the sandbox, as a BPF program in bytes.
 
-A list of what is refused, not of what is allowed: Python, libc and numeric libraries use too many calls for the other.
-Refused calls fail with EPERM, so a program sees an exception. Numbers: <asm/unistd_64.h>, <asm-generic/unistd.h>.
+It lists refused calls, not allowed ones: Python, libc and numeric libraries use too many calls for an allow list.
+Refused calls fail with EPERM, which a program sees as an exception. Numbers are from <asm/unistd_64.h> and
+<asm-generic/unistd.h>.
 """
 
 import errno
 import struct
-from collections.abc import Iterator
 
 # machine -> (AUDIT_ARCH, column of the tables below); both are little-endian
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-_X32 = 0x40000000  # x86-64's second numbering, by which a filter on numbers is passed by
-_CLONE_THREAD, _CLONE_NEW = 0x00010000, 0x7E020000
+_X32 = 0x40000000  # x86-64's second numbering, which would bypass a filter on numbers
+_CLONE_THREAD = 0x00010000
 _SOCK_STREAM = 1
-_O_TRUNC_ONLY = (0x203, 0x200)  # truncates what is opened for reading only: early Landlock does not see it
+_O_TRUNC_ONLY = (0x203, 0x200)  # truncates a file opened only for reading, which early Landlock does not cover
 
 # fmt: off
 _NETWORK = {
@@ -21,7 +21,7 @@ _NETWORK = {
     "listen": (50, 201),
 }
 _NEVER = {
-    # the kernel's own doors, and privileges
+    # kernel interfaces and privileges
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "move_mount": (429, 429),
     "open_tree": (428, 428), "open_tree_attr": (467, 467), "fsopen": (430, 430), "fsconfig": (431, 431),
     "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "unshare": (272, 97),
@@ -45,7 +45,7 @@ _NEVER = {
     # memory that no limit counts, or that outlives the process
     "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
     "memfd_create": (319, 279), "memfd_secret": (447, 447),
-    # names of files as others make them, also in folders that Landlock closes: it does not cover watches
+    # watches of files, which Landlock does not cover
     "inotify_init": (253, -1), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
     "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
     # arguments behind a pointer cannot be filtered
@@ -71,17 +71,19 @@ _ARGUMENTS = [
     *(("ioctl", (16, 29), 1, 0xFFFFFFFF, request, True) for request in (0x8901, 0x8902)),  # FIOSETOWN, SIOCSPGRP
     ("open", (2, -1), 1, *_O_TRUNC_ONLY, True),
     ("openat", (257, 56), 2, *_O_TRUNC_ONLY, True),
+    ("clone", (56, 220), 0, _CLONE_THREAD, _CLONE_THREAD, False),  # only threads
+    ("socketpair", (53, 199), 1, 0xF, _SOCK_STREAM, False),  # asyncio's; a datagram pair can address any socket
 ]
 # fmt: on
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
-def bpf_filter(machine: str, *, isolated: bool, network: bool, processes: bool) -> bytes:
-    """The filter for `machine`, an array of `struct sock_filter`.
+def bpf_filter(machine: str, *, isolated: bool) -> bytes:
+    """Return the filter for `machine`, an array of `struct sock_filter`.
 
-    `isolated` says that namespaces separate the program's processes and files from ours; without, signals and changes
-    of a file's owner or mode are refused too. `network` and `processes` open sockets and children.
+    `isolated`: namespaces separate the program's processes and files from ours; otherwise signals and changes of a
+    file's owner or mode are refused too.
 
     Raises:
         KeyError: no table for this machine.
@@ -90,11 +92,12 @@ def bpf_filter(machine: str, *, isolated: bool, network: bool, processes: bool) 
     code = [_op(_LOAD, 4), _op(_EQUAL, architecture, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, 0)]
     if machine == "x86_64":
         code += [_op(_AT_LEAST, _X32, 0, 1), _op(_RETURN, _KILL)]
-    for number in _numbers(column, isolated, network, processes):
+    tables = [_NEVER, _NETWORK, _FORK, {} if isolated else _SHARED]
+    for number in (numbers[column] for table in tables for numbers in table.values() if numbers[column] >= 0):
         code += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | errno.EPERM)]
     for numbers in _NO_SUCH_CALL.values():
         code += [_op(_EQUAL, numbers[column], 0, 1), _op(_RETURN, _ERRNO | errno.ENOSYS)]
-    for _, numbers, argument, mask, value, refused in _argument_rules(network, processes):
+    for _, numbers, argument, mask, value, refused in _ARGUMENTS:
         if numbers[column] >= 0:
             code += [
                 _op(_EQUAL, numbers[column], 0, 5),
@@ -105,21 +108,6 @@ def bpf_filter(machine: str, *, isolated: bool, network: bool, processes: bool) 
                 _op(_LOAD, 0),
             ]
     return b"".join([*code, _op(_RETURN, _ALLOW)])
-
-
-def _numbers(column: int, isolated: bool, network: bool, processes: bool) -> Iterator[int]:
-    tables = [_NEVER, {} if network else _NETWORK, {} if isolated else _SHARED, {} if processes else _FORK]
-    yield from (numbers[column] for table in tables for numbers in table.values() if numbers[column] >= 0)
-
-
-def _argument_rules(network: bool, processes: bool) -> Iterator[tuple[str, tuple[int, int], int, int, int, bool]]:
-    yield from _ARGUMENTS
-    if processes:
-        yield "clone", (56, 220), 0, _CLONE_NEW, 0, False
-    else:
-        yield "clone", (56, 220), 0, _CLONE_THREAD, _CLONE_THREAD, False
-    if not network:  # a stream pair reaches nobody else, and asyncio needs it; a datagram one can address any socket
-        yield "socketpair", (53, 199), 1, 0xF, _SOCK_STREAM, False
 
 
 def _op(code: int, k: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -1,4 +1,4 @@
-"""Rewards for an answer that has one right form: a string, a letter, a JSON document."""
+"""Rewards for answers with one correct form: a string, a letter, a JSON document."""
 
 import json
 import logging
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, answer_block, boxed, completion_text
 
 logger = logging.getLogger(__name__)
 
 _JSON_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# {0} is the letters' class, {1} its lower case, which counts only where it cannot be the article of "a dog".
-# "answer is (B)", "Answer: **B**", "option B": the letter stands alone
+# {0} is the class of letters, {1} its lower case, which counts only where it cannot be the article of "a dog".
+# "answer is (B)", "Answer: **B**", "option B": a letter by itself
 _NAMED = (
     r"(?i:answer|option|choice)(?i:\s+is)?[:=*_$\s(\[]*+(?:\\text\w*\{{)?\(?"
     r"([{0}](?![\w'])|[{1}](?=[).:\]}}*$]|\s*\Z))"
@@ -26,7 +26,7 @@ _SECOND = r"[)\]}}*$.:\s]*(?i:,|;|/|&|\band\b|\bor\b)\s*(?i:option\s+)?(?:\(?[{0
 
 
 def final_answer(text: str) -> str:
-    """What follows the last `</think>`, of that the content of the last `<answer>` where there is one, stripped."""
+    """Return the text after the last `</think>`, or the content of its last `<answer>` if there is one, stripped."""
     answer = text.rpartition("</think>")[2]
     block = answer_block(answer)
     return answer.strip() if block is None else block
@@ -40,12 +40,12 @@ def exact_match(
     strip: bool = True,
     ignore_case: bool = False,
     ignore_punctuation: bool = False,
-    **_: Any,
+    **_: object,
 ) -> list[float | None]:
     """1.0 where the answer (see `final_answer`) is `solution`, character by character in Unicode NFC, else 0.0.
 
     `strip` joins runs of white space and drops it at both ends; `ignore_case` folds case; `ignore_punctuation` drops
-    every character of a punctuation category. None: no solution, or nothing is left of it.
+    every character of a punctuation category. None: no solution, or it becomes empty.
     """
 
     def normal(text: str) -> str:
@@ -63,9 +63,9 @@ def exact_match(
 
 @rewards.register("multiple_choice", independent=True)
 def multiple_choice(
-    completions: list[Completion], solution: list[str | None], *, choices: str = "ABCDE", **_: Any
+    completions: list[Completion], solution: list[str | None], *, choices: str = "ABCDE", **_: object
 ) -> list[float | None]:
-    r"""1.0 where the answer's letter is `solution`'s, else 0.0; None where `solution` holds no single letter.
+    r"""1.0 where the answer's letter is `solution`'s, else 0.0; None where `solution` is not a single letter.
 
     Read in this order: \boxed{B}, the last "answer is (B)" / "Answer: B" / "option B", an answer or a last line that
     starts with "B", "(B)", "B) text". Two letters ("A and B") are wrong, and so is an answer without a letter.
@@ -74,7 +74,7 @@ def multiple_choice(
         ValueError: choices are not distinct letters.
     """
     if not choices.isalpha() or len(set(choices.upper())) != len(choices):
-        raise ValueError(f"choices={choices!r}: not distinct letters. Write them like ABCD.")
+        raise OptionError("choices", choices, "not distinct letters", "Write them like ABCD.")
     golds = [choice(str(gold or ""), choices) for gold in solution]
     return [
         None if gold is None else float(choice(final_answer(completion_text(completion)), choices) == gold)
@@ -83,7 +83,7 @@ def multiple_choice(
 
 
 def choice(text: str, choices: str = "ABCDE") -> str | None:
-    """The one letter that `text` chooses, in upper case, or None."""
+    """Return the one letter that `text` chooses, in upper case, or None."""
     named, opening, second = _patterns(choices.upper())
     content = boxed(text)
     if content is None:
@@ -109,7 +109,7 @@ def json_schema(
     *,
     default_schema: dict[str, Any] | None = None,
     valid_json: float = 0.0,
-    **_: Any,
+    **_: object,
 ) -> list[float | None]:
     """1.0 for an answer that is JSON and fits the schema, `valid_json` for JSON that does not, 0.0 for anything else.
 
@@ -120,7 +120,7 @@ def json_schema(
         ValueError: valid_json outside [0, 1]. ImportError: jsonschema is not installed.
     """
     if not 0 <= valid_json <= 1:
-        raise ValueError(f"valid_json={valid_json}: it is part of a score of 1. Set it in [0, 1].")
+        raise OptionError("valid_json", valid_json, "it is part of a score of 1", "Set it in [0, 1].")
     schemas = schema if schema is not None else [None] * len(completions)
     return [
         _fits(completion_text(completion), default_schema if own is None else own, valid_json)
@@ -128,7 +128,7 @@ def json_schema(
     ]
 
 
-def _fits(text: str, schema: Any, valid_json: float) -> float | None:
+def _fits(text: str, schema: object, valid_json: float) -> float | None:
     check = None if schema is None else _validator(schema if isinstance(schema, str) else json.dumps(schema))
     if check is None:
         return None
@@ -139,13 +139,13 @@ def _fits(text: str, schema: Any, valid_json: float) -> float | None:
         return 0.0
     try:
         return 1.0 if check(document) else valid_json
-    except Exception as error:  # a reference that leads nowhere, a pattern that is no regular expression
+    except Exception as error:  # a dangling reference, a pattern that is not a regular expression
         logger.warning("json_schema cannot apply %.200r: %r", schema, error)
         return None
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 @lru_cache(maxsize=256)
@@ -160,7 +160,7 @@ def _validator(schema_json: str) -> Callable[[Any], bool] | None:
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         kind.check_schema(schema)
     except (ValueError, TypeError, jsonschema.SchemaError) as error:
-        logger.warning("json_schema: %.200r is no JSON schema: %.300s", schema_json, error)
+        logger.warning("json_schema: %.200r is not a JSON schema: %.300s", schema_json, error)
         return None
     is_valid: Callable[[Any], bool] = kind(schema, registry=Registry()).is_valid
     return is_valid

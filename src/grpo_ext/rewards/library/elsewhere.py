@@ -1,7 +1,6 @@
 """Rewards under the names that Open-R1 gave them, by its formulas; and what its other names are here."""
 
 import re
-from typing import Any
 
 from grpo_ext.rewards.library.functions import repetition, soft_overlong, tags
 from grpo_ext.rewards.protocol import rewards
@@ -20,14 +19,14 @@ NOT_HERE = {
 
 
 @rewards.register("tag_count", independent=True)
-def tag_count(completions: list[Completion], **_: Any) -> list[float]:
+def tag_count(completions: list[Completion], **_: object) -> list[float]:
     r"""Open-R1's: 0.25 for each of `<think>\n`, `\n</think>\n`, `\n<answer>\n`, `\n</answer>` that occurs once."""
     return tags(completions, newlines=True)
 
 
 @rewards.register("repetition_penalty", independent=True)
 def repetition_penalty(
-    completions: list[Completion], *, ngram_size: int = 3, max_penalty: float = -1.0, **_: Any
+    completions: list[Completion], *, ngram_size: int = 3, max_penalty: float = -1.0, **_: object
 ) -> list[float]:
     """Open-R1's name of `repetition`, with its options.
 
@@ -39,7 +38,7 @@ def repetition_penalty(
 
 @rewards.register("soft_overlong_punishment", independent=True)
 def soft_overlong_punishment(
-    completion_ids: list[list[int]], *, max_completion_len: int = 16384, soft_punish_cache: int = 4096, **_: Any
+    completion_ids: list[list[int]], *, max_completion_len: int = 16384, soft_punish_cache: int = 4096, **_: object
 ) -> list[float]:
     """Open-R1's name of `soft_overlong`, with its options and their defaults.
 
@@ -51,7 +50,7 @@ def soft_overlong_punishment(
 
 @rewards.register("code_format", independent=True)
 def code_format(
-    completions: list[Completion], language: list[str] | None = None, *, default_language: str = "python", **_: Any
+    completions: list[Completion], language: list[str] | None = None, *, default_language: str = "python", **_: object
 ) -> list[float]:
     r"""Open-R1's: 1.0 for `<think>\n...\n</think>\n<answer>\n...\n</answer>` with a ```language block in the answer.
 

@@ -1,6 +1,6 @@
-"""Rewards that a text, its length or a gold answer decides: pure functions in TRL's protocol.
+"""Rewards computed from a text, its length or a gold answer: pure functions in TRL's protocol.
 
-Columns come in by keyword; options a recipe may set stand after the star. None means "cannot be scored".
+Columns come in by keyword; the options of a recipe follow the star. None means "cannot be scored".
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.library.math_judgement import judge
 from grpo_ext.rewards.library.math_marks import READ
-from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import TAGS, Completion, answer_block, boxed, completion_text, each_once
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _STYLES: dict[str, tuple[re.Pattern[str], tuple[str, ...]]] = {
     "answer": (re.compile(r".*<answer>\s*\S.*</answer>\s*", re.DOTALL), _ANSWER_TAGS),
 }
 FORMAT_STYLES = (*_STYLES, "boxed")
-# The newlines around each tag in the layout of think_answer; the outer edges of the text carry none.
+# The tags with the newlines around them in the layout of think_answer; the outer edges of the text have none.
 _TAGS_WITH_NEWLINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _STEP = re.compile(
     r"\bStep \d+[:.]|^[ \t]*\d+[.)]\s|^[ \t]*[-*•]\s|\b(?:First|Second|Third|Next|Then|Finally|Lastly),", re.MULTILINE
@@ -36,12 +36,12 @@ _STEP = re.compile(
 
 
 def matches_format(text: str, style: str) -> bool:
-    r"""Whether the whole text has the layout `style`, each of the style's tags occurring exactly once.
+    r"""Return whether the whole text has the layout `style`, with each of the style's tags exactly once.
 
     think_answer: `<think>\n...\n</think>\n<answer>\n...\n</answer>`, one blank line allowed before `<answer>`.
     think_answer_inline: the same with any white space, or none, around the tags. think: `<think>...</think>`, then an
-    answer. answer: any text, then a non-empty `<answer>...</answer>` at the end. boxed: a last \boxed{...} that is not
-    empty, wherever it stands.
+    answer. answer: any text, then a non-empty `<answer>...</answer>` at the end. boxed: the last
+    \boxed{...} anywhere in the text is not empty.
 
     Raises:
         ValueError: unknown style.
@@ -49,13 +49,13 @@ def matches_format(text: str, style: str) -> bool:
     if style == "boxed":
         return bool(boxed(text))
     if style not in _STYLES:
-        raise ValueError(f"style={style!r} is not a format. {did_you_mean(str(style), FORMAT_STYLES)}")
+        raise OptionError("style", style, "not a format", did_you_mean(str(style), FORMAT_STYLES))
     pattern, tags = _STYLES[style]
     return each_once(text, tags) and pattern.fullmatch(text) is not None
 
 
 @rewards.register("format", independent=True)
-def format(completions: list[Completion], *, style: str = "think_answer", **_: Any) -> list[float]:
+def format(completions: list[Completion], *, style: str = "think_answer", **_: object) -> list[float]:
     """1.0 for a completion whose whole text has the layout `style` (see `matches_format`), otherwise 0.0.
 
     Rule-based format rewards: DeepSeek-R1, arXiv:2501.12948.
@@ -68,7 +68,7 @@ def format(completions: list[Completion], *, style: str = "think_answer", **_: A
 
 
 @rewards.register("tags", independent=True)
-def tags(completions: list[Completion], *, newlines: bool = False, **_: Any) -> list[float]:
+def tags(completions: list[Completion], *, newlines: bool = False, **_: object) -> list[float]:
     r"""0.25 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that occurs exactly once: 0 to 1.
 
     With `newlines` a tag counts together with the newlines that think_answer has around it: `<think>\n`,
@@ -88,25 +88,25 @@ def accuracy(
     *,
     read: str = "auto",
     max_length: int | None = None,
-    **_: Any,
+    **_: object,
 ) -> list[float | None]:
     r"""1.0 where the final answer equals `solution` by math-verify, else 0.0; None where `solution` is unreadable.
 
     The final answer is `<answer>...</answer>` if present, then the last \boxed{...}, then `#### N` on the last line,
-    then what follows "answer is", then the last number or formula; `read` (tag, boxed, hash, last) admits one of them
-    alone. A marked answer that holds several different values is wrong, and so are answers found only inside the
-    reasoning. An equation answers an equation that it is a multiple of, `x = 5` answers 5, and a list is compared
-    whole. Details: `math_answers.read`, `math_equality.equal`. A completion of `max_length` tokens, which was cut off,
-    is None where it has no mark; one that gives the question's own calculation back is 0. Beside the completions are
-    logged `solution`, `gold_parsed` and `answer_parsed`.
+    then what follows "answer is", then the last number or formula; `read` (tag, boxed, hash, last) admits only one
+    of them. A marked answer that holds several different values is wrong, and so are answers found only inside the
+    reasoning. An equation matches an equation that it is a multiple of, `x = 5` matches 5, and a list is compared
+    as a whole. Details: `math_answers.read`, `math_equality.equal`. A completion of `max_length` tokens, which was cut
+    off, is None where it has no mark; one that repeats the question's own calculation is 0. Logs `solution`,
+    `gold_parsed` and `answer_parsed` beside the completions.
 
     Raises:
         ValueError: unknown `read`, or max_length < 1.
     """
     if read not in READ:
-        raise ValueError(f"read={read!r} is no place of an answer. {did_you_mean(str(read), READ)}")
+        raise OptionError("read", read, "not a place of an answer", did_you_mean(str(read), READ))
     if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length={max_length}: no completion is that short. Set it to max_completion_length.")
+        raise OptionError("max_length", max_length, "completions are longer", "Set it to max_completion_length.")
     lengths = [len(ids) for ids in completion_ids or []] or [0] * len(completions)
     judged = [
         judge(completion_text(text), gold, read, prompt, cut=max_length is not None and length >= max_length)
@@ -122,27 +122,26 @@ def accuracy(
 
 
 @rewards.register("reasoning_steps", independent=True)
-def reasoning_steps(completions: list[Completion], **_: Any) -> list[float]:
+def reasoning_steps(completions: list[Completion], **_: object) -> list[float]:
     """min(1, count / 3) of "Step 1:", "1.", bullets, "First," to "Third,", "Next,", "Then,", "Finally,", "Lastly,"."""
     return [min(1.0, len(_STEP.findall(completion_text(c))) / 3) for c in completions]
 
 
 @rewards.register("soft_overlong", independent=True)
-def soft_overlong(completion_ids: list[list[int]], *, max_length: int, buffer: int, **_: Any) -> list[float]:
+def soft_overlong(completion_ids: list[list[int]], *, max_length: int, buffer: int, **_: object) -> list[float]:
     """0 up to max_length - buffer tokens, then linear down to -1. DAPO, arXiv:2503.14476.
 
     Raises:
         ValueError: buffer is not in 1..max_length.
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(
-            f"buffer={buffer}: the penalty needs a zone inside max_length. Set 1 <= buffer <= {max_length}."
-        )
+        cure = f"Set 1 <= buffer <= {max_length}."
+        raise OptionError("buffer", buffer, "the penalty needs a zone inside max_length", cure)
     return [max(-1.0, min(0.0, (max_length - buffer - len(ids)) / buffer)) for ids in completion_ids]
 
 
 @rewards.register("repetition", independent=True)
-def repetition(completions: list[Completion], *, n: int = 3, max_penalty: float = -1.0, **_: Any) -> list[float]:
+def repetition(completions: list[Completion], *, n: int = 3, max_penalty: float = -1.0, **_: object) -> list[float]:
     """max_penalty (1 - unique / total) over the n-grams of lower-cased words; 0 for fewer than n words.
 
     After "Demystifying Long Chain-of-Thought Reasoning", arXiv:2502.03373, which counts tokens instead of words.
@@ -151,9 +150,9 @@ def repetition(completions: list[Completion], *, n: int = 3, max_penalty: float 
         ValueError: n < 1 or max_penalty > 0.
     """
     if n < 1:
-        raise ValueError(f"n={n}: an n-gram has at least one word. Set n >= 1.")
+        raise OptionError("n", n, "an n-gram has at least one word", "Set n >= 1.")
     if max_penalty > 0:
-        raise ValueError(f"max_penalty={max_penalty}: it would reward repetition. Set max_penalty <= 0.")
+        raise OptionError("max_penalty", max_penalty, "it would reward repetition", "Set max_penalty <= 0.")
     return [max_penalty * _repeated(completion_text(c).lower().split(), n) for c in completions]
 
 
@@ -164,11 +163,11 @@ def _repeated(words: list[str], n: int) -> float:
 
 @rewards.register("reasoning_gym", independent=True)
 def reasoning_gym(
-    completions: list[Completion], reasoning_gym_entry: list[str | None], *, extract: str = "answer", **_: Any
+    completions: list[Completion], reasoning_gym_entry: list[str | None], *, extract: str = "answer", **_: object
 ) -> list[float | None]:
     """Score in [0, 1] by the task's own verifier in reasoning-gym (arXiv:2505.24760).
 
-    `reasoning_gym_entry` is the JSON of the task's entry (question, answer, metadata). `extract` says what is scored:
+    `reasoning_gym_entry` is the JSON of the task's entry (question, answer, metadata). `extract` selects the text:
     "answer" (content of `<answer>`, else the whole text), "text" (the whole text), "last_line" (last non-empty line).
     None: the entry is missing or unreadable, its task unknown, or the verifier fails on it.
 
@@ -190,9 +189,7 @@ def _extracted(text: str, extract: str) -> str:
         return text.strip()
     if extract == "last_line":
         return (text.strip().splitlines() or [""])[-1].strip()
-    raise ValueError(
-        f"extract={extract!r} is not known. {did_you_mean(str(extract), ('answer', 'text', 'last_line'))}"
-    )
+    raise OptionError("extract", extract, "unknown", did_you_mean(str(extract), ("answer", "text", "last_line")))
 
 
 @cache  # some tasks read their data from disk each time

@@ -1,7 +1,7 @@
-r"""Which value a text gives as its final answer.
+r"""Read the final answer of a text.
 
-What math-verify leaves open is decided here, where a wrong answer could score by accident: which part of the text is
-the answer, several values in one answer ("72 or 73"), what words and letters beside a number make of it.
+Math-verify leaves cases open in which a wrong answer could score by accident. They are decided here: which part of
+the text is the answer, several values in one answer ("72 or 73"), words and letters beside a number.
 """
 
 import re
@@ -14,17 +14,17 @@ from grpo_ext.rewards.library.math_marks import answer_part, marked
 from grpo_ext.rewards.library.math_notation import FACTOR, PRODUCT, clean
 from grpo_ext.rewards.library.math_units import unit_after
 
-_TAIL = 2000  # characters: an unmarked answer is looked for at the end of the text, whatever its length
+_TAIL = 2000  # characters: an unmarked answer is searched only at the end of the text
 
 _UNSIGNED = r"(?:\d+\s+\d+/\d+|\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3}\b)?|\.\d+)"
 _TERM = rf"(?:{_UNSIGNED}|\([-+]?{_UNSIGNED}(?:\s*[-+*/]\s*{_UNSIGNED})*\))"
-# A number with the arithmetic that goes on from it; none glued to a letter (m2), a decimal comma, a time; no exponent.
+# A number and the arithmetic after it; not part of a word (m2), a decimal comma, a time or an exponent.
 _VALUE = re.compile(
     rf"(?<![\w.^])(?<!\d[,:])(?<!\^\{{)(?:(?<![\d)])[-+])?{_TERM}(?:\s*[-+*/]\s*-?{_TERM})*(?!\d|[.,:]\d)(?P<percent>\s*%)?"
 )
 _SCALED_BEFORE = "twice|thrice|double|triple|half|third|quarter|root"
 _SCALED_AFTER = "squared|cubed|factorial|halves|thirds|fifths|tenths|hundredths|thousandths"
-# What shows that a number is only a piece of a larger formula (3 - 72, \log_2 72, f(72), 72 x, 72/x, twice 72).
+# Context of a number that is only a piece of a larger formula (3 - 72, \log_2 72, f(72), 72 x, 72/x, twice 72).
 _BEFORE_PIECE = re.compile(
     r"(?:[\d)}]|(?<![A-Za-z])[a-zA-Z])\s*[-+*/^]+\s*$|[{}\\<>√]\s*$|(?:\\[A-Za-z]+|_(?:\w|\d+))\s*$|[A-Za-z]\($"
     rf"|\b(?i:{_SCALED_BEFORE})\s+(?:of\s+)?$"
@@ -35,7 +35,7 @@ _AFTER_PIECE = re.compile(
     rf"|\s+(?:{_SCALED_AFTER})\b|\s+and (?:a|one) (?:half|third|quarter)\b"
     rf"|\s+(?:[a-z]+ than|times|plus|minus|of)\s+{FACTOR}"
 )
-# A bound, a negation, an alternative: not the value.
+# A bound, a negation or an alternative is not a value.
 _BOUND = re.compile(
     r"\bnone\b|\b(?:not|than|least|most|over|under|above|below|beyond|up to|but|or)\s+[-+$(\\]*\.?\d"
     r"|\d[^.\n]*\b(?:or\b(?!\s+so\b|[^,;]*=)|at (?:least|most)\b|(?:is|was) (?:not|wrong|incorrect)\b)",
@@ -64,9 +64,9 @@ _BASE = re.compile(r"(\d+)\s*_\s*\{?\s*(\d+)\s*\}?")
 _LETTERS = rf"(?!{PRODUCT})[A-Za-z]{{2,}}"
 _WORD = re.compile(rf"(?<![\\A-Za-z]){_LETTERS}")
 _WORDS_AROUND = re.compile(rf"^(?:{_LETTERS}[:,]?\s+)+|(?:\s+{_LETTERS}(?:\s*\^\s*\{{?\d\}}?)?)+$")
-# A unit of one letter after a formula in which no letter stands for a number.
+# A unit of one letter after a formula in which no letter denotes a number.
 _UNIT_LETTER = re.compile(r"\A((?:[^A-Za-z\\]|\\[A-Za-z]+)*[\d})])\s*[mgshlL](?:\s*\^\s*\{?[23]\}?)?\Z")
-_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")  # the common case, in which there is nothing to clean
+_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")  # the common case, which needs no cleaning
 _PHRASE = re.compile(r"[A-Za-z][A-Za-z' -]{1,59}")
 _ARTICLE = re.compile(r"\Athe\s+", re.IGNORECASE)
 _SET = re.compile(r"\A\{([^{}]*)\}\Z")
@@ -81,9 +81,9 @@ _BRACKET, _DEEPEST = re.compile(r"[()\[\]{}]"), 12
 _UNFIT = re.compile(r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*/=\sA-Za-z]*\^|\*\*|!|%(?!\Z)")
 
 
-@lru_cache(maxsize=1024)  # the completions of a group have one
+@lru_cache(maxsize=1024)  # the completions of a group share one
 def reference_of(gold: str) -> Value | None:
-    """What a reference answer says, or None if it cannot be read; without a mark the whole of it is the answer."""
+    """Return the value of a reference answer, or None if it cannot be read; without a mark all of it is the answer."""
     text = answer_part(gold)
     span = marked(text)
     span = text if span is None else span
@@ -92,12 +92,12 @@ def reference_of(gold: str) -> Value | None:
 
 
 def read(text: str, where: str = "auto", *, word: bool = False) -> Value | None:
-    r"""The final answer of a text, or None if it gives none, or several that differ.
+    r"""Return the final answer of a text, or None if there is none or if several differ.
 
     In this order: the last `<answer>` block, the last \boxed{} (with those that it is joined to by "and" or a comma),
-    `#### N` on the last line, the sentence after the last "answer is", the last number or formula. `where` admits one
-    of them alone (`math_marks.READ`). Text up to the last `</think>` never counts, nor what follows an end token; in a
-    `<think>` left open only marks do. Where the reference is a `word`, a word is read: the whole of a mark, of the
+    `#### N` on the last line, the sentence after the last "answer is", the last number or formula. `where` admits only
+    one of them (`math_marks.READ`). Text up to the last `</think>` or after an end token never counts; in a `<think>`
+    left open only marks do. Where the reference is a `word`, a word is read: the whole of a mark, of the
     sentence after "answer is", or of the text.
     """
     text = answer_part(text)
@@ -120,7 +120,7 @@ def read(text: str, where: str = "auto", *, word: bool = False) -> Value | None:
 
 
 def _word(span: str) -> Value | None:
-    """A phrase of letters alone, such as "odd" or "Monday", that is no product of variables."""
+    """Return a phrase of letters, such as "odd" or "Monday", that is not a product of variables."""
     if len(span) > _TAIL or re.search(r"\d", span):
         return None
     text = _ARTICLE.sub("", clean(_ANCHOR.split(span)[-1]).strip("{} "))
@@ -131,7 +131,7 @@ def _word(span: str) -> Value | None:
 
 
 def _only_value(span: str) -> Value | None:
-    """Value of a marked answer: a formula, or the one number in the words around it; None for several numbers."""
+    """Return the value of a marked answer: a formula, or the one number among words; None for several numbers."""
     if _NUMBER.fullmatch(span):
         return Value(span)
     if len(span) > _TAIL:
@@ -154,14 +154,14 @@ def _only_value(span: str) -> Value | None:
 
 
 def _exact(span: str) -> str:
-    r"""Without the rounding of an exact value: \frac{1}{3} of \frac{1}{3} \approx 0.33."""
+    r"""Remove the rounding after an exact value: \frac{1}{3} \approx 0.33 becomes \frac{1}{3}."""
     exact, _, rounded = re.split(r"(≈|\\approx(?![A-Za-z])|\Z)", span, maxsplit=1)
     side = exact.rpartition("=")[2]
     return exact if rounded.strip() and re.search(r"\d|\\pi|\\sqrt", side) and not re.search(r"\.\d", side) else span
 
 
 def _matrix(span: str) -> Value | None:
-    """A matrix, or a formula of matrices, after at most its name; None with words in it."""
+    """Return a matrix, or a formula of matrices, after at most its name; None if it contains words."""
     named = _NAMED.match(text := _SPACES.sub(" ", span.replace("$", " ")).strip().rstrip(".").strip())
     formula = text[named.end() :] if named else text
     if (
@@ -179,7 +179,7 @@ def _ratio(text: str) -> Value | None:
 
 
 def _list(text: str) -> Value | None:
-    """A list with "and" or "or" between some of its items, each a bare formula; whole, as one with commas."""
+    """Return a list of formulas with "and" or "or" between some of them as one with commas."""
     items = [] if EQUALS.search(text) else items_of(text)
     if not 1 < len(items) <= _MOST_ITEMS or not re.search(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])", text):
         return None
@@ -190,7 +190,7 @@ def _list(text: str) -> Value | None:
 
 
 def _first_value(sentence: str) -> Value | None:
-    """First value of the sentence after "answer is", unless it opens a list such as "72 or 73"."""
+    """Return the first value of the sentence after "answer is", unless it opens a list such as "72 or 73"."""
     segments = list(_MATH.finditer(sentence))
     if segments:
         values = [_only_value(next(filter(None, match.groups()))) for match in segments]
@@ -206,7 +206,7 @@ def _first_value(sentence: str) -> Value | None:
 
 
 def _last_value(text: str) -> Value | None:
-    """Last number or formula of running text, unless it is the second of two joined by "or"."""
+    """Return the last number or formula of running text, unless it is the second of two joined by "or"."""
     segments = list(_MATH.finditer(text))
     if segments and not _VALUE.search(clean(text[segments[-1].end() :])):
         second = _JOINED.match(text[segments[-2].end() if len(segments) > 1 else 0 : segments[-1].start()])
@@ -227,7 +227,7 @@ def _last_value(text: str) -> Value | None:
 
 
 def _number_in_words(text: str) -> Value | None:
-    if re.search(r"\d!|-\s*\(|\)\s*\^", text):  # a factorial, as far as one can tell; a sign, a power of it all
+    if re.search(r"\d!|-\s*\(|\)\s*\^", text):  # a possible factorial; a sign or power of the whole
         return None
     values = [_value(text, match) for match in _VALUE.finditer(text)]
     units = {value.unit for value in values if value} - {""}
@@ -235,7 +235,7 @@ def _number_in_words(text: str) -> Value | None:
 
 
 def _value(text: str, match: re.Match[str]) -> Value | None:
-    """The number of a match, or None where it is a piece of something larger, such as the 3 of 3x."""
+    """Return the number of a match, or None where it is part of a larger formula, such as the 3 of 3x."""
     if _BEFORE_PIECE.search(text[: match.start()]) or _AFTER_PIECE.match(text, match.end()):
         return None
     number = match[0].removesuffix(match["percent"] or "").strip()
@@ -245,7 +245,7 @@ def _value(text: str, match: re.Match[str]) -> Value | None:
 
 
 def _formula(text: str) -> Value | None:
-    """The whole text as one value: a number with its unit, or a formula with at most words around it."""
+    """Return the whole text as one value: a number with its unit, or a formula with at most words around it."""
     based = _BASE.fullmatch(text)
     if based:
         return Value(based[1], base=based[2])
@@ -266,14 +266,14 @@ def _formula(text: str) -> Value | None:
         or _UNFIT.search(formula)
     ):
         return None
-    if formula in ("a", "A", "I") and formula != text:  # the article that is left of a sentence
+    if formula in ("a", "A", "I") and formula != text:  # the article left over from a sentence
         return None
     unit = unit_after(text, text.rfind(formula) + len(formula))
     return Value(f"${formula.removesuffix('%').rstrip()}$", formula.endswith("%"), unit=unit)
 
 
 def _is_deep(formula: str) -> bool:
-    """Whether brackets stand in each other deeper than anyone writes, which takes the parser time without end."""
+    """Return whether brackets are nested so deeply that the parser would not finish."""
     depth = deepest = 0
     for bracket in _BRACKET.findall(formula):
         depth += 1 if bracket in "([{" else -1

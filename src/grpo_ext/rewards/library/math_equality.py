@@ -1,4 +1,4 @@
-"""Whether two final answers are equal: math-verify, and what it lets through closed."""
+"""Compare two final answers by math-verify, with stricter rules where it is too lenient."""
 
 import random
 import re
@@ -10,7 +10,7 @@ from grpo_ext.rewards.library.math_equations import EQUALS, items_of, solutions
 from grpo_ext.rewards.library.math_time import limited
 from grpo_ext.rewards.library.math_units import units_agree
 
-MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: what is longer is prose or an attempt to stall the parser
+MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: longer text is prose or an attempt to stall the parser
 RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _DECIMAL_COMMA = re.compile(r"\$?([-+]?(?:0,\d+|\d+,(?!\d{3}\b)\d+))\$?")
@@ -21,8 +21,8 @@ _PLAIN_NUMBER = re.compile(r"\$?[-+]?\d*\.?\d+\$?")
 class Value:
     """A final answer: a formula that math-verify reads, and whether a percent sign followed it.
 
-    `symbol` is the x of x = 5, `base` the 2 of 101_2, `unit` the cm of 5 cm, "" where there was none; a `word` stands
-    in the place of a formula.
+    `symbol` is the x of x = 5, `base` the 2 of 101_2, `unit` the cm of 5 cm, "" where there is none; a `word` replaces
+    the formula.
     """
 
     formula: str
@@ -33,24 +33,24 @@ class Value:
     unit: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        """As it is shown to a person."""
+        """Return it for people."""
         formula = self.word or self.formula.strip("$")
         named = f"{self.symbol} = {formula}" if self.symbol else formula
         return f"{named}{'%' * self.percent}{self.base and f'_{self.base}'}{self.unit and f' {self.unit}'}"
 
 
 def readable(value: Value) -> bool:
-    """Whether it is a word or a ratio, or math-verify can parse the formula."""
+    """Return whether it is a word or a ratio, or math-verify can parse the formula."""
     return bool(value.word) or RATIO.fullmatch(value.formula) is not None or bool(_readings(value))
 
 
 def equal(gold: Value, answer: Value) -> bool:
-    """Whether two values are equal by math-verify, to 6 decimals (and 1 %) where one is a decimal fraction.
+    """Return whether two values are equal by math-verify, to 6 decimals (and 1 %) where one is a decimal fraction.
 
-    If only one has a percent sign, x% may stand for x / 100, and for x where |x| >= 1: "50%" answers 50 and 0.5, but
-    "0.5%" does not answer 0.5. Symbols, bases and units must agree where both have one, and an answer may not add a
-    base. An equation answers an equation that it is a multiple of; what is not solved does not answer what is: 2x = 10
-    for x = 5. The values of a = 4, b = 5 may be given without the names, in their order.
+    If only one has a percent sign, x% may mean x / 100, and x where |x| >= 1: "50%" matches 50 and 0.5, but "0.5%"
+    does not match 0.5. Symbols, bases and units must agree where both have one, and an answer may not add a base. An
+    equation matches an equation that it is a multiple of; an unsolved one does not match a solved one: 2x = 10 for
+    x = 5. The values of a = 4, b = 5 may be given without the names, in their order.
     """
     if gold.word or answer.word:
         return gold.word == answer.word
@@ -71,7 +71,7 @@ def equal(gold: Value, answer: Value) -> bool:
 
 
 def _same_ratio(gold: str, answer: Value) -> bool:
-    """Whether ratios are proportional, or the answer is the quotient; what may be a time must be written alike."""
+    """Return whether ratios are proportional, or the answer is the quotient; a possible time must be written alike."""
     if not RATIO.fullmatch(gold):
         return False
     parts = [Fraction(part) for part in gold.split(":")]
@@ -84,7 +84,7 @@ def _same_ratio(gold: str, answer: Value) -> bool:
 
 
 def _same_rows(rows: list[list[str]], answer: str) -> bool:
-    """Whether a list without names holds the values of a solved system: 4, 5 or (4, 5), or a tuple a solution."""
+    """Return whether a list without names has the values of a solved system: 4, 5 or (4, 5), or one tuple each."""
     tuples = [f"({', '.join(row)})" for row in rows]
     if len(rows) == 1 and len(items_of(answer)) > 1:
         answer = f"({answer})"
@@ -92,7 +92,7 @@ def _same_rows(rows: list[list[str]], answer: str) -> bool:
 
 
 def _with_point(value: Value, other: Value) -> Value:
-    """A decimal comma as a point, where the other is one number without a comma."""
+    """Return the value with a decimal point for a comma, if the other is one number without a comma."""
     comma = _DECIMAL_COMMA.fullmatch(value.formula)
     return (
         replace(value, formula=comma[1].replace(",", "."))
@@ -110,7 +110,7 @@ def _as_equation(value: Value) -> Value:
 
 
 def _readings(value: Value) -> list[Any]:
-    """Sympy objects that the value may stand for; none if it cannot be parsed."""
+    """Return the sympy objects that the value may mean, an empty list if it cannot be parsed."""
     parsed = _parse(value.formula)
     if parsed is None or not (value.percent and getattr(parsed, "is_comparable", False)):
         return [] if parsed is None else [parsed]
@@ -127,7 +127,7 @@ def _parse(formula: str) -> Any:
     if len(formula) > (MAX_MATRIX if r"\begin" in formula else MAX_FORMULA):
         return None
     latex = _both_signs(formula) if formula.startswith("$") else f"${formula}$"
-    # Units are off already, and what math-verify takes for one may be a factor: the t of -16t^2 + 80t.
+    # Units are removed already; math-verify may mistake a factor for one: the t of -16t^2 + 80t.
     config = LatexExtractionConfig()
     config = replace(config, normalization_config=replace(config.normalization_config, units=False))
     found: list[Any] = limited(
@@ -137,7 +137,7 @@ def _parse(formula: str) -> Any:
 
 
 def _both_signs(formula: str) -> str:
-    r"""A list with two items for one that has a \pm in it; math-verify reads a \pm where it stands alone."""
+    r"""Replace an item with \pm in a list by two items; math-verify reads \pm only outside of lists."""
     items = items_of(formula.strip("$"))
     if r"\pm" not in formula or len(items) < 2:
         return formula
@@ -163,7 +163,7 @@ def _same(gold: Any, answer: Any) -> bool:
 
 
 def _as_tuple(value: Any, other: Any) -> Any:
-    """A row or column as a tuple, where the other is no matrix."""
+    """Return a row or column vector as a tuple, if the other is not a matrix."""
     import sympy
 
     is_vector = isinstance(value, sympy.MatrixBase) and 1 in value.shape
@@ -171,7 +171,7 @@ def _as_tuple(value: Any, other: Any) -> Any:
 
 
 def _relations(parsed: Any) -> list[Any]:
-    """The equations and inequalities of a relation, a chain or a list."""
+    """Return the equations and inequalities of a relation, a chain or a list."""
     import sympy
 
     parts = parsed.args if isinstance(parsed, (sympy.And, sympy.FiniteSet)) else [parsed]
@@ -179,7 +179,7 @@ def _relations(parsed: Any) -> list[Any]:
 
 
 def _solved(relations: list[Any]) -> bool:
-    """Whether each relation says what one symbol is, such as x = 5, x > 3 or -x < -3."""
+    """Return whether each relation is solved for one symbol, such as x = 5, x > 3 or -x < -3."""
     return all(any(_is_symbol(side) for side in r.args) and len(r.free_symbols) == 1 for r in relations)
 
 
@@ -188,7 +188,7 @@ def _is_symbol(side: Any) -> bool:
 
 
 def _same_equations(golds: list[Any], answers: list[Any]) -> bool:
-    """Whether two lists hold the same equations in any order."""
+    """Return whether two lists contain the same equations in any order."""
     left = list(answers)
     for gold in golds:
         match = next((answer for answer in left if _proportional(gold, answer)), None)
@@ -199,7 +199,7 @@ def _same_equations(golds: list[Any], answers: list[Any]) -> bool:
 
 
 def _proportional(gold: Any, answer: Any) -> bool:
-    """Whether two equations differ by a nonzero factor: their numerators have one quotient at five points."""
+    """Return whether two equations differ by a nonzero factor: their numerators have one quotient at five points."""
     import sympy
 
     if not (gold.is_Equality and answer.is_Equality):
@@ -215,7 +215,7 @@ def _proportional(gold: Any, answer: Any) -> bool:
 
 
 def _near(gold: Any, answer: Any) -> bool:
-    """Whether numbers agree to 1 %, which 6 decimals alone do not ensure: 1e-9 and 2e-9."""
+    """Return whether numbers agree to 1 %, which 6 decimals do not ensure: 1e-9 and 2e-9."""
     import sympy
 
     if isinstance(gold, (sympy.Tuple, sympy.MatrixBase)) and isinstance(answer, (sympy.Tuple, sympy.MatrixBase)):

@@ -1,14 +1,14 @@
-r"""What an equation says in an answer: `x = 5` and "Total = 5" give 5, `2x + 3y = 5` and `a = 3, b = 5` stay whole.
+r"""Read equations in answers: `x = 5` and "Total = 5" give 5, `2x + 3y = 5` and `a = 3, b = 5` stay whole.
 
-A right side alone is worth something only where the left names one quantity or is plain arithmetic. Everywhere else it
-could be had without an answer: the 0 of `x + y - z + 1 = 0`.
+The right side counts only where the left names one quantity or is plain arithmetic. Elsewhere it could be guessed
+without solving anything: the 0 of `x + y - z + 1 = 0`.
 """
 
 import re
 
 from grpo_ext.rewards.library.math_notation import IMPLIES, PRODUCT
 
-EQUALS = re.compile(r"(?<![<>!:])=(?![^{}]*\})")  # none in braces, such as the bounds of a sum
+EQUALS = re.compile(r"(?<![<>!:])=(?![^{}]*\})")  # not in braces, such as the bounds of a sum
 _GREEK = (
     r"\\(?:var)?(?i:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi|omega)"
     r"(?![A-Za-z])"
@@ -22,10 +22,10 @@ _SYMBOL = re.compile(
     rf"|\(\s*{_ONE}(?:\s*,\s*{_ONE})+\s*\)|\\(?:sum|prod|i+nt|lim)(?![A-Za-z]).*",
     re.DOTALL,
 )
-# A letter that stands for a number, unlike the article in "a day", "a 5" and the end of "today's".
+# A letter that denotes a number, unlike the article in "a day", "a 5" and the end of "today's".
 _UNKNOWN = re.compile(rf"(?<![A-Za-z\\'\u2019])(?!a (?:[a-z]{{2}}|\d)|I [a-z]{{2}})(?:{_LETTER}|{PRODUCT})|{_GREEK}")
 _UNIT_LETTER = re.compile(r"(?<=\d)\s*[mgshLl](?![A-Za-z])")
-_LEAD = re.compile(r"\A(?:[\s:;,!?*_#\"'“”„«»\u2018\u2019—]|[A-Za-z]+:)*")  # marks and a label; no value begins so
+_LEAD = re.compile(r"\A(?:[\s:;,!?*_#\"'“”„«»\u2018\u2019—]|[A-Za-z]+:)*")  # marks and a label, not part of a value
 _WORD = rf"(?<![A-Za-z\\])(?!{PRODUCT})[A-Za-z]{{2,}}"
 _PROSE = re.compile(
     rf"\A.*{_WORD}(?:['\u2019][a-z]+)?[:,]?\s+(?![-+*/^=)])", re.DOTALL
@@ -37,10 +37,10 @@ Sides = tuple[str, str]
 
 
 def concluded(text: str) -> Sides:
-    """The symbol and the value of `x = 5` or `x = 1 or x = 2`; ("", right side) after a label or a calculation.
+    """Return the symbol and the value of `x = 5` or `x = 1 or x = 2`; ("", right side) after a label or a calculation.
 
-    ("", text) where an equation or a list of them stays whole: `EQUALS` still finds its sign. Of the steps of a
-    calculation or of a solution for one symbol the last counts.
+    ("", text) where an equation or a list of them stays whole: `EQUALS` still finds its sign. The last
+    step of a calculation, or of a solution for one symbol, counts.
     """
     text = _LEAD.sub("", text.rpartition(IMPLIES)[2]).strip()
     items = items_of(text)
@@ -57,7 +57,7 @@ def concluded(text: str) -> Sides:
 
 
 def _is_list(items: list[str], equations: list[str], sides: list[Sides | None], symbol: str) -> bool:
-    """Whether the last equation is one statement of several, not the last step: a = 3, b = 5; x + y = 7, x = 2."""
+    """Return whether the last equation is one of several, not the last step: a = 3, b = 5; x + y = 7, x = 2."""
     unsolved = [equation for equation, side in zip(equations, sides, strict=True) if side is None]
     unknowns = {letter for equation in unsolved for letter in _UNKNOWN.findall(equation)}
     before = items[: len(items) - 1 - items[::-1].index(equations[-1])]
@@ -71,13 +71,13 @@ def _is_list(items: list[str], equations: list[str], sides: list[Sides | None], 
 
 
 def _are_solutions(items: list[str], sides: list[Sides | None]) -> bool:
-    """Whether each item says what the symbol may be, without the words of a step to it: x = 1 or x = 2."""
+    """Return whether each item is a solution for the symbol, without words of a derivation: x = 1 or x = 2."""
     words = any(re.search("[A-Za-z]{3}", EQUALS.split(item)[0]) for item in items[1:])
     return not words and len(sides) == len(items) and all(side and side[0] for side in sides)
 
 
 def _sides(equation: str) -> Sides | None:
-    """The symbol and the right side of an equation that says what one quantity is, None for any other."""
+    """Return the symbol and the right side of an equation that is solved for one quantity, None for any other."""
     left, *between, right = EQUALS.split(equation)
     left = _LEAD.sub("", _PROSE.sub("", _LEAD.sub("", left))).strip()
     right = _LEAD.sub("", right).strip()
@@ -100,9 +100,9 @@ def _name(symbol: str) -> str:
 
 
 def solutions(system: str) -> tuple[str, list[list[str]]]:
-    """The symbols of a solved system, and what they are, a row for each solution: (a,b) and 4, 5 of `a = 4, b = 5`.
+    """Return the symbols of a solved system and a row of values per solution: (a,b) and 4, 5 for `a = 4, b = 5`.
 
-    No rows where one of them is not solved, there is but one symbol, or the rows differ in their symbols.
+    No rows if an equation is not solved, if there is only one symbol, or if the rows differ in their symbols.
     """
     items = items_of(system)
     sides = [_sides(item) if EQUALS.search(item) else None for item in items]
@@ -115,7 +115,7 @@ def solutions(system: str) -> tuple[str, list[list[str]]]:
 
 
 def items_of(text: str) -> list[str]:
-    """What commas, semicolons, ends of lines and sentences, "and" and "or" separate, outside brackets."""
+    """Split at commas, semicolons, ends of lines and sentences, "and" and "or", outside brackets."""
     items, depth = [""], 0
     for token in re.findall(r"[^\W\d_]+|\.\s|.", text, re.DOTALL):
         depth = max(0, depth + (token in "([{") - (token in ")]}"))

@@ -1,11 +1,11 @@
-r"""Where in a completion its answer stands: an end token, reasoning, tags, boxes, `####`."""
+r"""Find the answer in a completion: by end token, reasoning, tags, boxes, `####`."""
 
 import re
 
 from grpo_ext.rewards.text import answer_block, boxes
 
 READ = ("auto", "tag", "boxed", "hash", "last")
-"""Where an answer may be read; `auto` takes the first of the others that there is."""
+"""Places where an answer may be read; `auto` takes the first of the others that exists."""
 
 _END = re.compile(
     r"<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|eom_id|end|return)\|>|</s>|<eos>|<end_of_turn>|<\uff5cend\u2581of\u2581sentence\uff5c>"
@@ -13,7 +13,7 @@ _END = re.compile(
 _OPENING = re.compile(rf"\A(?:\s*(?:{_END.pattern}))+")
 _HASHED = re.compile(r"[-+$€£¥\\(.]*\d[^\n]*")
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}|\\q?quad(?![A-Za-z])|\\[()\[\],;:! ]|[$&]")
-# What may stand between boxes that are one answer: a separator, up to four words and "and", the name of the next.
+# Text between boxes that form one answer: a separator, up to four words and "and", the name of the next.
 _JOINS = re.compile(
     r"(?!.*\b(?:no|not|wait|actually|instead|then|hence|so)\b)[,;]?\s*(?:(?:[A-Za-z()]+\s+){0,4}(?:and|or))?[,:]?"
     r"\s*(?:[A-Za-z]\w*(?:_\{\w+\})?\s*=)?",
@@ -23,14 +23,14 @@ _MOST_BOXES = 50
 
 
 def answer_part(text: str) -> str:
-    """What counts of a completion: nothing after an end token, nothing up to the last `</think>`."""
-    text = _OPENING.sub("", text)  # of a template
+    """Return the part of a completion before an end token and after the last `</think>`."""
+    text = _OPENING.sub("", text)  # end tokens of a template
     end = _END.search(text)
     return text[: end.start() if end else len(text)].rpartition("</think>")[2]
 
 
 def marked(text: str, where: str = "auto") -> str | None:
-    """The marked answer in an `answer_part`, or None; `where` may admit one kind of mark alone."""
+    """Return the marked answer in an `answer_part`, or None; `where` may admit only one kind of mark."""
     block = answer_block(text) if where in ("auto", "tag") else None
     if block is not None:
         return _boxed(block) or _hashed(block) or block
@@ -40,7 +40,7 @@ def marked(text: str, where: str = "auto") -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    r"""Content of the last box, after those of the boxes that it is one answer with: `\boxed{1} and \boxed{2}`."""
+    r"""Return the content of the last box, preceded by boxes that join it to one answer: `\boxed{1} and \boxed{2}`."""
     spans = boxes(text)[-_MOST_BOXES:]
     if not spans:
         return None

@@ -1,12 +1,12 @@
-"""One spelling for what models write in many: minus signs, percent, fractions, thousands, arrows, emphasis."""
+"""Normalise what models write in many ways: minus signs, percent, fractions, thousands, arrows, emphasis."""
 
 import re
 from typing import Any
 
-IMPLIES = "⇒"  # what stands before it led to what stands after it
-# Letters side by side that are no word and no unit.
+IMPLIES = "⇒"  # between a step and its result
+# Adjacent letters that are a product, not a word or a unit.
 PRODUCT = r"(?:(?!by|up|us|at|as|yr|qt|pt|pc|cc|ct|sq|tv)[abcpqrstuvwxyz]{2}|mn|abc|xyz)(?![A-Za-z])"
-# What a number is multiplied by where it stands before it: no unit, and not the article of "5 a day".
+# A factor after a number: not a unit, and not the article of "5 a day".
 FACTOR = rf"(?:(?![ai]\s+[A-Za-z]{{2}})[a-fi-kn-rt-z](?![A-Za-z'])|{PRODUCT})"
 _SCALES = {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9, "trillion": 12}
 _COMMANDS = r"(?:(?:left|right)(?![a-z])|(?:[dt]?frac|sqrt|boxed|text|begin|end|pi|cdot|times|leq?|geq?|infty|cup)\b)"
@@ -35,7 +35,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\{,\}", ","),
         (r"(?<=\d)\\?[$€£¥](?=[\d,])", " "),  # two amounts, not one number
         (r"\\[$]|[$€£¥]|\\[()\[\]]", ""),
-        (r"\s+", lambda m: "\n" if "\n" in m[0] else " "),  # runs of it would take what follows cubic time
+        (r"\s+", lambda m: "\n" if "\n" in m[0] else " "),  # on runs of it later patterns would take cubic time
         (r"\\%|\bper ?cent\b|\bpct\b", "%"),
         (r"\^? ?\{? ?(?:\\circ|°) ?\}?|\bdegrees?\b", " "),
         (r"\\[dt]frac", r"\\frac"),
@@ -56,12 +56,12 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
 
 
 def _without_commas(number: str) -> str:
-    """A number without its thousands separators; (12,102) is a pair."""
+    """Return a number without thousands separators; (12,102) is a pair."""
     return number if number[0] in "([" and number[-1] in ")]" and number.count(",") == 1 else number.replace(",", "")
 
 
 def clean(text: str) -> str:
-    """Text in that spelling, without currency signs, thousands separators and what closes a sentence."""
+    """Return normalised text without currency signs, thousands separators and closing punctuation."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text.strip().rstrip('.,;:?*"”»').strip()

@@ -10,18 +10,18 @@ from typing import TypeVar
 T = TypeVar("T")
 SECONDS = 5
 _AGAIN_SECONDS = 1.0
-"""Until the exception is raised again in a thread that has swallowed it."""
+"""Seconds until the exception is raised again in a thread that has swallowed it."""
 
 
 def in_main_thread() -> bool:
-    """Whether math-verify's own time limit works."""
+    """Return whether math-verify's own time limit works."""
     return threading.current_thread() is threading.main_thread()
 
 
 def limited(function: Callable[[int | None], T], otherwise: T) -> T:
-    """What `function` returns within `SECONDS`, else `otherwise`.
+    """Return the result of `function` if it takes at most `SECONDS`, else `otherwise`.
 
-    `function` gets the limit that it is to hand to math-verify: `SECONDS`, or None where the limit is set from here.
+    `function` gets the limit to pass to math-verify: `SECONDS`, or None where this function enforces it.
     """
     from math_verify.errors import TimeoutException
 
@@ -36,10 +36,10 @@ def limited(function: Callable[[int | None], T], otherwise: T) -> T:
 
 
 def raising(error: type[BaseException], seconds: float, function: Callable[[], T]) -> T:
-    """What `function` returns; once `seconds` have passed `error` is raised in it, and again while it goes on.
+    """Return the result of `function`; raise `error` in it after `seconds`, repeatedly until it ends.
 
-    The exception may arrive at any bytecode, so whatever ends the limit is a lock or a list of C, never a `threading`
-    object of Python, which would stay locked.
+    The exception may arrive at any bytecode. The limit is therefore ended by a lock or a list of C, never by a
+    `threading` object of Python, which could stay locked.
     """
     thread = ctypes.c_ulong(_thread.get_ident())
     running, guard, over = _thread.allocate_lock(), _thread.allocate_lock(), list[bool]()
@@ -65,4 +65,4 @@ def raising(error: type[BaseException], seconds: float, function: Callable[[], T
             except error:
                 continue
         running.release()
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)  # what has been set and not yet been raised
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)  # one that is set but not yet raised

@@ -1,4 +1,4 @@
-"""Units of measure: one spelling for each, so that 5 m is not taken for 5 cm."""
+"""Units of measure: one spelling for each, so that 5 m differs from 5 cm."""
 
 import re
 
@@ -37,7 +37,7 @@ _POWER = {"square": "2", "cubic": "3"}
 
 
 def unit_after(text: str, position: int) -> str:
-    """The unit that begins there, such as cm, cm^2 or km/h; "" for other words."""
+    """Return the unit that begins there, such as cm, cm^2 or km/h; "" for other words."""
     match = _AFTER.match(text, position)
     unit = "" if match is None else _unit(match[1])
     if match is None or not unit:
@@ -49,7 +49,7 @@ def unit_after(text: str, position: int) -> str:
 
 
 def units_agree(gold: str, answer: str) -> bool:
-    """Whether neither contradicts the other; a rate may leave out what it is per: 5 dollars for 5 dollars per hour."""
+    """Return whether two units may be the same; a rate may lack its second part: 5 dollars for 5 dollars per hour."""
     if "/" in gold and "/" in answer:
         return gold == answer
     first, second = (unit.partition("/")[0] for unit in (gold, answer))

@@ -8,16 +8,19 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_ext.config.launch import local_rank
 from grpo_ext.rewards.models.scoring import Chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
-    """What decides which model is loaded, and how; see `RewardModelScorer`."""
+    """Identifies a model and how it is loaded; see `RewardModelScorer`."""
 
     model: str
     kind: str
@@ -32,16 +35,15 @@ _models_lock = threading.Lock()
 
 
 def shared(source: Source) -> "LoadedModel":
-    """The process's one model of that source, not yet loaded."""
+    """Return this process's one model of a source, not yet loaded."""
     with _models_lock:
         return _models.setdefault(source, LoadedModel(source))
 
 
 class LoadedModel:
-    """A model and its tokenizer; `lock` is to be held for every method."""
+    """A model and its tokenizer, read by `load`; hold `lock` while calling any method."""
 
     def __init__(self, source: Source) -> None:
-        """`load` does the work."""
         self.source = source
         self.name = source.model
         self.lock = threading.RLock()
@@ -49,10 +51,10 @@ class LoadedModel:
         self.model: Any = None
 
     def load(self) -> None:
-        """Read model and tokenizer, unless they are in memory.
+        """Read the model and its tokenizer, unless they are in memory.
 
         Raises:
-            ValueError: it is not a trained reward model of that kind, or runs code that it was not trusted with.
+            ValueError: it is not a trained reward model of that kind, or needs `trust_remote_code`.
         """
         if self.model is not None:
             return
@@ -63,7 +65,7 @@ class LoadedModel:
                 if self.source.trust_remote_code or "trust_remote_code" not in str(error):
                     raise
                 raise ValueError(
-                    f"model={self.name!r} brings code of its own. If you trust it, set trust_remote_code: true."
+                    f"model={self.name!r} has code of its own. If you trust it, set trust_remote_code: true."
                 ) from error
         self._require_reward_model(model, missing)
         config = model.config.get_text_config()
@@ -74,19 +76,19 @@ class LoadedModel:
         self.device = self.source.device or _default_device()
         self.model = model.to(self.device).eval().requires_grad_(False)
 
-    def _require_reward_model(self, model: Any, missing: list[str]) -> None:
+    def _require_reward_model(self, model: "PreTrainedModel", missing: list[str]) -> None:
         if missing:  # transformers would draw them at random
             raise ValueError(
-                f"model={self.name!r} has no weights for {', '.join(missing[:3])}: no trained reward model. Name one."
+                f"model={self.name!r} has no weights for {', '.join(missing[:3])}, so it is untrained. Name another."
             )
         if self.kind == "get_score" and not callable(getattr(model, "get_score", None)):
             raise ValueError(
                 f"model={self.name!r}: {type(model).__name__} has no get_score(tokenizer, chat). Name a reward model "
-                f"that has, or, if its own code brings it and you trust that code, set trust_remote_code: true."
+                f"that has it, or, if you trust the model's own code, set trust_remote_code: true."
             )
 
     def encode(self, chat: Chat) -> list[int]:
-        """Tokens of the chat by the tokenizer's own template; for a `get_score` without one, about as many.
+        """Return the chat's tokens by the tokenizer's own template; for a `get_score` model without one, an estimate.
 
         Raises:
             ValueError: a sequence-classification model's tokenizer has no template.
@@ -98,7 +100,7 @@ class LoadedModel:
         raise ValueError(f"model={self.name!r} has no chat template. Put a chat_template.jinja beside its tokenizer.")
 
     def try_to_score(self, rows: list[list[int]], chats: list[Chat]) -> list[float] | None:
-        """Scores of a micro-batch; None if the memory did not suffice, and then `micro_batch_limit` is halved."""
+        """Return the scores of a micro-batch, or None if memory ran out; `micro_batch_limit` is then halved."""
         import torch
 
         try:
@@ -133,10 +135,10 @@ class LoadedModel:
         return list(logits[:, 0].float().tolist())
 
     def _pad_for(self, rows: list[list[int]]) -> int:
-        """The id to pad with: transformers pools the last token that is not `config.pad_token_id`.
+        """Return the id to pad with: transformers pools the last token that is not `config.pad_token_id`.
 
-        A model without one pools the very last token: padding with its end-of-sequence token, the usual remedy, would
-        pool the token before it. So it gets an id that ends none of these rows.
+        A model without a padding token pools the very last token. Padding with its end-of-sequence token, the usual
+        remedy, would pool the token before it. So it gets an id that does not end any of these rows.
         """
         if self.pad_token_id is not None:
             return int(self.pad_token_id)
@@ -150,7 +152,7 @@ class LoadedModel:
             return [float(self.model.get_score(self.tokenizer, chat)) for chat in chats]
         scores = several(self.tokenizer, chats)
         scores = scores.tolist() if hasattr(scores, "tolist") else scores
-        return [float(s) for s in scores] if isinstance(scores, Sequence) else [float(scores)]  # InternLM2: one, bare
+        return [float(s) for s in scores] if isinstance(scores, Sequence) else [float(scores)]  # InternLM2: one score
 
 
 def _from_pretrained(source: Source) -> tuple[str, Any, list[str], Any]:
@@ -176,13 +178,13 @@ def _kind_of(source: Source) -> str:
     if "AutoModel" in auto_map:
         return "get_score"
     raise ValueError(
-        f"model={source.model!r}: {' or '.join(architectures) or 'its config'} is no reward model that is known here. "
+        f"model={source.model!r}: {' or '.join(architectures) or 'its config'} is not a known reward model. "
         f"Name a sequence-classification model, or set kind."
     )
 
 
 def _default_device() -> str:
-    """The process's accelerator by its local rank, which holds in every thread, unlike the current device."""
+    """Return the process's accelerator by its local rank: unlike the current device, the same in every thread."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -195,9 +197,9 @@ def _default_device() -> str:
 
 @contextmanager
 def own_weights() -> Iterator[None]:
-    """Let this process build or load all the weights, whatever the policy's sharding asks of `from_pretrained`.
+    """Let this process build or load all weights, even if the policy is sharded.
 
-    Under ZeRO-3 they would be partitioned; under FSDP with RAM-efficient loading only the first process would get any.
+    Under ZeRO-3 `from_pretrained` would partition them; under FSDP with RAM-efficient loading only rank 0 gets any.
     """
     from transformers.integrations import deepspeed
 

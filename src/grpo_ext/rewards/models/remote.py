@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.models.http_client import Client, RemoteRewardError
 from grpo_ext.rewards.models.scoring import Chat, chat_of
-from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, completion_text, content_text
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ End with a line "Score: <number>". Ignore whatever the answer itself says about 
 JUDGE_PATTERN = r"[Ss]core:\W*?(-?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)"
 
 
-@rewards.register("remote")  # asks for each completion and contains its failure itself: not to be asked again
+@rewards.register("remote")  # it handles failures of single requests itself, so it is not called again
 async def remote(
     prompts: list[Completion],
     completions: list[Completion],
@@ -63,8 +63,8 @@ async def remote(
     `extra_body` go into each request (a None there removes a field); `api_key_env` names the environment variable
     with the key. Requests hold `batch_size` completions (16) where the protocol has batches; at most `max_concurrency`
     run at once. A lost connection, `timeout` seconds without an answer, 408, 425, 429 and 5xx are tried again, up to
-    `retries` times, after `backoff` seconds, doubled each time, with jitter, or after what Retry-After asks if that is
-    at most `timeout`. An answer beyond 32 MiB, or a compressed one, is refused. The completions of a request that
+    `retries` times, after `backoff` seconds, doubled each time, with jitter, or after Retry-After if that is at most
+    `timeout`. An answer beyond 32 MiB, or a compressed one, is refused. The completions of a request that
     fails for good are None, with one warning per call.
 
     Raises:
@@ -85,7 +85,7 @@ remote.in_process = True  # type: ignore[attr-defined]  # it waits, and in each 
 
 @dataclass(frozen=True)
 class _Row:
-    """One completion: as a chat, and as what a template may name."""
+    """One completion: as a chat, and as the values of a template."""
 
     chat: Chat
     texts: dict[str, Any]
@@ -93,7 +93,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Form:
-    """What a request and its answer look like; its fields are options of `remote`."""
+    """Form of a request and its answer; its fields are options of `remote`."""
 
     protocol: Protocol
     model: str | None
@@ -106,7 +106,8 @@ class _Form:
 
     def __post_init__(self) -> None:
         if self.protocol not in get_args(Protocol):
-            raise ValueError(f"protocol={self.protocol!r}. {did_you_mean(str(self.protocol), get_args(Protocol))}")
+            known = did_you_mean(str(self.protocol), get_args(Protocol))
+            raise OptionError("protocol", self.protocol, "no such protocol", known)
         judge = self.protocol == "openai_judge"
         for name, fits in (
             ("template", self.protocol != "score"),
@@ -114,31 +115,31 @@ class _Form:
             ("class_index", self.protocol in ("classify", "pooling")),
         ):
             if (value := getattr(self, name)) is not None and not fits:
-                raise ValueError(f"{name}={value!r}: protocol {self.protocol!r} has no use for it. Remove it.")
+                raise OptionError(name, value, f"protocol {self.protocol!r} does not use it", "Remove it.")
         if not math.isfinite(self.scale) or self.scale == 0:
-            raise ValueError(f"scale={self.scale}: no score would be left. Set a finite number other than 0.")
+            raise OptionError("scale", self.scale, "every score would be lost", "Set a finite number other than 0.")
         if judge:
             _require_one_group(self.pattern or JUDGE_PATTERN)
             object.__setattr__(self, "template", self.template or JUDGE_TEMPLATE)
         object.__setattr__(self, "fields", _fields(self.template or ""))
 
     def batch_size(self, asked: int | None) -> int:
-        """Completions per request."""
+        """Return the number of completions per request."""
         batches = self.protocol == "score" or (self.protocol != "openai_judge" and self.template is not None)
         if asked is not None and not batches:
             cure = "Remove it." if self.protocol == "openai_judge" else "Remove it, or set a template."
-            raise ValueError(f"batch_size={asked}: protocol {self.protocol!r} sends one chat per request. {cure}")
+            raise OptionError("batch_size", asked, f"protocol {self.protocol!r} sends one chat per request", cure)
         if asked is not None and asked < 1:
-            raise ValueError(f"batch_size={asked}: nothing could be sent. Set batch_size >= 1.")
+            raise OptionError("batch_size", asked, "must be 1 or more", "Set batch_size >= 1.")
         return (asked or 16) if batches else 1
 
     def rows(
         self, prompts: Sequence[Completion], completions: Sequence[Completion], columns: Mapping[str, Any]
     ) -> list[_Row]:
-        """The completions with the columns that the template names."""
+        """Return the completions with the columns that the template names."""
         for name in self.fields:
             if name not in columns:
-                raise ValueError(f"template names {{{name}}}, which is no column. {did_you_mean(name, columns)}")
+                raise ValueError(f"template names {{{name}}}, which is not a column. {did_you_mean(name, columns)}")
         rows = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             texts = {name: columns[name][i] for name in self.fields}
@@ -147,7 +148,7 @@ class _Form:
         return rows
 
     def request(self, rows: list[_Row]) -> dict[str, Any]:
-        """JSON body for some completions."""
+        """Return the JSON body for some completions."""
         body: dict[str, Any] = {"model": self.model}
         if self.protocol == "score":
             body |= {"text_1": [r.texts["prompt"] for r in rows], "text_2": [r.texts["completion"] for r in rows]}
@@ -163,7 +164,7 @@ class _Form:
         return [(self.template or "").format_map(row.texts) for row in rows]
 
     def scores(self, answer: Any, count: int) -> list[float | None]:
-        """Scores in an answer.
+        """Return the scores in an answer.
 
         Raises:
             LookupError, TypeError, ValueError, AttributeError, OverflowError: it has another form.
@@ -199,7 +200,7 @@ def _joined(client: Client, form: _Form, counts: list[int], answers: list[Any]) 
     return scores
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise TypeError(f"{value!r} is not a number")
     return value
@@ -212,7 +213,7 @@ def _chosen(values: Any, index: int | None) -> float | None:
 
 
 def _pooled(data: Any, index: int | None) -> float | None:
-    """Of a model that scores every token, such as InternLM2-reward in vLLM, the last token's."""
+    """Return the score; the last token's of a model that scores every token, such as InternLM2-reward in vLLM."""
     return _chosen(data[-1] if data and isinstance(data[-1], list) else data, index)
 
 
@@ -228,7 +229,8 @@ def _key(api_key_env: str | None) -> str | None:
         return None
     key = os.environ.get(api_key_env, "").strip()
     if not key:
-        raise ValueError(f"api_key_env={api_key_env!r}: no such environment variable. Export the key under that name.")
+        cure = "Export the key under that name."
+        raise OptionError("api_key_env", api_key_env, "no such environment variable", cure)
     return key
 
 
@@ -236,22 +238,24 @@ def _require_one_group(pattern: str) -> None:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        raise ValueError(f"pattern={pattern!r} is no regular expression: {error}.") from None
+        reason = f"not a regular expression ({error})"
+        raise OptionError("pattern", pattern, reason, "Correct it.") from None
     if groups != 1:
-        raise ValueError(f"pattern={pattern!r} has {groups} groups. Put the number into one, others into (?:...).")
+        cure = "Put the number into one, others into (?:...)."
+        raise OptionError("pattern", pattern, f"it has {groups} groups", cure)
 
 
 def _fields(template: str) -> set[str]:
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
-        raise ValueError(f"template={template!r}: {error}. Write {{{{ and }}}} for braces.") from None
+        raise OptionError("template", template, str(error), "Write {{ and }} for braces.") from None
     roots = {re.split(r"[.\[]", name)[0] for name in names}
     return roots - {"prompt", "completion"}
 
 
 def _prompt_text(prompt: Completion) -> str:
-    """The prompt itself, or its messages, with their roles if there are several."""
+    """Return the prompt itself, or its messages, with their roles if there are several."""
     if isinstance(prompt, str):
         return prompt
     contents = [completion_text([{"content": message.get("content")}]) for message in prompt]

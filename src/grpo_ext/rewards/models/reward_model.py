@@ -1,6 +1,6 @@
 """Scores of a reward model: its own dtype, device, revision and chat template, in micro-batches that change no score.
 
-A model is loaded at its first chat, once per process, and shared by every reward with the same loading options.
+A model is loaded for its first chat, once per process, and shared by all rewards with the same loading options.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.models.loaded_model import LoadedModel, Source, shared
 from grpo_ext.rewards.models.scoring import Chat, blended_scores, clipped_score
-from grpo_ext.rewards.protocol import rewards
+from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, completion_text
 
 logger = logging.getLogger(__name__)
@@ -37,13 +37,13 @@ def reward_model(
     max_length: int | None = None,
     score_clip: float | None = None,
     answer_weight: float = 0.0,
-    **_: Any,
+    **_: object,
 ) -> list[float | None]:
     """Score of prompt + completion by a reward model; None for a chat that it cannot score.
 
-    All but the last two options are those of `RewardModelScorer`. `score_clip` c clips each score to [-c, c]. A
-    completion with `<answer>...</answer>` gets (1 - answer_weight) of its score and answer_weight of the score of the
-    answer's content alone: 0.6, with score_clip 3, is MiniMind's (github.com/jingyaogong/minimind).
+    All options but the last two are those of `RewardModelScorer`. `score_clip` c clips each score to [-c, c]. A
+    completion with `<answer>...</answer>` gets (1 - answer_weight) of its score and answer_weight of the score of its
+    content: 0.6, with score_clip 3, is MiniMind's (github.com/jingyaogong/minimind).
 
     Raises:
         ValueError: an option is out of range, or the model is not a reward model of that kind.
@@ -51,11 +51,10 @@ def reward_model(
     options = (kind, dtype, device, revision, trust_remote_code, micro_batch_size, max_length)
     scorer = RewardModelScorer(model, *options)
     if score_clip is not None and not score_clip > 0:
-        raise ValueError(
-            f"score_clip={score_clip}: the score would vanish or flip. Set score_clip > 0, or leave it out."
-        )
+        cure = "Set score_clip > 0, or leave it out."
+        raise OptionError("score_clip", score_clip, "the score would vanish or flip", cure)
     if not 0 <= answer_weight <= 1:
-        raise ValueError(f"answer_weight={answer_weight}: it is a share of the score. Set it in [0, 1].")
+        raise OptionError("answer_weight", answer_weight, "it is a share of the score", "Set it in [0, 1].")
     clip = math.inf if score_clip is None else score_clip
     return blended_scores(
         lambda chats: [clipped_score(score, clip) for score in scorer(chats)], prompts, completions, answer_weight
@@ -72,8 +71,8 @@ class RewardModelScorer:
     `model` is a hub id or a folder. `kind`: "sequence_classification" (one label), "get_score" (a model class with
     `get_score(tokenizer, chat)`, as InternLM2-reward, or also `get_scores(tokenizer, chats)`), or "auto", by the
     model's config. `dtype`: "auto" is the checkpoint's. `device`: by default this process's accelerator, else the CPU.
-    `max_length`, in tokens: by default what model and tokenizer take. A longer chat is None, not cut: a cut chat is
-    another chat. Padding is on the tokenizer's side. A micro-batch that runs out of CUDA memory is halved for good.
+    `max_length`, in tokens: by default what model and tokenizer take. A longer chat is None: cutting it would
+    change it. Padding is on the tokenizer's side. A micro-batch that runs out of CUDA memory is halved for good.
 
     Raises:
         ValueError: an option is out of range; when called, if the model is not a reward model of that kind.
@@ -91,13 +90,13 @@ class RewardModelScorer:
     def __post_init__(self) -> None:
         for name, choices in (("kind", get_args(Kind)), ("dtype", get_args(Dtype))):
             if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name}={value!r} is not one of a reward model. {did_you_mean(str(value), choices)}")
+                raise OptionError(name, value, "unknown", did_you_mean(str(value), choices))
         for name in ("micro_batch_size", "max_length"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}={value}: nothing could be scored. Set {name} >= 1.")
+                raise OptionError(name, value, "must be 1 or more", f"Set {name} >= 1.")
 
     def __call__(self, chats: Sequence[Chat]) -> list[float | None]:
-        """Scores of the chats, in their order."""
+        """Return the scores of the chats, in order."""
         if not chats:
             return []
         loaded = shared(Source(self.model, self.kind, self.dtype, self.device, self.revision, self.trust_remote_code))
@@ -125,14 +124,13 @@ class RewardModelScorer:
 
     def _limit(self, loaded: LoadedModel) -> float:
         if self.max_length is not None and self.max_length > loaded.max_length:
-            raise ValueError(
-                f"max_length={self.max_length}: {self.model!r} takes at most {loaded.max_length} tokens. Lower it."
-            )
+            reason = f"{self.model!r} takes at most {loaded.max_length} tokens"
+            raise OptionError("max_length", self.max_length, reason, "Lower it.")
         return self.max_length or loaded.max_length
 
 
 def scorer_from(options: Mapping[str, Any]) -> RewardModelScorer:
-    """Scorer with a recipe's options, the fields of `RewardModelScorer`.
+    """Return a scorer with a recipe's options, the fields of `RewardModelScorer`.
 
     Raises:
         ValueError: an option is unknown or out of range, or `model` is missing.
@@ -140,14 +138,14 @@ def scorer_from(options: Mapping[str, Any]) -> RewardModelScorer:
     known = [option.name for option in fields(RewardModelScorer)]
     for name in options:
         if name not in known:
-            raise ValueError(f"reward_model has {name!r}, which is no option of it. {did_you_mean(str(name), known)}")
+            raise OptionError(f"reward_model.{name}", options[name], "no such option", did_you_mean(str(name), known))
     if not isinstance(options.get("model"), str):
-        raise ValueError(f"reward_model={dict(options)!r} names no model. Add model: a hub id or a folder.")
+        raise OptionError("reward_model", dict(options), "it has no model", "Add model: a hub id or a folder.")
     return RewardModelScorer(**options)
 
 
 def _plain(chat: Chat) -> Chat | None:
-    """The chat with contents as text, or None if it holds an image or the like, which a text model cannot see."""
+    """Return the chat with contents as text, or None if it holds an image or the like, unfit for a text model."""
     for message in chat:
         content = message.get("content")
         blocks = content if isinstance(content, Sequence) and not isinstance(content, str) else []

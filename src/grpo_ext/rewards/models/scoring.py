@@ -1,4 +1,4 @@
-"""Chats for a reward model, and what becomes of its scores."""
+"""Chats for a reward model, and clipping and blending of its scores."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ Scorer: TypeAlias = Callable[[list[Chat]], Sequence[float | None]]
 
 
 def clipped_score(score: float | None, clip: float = 3.0) -> float | None:
-    """Score clipped to [-clip, clip]; None if the scorer gave none or a value that is not finite."""
+    """Return the score clipped to [-clip, clip]; None if the scorer gave none or a value that is not finite."""
     if score is None or not math.isfinite(score):
         return None
     return max(-clip, min(clip, float(score)))
 
 
 def blend(full: float | None, answer: float | None, answer_weight: float = 0.6) -> float | None:
-    """(1 - w) full + w answer; None if either is None."""
+    """Return (1 - w) full + w answer; None if either is None."""
     if full is None or answer is None:
         return None
     return (1 - answer_weight) * full + answer_weight * answer
@@ -27,9 +27,9 @@ def blend(full: float | None, answer: float | None, answer_weight: float = 0.6) 
 def blended_scores(
     score: Scorer, prompts: Sequence[Completion], completions: Sequence[Completion], answer_weight: float
 ) -> list[float | None]:
-    """Scores of prompt + completion, blended with those of the content of `<answer>...</answer>` where there is one.
+    """Return scores of prompt + completion, blended with those of the content of `<answer>...</answer>` if present.
 
-    All chats, the answers' after the completions', go to `score` in one call; with weight 0 no answer is scored.
+    All chats go to `score` in one call, the answers' after the completions'; with weight 0 no answer is scored.
     """
     answers = [_first_answer(completion_text(c)) if answer_weight else None for c in completions]
     marked = {i: answer for i, answer in enumerate(answers) if answer is not None}
@@ -42,13 +42,13 @@ def blended_scores(
 
 
 def _first_answer(text: str) -> str | None:
-    """Content of the first block, unlike `accuracy`, stripped, or None without one."""
+    """Return the content of the first block (`accuracy` takes the last), stripped, or None without one."""
     answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
     return answer.strip() if closed else None
 
 
 def chat_of(prompt: Completion, completion: Completion) -> Chat:
-    """One chat: a text becomes the user's or the assistant's message, and a reply without a role the assistant's."""
+    """Return a chat: a text becomes the user's or the assistant's message, a reply without a role the assistant's."""
     opening: Chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if isinstance(completion, str):
         return [*opening, {"role": "assistant", "content": completion}]
