@@ -89,20 +89,7 @@ def model_card(
     tags: Sequence[str],
     tracked: Sequence[str] = (),
 ) -> str:
-    """Return the text of a card.
-
-    Args:
-        name: the model's name.
-        address: its repository or folder.
-        record: what defines the run (`recipe.json`).
-        objective: the loss.
-        rewards: weights by name.
-        log: `log_history`.
-        adapter_of: the base model of an adapter.
-        steps: completed, and planned.
-        tags: of the hub.
-        tracked: addresses of the run at experiment trackers.
-    """
+    """Return the text of a card: `record` defines the run (`recipe.json`), `steps` are those completed and planned."""
     start = record.get("model_name_or_path") or adapter_of or "a model object whose name is not known"
     base, system = adapter_of or start, record.get("system_prompt")
     metadata = ModelCardData(

@@ -25,9 +25,7 @@ from grpo_ext.trainer.checkpoints.manifest import (
     branch_of,
     damage,
     newest_first,
-    read,
     step_of,
-    strangers,
 )
 
 logger = logging.getLogger(__name__)
@@ -82,7 +80,6 @@ def newest_sound(output_dir: Path, since: int = 0, beyond: int = -1) -> Sound | 
         if not (found := faults(path)):
             for message in damaged:
                 logger.warning(f"{message} It is not used.")
-            _mention_strangers(path)
             return Sound(path)
         damaged.append(f"{path} is damaged: {_listed(found)}.")
     if not damaged:
@@ -107,7 +104,6 @@ def named(checkpoint: Path) -> Sound:
         cure = f"It holds {', '.join(inside)}: name one of them." if inside else "Name another checkpoint, or 'last'."
         reason = f"it is not a sound checkpoint: {_listed(found)}"
         raise ConfigError([Problem("resume_from_checkpoint", str(checkpoint), reason, cure)])
-    _mention_strangers(checkpoint)
     return Sound(checkpoint)
 
 
@@ -143,12 +139,6 @@ def _gaps(checkpoint: Path, further: Mapping[str, Sequence[str]] = MappingProxyT
         if not any(path.stat().st_size for name in names for path in checkpoint.glob(name)):
             found.append(f"it has no {what}")
     return found
-
-
-def _mention_strangers(checkpoint: Path) -> None:
-    content = read(checkpoint / MANIFEST)
-    if isinstance(content, dict) and (extra := strangers(checkpoint, content["files"])):
-        logger.warning(f"{checkpoint} holds files that are not in its manifest and are not read: {', '.join(extra)}.")
 
 
 def _listed(found: list[str]) -> str:

@@ -161,8 +161,8 @@ def damage(folder: Path, *, hashes: bool = True) -> list[str]:
     if content.get("weights_alone"):
         found.append("it holds only weights (save_only_model), from which a run cannot resume")
     found += changes(folder, content["files"], hashes=hashes)
-    found += [f"{name} does not belong to it" for name in strangers(folder, content["files"]) if _would_be_read(name)]
-    return found
+    unlisted = sorted(set(files_in(folder)) - set(content["files"]))
+    return found + [f"{name} does not belong to it" for name in unlisted if _READ_IF_PRESENT.fullmatch(name)]
 
 
 def changes(folder: Path, files: dict[str, dict[str, Any]], *, hashes: bool = True) -> list[str]:
@@ -186,15 +186,6 @@ def _change(path: Path, name: str, entry: dict[str, Any], hashes: bool) -> str |
     except (OSError, ValueError) as error:
         return f"{name} cannot be read ({_reason(error)})"
     return None
-
-
-def strangers(folder: Path, files: Iterable[str]) -> list[str]:
-    """Return the files that the manifest does not list."""
-    return sorted(set(files_in(folder)) - set(files))
-
-
-def _would_be_read(name: str) -> bool:
-    return _READ_IF_PRESENT.fullmatch(name) is not None
 
 
 def _reason(error: Exception) -> str:
