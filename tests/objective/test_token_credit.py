@@ -140,7 +140,7 @@ ESTIMATED = {
 
 @pytest.mark.parametrize("estimator", ESTIMATED)
 @every_trained_pair
-def test_what_an_estimator_gives_to_a_token_arrives_at_it(name, level, estimator):
+def test_an_advantage_per_token_reaches_its_token(name, level, estimator):
     """Just off policy, inside every clip: a gradient is minus the token's advantage, times its ratio and weight."""
     settled = objective(name, importance_sampling_level=level, **SUMMED | ESTIMATED[estimator])
     inputs = batch()
@@ -198,7 +198,7 @@ def test_the_kl_of_a_completion_does_not_depend_on_the_shape_of_the_advantages()
     [(whole_completion, "also depends on the advantages of the completion's other tokens"), (narrow, "RuntimeError")],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_loss_of_ones_own_is_refused_where_it_cannot_train_tokens_apart(function, words):
+def test_a_users_loss_that_mixes_tokens_is_refused_with_token_advantages(function, words):
     (problem,) = problems(f"{__name__}:{function.__name__}", advantage_estimator="turn_return")
     assert words in problem
     assert problems(f"{__name__}:{function.__name__}", advantage_estimator="group") == []
