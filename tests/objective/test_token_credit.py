@@ -10,6 +10,7 @@ from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.credit import mixes_tokens
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
+from grpo_ext.objective.objective import resolve
 from support.pure import UNSET, batch, loss_and_gradient, objective
 
 ROWS = [name for i, name in enumerate(losses) if losses[name] not in list(losses.values())[:i]]
@@ -59,10 +60,12 @@ GIVES_TOKENS = {
 
 
 def problems(name: str, **settings) -> list[str]:
-    """What `check` says of the functions of a recipe."""
+    """Return the problems that `check` finds in the functions of a recipe."""
     config = {"loss_defaults": "paper", "beta": 0.0, "max_completion_length": 7, **dict.fromkeys(UNSET)}
     config |= {"num_generations": 4, "use_vllm": False, "multi_objective_aggregation": "sum_then_normalize"}
-    return rehearsal_problems(SimpleNamespace(**config | {"loss_type": name} | settings))
+    given = SimpleNamespace(**config | {"loss_type": name} | settings)
+    given.objective = resolve(given)
+    return [str(problem) for problem in rehearsal_problems(given)]
 
 
 @every_pair
