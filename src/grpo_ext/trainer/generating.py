@@ -20,9 +20,8 @@ from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-from grpo_ext.rollout.empty_completions import fill_empty, without_empty_completions
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.trajectories import completions_seen, parents_of, with_trajectories
+from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.trainer.acting import Acting
@@ -59,8 +58,7 @@ class GeneratingTrainer(Lifecycle):
             self.rollout_func = self._play
         if self.rollout_func is not None:
             ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-            self.rollout_func = with_trajectories(self.rollout_func, ends)
-            self.rollout_func = without_empty_completions(self.rollout_func, self._tokenizer.eos_token_id)
+            self.rollout_func = completed(self.rollout_func, ends, self._tokenizer.eos_token_id)
         self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
         drift = self.use_vllm and args.rollout_drift != 0
         self._drift = DriftCheck(args, self.vllm_generation) if drift else None
