@@ -28,7 +28,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.checks import ALSO, mixture_problems, part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
 from grpo_ext.recipe.files import as_list, find_recipe, read_yaml, split_config
-from grpo_ext.recipe.foreign import projects
+from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.launching import take_launch
 from grpo_ext.recipe.look import no_look, stand_in
 from grpo_ext.recipe.lora import ignored
@@ -77,7 +77,7 @@ def load_recipe(
     file = find_recipe(name) if name else None
     folder = file.resolve().parent if file else None
     values = read_yaml(file) if file else {}
-    if foreign := projects.foreign_file(values, str(name), frozenset(all_keys())):
+    if foreign := recognise.foreign_file(values, str(name), frozenset(all_keys())):
         raise ConfigError([foreign])
     problems: list[str] = []
     os.environ.update(take_env(values, problems))
@@ -91,7 +91,7 @@ def load_recipe(
     parts = {part: _parse_part(part, values, args, folder, problems, given, unread) for part in PARTS}
     script, data, training, model, mixture = (parts[part] for part in PARTS)
     if model is not None and not rewards_only:
-        refused = {problem.partition("=")[0] for problem in problems}
+        refused = {str(problem).partition("=")[0] for problem in problems}
         problems += ignored({*values, *_flags(args)} - refused, model)
     if model is not None and re.fullmatch(r"\w+", str(model.lora_target_modules or "")):
         # TRL takes a list of one apart, and PEFT takes what it held for a regular expression of whole paths
@@ -147,7 +147,7 @@ def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[st
         elif isinstance(values.get(key), Mapping) and set(values[key]) & set(known):
             inside = ", ".join(map(str, values[key]))
             yield f"{key}: no such key. A recipe is flat: write {inside} without {key} above."
-        elif (found := projects.answer(str(key))) is not None:
+        elif (found := recognise.answer(str(key))) is not None:
             yield f"{key}{value}: {found}"
         else:
             yield f"{key}{value}: no such key. {_hint(str(key), known)}"
@@ -229,7 +229,7 @@ def _parse_part(
             is_word = key in lists and isinstance(value, str) and value.startswith("[")
             given[key] = as_list(key, [value] if is_word else value, unread)
         for key in given.keys() & PATHS:
-            unread += unknown(key, given[key])
+            unread += [(str(p.value), str(p)) for p in unknown(key, given[key])]
             given[key] = expand(key, given[key])
         if part is not GRPOExtConfig:  # which tells of its types itself, with all that is wrong in it
             given, told = sound_values(part, parsed, ALSO)
@@ -238,7 +238,7 @@ def _parse_part(
             given[key] = located(given[key], folder) if isinstance(given[key], str) else given[key]
         return part(**given)
     except ConfigError as error:
-        problems += error.problems
+        problems += map(str, error.problems)
     except (ImportError, OSError, TypeError, ValueError) as error:
         problems.append(f"{part.__name__}: {error}")
     return None
@@ -253,7 +253,7 @@ def _as_given(values: dict[str, Any] | None) -> Any:
 
 def _each_once(problems: list[str], unread: list[tuple[str, str]]) -> list[str]:
     """Leave out what follows from a value that was of the wrong type, or that could not be read."""
-    problems = [problem for problem in problems if not any(text in problem for text, _ in unread)]
+    problems = [text for text in map(str, problems) if not any(part in text for part, _ in unread)]
     problems += [sentence for _, sentence in unread]
     wrong = {problem.partition("=")[0] for problem in problems if " is expected. " in problem}
     told: set[str] = set()
