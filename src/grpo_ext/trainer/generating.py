@@ -137,7 +137,7 @@ class GeneratingTrainer(Lifecycle):
         assert self.acting is not None
         assert self._collecting is not None
         sampling, ends = sampling_of(self, self.args, self._engine), frozenset(self.eos_token_ids)
-        renderer = Renderer(self._tokenizer, self.chat_template_kwargs)
+        renderer = Renderer(self._tokenizer, cast(dict[str, Any], self.chat_template_kwargs))
         played = self.acting.play(self._collecting, sampling, ends, renderer)
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in self.acting.figures(played, self.accelerator).items():
