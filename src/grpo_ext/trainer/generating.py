@@ -246,7 +246,7 @@ class GeneratingTrainer(Lifecycle):
                 self._metrics[mode][name].append(value)
 
         dtype, remember = output["advantages"].dtype, mode == "train"
-        credited = self._credit.advantages(rewards, weights, tokens, log_metric, dtype=dtype, remember=remember)
+        credited = self._credit.advantages(rewards, weights, total, tokens, log_metric, dtype=dtype, remember=remember)
         self._note_zero_advantages(rewards, credited.silent, mode)
         _replace_tail(self._logs["advantages"], credited.by_completion().tolist())
         output["advantages"] = credited.local(rank, *output["completion_ids"].shape)
