@@ -135,7 +135,7 @@ class GeneratingTrainer(Lifecycle):
         assert self.acting is not None
         assert self._collecting is not None
         sampling, ends = sampling_of(self, self.args, self._engine), frozenset(self.eos_token_ids)
-        renderer = Renderer(self._tokenizer, self.chat_template_kwargs)
+        renderer = Renderer(self._tokenizer, cast(dict[str, Any], self.chat_template_kwargs))
         played = self.acting.play(self._collecting, sampling, ends, renderer)
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in self.acting.figures(played, self.accelerator).items():
@@ -244,7 +244,7 @@ class GeneratingTrainer(Lifecycle):
                 self._metrics[mode][name].append(value)
 
         dtype, remember = output["advantages"].dtype, mode == "train"
-        credited = self._credit.advantages(rewards, weights, tokens, log_metric, dtype=dtype, remember=remember)
+        credited = self._credit.advantages(rewards, weights, total, tokens, log_metric, dtype=dtype, remember=remember)
         self._note_zero_advantages(rewards, credited.silent, mode)
         _replace_tail(self._logs["advantages"], credited.by_completion().tolist())
         output["advantages"] = credited.local(rank, *output["completion_ids"].shape)
