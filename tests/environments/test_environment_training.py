@@ -147,7 +147,11 @@ def test_trls_class_makes_the_rows_that_it_makes_in_trl(tmp_path):
         speakers.model(made), [], GRPOConfig(str(tmp_path), **settings), environment_factory=worlds.Counter, **common
     )
     ours = type("Ours", (speakers.Ours,), {"script": script})(
-        speakers.model(made), None, GRPOExtConfig(str(tmp_path), **settings), environments=[worlds.Counter], **common
+        speakers.model(made),
+        None,
+        GRPOExtConfig(str(tmp_path), environment_waves="turn", **settings),  # the script counts the rows of a wave
+        environments=[worlds.Counter],
+        **common,
     )
     by_trls_loop = type("Ours", (speakers.Ours,), {"script": script})(
         speakers.model(made),

@@ -1,4 +1,4 @@
-"""Guess the number: the environment says higher or lower."""
+"""Guess the number: the environment answers higher or lower."""
 
 import random
 import re
