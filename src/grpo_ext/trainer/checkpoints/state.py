@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
-from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
@@ -206,7 +206,7 @@ def evaluation_due(args: GRPOExtConfig, state: TrainerState, *, epoch_over: bool
     return not any(row["step"] == step and any(name.startswith("eval_") for name in row) for row in state.log_history)
 
 
-def load_default_adapter(model: PreTrainedModel | PeftModel, checkpoint: Path) -> None:
+def load_default_adapter(model: nn.Module, checkpoint: Path) -> None:
     """Load the adapter `default`, which transformers does not load from a folder with several adapters."""
     if not isinstance(model, PeftModel) or "default" not in model.peft_config or len(model.peft_config) < 2:
         return
