@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 TABLE = ("prompt", "completion", "advantages")
 """Columns of TRL's table of completions; `rewards` and `extra` hold further ones, images are not kept."""
-MicroBatches = list[dict[str, Any]]
 
 
 class HasState(Protocol):
@@ -110,7 +109,7 @@ def read(folder: Path, trainer: HasState) -> dict[str, Any] | None:
     return None
 
 
-def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[MicroBatches, list[StepTotals]]:
+def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[list[Any], list[StepTotals]]:
     """Restore what `write` saved; return the micro-batches and totals of a generation that was in use, else []."""
     trainer._step = state["step"]
     trainer._metrics["train"].update({name: list(values) for name, values in state["metrics"].items()})
