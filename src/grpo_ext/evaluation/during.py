@@ -1,7 +1,7 @@
 """Evaluate `eval_sets` while a run trains: before its first step, at each set's interval and after its last step."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
 
 from rich.console import Console
 from transformers import Trainer, TrainerCallback, TrainerState
@@ -10,9 +10,7 @@ from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.evaluation.results import FOLDER, flat, result, table
-
-if TYPE_CHECKING:
-    from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+from grpo_ext.evaluation.sampling import HasEngine
 
 
 class DuringTraining(TrainerCallback):
@@ -24,7 +22,7 @@ class DuringTraining(TrainerCallback):
         workers: worker processes of the rewards.
     """
 
-    def __init__(self, trainer: "GRPOExtTrainer", sets: list[tuple[EvalSet, list[Row]]], workers: int | None) -> None:
+    def __init__(self, trainer: HasEngine, sets: list[tuple[EvalSet, list[Row]]], workers: int | None) -> None:
         self.trainer, self.sets, self.workers = trainer, sets, workers
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
@@ -55,5 +53,5 @@ class DuringTraining(TrainerCallback):
             found.write(folder / f"step_{step}.json")
             Console().print(table([found]))
         due = trainer.control.should_log  # the step's own log; any log resets this flag
-        Trainer.log(trainer, flat(found))
+        Trainer.log(cast(Trainer, trainer), flat(found))
         trainer.control.should_log = due

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
@@ -18,14 +18,11 @@ from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import RewardError
-from grpo_ext.evaluation.sampling import evaluating, seeded
+from grpo_ext.evaluation.sampling import HasEngine, evaluating, seeded
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.seeds import Source, numbered
-
-if TYPE_CHECKING:
-    from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 
 TURNS, FAILED = f"{ENVIRONMENT}/turns", f"{ENVIRONMENT}/failed"
 READ = "answer_parsed"
@@ -33,7 +30,7 @@ READ = "answer_parsed"
 
 
 def evaluate(
-    trainer: "GRPOExtTrainer",
+    trainer: HasEngine,
     chosen: EvalSet,
     rows: Sequence[Mapping[str, Any]],
     *,
@@ -89,7 +86,7 @@ def prompts_at_a_time(args: GRPOExtConfig, samples: int, prompts: int) -> int:
 
 
 def _sample(
-    trainer: "GRPOExtTrainer",
+    trainer: HasEngine,
     chosen: EvalSet,
     rows: Sequence[Mapping[str, Any]],
     places: range,
@@ -126,9 +123,7 @@ def _sample(
     return samples, columns | {"completions": completions[: len(real)], "completion_ids": ids[: len(real)]}
 
 
-def _add_rewards(
-    trainer: "GRPOExtTrainer", samples: list[Row], columns: dict[str, list[Any]], runtime: Runtime
-) -> list[str]:
+def _add_rewards(trainer: HasEngine, samples: list[Row], columns: dict[str, list[Any]], runtime: Runtime) -> list[str]:
     """Add rewards, and the columns that rewards log, to samples; return the errors of rewards that end the run."""
     found: dict[str, Sequence[Any]] = {}
     extras: dict[str, list[Any]] = {}

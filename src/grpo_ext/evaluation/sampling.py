@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,15 +11,37 @@ from transformers import GenerationConfig
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.eval_sets import EvalSet
+from grpo_ext.data.rows import Row
+from grpo_ext.rollout.collected import Collected
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Purpose, derived
 
-if TYPE_CHECKING:
-    from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+
+class HasEngine(Protocol):
+    """The members of a trainer that an evaluation uses."""
+
+    model: Any
+    model_wrapped: Any
+    args: Any
+    accelerator: Any
+    state: Any
+    control: Any
+    acting: Any
+    use_vllm: bool
+    vllm_generation: Any
+    num_generations_eval: Any
+    generation_config: Any
+    generation_kwargs: Any
+    eos_token_ids: Any
+    _tokenizer: Any
+    _metrics: Any
+
+    def rollouts(self, rows: list[Row], attempts: list[AttemptId]) -> Collected:
+        """Return one generation."""
 
 
 @contextmanager
-def evaluating(trainer: "GRPOExtTrainer", chosen: EvalSet) -> Iterator[None]:
+def evaluating(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
     """Evaluate and sample by the settings of a set inside the context; restore the trainer's state after it."""
     training, model = trainer.model.training, trainer.model_wrapped
     metrics, group = dict(trainer._metrics["eval"]), trainer.num_generations_eval
@@ -36,7 +58,7 @@ def evaluating(trainer: "GRPOExtTrainer", chosen: EvalSet) -> Iterator[None]:
 
 
 @contextmanager
-def seeded(trainer: "GRPOExtTrainer", chunk: int, attempts: Sequence[AttemptId]) -> Iterator[None]:
+def seeded(trainer: HasEngine, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[None]:
     """Sample one chunk of prompts identically on any process; `attempts` are its rows."""
     drawn = derived(Purpose.CHUNK, attempts[0].seed, chunk)
     random.seed(drawn)
@@ -48,7 +70,7 @@ def seeded(trainer: "GRPOExtTrainer", chunk: int, attempts: Sequence[AttemptId])
 
 
 @contextmanager
-def _transformers(trainer: "GRPOExtTrainer", chosen: EvalSet) -> Iterator[None]:
+def _transformers(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
     config, given = trainer.generation_config, trainer.generation_kwargs
     kwargs = {**given, "do_sample": chosen.temperature > 0, "max_new_tokens": _length(trainer, chosen)}
     for name in ("temperature", "top_p", "top_k", "min_p"):
@@ -61,7 +83,7 @@ def _transformers(trainer: "GRPOExtTrainer", chosen: EvalSet) -> Iterator[None]:
 
 
 @contextmanager
-def _vllm(trainer: "GRPOExtTrainer", chosen: EvalSet) -> Iterator[None]:
+def _vllm(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
     settings = {
         "temperature": chosen.temperature,
         "top_p": chosen.top_p,
@@ -73,5 +95,5 @@ def _vllm(trainer: "GRPOExtTrainer", chosen: EvalSet) -> Iterator[None]:
         yield
 
 
-def _length(trainer: "GRPOExtTrainer", chosen: EvalSet) -> int:
+def _length(trainer: HasEngine, chosen: EvalSet) -> int:
     return chosen.max_completion_length or trainer.args.max_completion_length
