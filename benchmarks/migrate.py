@@ -17,7 +17,6 @@ from pathlib import Path
 
 from grpo_ext.commands.migrate import migrated, refusals
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.foreign.projects import PROJECTS
 from grpo_ext.recipe.foreign.python import exchange
 from grpo_ext.recipe.foreign.writing import written
 
@@ -91,14 +90,14 @@ def tried(path: Path, title: str) -> dict:
         try:
             exchange(path)
         except ConfigError as error:
-            return {"outcome": "refused", "why": error.problems[0]}
+            return {"outcome": "refused", "why": str(error.problems[0])}
         return {"outcome": "exchange"}
     try:
-        kind, draft = migrated(path)
+        _, draft = migrated(path)
     except ConfigError as error:
-        return {"outcome": "refused", "why": error.problems[0].replace(str(path), title)}
-    text = written(draft, title, PROJECTS[kind].title, "recipe.yaml")
-    problems = [problem for problem in refusals(text) if not ELSEWHERE.search(problem)]
+        return {"outcome": "refused", "why": str(error.problems[0]).replace(str(path), title)}
+    text = written(draft, title, "recipe.yaml")
+    problems = [problem for problem in refusals(text) if not ELSEWHERE.search(str(problem))]
     return {
         "outcome": "recipe",
         "check passes": not problems,
@@ -107,9 +106,9 @@ def tried(path: Path, title: str) -> dict:
         "converted": len(draft.converted),
         "left out": len(draft.left),
         "asked": len(draft.given) - len(draft.converted) - len(draft.left),
-        "unknown": sorted(key for key, why in draft.left.items() if why == "not known here"),
+        "unknown": sorted(key for key, why in draft.left.items() if why == "unknown key"),
         "decisions": draft.decisions,
-        "check": problems,
+        "check": [str(problem) for problem in problems],
     }
 
 

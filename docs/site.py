@@ -26,6 +26,10 @@ REFERENCE = {
         "losses surrogates ratios kl advantages combinations aggregation",
     ),
     "rewards": ("Rewards", "rewards.library", None),
+    "trainer": ("GRPOExtTrainer", "trainer", "grpo_trainer"),
+    "config": ("GRPOExtConfig", "config", "grpo_config"),
+    "environments": ("Conversation and Step", "environments", "protocol"),
+    "trajectory": ("Trajectory and Turn", "objective", "trajectory"),
 }
 """Pages of docstrings: title, package, and its modules in order; None for all."""
 

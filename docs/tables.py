@@ -12,7 +12,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from trl import GRPOConfig
 
 from grpo_ext.commands.lists import by_entry as entries
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.settings import Change, settings_changed_by
+from grpo_ext.config.settings import SETTINGS, Change, Setting, settings_changed_by
 from grpo_ext.config.spec import Spec
 from grpo_ext.data.config import DataConfig
 from grpo_ext.objective.advantages import estimators
@@ -33,8 +32,9 @@ from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import resolve
 from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
-from grpo_ext.recipe.foreign.draft import own_default
-from grpo_ext.recipe.foreign.projects import NO_RECIPES, PROJECTS
+from grpo_ext.recipe.foreign.engine import own_default
+from grpo_ext.recipe.foreign.trl import TRL
+from grpo_ext.recipe.help import MODEL, OURS, REWARDS_AND_DATA, TRLS, subjects
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 from grpo_ext.trainer.diagnosis.recording import FIGURES
@@ -163,6 +163,34 @@ def field_table(part: Any, base: Any = None) -> str:
     )
 
 
+CHANGES = {
+    Change.NOTHING: "allowed",
+    Change.ROUNDING: "allowed: rounding differs",
+    Change.LENGTH: "allowed: the run ends elsewhere",
+    Change.SPLIT: "allowed: with the same rows in a step",
+    Change.MODEL: "allowed: for the same weights",
+    Change.ANOTHER_RUN: "refused",
+}
+
+
+def argument_tables(title: str) -> str:
+    """Return a table of every argument of a subject of `recipe.help`, with its default and its row in `SETTINGS`."""
+    rows = []
+    for f in subjects()[title]:
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        default = "" if default is dataclasses.MISSING else str(getattr(default, "value", default))
+        row = SETTINGS.get(f.name, Setting())
+        choices = None if row.choices is None else list(row.choices)
+        allowed = str(row.within or "") if choices is None else ", ".join(code(str(name)) for name in choices)
+        if row.unused:
+            allowed = f"only the default: {row.unused}"
+        elif row.function:
+            allowed += ", `./file.py:function`"
+        meaning = plain(str(f.metadata.get("help", "")).replace("%%", "%"))
+        rows.append((code(f.name), code(default), allowed, CHANGES[row.change], meaning))
+    return table(("argument", "default", "values", "in a resume", "meaning"), rows)
+
+
 def speed_table() -> str:
     """Return a table of `make bench`: stock TRL and grpo-ext side by side."""
     step, whole = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("shared_prefix", "whole_step"))
@@ -247,14 +275,14 @@ def damage_table() -> str:
     return table(("damage", "message", "resumes from"), rows)
 
 
-def foreign_defaults(kind: str) -> str:
-    """Return what a project does where its file is silent, by version; only what differs from us is written."""
+def trl_defaults() -> str:
+    """Return TRL's defaults by version, beside ours."""
     rows = []
-    for key, values in PROJECTS[kind].own_defaults.items():
+    for key, values in TRL.defaults.items():
         shown = ", ".join(f"{code(str(value))} since {since}" for since, value in values.items())
         ours = own_default(key)
         rows.append((code(key), shown, code("as loss_type says" if ours is None and key in _AXES else str(ours))))
-    return table(("key", PROJECTS[kind].title, "here, if the recipe is silent"), rows)
+    return table(("key", TRL.title, "here, if the recipe is silent"), rows)
 
 
 _AXES = ("use_bias_correction_kl", "epsilon", "loss_aggregation")
@@ -382,6 +410,10 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "aggregations": lambda: described(aggregations, "loss_aggregation", without=("max_completion_length",)),
     "rewards": reward_table,
+    "arguments_ours": lambda: argument_tables(OURS),
+    "arguments_data": lambda: argument_tables(REWARDS_AND_DATA),
+    "arguments_model": lambda: argument_tables(MODEL),
+    "arguments_trl": lambda: argument_tables(TRLS),
     "config": lambda: field_table(GRPOExtArguments, GRPOConfig),
     "data": lambda: field_table(DataConfig),
     "resumable": resumable_table,
@@ -392,8 +424,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "healthy": healthy_table,
     "textarena": textarena_table,
     "migrated": migrated_table,
-    "no_recipes": lambda: table(("kind of file", "what the message calls it"), NO_RECIPES.items()),
-    **{f"defaults_of_{name}": partial(foreign_defaults, name) for name in ("trl", "verl", "openrlhf", "swift")},
+    "defaults_of_trl": trl_defaults,
 }
 
 

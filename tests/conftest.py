@@ -69,6 +69,14 @@ def gsm8k() -> Path:
     pytest.skip("GSM8K is not beside this checkout")
 
 
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory) -> str:
+    """Folder of a tiny model that answers at random."""
+    from support import tiny
+
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture
 def runtime():
     """Makes rewards ready to score, and ends their workers."""

@@ -216,7 +216,8 @@ def test_answers_are_parsed_as_in_training(tmp_path):
 
 def test_mistakes_of_the_command_line_and_missing_columns_are_reported(file, tmp_path, capsys):
     config = ["--config", "quickstart/grpo", "--file", str(file)]
-    assert command("score", "--config", "quickstart/grpo", "--file", tmp_path) == 2
+    (tmp_path / "empty").mkdir()
+    assert command("score", "--config", "quickstart/grpo", "--file", tmp_path / "empty") == 2
     assert "log_completions: true" in capsys.readouterr().err
     file.write_text(json.dumps({"prompt": "?", "completion": "5"}))
     assert command("score", *config, "--reward_workers", "0") == 0

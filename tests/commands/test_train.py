@@ -1,11 +1,6 @@
 """`python -m grpo_ext.train`: from a recipe to a saved model, resuming, refusing; real prompts of GSM8K."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -15,10 +10,8 @@ from transformers import AutoModelForCausalLM
 from grpo_ext import ConfigError
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
-from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
 from grpo_ext.trainer.output_lock import LOCK_FILE
 from support import tiny
-from support.processes import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -158,35 +151,6 @@ def test_another_model_of_the_same_shape_is_refused(recipe, tmp_path):
     tiny.save(tmp_path / "model", seed=1, max_position_embeddings=1024)
     with pytest.raises(ConfigError, match=r"model: 'folder .* there, 'folder .* here"):
         train(load_recipe(recipe(**STEADY, model_name_or_path=model, max_steps=2)))
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes(recipe, tmp_path):
-    command = [sys.executable, "-m", "grpo_ext.train", *recipe(max_steps=60, save_steps=1, save_total_limit=2)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.time() + PATIENCE
-    while not (tmp_path / "out" / "checkpoint-3").exists():
-        assert process.poll() is None
-        assert time.time() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    resumed = checkpoint_to_resume(tmp_path / "out", None)
-    last = int(resumed.rpartition("-")[2])
-    assert 2 <= last < 60
-    trainer = train(load_recipe(recipe(max_steps=last + 2)))
-    assert trainer.state.global_step == last + 2
-
-
-@pytest.mark.slow
-def test_all_mistakes_are_reported_with_exit_code_2(recipe):
-    command = [sys.executable, "-m", "grpo_ext.train", *recipe(loss_type="gropo", temperature=0)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 2
-    assert "2 problems" in done.stderr
-    assert "Did you mean 'grpo'" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "beta_bnpo"])

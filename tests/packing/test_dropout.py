@@ -35,7 +35,7 @@ def rates(config):
     "model_type",
     ["falcon", "persimmon", "llama", "opt", "seed_oss", "gpt2", pytest.param("dbrx", id="dbrx, rates called pdrop")],
 )
-def test_a_forward_in_training_is_that_of_evaluation(model_type):
+def test_without_dropout_a_training_forward_equals_evaluation(model_type):
     """Falcon and Persimmon read their rates from the config at each forward; OPT leaves layers out."""
     model = with_rates(model_type)
     assert off_train(model) > 0.1
@@ -61,7 +61,7 @@ def test_a_checkpoint_keeps_the_rates_of_its_config(model_type, tmp_path):
     assert off_train(model) == 0
 
 
-def test_where_no_rate_is_in_the_config_a_model_is_saved_as_ever():
+def test_save_pretrained_is_not_replaced_where_the_config_has_no_rate():
     model = with_rates("llama")
     switch_dropout_off(model)
     assert "save_pretrained" not in vars(model)

@@ -17,6 +17,7 @@ from grpo_ext import GRPOExtConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.packing import micro_batches as batching
+from grpo_ext.packing import scorer
 from grpo_ext.packing.attention import NAME, attention
 from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.kernels import Run, Segments
@@ -186,7 +187,7 @@ def test_only_distinct_tokens_are_computed():
 
 
 @pytest.mark.parametrize("change", ["hole", "right-padded prompt", "no labels"])
-def test_what_cannot_be_packed_is_not(change):
+def test_masks_that_cannot_be_packed_have_no_layout(change):
     mask = MASK.clone()
     if change == "hole":
         mask[0, -COMPLETION:] = torch.tensor([1, 0, 1, 1, 0, 0, 0])
@@ -218,7 +219,7 @@ def test_the_head_over_labelled_positions(softcap, chunk, monkeypatch):
     assert torch.autograd.gradcheck(ours, (x, w, b), check_undefined_grad=False)
 
 
-def test_nothing_is_left_behind():
+def test_a_failing_forward_leaves_no_hook_and_no_attention_behind():
     model = network("llama")
     hooks = len(model.model._forward_hooks)
     layout = pack(IDS.numpy(), MASK.numpy(), COMPLETION)
@@ -265,7 +266,7 @@ def test_obstacles_are_named(reason):
     assert reason in PrefixSharing("auto", model).describe()
 
 
-def test_other_obstacles():
+def test_obstacles_of_attention_adapters_and_state_are_named():
     model = network("llama")
     model.config._attn_implementation_internal = "someones_own"
     assert "someones_own" in next(obstacles(model))
@@ -300,7 +301,7 @@ def test_adapters_of_the_embedding(adapter, setting, model_path, tmp_path):
     assert trainer.state.global_step == 1
 
 
-def test_true_where_it_is_not_exact_is_refused_before_training(tmp_path):
+def test_shared_prefix_true_is_refused_where_it_is_not_exact(tmp_path):
     model = network("mistral", sliding_window=8, vocab_size=len(tiny.WORDS))
     with pytest.raises(ConfigError, match="sliding window of 8"):
         build(model, tmp_path, shared_prefix="true")
@@ -310,16 +311,11 @@ def test_true_where_it_is_not_exact_is_refused_before_training(tmp_path):
 @pytest.mark.parametrize(
     ("value", "setting"), [(True, "true"), (False, "false"), ("auto", "auto"), ("false", "false")]
 )
-def test_the_field_takes_yamls_booleans(value, setting, tmp_path):
+def test_shared_prefix_takes_yaml_booleans(value, setting, tmp_path):
     assert GRPOExtConfig(str(tmp_path), bf16=False, use_cpu=True, shared_prefix=value).prefix_setting == setting
 
 
-def test_a_value_it_does_not_know(tmp_path):
-    with pytest.raises(ConfigError, match="shared_prefix='sometimes'"):
-        GRPOExtConfig(str(tmp_path), bf16=False, use_cpu=True, shared_prefix="sometimes")
-
-
-def test_auto_leaves_alone_what_would_gain_nothing():
+def test_auto_packs_only_where_it_saves_time():
     sharing = PrefixSharing("auto", network("llama"))
     assert sharing.layout(IDS, MASK, COMPLETION, False) is None
     assert PrefixSharing("true", network("llama")).layout(IDS, MASK, COMPLETION, False) is not None
@@ -344,7 +340,7 @@ def test_a_micro_batch_has_one_layout_with_a_gradient_and_without(factor, monkey
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_bound_of_a_gain_is_one(seed):
+def test_the_bounds_of_a_gain_are_upper_bounds(seed):
     draw = np.random.default_rng(seed)
     rows, prompt, completion = draw.integers(1, 9), draw.integers(1, 12), draw.integers(1, 8)
     kinds, lengths = draw.integers(0, draw.integers(1, 5), rows), draw.integers(0, completion + 1, rows)
@@ -358,7 +354,7 @@ def test_the_bound_of_a_gain_is_one(seed):
     assert gain <= size.most_of(live, completion, "cpu") <= size.most(live.shape, "cpu")
 
 
-def test_a_model_that_is_not_what_it_seems_is_found_out(tmp_path, caplog):
+def test_a_model_that_mixes_tokens_outside_attention_is_not_packed(tmp_path, caplog):
     """Without a name in any list: the first forward is compared with the plain one."""
     model = network("llama", vocab_size=len(tiny.WORDS))
     layer = model.model.layers[0]
@@ -419,7 +415,7 @@ BELOW_ROUNDING = {
     ("precision", "weights", "fault"),
     [case for case in itertools.product(PRECISIONS, TRAINED, FAULTS) if case not in BELOW_ROUNDING],
 )
-def test_a_wrong_packing_stands_out_from_rounding(precision, weights, fault):
+def test_the_check_tells_a_wrong_packing_from_rounding(precision, weights, fault):
     change_model, change_layout = FAULTS[fault]
     model = network("llama", PRECISIONS[precision], initializer_range=TRAINED[weights], num_hidden_layers=4)
     sharing, changed = PrefixSharing("auto", model), change_model(model)
@@ -438,7 +434,7 @@ def test_a_wrong_packing_stands_out_from_rounding(precision, weights, fault):
     assert sharing.possible == (fault == "none"), sharing.reason
 
 
-def test_an_attention_with_a_mask_of_its_own_is_found_out(tmp_path):
+def test_an_attention_that_asks_for_a_mask_is_not_packed(tmp_path):
     model = network("llama", vocab_size=len(tiny.WORDS))
 
     def masked(module, args, kwargs):
@@ -507,18 +503,14 @@ def test_regrouping_keeps_rows_and_groups_together(count, size, groups):
         assert together == groups
 
 
-def test_an_optimizer_step_keeps_its_rows():
+def test_regrouping_keeps_the_rows_of_an_optimizer_step_and_their_tokens():
     before = micro_batches(4, 4, 4)
     after = batching.regroup(before, 2)
     for step in (slice(0, 2), slice(2, 4)):
         rows = [sorted(torch.cat([b["advantages"] for b in side[step]]).tolist()) for side in (before, after)]
+        tokens = [sum(int(b["completion_mask"].sum()) for b in side[step]) for side in (before, after)]
         assert rows[0] == rows[1]
-
-
-def test_no_token_is_lost():
-    before, after = micro_batches(), batching.regroup(micro_batches(), 4)
-    lengths = [sum(int(b["completion_mask"].sum()) for b in side) for side in (before, after)]
-    assert lengths[0] == lengths[1]
+        assert tokens[0] == tokens[1]
 
 
 def test_regrouping_balances_tokens():
@@ -540,11 +532,6 @@ def half_silent(completions, **_):
 
 def all_silent(completions, **_):
     return [1.0] * len(completions)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
 
 
 @float64_throughout()
@@ -590,23 +577,23 @@ def test_sharing_and_skipping_keep_the_gradient(name, rows, model_path, tmp_path
 
 def test_skipped_rows_are_not_computed(model_path, tmp_path, monkeypatch):
     seen = []
-    forward = batching.of_live_rows
+    forward = scorer.of_live_rows
 
     def spy(run, inputs, live):
         return forward(lambda rows: (seen.append(len(rows["prompt_ids"])), run(rows))[1], inputs, live)
 
-    monkeypatch.setattr(batching, "of_live_rows", spy)
+    monkeypatch.setattr(scorer, "of_live_rows", spy)
     trainer = after(model_path, tmp_path, 1, [half_silent])
     assert seen == [4]
     assert "entropy" in trainer.state.log_history[0]
 
 
-def test_a_surrogate_of_ones_own_gets_every_row(model_path, tmp_path):
+def test_a_custom_surrogate_gets_every_row(model_path, tmp_path):
     trainer = after(model_path, tmp_path, 1, [half_silent], loss_type="test_shared_prefix:absolute")
     assert not trainer._skips
 
 
-def test_positions_that_are_not_relative_survive_skipping(tmp_path):
+def test_skipping_rows_is_exact_with_absolute_positions(tmp_path):
     config = transformers.GPT2Config(vocab_size=len(tiny.WORDS), n_embd=16, n_layer=1, n_head=2, n_positions=64)
     torch.manual_seed(0)
     tiny_gpt = transformers.GPT2LMHeadModel(config)
@@ -631,7 +618,7 @@ def test_a_step_without_any_gradient_stays_connected(model_path, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"beta": 0.1}, {"entropy_coef": 0.01}, {"top_entropy_quantile": 0.5}])
-def test_what_needs_every_row_gets_every_row(settings, model_path, tmp_path):
+def test_terms_that_need_every_row_disable_skipping(settings, model_path, tmp_path):
     trainer = after(model_path, tmp_path, 1, [half_silent], **settings)
     assert trainer._live_rows(trainer._buffered_inputs[0], "train") is None
 

@@ -167,7 +167,7 @@ def test_micro_batches_add_up():
 
 
 @float64_throughout()
-def test_a_conversation_that_only_grows_is_one_row_however_it_is_cut():
+def test_a_growing_conversation_gives_the_same_scores_however_it_is_cut():
     """One trajectory as one row, as two, as one for each turn: contexts that extend, and the same ids apart."""
     model, r = network(), random.Random(3)
     turns, context = [], rewritten.ids(r, 6)
@@ -202,7 +202,7 @@ def as_rows(trajectories, logps, known, given):
 
 
 @float64_throughout()
-def test_rows_that_stand_for_themselves_are_another_loss():
+def test_a_row_per_turn_changes_losses_that_average_over_rows():
     """What a loss of rows makes of them; a mean over tokens alone does not ask which row they are in."""
     model = network()
     whole = scores(model, TRAJECTORIES, "true")[0]
@@ -250,7 +250,7 @@ def test_deep_trees_have_a_level_for_each_branch():
     assert layout.position.max() == len(prompt) + 11
 
 
-def test_a_row_without_tokens_is_left_out_and_one_alone_is_packed():
+def test_rows_without_tokens_are_left_out_of_a_tree():
     ids, mask, parents, _ = rewritten.padded(TRAJECTORIES)
     alone = mask.copy()
     alone[1:, -parents.shape[1] :] = 0
@@ -259,7 +259,7 @@ def test_a_row_without_tokens_is_left_out_and_one_alone_is_packed():
     assert pack_tree(ids, alone, parents) is None
 
 
-def test_what_has_no_advantage_is_left_out_of_a_tree_too():
+def test_rows_without_an_advantage_are_left_out_of_a_tree():
     model = network(torch.float32)
     ids, mask, parents, _ = (torch.tensor(x) for x in rewritten.padded(TRAJECTORIES))
     start = ids.shape[1] - parents.shape[1]

@@ -14,10 +14,10 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import resolve
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
-from grpo_ext.recipe.foreign import openrlhf, projects
-from grpo_ext.recipe.foreign.counting import split_batch
-from grpo_ext.recipe.foreign.draft import Draft, Rule, defaults_at, number, own_default
-from grpo_ext.recipe.foreign.words import arguments
+from grpo_ext.recipe.foreign import openrlhf, recognise
+from grpo_ext.recipe.foreign.engine import Draft, Rule, defaults_at, number, own_default
+from grpo_ext.recipe.foreign.shared import split_batch
+from grpo_ext.recipe.foreign.shell import read_script
 from grpo_ext.recipe.foreign.writing import written
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parsing import all_keys, load_recipe
@@ -27,17 +27,23 @@ FOLDER = Path(__file__).parent / "foreign"
 FILES = sorted(path.name for path in FOLDER.iterdir())
 OF_A_RECIPE = {*all_keys(), *VALUES, *FLAGS, "env", "num_processes", "accelerate_config"}
 LINE = {"name": "soft_overlong"}
+IF_USED = {key for key in OF_A_RECIPE if key.startswith("vllm_")} | {"use_bias_correction_kl"}
+"""Defaults that are written only where they have an effect."""
+
+
+def draft_of(kind: str, given, version: str = "") -> Draft:
+    return recognise.PROJECTS[kind].convert(given, version)
 
 
 def drafted(kind: str, **given) -> Draft:
     """Return the recipe of a few keys; `__` stands for a dot."""
-    return projects.draft_of(kind, {key.replace("__", "."): value for key, value in given.items()})
+    return draft_of(kind, {key.replace("__", "."): value for key, value in given.items()})
 
 
 def verl(**actor) -> Draft:
     """Return the recipe of verl's GRPO with a few keys of its actor."""
     tree = {"actor_rollout_ref": {"actor": actor, "rollout": {"n": 8}}, "algorithm": {"adv_estimator": "grpo"}}
-    return projects.draft_of("verl", tree)
+    return draft_of("verl", tree)
 
 
 # Whole files.
@@ -140,13 +146,15 @@ EXPECTED = {
             "actor_rollout_ref.actor.clip_ratio",
             "actor_rollout_ref.actor.policy_loss.tau_pos",
             "config_name",
+            "custom_reward_function.name",
             "data.val_files",
             "reward_model.reward_manager",
             "trainer.experiment_name",
         ],
         [
-            "reward_funcs: recipe/score.py:score takes",
+            "custom_reward_function.path=recipe/score.py: there a function of",
             "The data: verl's parquet",
+            "dataset_name: the file has 2 datasets",
             "algorithm.rollout_correction.bypass_mode=True: the objective",
             "algorithm.rollout_correction.rollout_rs=seq_mean_k1: the objective",
             "trainer.experiment_name: only running the script",
@@ -173,7 +181,7 @@ EXPECTED = {
         },
         ["data.apply_chat_template"],
         [
-            "reward_funcs: rewards/math.py has reward_func",
+            "reward.remote_url=rewards/math.py: a .py file has reward_func",
             "algo.dynamic_filtering_range=[0.1, 0.9]: groups whose mean",
             "vllm_importance_sampling_mode: seq-mask-tis leaves out completions by the geometric mean",
         ],
@@ -236,7 +244,7 @@ EXPECTED = {
 def test_a_whole_file_becomes_a_recipe(name):
     kind, values, left, decisions = EXPECTED[name]
     found, draft = migrate.migrated(FOLDER / name)
-    text = written(draft, name, projects.PROJECTS[kind].title, "recipe.yaml")
+    text = written(draft, name, "recipe.yaml")
     assert found == kind
     assert {key: draft.values.get(key) for key in values} == values
     assert sorted(draft.left) == left
@@ -272,10 +280,10 @@ def test_a_key_counts_as_converted_only_if_another_value_makes_another_recipe(na
 
     def outcome(given):
         try:
-            found = projects.draft_of(kind, given, draft.version)
+            found = draft_of(kind, given, draft.version)
         except (ValueError, ArithmeticError):
             return None
-        return written(found, "x", "y", "z").partition("# Left out")[0]
+        return written(found, "x", "z").partition("# Left out")[0]
 
     before = outcome(draft.given)
     same = [
@@ -311,18 +319,20 @@ def test_a_silent_recipe_of_trl_keeps_the_loss_of_stock_trl(loss_type, beta):
     ],
 )
 def test_defaults_are_those_of_the_version_that_is_named(version, expected):
-    draft = projects.draft_of("trl", {"use_vllm": True}, version)
+    draft = draft_of("trl", {"use_vllm": True}, version)
     assert {key: draft.values.get(key) for key in expected} == expected
 
 
-@pytest.mark.parametrize(("kind", "project"), projects.PROJECTS.items())
+@pytest.mark.parametrize(("kind", "project"), recognise.PROJECTS.items())
 def test_a_default_that_is_not_ours_is_written_with_its_origin(kind, project):
     needed = {"verl": {"algorithm.adv_estimator": "grpo"}, "openrlhf": {"algo.advantage.estimator": "group_norm"}}
-    draft = projects.draft_of(kind, needed.get(kind, {}))
-    wanted = {key: value for key, value in project.defaults(draft).items() if value != own_default(key)}
+    draft = draft_of(kind, needed.get(kind, {}))
+    found = defaults_at(project.all_defaults, draft.version)
+    wanted = {key: value for key, value in found.items() if value != own_default(key) and key not in IF_USED}
     assert wanted.keys() <= draft.values.keys()
     assert [key for key in wanted if draft.values[key] == wanted[key] and not draft.notes.get(key)] == []
-    known = {version for values in project.own_defaults.values() for version in values}
+    versioned = (values for values in project.defaults.values() if isinstance(values, dict))
+    known = {version for values in versioned for version in values}
     assert list(project.versions) == sorted(project.versions, key=number)
     assert kind == "open-r1" or known <= set(project.versions)
 
@@ -352,7 +362,7 @@ def test_a_file_that_is_no_recipe_is_called_what_it_is(what, tmp_path):
         with pytest.raises(ConfigError) as error:
             read()
         assert len(error.value.problems) == 1
-        assert f"is {what}" in error.value.problems[0]
+        assert f"is {what}" in str(error.value.problems[0])
 
 
 @pytest.mark.parametrize(
@@ -367,9 +377,9 @@ def test_a_file_that_is_no_recipe_is_called_what_it_is(what, tmp_path):
 def test_a_whole_foreign_file_is_one_message(title, name):
     with pytest.raises(ConfigError) as error:
         load_recipe(["--config", str(FOLDER / name)])
-    (told,) = error.value.problems
-    assert f"{title} configuration" in told
-    assert f"`grpo-ext migrate {FOLDER / name}`" in told
+    (problem,) = error.value.problems
+    assert problem.reason.endswith(f"{title} configuration")
+    assert problem.cure.startswith(f"`grpo-ext migrate {FOLDER / name}`")
 
 
 @pytest.mark.parametrize(
@@ -388,14 +398,14 @@ def test_a_whole_foreign_file_is_one_message(title, name):
     ],
 )
 def test_whose_configuration_it_is(config, kind):
-    assert projects.kind_of(config, frozenset(all_keys())) == kind
+    assert recognise.kind_of(config, frozenset(all_keys())) == kind
 
 
 def test_no_packaged_recipe_is_taken_for_a_foreign_one():
     known = frozenset(all_keys())
-    assert {projects.kind_of(read_yaml(path), known) for path in packaged_recipes().values()} == {None}
+    assert {recognise.kind_of(read_yaml(path), known) for path in packaged_recipes().values()} == {None}
     launches = (recipes_folder() / "accelerate_configs").glob("*.yaml")
-    assert {projects.kind_of(read_yaml(path), known) for path in launches} == {"accelerate"}
+    assert {recognise.kind_of(read_yaml(path), known) for path in launches} == {"accelerate"}
 
 
 @pytest.mark.parametrize(
@@ -407,7 +417,7 @@ def test_no_packaged_recipe_is_taken_for_a_foreign_one():
         ("kl_loss_coef", ["verl", "beta"]),
         ("init_kl_coef", ["OpenRLHF", "beta"]),
         ("sleep_level", ["ms-swift", "vllm_enable_sleep_mode"]),
-        ("benchmarks", ["Open-R1 calls it so", "not converted", "Remove it"]),
+        ("benchmarks", ["Open-R1 has this key", "not converted", "Remove it"]),
         ("warmup_ratio", ["warmup_steps"]),
         ("sequence_len", ["axolotl", "vllm_max_model_length"]),
     ],
@@ -423,16 +433,18 @@ def test_a_key_of_another_project_answers_with_what_to_write_here(key, words, tm
     assert not [word for word in words if word not in told], told
 
 
-@pytest.mark.parametrize("project", projects.PROJECTS.values(), ids=projects.PROJECTS)
+@pytest.mark.parametrize("project", recognise.PROJECTS.values(), ids=recognise.PROJECTS)
 def test_what_the_tables_point_to_is_there(project):
-    named = {to.strip() for rule in project.table.values() for to in rule.to.split(",") if rule.to}
+    named = {to.partition(".")[0] for rule in project.table.values() for to in rule.to.split(", ") if rule.to}
     assert named <= OF_A_RECIPE
     assert all(rule.to or rule.note for rule in project.table.values())
 
 
 def test_the_old_flags_of_openrlhf_have_rules():
-    draft = Draft({}, openrlhf.TABLE)
-    assert not [new for new in openrlhf.OLD.values() if draft.rule(new) is None]
+    draft = Draft(openrlhf.OPENRLHF, {})
+    whole = [new for new in openrlhf.OLD.values() if not new.endswith((".", "_"))]
+    assert not [new for new in whole if draft.rule(new) is None]
+    assert draft.project._present("actor_num_nodes") == "actor.num_nodes"
 
 
 def test_a_rule_in_its_short_forms():
@@ -468,21 +480,21 @@ def test_what_cannot_be_shared_out_is_asked():
 )
 def test_several_machines_are_written_and_asked_about(words):
     kind = "verl" if "verl" in words else "openrlhf"
-    draft = projects.draft_of(kind, arguments(f"python3 {words}")[0])
+    draft = draft_of(kind, read_script(f"python3 {words}")[0])
     assert (draft.values["num_machines"], draft.values["num_processes"]) == (2, 16)
     assert [sentence for sentence in draft.decisions if sentence.startswith("num_machines: ")]
-    assert "num_machines" not in projects.draft_of(kind, arguments(f"python3 {words[:-1]}1")[0]).values
+    assert "num_machines" not in draft_of(kind, read_script(f"python3 {words[:-1]}1")[0]).values
 
 
 def test_what_only_a_shell_would_show_is_asked():
     words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 trainer.nnodes=$NODES "
     words += "trainer.n_gpus_per_node=${GPUS:-2} trainer.default_local_dir=$SCRATCH/$(date +%Y)/run"
-    draft = projects.draft_of("verl", arguments(f"python3 -m verl.trainer.main_ppo {words}")[0])
+    draft = draft_of("verl", read_script(f"python3 -m verl.trainer.main_ppo {words}")[0])
     assert draft.values["num_processes"] == 2
     assert draft.left["trainer.nnodes"] == "only running the script would show it"
     said = "\n".join(draft.decisions)
     assert "trainer.nnodes: only running the script would show $NODES" in said
-    assert "output_dir: $SCRATCH, $(date +%Y) has no value in the file" in said
+    assert "output_dir: the file has no value for $SCRATCH, $(date +%Y)" in said
 
 
 def test_cosine_of_ms_swift_is_the_very_formula():
@@ -505,7 +517,7 @@ def test_an_option_of_a_reward_that_is_not_listed_is_left_out():
 
 def test_a_mixture_of_open_r1():
     mixture = {"datasets": [{"id": "a/b", "config": "c", "split": "train", "columns": ["x"]}], "test_split_size": 0.1}
-    draft = projects.draft_of("open-r1", {"dataset_mixture": mixture | {"seed": 3}})
+    draft = draft_of("open-r1", {"dataset_mixture": mixture | {"seed": 3}})
     assert draft.values["datasets"] == [{"path": "a/b", "name": "c", "split": "train", "columns": ["x"]}]
     assert (draft.values["test_split_size"], draft.values["split_seed"]) == (0.1, 3)
 
@@ -536,8 +548,8 @@ def test_verls_clip_ratio_has_no_effect_beside_its_own_defaults():
     [("verl", {"actor_rollout_ref.rollout.n": 1}), ("openrlhf", {"pretrain": "m", "n_samples_per_prompt": 8})],
 )
 def test_ppo_with_a_critic_is_refused_with_the_cure(kind, given):
-    with pytest.raises(ConfigError, match=r"there is no critic here\. Set"):
-        projects.draft_of(kind, given)
+    with pytest.raises(ConfigError, match=r"PPO trains a critic, .*\. Set"):
+        draft_of(kind, given)
 
 
 # Shell scripts.
@@ -564,7 +576,7 @@ def test_words_of_a_script_are_read_as_a_shell_would():
         --equals=1e-6 a.b.c="['u', 'v']" +d.e=True "${ARGS[@]}" "${EMPTY[@]}" --path $HOME/x --text 'one
 two' --deep $deep --name $SCRIPT --engine ${1:-vllm} --last null "$@" 2>&1 | tee log --no
     """
-    assert arguments(script)[0] == {
+    assert read_script(script)[0] == {
         "CUDA_VISIBLE_DEVICES": "0,1",
         "NPROC_PER_NODE": 2,
         "size": 11,
@@ -600,12 +612,12 @@ two' --deep $deep --name $SCRIPT --engine ${1:-vllm} --last null "$@" 2>&1 | tee
     ],
 )  # fmt: skip
 def test_only_the_words_of_the_training_command_are_read(script, expected):
-    assert arguments(script)[0] == expected
+    assert read_script(script)[0] == expected
 
 
 def test_a_value_that_depends_on_a_condition_is_the_first_and_is_asked_about():
     script = "a=1\nb=2\nif [ $X = y ]; then a=3; b=2; c=4; else c=5; fi\nrun --a $a --b $b --c ${c}\n"
-    found, asked = arguments(script)
+    found, asked = read_script(script)
     assert found == {"a": 1, "b": 2, "c": 4}
     assert list(asked) == ["a", "c"]
     assert asked["a"] == "a: the script sets a under a condition; 1 comes first."
@@ -642,8 +654,8 @@ def test_the_command_writes_a_recipe_and_says_what_is_left_to_do(tmp_path, capsy
     assert command("migrate", str(FOLDER / "trl.yaml"), "--output", str(output)) == 0
     said = capsys.readouterr()
     assert said.out == ""
-    assert "14 keys: 13 converted, 1 left out" in said.err
-    assert "check lets it pass." in said.err
+    assert "13 of 14 keys were converted; not converted: overwrite_output_dir." in said.err
+    assert "`grpo-ext check` accepts it." in said.err
     assert read_yaml(output)["dtype"] == "bfloat16"
     assert command("migrate", str(FOLDER / "trl.yaml"), "--output", str(output)) == 2
     assert "it exists" in capsys.readouterr().err
@@ -654,7 +666,7 @@ def test_the_command_prints_a_recipe_that_is_not_complete(capsys):
     said = capsys.readouterr()
     assert yaml.safe_load(said.out)["generation_batch_size"] == 2048
     assert "To decide (1)" in said.err
-    assert "check refuses it (1)" in said.err
+    assert "`grpo-ext check` refuses it (1)" in said.err
 
 
 @pytest.mark.parametrize(
@@ -662,12 +674,12 @@ def test_the_command_prints_a_recipe_that_is_not_complete(capsys):
     [
         ("a.yaml", "- 1\n", "not a mapping"),
         ("a.yaml", "x: [\n", "not valid YAML"),
-        ("a.yaml", "x: 1\n", "not a configuration that is known here"),
-        ("a.json", '{"x": 1}', "not a configuration that is known here"),
+        ("a.yaml", "x: 1\n", "not a configuration of a known project"),
+        ("a.json", '{"x": 1}', "not a configuration of a known project"),
         ("a.py", "def (", "does not call GRPOConfig"),
         ("a.py", "print(1)", "does not call GRPOConfig"),
         ("a.ipynb", "{}", "cannot be read"),
-        ("a.sh", "echo hello\n", "not a configuration that is known here"),
+        ("a.sh", "echo hello\n", "not a configuration of a known project"),
         (None, "", "no such file"),
     ],
 )

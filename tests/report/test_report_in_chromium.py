@@ -179,13 +179,3 @@ def test_hostile_completions_do_nothing(tmp_path):
     assert len(shown) == len(HOSTILE)
     assert HOSTILE[:3] == shown[:3]
     assert "<img" not in dom
-
-
-def test_three_long_runs_beside_each_other(tmp_path):
-    runs = [run_folder(tmp_path / name, steps=2000, **{"objective.loss_type": name}) for name in ("a", "b", "c")]
-    for run in runs:
-        for step in range(1, 41):
-            with_completions(run, step, [(f"{step}?", [f"{run.name} {n} " + "long " * 400 for n in range(32)])])
-    dom = opened(write_report(runs, tmp_path / "report.html"), "run=1&sort=length&order=down")
-    assert {facts["run"] for _, _, facts in cards(dom)} == {"b"}
-    assert dom.count("<svg") == 3

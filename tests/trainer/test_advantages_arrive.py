@@ -8,15 +8,9 @@ import torch
 
 from grpo_ext.config import checks
 from grpo_ext.objective import estimate
-from support import tiny
 from support.trainers import binary, build, scripted_rollout, weights
 
 BETA = 0.5
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
 
 
 def second_step(model_path, tmp_path, **settings):
@@ -134,7 +128,7 @@ def half_of_it(rewards, mask, kl_rewards, *, share: float = 0.5):
     return (rewards[..., None] + share * kl_rewards) * mask
 
 
-def test_an_estimator_of_ones_own_sees_mask_and_kl_of_tokens(model_path, tmp_path):
+def test_a_custom_estimator_sees_mask_and_kl_of_tokens(model_path, tmp_path):
     settings = {"loss_type": "rloo", "advantage_estimator": "test_advantages_arrive:half_of_it"}
     rewards, kl, trained, _, _ = second_step(model_path, tmp_path, **settings)
     live = [[i for i in range(4 * j, 4 * j + 4) if any(x is not None for x in kl[i])] for j in (0, 1)]

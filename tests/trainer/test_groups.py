@@ -28,11 +28,11 @@ def test_kinds_of_groups(rewards, expected):
     assert found == dict(zip(("groups/all_right", "groups/all_wrong", "groups/mixed"), expected, strict=True))
 
 
-def test_accuracy_judges_where_it_is_named_and_else_the_first():
+def test_accuracy_judges_if_there_is_one_and_else_the_first_reward():
     rewards = torch.tensor([[[0.0, 1.0], [1.0, 1.0]]])  # one group: the first reward mixed, the second all right
     assert group_shares(rewards, ["format", "accuracy"])["groups/all_right"] == 1
     assert group_shares(rewards, ["format", "other"])["groups/mixed"] == 1
 
 
-def test_nothing_is_said_where_nothing_was_scored():
+def test_groups_without_a_score_have_no_shares():
     assert group_shares(torch.full((2, 2, 1), NONE), ["mine"]) == {}

@@ -156,9 +156,10 @@ class Drift:
     def __init__(self):
         self.due, self.shown = False, []
 
-    def __call__(self, logps, inputs):
+    def check(self, logps, inputs, accelerator):
         self.due = False
         self.shown.append(int((logps * inputs["completion_mask"] != 0).sum() - inputs["completion_mask"].sum()))
+        return {}
 
 
 @pytest.mark.parametrize("windows", ["one window", "two windows", "two iterations"])
@@ -225,7 +226,7 @@ def test_the_ratio_is_to_the_policy_that_sampled(windows, steps, folders, tmp_pa
     assert all(torch.equal(still, moving) for still, moving in zip(*old.values(), strict=True))
 
 
-def test_a_second_training_begins_anew(folders, tmp_path, log_ratios):
+def test_a_second_call_of_train_starts_from_new_rollouts(folders, tmp_path, log_ratios):
     settings = {"learning_rate": 0.05, "lr_scheduler_type": "constant"} | WINDOWS["two iterations"]
     trainer = train(folders[torch.float32], tmp_path, run=False, **settings)
     for _ in range(2):

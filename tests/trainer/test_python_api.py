@@ -65,11 +65,11 @@ def half(completions, **_):
 def test_weights_of_the_config_reach_what_is_named(tmp_path):
     one = trainer(tmp_path, ["test_python_api:half", digits], reward_weights=[3.0, 0.25])
     assert one.reward_weights.tolist() == [3.0, 0.25]
-    [component] = [f for f in one.reward_funcs if isinstance(f, Component)]
+    [component] = [f for f in one._rewards.rewards if isinstance(f, Component)]
     assert component.weight(0, 1) == 3.0
 
 
-def test_one_alone_and_a_partial(tmp_path):
+def test_a_single_reward_may_be_a_name_or_a_partial(tmp_path):
     assert trainer(tmp_path, "test_python_api:half").reward_func_names == ["half"]
     assert trainer(tmp_path, partial(digits, most=3)).reward_func_names == ["digits"]
 
@@ -170,7 +170,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("given", "told"), MISTAKES, ids=[str(told[-1]) for _, told in MISTAKES])
-def test_a_mistake_is_told_before_anything_is_loaded(given, told, tmp_path):
+def test_mistakes_are_reported_before_the_model_is_loaded(given, told, tmp_path):
     given = {"rewards": [digits], **given}
     with pytest.raises(ConfigError) as error:
         trainer(tmp_path, given.pop("rewards"), model="no/such-model", **given)
@@ -265,7 +265,7 @@ def test_a_bar_on_a_terminal_unless_it_is_switched_off(terminal, disable_tqdm, b
         ),
     ],
 )  # fmt: skip
-def test_lines_word_for_word(logs, expected):
+def test_progress_lines(logs, expected):
     assert line(logs, 5, 60, 65.0) == expected
     assert clock(59.6) == "1:00"
 
@@ -295,7 +295,7 @@ def test_the_metrics_file_is_the_history_also_after_a_resume(tmp_path):
     assert [row["step"] for row in rows_of(tmp_path / "out")] == [1, 1]
 
 
-def test_what_is_no_number_is_null_in_the_file(tmp_path):
+def test_nan_and_inf_are_null_in_the_metrics_file(tmp_path):
     one = trainer(tmp_path, digits)
     one.log({"good": 1.0, "bad": math.nan, "worse": -math.inf, "tensor": torch.tensor(2.0), "word": "x", "none": None})
     [row] = rows_of(tmp_path / "out")
@@ -304,7 +304,7 @@ def test_what_is_no_number_is_null_in_the_file(tmp_path):
     )
 
 
-def test_a_file_that_cannot_be_written_costs_no_run(tmp_path, caplog):
+def test_a_run_goes_on_without_a_metrics_file_that_cannot_be_written(tmp_path, caplog):
     (tmp_path / "out" / "metrics.jsonl").mkdir(parents=True)
     one = trainer(tmp_path, digits)
     one.train()
@@ -320,7 +320,7 @@ def test_a_stream_without_columns_is_taken_as_it_is(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("said_by", ["quantization_config", "model"])
-def test_quantized_weights_are_not_given_to_vllm(tmp_path, said_by):
+def test_quantized_weights_are_refused_with_vllm(tmp_path, said_by):
     """vLLM would be sent their packed bytes; a config that dequantizes them is none."""
     model, given = tiny.model(), {}
     if said_by == "model":

@@ -134,21 +134,21 @@ def test_credit_by_turn_is_not_compared_with_the_total():
         (lambda mask: mask.index_fill(0, torch.tensor([1, 2]), 0), 0.0, 2 / 6),
     ],
 )
-def test_a_mask_covers_what_was_drawn_or_nothing(change, misplaced, skipped):
+def test_misplaced_masks_and_skipped_completions_are_counted(change, misplaced, skipped):
     mask = (torch.arange(4) < torch.tensor(LENGTHS)[:, None]).long()
     found = rows([0.0] * 6, change(mask))
     assert found["completions/mask_misplaced"] == pytest.approx(misplaced)
     assert found["completions/skipped"] == pytest.approx(skipped)
 
 
-def test_a_reward_that_scored_nobody_costs_nothing_else():
+def test_a_reward_without_any_score_leaves_the_other_figures():
     rewards = REWARDS.index_fill(1, torch.tensor([1]), math.nan)
     found = rows([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0], rewards=rewards)
     assert "rewards/b/of_length" not in found
     assert found["advantages/of_reward"] == pytest.approx(1.0)
 
 
-def test_a_twin_without_a_reward_is_no_other_reward():
+def test_an_unscored_twin_does_not_count_as_another_reward():
     rewards = REWARDS.index_put((torch.tensor([4]), torch.tensor([0])), torch.tensor(math.nan))
     found = rows([0.0] * 6, rewards=rewards)
     assert found["rewards/same_text_differs"] == pytest.approx(2 / 3)  # the first two of the three

@@ -33,11 +33,6 @@ SETTINGS = {
 """Windows of two steps of two micro-batches, of which the third step begins a second one."""
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
-
-
 def recorded(model_path, folder, **settings):
     trainer = build(model_path, folder, rollout=scripted_rollout, rows=64, **(SETTINGS | settings))
     trainer.train()
@@ -112,7 +107,7 @@ def test_under_another_loss_it_is_what_that_loss_would_have_been(run, model_path
     assert found.loss == pytest.approx(other["loss"], rel=1e-5, abs=1e-7)
 
 
-def test_what_is_printed_and_written(run, tmp_path, capsys):
+def test_replay_prints_and_writes_the_step(run, tmp_path, capsys):
     folder = run[0] / "batches" / "step_2"
     output = tmp_path / "step.json"
     assert command("replay", folder, "--loss_type", "cispo", "--beta=0", "--output", output) == 0
@@ -153,7 +148,7 @@ def slow(*values):
         ("unknown format", ["--output", "step.txt"]),
     ],
 )
-def test_what_cannot_be_asked_for(words, argv, run, tmp_path, capsys):
+def test_options_that_do_not_fit_the_recording_are_refused(words, argv, run, tmp_path, capsys):
     other = tmp_path / "other"
     if "{other}" in argv:
         tiny.model().save_pretrained(other)
@@ -167,7 +162,7 @@ def test_what_cannot_be_asked_for(words, argv, run, tmp_path, capsys):
     assert words.format(run=run[0]) in capsys.readouterr().err
 
 
-def test_what_is_no_sound_recording(run, tmp_path, capsys):
+def test_damaged_or_foreign_recordings_are_refused(run, tmp_path, capsys):
     def damaged(name, change):
         folder = tmp_path / name / "batches" / "step_2"
         shutil.copytree(run[0] / "batches" / "step_2", folder)
@@ -183,11 +178,11 @@ def test_what_is_no_sound_recording(run, tmp_path, capsys):
         return lambda path: torch.save(torch.load(path) | changed, path)
 
     cases = {
-        "cut": (lambda path: path.write_bytes(path.read_bytes()[:5000]), "is damaged, or no recorded batch"),
+        "cut": (lambda path: path.write_bytes(path.read_bytes()[:5000]), "is damaged, or not a recorded batch"),
         "flipped": (flip, "is damaged"),
-        "text": (lambda path: path.write_text("no"), "is damaged, or no recorded batch"),
-        "later": (rewrite(format=9), "has format 9, and this version of grpo-ext"),
-        "else": (lambda path: torch.save([1], path), "is no recorded batch"),
+        "text": (lambda path: path.write_text("no"), "is damaged, or not a recorded batch"),
+        "later": (rewrite(format=9), "has format 9, and grpo-ext"),
+        "else": (lambda path: torch.save([1], path), "is not a recorded batch"),
         "two": (rewrite(processes=2), "lacks rank_1.pt: 2 processes have recorded"),
         "rewards": (rewrite(micro_batches=[]), "a reward gave NaN or inf; there was no batch yet"),
         "moved": (lambda path: None, "the weights before step 2 were not kept"),
@@ -202,7 +197,7 @@ def test_what_is_no_sound_recording(run, tmp_path, capsys):
     assert "the folder holds the steps 1, 2, 3. Name one" in capsys.readouterr().err
 
 
-def test_settings_that_no_recording_meets(run, tmp_path):
+def test_settings_that_do_not_fit_a_recording_are_refused(run, tmp_path):
     there = str(run[0] / "batches")
     with pytest.raises(ConfigError, match="there is no step_4 in this folder"):
         build("no model", tmp_path, **(SETTINGS | {"replay_batches": there, "max_steps": 4}))
@@ -236,7 +231,7 @@ def test_it_is_recorded_every_nth_step_from_the_first_and_never_fills_the_disk(
     assert torch.equal(weights(trainer.model), weights(full.model))
 
 
-def test_parts_of_a_character_stand_together():
+def test_parts_of_a_character_stay_in_one_run():
     assert runs_of([1, 2, 3, 4, 2], {2, 3}) == [(1,), (2, 3), (4,), (2,)]
 
 

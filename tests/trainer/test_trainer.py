@@ -16,12 +16,6 @@ from support import tiny
 from support.float64 import FLOAT64, float64_throughout
 from support.trainers import binary, build, scripted_rollout, unit_interval, weights
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
-
-
 # The loss.
 
 
@@ -60,7 +54,7 @@ def test_gradient_does_not_depend_on_the_split(name, model_path, tmp_path):
         assert (ends[split] - ends["8x1"]).abs().max() < 1e-9 * max(1.0, moved), split
 
 
-def test_bnpo_depends_on_the_split_and_says_so(model_path, tmp_path, caplog):
+def test_bnpo_depends_on_the_split_and_warns(model_path, tmp_path, caplog):
     ends = []
     for rows, accumulation in ((8, 1), (2, 4)):
         settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation, "max_steps": 1}
@@ -308,7 +302,7 @@ def test_evaluation_uses_its_own_number_of_generations(model_path, tmp_path):
 # The sampler.
 
 
-def test_a_rollout_function_without_log_probabilities_leaves_nothing_to_compare(model_path, tmp_path):
+def test_without_sampler_log_probabilities_there_is_no_drift_check(model_path, tmp_path):
     trainer = build(model_path, tmp_path, rollout=scripted_rollout, max_steps=1)
     trainer._drift = SimpleNamespace(due=False)  # where a trainer with vLLM has a DriftCheck
     trainer.train()

@@ -86,7 +86,7 @@ def as_lists(prompts, trainer):
 
 
 @pytest.mark.parametrize("shared", ["true", "false"])
-def test_a_plain_conversation_trains_as_the_lists_that_it_is(shared, model, tmp_path):
+def test_a_plain_conversation_trains_as_its_lists_do(shared, model, tmp_path):
     ends = [
         weights(trained(model, tmp_path, [tiny.count_a], rollout, shared_prefix=shared).model)
         for rollout in (growing, as_lists)
@@ -94,7 +94,7 @@ def test_a_plain_conversation_trains_as_the_lists_that_it_is(shared, model, tmp_
     assert torch.equal(*ends)
 
 
-def test_the_advantages_of_turns_stand_on_their_tokens(model, tmp_path, monkeypatch):
+def test_advantages_of_turns_are_on_the_tokens_of_these_turns(model, tmp_path, monkeypatch):
     trainer = build(
         model, tmp_path, [tiny.count_a, by_turn], rollout=scripted_trajectories, advantage_estimator="gigpo"
     )
@@ -122,7 +122,7 @@ def test_the_advantages_of_turns_stand_on_their_tokens(model, tmp_path, monkeypa
     assert torch.equal(output["tool_mask"].bool() & output["completion_mask"].bool(), turns >= 0)
 
 
-def test_dynamic_sampling_keeps_what_turns_earned(model, tmp_path, monkeypatch):
+def test_dynamic_sampling_keeps_per_turn_rewards_with_their_rows(model, tmp_path, monkeypatch):
     """Rows are put together anew, each with its trajectory and its turns' rewards."""
     seen = {}
 
@@ -166,12 +166,12 @@ def test_dynamic_sampling_keeps_what_turns_earned(model, tmp_path, monkeypatch):
         (lambda trajectory, **_: [["no"] * len(t.turns) for t in trajectory], "a number for each turn"),
     ],
 )
-def test_rewards_that_fit_no_turns_are_told(reward, words, model, tmp_path):
+def test_per_turn_rewards_of_the_wrong_shape_are_errors(reward, words, model, tmp_path):
     with pytest.raises(RewardError, match=words):
         trained(model, tmp_path, [reward], max_steps=1)
 
 
-def test_a_trajectory_for_each_prompt(model, tmp_path):
+def test_a_missing_trajectory_is_an_error(model, tmp_path):
     def short(prompts, trainer):
         return {"trajectories": growing(prompts, trainer)["trajectories"][1:]}
 

@@ -43,7 +43,7 @@ class Speaker:
         pad = self.tokenizer.eos_token_id if pad is None else pad
         with torch.no_grad():
             ids = self.model.generate(**inputs, **self.sampling, pad_token_id=pad, streamer=streamer)
-        return self.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return str(self.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def questions(prompt: str | None) -> Iterator[str]:

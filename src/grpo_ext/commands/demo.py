@@ -11,9 +11,6 @@ from grpo_ext.report.page import write_report
 from grpo_ext.report.reading import read_runs
 from grpo_ext.train import train
 
-ACCURACY = {"samples": 1, "temperature": 0.0}
-"""Greedy decoding of the held-out problems."""
-
 
 def run(options: argparse.Namespace) -> int:
     """Warm up a model, evaluate, train and evaluate it, and write report.html; keys override the recipe."""
@@ -30,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     }
     keys = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     recipe = load_recipe(["--config", options.recipe, *keys, *options.keys])
-    held_out = EvalSet("held_out", rewards=recipe.rewards, **ACCURACY)
+    held_out = EvalSet("held_out", rewards=recipe.rewards, samples=1, temperature=0.0)
     print("2/3  GRPO: several attempts per problem, rewards for the format and the right answer only ...", flush=True)
     train(dataclasses.replace(recipe, eval_sets=[held_out]))
     page = write_report([options.output_dir], options.output_dir / "report.html")

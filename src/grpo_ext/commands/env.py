@@ -1,11 +1,9 @@
 """`grpo-ext env`: versions and hardware for a bug report, without names of hosts, users or folders."""
 
 import argparse
-import importlib.util
 import os
 import platform
 import re
-import runpy
 import subprocess
 from collections.abc import Iterator
 from importlib import metadata
@@ -39,11 +37,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield "CPU", _cpu()
     yield "memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
-    yield "torch's build", _torch_build()
-    gpus = _gpus()
-    yield "GPUs", f"{len(gpus)}" if gpus else "none that nvidia-smi shows"
-    for number, gpu in enumerate(gpus):
-        yield f"  {number}", gpu
+    yield "GPUs", "; ".join(_gpus()) or "none that nvidia-smi shows"
 
 
 def _version(name: str) -> str | None:
@@ -58,16 +52,6 @@ def _cpu() -> str:
     names = re.findall(r"^model name\s*: (.*)$", info.read_text() if info.exists() else "", re.MULTILINE)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {usable} for this process"
-
-
-def _torch_build() -> str:
-    """Return the accelerators of the installed torch, from its version.py."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return "none"
-    build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    kinds = {"CUDA": build.get("cuda"), "ROCm": build.get("hip"), "XPU": build.get("xpu")}
-    return ", ".join(f"{kind} {version}" for kind, version in kinds.items() if version) or "CPU"
 
 
 def _gpus() -> list[str]:

@@ -44,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
         _evaluate_one(options)
         return 0
     recipe = load_recipe([*options.keys, *model_keys(models[0])])  # all mistakes, before any process starts
-    for model in filter(None, models[1:]):
-        find(model)
+    for other in filter(None, models[1:]):
+        find(other)
     sets = _sets(recipe, options)
     for model in models:
         arguments = list(_arguments(options, model))

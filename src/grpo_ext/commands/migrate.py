@@ -1,39 +1,42 @@
-"""`grpo-ext migrate`: another project's configuration as a recipe, with every key accounted for."""
+"""`grpo-ext migrate`: convert another project's configuration to a recipe, with every key accounted for."""
 
 import argparse
 import io
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 from grpo_ext.config.launch import planned_processes
-from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import read_yaml
-from grpo_ext.recipe.foreign import projects
-from grpo_ext.recipe.foreign.draft import Draft
+from grpo_ext.recipe.foreign import recognise
+from grpo_ext.recipe.foreign.engine import Draft
 from grpo_ext.recipe.foreign.python import SUFFIXES, exchange
-from grpo_ext.recipe.foreign.words import read_words
+from grpo_ext.recipe.foreign.shell import read_script
 from grpo_ext.recipe.foreign.writing import written
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 
 DECISIONS = 1
-"""Exit code of a recipe that a person must complete before `check` lets it pass."""
+"""Exit code of a recipe that a person must complete before `check` accepts it."""
 _SHELL = (".sh", ".bash", ".slurm", ".txt", ".args")
+_LISTED = 12
+"""Keys that the summary names; the recipe has all of them."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the recipe; return 0 where it passes, 1 where a person must complete it, 2 where there is none."""
+    """Write the recipe; return 0 if `check` accepts it, 1 if a person must complete it, 2 if there is none."""
     output = options.output
     if output and Path(output).exists():
         raise ConfigError([Problem("--output", output, "it exists", "Name another file, or remove it.")])
     if options.file.suffix in SUFFIXES:
         print(exchange(options.file), file=sys.stderr)
         return 2
-    kind, draft = migrated(options.file, options.version)
-    text = written(draft, str(options.file), projects.PROJECTS[kind].title, output or "RECIPE.yaml")
+    draft = migrated(options.file, options.version)[1]
+    text = written(draft, str(options.file), output or "RECIPE.yaml")
     if output:
         Path(output).write_text(text, encoding="utf-8")
     else:
@@ -44,40 +47,42 @@ def run(options: argparse.Namespace) -> int:
 
 
 def migrated(path: Path, version: str = "") -> tuple[str, Draft]:
-    """Return whose configuration a file is, and the recipe that it becomes.
+    """Return whose configuration a file is, and the recipe made of it.
 
     Raises:
         ConfigError: it cannot be read, or is not a configuration of a run by rewards with groups of completions.
     """
     known = frozenset(all_keys())
     given, asked = _read(path)
-    kind = projects.kind_of(given, known)
-    if kind in projects.NO_RECIPES:
-        raise ConfigError([projects.is_no_recipe(str(kind), str(path))])
+    kind = recognise.kind_of(given, known)
+    if kind in recognise.NO_RECIPES:
+        raise ConfigError([recognise.not_a_recipe(str(kind), str(path))])
     if kind is None and not given.keys() & known:
-        projects_known = ", ".join(project.title for project in projects.PROJECTS.values())
-        raise ConfigError([f"{path}: not a configuration that is known here. Known: {projects_known}."])
-    kind = kind or "trl"
+        projects = ", ".join(project.title for project in recognise.PROJECTS.values())
+        raise ConfigError(
+            [Problem(str(path), ABSENT, "not a configuration of a known project", f"Known: {projects}.")]
+        )
+    project = recognise.PROJECTS[kind or "trl"]
     try:
-        return kind, projects.draft_of(kind, {str(key): value for key, value in given.items()}, version, asked)
+        return kind or "trl", project.convert({str(key): value for key, value in given.items()}, version, asked)
     except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         if isinstance(error, ConfigError):
             raise
-        title = projects.PROJECTS[kind].title
-        raise ConfigError([f"{path} has a value that {title} does not take: {error}."]) from error
+        reason = f"a value that {project.title} does not take ({error})"
+        raise ConfigError([Problem(str(path), ABSENT, reason, "Correct it.")]) from error
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if not path.is_file():
-        raise ConfigError([f"{path}: no such file. Correct the path."])
+        raise ConfigError([Problem(str(path), ABSENT, "no such file", "Correct the path.")])
     try:
-        return read_words(path) if path.suffix in _SHELL else (read_yaml(path), {})
+        return read_script(path.read_text(encoding="utf-8")) if path.suffix in _SHELL else (read_yaml(path), {})
     except UnicodeDecodeError as error:
-        raise ConfigError([f"{path} cannot be read: {error}."]) from error
+        raise ConfigError([Problem(str(path), ABSENT, f"cannot be read ({error})", "Save it as UTF-8.")]) from error
 
 
-def refusals(text: str) -> list[str]:
-    """Return what `check` says about a recipe before it loads anything."""
+def refusals(text: str) -> Sequence[object]:
+    """Return the problems that `check` finds in a recipe before it loads a model or data."""
     with tempfile.TemporaryDirectory(prefix="grpo_ext_migrate_") as folder, redirect_stderr(io.StringIO()):
         path = Path(folder) / "recipe.yaml"
         path.write_text(text, encoding="utf-8")
@@ -90,17 +95,22 @@ def refusals(text: str) -> list[str]:
     return []
 
 
-def summary(draft: Draft, problems: list[str], name: str) -> str:
-    """Say what became of the keys, what is to be decided, and whether the recipe passes."""
-    converted, left = len(draft.converted), len(draft.left)
-    asked = len(draft.given) - converted - left
-    counts = f"{converted} converted, {left} left out, each with its reason in {name}"
-    lines = [f"{len(draft.given)} keys: {counts}{f', {asked} in the decisions' if asked else ''}."]
-    lines.append(f"What the file leaves unset has the defaults of {draft.title} {draft.version}.")
+def summary(draft: Draft, problems: Sequence[object], name: str) -> str:
+    """Return what became of the keys, what a person must decide, and whether `check` accepts the recipe."""
+    rest, total = sorted(draft.given.keys() - draft.converted), len(draft.given)
+    if rest:
+        more = f" and {len(rest) - _LISTED} more" if len(rest) > _LISTED else ""
+        shown = f"{', '.join(rest[:_LISTED])}{more}"
+        lines = [f"{total - len(rest)} of {total} keys were converted; not converted: {shown}. See {name}."]
+    else:
+        lines = [f"All {total} keys were converted."]
+    lines.append(f"Where the file sets no value, the recipe has the default of {draft.title} {draft.version}.")
     if draft.decisions:
         lines += [f"To decide ({len(draft.decisions)}):", *(f"  - {sentence}" for sentence in draft.decisions)]
     if problems:
-        lines += [f"check refuses it ({len(problems)}):", *(f"  - {problem}" for problem in problems)]
+        lines += [f"`grpo-ext check` refuses it ({len(problems)}):", *(f"  - {problem}" for problem in problems)]
     else:
-        lines.append("check lets it pass." + (" Decide the rest before you train." if draft.decisions else ""))
+        lines.append(
+            "`grpo-ext check` accepts it." + (" Decide the rest before you train." if draft.decisions else "")
+        )
     return "\n".join(lines)

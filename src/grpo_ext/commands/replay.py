@@ -38,7 +38,7 @@ SHOWN = 10
 SAME = 1e-4
 """Relative difference between losses that another machine may cause."""
 
-Content = Mapping[str, Any]
+Content = dict[str, Any]
 """One process's part of a recorded step."""
 
 
@@ -67,9 +67,6 @@ def _step_folder(dump: Path) -> Path:
     """Return the folder of one step, or the file of one process, that `dump` is or holds."""
     if dump.is_file() or (dump.is_dir() and ranks_in(dump)):
         return dump
-    if not dump.exists():
-        cure = f"Name a step's folder, such as RUN/{FOLDER}/step_1."
-        raise ConfigError([Problem(str(dump), ABSENT, "no such file or folder", cure)])
     held = steps_in(dump) or steps_in(dump / FOLDER) or steps_in(dump / "failures")
     if len(held) == 1:
         return next(iter(held.values()))
@@ -77,7 +74,7 @@ def _step_folder(dump: Path) -> Path:
         some = ", ".join(map(str, list(held)[:20])) + (", ..." if len(held) > 20 else "")
         cure = f"Name one: {next(reversed(held.values()))}."
         raise ConfigError([Problem(str(dump), ABSENT, f"the folder holds the steps {some}", cure)])
-    cure = f"Train with record_batches: 1, and name RUN/{FOLDER}/step_1."
+    cure = f"Train with record_batches: 1, and name a step's folder, such as RUN/{FOLDER}/step_1."
     raise ConfigError([Problem(str(dump), ABSENT, "the folder holds no recorded batch", cure)])
 
 

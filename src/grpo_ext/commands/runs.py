@@ -57,13 +57,14 @@ class Trained:
         chat = self.record.get("conversational")
         if not (tokenizer.chat_template if chat is None else chat):
             return tokenizer(question, return_tensors="pt")
-        return tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             with_system_prompt(question, self.record.get("system_prompt")),
             add_generation_prompt=True,
             return_dict=True,
             return_tensors="pt",
             **(self.record.get("chat_template_kwargs") or {}),
         )
+        return encoded
 
     @property
     def loading(self) -> dict[str, Any]:

@@ -72,21 +72,20 @@ def sample(trainer: GRPOExtTrainer, num: int, prompts: int) -> Iterator[list[Row
     """Yield the completions of each training row, with their rewards; `prompts` rows are sampled at a time."""
     names, weights = trainer.reward_func_names, trainer.reward_weights.double()
     missing = trainer.objective.missing_rewards
-    rows, first = iter(trainer.train_dataset), 0
+    data: Any = trainer.train_dataset
+    rows, first = iter(data), 0
     while batch := list(islice(rows, prompts)):
         numbers = range(first * num, (first + len(batch)) * num)
         attempts, first = numbered(trainer.args.seed, Source.EVALUATION, numbers, num), first + len(batch)
         examples = [dict(row) for row in batch for _ in range(num)]
         collected = trainer.collect(examples, attempts)
-        examples, completions, rewards = (
-            collected.rows,
-            collected.generated.completions,
-            collected.rewards.double().cpu(),
-        )
+        assert collected.generated is not None
+        assert collected.rewards is not None
+        completions, rewards = collected.generated.completions, collected.rewards.double().cpu()
         totals = weighted_total(rewards[None], weights.cpu(), missing=missing)[0].tolist()
         scored = [
             with_rewards({**written(example), "completion": text}, dict(zip(names, each, strict=True)), total)
-            for example, text, each, total in zip(examples, completions, rewards.tolist(), totals, strict=True)
+            for example, text, each, total in zip(collected.rows, completions, rewards.tolist(), totals, strict=True)
         ]
         for start in range(0, len(scored), num):
             yield scored[start : start + num]
@@ -135,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
     completions: list[Row] = []
     asked: list[Row] = []
     trainer = sampler(recipe, options.num, str(output.parent))
-    data = trainer.train_dataset
+    data: Any = trainer.train_dataset
     try:
         total = len(data) if hasattr(data, "__len__") else None
         groups = tqdm(sample(trainer, options.num, batch), total=total, unit="prompt", disable=None)

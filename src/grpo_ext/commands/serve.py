@@ -109,12 +109,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
 def serve(recipe: Recipe, host: str, port: int | None, extra: Sequence[str] = (), *, hint: str) -> int:
     """Run the server until Ctrl-C or until it ends, and return its exit code.
 
-    Args:
-        recipe: the recipe that the server is for.
-        host: address to listen on.
-        port: port to listen on; None for the recipe's.
-        extra: further flags of vLLM.
-        hint: the trainer's command line, printed when the server is up.
+    A port of None is the recipe's; `extra` are flags of vLLM; `hint` is printed when the server is up.
     """
     port = port or urlparse(server_url(recipe)).port or recipe.training.vllm_server_port
     line = command(recipe, host, port, extra)

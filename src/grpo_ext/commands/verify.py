@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,10 @@ FOLDER = "GRPO_EXT_VERIFY_FOLDER"
 TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1}
 """Allowed relative difference of a gradient; float32 has room for the rounding of an update with rate `RATE`."""
 MAX_ROWS = 64
-LEFT_OUT, FIXED = values_for("verify_without"), values_for("verify")
-"""Settings switched off, because the computation row by row lacks them, and settings of a plain run."""
-RATE: Any = FIXED["learning_rate"]
+LEFT_OUT: dict[str, Any] = values_for("verify_without")
+"""Settings switched off, because the computation row by row lacks them."""
+FIXED: dict[str, Any] = values_for("verify")
+RATE: float = FIXED["learning_rate"]
 
 
 @dataclass(frozen=True)
@@ -81,20 +82,25 @@ def splits(processes: int, rows: int, accumulation: int, group: int) -> Iterator
 
 def run(options: argparse.Namespace) -> int:
     """Print the table; return 1 if a gradient, or a resumed run, differs."""
-    processes, command = launcher(options)
+    processes, line = launcher(options)
     with planned_processes(processes):
         recipe = load_recipe(options.keys)
-    c = recipe.training
-    sizes = (c.per_device_train_batch_size, c.gradient_accumulation_steps, c.num_generations)
-    plan = Plan(options.keys, options.precision, list(splits(processes, *sizes)))
+    c, half = recipe.training, options.precision == "bfloat16"
+    sizes = (c.per_device_train_batch_size, c.gradient_accumulation_steps, int(c.num_generations or 1))
+    chosen = list(splits(processes, *sizes))
     with tempfile.TemporaryDirectory(prefix="grpo-ext-verify-") as name:
         folder = Path(name)
-        plan.write(folder)
+        plan = {"keys": options.keys, "half": half, "splits": [dataclasses.asdict(split) for split in chosen]}
+        (folder / "plan.json").write_text(json.dumps(plan))
         save_small(base_path(recipe), folder / "model", trust_remote_code=c.trust_remote_code)
-        if len(command) > 1:
-            command += ["--mixed_precision", "bf16" if options.precision == "bfloat16" else "no"]
-        _launch(command, folder)
-        return plan.judge(recipe, folder)
+        if len(line) > 1:
+            line += ["--mixed_precision", "bf16" if half else "no"]
+        _launch(line, folder)
+        with planned_processes(processes):
+            found = {split: _difference(recipe, split, half, folder) for split in chosen}
+        whole, resumed = (torch.load(folder / f"{name}.pt") for name in ("whole", "resumed"))
+    off = max((whole[name].double() - resumed[name].double()).abs().max().item() for name in whole)
+    return _print(recipe, options.precision, found, off)
 
 
 def launcher(options: argparse.Namespace) -> tuple[int, list[str]]:
@@ -105,90 +111,55 @@ def launcher(options: argparse.Namespace) -> tuple[int, list[str]]:
     return wanted.planned or 1, accelerate_command(wanted)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Work of the processes.
+def _print(recipe: Recipe, precision: str, found: Mapping[Split, float], off: float) -> int:
+    """Print the comparison and return the exit code."""
+    allowed, console = TOLERANCES[precision], Console()
+    heads = ("split", "processes x rows x accumulation", "relative difference of the gradient", "verdict")
+    table = Table(*heads, box=None)
+    for split, worst in found.items():
+        table.add_row(split.name, str(split), f"{worst:.1e}", "equal" if worst <= allowed else "DIFFERS")
+    table.add_row("resumed", "after the first step", f"{off:.1e} (weights)", "DIFFERS" if off else "equal")
+    console.print(recipe.training.objective.describe(), markup=False)
+    console.print(f"in {precision}, compared with one row at a time; allowed: {allowed:g}")
+    console.print(table)
+    left_out = sorted(name for name, value in LEFT_OUT.items() if getattr(recipe.training, name) != value)
+    if left_out:
+        console.print(f"left out: {', '.join(left_out)}")
+    return 0 if not off and all(worst <= allowed for worst in found.values()) else 1
 
-    Args:
-        keys: the recipe's command line.
-        precision: dtype of the computation.
-        splits: the splits to train.
-    """
 
-    keys: list[str]
-    precision: str
-    splits: list[Split]
+def _training(recipe: Recipe, split: Split, half: bool, folder: Path, **changes: Any) -> GRPOExtConfig:
+    """Return the recipe's settings with another split and plain SGD, without those of `LEFT_OUT`."""
+    c = recipe.training
+    windows = max(1, int(c.steps_per_generation or 1) // c.gradient_accumulation_steps)
+    own = {
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": split.rows,
+        "gradient_accumulation_steps": split.accumulation,
+        "steps_per_generation": windows * split.accumulation,
+        "max_steps": min(8, 2 * windows * c.num_iterations),
+        "max_completion_length": max(8, c.max_completion_length or 8),
+        "reward_weights": [spec.weight for spec in recipe.rewards],
+        "bf16": half,
+        "fp16": False,
+        "model_init_kwargs": {"dtype": "float32"},
+    }
+    return dataclasses.replace(c, **LEFT_OUT | FIXED | own | changes)
 
-    def write(self, folder: Path) -> None:
-        """Write the plan for the processes."""
-        (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(self)))
 
-    @classmethod
-    def read(cls, folder: Path) -> "Plan":
-        """Read the file of `write`."""
-        saved = json.loads((folder / "plan.json").read_text())
-        return cls(saved["keys"], saved["precision"], [Split(**s) for s in saved["splits"]])
-
-    def training(self, recipe: Recipe, split: Split, folder: Path, **changes: Any) -> GRPOExtConfig:
-        """Return the recipe's settings with another split and plain SGD, without those of `LEFT_OUT`."""
-        c = recipe.training
-        windows = max(1, int(c.steps_per_generation or 1) // c.gradient_accumulation_steps)
-        own = {
-            "output_dir": str(folder / "out"),
-            "per_device_train_batch_size": split.rows,
-            "gradient_accumulation_steps": split.accumulation,
-            "steps_per_generation": windows * split.accumulation,
-            "max_steps": min(8, 2 * windows * c.num_iterations),
-            "max_completion_length": max(8, c.max_completion_length or 8),
-            "reward_weights": [spec.weight for spec in recipe.rewards],
-            "bf16": self.precision == "bfloat16",
-            "fp16": False,
-            "model_init_kwargs": {"dtype": "float32"},
-        }
-        return dataclasses.replace(c, **LEFT_OUT | FIXED | own | changes)
-
-    def judge(self, recipe: Recipe, folder: Path) -> int:
-        """Compare what was recorded with the computation row by row; print the table and return the exit code."""
-        allowed = TOLERANCES[self.precision]
-        with planned_processes(self.splits[0].processes):
-            found = [(split, self._difference(recipe, split, folder)) for split in self.splits]
-        whole, resumed = (torch.load(folder / f"{name}.pt") for name in ("whole", "resumed"))
-        off = max((whole[name].double() - resumed[name].double()).abs().max().item() for name in whole)
-        table = Table(
-            *("split", "processes x rows x accumulation", "relative difference of the gradient", "verdict"), box=None
-        )
-        for split, worst in found:
-            table.add_row(split.name, str(split), f"{worst:.1e}", _verdict(worst, allowed))
-        table.add_row("resumed", "after the first step", f"{off:.1e} (weights)", _verdict(off, 0.0))
-        console = Console()
-        console.print(recipe.training.objective.describe(), markup=False)
-        console.print(f"in {self.precision}, compared with one row at a time; allowed: {allowed:g}")
-        console.print(table)
-        left_out = sorted(name for name, value in LEFT_OUT.items() if getattr(recipe.training, name) != value)
-        if left_out:
-            console.print(f"left out: {', '.join(left_out)}")
-        return 0 if off <= 0 and all(worst <= allowed for _, worst in found) else 1
-
-    def _difference(self, recipe: Recipe, split: Split, folder: Path) -> float:
-        training = self.training(recipe, split, folder)
-        recorded = torch.load(folder / split.file)
-        terms = Terms(
-            training.temperature,
-            training.entropy_coef,
-            training.mask_truncated_completions,
-            tuple(training.reward_weights or ()),
-        )
-        model = load_small(folder / "model", torch.float32, get_peft_config(recipe.model))
-        gradients = RowByRow(model, training.objective, _rows(recipe), terms, recorded).gradients()
-        return max(differences(recorded, gradients, RATE))
+def _difference(recipe: Recipe, split: Split, half: bool, folder: Path) -> float:
+    """Return the largest relative difference of a step's gradient from that of one row at a time."""
+    training = _training(recipe, split, half, folder)
+    recorded = torch.load(folder / split.file)
+    weights = tuple(training.reward_weights or ())
+    terms = Terms(training.temperature, training.entropy_coef, training.mask_truncated_completions, weights)
+    model = load_small(folder / "model", torch.float32, get_peft_config(recipe.model))
+    gradients = RowByRow(model, training.objective, _rows(recipe), terms, recorded).gradients()
+    return max(differences(recorded, gradients, RATE))
 
 
 def _rows(recipe: Recipe) -> Rows:
-    return Rows(VOCABULARY, recipe.training.num_generations, rewards=len(recipe.rewards))
-
-
-def _verdict(found: float, allowed: float) -> str:
-    return "equal" if found <= allowed else "DIFFERS"
+    return Rows(VOCABULARY, int(recipe.training.num_generations or 1), rewards=len(recipe.rewards))
 
 
 def _launch(command: list[str], folder: Path) -> None:
@@ -206,17 +177,17 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("grpo_ext").setLevel("ERROR")
     folder = Path(os.environ[FOLDER])
-    plan = Plan.read(folder)
-    recipe = load_recipe(plan.keys)
-    for split in plan.splits:
-        trainer = _trainer(recipe, plan.training(recipe, split, folder), folder)
+    plan = json.loads((folder / "plan.json").read_text())
+    recipe, chosen = load_recipe(plan["keys"]), [Split(**split) for split in plan["splits"]]
+    for split in chosen:
+        trainer = _trainer(recipe, _training(recipe, split, plan["half"], folder), folder)
         trainer.train()
         trainer.save(folder / split.file)
-    _interrupted(plan, recipe, folder)
+    _interrupted(recipe, chosen[0], plan["half"], folder)
     leave_process_group()
 
 
-class WatchedTrainer(Watched, GRPOExtTrainer):
+class WatchedTrainer(Watched, GRPOExtTrainer):  # type: ignore[misc]
     """The trainer, which records the inputs and weights of each step."""
 
 
@@ -233,9 +204,8 @@ def _trainer(recipe: Recipe, training: GRPOExtConfig, folder: Path) -> WatchedTr
     )
 
 
-def _interrupted(plan: Plan, recipe: Recipe, folder: Path) -> None:
+def _interrupted(recipe: Recipe, split: Split, half: bool, folder: Path) -> None:
     """Train a run in windows of two steps, and again from its first checkpoint."""
-    split = plan.splits[0]
     changes = {
         "steps_per_generation": 2 * split.accumulation,
         "max_steps": 4,
@@ -246,7 +216,7 @@ def _interrupted(plan: Plan, recipe: Recipe, folder: Path) -> None:
         "output_dir": str(folder / "interrupted"),
     }
     for name, checkpoint in {"whole": None, "resumed": str(folder / "interrupted" / "checkpoint-1")}.items():
-        trainer = _trainer(recipe, plan.training(recipe, split, folder, **changes), folder)
+        trainer = _trainer(recipe, _training(recipe, split, half, folder, **changes), folder)
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.accelerator.is_main_process:
             torch.save(trainer.weights[-1], folder / f"{name}.pt")

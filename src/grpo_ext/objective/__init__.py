@@ -1,4 +1,4 @@
-"""The mathematics, in torch alone: no TRL, no transformers, no accelerate.
+"""The mathematics, in torch only: no TRL, no transformers, no accelerate.
 
-May know registry and errors. Begin with `losses`, THE table; `objective` puts a row of it to work.
+May know registry and errors. Begin with `losses`, the table of losses; `objective` computes one row of it.
 """

@@ -1,19 +1,19 @@
 r"""Advantage estimators: rewards [groups, completions] of a whole generation batch to advantages of the same shape.
 
 Notation: r are the rewards of one prompt's G completions, NaN where one could not be scored: it is left out of all
-statistics. Permuting groups permutes advantages. What holds for every estimator, a user's own included, is seen to by
-`estimate.estimate`, once.
+statistics. Permuting groups permutes advantages. `estimate.estimate` enforces the rules that hold for every estimator,
+also for a user's own.
 
-Positional parameters beyond `rewards` are asked for by name, as in `surrogates`:
+An estimator requests further tensors by name, as positional parameters behind `rewards`:
 
 - `history`: the group means of the `window` - 1 generation batches before (NaN where unscorable), or None;
-- `log_metric(name, value)`: records a figure;
-- `mask` [groups, completions, time]: the live completion tokens, or None where every completion counts as one;
+- `log_metric(name, value)`: logs a metric;
+- `mask` [groups, completions, time]: the live completion tokens, or None where every completion counts as one token;
 - `kl_rewards` [groups, completions, time]: -beta KL of each token where `kl_placement` is 'reward', else None. An
-  estimator that does not ask for it gets rewards that hold the sum;
+  estimator that does not request it gets rewards that contain the sum;
 - `turn_rewards`, `turns`, `states`: of trajectories of several turns, as in `turn_credit`.
 
-After the star stand the options a recipe may set through `advantage_kwargs`.
+The keyword-only parameters are the options that a recipe may set by `advantage_kwargs`.
 """
 
 import math
@@ -31,16 +31,16 @@ from grpo_ext.registry import Registry
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """What others must know of an estimator."""
+    """Properties of an estimator that other modules use."""
 
     unit_rewards: bool = False
-    """Whether it is defined for rewards in [0, 1] only."""
+    """True if it is defined for rewards in [0, 1] only."""
     group_baseline: bool = True
-    """Whether rewards are compared within their group, so that a group of equal rewards has no signal."""
+    """True if rewards are compared within their group, so that a group of equal rewards has no signal."""
     outnumbered: str | None = None
     """The option that a group must hold more completions than."""
     trl: bool = False
-    """Whether `scale_rewards` of stock TRL has it, under this name."""
+    """True if `scale_rewards` of stock TRL has it, under this name."""
 
 
 estimators: Registry = Registry("advantage_estimator", EstimatorTraits)
@@ -72,7 +72,7 @@ def extremes(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 
 def evened(values: Rewards, scale: Float[Tensor, "groups"]) -> Rewards:
-    """`values`; a group's are made equal where they differ by no more than the rounding of numbers of size `scale`."""
+    """Make a group's values equal where they differ by at most the rounding of numbers of size `scale`."""
     highest, lowest = extremes(values)
     rounded = highest - lowest <= ROUNDING * scale
     return torch.where(rounded[:, None] & ~values.isnan(), highest[:, None], values)
@@ -92,7 +92,7 @@ def _std(values: Tensor, ddof: int, dim: int | None = None) -> Tensor:
 
 
 def only_signal(advantages: Rewards, rewards: Rewards) -> Rewards:
-    """`advantages` with exact zeros for unscorable completions and for groups without a signal."""
+    """Return `advantages` with exact zeros for unscorable completions and for groups without a signal."""
     silent = rewards.isnan() | zero_variance(rewards)[:, None]
     return torch.where(silent, torch.zeros_like(advantages), advantages)
 
@@ -103,12 +103,12 @@ def _centred(rewards: Rewards) -> Rewards:
 
 
 def _in_unit_interval(rewards: Rewards, estimator: str, cure: str) -> Rewards:
-    """`rewards`, those beyond 0 or 1 by rounding alone set to it."""
+    """Clamp rewards that exceed [0, 1] by rounding only; raise for others."""
     outside = rewards[(rewards < -ROUNDING) | (rewards > 1 + ROUNDING)]
     if len(outside):
         raise ValueError(
-            f"advantage_estimator={estimator}: a reward of {outside[0].item():g} lies outside [0, 1], where alone "
-            f"this estimator is defined. {cure}"
+            f"advantage_estimator={estimator}: a reward of {outside[0].item():g} lies outside [0, 1], and "
+            f"this estimator is defined only inside. {cure}"
         )
     return rewards.clamp(0, 1)
 
@@ -165,7 +165,7 @@ def reinforce_pp_baseline(
     r"""(a - mean) / std over the live tokens of the generation batch, a = r - group mean, the same on all its tokens.
 
     The std counts as `floor` at least. In the authors' code a group of equal rewards has the advantage -mean / std;
-    here, as everywhere, it has no signal. REINFORCE++ with baseline, arXiv:2501.03262, section 3.2.
+    here it has no signal, as with every estimator. REINFORCE++ with baseline, arXiv:2501.03262, section 3.2.
     """
     return _whitened(_centred(rewards), mask, ddof, floor)
 
@@ -214,7 +214,7 @@ class BetaFit(NamedTuple):
     alpha: float
     beta: float
     degenerate: bool
-    """Whether the batch could not be fitted (success rates all equal) and (1, 1) stands in."""
+    """True if all success rates are equal, so that (1, 1) replaces the fit."""
 
 
 def fit_beta(means: Float[Tensor, " prompts"], *, flatten: float = 3.0) -> BetaFit:

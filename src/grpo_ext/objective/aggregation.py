@@ -19,23 +19,23 @@ from grpo_ext.registry import Registry
 
 @dataclass(frozen=True)
 class AggregationTraits:
-    """What others must know of an aggregation."""
+    """Properties of an aggregation that other modules use."""
 
     additive: bool = False
-    """Whether a step's loss is the same however its rows are split, so that they may be grouped otherwise."""
+    """True if a step's loss does not depend on how its rows are split, so that they may be regrouped."""
     local: bool = False
-    """Whether by definition it is not."""
+    """True if it depends on the split by definition."""
     token_mean: bool = False
-    """Whether a completion counts by its length."""
+    """True if a completion counts by its length."""
     completion_mean: bool = False
-    """Whether every completion counts the same."""
+    """True if every completion counts the same."""
 
 
 aggregations: Registry = Registry("loss_aggregation", AggregationTraits)
 
 
 class StepTotals(NamedTuple):
-    """What one optimizer step holds on all processes: the denominators."""
+    """Totals of one optimizer step over all processes: the denominators."""
 
     tokens: Tensor
     """Live completion tokens."""
@@ -46,7 +46,7 @@ class StepTotals(NamedTuple):
 
 
 def step_totals(masks: list[Shaped[Tensor, "_ _"]]) -> StepTotals:
-    """Totals of one process's micro-batches (of any shapes), to be summed over processes."""
+    """Count one process's micro-batches (of any shapes); the caller sums over processes."""
     live = [mask.bool() for mask in masks]
     return StepTotals(
         tokens=torch.stack([m.sum() for m in live]).sum(),
@@ -58,7 +58,7 @@ def step_totals(masks: list[Shaped[Tensor, "_ _"]]) -> StepTotals:
 def token_sums(
     per_token_loss: Float[Tensor, "batch #time"], mask: Shaped[Tensor, "batch time"]
 ) -> Float[Tensor, " batch"]:
-    """Sum over the live tokens of each completion; whatever stands under the mask has no part in it."""
+    """Sum over the live tokens of each completion; values under the mask are ignored."""
     return torch.where(mask.bool(), per_token_loss, torch.zeros_like(per_token_loss)).sum(dim=-1)
 
 
@@ -103,7 +103,7 @@ def seq_mean_token_sum_norm(
 def micro_batch_token_mean(
     per_token_loss: Float[Tensor, "batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
-    r"""Token mean over each micro-batch, averaged over micro-batches: what TRL calls `bnpo`.
+    r"""Token mean over each micro-batch, averaged over micro-batches (TRL's `bnpo`).
 
     By definition it depends on the micro-batch size; `token-mean` does not.
     """

@@ -21,8 +21,8 @@ def weighted_total(rewards: FunctionRewards, weights: Float[Tensor, " functions"
     r"""sum_k w_k r_k; NaN where no function scored the completion.
 
     A function that returned None for a completion is left out. With `missing="renormalize"` the others whose weights
-    have its sign are scaled by sum |w| / sum of the |w| present, so that None is not a reward of 0 and a penalty that
-    is missing does not raise what the others give; a function of weight 0 is only logged. With `missing="zero"` None
+    have its sign are scaled by sum |w| / sum of the |w| present: None is not a reward of 0, and a missing penalty
+    does not raise the total of the others; a function of weight 0 is only logged. With `missing="zero"` None
     is a reward of 0 (stock TRL). Totals of a group that only rounding keeps apart become equal.
     """
     scored = ~rewards.isnan()
@@ -42,7 +42,7 @@ def weighted_turns(
     *,
     missing: str,
 ) -> Float[Tensor, "groups completions turns"]:
-    """The part of `weighted_total` that was earned by turns; NaN where there is no turn."""
+    """Return the part of `weighted_total` that comes from turn rewards; NaN where there is no turn."""
     if missing == "renormalize":
         weights = _renormalized(rewards, weights)
     earned = (turn_rewards * weights[..., None]).nansum(dim=-2)
@@ -67,7 +67,7 @@ def sum_then_normalize(
     *,
     missing: str = "renormalize",
 ) -> Advantages:
-    """The estimator of the weighted total."""
+    """Apply the estimator to the weighted total."""
     return estimator(weighted_total(rewards, weights, missing=missing), -1)
 
 

@@ -1,4 +1,4 @@
-"""Whether a loss can train on advantages that differ by token: found out on a few tokens, for a user's loss too."""
+"""Test on a few tokens whether a loss, also a user's own, can train on advantages that differ by token."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def mixes_tokens(objective: Any, sampler: Float[Tensor, "2 #3"] | None = None) -
 
     Args:
         objective: an `Objective`.
-        sampler: the sampler's importance ratio, where the loss is offered one.
+        sampler: the sampler's importance ratio, if the loss takes one.
     """
     advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)
     plain = _gradient(objective, advantages, sampler)
@@ -28,7 +28,7 @@ def mixes_tokens(objective: Any, sampler: Float[Tensor, "2 #3"] | None = None) -
 def _leaks(
     objective: Any, advantages: Tensor, sampler: Tensor | None, plain: Tensor, token: int
 ) -> Bool[Tensor, "2 2"]:
-    """Gradients of the other tokens that change with the advantage of `token`."""
+    """Return which gradients of the other tokens change with the advantage of `token`."""
     changed = advantages.clone()
     changed[:, token] *= -3.0
     others = [i for i in range(len(MASK[0])) if i != token]
@@ -43,7 +43,7 @@ def _gradient(objective: Any, advantages: Tensor, sampler: Tensor | None) -> Flo
         "old_per_token_logps": torch.tensor(LOGPS, dtype=torch.float64) - torch.tensor(MOVED, dtype=torch.float64),
         "importance_sampling_ratio": None if sampler is None else sampler.double(),
     }
-    # the KL reads no advantage and is left out, with the reference that it would ask for
+    # the KL does not depend on advantages, so it is left out with its reference
     tensors = objective.tensors(logps, inputs | {"ref_per_token_logps": logps.detach()}, mask)
     loss = objective.surrogate_loss(tensors).expand(mask.shape)
     torch.where(mask.bool(), loss, 0.0).sum().backward()

@@ -1,4 +1,4 @@
-"""What holds for the advantages of every estimator, a user's own included."""
+"""Apply an estimator, also a user's own, and enforce the rules that hold for all of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +12,14 @@ from grpo_ext.objective.options import bind
 
 
 class BrokenRule(ValueError):
-    """An estimator returned what no estimator may."""
+    """An estimator returned something that no estimator may return."""
 
 
 def estimate(name: str, rewards: Rewards, offered: Mapping[str, Any] = {}, **options: Any) -> TokenRewards | Rewards:
-    """Advantages by the estimator of that name or path, under the rules that hold for every one of them.
+    """Compute advantages by the estimator of that name or path.
 
-    A completion that could not be scored gets exactly 0, so does a group without a signal (unless the estimator's
-    baseline is not the group's), and a token that is not live; all others are finite, one for each completion or one
+    A completion that could not be scored gets exactly 0; so do a group without a signal (unless the estimator's
+    baseline is not the group's) and a token that is not live. All others are finite, one for each completion or one
     for each of its tokens.
 
     Raises:
@@ -32,7 +32,7 @@ def estimate(name: str, rewards: Rewards, offered: Mapping[str, Any] = {}, **opt
         what = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise BrokenRule(
             f"advantage_estimator={name}: it returned {what} for rewards {list(rewards.shape)}. Return a tensor "
-            "[groups, completions]; or, if it asks for `mask`, of the shape of that."
+            "[groups, completions]; or, if it takes `mask`, of the mask's shape."
         )
     found = found.to(rewards.dtype)
     silent = rewards.isnan()

@@ -1,7 +1,7 @@
 r"""Estimators of the KL divergence from the reference, per token, on samples of the policy.
 
-Notation: d = l_ref - l per token, D = sum_t d over a completion. The direction matters: exp(-d) + d - 1 is not here,
-its expectation is chi-squared - KL. Like a surrogate, an estimator asks for its tensors by name:
+Notation: d = l_ref - l per token, D = sum_t d over a completion. The direction matters: exp(-d) + d - 1 is left out,
+since its expectation is chi-squared - KL. Like a surrogate, an estimator requests its tensors by name:
 `log_ref_ratio` (d, zero under the mask), `log_ratio` (see `ratios`) and `mask`.
 """
 
@@ -17,16 +17,16 @@ from grpo_ext.registry import Registry
 
 @dataclass(frozen=True)
 class KLTraits:
-    """What others must know of an estimator."""
+    """Properties of an estimator that other modules use."""
 
     in_loss: bool = True
-    """Whether its gradient means something."""
+    """True if its gradient is useful in the loss."""
     in_reward: bool = True
-    """Whether its value, without a gradient, is all there is to it."""
+    """True if its value is useful without a gradient."""
     levels: tuple[str, ...] = ("token", "sequence", "product")
-    """The ratio levels at which it is what it says."""
+    """The ratio levels at which its formula holds."""
     per_completion: bool = False
-    """Whether it is one term for a whole completion."""
+    """True if it is one term for a whole completion."""
 
 
 kl_estimators: Registry = Registry("kl_estimator", KLTraits)

@@ -1,10 +1,10 @@
-r"""The table of losses: what each `loss_type` stands for, axis by axis. THE page to read about a loss.
+r"""The table of losses: the meaning of each `loss_type`, axis by axis.
 
-A recipe's `loss_type` names a row. The row fills the axes that the recipe leaves unset; whatever the recipe sets wins.
+A recipe's `loss_type` names a row. The row fills the axes that the recipe leaves unset; the recipe's own settings win.
 A user's own loss is a surrogate decorated with `register` and named by path (`loss_type: my_module:my_loss`).
 
-The table is words and numbers alone, which `grpo-ext losses` prints without loading torch: `find` joins a row to its
-surrogate.
+The table holds only words and numbers, so that `grpo-ext losses` prints it without loading torch; `find` joins a row
+to its surrogate.
 """
 
 import inspect
@@ -24,9 +24,9 @@ OPTION_FIELDS = {"epsilon_low": "epsilon", "epsilon_high": "epsilon_high", "delt
 
 @dataclass(frozen=True)
 class Loss:
-    """One row: a surrogate, what its paper says about every other axis, and all that is special about it.
+    """One row: a surrogate, its paper's choice on every other axis, and its special properties.
 
-    No other module knows a loss by its name, so that one of your own may have whatever one of these has.
+    No other module refers to a loss by its name, so that a user's own loss can have every property of these.
     """
 
     surrogate: str | Callable[..., Any]
@@ -36,7 +36,7 @@ class Loss:
     levels: tuple[str, ...] = ANY_LEVEL
     """The ratio levels the surrogate is defined for."""
     kl: str = "k3"
-    """Estimator used where the recipe asks for KL (beta > 0)."""
+    """Estimator used where the recipe has a KL term (beta > 0)."""
     kl_placement: str = "loss"
     advantage: str = "group"
     advantage_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -47,30 +47,30 @@ class Loss:
     fields: Mapping[str, str] = field(default_factory=dict)
     """Options that config fields of another name set, beside `OPTION_FIELDS`: {"k_pos": "vespo_k_pos"}."""
     conflict: Callable[..., str | None] | None = None
-    """Takes the options as keywords, returns what is wrong with them together."""
+    """Takes the options as keywords, returns the reason and cure if they contradict each other."""
     clip_regions: Callable[..., Any] | None = None
-    """Asks for tensors and options as a surrogate does, returns the tokens (cut from below, cut from above)."""
+    """Takes tensors and options as a surrogate does, returns the tokens (cut from below, cut from above)."""
     metrics: Callable[..., Mapping[str, Any]] | None = None
-    """Asks for the same, returns further figures by name, each [batch, time] or [batch, 1].
+    """Takes the same, returns further metrics by name, each [batch, time] or [batch, 1].
 
     Where this, `clip_regions` or `conflict` is None, a registered surrogate's own is taken.
     """
     per_completion: bool = False
-    """Whether it has one term for a whole completion at every level, of which no token can be left out."""
+    """True if it has one term for a whole completion at every level, so that no token can be left out."""
     off_policy: bool = True
-    """Whether it corrects for a policy that has moved since it sampled."""
+    """True if it corrects for a policy that has moved since it sampled."""
     silent_at_zero: bool = False
-    """Whether a completion with an advantage of 0 has no gradient, and need not be computed."""
+    """True if a completion with an advantage of 0 has no gradient, and need not be computed."""
     sampler_levels: tuple[str, ...] = ("token", "sequence")
     """The levels at which it can take the sampler's correction."""
     trl: bool = False
-    """Whether stock TRL has this loss, so that `loss_defaults: trl` means something."""
+    """True if stock TRL has this loss, so that `loss_defaults: trl` is allowed."""
     trl_options: Mapping[str, Any] = field(default_factory=dict)
     """Stock TRL's defaults of options where they depart from the surrogate's own."""
     trl_float32: bool = False
-    """Whether stock TRL holds the options in float32."""
+    """True if stock TRL holds the options in float32."""
     trl_name: str = ""
-    """How stock TRL, which lacks this loss, is told to compute its formula."""
+    """Settings by which stock TRL, which lacks this loss, computes its formula."""
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ class Loss:
         return surrogates[self.surrogate]
 
     def whole(self) -> "Loss":
-        """With what its surrogate brings along, where the row does not say otherwise."""
+        """Return the row with the traits of its surrogate, where the row leaves them unset."""
         if callable(self.surrogate):
             return self
         from grpo_ext.objective.surrogates import surrogates
@@ -92,7 +92,7 @@ class Loss:
         return replace(self, **own)
 
     def field_of(self, option: str) -> str | None:
-        """The config field that sets an option, if it has one."""
+        """Return the config field that sets an option, or None."""
         return self.fields.get(option) or OPTION_FIELDS.get(option)
 
 
@@ -100,7 +100,7 @@ losses: Registry = Registry("loss_type")
 
 
 def register(*names: str, **row: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that makes a surrogate a loss of its own; `row` are fields of `Loss`."""
+    """Decorate a surrogate to make it a loss of its own; `row` are fields of `Loss`."""
 
     def add(surrogate: Callable[..., Any]) -> Callable[..., Any]:
         losses.register(*names)(Loss(surrogate=surrogate, **row))
@@ -110,7 +110,7 @@ def register(*names: str, **row: Any) -> Callable[[Callable[..., Any]], Callable
 
 
 def find(loss_type: str) -> Loss:
-    """Row of that name; or of the surrogate (registered or plain) at that import path.
+    """Return the row of that name, or of the surrogate (registered or plain) at that import path.
 
     Raises:
         UnknownNameError: no such loss; the message names the closest ones.

@@ -1,4 +1,4 @@
-"""An objective: a row of the table with every axis settled by the recipe, put to work on tensors."""
+"""An objective: a row of the table of losses with every axis set, and its computations on tensors."""
 
 import inspect
 import math
@@ -27,7 +27,7 @@ TENSORS = (
     "mask",
     "importance_sampling_ratio",
 )
-"""What a surrogate, its clip regions and its metrics may ask for."""
+"""Tensors that a surrogate, its clip regions and its metrics may request."""
 KL_INPUTS = ("log_ref_ratio", "log_ratio", "mask")
 TURN_INPUTS = ("turn_rewards", "turns", "states")
 ESTIMATOR_INPUTS = ("history", "log_metric", "mask", "kl_rewards", *TURN_INPUTS)
@@ -35,7 +35,7 @@ ESTIMATOR_INPUTS = ("history", "log_metric", "mask", "kl_rewards", *TURN_INPUTS)
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss with every axis settled: what the trainer computes. Built by `GRPOExtConfig`, printed and saved."""
+    """A loss with every axis set: the trainer's objective. Built by `GRPOExtConfig`, printed and saved."""
 
     loss_type: str
     row: Loss
@@ -52,7 +52,7 @@ class Objective:
     aggregation_kwargs: Mapping[str, Any]
 
     def describe(self) -> str:
-        """One line that says all of it."""
+        """Return all axes in one line."""
         surrogate = self.row.surrogate if isinstance(self.row.surrogate, str) else self.row.function.__name__
         penalty = f"beta={self.beta:g} {self.kl} in the {self.kl_placement}" if self.beta else "no KL"
         axes = (
@@ -64,7 +64,7 @@ class Objective:
         return f"{self.loss_type}: {', '.join(axes)}"
 
     def departures(self) -> list[str]:
-        """The axes on which it is not its row's, in words: there the row's formula and paper do not hold."""
+        """Describe the axes that differ from the row's, for which the row's formula and paper do not hold."""
         axes = {
             "ratio": "importance_sampling_level",
             "advantage": "advantage_estimator",
@@ -80,24 +80,24 @@ class Objective:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in JSON's types."""
+        """Return all axes in JSON's types."""
         row = {"surrogate": self.row.function.__name__, "formula": self.row.formula, "paper": self.row.paper}
         axes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "row"}
         return {**axes, **row} | {name: dict(value) for name, value in axes.items() if isinstance(value, Mapping)}
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the loss has a KL term."""
+        """True if the loss has a KL term."""
         return self.beta != 0.0 and self.kl_placement == "loss"
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the reward is lowered by the KL."""
+        """True if the KL is subtracted from the reward."""
         return self.beta != 0.0 and self.kl_placement == "reward"
 
     @property
     def stock_advantages(self) -> bool:
-        """Whether stock TRL computes these very advantages."""
+        """True if stock TRL computes the same advantages."""
         return (
             estimators.traits(self.advantage).trl
             and not self.advantage_kwargs
@@ -108,22 +108,22 @@ class Objective:
 
     @property
     def corrects_sampler(self) -> bool:
-        """Whether the surrogate itself applies the sampler's importance ratio."""
+        """True if the surrogate itself applies the sampler's importance ratio."""
         return "importance_sampling_ratio" in asked_for(self.row.function)
 
     @property
     def one_term(self) -> bool:
-        """Whether a completion is one term of the loss, of which no token can be left out."""
+        """True if a completion is one term of the loss, so that no token can be left out."""
         return self.row.per_completion or self.ratio == "product"
 
     @property
     def additive(self) -> bool:
-        """Whether the loss of an optimizer step is the same however its rows are split."""
+        """True if the loss of an optimizer step does not depend on how its rows are split."""
         return aggregations.traits(self.aggregation).additive
 
     @property
     def remembered_batches(self) -> int:
-        """How many generation batches before the current one the estimator sees the group means of."""
+        """Number of earlier generation batches whose group means the estimator uses."""
         function = estimators[self.advantage]
         if "history" not in asked_for(function):
             return 0
@@ -131,12 +131,12 @@ class Objective:
 
     @property
     def sees_tokens(self) -> bool:
-        """Whether advantages depend on which tokens are live, or on their KL."""
+        """True if advantages depend on which tokens are live, or on their KL."""
         return self.kl_in_reward or self.sees_turns or "mask" in asked_for(estimators[self.advantage])
 
     @property
     def sees_turns(self) -> bool:
-        """Whether advantages depend on what each turn of a trajectory earned."""
+        """True if advantages depend on the rewards of a trajectory's turns."""
         return not {*TURN_INPUTS}.isdisjoint(asked_for(estimators[self.advantage]))
 
     def log_ratio(
@@ -151,9 +151,10 @@ class Objective:
         inputs: Mapping[str, Any],
         mask: Shaped[Tensor, "batch time"],
     ) -> dict[str, Any]:
-        """All that a surrogate, a KL estimator or a metric may ask for: zeros under the mask, a gradient only in l.
+        """Prepare the tensors that a surrogate, a KL estimator or a metric may request.
 
-        Without `old_per_token_logps` among the inputs the policy itself has sampled.
+        They are zero under the mask, and only those made of l have a gradient. Without `old_per_token_logps` among the
+        inputs the policy itself is the sampling policy.
         """
         fixed = {name: value.detach() for name, value in inputs.items() if isinstance(value, Tensor)}
         per_token_logps = full_precision(per_token_logps)
@@ -175,7 +176,7 @@ class Objective:
         return tensors
 
     def surrogate_loss(self, tensors: Mapping[str, Any]) -> Float[Tensor, "batch #time"]:
-        """Loss per token, from a mapping that holds all of `TENSORS`.
+        """Compute the loss per token from a mapping of all `TENSORS`.
 
         Where advantages are given per token, the ratio of a completion is taken per token too (`on_tokens`), so that
         a token's gradient carries its own advantage and clipping is decided by its sign.
@@ -186,16 +187,16 @@ class Objective:
         return bind(self.row.function, tensors)(**self.options)
 
     def kl_penalty(self, tensors: Mapping[str, Any]) -> Float[Tensor, "batch #time"]:
-        """KL estimate per token (or per completion), from `log_ref_ratio`, `log_ratio` and `mask`."""
+        """Estimate the KL per token (or per completion) from `log_ref_ratio`, `log_ratio` and `mask`."""
         return bind(kl_estimators[self.kl], tensors)()
 
     def clip_regions(self, tensors: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-        """Tokens cut from below and from above, or None for a loss without a clip."""
+        """Return the tokens cut from below and from above, or None for a loss without a clip."""
         regions = self.row.clip_regions
         return None if regions is None else bind(regions, tensors)(**self.options)
 
     def metrics(self, tensors: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Further figures of the loss, by name, each [batch, time] or [batch, 1]."""
+        """Return further metrics of the loss by name, each [batch, time] or [batch, 1]."""
         return {} if self.row.metrics is None else bind(self.row.metrics, tensors)(**self.options)
 
     def aggregate(
@@ -204,7 +205,7 @@ class Objective:
         mask: Shaped[Tensor, "batch time"],
         totals: StepTotals,
     ) -> Float[Tensor, ""]:
-        """This micro-batch's share of the optimizer step's loss."""
+        """Return this micro-batch's share of the optimizer step's loss."""
         function = aggregations[self.aggregation]
         return function(per_token_loss, mask, totals, **self.aggregation_kwargs)
 
@@ -220,11 +221,11 @@ class Objective:
         turns: Int[Tensor, "groups completions time"] | None = None,
         states: Int[Tensor, "groups completions turns"] | None = None,
     ) -> Float[Tensor, "groups completions"] | Float[Tensor, "groups completions time"]:
-        """Advantages of a generation batch; column -1 of `history` belongs to the weighted total.
+        """Compute the advantages of a generation batch; column -1 of `history` belongs to the weighted total.
 
-        `mask` are the live tokens of its completions, wanted where the objective `sees_tokens`; `kl` is the KL
-        estimate of each where it is `kl_in_reward`, then `rewards` are those of `less_kl`. What is known of the turns
-        of trajectories, as in `turn_credit`, is wanted where it `sees_turns`.
+        `mask` are the live tokens of its completions, required if `sees_tokens`. `kl` is the KL estimate of each token
+        if `kl_in_reward`; `rewards` are then those of `less_kl`. The tensors of turns, as in `turn_credit`, are
+        required if `sees_turns`.
 
         Raises:
             ValueError: the estimator is not defined for these rewards, or breaks a rule of all estimators.
@@ -250,10 +251,10 @@ class Objective:
         mask: Shaped[Tensor, "groups completions time"],
         kl: Float[Tensor, "groups completions time"],
     ) -> Float[Tensor, "groups completions 1"]:
-        """The weighted total, less beta times the KL of a completion unless its estimator places that itself.
+        """Return the weighted total less beta times the KL of a completion, unless the estimator places the KL itself.
 
-        A completion without a live token (a truncated one that is masked) has no KL that could be known, hence no
-        total: like one that was not scored it stays out of its group's statistics, instead of standing out in them.
+        The KL of a completion without a live token (a truncated one that is masked) is unknown, so its total is NaN:
+        like a completion that was not scored it stays out of its group's statistics.
         """
         total = weighted_total(rewards, weights, missing=self.missing_rewards)
         if "kl_rewards" not in asked_for(estimators[self.advantage]):
@@ -266,7 +267,7 @@ def _arguments(options: Mapping[str, Any]) -> str:
 
 
 def surrogate_options(config: Any, row: Loss) -> dict[str, Any]:
-    """The surrogate's options: the recipe's, else the row's (or TRL's), else the surrogate's own defaults."""
+    """Return the surrogate's options: the recipe's, else the row's (or TRL's), else the surrogate's own defaults."""
     paper = config.loss_defaults == "paper"
     options = option_defaults(row.function) | dict(row.options if paper else row.trl_options)
     for option in option_defaults(row.function):
@@ -282,7 +283,7 @@ def surrogate_options(config: Any, row: Loss) -> dict[str, Any]:
 
 
 def aggregation_options(config: Any, aggregation: str) -> dict[str, Any]:
-    """The aggregation's options: the recipe's, and the generation limit where it asks for that."""
+    """Return the aggregation's options: the recipe's, and the generation limit if it takes one."""
     options = option_defaults(aggregations[aggregation]) | dict(_as_mapping(config.loss_aggregation_kwargs))
     return _without_missing(options | {name: getattr(config, name) for name in AGGREGATION_FIELDS if name in options})
 
@@ -300,10 +301,10 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
 
 
 def resolve(config: Any) -> Objective:
-    """Settle every axis: the recipe's own setting, else TRL's name for it, else the row (or TRL's default).
+    """Set every axis: the recipe's own setting, else TRL's name for it, else the row (or TRL's default).
 
     Raises:
-        UnknownNameError: `loss_type` or `loss_aggregation` names nothing.
+        UnknownNameError: `loss_type` or `loss_aggregation` is an unknown name.
     """
     row = find(config.loss_type)
     paper = config.loss_defaults == "paper"

@@ -1,7 +1,7 @@
-"""What a function asks for by name, and what it lets a recipe set: its keyword-only parameters, with their bounds.
+"""A function's requested tensors (parameters before the star) and options (keyword-only parameters with bounds).
 
-Bounds stand where the option is, `clamp: Annotated[float, Within(above=0.0)]`, and are checked before a run begins. An
-option without any, a user's own of whatever name included, may be anything of its type.
+Bounds are part of the annotation, `clamp: Annotated[float, Within(above=0.0)]`, and are checked before a run begins.
+An option without bounds takes every value of its type.
 """
 
 import inspect
@@ -13,19 +13,19 @@ from typing import Annotated, Any
 
 
 def asked_for(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The tensors and the like that a function asks for: its parameters before the star."""
+    """Return the names of the tensors that a function requests: its parameters before the star."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
 
 
 def option_defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """The options a recipe may set, the keyword-only parameters, with their defaults (`inspect.Parameter.empty`)."""
+    """Return the options that a recipe may set, with their defaults (`inspect.Parameter.empty` without one)."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def bind(function: Callable[..., Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
-    """`function` with what it asks for filled in, as far as it is offered."""
+    """Return `function` with the requested tensors bound, as far as they are offered."""
     return partial(function, **{name: offered[name] for name in asked_for(function) if name in offered})
 
 
@@ -61,11 +61,11 @@ class Ascending:
     because: str = ""
 
     def __contains__(self, value: list) -> bool:
-        """Whether `value` is such a list."""
+        """Return whether `value` is such a list."""
         return len(value) == 2 and -math.inf < value[0] < value[1] < math.inf
 
     def __str__(self) -> str:
-        """The bounds in words."""
+        """Return the bounds in words."""
         return "[lowest, highest]"
 
 

@@ -1,4 +1,4 @@
-r"""Log importance ratios at token, sequence and product level, bounded before anyone takes their exp.
+r"""Log importance ratios at token, sequence and product level, bounded so that exp cannot overflow.
 
 Notation: l, l_old are log-probabilities of the sampled tokens under the policy and under the policy that sampled them,
 n is the number of live tokens of a completion. Per-token differences are summed, never sums subtracted: over 8192
@@ -18,23 +18,23 @@ ratios: Registry = Registry("importance_sampling_level")
 
 
 def masked(values: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
-    """`values` in at least float32 with exact zeros, and no gradient, wherever `mask` is 0 (whatever stands there)."""
+    """Return `values` in at least float32, with exact zeros and no gradient where `mask` is 0."""
     values = full_precision(values)
     return torch.where(mask.bool(), values, torch.zeros_like(values))
 
 
 def full_precision(values: Tensor) -> Tensor:
-    """`values` in at least float32: differences of log-probabilities in bfloat16 are off by a hundredth."""
+    """Return `values` in at least float32: differences of log-probabilities in bfloat16 are off by a hundredth."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def bounded(log_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
-    """`log_ratio` cut to +-LOG_RATIO_BOUND; a ratio that was cut has no gradient."""
+    """Cut `log_ratio` to +-LOG_RATIO_BOUND; a ratio that was cut has no gradient."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def live_tokens(mask: Shaped[Tensor, "batch time"], dtype: torch.dtype) -> Float[Tensor, "batch 1"]:
-    """n, the number of live tokens of each completion, at least 1."""
+    """Return n, the number of live tokens of each completion, at least 1."""
     return mask.bool().sum(dim=-1, keepdim=True).clamp(min=1).to(dtype)
 
 

@@ -1,19 +1,18 @@
 r"""Surrogate losses: tensors in, loss per token out. No config, no reduction, no metric.
 
-A surrogate asks by name for the tensors it needs, before the star, and lists after the star exactly the options a
-recipe may set. The tensors on offer, all free of garbage under the mask:
+The parameters of a surrogate before the star name the tensors that it needs; those after the star are the options that
+a recipe may set. The available tensors, all zero or 1 under the mask:
 
 - `log_ratio` [batch, time], or [batch, 1] at sequence and product level: see `ratios`;
 - `advantages` [batch, 1] or [batch, time];
 - `per_token_logps`, `old_per_token_logps` [batch, time]: l and l_old;
 - `mask` [batch, time]: the live completion tokens;
-- `importance_sampling_ratio` [batch, 1 or time] or None: the sampler's correction; a surrogate that asks for it takes
-  care of it, all others are multiplied by it.
+- `importance_sampling_ratio` [batch, 1 or time] or None: the sampler's correction; a surrogate that requests it
+  applies it, all others are multiplied by it.
 
-A loss of shape [batch, 1] stands for the same value on every token of the completion. Losses are minimised.
+A loss of shape [batch, 1] has the same value on every token of the completion. Losses are minimised.
 
-What is logged beside a surrogate (its clip regions, its metrics) asks for tensors and options in the same way, and
-is registered with it.
+Clip regions and metrics of a surrogate request tensors and options in the same way, and are registered with it.
 """
 
 import math
@@ -31,15 +30,15 @@ from grpo_ext.registry import Registry
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a surrogate brings along; a loss may say otherwise in its row, which explains the fields."""
+class SurrogateTraits:
+    """Functions registered with a surrogate; a row of `Loss`, which explains the fields, may replace them."""
 
     conflict: Callable[..., str | None] | None = None
     clip_regions: Callable[..., tuple[Tensor, Tensor]] | None = None
     metrics: Callable[..., Mapping[str, Tensor]] | None = None
 
 
-surrogates: Registry = Registry("surrogate", Beside)
+surrogates: Registry = Registry("surrogate", SurrogateTraits)
 
 Regions = tuple[Bool[Tensor, "batch #time"], Bool[Tensor, "batch #time"]]
 """Tokens whose gradient clipping has changed: (cut from below, cut from above)."""
@@ -61,13 +60,13 @@ def clip_regions(
     epsilon_high: float = 0.2,
     delta: float | None = None,
 ) -> Regions:
-    """Where `clip` cuts; `delta` is not counted, as in TRL."""
+    """Return where `clip` cuts; `delta` is not counted, as in TRL."""
     ratio = log_ratio.exp()
     return (ratio < 1 - epsilon_low) & (advantages < 0), (ratio > 1 + epsilon_high) & (advantages > 0)
 
 
 def clip_conflict(*, epsilon_high: float, delta: float | None, **_: float) -> str | None:
-    """What is wrong with options of `clip` that do not go together."""
+    """Return the reason and cure if options of `clip` contradict each other."""
     if delta is None or delta >= 1 + epsilon_high:
         return None
     low = f"delta={delta} is below 1 + epsilon_high = {1 + epsilon_high:g}: it would cut positive advantages too."
@@ -103,7 +102,7 @@ def reinforce(
 ) -> Float[Tensor, "batch time"]:
     r"""-exp(l - stopgrad(l)) A: value -A, gradient -A, no ratio and no clip.
 
-    Williams 1992; RLOO, arXiv:2402.14740. What MiniMind's widely read trainer computes.
+    Williams 1992; RLOO, arXiv:2402.14740. MiniMind's widely read trainer computes this.
     """
     return -(per_token_logps - per_token_logps.detach()).exp() * advantages
 
@@ -111,7 +110,7 @@ def reinforce(
 def cispo_metrics(
     log_ratio: Float[Tensor, "batch #time"], advantages: Float[Tensor, "batch #time"], *, epsilon_high: float = 5.0
 ) -> dict[str, Float[Tensor, "batch #time"]]:
-    """`cispo_clip_ratio`, the tokens that the cap holds back, under TRL's name."""
+    """Return `cispo_clip_ratio`, TRL's name for the tokens that the cap limits."""
     return {"cispo_clip_ratio": ((log_ratio.exp() > epsilon_high) & (advantages > 0)).float()}
 
 
@@ -150,7 +149,7 @@ def sapo(
 def _by_sign(
     positive: Bool[Tensor, "batch #time"], like: Float[Tensor, "batch #time"], high: float, low: float
 ) -> Float[Tensor, "batch #time"]:
-    """`high` where positive, else `low`, in the precision of `like` (two Python numbers would become float32)."""
+    """Return `high` where positive, else `low`, in the precision of `like`; Python numbers would become float32."""
     return torch.where(positive, torch.full_like(like, high), torch.full_like(like, low))
 
 
@@ -184,7 +183,7 @@ def vespo_metrics(
     importance_sampling_ratio: Float[Tensor, "batch #time"] | None = None,
     **options: float,
 ) -> dict[str, Float[Tensor, "batch #time"]]:
-    """`vespo/phi_seq_mean`, the weight of each completion, under TRL's name."""
+    """Return `vespo/phi_seq_mean`, TRL's name for the weight of each completion."""
     return {"vespo/phi_seq_mean": vespo_weight(log_ratio, advantages, mask, importance_sampling_ratio, **options)}
 
 
@@ -226,7 +225,7 @@ def gmpo_regions(
     epsilon_low: float = 0.4,
     epsilon_high: float = 0.4,
 ) -> Regions:
-    """Where `gmpo` cuts."""
+    """Return where `gmpo` cuts."""
     return (log_ratio < -epsilon_low) & (advantages < 0), (log_ratio > epsilon_high) & (advantages > 0)
 
 
@@ -271,7 +270,7 @@ def dppo_regions(
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
 ) -> Regions:
-    """Where `dppo` drops."""
+    """Return where `dppo` drops."""
     shift = per_token_logps.exp() - old_per_token_logps.exp()
     return (advantages < 0) & (shift < -epsilon_low), (advantages > 0) & (shift > epsilon_high)
 

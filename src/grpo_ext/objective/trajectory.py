@@ -1,10 +1,10 @@
-"""A trajectory: what one attempt at one prompt produced, in however many turns and contexts, as one row of a batch.
+"""A trajectory: the turns of one attempt at one prompt, as one row of a batch.
 
-A turn is what the policy saw, its context, and what it sampled behind it. Contexts mostly extend each other; where
-one is rewritten (thinking stripped, history summarised, a sub-agent) a trajectory has several plain rows, which share
-what they share. Its tokens then make a tree, in which each stands once: the first context is the prompt, all others
-follow in the order of the turns, each with its predecessor. A sampled token is trained in the one place where it was
-sampled; where a later context repeats it, it is context. Text is in none of this: ids are those that were sampled.
+A turn is a context, the ids that the policy read, and the ids that it sampled after them. Contexts usually extend each
+other; where one is rewritten (thinking stripped, history summarised, a sub-agent) a trajectory has several plain rows
+with common prefixes. Its tokens then form a tree that has each token once: the first context is the prompt, all others
+follow in the order of the turns, each with its parent. A sampled token is trained once, where it was sampled; where a
+later context repeats it, it is context. Everything is token ids, as they were sampled; text is never re-tokenised.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -14,7 +14,7 @@ from itertools import count
 from typing import NamedTuple
 
 COLUMN = "trajectory"
-"""What reward functions find a row's `Trajectory` under."""
+"""Column in which reward functions find a row's `Trajectory`."""
 
 
 class Sample(NamedTuple):
@@ -29,24 +29,24 @@ class Turn:
     """One call of the policy."""
 
     context: list[int]
-    """Every id that it saw."""
+    """All ids that it read."""
     sampled: list[int]
     logprobs: list[float | None] | None = None
-    """Log-probability of each sampled id when it was sampled; None where the sampler does not say."""
+    """Log-probability of each sampled id when it was sampled; None where the sampler does not report it."""
     version: int = 0
-    """Of the weights that sampled it."""
+    """Version of the weights that sampled it."""
     reward: float | None = None
-    """What this turn earned, where the environment pays by turn."""
+    """Reward of this turn, where the environment rewards turns."""
     state: Hashable = None
-    """State of the environment at the turn; None: the ids that the context has since the turn that it extends.
+    """State of the environment at the turn; None: the ids that the context added since the turn that it extends.
 
-    Where a context was rewritten these hold the history too, so that no two states are equal.
+    Where a context was rewritten these include the history, so that no two states are equal.
     """
 
     def __post_init__(self) -> None:
-        """Refuse what could not be trained."""
+        """Raise if the turn cannot be trained."""
         if not self.context:
-            raise ValueError("a turn without a context: the policy's first token has nothing to follow. Give its ids.")
+            raise ValueError("a turn without a context: the policy's first token must follow some id. Give its ids.")
         if self.logprobs is not None and len(self.logprobs) != len(self.sampled):
             raise ValueError(
                 f"a turn with {len(self.sampled)} sampled ids and {len(self.logprobs)} log-probabilities: "
@@ -56,40 +56,40 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Turns in the order in which they were sampled, at least one; one that failed at once has sampled nothing."""
+    """Turns in the order of sampling, at least one; if the first failed, its `sampled` is empty."""
 
     turns: list[Turn]
     reward: float | None = None
-    """What the whole of it earned, beside its turns."""
+    """Reward of the whole trajectory, beside those of its turns."""
     truncated: bool = False
-    """Whether it was cut: by a limit, a deadline or a failure."""
+    """True if a limit, a deadline or a failure cut it."""
     failure: str | None = None
     environment: str = ""
     messages: list = field(default_factory=list)
-    """What was said behind the prompt, as a reward function sees it."""
+    """Messages after the prompt, as a reward function gets them."""
     opening: list = field(default_factory=list)
     """The prompt as the policy read it, where an environment has added to the dataset's or replaced it."""
 
     def __post_init__(self) -> None:
-        """Refuse what has no prompt."""
+        """Raise if there is no prompt."""
         if not self.turns:
             raise ValueError(
                 "a trajectory without a turn: it has no prompt. Give it one turn with the prompt's ids as its context "
-                "and nothing sampled."
+                "and an empty list of sampled ids."
             )
 
     @property
     def lost(self) -> bool:
-        """Whether no reward is to score it: it failed, and no reward was set for that."""
+        """True if rewards must not score it: it failed, and no reward was set for that."""
         return self.failure is not None and self.reward is None
 
     @cached_property
     def tree(self) -> "Tree":
-        """Its tokens, each once."""
+        """The tree of its tokens."""
         return _tree(self.turns)
 
     def rows(self) -> list[list[int]]:
-        """The plain rows it becomes: a row for each turn that no other turn's context extends."""
+        """Return its plain rows: one for each turn that no other turn's context extends."""
         tree = self.tree
         return [
             tree.prompt[:kept] + [tree.ids[i] for i in path] for kept, path in paths(tree.parents, len(tree.prompt))
@@ -105,23 +105,23 @@ class Tree:
     ids: list[int]
     """All others, in the order of the turns."""
     parents: list[int]
-    """Of each of `ids` the one before it: its place in `ids`, or, counted from -1 backwards, in the prompt.
+    """Index of each token's parent in `ids`; negative indices count from the end of the prompt (-1 = its last token).
 
-    -len(prompt) - 1 is no token: a context that has nothing in common with the prompt begins there.
+    -len(prompt) - 1 is the root, before the prompt: a context that shares no prefix with the prompt begins there.
     """
     turns: list[int]
     """The turn that sampled it, or -1."""
     logprobs: list[float | None]
-    """0 where nothing was sampled."""
+    """0 for a token that was not sampled."""
     states: list[Hashable]
-    """Of each turn."""
+    """State of each turn."""
 
 
 def _tree(turns: Sequence[Turn]) -> Tree:
-    """Build the tree in which each context follows the turn that it has the longest prefix in common with.
+    """Build the tree in which each context follows the first turn with the longest common prefix.
 
-    Of several such turns it follows the first. Each token of the tree belongs to some turn, so nothing else in the
-    tree has a longer prefix in common. The time is about linear in the length of all contexts together.
+    Each token of the tree belongs to some turn, so no other path of the tree has a longer common prefix. The time is
+    about linear in the length of all contexts together.
     """
     prompt = turns[0].context
     tree = Tree(prompt, [], [], [], [], [])
@@ -145,7 +145,7 @@ def _tree(turns: Sequence[Turn]) -> Tree:
 
 @dataclass
 class _Segment:
-    """Node of a prefix tree of all that turns have read and written: tokens without a branch."""
+    """Node of a prefix tree of contexts and sampled ids: a run of tokens without a branch."""
 
     tokens: list[int]
     places: list[int]
@@ -171,7 +171,7 @@ def _follow(segment: _Segment, used: int, ids: list[int]) -> tuple[_Segment, int
 
 
 def _add(segment: _Segment, used: int, ids: list[int], places: list[int]) -> None:
-    """Put `ids` behind `used` tokens of a segment, where nothing begins with the first of them yet."""
+    """Insert `ids` after `used` tokens of a segment, where no branch begins with the first of them yet."""
     if used < len(segment.tokens) and ids:
         tail = _Segment(segment.tokens[used:], segment.places[used:], segment.behind)
         segment.tokens, segment.places = segment.tokens[:used], segment.places[:used]
@@ -185,7 +185,7 @@ def _add(segment: _Segment, used: int, ids: list[int], places: list[int]) -> Non
 
 
 def common(one: list[int], other: list[int]) -> int:
-    """How many tokens two lists begin with alike."""
+    """Return the length of the common prefix of two lists."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -196,7 +196,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 def paths(parents: Sequence[int], prompt: int) -> list[tuple[int, list[int]]]:
-    """How many tokens of the prompt, then which others: the way to each token that none follows, in their order."""
+    """Return the path to each leaf: the number of tokens of the prompt, then the indices of the others."""
     inner = set(parents)
     found = []
     for leaf in range(len(parents)):
@@ -215,20 +215,20 @@ class Rows:
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
     tool_mask: list[list[int]]
-    """1 for what the policy sampled."""
+    """1 for a token that the policy sampled."""
     logprobs: list[list[float | None]] | None
 
 
 def known(trajectories: Sequence[Trajectory]) -> bool | None:
-    """Whether the sampler said the log-probabilities of all that it sampled; None where it sampled nothing."""
+    """Return whether the sampler reported all log-probabilities; None if it sampled no token."""
     sampled = [turn for trajectory in trajectories for turn in trajectory.turns if turn.sampled]
     return all(turn.logprobs is not None for turn in sampled) if sampled else None
 
 
 def batch(trajectories: Sequence[Trajectory], ends: Collection[int], logprobs: bool | None = None) -> Rows:
-    """Rows of a batch, of which those that end with one of `ends` are those that were not cut, as TRL takes them.
+    """Return the rows of a batch; a row ends with one of `ends` exactly if it was not cut, as TRL expects.
 
-    Where that is not so, or nothing follows the prompt, a token is put at the end that is not trained. The rows have
+    Where that does not hold, or the completion is empty, an untrained token is appended. The rows have
     log-probabilities if `logprobs`, or if they are `known`.
     """
     trees = [trajectory.tree for trajectory in trajectories]

@@ -1,11 +1,11 @@
-r"""Estimators of credit by turn: what each turn of a trajectory earned to advantages [groups, completions, time].
+r"""Estimators of credit by turn: rewards of a trajectory's turns to advantages [groups, completions, time].
 
-Beside what all estimators may ask for (`advantages`), these are offered, each None where completions have no turns:
+Beside the tensors of all estimators (see `advantages`) these are offered, each None where completions have no turns:
 
-- `turn_rewards` [groups, completions, turns]: what a turn earned, NaN where there is none. What a completion earned
-  beside its turns (a reward for the whole of it, a KL in the reward) is paid at its last;
-- `turns` [groups, completions, time]: the turn that sampled a token, -1 for a token that none did;
-- `states` [groups, completions, turns]: the environment's state at each turn, by numbers that are equal where it is.
+- `turn_rewards` [groups, completions, turns]: the reward of a turn, NaN where there is none. The rest of a
+  completion's reward (a reward for the whole of it, a KL in the reward) belongs to its last turn;
+- `turns` [groups, completions, time]: the turn that sampled a token, -1 for other tokens;
+- `states` [groups, completions, turns]: the environment's state at each turn; equal numbers are equal states.
 """
 
 from typing import Annotated
@@ -25,7 +25,7 @@ Discount = Annotated[float, Within(least=0.0, most=1.0, because="a return that g
 
 
 def returns_to_go(rewards: Rewards, turn_rewards: TurnRewards, gamma: float) -> TurnRewards:
-    r"""G_t = r_t + gamma G_(t+1); behind the last turn G of the last. NaN where a completion could not be scored."""
+    r"""G_t = r_t + gamma G_(t+1); after the last turn, the last G. NaN where a completion could not be scored."""
     exists = ~turn_rewards.isnan()
     last = (exists.sum(dim=-1, keepdim=True) - 1).clamp(min=0)
     number = torch.arange(turn_rewards.shape[-1], device=last.device)
@@ -41,13 +41,13 @@ def returns_to_go(rewards: Rewards, turn_rewards: TurnRewards, gamma: float) -> 
 
 
 def _largest(rewards: Rewards, turn_rewards: TurnRewards) -> Float[Tensor, " groups"]:
-    """The largest absolute reward of each group, whose rounding its returns carry."""
+    """Return the largest absolute reward of each group, which bounds the rounding of its returns."""
     every = torch.cat([rewards[..., None], turn_rewards], dim=-1).flatten(1)
     return every.nan_to_num(nan=0.0).abs().amax(dim=-1)
 
 
 def on_tokens(values: TurnRewards, turns: TurnOfToken) -> TokenAdvantages:
-    """A turn's value on each token that it sampled, 0 on the others."""
+    """Put a turn's value on each token that it sampled, 0 on the others."""
     return torch.where(turns >= 0, values.gather(-1, turns.clamp(min=0)), 0.0)
 
 
@@ -63,8 +63,8 @@ def turn_return(
 ) -> TokenAdvantages | Rewards:
     r"""(G_t - mean) / (std + eps) on the tokens of turn t, G_t = r_t + gamma G_(t+1): `group` of what is to come.
 
-    Mean and std are those of the group's returns at the same turn, in which a completion that has ended stands with
-    its last. Where only last turns pay and gamma is 1 this is `group`, bit for bit.
+    Mean and std are those of the group's returns at the same turn, where a completion that has ended
+    counts with its last. Where only last turns pay and gamma is 1 this is `group`, bit for bit.
     """
     if turn_rewards is None or turns is None:
         return group(rewards, ddof=ddof, eps=eps)
@@ -91,7 +91,7 @@ def gigpo(
 ) -> TokenAdvantages | Rewards:
     r"""A^E + step_weight A^S_t on the tokens of turn t: of the episode, `group`; of the step, among equal states.
 
-    A^S_t = (G_t - mean) / (std + eps) over all turns of the group that began in the same state, in whichever
+    A^S_t = (G_t - mean) / (std + eps) over all turns of the group that began in the same state, in any
     completion; 0 where no other did. G_t = r_t + gamma G_(t+1). Without `scale` neither part is divided by a std.
     A completion without turns is one turn from the group's one state. Logs `advantages/shared_states`, the share of
     turns whose state another turn of the group has. GiGPO, arXiv:2505.10978.

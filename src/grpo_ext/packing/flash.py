@@ -120,7 +120,7 @@ class FlashAttention(torch.autograd.Function):
         return out[None]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
         q, k, v, out, lse, *state = ctx.saved_tensors
         found = flash_backward(grads[0][0].contiguous(), q, k, v, out, lse, state, ctx.segments, ctx.scale)
         return *(x.transpose(0, 1)[None] for x in found), None, None
@@ -166,6 +166,7 @@ def flash_is_exact(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float) -> tuple[Tensor, ...]:
     """Output and gradients of q, k, v on `EXAMPLE` in float32, by torch's SDPA."""
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    query, key, value = (x.transpose(0, 1)[None] for x in leaves)
     with torch.autocast(q.device.type, enabled=False):
-        out = by_sdpa(*(x.transpose(0, 1)[None] for x in leaves), EXAMPLE, scale)[0]
+        out = by_sdpa(query, key, value, EXAMPLE, scale)[0]
     return out.detach(), *torch.autograd.grad(out, leaves, grad.float())

@@ -73,7 +73,7 @@ def _shared(base: PreTrainedModel, scored: Tensor, device: torch.device) -> Iter
 def positions_moved(base: PreTrainedModel, by: int) -> Iterator[None]:
     """Shift the positions of plain forwards by `by`: only rounding changes where positions are relative."""
 
-    def moved(module: nn.Module, args: object, kwargs: dict[str, Any]) -> object:
+    def moved(module: nn.Module, args: object, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ids = kwargs["input_ids"]
         return args, kwargs | {"position_ids": torch.arange(by, by + ids.shape[1], device=ids.device)[None]}
 

@@ -192,7 +192,7 @@ class MergedAttention(torch.autograd.Function):
         return out.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
         query, key, value, out, lse = ctx.saved_tensors
         grad, segments, scale = grads[0].transpose(1, 2), ctx.segments, ctx.scale
         key_heads = key.shape[1]

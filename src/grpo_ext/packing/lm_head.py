@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of labelled positions on devices for which TRL's fused LM head has no kernel."""
+"""Log-probabilities and entropies of labelled positions on devices without a kernel of TRL's fused LM head."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ from trl.trainer import utils
 from grpo_ext.config.temporary import temporarily
 
 CHUNK = 2**25
-"""Logits that are worked on at a time; where there are no more, the forward keeps them for the backward."""
+"""Largest number of logits computed at a time; if one chunk suffices, the forward keeps it for the backward."""
 
 
 class LabelledLogProbs(torch.autograd.Function):
@@ -49,7 +49,7 @@ class LabelledLogProbs(torch.autograd.Function):
         return logps, entropies, None, None, None
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
         grad_logps, grad_entropies, *_ = grads
         hidden, weight, bias, labels, entropies, *kept = ctx.saved_tensors
         dtype, temperature, softcap, scale = ctx.form

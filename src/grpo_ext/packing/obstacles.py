@@ -1,38 +1,40 @@
-"""Why rows may not share the forward of their prompt, in the loss, in rollouts, or in both: the one list of it."""
+"""Obstacles to sharing the forward of a prompt between rows, in the loss, in rollouts or in both."""
 
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from peft import PeftModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.packing.dropout import active_dropout
 
+Policy: TypeAlias = PreTrainedModel | PeftModel
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-"""Implementations of transformers that differ in rounding alone, so that another one may stand in."""
+"""Implementations of transformers that differ only in rounding, so that ours may replace them."""
 GROWING_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the length of the batch."""
+"""Rotary embeddings with frequencies that depend on the length of the batch."""
 
 
 class Forward(Enum):
-    """What is shared."""
+    """The forward that is shared."""
 
     LOSS = "loss"
-    """All completions of a prompt in one row, through an attention of ours."""
+    """All completions of a prompt in one row, through our attention."""
     ROLLOUT = "rollout"
-    """The prompt's keys and values, copied for its completions, through the model's own attention."""
+    """The prompt's keys and values copied for its completions, through the model's own attention."""
 
 
-def causal_lm(model: Any) -> Any:
-    """The causal language model inside of adapters."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+def causal_lm(model: Policy) -> PreTrainedModel:
+    """Return the causal language model inside adapters."""
+    return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
 
 
 def forward_obstacle(args: GRPOExtConfig) -> str | None:
-    """Why prompts cannot be shared, in the loss or in rollouts, as far as the run and not the model says."""
+    """Return why a run cannot share prompts, in the loss or in rollouts, independent of its model."""
     if args.neftune_noise_alpha is not None:
         return "neftune_noise_alpha adds noise to the embeddings"
     parallel = args.parallelism_config
@@ -41,8 +43,8 @@ def forward_obstacle(args: GRPOExtConfig) -> str | None:
     return "torch_compile compiles the plain forward" if args.torch_compile else None
 
 
-def obstacles(model: Any, use: Forward = Forward.LOSS) -> Iterator[str]:
-    """Why a shared prompt would not be exact for this model; nothing where it is."""
+def obstacles(model: Policy, use: Forward = Forward.LOSS) -> Iterator[str]:
+    """Yield why a shared prompt would not be exact for this model."""
     yield from _of_adapters(model)
     if use is Forward.LOSS or model.training:  # evaluation rolls out without noise; the loss is always in training
         yield from _of_noise(model)
@@ -54,15 +56,15 @@ def obstacles(model: Any, use: Forward = Forward.LOSS) -> Iterator[str]:
 # In the loss and in rollouts.
 
 
-def _of_adapters(model: Any) -> Iterator[str]:
+def _of_adapters(model: Policy) -> Iterator[str]:
     adapters = model.peft_config.values() if isinstance(model, PeftModel) else ()
     if any(adapter.is_prompt_learning for adapter in adapters):
-        yield "the adapter puts tokens of its own before the prompt"
+        yield "the adapter adds tokens before the prompt"
     if any(getattr(adapter, "alora_invocation_tokens", None) is not None for adapter in adapters):  # arXiv:2504.12397
         yield "the adapter begins to act at a token of each completion"
 
 
-def _of_noise(model: Any) -> Iterator[str]:
+def _of_noise(model: Policy) -> Iterator[str]:
     if dropout := active_dropout(model):
         yield f"dropout is active in {dropout[0]}, and completions of a prompt would see the same one"
     settings = (item for part in (causal_lm(model).config, *model.modules()) for item in vars(part).items())
@@ -70,8 +72,8 @@ def _of_noise(model: Any) -> Iterator[str]:
         yield "the router is noisy in training"
 
 
-def _of_architecture(base: Any) -> Iterator[str]:
-    config = base.config.get_text_config(decoder=True)
+def _of_architecture(base: PreTrainedModel) -> Iterator[str]:
+    config: Any = base.config.get_text_config(decoder=True)
     if len(set(getattr(base, "hf_device_map", {}).values())) > 1:
         yield "the model is spread over several devices"
     if base.config.is_encoder_decoder:
@@ -86,17 +88,17 @@ def _of_architecture(base: Any) -> Iterator[str]:
         yield f"{growing[0]} rotary embeddings depend on the length of the batch"
 
 
-def _rope_types(config: Any) -> set[str]:
+def _rope_types(config: PreTrainedConfig) -> set[str]:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parts = [parameters, *(p for p in parameters.values() if isinstance(p, dict))]
     return {str(p["rope_type"]) for p in parts if "rope_type" in p}
 
 
-# In the loss alone: an attention of ours stands in for the model's, and completions lie side by side.
+# Only in the loss: our attention replaces the model's, and completions lie side by side.
 
 
-def _of_the_loss(base: Any) -> Iterator[str]:
-    config = base.config
+def _of_the_loss(base: PreTrainedModel) -> Iterator[str]:
+    config: Any = base.config
     if config.get_text_config() is not config:
         yield "the model takes more than text"
         return
@@ -116,9 +118,9 @@ def _of_the_loss(base: Any) -> Iterator[str]:
         yield "positions are not rotary"
 
 
-# In rollouts alone: processes decode different numbers of tokens.
+# Only in rollouts: processes decode different numbers of tokens.
 
 
-def _of_rollouts(base: Any) -> Iterator[str]:
+def _of_rollouts(base: PreTrainedModel) -> Iterator[str]:
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(base):
         yield "the weights are sharded over processes"

@@ -1,4 +1,4 @@
-"""Whether prompts are shared: where a model allows it, and where a micro-batch gains by it."""
+"""Decides which micro-batches share prompts: where the model allows it and the packed forward saves time."""
 
 import logging
 import math
@@ -10,68 +10,68 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.packing.attention import ForeignAttention
 from grpo_ext.packing.forward import positions_moved
 from grpo_ext.packing.layout import Layout, pack
-from grpo_ext.packing.obstacles import causal_lm, obstacles
+from grpo_ext.packing.obstacles import Policy, causal_lm, obstacles
 from grpo_ext.packing.tree import is_plain, pack_tree, plain_rows
 
 logger = logging.getLogger(__name__)
 
 
-# What it costs, to a factor of two: enough to leave alone what would gain nothing.
+# Cost model, right to a factor of two: enough to skip packing where it saves no time.
 
 SPEED = {"cpu": 5e10}
 """Floating-point operations per second of a thread that multiplies matrices."""
 SPEED_ELSEWHERE = 2e14
 CALL_SECONDS = 3e-5
-"""One attention call, with the views and copies around it."""
+"""Seconds of one attention call with its views and copies."""
 PACK_SECONDS = 1e-3
-"""To lay out a micro-batch."""
+"""Seconds to lay out a micro-batch."""
 PASSES = 3
-"""A forward, and a backward of twice its cost. Also where no backward follows: one layout for one micro-batch."""
+"""A forward, and a backward of twice its cost; also without a backward, so that a micro-batch has one layout."""
 MARGIN = 2.0
-"""How many times its cost a packed forward must save."""
+"""A packed forward must save this many times its extra cost."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model, as far as its cost goes."""
+    """Size of a model, for its cost."""
 
     body: int
-    """Parameters that every token meets."""
+    """Parameters that each token is multiplied with."""
     head: int
     """Parameters of the LM head."""
     layers: int
 
     @classmethod
-    def of(cls, base: Any) -> "Size":
-        """Counted on the model; a mixture of experts by the experts that a token meets."""
-        config = base.config
-        embeddings = {
-            id(m.weight): m.weight.numel() for m in (base.get_input_embeddings(), base.get_output_embeddings())
-        }
+    def of(cls, base: PreTrainedModel) -> "Size":
+        """Count a model; of a mixture of experts, the active ones."""
+        config: Any = base.config
+        weights: list[Any] = [m.weight for m in (base.get_input_embeddings(), base.get_output_embeddings())]
+        embeddings = {id(weight): weight.numel() for weight in weights}
         experts = sum(p.numel() for n, p in base.named_parameters() if ".experts." in n)
         active = getattr(config, "num_experts_per_tok", 1) / max(1, getattr(config, "num_experts", None) or 1)
         body = sum(getattr(p, "ds_numel", p.numel()) for p in base.parameters()) - sum(embeddings.values())
-        head = base.get_output_embeddings().weight.numel()
-        return cls(body=int(body - experts * (1 - min(1.0, active))), head=head, layers=config.num_hidden_layers)
+        body = int(body - experts * (1 - min(1.0, active)))
+        return cls(body=body, head=weights[1].numel(), layers=config.num_hidden_layers)
 
     def gain(self, layout: Layout, device: str) -> float:
-        """Seconds saved over seconds spent by a packed forward and its backward."""
+        """Return seconds saved divided by seconds spent, for a packed forward and its backward."""
         rows, width = layout.shape
         calls = len(layout.segments.runs) + len({run.prefix for run in layout.segments.runs})
         tokens, scores = rows * width - layout.tokens, rows * (width - 1) - len(layout.scored)
         return self._gain(tokens, scores, calls, device)
 
     def most(self, shape: tuple[int, ...], device: str) -> float:
-        """A bound of the gain for any batch of this shape."""
+        """Return an upper bound of the gain for any batch of this shape."""
         return self._gain(math.prod(shape), math.prod(shape), 2, device)
 
     def most_of(self, live: Bool[np.ndarray, "rows width"], completion: int, device: str) -> float:
-        """A bound of the gain for a batch with this mask, before it is laid out: one prompt for all, or no sharing."""
+        """Return an upper bound of the gain for a batch with this mask: one prompt for all rows, or none shared."""
         lengths = live[:, -completion:].sum(axis=1)
         labels, prompts = int(lengths.sum()), live[:, :-completion].sum(axis=1)[lengths > 0] - 1
         if not labels:
@@ -81,20 +81,20 @@ class Size:
         return max(shared, self._gain(live.size - labels - int(prompts.sum()), scores, 2, device))
 
     def _gain(self, tokens: int, scores: int, calls: int, device: str) -> float:
-        """`tokens` and `scores` are those saved; on a CPU stock TRL scores every position."""
+        """Return the gain from `tokens` and `scores` saved; on a CPU stock TRL scores every position."""
         saved = 2 * self.body * tokens + (2 * self.head * scores if device == "cpu" else 0)
         spent = PACK_SECONDS + self.layers * calls * CALL_SECONDS * PASSES
         return saved * PASSES / SPEED.get(device, SPEED_ELSEWHERE) / spent
 
 
 NOISES = 6.0
-"""How many times a plain forward's rounding a packed one may be off it. Exact ones: up to 5, wrong ones: 9 and up."""
+"""Allowed error in multiples of the plain forward's rounding. Seen: exact forwards up to 5, wrong ones from 9."""
 FLOOR = 1e-5
-"""Nats per token that pass for rounding in any case."""
+"""Error in nats per token that always counts as rounding."""
 
 
 def _probe(vocabulary: int) -> Tensor:
-    """Four prompts of two completions each, all of 6 tokens."""
+    """Make four prompts with two completions each, all of 6 tokens."""
     prompts, completions = torch.randint(vocabulary, (2, 8, 6), generator=torch.Generator().manual_seed(0))
     return torch.cat([prompts[:4].repeat_interleave(2, dim=0), completions], dim=1)
 
@@ -106,19 +106,27 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 CURE = "Set shared_prefix to auto or false."
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Plain = Callable[[Tensor, Tensor, int], Scores]
-"""TRL's forward: tokens and mask [rows, width], columns of completions."""
+"""TRL's forward. Arguments: tokens and mask [rows, width], columns of completions."""
 Packed = Callable[..., Scores]
-"""`forward.log_probs` of a model: tokens, layout, columns of completions."""
+"""`forward.log_probs` of a model. Arguments: tokens, layout, columns of completions."""
 
 
 class PrefixSharing:
-    """`shared_prefix` of a recipe, settled for a model: which micro-batches are packed, and their forward."""
+    """Decides which micro-batches are packed, and runs their forward.
 
-    def __init__(self, setting: str, model: Any, *, further: str | None = None) -> None:
-        """`further`: an obstacle that is not the model's."""
+    Args:
+        setting: `shared_prefix`: "auto", "true" or "false".
+        model: the policy.
+        further: an obstacle beside the model's own.
+
+    Attributes:
+        reason: why prompts cannot be shared, or None.
+        agreed: returns the largest number of forwards of any process; None: each micro-batch has one.
+    """
+
+    def __init__(self, setting: str, model: Policy, *, further: str | None = None) -> None:
         self.setting, self.checked = setting, False
         self.agreed: Callable[[int], int] | None = None
-        """Return the largest number of forwards of any process; None: all processes make one per micro-batch."""
         self.reason = next((o for o in (further, *obstacles(model)) if o is not None), None)
         base = causal_lm(model)
         self.vocabulary = base.config.get_text_config().vocab_size
@@ -130,7 +138,7 @@ class PrefixSharing:
         return self.size is not None
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         if self.setting == "false":
             return "shared_prefix: off"
         if self.reason is not None:
@@ -143,11 +151,11 @@ class PrefixSharing:
         """Return why prompts cannot be shared, although `shared_prefix` is true."""
         return Problem("shared_prefix", self.setting, f"it is not exact here: {self.reason}", CURE)
 
-    def check(self, plain: Plain, packed: Packed, base: Any, device: torch.device) -> None:
-        """Compare the two forwards once, on a handful of tokens; where they differ, prompts are not shared.
+    def check(self, plain: Plain, packed: Packed, base: PreTrainedModel, device: torch.device) -> None:
+        """Compare the two forwards once on a few tokens; if they differ, share no prompts.
 
-        They may differ by rounding: by `NOISES` times what the plain forward of `base` changes when all positions are
-        moved on, which changes nothing else in a model whose positions are relative.
+        They may differ by rounding: by `NOISES` times the change of the plain forward of `base` when all positions are
+        shifted, which only changes the rounding of a model with relative positions.
 
         Raises:
             ConfigError: they differ, and `shared_prefix` is true.
@@ -176,7 +184,7 @@ class PrefixSharing:
         logger.warning(self.describe())
 
     def layout(self, input_ids: Tensor, mask: Tensor, completion: int, whole: bool) -> Layout | None:
-        """The packed form of a micro-batch; None where it is to be computed as it is."""
+        """Return the packed layout of a micro-batch, or None for the plain forward."""
         if self.size is None:
             return None
         shape, device, auto = tuple(input_ids.shape), input_ids.device.type, self.setting != "true"
@@ -232,10 +240,10 @@ class PrefixSharing:
     def _by_rows(
         self, plain: Plain, input_ids: Tensor, mask: Tensor, completion: int, tree: np.ndarray | None
     ) -> Scores:
-        """Scores by the plain forward; the contexts of trees in several, none of more positions than the micro-batch.
+        """Score by the plain forward; trees in several forwards, each of at most the micro-batch's positions.
 
-        Processes wait for each other's collectives in every forward and backward, so all make as many: a process with
-        fewer contexts repeats a row, which counts zero.
+        Every forward and backward may hold collectives, so all processes need the same number: a process with fewer
+        contexts repeats a row, with a weight of zero.
         """
         batches, places = [(input_ids, mask, completion)], None
         if tree is not None:
@@ -254,7 +262,7 @@ class PrefixSharing:
 
 
 def _tree(parents: Tensor, live: Tensor) -> np.ndarray | None:
-    """`parents`, or None where every row is a plain one."""
+    """Return `parents`, or None where every row is a plain one."""
     found = parents.cpu().numpy()
     return None if is_plain(found, live.cpu().numpy()) else found
 
@@ -264,7 +272,7 @@ def _tensor(array: np.ndarray, beside: Tensor) -> Tensor:
 
 
 def _gathered(scores: list[Scores], tokens: list[Tensor], places: Tensor) -> Scores:
-    """Scores of the tokens of trees, from their `places` in several forwards; the auxiliary loss by `tokens`."""
+    """Collect the scores of trees from their `places` in several forwards; weight the auxiliary losses by `tokens`."""
 
     def gathered(values: list[Tensor]) -> Tensor:
         flat = torch.cat([value.reshape(-1) for value in values])

@@ -63,7 +63,7 @@ class Scorer:
                 torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
                 torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
                 batch["completion_ids"].size(1),
-                batch_size,
+                batch_size=batch_size,
                 compute_entropy=entropy,
                 compute_aux_loss=aux_loss and live is None,
                 **further,

@@ -12,11 +12,17 @@ from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.data.config import DataConfig
 from grpo_ext.recipe.parts import PARTS, RecipeArguments
 
+OURS, REWARDS_AND_DATA, MODEL, TRLS = (
+    "The loss, rollouts and monitoring (grpo-ext)",
+    "Rewards and data",
+    "The model and LoRA",
+    "GRPO and vLLM (TRL)",
+)
 _SUBJECTS: dict[str, tuple[Any, ...]] = {
-    "The loss, rollouts, what is watched (grpo-ext)": (GRPOExtArguments,),
-    "Rewards and data": (RecipeArguments, GRPOScriptArguments, ScriptArguments, DataConfig, DatasetMixtureConfig),
-    "The model and LoRA": (ModelConfig,),
-    "GRPO and vLLM (TRL)": (GRPOConfig,),
+    OURS: (GRPOExtArguments,),
+    REWARDS_AND_DATA: (RecipeArguments, GRPOScriptArguments, ScriptArguments, DataConfig, DatasetMixtureConfig),
+    MODEL: (ModelConfig,),
+    TRLS: (GRPOConfig,),
 }
 REST = "Training (transformers)"
 

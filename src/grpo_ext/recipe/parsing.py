@@ -28,7 +28,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.checks import ALSO, mixture_problems, part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
 from grpo_ext.recipe.files import as_list, find_recipe, read_yaml, split_config
-from grpo_ext.recipe.foreign import projects
+from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.launching import take_launch
 from grpo_ext.recipe.look import no_look, stand_in
 from grpo_ext.recipe.lora import ignored
@@ -77,7 +77,7 @@ def load_recipe(
     file = find_recipe(name) if name else None
     folder = file.resolve().parent if file else None
     values = read_yaml(file) if file else {}
-    if foreign := projects.foreign_file(values, str(name), frozenset(all_keys())):
+    if foreign := recognise.foreign_file(values, str(name), frozenset(all_keys())):
         raise ConfigError([foreign])
     problems: list[str] = []
     os.environ.update(take_env(values, problems))
@@ -147,7 +147,7 @@ def _unknown_keys(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[st
         elif isinstance(values.get(key), Mapping) and set(values[key]) & set(known):
             inside = ", ".join(map(str, values[key]))
             yield f"{key}: no such key. A recipe is flat: write {inside} without {key} above."
-        elif (found := projects.answer(str(key))) is not None:
+        elif (found := recognise.answer(str(key))) is not None:
             yield f"{key}{value}: {found}"
         else:
             yield f"{key}{value}: no such key. {_hint(str(key), known)}"

@@ -31,7 +31,7 @@ class Change(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """'Yes', 'No' or 'Not shown': overlapping intervals are no evidence."""
+        """'Yes', 'No, it got worse', or 'Not shown' if the intervals overlap."""
         if self.after.low > self.before.high:
             return "Yes"
         return "No, it got worse" if self.after.high < self.before.low else "Not shown"

@@ -12,7 +12,7 @@ from grpo_ext.report.reading import RunFolder, Series
 from grpo_ext.trainer.diagnosis.recording import FIGURES
 
 if TYPE_CHECKING:
-    from matplotlib.figure import FigureBase
+    from matplotlib.figure import Figure
 
 COLOURS = [
     "#3b82f6",
@@ -52,8 +52,8 @@ ONCE = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|tot
 EXPLAINED = FIGURES | {
     "reward": "weighted sum of the rewards, mean over completions",
     "reward_std": "standard deviation of that sum",
-    "groups/all_right": "share of groups all of whose completions are right: too easy",
-    "groups/all_wrong": "share of groups all of whose completions are wrong: too hard",
+    "groups/all_right": "share of groups with only right completions: too easy",
+    "groups/all_wrong": "share of groups with only wrong completions: too hard",
     "groups/mixed": "share of groups with right and wrong completions",
     "frac_reward_zero_std": "share of groups whose completions have equal rewards: their advantages are zero",
     "advantages/zero_variance_groups": "share of groups whose advantages are zero",
@@ -192,7 +192,8 @@ def _picture(curve: Curve, points: int, names: Sequence[str]) -> Picture:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes = Figure(figsize=(4.4, 2.3)).add_axes((0.15, 0.11, 0.81, 0.85))
+    figure = Figure(figsize=(4.4, 2.3))
+    axes = figure.add_axes((0.15, 0.11, 0.81, 0.85))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # 0.000001 would be cut off
     bands = {place: banded(series, points) for place, series in curve.lines.items()}
@@ -206,7 +207,7 @@ def _picture(curve: Curve, points: int, names: Sequence[str]) -> Picture:
         parts = {"mean": band.mean} | ({"low": band.low, "high": band.high} if band.wide else {})
         columns = {key: _at(steps, dict(zip(band.steps, values, strict=True))) for key, values in parts.items()}
         lines.append({"name": names[place], "colour": colour, "dash": dash, **columns})
-    return Picture(_svg(axes.figure), {"x": list(axes.get_xlim()), "steps": steps, "lines": lines})
+    return Picture(_svg(figure), {"x": list(axes.get_xlim()), "steps": steps, "lines": lines})
 
 
 def _at(steps: Sequence[float], values: Mapping[float, float]) -> list[float | None]:
@@ -214,7 +215,7 @@ def _at(steps: Sequence[float], values: Mapping[float, float]) -> list[float | N
     return [None if math.isnan(value) else float(f"{value:.5g}") for value in known]
 
 
-def _svg(figure: "FigureBase") -> str:
+def _svg(figure: "Figure") -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     file = io.StringIO()

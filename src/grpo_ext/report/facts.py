@@ -1,4 +1,4 @@
-"""What was run, in words, and the settings that differ between runs."""
+"""Facts of a run in words, and the settings that differ between runs."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -273,7 +273,7 @@ def _no_images(by: str | None) -> Problem:
     return Problem("dynamic_sampling", by, "a batch with images cannot be put together from rows", "Remove it.")
 
 
-def _unfit(by: str | None, dataset: Any, stateful: bool) -> Iterator[Problem]:
+def _unfit(by: str | None, dataset: object, stateful: bool) -> Iterator[Problem]:
     if stateful:
         yield Problem(
             "dynamic_sampling", by, "tools and environment_factory keep state that a row cannot carry", "Remove one."

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.chat_template_utils import parse_response
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -29,6 +29,7 @@ from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.rollout.collected import Collected
 from grpo_ext.rollout.transformers_engine import GroupedEngine
 from grpo_ext.rollout.turn_engines import Sampling, engine_of
+from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -36,41 +37,20 @@ Played = Sequence[tuple[Trajectory, Figures]]
 """Attempts with what each took."""
 
 
-class Samples(Protocol):
-    """A trainer that samples completions."""
-
-    accelerator: Accelerator
-    args: GRPOExtConfig
-    chat_template_kwargs: Any
-    eos_token_ids: list[int]
-    generation_config: GenerationConfig
-    generation_kwargs: dict[str, Any]
-    is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
-    model: Any
-    state: TrainerState
-    use_vllm: bool
-    vllm_generation: Any
-    _engine: GroupedEngine | None
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]: ...
-
-
-def sampling_of(trainer: Samples) -> Sampling:
-    """Describe how a trainer samples now."""
-    args, accelerator = trainer.args, trainer.accelerator
+def sampling_of(trainer: GRPOTrainer, args: GRPOExtConfig, grouped: GroupedEngine | None) -> Sampling:
+    """Describe how a trainer samples now; `grouped` is its engine of transformers, if it uses one."""
     return Sampling(
         args=args,
         version=int(trainer.state.global_step),
         training=trainer.model.training,
-        processes=accelerator.num_processes,
+        processes=trainer.accelerator.num_processes,
         sharded=trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
-        positions=_positions(accelerator.unwrap_model(trainer.model), args),
+        positions=_positions(trainer.accelerator.unwrap_model(trainer.model), args),
         filler=trainer.eos_token_ids[0],
         complete=lambda contexts: trainer._generate_single_turn(contexts, None, {}, 1),
         at_most=lambda tokens: _at_most(trainer, tokens),
-        vllm=trainer.vllm_generation if trainer.use_vllm else None,
-        grouped=trainer._engine,
+        vllm=cast(Any, trainer.vllm_generation) if trainer.use_vllm else None,
+        grouped=grouped,
     )
 
 
@@ -81,10 +61,10 @@ def _positions(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
 
 
 @contextmanager
-def _at_most(trainer: Samples, tokens: int) -> Iterator[None]:
+def _at_most(trainer: GRPOTrainer, tokens: int) -> Iterator[None]:
     """Limit the length of completions."""
     if trainer.use_vllm:
-        with trainer.vllm_generation.sampling_as(max_completion_length=tokens):
+        with cast(Any, trainer.vllm_generation).sampling_as(max_completion_length=tokens):
             yield
         return
     config = copy.deepcopy(trainer.generation_config)
@@ -141,16 +121,11 @@ class Acting:
         self._tools = {s.name: schemas(s.target, s.functions) if s.uses_tools else None for s in specs}
         self._reader = reader_of(tokenizer) if any(self._tools.values()) else None
 
-    def play(self, collected: Collected, trainer: Samples) -> Played:
-        """Play one attempt for each row."""
-        engine, args = engine_of(sampling_of(trainer), collected.attempts), trainer.args
-        limits = Limits(
-            completion=args.max_completion_length or 0,
-            counts_all=args.completion_length_counts == "all",
-            context=engine.sampling.positions,
-            ends=frozenset(trainer.eos_token_ids),
-        )
-        renderer = Renderer(self.tokenizer, trainer.chat_template_kwargs)
+    def play(self, collected: Collected, sampling: Sampling, ends: frozenset[int], renderer: Renderer) -> Played:
+        """Play one attempt for each row; `ends` are the tokens that end a turn."""
+        engine, args = engine_of(sampling, collected.attempts), sampling.args
+        length, counts_all = args.max_completion_length or 0, args.completion_length_counts == "all"
+        limits = Limits(completion=length, counts_all=counts_all, context=sampling.positions, ends=ends)
         attempts = Attempts(engine, self.hosts, renderer, self._parsed, limits, self.waiting)
         rows = zip(collected.rows, collected.attempts, strict=True)
         with closing(engine):

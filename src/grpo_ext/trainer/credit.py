@@ -118,7 +118,7 @@ class Credit:
         Args:
             rewards: of all processes, NaN where a completion was not scored.
             weights: of the functions.
-            tokens: what `tokens` returned, or nothing where the estimator sees no tokens.
+            tokens: what `tokens` returned, empty where the estimator sees no tokens.
             log_metric: logs figures of the estimator.
             dtype: of the advantages.
             remember: whether the batch joins the group means of past ones, as in training.

@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
+from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.objective.ratios import masked
 from grpo_ext.objective.trajectory import COLUMN
@@ -25,7 +26,7 @@ from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, parents_of, with_trajectories
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from grpo_ext.rollout.vllm.drift import DriftCheck
-from grpo_ext.trainer.acting import Acting
+from grpo_ext.trainer.acting import Acting, sampling_of
 from grpo_ext.trainer.batches import no_early_pass
 from grpo_ext.trainer.callbacks import StepTimes
 from grpo_ext.trainer.credit import Credit, group_shares
@@ -63,7 +64,7 @@ class GeneratingTrainer(Lifecycle):
             self.rollout_func = without_empty_completions(self.rollout_func, self._tokenizer.eos_token_id)
         self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
         drift = self.use_vllm and args.rollout_drift != 0
-        self._drift = DriftCheck(args, self.vllm_generation) if drift else None
+        self._drift = DriftCheck(args, cast(Any, self.vllm_generation)) if drift else None
         self._sampler = None
         if args.dynamic_sampling is not None:
             self._sampler = DynamicSampler(
@@ -131,11 +132,13 @@ class GeneratingTrainer(Lifecycle):
             collected.generated = generated
         return collected.generated
 
-    def _play(self, prompts: list, trainer: Any) -> dict[str, Any]:
+    def _play(self, prompts: list, trainer: object) -> dict[str, Any]:
         """Play conversations with environments; TRL's `rollout_func`."""
         assert self.acting is not None
         assert self._collecting is not None
-        played = self.acting.play(self._collecting, self)
+        sampling, ends = sampling_of(self, self.args, self._engine), frozenset(self.eos_token_ids)
+        renderer = Renderer(self._tokenizer, self.chat_template_kwargs)
+        played = self.acting.play(self._collecting, sampling, ends, renderer)
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in self.acting.figures(played, self.accelerator).items():
             metrics[name].append(value)

@@ -283,7 +283,8 @@ class GRPOExtTrainer(GeneratingTrainer):
         if self._entropy_bonus_enabled:
             as_trl = stock and objective.aggregation == "token-mean"  # TRL logs its shares unscaled
             figures["policy_loss"] = policy_loss.detach() * (1.0 if as_trl else accumulation), weight
-            loss = loss - entropy_bonus(self, entropies, mask, entropy_mask, totals, mode)
+            exact = self.args.exact_denominators
+            loss = loss - entropy_bonus(self, entropies, mask, entropy_mask, totals, mode, exact=exact)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
@@ -314,7 +315,7 @@ class GRPOExtTrainer(GeneratingTrainer):
 
     # Micro-batches.
 
-    def _prepare_inputs(self, generation_batch: Any) -> MicroBatch:  # type: ignore[override]
+    def _prepare_inputs(self, generation_batch: Sequence[dict[str, Any]]) -> MicroBatch:  # type: ignore[override]
         if self._replayed is not None and self.model.training:
             place = self._step % self.args.gradient_accumulation_steps
             if place == 0:

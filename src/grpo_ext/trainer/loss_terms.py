@@ -1,7 +1,7 @@
 """Terms and figures of the loss: the entropy bonus, the high-entropy mask, and means over tokens for the log."""
 
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,11 +9,11 @@ from accelerate import Accelerator
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, masked
 from grpo_ext.packing.micro_batches import MicroBatch
+from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.trainer.diagnosis.recording import token_figures
 
 Regions = tuple[Tensor, Tensor]
@@ -141,26 +141,15 @@ QUANTILE_LIMIT = 2**24
 """Largest number of elements that `torch.quantile` takes."""
 
 
-class HasEntropyBonus(Protocol):
-    """A trainer with TRL's state of the entropy bonus; `_entropy_window_stats` is (sum, count) of the step."""
-
-    accelerator: Accelerator
-    args: GRPOExtConfig
-    current_gradient_accumulation_steps: Any
-    entropy_coef: float
-    use_adaptive_entropy: bool
-    _entropy_window_stats: Tensor | None
-    _last_world_entropy: float
-    _metrics: Any
-
-
 def entropy_bonus(
-    trainer: HasEntropyBonus,
+    trainer: GRPOTrainer,
     entropies: Float[Tensor, "batch time"],
     mask: Tensor,
     entropy_mask: Tensor | None,
     totals: StepTotals,
     mode: str,
+    *,
+    exact: bool,
 ) -> Float[Tensor, ""]:
     """coefficient x mean entropy of the tokens in the policy term; updates an adaptive coefficient."""
     live = mask if entropy_mask is None else mask * entropy_mask
@@ -168,7 +157,7 @@ def entropy_bonus(
     coefficient = trainer.entropy_coef
     if trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target:
         coefficient = 0.0
-    if trainer.args.exact_denominators and entropy_mask is None:
+    if exact and entropy_mask is None:
         mean = total / totals.tokens.clamp(min=1) * trainer.accelerator.num_processes
     else:
         accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
@@ -178,7 +167,7 @@ def entropy_bonus(
     return coefficient * mean
 
 
-def _update_coefficient(trainer: HasEntropyBonus, local: Tensor) -> None:
+def _update_coefficient(trainer: GRPOTrainer, local: Tensor) -> None:
     """At an optimizer step, move the coefficient towards the target entropy. Skywork-OR1, arXiv:2505.22312."""
     args = trainer.args
     if trainer.use_adaptive_entropy:

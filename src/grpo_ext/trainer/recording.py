@@ -240,9 +240,9 @@ def read(path: Path) -> Content:
         raise refusal("no such file", f"Name a step's folder in a run's {folder}.") from None
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise refusal(f"the file is damaged, or no recorded batch ({reason})", again) from error
+        raise refusal(f"the file is damaged, or not a recorded batch ({reason})", again) from error
     if not isinstance(content, dict) or "step" not in content:
-        raise refusal("this is no recorded batch", f"Name a step's folder in a run's {folder}.")
+        raise refusal("this is not a recorded batch", f"Name a step's folder in a run's {folder}.")
     if content.get("format") != FORMAT:
         reason = f"it has format {content.get('format')!r}, and grpo-ext {__version__} reads {FORMAT}"
         raise refusal(reason, f"Read it with the version that wrote it ({content.get('grpo_ext', 'before 0.2')}).")

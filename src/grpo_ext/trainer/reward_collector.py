@@ -26,7 +26,7 @@ class RewardCollector:
         rewards: functions, components and models, in TRL's order.
         names: their names in the log.
         guard: decides what happens to NaN and inf.
-        accelerator: tells all processes of failures.
+        accelerator: exchanges failures between processes.
     """
 
     def __init__(

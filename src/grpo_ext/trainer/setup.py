@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, Union
 
 from datasets import Dataset, IterableDataset
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
+Model: TypeAlias = str | PreTrainedModel | PeftModel
 Row: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Union[Dataset, IterableDataset, Iterable[Row], Callable[[], Iterable[Row]], "pd.DataFrame"]
 """Types that a trainer takes as a dataset."""
@@ -78,29 +80,20 @@ class Prepared:
 
 
 def prepare(
-    model: Any,
-    reward_funcs: Any,
+    model: Model,
+    reward_funcs: object,
     args: GRPOExtConfig | None,
-    train_dataset: Any,
-    eval_dataset: Any,
+    train_dataset: object,
+    eval_dataset: object,
     environments: Sequence[Any] | None,
     *,
-    quantization_config: Any,
+    quantization_config: object,
     reward_workers: int | None,
     rollouts: Mapping[str, Any],
 ) -> Prepared:
     """Check the arguments of a trainer and prepare them for TRL.
 
-    Args:
-        model: as the trainer's.
-        reward_funcs: as the trainer's.
-        args: as the trainer's.
-        train_dataset: as the trainer's.
-        eval_dataset: as the trainer's.
-        environments: as the trainer's.
-        quantization_config: as the trainer's.
-        reward_workers: as the trainer's.
-        rollouts: TRL's arguments that generate completions: rollout_func, environment_factory, tools.
+    `rollouts` holds TRL's arguments that generate completions: rollout_func, environment_factory, tools.
 
     Raises:
         ConfigError: all problems of the arguments.
@@ -134,7 +127,7 @@ def prepare(
 
 
 def data_problems(
-    args: GRPOExtConfig, train_dataset: Any, eval_dataset: Any, *, prompts_made: bool = False
+    args: GRPOExtConfig, train_dataset: object, eval_dataset: object, *, prompts_made: bool = False
 ) -> Iterator[Any]:
     """Find rows without prompts, columns that collide with TRL's arguments to rewards, and too few rows.
 
@@ -152,7 +145,7 @@ def data_problems(
         yield from too_few(args, len(train_dataset))
 
 
-def quantized_problems(args: GRPOExtConfig, model: Any, quantization_config: Any) -> Iterator[Any]:
+def quantized_problems(args: GRPOExtConfig, model: object, quantization_config: object) -> Iterator[Any]:
     """Find quantized weights, which vLLM would be sent in their packed form."""
     if not args.use_vllm:
         return
@@ -162,12 +155,12 @@ def quantized_problems(args: GRPOExtConfig, model: Any, quantization_config: Any
         yield quantized_problem(f"model={type(model).__name__}, whose weights are quantized,")
 
 
-def policy(model: Any) -> Any:
+def policy(model: Model) -> Model:
     """Return `model`, or the folder of a tiny one that grpo-ext builds once: 'quickstart', 'quickstart/guess'."""
     return str(ensure_once(model)) if isinstance(model, str) and model in LESSONS else model
 
 
-def reference_from(model: Any, args: GRPOExtConfig, peft_config: Any) -> AbstractContextManager[None]:
+def reference_from(model: Model, args: GRPOExtConfig, peft_config: object) -> AbstractContextManager[None]:
     """Make TRL copy the reference from a policy given as an instance; it would load it from disk by name."""
     if not isinstance(model, PreTrainedModel) or args.beta == 0.0 or peft_config is not None:
         return nullcontext()
@@ -180,7 +173,7 @@ def reference_from(model: Any, args: GRPOExtConfig, peft_config: Any) -> Abstrac
     return temporarily(grpo_trainer, create_model_from_path=copy_policy)
 
 
-def check_trained(args: GRPOExtConfig, train_dataset: Any, steps: int) -> None:
+def check_trained(args: GRPOExtConfig, train_dataset: object, steps: int) -> None:
     """Refuse a stream that ended before the first optimizer step; its rows cannot be counted in advance.
 
     Raises:
@@ -201,7 +194,7 @@ def prepare_rewards(
     reward_funcs: Any,
     args: GRPOExtConfig,
     workers: int | None,
-    train_dataset: Any,
+    train_dataset: object,
     of_environments: list[Any],
     problems: list[Any],
 ) -> tuple[list[Any], GRPOExtConfig]:
@@ -258,7 +251,7 @@ def check_reward_names(names: list[str]) -> None:
         )
 
 
-def _call_problems(field: str, function: Any) -> Iterator[Problem]:
+def _call_problems(field: str, function: object) -> Iterator[Problem]:
     """Find why TRL could not call a user's function."""
     if isinstance(function, Mapping) and isinstance(function.get("func"), nn.Module):
         cure = "List the model itself, without a mapping, and set its weight in reward_weights."

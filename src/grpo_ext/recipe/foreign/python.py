@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 
 SUFFIXES = (".py", ".ipynb")
 _EXCHANGE = """{path} is Python: exchange two names in it, a recipe is not needed.
@@ -30,7 +30,6 @@ It imports unsloth, which replaces TRL's classes when it is imported:
   - Write unsloth's own defaults where the script is silent: loss_type="bnpo", beta=0.001, learning_rate=5e-5,
     warmup_steps=0.1, weight_decay=0.001, per_device_train_batch_size=4, gradient_accumulation_steps=2,
     vllm_importance_sampling_correction=False. It raises the rows per device to num_generations if need be."""
-_UNSEEN = "{path}: it does not call GRPOConfig or GRPOTrainer, so there is nothing to exchange."
 
 
 def exchange(path: Path) -> str:
@@ -41,7 +40,8 @@ def exchange(path: Path) -> str:
     """
     text = _text_of(path)
     if not re.search(r"\bGRPO(Config|Trainer)\b", text):
-        raise ConfigError([_UNSEEN.format(path=path)])
+        reason = "it does not call GRPOConfig or GRPOTrainer"
+        raise ConfigError([Problem(str(path), ABSENT, reason, "Name a script or notebook that trains by TRL's GRPO.")])
     parts = [_EXCHANGE.format(path=path)]
     if "TrlParser" in text or "parse_args_and_config" in text:
         parts.append(_COMMAND_LINE)
@@ -58,6 +58,6 @@ def _text_of(path: Path) -> str:
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
         return "\n".join("".join(cell["source"]) for cell in cells)
     except FileNotFoundError as error:
-        raise ConfigError([f"{path}: no such file. Correct the path."]) from error
+        raise ConfigError([Problem(str(path), ABSENT, "no such file", "Correct the path.")]) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError([f"{path} cannot be read: {error}."]) from error
+        raise ConfigError([Problem(str(path), ABSENT, f"cannot be read ({error})", "Correct the file.")]) from error

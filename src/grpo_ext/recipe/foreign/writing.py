@@ -10,7 +10,7 @@ from trl import DatasetMixtureConfig, ModelConfig
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.config import DataConfig
-from grpo_ext.recipe.foreign.draft import Draft
+from grpo_ext.recipe.foreign.engine import Draft
 from grpo_ext.recipe.parts import RecipeArguments
 
 _WIDTH = 119
@@ -40,9 +40,9 @@ def section_of(key: str) -> str:
     return "Loss and rewards" if own and key not in ("steps_per_generation", "generation_batch_size") else "Training"
 
 
-def written(draft: Draft, source: str, title: str, output: str) -> str:
-    """The recipe as text."""
-    lines = [f"# GRPO, from the {title} configuration {source}, by `grpo-ext migrate`.", "#"]
+def written(draft: Draft, source: str, output: str) -> str:
+    """Return the recipe as text."""
+    lines = [f"# GRPO, from the {draft.title} configuration {source}, by `grpo-ext migrate`.", "#"]
     lines.append(f"# Run:     grpo-ext train --config {output}")
     lines += _numbered("Decide:", draft.decisions)
     for section in ("Model and data", "Loss and rewards", "Training"):

@@ -141,7 +141,7 @@ class DriftCheck:
         """Return the last measurement as a sentence."""
         last = self.history[-1]
         return (
-            f"The sampler is not the policy: mean |log p(sampler) - log p(trainer)| = {last.mean:.3g} nats per token "
+            f"Sampler and policy disagree: mean |log p(sampler) - log p(trainer)| = {last.mean:.3g} nats per token "
             f"over {last.tokens} tokens (max {last.max:.3g}), rollout_drift allows {self.tolerance:g}."
         )
 

@@ -6,7 +6,6 @@ Quotes, the script's own variables, arrays, defaults and sums are resolved; noth
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from grpo_ext.recipe.files import parse_value
@@ -32,12 +31,7 @@ class Word(str):
     unsure: frozenset[str] = frozenset()
 
 
-def read_words(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arguments of a script, and a sentence for each that depends on a condition of it."""
-    return arguments(path.read_text(encoding="utf-8"))
-
-
-def arguments(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+def read_script(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return key to value of the command with the most arguments, and a sentence for each that depends on a condition.
 
     A key that occurs twice has its last value; one without a value is true, one with several is a list.

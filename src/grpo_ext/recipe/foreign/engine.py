@@ -1,0 +1,372 @@
+"""Convert a configuration of another project by its table, and account for every key of it."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+from trl import GRPOConfig
+
+from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.recipe.files import parse_value
+from grpo_ext.recipe.parts import PARTS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of a table: how a foreign key, or all that match a pattern such as `critic.*`, are converted.
+
+    Written as "name", "name = their default", "name | what differs", "- | why it is left out", "* names | how" where
+    a function computes them from several keys, or "? | what a person must decide" unless the value is false.
+    `env.NAME` is an environment variable.
+    """
+
+    to: str
+    note: str = ""
+    computed: bool = False
+    asks: bool = False
+    default: Any = None
+
+    @classmethod
+    def read(cls, text: str) -> "Rule":
+        """Parse the short form."""
+        to, _, note = (part.strip() for part in text.partition("|"))
+        to, _, default = to.partition(" = ")
+        return cls(
+            to.lstrip("*-? "), note, to.startswith("*"), to.startswith("?"), parse_value(default) if default else None
+        )
+
+
+_LEFT_OUT = Rule("")
+
+
+def rules(table: Mapping[str, Any], section: str = "") -> dict[str, Rule]:
+    """Read a table. A row may have several names, sections nest, and the row "=" lists `theirs=ours`, or `same`.
+
+    >>> [(key, rule.to, rule.default) for key, rule in rules({"=": "seed lr=rate", "a": {"b c": "d = 2"}}).items()]
+    [('seed', 'seed', None), ('lr', 'rate', None), ('a.b', 'd', 2), ('a.c', 'd', 2)]
+    """
+    found: dict[str, Rule] = {}
+    for names, row in table.items():
+        for name in (row if names == "=" else names).split():
+            if names == "=":
+                theirs, _, ours = name.partition("=")
+                found[section + theirs] = Rule(ours or theirs)
+            elif isinstance(row, str):
+                found[section + name] = Rule.read(row)
+            else:
+                found |= rules(row, f"{section}{name}.")
+    return found
+
+
+def number(version: str) -> tuple[int, ...]:
+    """Return a version as a tuple that sorts."""
+    return tuple(int(part) for part in version.split("."))
+
+
+def defaults_at(table: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """Return the defaults of one version; an entry is a default, or {first version: default}.
+
+    >>> defaults_at({"beta": {"0.16": 0.04, "0.19": 0.0}, "top_k": {"0.17": 50}, "seed": 1}, "0.16.1")
+    {'beta': 0.04, 'seed': 1}
+    """
+    found = {}
+    for key, default in table.items():
+        values = default if isinstance(default, dict) else {"0": default}
+        reached = [since for since in values if number(since) <= number(version)]
+        if reached:
+            found[key] = values[max(reached, key=number)]
+    return found
+
+
+@cache
+def own_default(key: str) -> Any:
+    """Return the default of a recipe's key, of an axis of the loss stock TRL's; NotImplemented without one."""
+    fields = (f for part in (*PARTS, GRPOConfig) for f in dataclasses.fields(part) if f.name == key)
+    found = [f.default for f in fields if f.default is not dataclasses.MISSING]
+    return next((default for default in found if default is not None), found[0] if found else NotImplemented)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """How the configurations of one project are converted.
+
+    Args:
+        title: the project's name.
+        table: foreign key or pattern -> rule; of several patterns the longest counts.
+        steps: functions that compute the rows marked "*"; the rest of the table is applied after them.
+        versions: versions at which a default changed; the last one is assumed unless the file or the user names one.
+        defaults: key of the recipe -> default of the project, or {first version: default}, where no row has it.
+        converters: foreign key -> function that returns our value of its value, or None where that has no effect.
+        same: keys that have the same meaning in both.
+        nested: True if its YAML is a tree, whose keys are written with dots.
+        aliases: name in another version, or the beginning of one that ends in "." or "_" -> name in the table.
+        version_of: returns the version that the keys of a file reveal, or "".
+        finish: called after the table and the defaults were applied.
+        describes_default: comment of a value that the file leaves unset.
+    """
+
+    title: str
+    table: Mapping[str, Rule]
+    steps: tuple[Callable[["Draft"], None], ...]
+    versions: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    converters: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    same: frozenset[str] = frozenset()
+    nested: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    version_of: Callable[[Mapping[str, Any]], str] = lambda given: ""
+    finish: Callable[["Draft"], None] = lambda draft: None
+    describes_default: str = "the default of {title} {version}"
+
+    @property
+    def all_defaults(self) -> dict[str, Any]:
+        """Key of the recipe -> default, or {first version: default}."""
+        rows = (rule for rule in self.table.values() if rule.default is not None and not rule.computed)
+        return {rule.to: rule.default for rule in rows} | dict(self.defaults)
+
+    def convert(self, given: Mapping[str, Any], version: str = "", asked: Mapping[str, str] | None = None) -> "Draft":
+        """Convert a configuration; `asked` holds sentences about keys whose value depends on a condition.
+
+        Raises:
+            ConfigError: it trains with a critic instead of groups, or the version is unknown.
+        """
+        draft = Draft(self, self._resolved(given), self._version(given, version))
+        unresolved = draft.set_unresolved_aside()
+        for step in self.steps:
+            step(draft)
+        draft.apply_table()
+        draft.fill()
+        self.finish(draft)
+        about_rewards = [sentence for sentence in draft.decisions if re.search("^reward|reward_funcs", sentence)]
+        if "reward_funcs" not in draft.values and not about_rewards:
+            draft.decide("reward_funcs: the file names no reward. Name some (docs/rewards.md), or your functions.")
+        for key, sentence in (asked or {}).items():
+            if key in draft.converted:
+                draft.decide(sentence)
+        draft.settle(unresolved)
+        return draft
+
+    def _version(self, given: Mapping[str, Any], version: str) -> str:
+        oldest = self.versions[0]
+        if version and (not re.fullmatch(r"\d+(\.\d+)*", version) or number(version) < number(oldest)):
+            reason = f"the defaults of {self.title} are known since {oldest}"
+            raise ConfigError([Problem("--version", version, reason, f"Name one of {', '.join(self.versions)}.")])
+        return version or self.version_of(given) or self.versions[-1]
+
+    def _resolved(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys that have a value, under their present names, with `${other.key}` filled in."""
+        values = flat(given) if self.nested else given
+        found = {self._present(key): value for key, value in values.items() if value not in (None, "???")}
+
+        def other(name: re.Match[str]) -> str:
+            value = found.get(name[1], self.table.get(name[1], _LEFT_OUT).default)
+            return name[0] if value is None or isinstance(value, list | dict) else str(value)
+
+        for _ in range(3):  # interpolations may contain others
+            for key, value in found.items():
+                if isinstance(value, str):
+                    found[key] = re.sub(r"\$\{([\w.]+)\}", other, value)
+        return found
+
+    def _present(self, key: str) -> str:
+        start = next((old for old in self.aliases if old.endswith((".", "_")) and key.startswith(old)), key)
+        return self.aliases.get(key) or self.aliases.get(start, start) + key.removeprefix(start)
+
+
+_WHOLE = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "chat_template_kwargs", "generation_kwargs")
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a tree of keys as one level, with dots between the names."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}".removeprefix("++").removeprefix("+")
+        is_section = isinstance(value, Mapping) and value and key not in _WHOLE
+        found |= flat(value, f"{name}.") if is_section else {name: value}
+    return found
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+@dataclass
+class Draft:
+    """A recipe under construction.
+
+    Args:
+        project: the project whose configuration is converted.
+        given: foreign key -> value.
+        version: the project's version, for its defaults.
+        values: key of the recipe -> value.
+        notes: key of the recipe -> comment.
+        sources: key of the recipe -> foreign keys that its value was made of.
+        left: foreign keys that are not converted, each with the reason.
+        decisions: sentences about what a person must decide.
+        asked: foreign keys that a decision is about.
+    """
+
+    project: Translation
+    given: dict[str, Any]
+    version: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, set[str]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    decisions: list[str] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)
+    _rules: dict[str, Rule | None] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The project's name."""
+        return self.project.title
+
+    @property
+    def default_note(self) -> str:
+        """The comment of a value that the file leaves unset."""
+        return self.project.describes_default.format(title=self.title, version=self.version)
+
+    @property
+    def converted(self) -> set[str]:
+        """Foreign keys that a value of the recipe was made of."""
+        return {source for key in self.values for source in self.sources.get(key, ())}
+
+    def rule(self, key: str) -> Rule | None:
+        """Return the rule of a foreign key."""
+        if key not in self._rules:
+            table = self.project.table
+            patterns = [pattern for pattern in table if "*" in pattern and fnmatchcase(key, pattern)]
+            self._rules[key] = table.get(key if key in table else max(patterns, key=len, default=key))
+        return self._rules[key]
+
+    def get(self, key: str, default: object = None) -> Any:
+        """Return a foreign key's value, else the project's default. Reading a key does not count as converting it."""
+        rule = self.project.table.get(key, _LEFT_OUT)
+        return self.given.get(key, default if rule.default is None else rule.default)
+
+    def first(self, *keys: str) -> str:
+        """Return the first of the foreign keys that is given, or the first of all."""
+        return next((key for key in keys if key in self.given), keys[0])
+
+    def set(self, key: str, value: object, note: str = "", of: str | Iterable[str] | None = None) -> None:
+        """Write a key of the recipe, made of the foreign keys `of`; by default, of all "*" rows that name it.
+
+        If the file has none of them, the value is a default, and the comment names its origin.
+        """
+        named = self.computing(key) if of is None else (of,) if isinstance(of, str) else tuple(of)
+        made_of = {name for name in named if name in self.given}
+        if not made_of and not note and (named or of is None):
+            note = self.default_note
+        self.values[key], self.sources[key] = value, made_of
+        self.notes.pop(key, None)
+        if note:
+            self.notes[key] = note
+
+    def computing(self, key: str) -> list[str]:
+        """Return the given foreign keys whose "*" row names a key of the recipe."""
+        rules = ((name, self.rule(name)) for name in self.given)
+        return [name for name, rule in rules if rule and rule.computed and key in rule.to.split(", ")]
+
+    def copy(self, key: str, *of: str, default: object = None, note: str = "") -> Any:
+        """Write the first of the foreign keys that is given, else the default unless that is None; return it."""
+        name = self.first(*of)
+        value = self.get(name, default)
+        if value is not None:
+            self.set(key, value, note if name in self.given else "", of=name)
+        return value
+
+    def choose(self, key: str, of: str, names: Mapping[str, Any], fallback: object) -> None:
+        """Write our name of a foreign value; ask if there is none, and write the fallback."""
+        value = self.get(of)
+        self.set(key, names.get(value, fallback), of=of)
+        if value not in names:
+            self.decide(f"{key}: {self.title}'s {value!r} is not supported; {fallback} is written.", of)
+
+    def leave(self, key: str, reason: str) -> None:
+        """Note the reason why a foreign key is not converted."""
+        if key in self.given:
+            self.left[key] = reason
+
+    def decide(self, sentence: str, *of: str) -> None:
+        """Add something that a person must decide about the foreign keys `of`."""
+        self.decisions.append(sentence)
+        self.asked |= self.given.keys() & set(of)
+
+    def set_unresolved_aside(self) -> dict[str, tuple[Any, str]]:
+        """Remove and return the keys whose value only a run of the script would show, each with the reason."""
+        found = {}
+        for key, value in self.given.items():
+            rule, text = self.rule(key), value if isinstance(value, str) else ""
+            if re.fullmatch(r"\$\{[\w.]*[.:].*\}", text):
+                found[key] = value, f"{self.title}'s own default"
+            elif re.fullmatch(r"\$(\w+|\{.*\}|\(.*\))", text, re.DOTALL) and (
+                rule is None or rule.to or rule.computed or rule.asks
+            ):
+                found[key] = value, "only running the script would show it"
+                self.decide(f"{key}: only running the script would show {value}. {self.title}'s default is written.")
+        self.given = {key: value for key, value in self.given.items() if key not in found}
+        return found
+
+    def apply_table(self) -> None:
+        """Apply the table to the keys that no step has handled."""
+        converted = self.converted
+        for key, given in self.given.items():
+            rule, value = self.rule(key), self.project.converters.get(key, _unchanged)(given)
+            done = rule.computed if rule else key in converted
+            if done or key in self.left or key in self.asked or value is None:
+                continue
+            if rule and rule.asks and value:
+                self.decide(f"{key}={value}: {rule.note}.", *(name for name in self.given if self.rule(name) is rule))
+            elif rule and not rule.to:
+                self.leave(key, rule.note)
+            elif rule and rule.to.startswith("env."):
+                self.set_variable(rule.to.removeprefix("env."), key)
+            elif rule or key in self.project.same:
+                if (rule.to if rule else key) not in self.values:
+                    self.set(rule.to if rule else key, value, rule.note if rule else "", of=key)
+            else:
+                self.leave(key, "unknown key")
+                self.decide(f"{key}: {value!r} is an unknown key of {self.title}. Check whether the run needs it.")
+
+    def set_variable(self, name: str, key: str) -> None:
+        """Copy a foreign key to an environment variable."""
+        if key in self.given:
+            variables = {**self.values.get("env", {}), name: str(self.given[key])}
+            self.set("env", variables, of=self.sources.get("env", set()) | {key})
+
+    def fill(self) -> None:
+        """Write the project's defaults that differ from ours, where the file leaves them unset and they matter."""
+        defaults = defaults_at(self.project.all_defaults, self.version)
+        for key, value in defaults.items():
+            if key not in self.values and value != own_default(key) and self._has_effect(key, defaults):
+                self.set(key, value, self.default_note, of=())
+
+    def _has_effect(self, key: str, defaults: Mapping[str, Any]) -> bool:
+        sampler, correction = self.values.get("use_vllm"), "vllm_importance_sampling_correction"
+        if key.startswith("vllm_importance_sampling_") and key != correction:
+            return bool(sampler and self.values.get(correction, defaults.get(correction, True)))
+        if key == "use_bias_correction_kl":
+            return bool(self.values.get("beta", defaults.get("beta"))) and "kl_estimator" not in self.values
+        return bool(sampler) or not key.startswith("vllm_")
+
+    def settle(self, unresolved: Mapping[str, tuple[Any, str]]) -> None:
+        """Account for each key, and ask for variables of a shell or of hydra that remain in a value."""
+        for key in self.given.keys() - self.converted - self.asked - self.left.keys():
+            rule = self.rule(key)
+            self.left[key] = f"no effect here: {rule.note}" if rule and rule.note else "no effect here"
+        for key in self.converted:
+            self.left.pop(key, None)
+        self.given |= {key: value for key, (value, _) in unresolved.items()}
+        self.left |= {key: reason for key, (_, reason) in unresolved.items()}
+        for key, value in self.values.items():
+            names = re.findall(r"\$\{.*?\}|\$\(.*?\)|\$[A-Za-z_]\w*", str(value))
+            if names and key not in ("system_prompt", "chat_template"):
+                self.decide(
+                    f"{key}: the file has no value for {', '.join(dict.fromkeys(names))}. Write it out; a recipe "
+                    "takes $NAME from the environment."
+                )

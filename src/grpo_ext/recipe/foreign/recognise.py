@@ -1,0 +1,124 @@
+"""Recognise whose configuration a file is, and answer what another project's key is called here."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from grpo_ext.errors import ABSENT, Problem
+from grpo_ext.recipe.foreign import axolotl, openrlhf, swift, trl, verl
+from grpo_ext.recipe.foreign.engine import Rule
+
+PROJECTS = {
+    "trl": trl.TRL,
+    "open-r1": trl.OPEN_R1,
+    "verl": verl.VERL,
+    "openrlhf": openrlhf.OPENRLHF,
+    "swift": swift.SWIFT,
+    "axolotl": axolotl.AXOLOTL,
+}
+NO_RECIPES = {
+    "accelerate": (
+        "a launch configuration of accelerate",
+        "Keep it in its own file, and name that: accelerate_config: FILE.",
+    ),
+    "deepspeed": ("a configuration of DeepSpeed", "Write deepspeed: FILE into a recipe, or accelerate_config: zero2."),
+    "sft": ("an SFT recipe (supervised fine-tuning)", "Train it by `trl sft`, then its result by a recipe."),
+    "dpo": ("a DPO recipe (pairs of preferences)", "Train it by `trl dpo`, then its result by a recipe."),
+    "reward": ("a recipe for a reward model", "Train it by `trl reward`, and name the model in reward_funcs."),
+    "llama-factory": (
+        "a LLaMA-Factory configuration (SFT, DPO, PPO, reward models)",
+        "Begin with a packaged recipe: `grpo-ext recipes`.",
+    ),
+    "unsloth-studio": ("a configuration of unsloth's SFT", "Train it there, then its result by a recipe."),
+}
+"""Kinds of files that do not configure a run by rewards, each with what to do."""
+
+Config = Mapping[str, Any]
+_SIGNS: tuple[tuple[str, Callable[[Config], bool]], ...] = (
+    ("accelerate", lambda c: "distributed_type" in c or "compute_environment" in c),
+    ("deepspeed", lambda c: "zero_optimization" in c or "train_micro_batch_size_per_gpu" in c),
+    ("verl", lambda c: any(key.split(".")[0] == "actor_rollout_ref" for key in c)),
+    ("llama-factory", lambda c: "finetuning_type" in c),
+    ("axolotl", lambda c: "base_model" in c or c.get("rl") in ("grpo", "gdpo")),
+    ("swift", lambda c: "rlhf_type" in c or ("model" in c and ("tuner_type" in c or "train_type" in c))),
+    ("openrlhf", lambda c: "pretrain" in c or "actor.model_name_or_path" in c or _has_actor(c)),
+    ("unsloth-studio", lambda c: isinstance(c.get("training"), Mapping) and "model" in c),
+    ("open-r1", lambda c: bool(trl.ONLY_OPEN_R1 & c.keys()) or trl.names_open_r1_rewards(c)),
+)
+_OWN_MODEL_KEY = ("axolotl", "swift", "openrlhf", "unsloth-studio")
+"""Projects without `model_name_or_path`, which therefore shows a recipe with a stray key of theirs."""
+_BY_REWARDS = ("reward_funcs", "num_generations", "max_completion_length", "reward_model_name_or_path", "use_vllm")
+_ANSWERED_TOGETHER = 3
+"""From so many unknown keys of Open-R1 on, a recipe is taken for one of Open-R1."""
+
+
+def _has_actor(config: Config) -> bool:
+    return isinstance(config.get("actor"), Mapping) and "model_name_or_path" in config["actor"]
+
+
+def kind_of(config: Config, known: frozenset[str]) -> str | None:
+    """Return the project, or the kind of other file; None for a recipe of ours or TRL's (whose keys are `known`)."""
+    keys = {str(key): value for key, value in config.items()}
+    signs = (name for name, sign in _SIGNS if sign(keys))
+    kind = next((name for name in signs if "model_name_or_path" not in keys or name not in _OWN_MODEL_KEY), None)
+    if kind in ("axolotl", "swift"):
+        algorithm = keys.get("rl" if kind == "axolotl" else "rlhf_type")
+        if algorithm != "grpo" and (kind, algorithm) != ("axolotl", "gdpo"):
+            return "dpo" if algorithm else "sft"
+    if kind is not None or any(key in keys for key in _BY_REWARDS):
+        return kind
+    return _other_trainer(keys.keys() - known)
+
+
+def _other_trainer(unknown: set[str]) -> str | None:
+    """Return which of TRL's other trainers has two of the keys, or one that no other trainer has."""
+    trainers = trl.other_trainers() if unknown else {}
+    for kind, own in trainers.items():
+        others = set().union(*(keys for name, keys in trainers.items() if name != kind))
+        if len(unknown & own) >= 2 or unknown & (own - others):
+            return kind
+    return None
+
+
+def foreign_file(config: Config, name: str, known: frozenset[str]) -> Problem | None:
+    """Return the one problem of a file that is not a recipe; None for a recipe, also with a few keys of Open-R1."""
+    kind = kind_of(config, known)
+    if kind is None or (kind == "open-r1" and len(config.keys() - known) < _ANSWERED_TOGETHER):
+        return None
+    return not_a_recipe(kind, name)
+
+
+def not_a_recipe(kind: str, name: str) -> Problem:
+    """Return the one problem of a file that is not a recipe."""
+    if kind in NO_RECIPES:
+        what, cure = NO_RECIPES[kind]
+        return Problem(name, ABSENT, f"the file is {what}", cure)
+    title = PROJECTS[kind].title
+    article = "an" if title[0] in "aOu" or kind == "swift" else "a"
+    cure = f"`grpo-ext migrate {name}` converts it to a recipe."
+    return Problem(name, ABSENT, f"the file is {article} {title} configuration", cure)
+
+
+def answer(key: str) -> str | None:
+    """Return what to write here instead of another project's key; a whole name is preferred to a last part."""
+    found = sorted(_named(key), key=lambda named: (named[1] != key, named[2].computed))
+    if not found:
+        return None
+    title, name, rule = found[0]
+    called = f"{title} has this key" if name == key else f"{title} has it as {name}"
+    ours = rule.to if not rule.to.startswith("env.") else f"env: {{{rule.to.removeprefix('env.')}: ...}}"
+    note = f" What differs: {rule.note}." if rule.note else ""
+    if rule.asks:
+        return f"{called}: {rule.note}."
+    if not ours:
+        return f"{called}. It is not converted: {rule.note}. Remove it."
+    return f"{called}. Write {ours} here.{note}"
+
+
+def _named(key: str) -> Iterator[tuple[str, str, Rule]]:
+    """Find project, whole name and rule of each key with that name, or that last part."""
+    for kind, project in PROJECTS.items():
+        for name, rule in project.table.items():
+            last = name.rpartition(".")[2] if project.nested else name
+            is_named = project.aliases.get(key) == name or (key in (name, last) and "*" not in name)
+            if is_named and (kind == "trl" or trl.OLDER.get(name) is not rule):
+                yield project.title, name, rule

@@ -1,0 +1,253 @@
+"""Recipes and command lines of TRL, whose defaults depend on the version, and of Open-R1, which pins one."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trl import GRPOConfig
+
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.objective.losses import losses
+from grpo_ext.recipe.files import recipes_folder
+from grpo_ext.recipe.foreign.engine import Draft, Translation, rules
+from grpo_ext.recipe.foreign.shared import as_list, cosine_length, soft_overlong, whole_groups
+from grpo_ext.recipe.launching import FLAGS, VALUES
+from grpo_ext.recipe.parts import all_keys
+
+OLDER = rules(
+    {
+        "=": "torch_dtype=dtype evaluation_strategy=eval_strategy no_cuda=use_cpu push_to_hub_model_id=hub_model_id "
+        "push_to_hub_token=hub_token vllm_max_model_len=vllm_max_model_length epsilon_low=epsilon "
+        "vllm_guided_decoding_regex=vllm_structured_outputs_regex vllm_tp=vllm_tensor_parallel_size "
+        "logging_dir=env.TENSORBOARD_LOGGING_DIR",
+        "warmup_ratio": "warmup_steps | a value below 1 is a ratio",
+        "overwrite_output_dir": "- | transformers 5 dropped it; a run resumes from its last checkpoint, and "
+        "resume_from_checkpoint: never starts afresh",
+        "save_safetensors": "- | transformers 5 always does",
+        "group_by_length": "- | the sampler keeps the completions of a prompt together",
+        "include_tokens_per_second": "- | num_tokens and step_time are logged",
+        "use_liger_loss use_liger_kernel_loss": "- | log-probabilities are always computed without full logits",
+        "vllm_device": "- | vllm_mode chooses where vLLM runs",
+    }
+)
+"""Keys that transformers and TRL have renamed or dropped."""
+OPEN_R1_TABLE = rules(
+    {
+        "=": "dataset_prompt_column=prompt_column dataset_solution_column=answer_column "
+        "dataset_id_or_path=dataset_name hub_model_revision=hub_revision wandb_log_unique_prompts=log_unique_prompts "
+        "wandb_project=env.WANDB_PROJECT wandb_entity=env.WANDB_ENTITY wandb_run_group=env.WANDB_RUN_GROUP",
+        "dataset_mixture": "* datasets | id is path and config is name here; weight is fraction",
+        "push_to_hub_revision": "push_to_hub | to hub_revision",
+        "overwrite_hub_revision": "- | a push adds a commit to the branch",
+        "benchmarks": "- | jobs of Open-R1's cluster; `grpo-ext eval` measures a saved model",
+        "callbacks": "* hub_strategy | push_to_hub_revision pushes each checkpoint, as hub_strategy: every_save does",
+        "cosine_min_value_correct": "* reward_funcs = 0.5 | an option of cosine_length",
+        "cosine_max_value_correct": "* reward_funcs = 1.0 | an option of cosine_length",
+        "cosine_min_value_wrong": "* reward_funcs = 0.0 | an option of cosine_length",
+        "cosine_max_value_wrong": "* reward_funcs = -0.5 | an option of cosine_length",
+        "cosine_max_len": "* reward_funcs | max_length of cosine_length, in tokens; Open-R1 counts characters",
+        "repetition_n_grams": "* reward_funcs = 3 | n of repetition",
+        "repetition_max_penalty": "* reward_funcs = -1.0 | max_penalty of repetition",
+        "max_completion_len": "* reward_funcs = 16384 | max_length of soft_overlong",
+        "soft_punish_cache": "* reward_funcs = 4096 | buffer of soft_overlong",
+        "code_language": "* reward_funcs = python | default_language of code_format",
+        "code_eval_test_batch_size": "- | the reward code runs the tests of a completion one after the other",
+        "code_eval_scoring_mode": "- | the reward code gives the share of tests passed, or all or nothing (partial)",
+        "parallel_code_exec_per_proc": "- | the reward code has workers: the cores of this machine",
+        "code_provider e2b_router_url morph_router_url": "- | the reward code runs in a sandbox on this machine",
+        "ioi_provider": "- | a judge of IOI tasks is not supported",
+    }
+)
+ONLY_OPEN_R1 = OPEN_R1_TABLE.keys() - {
+    *("dataset_id_or_path", "wandb_project", "wandb_entity", "wandb_run_group", "callbacks")
+}
+DEFAULTS: Mapping[str, Any] = {
+    "loss_type": {"0.16": "bnpo", "0.22": "dapo"},
+    "beta": {"0.16": 0.04, "0.19": 0.0},
+    "use_bias_correction_kl": {"0.16": False, "1.10": True},
+    "temperature": {"0.16": 0.9, "0.18": 1.0},
+    "top_k": {"0.16": 50, "0.18": 0},
+    "max_completion_length": {"0.16": 256, "1.10": 512},
+    "max_prompt_length": {"0.16": 512, "0.28": None},
+    "bf16": {"0.16": False, "0.19": None},
+    "gradient_checkpointing": {"0.16": False, "0.22": True},
+    "vllm_mode": {"0.16": "server", "1.0": "colocate"},
+    "vllm_importance_sampling_correction": {"0.16": False, "0.23": True},
+    "vllm_importance_sampling_mode": {"0.23": "token_truncate", "0.26": "sequence_mask"},
+    "vllm_importance_sampling_clip_max": {"0.23": 2.0, "0.26": 3.0},
+}
+"""TRL's defaults; today's other defaults are those of every version."""
+_VERSIONS = ("0.16", "0.18", "0.19", "0.22", "0.23", "0.26", "0.28", "1.0", "1.10", "1.16")
+_OURS = {f.name for f in dataclasses.fields(GRPOExtConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
+
+
+@cache
+def other_trainers() -> dict[str, set[str]]:
+    """Return the fields of TRL's other configurations that no configuration of GRPO has."""
+    from trl import DPOConfig, RewardConfig, SFTConfig
+
+    kinds = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardConfig}
+    found = {kind: {f.name for f in dataclasses.fields(config)} - {*all_keys()} for kind, config in kinds.items()}
+    found["sft"] |= {"max_seq_length", "dataset_text_field", "dataset_num_proc"} - {*all_keys()}
+    return found
+
+
+def set_stock(
+    d: Draft, note: str = "what is unset is stock TRL's, to the last digit; without this line it is the paper's"
+) -> None:
+    """Write that the axes of the loss that the file leaves unset are stock TRL's, where stock TRL has the loss."""
+    row = losses.get(d.values.get("loss_type", GRPOExtConfig.loss_type))
+    if row is not None and row.trl:
+        d.set("loss_defaults", "trl", note, of=())
+
+
+def _finish(d: Draft) -> None:
+    if not _OURS & d.given.keys():
+        set_stock(d)
+    whole_groups(d)
+    renamed = sorted(OLDER.keys() & d.given.keys())
+    if d.title == "TRL" and d.version == _VERSIONS[-1] and renamed:
+        d.decide(
+            f"The version of TRL: {', '.join(renamed)} is of an older one than {d.version}, whose defaults are "
+            "written. Name yours: --version 0.18, for instance (docs/migrating.md has what changed when)."
+        )
+
+
+def _launch(d: Draft) -> None:
+    if isinstance(path := d.get("config_file"), str):
+        name = Path(path).stem.removeprefix("deepspeed_")
+        shipped = (recipes_folder() / "accelerate_configs" / f"{name}.yaml").is_file()
+        d.set("accelerate_config", name if shipped else path, f"{path} there" if shipped else "")
+    if isinstance(name := d.get("reward_funcs"), str):
+        d.set("reward_funcs", [name], of="reward_funcs")
+
+
+# Open-R1.
+
+_REWARDS = {
+    "cosine": (
+        "cosine_length stays at its end beyond max_length",
+        *("cosine_max_value_correct", "cosine_min_value_correct", "cosine_min_value_wrong", "cosine_max_value_wrong"),
+    ),
+    "repetition_penalty": ("", "repetition_n_grams", "repetition_max_penalty"),
+    "soft_overlong_punishment": ("", "max_completion_len", "soft_punish_cache"),
+    "code_format": ("", "code_language"),
+    "accuracy": (
+        "accuracy reads more forms of an answer than Open-R1's, and leaves a reference unscored that it cannot read; "
+        "accuracy_reward is nearest to Open-R1's (TRL's, math-verify on LaTeX)",
+    ),
+    "format": ("format is stricter than Open-R1's: each tag once, nothing after the answer",),
+    "reasoning_steps": ("reasoning_steps knows more marks of a step than Open-R1's",),
+}
+"""Open-R1's reward -> what differs here, and the keys of its options."""
+_MISSING = {
+    "length": "compares the completions of a batch with one another, which rewards here do not; length_penalty, "
+    "soft_overlong and cosine_length look at one completion",
+    "ioi_code": "needs a judge of IOI tasks (piston)",
+    "cf_code": "needs a judge of Codeforces tasks (piston)",
+}
+
+
+def names_open_r1_rewards(config: Mapping[str, Any]) -> bool:
+    """Return whether `reward_funcs` holds a name that only Open-R1 and its followers have."""
+    funcs = config.get("reward_funcs")
+    only_there = {"cosine", "binary_code", *_MISSING}
+    return isinstance(funcs, list) and any(isinstance(name, str) and name in only_there for name in funcs)
+
+
+def _rewards(d: Draft) -> None:
+    names = d.get("reward_funcs", ["accuracy", "format", "tag_count"])
+    weights = d.get("reward_weights", [1.0] * len(names))
+    of, entries, notes = {"reward_funcs", "reward_weights"}, [], []
+    for name, weight in zip(names, weights, strict=False):
+        note, *keys = _REWARDS.get(name, ("",))
+        of |= set(keys)
+        notes += [note] if note else []
+        entries += [{**entry, "weight": weight}] if (entry := _reward(d, name, keys)) else []
+    if entries:
+        d.set("reward_funcs", entries, "; ".join(notes), of=of)
+    for key in {*d.computing("reward_funcs")} - of - d.asked:
+        d.leave(key, "its reward is not in reward_funcs")
+
+
+def _reward(d: Draft, name: str, keys: list[str]) -> dict[str, Any] | None:
+    """Return the entry of one reward, which has its options in `keys`."""
+    values = [d.get(key) for key in keys]
+    if name == "cosine":
+        longest = d.get("max_completion_length", 256)
+        d.decide(
+            "reward cosine: Open-R1 measures characters (cosine_max_len), cosine_length tokens. Its max_length is set "
+            f"to max_completion_length={longest}; look at the lengths of your completions.",
+            "cosine_max_len",
+        )
+        return cosine_length(d, longest, keys)
+    if name == "repetition_penalty":
+        return {"name": "repetition", "kwargs": {"n": values[0], "max_penalty": values[1]}}
+    if name == "soft_overlong_punishment":
+        return soft_overlong(*values)
+    if name == "tag_count":
+        return {"name": "tags", "kwargs": {"newlines": True}}
+    if name == "code_format":
+        return {"name": "code_format", "kwargs": {"default_language": values[0]}}
+    if name in ("code", "binary_code"):
+        d.decide(
+            f"reward {name}: Open-R1 reads the tests from the column verification_info, code from the column tests. "
+            "Write that column (docs/rewards.md has its forms)."
+        )
+        return {"name": "code", **({} if name == "code" else {"kwargs": {"partial": False}})}
+    if name in _MISSING:
+        cure = "Name a function of yours: {func: 'module:function'}"
+        d.decide(f"reward {name}: not supported, it {_MISSING[name]}. {cure}.", "reward_funcs")
+        return None
+    return {"name": name}
+
+
+def _data(d: Draft) -> None:
+    d.copy("prompt_column", "prompt_column", "dataset_prompt_column", default="prompt")
+    callbacks = as_list(d.get("callbacks"))
+    if "push_to_hub_revision" in callbacks:
+        d.set("hub_strategy", "every_save", "each checkpoint is pushed, as Open-R1's callback does")
+    if unknown := [name for name in callbacks if name != "push_to_hub_revision"]:
+        d.decide(f"callbacks: {', '.join(unknown)} is unknown.", "callbacks")
+    mixture = d.get("dataset_mixture")
+    if not isinstance(mixture, Mapping):
+        return
+    names = {"id": "path", "config": "name", "weight": "fraction"}
+    entries = [{names.get(key, key): value for key, value in entry.items()} for entry in mixture.get("datasets", [])]
+    d.set("datasets", entries, "fraction is a share of the mixture; Open-R1's weight is a share of the dataset")
+    if any("fraction" in entry for entry in entries):
+        d.decide(
+            "datasets: Open-R1's weight is the share of each dataset that is kept, fraction here its share in the "
+            "mixture. Set the fractions, or write a slice into split (train[:25%])."
+        )
+    for key, name in (("seed", "split_seed"), ("test_split_size", "test_split_size")):
+        if key in mixture:
+            d.set(name, mixture[key], of="dataset_mixture")
+
+
+_COMMAND = rules(
+    {
+        "=": "PYTORCH_CUDA_ALLOC_CONF=env.PYTORCH_CUDA_ALLOC_CONF",
+        "config_file": "* accelerate_config | a file, or the name of one that is shipped here",
+        "CUDA_VISIBLE_DEVICES": "- | export it before the start",
+    }
+)
+TRL = Translation(
+    "TRL",
+    OLDER | _COMMAND,
+    (_launch,),
+    versions=_VERSIONS,
+    defaults=DEFAULTS,
+    same=frozenset((*all_keys(), *VALUES, *FLAGS, "env", "num_processes", "accelerate_config")),
+    finish=_finish,
+)
+OPEN_R1 = dataclasses.replace(
+    TRL,
+    title="Open-R1",
+    table=OPEN_R1_TABLE | OLDER,
+    steps=(_launch, _rewards, _data),
+    versions=("0.18",),
+    describes_default="the default of TRL {version}, which Open-R1 pins",
+)
