@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_ext.config.launch import local_rank
 from grpo_ext.rewards.models.scoring import Chat
@@ -16,17 +16,26 @@ from grpo_ext.rewards.models.scoring import Chat
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from grpo_ext.rewards.models.reward_model import RewardModelScorer
-
 logger = logging.getLogger(__name__)
 
 
-_models: dict["RewardModelScorer", "LoadedModel"] = {}
+class Source(NamedTuple):
+    """Identifies a model and how it is loaded; see `RewardModelScorer`."""
+
+    model: str
+    kind: str
+    dtype: str
+    device: str | None
+    revision: str | None
+    trust_remote_code: bool
+
+
+_models: dict[Source, "LoadedModel"] = {}
 _models_lock = threading.Lock()
 
 
-def shared(source: "RewardModelScorer") -> "LoadedModel":
-    """Return this process's one model with these loading options, not yet loaded."""
+def shared(source: Source) -> "LoadedModel":
+    """Return this process's one model of a source, not yet loaded."""
     with _models_lock:
         return _models.setdefault(source, LoadedModel(source))
 
@@ -34,7 +43,7 @@ def shared(source: "RewardModelScorer") -> "LoadedModel":
 class LoadedModel:
     """A model and its tokenizer, read by `load`; hold `lock` while calling any method."""
 
-    def __init__(self, source: "RewardModelScorer") -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
         self.name = source.model
         self.lock = threading.RLock()
@@ -146,7 +155,7 @@ class LoadedModel:
         return [float(s) for s in scores] if isinstance(scores, Sequence) else [float(scores)]  # InternLM2: one score
 
 
-def _from_pretrained(source: "RewardModelScorer") -> tuple[str, Any, list[str], Any]:
+def _from_pretrained(source: Source) -> tuple[str, Any, list[str], Any]:
     from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
     where: dict[str, Any] = {"revision": source.revision or "main", "trust_remote_code": source.trust_remote_code}
@@ -157,7 +166,7 @@ def _from_pretrained(source: "RewardModelScorer") -> tuple[str, Any, list[str], 
     return kind, model, sorted(report["missing_keys"]), tokenizer
 
 
-def _kind_of(source: "RewardModelScorer") -> str:
+def _kind_of(source: Source) -> str:
     from transformers import PreTrainedConfig
 
     config, _ = PreTrainedConfig.get_config_dict(source.model, revision=source.revision or "main")

@@ -6,12 +6,12 @@ A model is loaded for its first chat, once per process, and shared by all reward
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, get_args
 
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.models.loaded_model import LoadedModel, shared
+from grpo_ext.rewards.models.loaded_model import LoadedModel, Source, shared
 from grpo_ext.rewards.models.scoring import Chat, blended_scores, clipped_score
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, completion_text
@@ -99,7 +99,7 @@ class RewardModelScorer:
         """Return the scores of the chats, in order."""
         if not chats:
             return []
-        loaded = shared(replace(self, micro_batch_size=8, max_length=None))  # these two do not concern loading
+        loaded = shared(Source(self.model, self.kind, self.dtype, self.device, self.revision, self.trust_remote_code))
         with loaded.lock:
             loaded.load()
             return self._scores(loaded, chats)
