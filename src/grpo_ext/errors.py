@@ -30,7 +30,7 @@ class Problem:
         field: the setting, such as "beta" or "reward_funcs[2].weight".
         value: what it is set to, or `ABSENT`.
         reason: what is wrong with it, without a full stop.
-        cure: what to do, one or more sentences.
+        cure: what to do, one or more sentences; empty where the reason includes it.
         beside: other settings that make it a mistake, with their values.
     """
 
@@ -40,11 +40,14 @@ class Problem:
     cure: str
     beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        return hash((self.field, self.reason, self.cure))
+
     def __str__(self) -> str:
         """Return the message."""
         settings = {self.field: self.value, **self.beside}
         names = [name if value is ABSENT else f"{name}={value!r}" for name, value in settings.items()]
-        return redacted_text(f"{' with '.join(names)}: {self.reason}. {self.cure}".removesuffix(". "))
+        return redacted_text(f"{' with '.join(names)}: {self.reason}. {self.cure}".rstrip())
 
 
 class ConfigError(ValueError):

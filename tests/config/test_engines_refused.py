@@ -8,15 +8,15 @@ from grpo_ext.config.engines import check_started, engine_problems
 from grpo_ext.errors import ConfigError
 
 LAUNCHES = {
-    "tp_size 2: tensor parallelism": {
+    "tp_size=2: tensor parallelism": {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
         "PARALLELISM_CONFIG_TP_SIZE": "2",
     },
-    "cp_size 2: context parallelism": {
+    "cp_size=2: context parallelism": {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
         "PARALLELISM_CONFIG_CP_SIZE": "2",
     },
-    "sp_size 4: sequence parallelism": {
+    "sp_size=4: sequence parallelism": {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
         "PARALLELISM_CONFIG_SP_SIZE": "4",
     },
@@ -51,7 +51,7 @@ def test_data_parallelism_is_not(launch, monkeypatch):
 
 
 def test_the_config_says_so_too():
-    with pytest.raises(ConfigError, match="cp_size 2"):
+    with pytest.raises(ConfigError, match="cp_size=2"):
         config(parallelism_config=ParallelismConfig(cp_size=2))
     with pytest.raises(ConfigError, match="tp_plan"):
         config(model_init_kwargs={"tp_plan": "auto"})
@@ -62,7 +62,7 @@ def test_a_reference_that_only_one_process_has_loaded_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
     check_started("FSDP", reference=False)
-    with pytest.raises(ConfigError, match="fsdp_cpu_ram_efficient_loading=true"):
+    with pytest.raises(ConfigError, match="fsdp_cpu_ram_efficient_loading=True"):
         check_started("FSDP", reference=True)
     with pytest.raises(ConfigError, match="accelerate has started MULTI_CPU"):
         check_started("MULTI_CPU", reference=False)

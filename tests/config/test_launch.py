@@ -75,7 +75,7 @@ def test_processes_that_did_not_come_are_told_with_their_number(asked, came, mon
 def test_processes_that_train_apart_are_refused(monkeypatch):
     """As those of mpirun on GPUs, which accelerate does not join."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match="num_processes=4 by the environment, but 1 train together"):
+    with pytest.raises(ConfigError, match="num_processes=4: the environment announces them, but 1 train together"):
         launch.check_joined(1)
     launch.check_joined(4)
 
@@ -95,7 +95,7 @@ def test_accelerate_that_started_one_of_two_is_caught(processes, address, refuse
     cluster = {} if address is None else {"MASTER_ADDR": address, "MASTER_PORT": "1234"}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", processes]
     out, _ = python(str(script), *command, **cluster).communicate(timeout=300)
-    assert ("accelerate launch was asked for several, and started one" in out) == refused
+    assert ("accelerate launch was asked for several and started one" in out) == refused
     assert ("alone, rightly" in out) != refused
 
 

@@ -48,12 +48,12 @@ def test_a_path_is_expanded_in_each_place_of_each_setting(key, monkeypatch):
     for value in wrapped(key, "$SCRATCH/a"):
         found = list(unknown(key, value))
         assert found
-        assert all(text == "$SCRATCH/a" and "variable SCRATCH is not set" in sentence for text, sentence in found)
+        assert all(p.value == "$SCRATCH/a" and "variable SCRATCH is not set" in p.reason for p in found)
 
 
 def test_an_empty_variable_is_as_good_as_none(monkeypatch):
     monkeypatch.setenv("SCRATCH", "")
-    assert [text for text, _ in unknown("output_dir", "$SCRATCH/run")] == ["$SCRATCH/run"]
+    assert [p.value for p in unknown("output_dir", "$SCRATCH/run")] == ["$SCRATCH/run"]
 
 
 @pytest.mark.parametrize("text", ['{"zero": "$A"}', "{{ messages }} $x", "{% if a %}$5{% endif %}"])

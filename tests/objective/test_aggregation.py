@@ -31,7 +31,7 @@ PER_COMPLETION_BY_HAND = {
 }
 
 
-def test_every_aggregation_is_worked_out_here():
+def test_every_aggregation_has_a_reference_here():
     assert set(aggregations) == set(BY_HAND) == set(PER_COMPLETION_BY_HAND)
 
 
@@ -49,14 +49,14 @@ def test_value_and_weights(name, dtype, tolerance):
 
 
 @pytest.mark.parametrize("name", PER_COMPLETION_BY_HAND)
-def test_one_loss_per_completion_stands_on_all_its_tokens(name):
+def test_a_loss_per_completion_counts_on_each_of_its_tokens(name):
     per_completion = torch.tensor(PER_COMPLETION, dtype=torch.float64)
     out = aggregations[name](per_completion, torch.tensor(MASK), TOTALS, **OPTIONS.get(name, {}))
     assert out.item() == pytest.approx(PER_COMPLETION_BY_HAND[name], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_nothing_alive_is_0_without_nan(name):
+def test_an_empty_mask_gives_0_without_nan(name):
     per_token = torch.full((2, 3), math.nan, requires_grad=True)
     mask = torch.zeros(2, 3)
     out = aggregations[name](per_token, mask, step_totals([mask]), **OPTIONS.get(name, {}))

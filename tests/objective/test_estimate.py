@@ -26,12 +26,12 @@ def named():
     estimators._entries.update(before)
 
 
-def test_what_has_no_signal_is_exactly_0(named):
+def test_groups_without_signal_are_exactly_0(named):
     named(lambda rewards: torch.full_like(rewards, 7.0).masked_fill(rewards.isnan(), NAN))
     assert estimate("mine", REWARDS).tolist() == [[7.0, 7.0, 0.0], [0.0] * 3, [0.0] * 3]
 
 
-def test_where_the_baseline_is_not_the_groups_only_the_unscorable_are_0(named):
+def test_without_a_group_baseline_only_unscorable_completions_are_0(named):
     named(lambda rewards: torch.full_like(rewards, 7.0), group_baseline=False)
     assert estimate("mine", REWARDS).tolist() == [[7.0, 7.0, 0.0], [7.0] * 3, [7.0, 0.0, 0.0]]
 
@@ -57,7 +57,7 @@ def test_a_token_that_is_not_live_is_exactly_0(named):
         (lambda rewards: None, "a NoneType"),
     ],
 )
-def test_another_shape_is_refused(function, what, named):
+def test_an_advantage_of_another_shape_is_refused(function, what, named):
     named(function)
     offered = {"mask": torch.ones(3, 3, 4)} if function.__code__.co_argcount == 2 else {}
     with pytest.raises(BrokenRule, match=rf"estimator=mine: it returned {what} for rewards \[3, 3\]\. Return"):
@@ -66,7 +66,7 @@ def test_another_shape_is_refused(function, what, named):
 
 @pytest.mark.parametrize("combination", ["sum_then_normalize", "average_advantages", "normalize_then_sum"])
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
-def test_what_is_not_finite_is_refused_by_name_value_and_cure(value, combination, named):
+def test_a_non_finite_advantage_is_refused_with_name_value_and_cure(value, combination, named):
     named(lambda rewards: torch.where(rewards == 0, value, rewards))
     mine = objective("grpo", advantage_estimator="mine", multi_objective_aggregation=combination)
     rewards = torch.stack([torch.tensor([[1.0, 0.5], [0.0, 2.0]])] * 2, dim=-1).double()
@@ -75,13 +75,13 @@ def test_what_is_not_finite_is_refused_by_name_value_and_cure(value, combination
         mine.advantages(rewards, torch.tensor([0.5, 1.5]).double())
 
 
-def test_a_silent_group_may_be_anything(named):
+def test_non_finite_advantages_of_a_group_without_signal_are_zeroed(named):
     """0 / 0 in a group without a signal is no fault: it has no advantage anyway."""
     named(lambda rewards: (rewards - rewards.nanmean(dim=1, keepdim=True)) / rewards.nansum(dim=1, keepdim=True))
     assert estimate("mine", torch.tensor([[0.0, 0.0], [1.0, 0.0]])).tolist() == [[0.0, 0.0], [0.5, -0.5]]
 
 
-def test_one_functions_none_leaves_the_others_part(named):
+def test_a_none_of_one_function_keeps_the_rewards_of_the_others(named):
     """In a combination each function's own completions obey the rules before they are combined."""
     named(lambda rewards: rewards - rewards.nanmean(dim=1, keepdim=True))
     mine = objective("grpo", advantage_estimator="mine", multi_objective_aggregation="average_advantages")

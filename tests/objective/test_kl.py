@@ -40,7 +40,7 @@ def run(name, d, dtype, log_ratio=LOG_RATIO):
     return out.detach(), logps.grad
 
 
-def test_every_estimator_is_worked_out_here():
+def test_every_estimator_has_a_reference_here():
     assert set(kl_estimators) == set(BY_HAND) | PER_COMPLETION
 
 

@@ -143,28 +143,19 @@ BY_HAND = {
     "dppo": (dppo, {}, "token mean"),
     "maxrl": (token_ppo, {"low": 0.2, "high": 0.2}, "token mean"),
 }
-# row -> (KL estimator, where, advantage, its options, combination): what the gradient above does not show
-OTHER_AXES = {
-    "grpo": ("k3", "loss", "group", {}, "sum_then_normalize"),
-    "deepseek_v3": ("sequence_k3", "loss", "group", {}, "sum_then_normalize"),
-    "dr_grpo": ("k3", "loss", "none", {}, "sum_then_normalize"),
-    "bnpo": ("k3", "loss", "group", {}, "sum_then_normalize"),
+USUAL = ("k3", "loss", "group", {}, "sum_then_normalize")
+# row -> KL estimator, its place, advantage, its options, combination where they are not the usual ones
+OTHER_AXES = dict.fromkeys(BY_HAND, USUAL) | {
+    "deepseek_v3": ("sequence_k3", *USUAL[1:]),
+    "dr_grpo": ("k3", "loss", "none", *USUAL[3:]),
     "beta_bnpo": ("k3", "loss", "beta", {}, "average_advantages"),
-    "dapo": ("k3", "loss", "group", {}, "sum_then_normalize"),
-    "gspo": ("k3", "loss", "group", {}, "sum_then_normalize"),
-    "cispo": ("k3", "loss", "group", {}, "sum_then_normalize"),
-    "sapo": ("k3", "loss", "group", {}, "sum_then_normalize"),
-    "luspo": ("k3", "loss", "group", {}, "sum_then_normalize"),
-    "vespo": ("k3", "loss", "group", {}, "sum_then_normalize"),
-    "minimind": ("k3", "loss", "minimind", {}, "sum_then_normalize"),
+    "minimind": ("k3", "loss", "minimind", *USUAL[3:]),
     "minimind_cispo": ("k3", "loss", "group", {"ddof": 0}, "sum_then_normalize"),
-    "rloo": ("k1", "reward", "loo", {}, "sum_then_normalize"),
-    "reinforce_pp": ("k1", "reward", "reinforce_pp", {}, "sum_then_normalize"),
-    "reinforce_pp_baseline": ("k2", "loss", "reinforce_pp_baseline", {}, "sum_then_normalize"),
-    "gmpo": ("k3", "loss", "group", {}, "sum_then_normalize"),
-    "topr": ("k3", "loss", "none", {}, "sum_then_normalize"),
-    "dppo": ("k3", "loss", "group", {}, "sum_then_normalize"),
-    "maxrl": ("k3", "loss", "maxrl", {}, "sum_then_normalize"),
+    "rloo": ("k1", "reward", "loo", *USUAL[3:]),
+    "reinforce_pp": ("k1", "reward", "reinforce_pp", *USUAL[3:]),
+    "reinforce_pp_baseline": ("k2", "loss", "reinforce_pp_baseline", *USUAL[3:]),
+    "topr": ("k3", "loss", "none", *USUAL[3:]),
+    "maxrl": ("k3", "loss", "maxrl", *USUAL[3:]),
 }
 UNEQUAL = {"epsilon": 0.15, "epsilon_high": 0.35}
 OVERRIDDEN = [
@@ -224,25 +215,24 @@ def check(name, settings, options, dtype, tolerance):
 DTYPES = [(torch.float64, 1e-10), (torch.float32, 3e-5)]
 
 
-def test_every_row_of_the_package_is_worked_out_here():
+def test_every_row_of_the_package_has_a_reference_here():
     rows_of_the_package = {row.paper: name for name, row in losses.items() if isinstance(row.surrogate, str)}
     assert {losses[name].paper for name in BY_HAND} == set(rows_of_the_package)
-    assert set(OTHER_AXES) == set(BY_HAND)
     assert losses["deepseek_math"] is losses["grpo"]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("name", BY_HAND)
-def test_a_row_as_its_paper_has_it(name, dtype, tolerance):
+def test_a_row_equals_the_formula_of_its_paper(name, dtype, tolerance):
     check(name, {}, BY_HAND[name][1], dtype, tolerance)
 
 
 @pytest.mark.parametrize(("name", "settings", "options"), OVERRIDDEN)
-def test_a_row_with_the_recipes_own_bounds(name, settings, options):
+def test_a_row_with_clip_bounds_of_the_recipe(name, settings, options):
     check(name, settings, options, torch.float64, 1e-10)
 
 
-def test_fields_of_another_name_set_the_options_of_the_losses_that_say_so():
+def test_config_fields_set_the_options_that_a_row_maps_to_them():
     sapo = objective("sapo", sapo_temperature_pos=0.5, vespo_k_pos=9.0).options
     assert sapo == {"temperature_pos": 0.5, "temperature_neg": 1.05}
     assert objective("vespo", vespo_k_pos=9.0).options["k_pos"] == 9.0
@@ -252,7 +242,7 @@ def test_fields_of_another_name_set_the_options_of_the_losses_that_say_so():
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_the_other_axes_of_a_row(name):
+def test_kl_advantage_and_combination_of_a_row(name):
     row = losses[name]
     axes = (row.kl, row.kl_placement, row.advantage, dict(row.advantage_kwargs), row.combination)
     assert axes == OTHER_AXES[name]
@@ -260,7 +250,7 @@ def test_the_other_axes_of_a_row(name):
     assert row.ratio in row.levels
 
 
-def test_the_batch_reaches_both_sides_of_every_threshold():
+def test_the_test_batch_has_tokens_on_both_sides_of_every_threshold():
     """Each option of each row, moved a little outward or inward, changes the gradient."""
     for name, (terms, options, aggregation) in BY_HAND.items():
         for option in set(options) - ({"low"} if name == "deepseek_v3" else set()):  # 1 - 10 < 0 cuts nothing
@@ -291,7 +281,7 @@ def sequence_k3(d):
         ("minimind", token_k3, "sequence mean of token means"),
     ],
 )
-def test_kl_stands_inside_the_same_mean(name, kl, aggregation):
+def test_the_kl_is_aggregated_as_the_loss_is(name, kl, aggregation):
     given = inputs(torch.float64)
     plain, gradient = loss_and_gradient(objective(name), given)
     penalised, penalised_gradient = loss_and_gradient(objective(name, beta=0.25), given)
@@ -321,7 +311,7 @@ def test_kl_in_the_reward_is_not_in_the_loss(name):
 # The objective as a whole
 
 
-def test_without_old_log_probabilities_the_policy_has_sampled():
+def test_without_old_log_probabilities_the_ratio_is_1():
     given = inputs(torch.float64)
     fresh = {k: v for k, v in given.items() if k != "old_per_token_logps"}
     same = given | {"old_per_token_logps": given["per_token_logps"]}
@@ -342,7 +332,7 @@ def test_advantages_may_differ_from_token_to_token():
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_the_settled_objective_describes_itself(name):
+def test_an_objective_describes_and_saves_its_axes(name):
     settled = objective(name, beta=0.5)
     line = settled.describe()
     assert line.startswith(f"{name}: {losses[name].surrogate}(")
@@ -356,7 +346,7 @@ def test_the_settled_objective_describes_itself(name):
     assert "no KL" in objective(name).describe()
 
 
-def test_the_objective_asks_the_estimator_and_the_combination_it_names():
+def test_an_objective_uses_the_estimator_and_the_combination_it_names():
     settled = objective("beta_bnpo", advantage_kwargs={"cap": 0.5})
     rewards = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 0.0]]], dtype=torch.float64)
     history = torch.tensor([[0.25, 0.5, 0.375], [0.75, 0.75, 0.75]], dtype=torch.float64)
@@ -403,7 +393,7 @@ def test_kl_lowers_the_total_of_each_completion_unless_its_estimator_places_it_i
         ("reinforce_pp_baseline", {}, False, True, True),
     ],
 )
-def test_what_the_trainer_asks_of_an_objective(name, settings, one_term, additive, sees_tokens):
+def test_properties_of_an_objective_that_the_trainer_reads(name, settings, one_term, additive, sees_tokens):
     settled = objective(name, **settings)
     assert (settled.one_term, settled.additive, settled.sees_tokens) == (one_term, additive, sees_tokens)
 
@@ -415,7 +405,7 @@ def test_missing_rewards_are_renormalized_or_0():
     assert objective("dr_grpo", missing_rewards="zero").advantages(rewards, weights).tolist() == [[0.5, -0.5]]
 
 
-def test_the_stand_in_for_the_config_resolves_as_the_config_does(tmp_path):
+def test_support_pure_resolves_as_the_config_does(tmp_path):
     from grpo_ext import GRPOExtConfig
 
     common = {"beta": 0.04, "max_completion_length": L_MAX}

@@ -22,7 +22,7 @@ GRADIENT_OF_SUM = {
 }
 
 
-def test_every_level_is_worked_out_here():
+def test_every_level_has_a_reference_here():
     assert set(ratios) == set(BY_HAND)
 
 
@@ -49,7 +49,7 @@ def test_value_and_gradient(level, dtype, tolerance):
         ("sequence", [100.0, 100.0, 1.0, 1.0], [20.0], [0.0] * 4),
     ],
 )
-def test_bounded_before_exp_and_dead_beyond_the_bound(level, log_ratio, expected, gradient):
+def test_a_log_ratio_beyond_the_bound_is_cut_and_has_no_gradient(level, log_ratio, expected, gradient):
     leaf = torch.tensor([log_ratio], requires_grad=True)
     out = ratios[level](leaf, torch.ones(1, 4))
     out.sum().backward()
@@ -65,7 +65,7 @@ def test_bfloat16_is_summed_in_float32(level):
     assert out.sum().item() == pytest.approx(7e-7 if level == "sequence" else 8192 * 7e-7, rel=5e-3)
 
 
-def test_masked_keeps_float64_lifts_the_rest_and_lets_nothing_through():
+def test_masked_keeps_float64_casts_others_to_float32_and_zeroes_the_rest():
     garbage = torch.tensor([[1.0, NAN, math.inf, -math.inf, 1e30]], dtype=torch.float64, requires_grad=True)
     out = masked(garbage, torch.tensor([[1, 0, 0, 0, 0]]))
     out.square().sum().backward()
@@ -75,5 +75,5 @@ def test_masked_keeps_float64_lifts_the_rest_and_lets_nothing_through():
     assert masked(torch.zeros(1, 1, dtype=torch.float16), torch.ones(1, 1)).dtype == torch.float32
 
 
-def test_live_tokens_counts_and_is_never_0():
+def test_live_tokens_is_at_least_1():
     assert live_tokens(torch.tensor(MASK), torch.float64).tolist() == [[3.0], [1.0], [1.0]]

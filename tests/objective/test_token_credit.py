@@ -10,6 +10,7 @@ from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.credit import mixes_tokens
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
+from grpo_ext.objective.objective import resolve
 from support.pure import UNSET, batch, loss_and_gradient, objective
 
 ROWS = [name for i, name in enumerate(losses) if losses[name] not in list(losses.values())[:i]]
@@ -59,10 +60,12 @@ GIVES_TOKENS = {
 
 
 def problems(name: str, **settings) -> list[str]:
-    """What `check` says of the functions of a recipe."""
+    """Return the problems that `check` finds in the functions of a recipe."""
     config = {"loss_defaults": "paper", "beta": 0.0, "max_completion_length": 7, **dict.fromkeys(UNSET)}
     config |= {"num_generations": 4, "use_vllm": False, "multi_objective_aggregation": "sum_then_normalize"}
-    return rehearsal_problems(SimpleNamespace(**config | {"loss_type": name} | settings))
+    given = SimpleNamespace(**config | {"loss_type": name} | settings)
+    given.objective = resolve(given)
+    return [str(problem) for problem in rehearsal_problems(given)]
 
 
 @every_pair
@@ -140,7 +143,7 @@ ESTIMATED = {
 
 @pytest.mark.parametrize("estimator", ESTIMATED)
 @every_trained_pair
-def test_what_an_estimator_gives_to_a_token_arrives_at_it(name, level, estimator):
+def test_an_advantage_per_token_reaches_its_token(name, level, estimator):
     """Just off policy, inside every clip: a gradient is minus the token's advantage, times its ratio and weight."""
     settled = objective(name, importance_sampling_level=level, **SUMMED | ESTIMATED[estimator])
     inputs = batch()
@@ -198,7 +201,7 @@ def test_the_kl_of_a_completion_does_not_depend_on_the_shape_of_the_advantages()
     [(whole_completion, "also depends on the advantages of the completion's other tokens"), (narrow, "RuntimeError")],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_loss_of_ones_own_is_refused_where_it_cannot_train_tokens_apart(function, words):
+def test_a_users_loss_that_mixes_tokens_is_refused_with_token_advantages(function, words):
     (problem,) = problems(f"{__name__}:{function.__name__}", advantage_estimator="turn_return")
     assert words in problem
     assert problems(f"{__name__}:{function.__name__}", advantage_estimator="group") == []

@@ -32,14 +32,14 @@ def test_a_rewritten_context_branches_where_it_differs():
     assert made.rows() == [[5, 6, 8, 9, 10], [5, 6, 7, 8, 11, 12], [5, 13, 14], [15, 16]]
 
 
-def test_what_is_sampled_again_in_the_same_place_is_trained_again():
+def test_ids_sampled_twice_after_the_same_context_are_trained_twice():
     tree = trajectory(([5], [7, 8]), ([5], [7, 9]), ([5, 7, 9, 3], [4])).tree
     assert tree.ids == [7, 8, 7, 9, 3, 4]
     assert tree.parents == [-1, 0, -1, 2, 3, 4]
     assert tree.turns == [0, 0, 1, 1, -1, 2]
 
 
-def test_a_state_is_the_environments_or_what_the_context_has_gained():
+def test_a_state_is_the_environments_or_the_ids_added_to_the_context():
     made = Trajectory([Turn([5, 6], [7]), Turn([5, 6, 7, 8, 9], [3]), Turn([5, 6, 7, 8, 9, 3, 2], [4], state="there")])
     assert made.tree.states == [(5, 6), (8, 9), "there"]
 
@@ -74,7 +74,7 @@ def test_log_probabilities_are_known_for_all_or_for_none():
 
 
 @pytest.mark.parametrize(("turn", "words"), [(([], [3]), "without a context"), (([5], [3, 4], [-1.0]), "2 sampled")])
-def test_what_could_not_be_trained_is_refused(turn, words):
+def test_a_turn_without_a_context_or_with_too_few_logprobs_is_refused(turn, words):
     with pytest.raises(ValueError, match=words):
         Turn(*turn)
     with pytest.raises(ValueError, match="without a turn"):
@@ -142,7 +142,7 @@ def ways(made):
     return found
 
 
-def test_ten_thousand_trajectories_train_what_was_sampled_each_once():
+def test_random_trajectories_train_each_sampled_token_once():
     r, several = random.Random(0), 0
     for _ in range(10_000):
         made = conversation(r)
@@ -181,7 +181,7 @@ def by_comparing_all(turns):
     return Tree(prompt, *(list(column) for column in zip(*rows, strict=True)), states)
 
 
-def test_the_tree_is_that_of_comparing_every_context_with_every_turn():
+def test_the_tree_equals_comparing_every_context_with_every_turn():
     """Two tokens and contexts that are cut, repeated and joined: much is alike by chance, and sampled twice."""
     r = random.Random(1)
     for _ in range(1500):
@@ -198,12 +198,12 @@ def test_the_tree_is_that_of_comparing_every_context_with_every_turn():
 @pytest.mark.parametrize(
     ("one", "other", "n"), [([], [1], 0), ([1], [2], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 4], [1, 2, 3, 5], 2)]
 )
-def test_what_two_lists_begin_with(one, other, n):
+def test_common_is_the_length_of_the_common_prefix(one, other, n):
     assert common(one, other) == common(other, one) == n
     padded = [0] * 37
     assert common(padded + one, padded + other) == 37 + n
 
 
-def test_the_ways_through_a_tree():
+def test_paths_to_each_leaf_of_a_tree():
     assert paths([], 3) == [(3, [])]
     assert paths([-1, 0, -2, 2, 0], 3) == [(3, [0, 1]), (2, [2, 3]), (3, [0, 4])]

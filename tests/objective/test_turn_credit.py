@@ -38,7 +38,7 @@ def credit(name, rewards=REWARDS, earned=EARNED, turns=TURNS, states=None, mask=
         (0.0, [[1, 0, 2], [0, 1, 1]]),
     ],
 )
-def test_what_is_still_to_come(gamma, expected):
+def test_returns_to_go_by_hand(gamma, expected):
     """Behind its last turn a completion stands with that."""
     assert returns_to_go(REWARDS, EARNED, gamma)[0].tolist() == expected
 
@@ -101,7 +101,7 @@ def last_pays(groups=5, completions=4, turns=6, time=30):
     ids=["turn_return", "gigpo, no state twice", "gigpo, no weight on states"],
 )
 @pytest.mark.parametrize("paid", ["by the whole", "by the last turn"])
-def test_where_last_turns_pay_it_is_grpo_to_the_last_bit(name, options, paid):
+def test_with_rewards_at_last_turns_turn_return_equals_group_exactly(name, options, paid):
     rewards, earned, turns, states, mask = last_pays()
     if paid == "by the last turn":
         last = (~earned.isnan()).sum(-1, keepdim=True) - 1
@@ -112,7 +112,7 @@ def test_where_last_turns_pay_it_is_grpo_to_the_last_bit(name, options, paid):
     assert expected.abs().max() > 1
 
 
-def test_equal_totals_that_were_earned_otherwise_have_a_signal():
+def test_equal_totals_from_different_turns_have_a_signal():
     earned = tensor([[[1.0, 0.0], [0.0, 1.0]]])
     turns = torch.tensor([[[0, 1], [0, 1]]])
     out = credit("turn_return", tensor([[1.0, 1.0]]), earned, turns, mask=torch.ones(1, 2, 2))
@@ -126,7 +126,7 @@ ROUNDED = [[0.1, 0.2, 0.0], [0.3, 0.0, 0.0], [0.0, 0.1, 0.2], [0.2, 0.1, 0.0]]
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e-4])
 @pytest.mark.parametrize("total", ["added up", "as given"])
-def test_returns_that_rounding_alone_keeps_apart_have_no_advantage(total, scale, dtype):
+def test_returns_that_differ_by_rounding_have_no_advantage(total, scale, dtype):
     """At turn 1 all returns are .3; at turn 2 they are .2, 0, .3, .1; without an eps any rounding becomes 1."""
     earned = (tensor(ROUNDED) * scale).to(dtype).double()[None]
     rewards = earned.sum(-1) if total == "added up" else torch.full((1, 4), 0.3 * scale).to(dtype).double()
@@ -180,7 +180,7 @@ def test_a_kl_in_the_reward_is_paid_at_the_last_turn():
 @pytest.mark.parametrize(
     ("name", "sees_turns"), [("turn_return", True), ("gigpo", True), ("group", False), ("reinforce_pp", False)]
 )
-def test_who_asks_for_turns(name, sees_turns):
+def test_estimators_that_use_turns(name, sees_turns):
     settled = objective("grpo", advantage_estimator=name)
     assert settled.sees_turns is sees_turns
     assert settled.sees_tokens is (sees_turns or name == "reinforce_pp")

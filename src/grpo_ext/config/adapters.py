@@ -1,82 +1,85 @@
-"""An adapter named as the model: what it says of its base, and what goes with it."""
+"""Adapters named as the model: their base model, and the settings that do not go with them."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformers.utils import ADAPTER_CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ABSENT, ConfigError, Problem
+
+if TYPE_CHECKING:  # trl takes seconds to import
+    from trl import ModelConfig
 
 
 class Base(NamedTuple):
-    """What an adapter sits on."""
+    """The model that an adapter adapts."""
 
     model: str
     revision: str | None
 
 
 def base_of(model: str, revision: str | None = None) -> Base | None:
-    """The base model of an adapter, which is a folder or a repository of the hub; None for a model that is none.
+    """Return the base model of an adapter, a folder or a repository of the hub; None for another model.
 
     Raises:
-        ConfigError: the adapter does not say its base, or names a folder that is not there.
+        ConfigError: the adapter names no base, or a folder that does not exist.
     """
     file = find_adapter_config_file(model, revision=revision)
     if file is None:
         return None
-    said = json.loads(Path(file).read_text())
-    base = said.get("base_model_name_or_path")
+    content = json.loads(Path(file).read_text())
+    base = content.get("base_model_name_or_path")
     if not base:
-        raise ConfigError([f"{model}: an adapter whose {ADAPTER_CONFIG_NAME} names no base model. Write it there."])
+        reason = f"an adapter whose {ADAPTER_CONFIG_NAME} names no base model"
+        raise ConfigError([Problem(model, ABSENT, reason, "Write it there.")])
     found = located(base, Path(model))
     if found.startswith((".", "/", "~")) and not Path(found).is_dir():
-        raise ConfigError(
-            [
-                f"{model}: an adapter of {base!r}, which is no folder here. Correct base_model_name_or_path in "
-                f"{Path(model) / ADAPTER_CONFIG_NAME}."
-            ]
-        )
-    return Base(found, said.get("revision"))
+        cure = f"Correct base_model_name_or_path in {Path(model) / ADAPTER_CONFIG_NAME}."
+        raise ConfigError([Problem(model, ABSENT, f"an adapter of {base!r}, which is not a folder here", cure)])
+    return Base(found, content.get("revision"))
 
 
-def is_adapter(model: Any) -> bool:
-    """Whether a folder holds an adapter; of a hub's repository it takes the hub to know."""
+def is_adapter(model: object) -> bool:
+    """Return whether a folder holds an adapter; a repository of the hub is not looked at."""
     return isinstance(model, str) and (Path(model).expanduser() / ADAPTER_CONFIG_NAME).is_file()
 
 
 def located(model: str, beside: Path) -> str:
-    """A model's folder from any working directory: a relative path may count from one of the folders above `beside`.
+    """Return a model's absolute folder; a relative path may count from one of the folders above `beside`.
 
-    What is no folder from there either is left as it is: an id of the hub, or a mistake.
+    An id of the hub, or a mistake, is returned as it is.
     """
     path = Path(model).expanduser()
     places = [path] if path.is_absolute() else [path, *(parent / path for parent in beside.absolute().parents)]
     return next((str(place.resolve()) for place in places if (place / "config.json").is_file()), model)
 
 
-def make_portable(model: Any) -> None:
-    """Let the adapters of a model name a base in a folder by its whole path, so that they load from any directory."""
+def make_portable(model: object) -> None:
+    """Write the absolute path of a base in a folder into a model's adapters, so that they load from any directory."""
     for config in getattr(model, "peft_config", {}).values():
         base = config.base_model_name_or_path
         if base and Path(base).is_dir():
             config.base_model_name_or_path = str(Path(base).resolve())
 
 
-def adapter_problems(model: Any) -> Iterator[str]:
-    """What does not go with an adapter as `model_name_or_path`."""
+def adapter_problems(model: "ModelConfig") -> Iterator[Problem]:
+    """Yield settings that do not go with an adapter as `model_name_or_path`."""
     name = model.model_name_or_path
     if not is_adapter(name):
         return
     try:
-        base_of(str(Path(name).expanduser()))
+        base_of(str(Path(str(name)).expanduser()))
     except ConfigError as error:
         yield from error.problems
     if model.use_peft:
-        yield (
-            f"use_peft=True with model_name_or_path={name!r}, an adapter: is it to be trained, or a new one on "
-            "top? Remove use_peft and the lora_ settings to train it further, in its own shape; for a new one, "
-            f"`grpo-ext merge {name} --output MERGED` and set model_name_or_path: MERGED."
+        yield Problem(
+            "use_peft",
+            True,
+            "the model is an adapter: is it to be trained, or a new one on top",
+            "Remove use_peft and the lora_ settings to train it further, in its own shape; for a new one, "
+            f"`grpo-ext merge {name} --output MERGED` and set model_name_or_path: MERGED.",
+            {"model_name_or_path": name},
         )

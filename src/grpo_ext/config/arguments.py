@@ -1,7 +1,7 @@
 """The fields of `GRPOExtConfig`, TRL's and the axes of the loss, and the values that they settle to."""
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from trl import GRPOConfig
 
@@ -17,222 +17,161 @@ KWARGS = ("loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs")
 AS_THE_ROW_SAYS = "None (default): as the row of `loss_type` says (see `loss_defaults`)."
 
 
+def _field(default: object, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
 @dataclass
 class GRPOExtArguments(GRPOConfig):
     """`GRPOExtConfig` without its checks, for the rules that check it."""
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, *KWARGS]  # noqa: RUF012
 
-    loss_type: str = field(
-        default=GRPOConfig.loss_type,
-        metadata={
-            "help": f"The loss: {', '.join(losses)}, or './file.py:function'. `grpo-ext check` prints its "
-            "formula and paper."
-        },
+    loss_type: str = _field(
+        GRPOConfig.loss_type,
+        f"The loss: {', '.join(losses)}, or './file.py:function'. `grpo-ext check` prints its formula and paper.",
     )
-    loss_defaults: str = field(
-        default="paper",
-        metadata={
-            "help": "Where unset axes of the loss come from: 'paper' (default), the row of `loss_type`; 'trl', stock "
-            "TRL's defaults, so that the run is stock TRL's to the last digit."
-        },
+    loss_defaults: str = _field(
+        "paper",
+        "Where unset axes of the loss come from: 'paper' (default), the row of `loss_type`; 'trl', stock "
+        "TRL's defaults, so that the run is stock TRL's to the last digit.",
     )
-    importance_sampling_level: str | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "help": "Level of the importance ratio: 'token', 'sequence' (geometric mean, GSPO) or 'product' "
-            f"(DeepSeek-V3). {AS_THE_ROW_SAYS}"
-        },
+    importance_sampling_level: str | None = _field(  # type: ignore[assignment]
+        None,
+        "Level of the importance ratio: 'token', 'sequence' (geometric mean, GSPO) or 'product' "
+        f"(DeepSeek-V3). {AS_THE_ROW_SAYS}",
     )
-    loss_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Options of a surrogate of your own, those that have no field here."}
+    loss_kwargs: dict | str | None = _field(None, "Options of a surrogate of your own, those that have no field here.")
+    epsilon: float | None = _field(None, f"Distance from 1 of the lower clip bound. {AS_THE_ROW_SAYS}")  # type: ignore[assignment]
+    epsilon_high: float | None = _field(
+        None,
+        "Distance from 1 of the upper clip bound; for 'cispo' the upper bound itself. None (default): the "
+        "value of `epsilon` where that is set, else as the row says.",
     )
-    epsilon: float | None = field(  # type: ignore[assignment]
-        default=None, metadata={"help": f"Distance from 1 of the lower clip bound. {AS_THE_ROW_SAYS}"}
+    delta: float | None = _field(None, f"Cap of the ratio where the advantage is negative. {AS_THE_ROW_SAYS}")
+    kl_estimator: str | None = _field(
+        None, f"One of {', '.join(kl_estimators)}, or './file.py:function'. Needs `beta` > 0. {AS_THE_ROW_SAYS}"
     )
-    epsilon_high: float | None = field(
-        default=None,
-        metadata={
-            "help": "Distance from 1 of the upper clip bound; for 'cispo' the upper bound itself. None (default): the "
-            "value of `epsilon` where that is set, else as the row says."
-        },
+    kl_placement: str | None = _field(None, f"'loss', or 'reward' (as RLOO and REINFORCE++ do). {AS_THE_ROW_SAYS}")
+    use_bias_correction_kl: bool | None = _field(  # type: ignore[assignment]
+        None, "TRL's name for `kl_estimator`: true is 'r_k3', false is 'k3'. " + AS_THE_ROW_SAYS
     )
-    delta: float | None = field(
-        default=None, metadata={"help": f"Cap of the ratio where the advantage is negative. {AS_THE_ROW_SAYS}"}
+    advantage_estimator: str | None = _field(
+        None, f"One of {', '.join(estimators)}, or './file.py:function'. {AS_THE_ROW_SAYS}"
     )
-    kl_estimator: str | None = field(
-        default=None,
-        metadata={
-            "help": f"One of {', '.join(kl_estimators)}, or './file.py:function'. Needs `beta` > 0. {AS_THE_ROW_SAYS}"
-        },
+    advantage_kwargs: dict | str | None = _field(None, "Options of the advantage estimator, such as {'ddof': 0}.")
+    scale_rewards: str | None = _field(  # type: ignore[assignment]
+        None, f"TRL's name for `advantage_estimator` 'group', 'batch' or 'none'. {AS_THE_ROW_SAYS}"
     )
-    kl_placement: str | None = field(
-        default=None, metadata={"help": f"'loss', or 'reward' (as RLOO and REINFORCE++ do). {AS_THE_ROW_SAYS}"}
+    multi_objective_aggregation: str | None = _field(  # type: ignore[assignment]
+        None,
+        "How several rewards become one advantage: 'sum_then_normalize', 'normalize_then_sum' (GDPO) or "
+        f"'average_advantages' (BNPO). {AS_THE_ROW_SAYS}",
     )
-    use_bias_correction_kl: bool | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={"help": "TRL's name for `kl_estimator`: true is 'r_k3', false is 'k3'. " + AS_THE_ROW_SAYS},
+    missing_rewards: str | None = _field(
+        None,
+        "What a partial None does to the weighted sum of rewards: 'renormalize' (default) leaves it out "
+        "and scales up the rest, 'zero' counts it as 0 as stock TRL does.",
     )
-    advantage_estimator: str | None = field(
-        default=None,
-        metadata={"help": f"One of {', '.join(estimators)}, or './file.py:function'. {AS_THE_ROW_SAYS}"},
+    loss_aggregation: str | None = _field(
+        None, f"One of {', '.join(aggregations)}, or './file.py:function'. {AS_THE_ROW_SAYS}"
     )
-    advantage_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Options of the advantage estimator, such as {'ddof': 0}."}
+    loss_aggregation_kwargs: dict | str | None = _field(None, "Options of an aggregation of your own.")
+    disable_dropout: bool | None = _field(  # type: ignore[assignment]
+        None,
+        "Whether to switch dropout off, so that rollouts, old log-probabilities and the loss see the same "
+        "network. None (default): true, or false with `loss_defaults` 'trl'.",
     )
-    scale_rewards: str | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={"help": f"TRL's name for `advantage_estimator` 'group', 'batch' or 'none'. {AS_THE_ROW_SAYS}"},
+    dynamic_sampling: str | None = _field(
+        None,
+        "Replace groups without a signal by groups of fresh prompts (DAPO). The name of a reward: those "
+        "whose completions it scores alike. 'reward': those without an advantage. None (default): off.",
     )
-    multi_objective_aggregation: str | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "help": "How several rewards become one advantage: 'sum_then_normalize', 'normalize_then_sum' (GDPO) or "
-            f"'average_advantages' (BNPO). {AS_THE_ROW_SAYS}"
-        },
-    )
-    missing_rewards: str | None = field(
-        default=None,
-        metadata={
-            "help": "What a partial None does to the weighted sum of rewards: 'renormalize' (default) leaves it out "
-            "and scales up the rest, 'zero' counts it as 0 as stock TRL does."
-        },
-    )
-    loss_aggregation: str | None = field(
-        default=None,
-        metadata={"help": f"One of {', '.join(aggregations)}, or './file.py:function'. {AS_THE_ROW_SAYS}"},
-    )
-    loss_aggregation_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Options of an aggregation of your own."}
-    )
-    disable_dropout: bool | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "help": "Whether to switch dropout off, so that rollouts, old log-probabilities and the loss see the same "
-            "network. None (default): true, or false with `loss_defaults` 'trl'."
-        },
+    dynamic_sampling_max_rounds: int = _field(
+        3, "How often a batch is refilled at most; what is then still without a signal stays in it."
     )
 
-    dynamic_sampling: str | None = field(
-        default=None,
-        metadata={
-            "help": "Replace groups without a signal by groups of fresh prompts (DAPO). The name of a reward: those "
-            "whose completions it scores alike. 'reward': those without an advantage. None (default): off."
-        },
-    )
-    dynamic_sampling_max_rounds: int = field(
-        default=3,
-        metadata={"help": "How often a batch is refilled at most; what is then still without a signal stays in it."},
+    rollout_engine: str = _field(
+        "auto",
+        "How completions are made without vLLM: 'grouped', prompts run once per group and finished "
+        "completions leave the batch; 'generate', transformers' own; 'auto' (default), 'grouped' where it gives "
+        "the same distribution and `loss_defaults` is 'paper', else 'generate'.",
     )
 
-    rollout_engine: str = field(
-        default="auto",
-        metadata={
-            "help": "How completions are made without vLLM: 'grouped', prompts run once per group and finished "
-            "completions leave the batch; 'generate', transformers' own; 'auto' (default), 'grouped' where it gives "
-            "the same distribution and `loss_defaults` is 'paper', else 'generate'."
-        },
+    completion_length_counts: str = _field(
+        "all",
+        "What `max_completion_length` counts of a conversation with environments: 'all' (default) tokens "
+        "behind the prompt, as TRL does, or those that the 'policy' wrote.",
+    )
+    environment_waves: str = _field(
+        "ready",
+        "What the policy answers at once: 'ready' (default), whatever environments have answered so far; "
+        "'turn', only when all have, so that a run with environments in processes of their own is a function of "
+        "its recipe and seed to the last bit.",
     )
 
-    completion_length_counts: str = field(
-        default="all",
-        metadata={
-            "help": "What `max_completion_length` counts of a conversation with environments: 'all' (default) tokens "
-            "behind the prompt, as TRL does, or those that the 'policy' wrote."
-        },
+    shared_prefix: str | None = _field(
+        "auto",
+        "Whether a prompt is computed once for the completions that share a micro-batch: true, false, or "
+        "'auto' (default), where it is exact and pays.",
     )
-    environment_waves: str = field(
-        default="ready",
-        metadata={
-            "help": "What the policy answers at once: 'ready' (default), whatever environments have answered so far; "
-            "'turn', only when all have, so that a run with environments in processes of their own is a function of "
-            "its recipe and seed to the last bit."
-        },
+    skip_zero_advantages: bool | None = _field(
+        None,
+        "Whether completions with an advantage of zero leave forward and backward where nothing else "
+        "gives them a gradient; the entropy metric then leaves them out. None (default): true, or false with "
+        "`loss_defaults` 'trl'.",
     )
 
-    shared_prefix: str | None = field(
-        default="auto",
-        metadata={
-            "help": "Whether a prompt is computed once for the completions that share a micro-batch: true, false, or "
-            "'auto' (default), where it is exact and pays."
-        },
+    vllm_weight_transfer: str = _field(
+        "auto",
+        "How weights reach a vLLM server: 'nccl', 'gloo' (TCP, needs no GPU) or 'auto' (default), NCCL "
+        "where both sides have CUDA.",
     )
-    skip_zero_advantages: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether completions with an advantage of zero leave forward and backward where nothing else "
-            "gives them a gradient; the entropy metric then leaves them out. None (default): true, or false with "
-            "`loss_defaults` 'trl'."
-        },
+    vllm_dtype: str = _field(
+        "auto",
+        "dtype of the sampler's weights: 'float32', 'bfloat16', 'float16' or 'auto' (default), the one "
+        "that the trainer computes in.",
     )
-
-    vllm_weight_transfer: str = field(
-        default="auto",
-        metadata={
-            "help": "How weights reach a vLLM server: 'nccl', 'gloo' (TCP, needs no GPU) or 'auto' (default), NCCL "
-            "where both sides have CUDA."
-        },
+    rollout_drift: float | None = _field(
+        None,
+        "Largest mean difference, in nats per token, between vLLM's and the trainer's log-probabilities "
+        "of the sampled tokens. None (default): 0.02 in float32, 0.05 in float16, 0.1 in bfloat16; 0: not checked.",
     )
-    vllm_dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "dtype of the sampler's weights: 'float32', 'bfloat16', 'float16' or 'auto' (default), the one "
-            "that the trainer computes in."
-        },
-    )
-    rollout_drift: float | None = field(
-        default=None,
-        metadata={
-            "help": "Largest mean difference, in nats per token, between vLLM's and the trainer's log-probabilities "
-            "of the sampled tokens. None (default): 0.02 in float32, 0.05 in float16, 0.1 in bfloat16; 0: not checked."
-        },
-    )
-    rollout_drift_action: str = field(
-        default="warn",
-        metadata={"help": "'warn' (default) or 'stop' when the difference is larger than `rollout_drift`."},
+    rollout_drift_action: str = _field(
+        "warn", "'warn' (default) or 'stop' when the difference is larger than `rollout_drift`."
     )
 
-    on_nonfinite: str = field(
-        default="stop",
-        metadata={
-            "help": "What inf in rewards, or NaN or inf in log-probabilities, loss or gradients does, before the "
-            "optimizer sees it: 'stop' (default) ends the run on all processes, 'skip' drops the optimizer step (a "
-            "reward: the completion counts as not scored). The batch is kept in `output_dir`/failures."
-        },
+    on_nonfinite: str = _field(
+        "stop",
+        "What inf in rewards, or NaN or inf in log-probabilities, loss or gradients does, before the "
+        "optimizer sees it: 'stop' (default) ends the run on all processes, 'skip' drops the optimizer step (a "
+        "reward: the completion counts as not scored). The batch is kept in `output_dir`/failures.",
     )
-    record_batches: int = field(
-        default=0,
-        metadata={
-            "help": "Every how many optimizer steps, from the first on, the batch is written to `output_dir`/batches "
-            "as the loss sees it, for `grpo-ext replay` and the report: some 25 bytes a token. 0 (default): never."
-        },
+    record_batches: int = _field(
+        0,
+        "Every how many optimizer steps, from the first on, the batch is written to `output_dir`/batches "
+        "as the loss sees it, for `grpo-ext replay` and the report: some 25 bytes a token. 0 (default): never.",
     )
-    replay_batches: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder of batches that a run with `record_batches: 1` has written: they are trained on, and "
-            "nothing is generated."
-        },
+    replay_batches: str | None = _field(
+        None,
+        "Folder of batches that a run with `record_batches: 1` has written: they are trained on, and "
+        "nothing is generated.",
     )
-    logging_nan_inf_filter: bool = field(
-        default=False,
-        metadata={
-            "help": "transformers' filter, which logs a loss of NaN or inf as the mean of those before. False "
-            "(default): the log says what was."
-        },
+    logging_nan_inf_filter: bool = _field(
+        False,
+        "transformers' filter, which logs a loss of NaN or inf as the mean of those before. False "
+        "(default): the log says what was.",
     )
 
-    push_to_hub_revision: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether the model of each checkpoint goes to a branch of its own, `hub_revision`-step-000000100 "
-            "(`main`, where that is unset). Needs `push_to_hub`."
-        },
+    push_to_hub_revision: bool = _field(
+        False,
+        "Whether the model of each checkpoint goes to a branch of its own, `hub_revision`-step-000000100 "
+        "(`main`, where that is unset). Needs `push_to_hub`.",
     )
 
     @property
     def world_size(self) -> int:
-        """Processes of this launch, or of the one that `grpo-ext check` plans."""
+        """The processes of this launch, or of the one that `grpo-ext check` plans."""
         return world_size()
 
     @property
@@ -253,7 +192,7 @@ class GRPOExtArguments(GRPOConfig):
 
     @property
     def prefix_setting(self) -> str:
-        """`shared_prefix` as 'auto', 'true' or 'false', whether YAML or the command line gave it."""
+        """`shared_prefix` as 'auto', 'true' or 'false', from YAML or the command line."""
         return str("auto" if self.shared_prefix is None else self.shared_prefix).lower()
 
     @property

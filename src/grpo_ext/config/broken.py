@@ -1,26 +1,23 @@
-"""Check what a config says beside a field whose own value is already refused."""
+"""Check the other settings of a config in which some values are refused already."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
-Rule: TypeAlias = Callable[[Any], Iterator[Any]]
-"""Takes a config and yields the problems of one matter."""
-
 
 class BrokenFieldRead(BaseException):
-    """A rule has looked at a value that is refused already; no rule's own `except Exception` stops it."""
+    """A rule has read a value that is refused already; no rule's own `except Exception` stops it."""
 
 
-def _refuse(*_: Any) -> NoReturn:
+def _refuse(*_: object) -> NoReturn:
     raise BrokenFieldRead
 
 
 class _Broken:
-    """Stand in for a refused value: it can be passed on, but any look at it raises `BrokenFieldRead`."""
+    """Stand in for a refused value: it can be passed on, but any use of it raises `BrokenFieldRead`."""
 
-    __class__ = property(_refuse)  # isinstance looks here
+    __class__ = property(_refuse)  # isinstance reads this
     __getattr__ = _refuse
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __hash__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
@@ -29,22 +26,24 @@ class _Broken:
     __str__ = __repr__ = __format__ = __fspath__ = _refuse
 
 
-def without(config: Any, fields: Iterable[str]) -> Any:
-    """Return a copy of a config in which no rule can look at the values of `fields`."""
+def without(config: T, fields: Iterable[str]) -> T:
+    """Return a copy of a config in which no rule can use the values of `fields`."""
     copy = object.__new__(type(config))
     vars(copy).update(vars(config) | dict.fromkeys(fields, _Broken()))
     vars(copy).pop("_objective", None)
     return copy
 
 
-def is_broken(value: Any) -> bool:
+def is_broken(value: object) -> bool:
     """Return whether this stands in for a refused value."""
     return type(value) is _Broken
 
 
 def as_far_as_sound(problems: Iterator[T]) -> Iterator[T]:
-    """Yield the problems that a rule finds before it looks at a refused value."""
+    """Yield the problems that a rule finds before it reads a refused value."""
     try:
-        yield from problems
+        for problem in problems:
+            str(problem)  # it may quote a refused value
+            yield problem
     except BrokenFieldRead:
         return

@@ -1,13 +1,16 @@
-"""Ways of spreading a model over processes under which a gradient has not been shown to be one process's."""
+"""Ways of sharding a model under which a gradient has not been shown to be one process's."""
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accelerate.utils import parse_flag_from_env
 
-from grpo_ext.config.broken import Rule
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ABSENT, ConfigError, Problem
+
+if TYPE_CHECKING:  # trl takes seconds to import
+    from grpo_ext.config.arguments import GRPOExtArguments
+    from grpo_ext.config.rules import Rule
 
 SPREAD = {
     "tp_size": "tensor parallelism",
@@ -15,11 +18,11 @@ SPREAD = {
     "sp_size": "sequence parallelism (DeepSpeed Ulysses)",
 }
 """Sizes of accelerate's `ParallelismConfig` beyond those of data parallelism."""
-CURE = "Spread weights by FSDP2 (--accelerate_config fsdp2) or DeepSpeed ZeRO (zero3), which are tested"
+CURE = "Shard weights by FSDP2 (--accelerate_config fsdp2) or DeepSpeed ZeRO (zero3), which are tested"
 
 
-def engine_problems(config: Any) -> Iterator[str]:
-    """Engines that make one row the work of several processes, by the recipe or by `accelerate launch`.
+def engine_problems(config: "GRPOExtArguments") -> Iterator[Problem]:
+    """Yield the engines that split one row over processes, by the recipe or by `accelerate launch`.
 
     Batches, denominators and metrics count each process's rows as its own.
     """
@@ -27,56 +30,60 @@ def engine_problems(config: Any) -> Iterator[str]:
         yield from rule(config)
 
 
-def _parallelism(config: Any) -> Iterator[str]:
+def _parallelism(config: "GRPOExtArguments") -> Iterator[Problem]:
     for name, size in _sizes(config).items():
         if size > 1:
-            yield (
-                f"parallelism_config={name} {size}: {SPREAD[name]} makes one row the work of several processes, each "
-                f"of which would be counted with rows of its own. {CURE}, and leave {name} at 1."
-            )
+            reason = f"{SPREAD[name]} splits one row over several processes, each of which would count it as its own"
+            yield Problem(f"parallelism_config.{name}", size, reason, f"{CURE}, and leave {name} at 1.")
 
 
-def _launched(config: Any) -> Iterator[str]:
+def _launched(_: "GRPOExtArguments") -> Iterator[Problem]:
     if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
-        yield f"the launch asks for Megatron-LM (tensor and pipeline parallelism), which TRL cannot train by. {CURE}."
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1":
-        yield f"the launch asks for FSDP 1, of which no gradient has been shown equal. {CURE}: fsdp_version: 2."
+        reason = "TRL cannot train with Megatron-LM (tensor and pipeline parallelism)"
+        yield Problem("ACCELERATE_USE_MEGATRON_LM", ABSENT, reason, f"{CURE}.")
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and (version := os.environ.get("FSDP_VERSION", "1")) == "1":
+        yield Problem(
+            "FSDP_VERSION", version, "no gradient of FSDP 1 has been shown equal", f"{CURE}: fsdp_version: 2."
+        )
 
 
-def _tensor_parallel(config: Any) -> Iterator[str]:
+def _tensor_parallel(config: "GRPOExtArguments") -> Iterator[Problem]:
     given = config.model_init_kwargs
-    if isinstance(given, Mapping) and given.get("tp_plan") is not None:
-        yield f"model_init_kwargs.tp_plan={given['tp_plan']!r} spreads each row over processes. {CURE}, and remove it."
+    if isinstance(given, Mapping) and (plan := given.get("tp_plan")) is not None:
+        yield Problem(
+            "model_init_kwargs.tp_plan", plan, "it splits each row over processes", f"{CURE}, and remove it."
+        )
 
 
-ENGINE_RULES: tuple[Rule, ...] = (_parallelism, _launched, _tensor_parallel)
+ENGINE_RULES: "tuple[Rule, ...]" = (_parallelism, _launched, _tensor_parallel)
 
 
 def check_started(distributed_type: str, reference: bool) -> None:
     """Refuse an engine that was asked for and is not there.
 
     Raises:
-        ConfigError: accelerate sets FSDP beside GPUs only, and on a CPU would train by plain DDP in silence; or TRL
-            has shared out a `reference` model whose weights only the first process has loaded.
+        ConfigError: accelerate sets up FSDP only beside GPUs, and on a CPU would silently train by plain DDP; or TRL
+            has sharded a `reference` model whose weights only the first process has loaded.
     """
     if reference and distributed_type == "FSDP" and parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        raise ConfigError(
-            [
-                "fsdp_cpu_ram_efficient_loading=true: only the first process loads weights, and TRL never gives those "
-                "of the reference model (beta > 0) to the others, so that the KL is one to noise. Set it to false."
-            ]
+        reason = (
+            "only the first process loads weights, and TRL never gives those of the reference model (beta > 0) to the "
+            "others, so that the KL is one to noise"
         )
+        raise ConfigError([Problem("fsdp_cpu_ram_efficient_loading", True, reason, "Set it to false.")])
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and distributed_type != "FSDP":
         raise ConfigError([fsdp_on_cpu(f"the launch asks for FSDP, and accelerate has started {distributed_type}")])
 
 
-def fsdp_on_cpu(found: str) -> str:
-    """Return the sentence for FSDP where there is no GPU."""
-    return f"{found}: accelerate has FSDP on GPUs only. On a CPU launch by --accelerate_config cpu_ddp."
+def fsdp_on_cpu(found: str) -> Problem:
+    """Return the problem of FSDP where there is no GPU."""
+    return Problem(
+        found, ABSENT, "accelerate has FSDP on GPUs only", "On a CPU launch by --accelerate_config cpu_ddp."
+    )
 
 
-def _sizes(config: Any) -> dict[str, int]:
-    """As the config has them, else as `accelerate launch` announces them."""
+def _sizes(config: "GRPOExtArguments") -> dict[str, int]:
+    """Return the sizes in the config, else those that `accelerate launch` announces."""
     if config.parallelism_config is not None:
         return {name: getattr(config.parallelism_config, name, None) or 1 for name in SPREAD}
     if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):

@@ -1,4 +1,4 @@
-"""The rules of single fields: their types, names and ranges, by the table of settings."""
+"""The rules of single fields: their paths, types, names and ranges, by the table of settings."""
 
 import dataclasses
 import inspect
@@ -10,18 +10,25 @@ from typing import Any
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.paths import OF_THE_RUN, unknown
 from grpo_ext.config.settings import SETTINGS, Setting
 from grpo_ext.config.spec import fits, out_of_bounds, wrong_type
 from grpo_ext.errors import Problem, UnknownNameError
 from grpo_ext.objective.losses import find
 from grpo_ext.registry import did_you_mean
 
-_ALSO = {
+_ALSO: dict[str, type] = {
     "accelerator_config": AcceleratorConfig,  # in a copy of a config
     "debug": type(None),  # argparse's version of its default
     **dict.fromkeys(("scale_rewards", "shared_prefix", "resume_from_checkpoint"), bool),
 }
 """Types that fields may have beside their annotations."""
+
+
+def path_problems(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Yield unknown variables and home folders in a config's paths."""
+    for name in OF_THE_RUN:
+        yield from unknown(name, getattr(config, name))
 
 
 def type_problems(config: GRPOExtArguments) -> Iterator[Problem]:

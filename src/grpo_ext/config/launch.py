@@ -1,4 +1,4 @@
-"""Processes of this launch, or of one that is only planned; and whether as many came as were asked for."""
+"""The number of processes of this launch, or of one that is only planned, and whether all were started."""
 
 import os
 from collections.abc import Iterator
@@ -6,26 +6,26 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 
 ASKED = "GRPO_EXT_NUM_PROCESSES"
-"""Environment variable by which `grpo-ext train` tells the processes that it starts how many they should be."""
+"""Environment variable with the number of processes that `grpo-ext train` asked the launcher for."""
 
 EXIT_CODE_FILE = "GRPO_EXT_EXIT_CODE_FILE"
-"""Environment variable by which `grpo-ext train` learns with what code a process ended that a launcher started."""
+"""Environment variable with the file in which a launched process leaves its exit code for `grpo-ext train`."""
 
 COMMAND = "GRPO_EXT_COMMAND"
-"""Environment variable that holds the pid of the `grpo-ext train` that started the launcher."""
+"""Environment variable with the pid of the `grpo-ext train` that started the launcher."""
 
 
 def write_exit_code(code: int) -> None:
-    """Write the code that this process ends with for `grpo-ext train`: a launcher's own is always 1."""
+    """Write this process's exit code for `grpo-ext train`: a launcher's own is always 1."""
     if EXIT_CODE_FILE in os.environ:
         with suppress(OSError):  # the command, and its temporary folder, may be gone
             Path(os.environ[EXIT_CODE_FILE]).write_text(str(code))
 
 
-_PLANNED: ContextVar[int | None] = ContextVar("planned processes", default=None)  # None: this launch is no plan
+_PLANNED: ContextVar[int | None] = ContextVar("planned processes", default=None)  # None: this launch is not planned
 _ELSEWHERE: ContextVar[bool] = ContextVar("planned for another machine", default=False)
 
 
@@ -41,78 +41,79 @@ def planned_processes(count: int | None, *, here: bool = False) -> Iterator[None
 
 
 def planning() -> bool:
-    """Whether a launch is only being planned."""
+    """Return whether a launch is only being planned."""
     return _PLANNED.get() is not None
 
 
 def elsewhere() -> bool:
-    """Whether the launch being planned is another machine's."""
+    """Return whether the launch being planned is another machine's."""
     return _ELSEWHERE.get()
 
 
 def world_size() -> int:
-    """Processes of this launch, as torchrun, accelerate or MPI announce them, or of the one being planned."""
+    """Return the processes of this launch, as torchrun, accelerate or MPI announce them, or of the planned one."""
     return _PLANNED.get() or _announced("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") or 1
 
 
 def rank() -> int:
-    """This process among all of the launch."""
+    """Return the rank of this process in the launch."""
     return _announced("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK") or 0
 
 
 def local_rank() -> int | None:
-    """This process among those of its machine; None where nobody says."""
+    """Return the rank of this process on its machine; None where it is not announced."""
     return _announced("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 
 
 def local_world_size() -> int:
-    """Processes of this launch on this machine."""
+    """Return the number of processes of this launch on this machine."""
     names = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
     return _announced(*names) or 1
 
 
 def _announced(*names: str) -> int | None:
-    """The first of the variables that holds a number: torchrun's, then those of MPI, in accelerate's order."""
+    """Return the first of the variables that holds a number: torchrun's, then MPI's, in accelerate's order."""
     return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), None)
 
 
 _CURE = (
-    "Name a launch that starts them: --accelerate_config cpu_ddp on a CPU, ddp on GPUs (or torchrun "
-    "--nproc_per_node), or ask for the number that comes."
+    "Use a launch that starts them: --accelerate_config cpu_ddp on a CPU, ddp on GPUs (or torchrun "
+    "--nproc_per_node), or ask for the number that is started."
 )
 
 
 def check_announced() -> None:
-    """Refuse a launch whose processes did not come.
+    """Refuse a launch that has not started the processes that were asked for.
 
     Raises:
-        ConfigError: fewer or more than `grpo-ext train`, or than `accelerate launch`, was asked for.
+        ConfigError: fewer or more than `grpo-ext train` or `accelerate launch` was asked for.
     """
-    asked, came = os.environ.get(ASKED), world_size()
-    if asked is not None and asked != str(came):
-        raise ConfigError([f"num_processes={asked}: the launch has {came}, and would train another batch. {_CURE}"])
-    if came == 1 and _lost_by_accelerate():
-        raise ConfigError(
-            [f"num_processes: accelerate launch was asked for several, and started one, as without GPUs. {_CURE}"]
-        )
+    asked, started = os.environ.get(ASKED), world_size()
+    if asked is not None and asked != str(started):
+        reason = f"the launch has {started}, and would train another batch"
+        raise ConfigError([Problem("num_processes", int(asked), reason, _CURE)])
+    if started == 1 and _lost_by_accelerate():
+        reason = "accelerate launch was asked for several and started one, as it does without GPUs"
+        raise ConfigError([Problem("num_processes", ABSENT, reason, _CURE)])
 
 
 def _lost_by_accelerate() -> bool:
-    """Whether `accelerate launch` gave this process the address at which several meet, but started it alone."""
+    """Return whether `accelerate launch` gave this process an address to meet others at, but started only it."""
     if not os.environ.keys() >= {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}:
         return False
     import psutil  # here, because reward workers import this module and start often
 
-    with suppress(psutil.Error):  # whose environment says whether the address is accelerate's or the user's
+    with suppress(psutil.Error):  # the parent's environment has the address if it is the user's
         return "MASTER_ADDR" not in psutil.Process(os.getppid()).environ()
     return False
 
 
 def check_joined(count: int) -> None:
-    """Refuse processes that were announced but train each by itself, such as those of mpirun on GPUs.
+    """Refuse processes that were announced but train separately, such as those of mpirun on GPUs.
 
     Raises:
         ConfigError: `count`, the processes that train together, is not `world_size()`.
     """
     if count != world_size():
-        raise ConfigError([f"num_processes={world_size()} by the environment, but {count} train together. {_CURE}"])
+        reason = f"the environment announces them, but {count} train together"
+        raise ConfigError([Problem("num_processes", world_size(), reason, _CURE)])

@@ -1,41 +1,43 @@
-"""The rules of the loss: what a recipe says must agree with itself and with its row of the table."""
+"""The rules of the loss: its settings must agree with each other and with its row of the table."""
 
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
-from grpo_ext.config.advantages import ADVANTAGE_RULES
-from grpo_ext.config.broken import Rule
+from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.rules import Conflict, Rule
 from grpo_ext.config.spec import Spec, option_problems
+from grpo_ext.errors import Problem
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import OPTION_FIELDS, find, losses
-from grpo_ext.objective.objective import AGGREGATION_FIELDS, Objective
+from grpo_ext.objective.objective import AGGREGATION_FIELDS
 from grpo_ext.objective.options import option_defaults
 
+# The surrogate and its options.
 
-def _surrogate(config: Any) -> Iterator[str]:
+
+def _surrogate(config: GRPOExtArguments) -> Iterator[Problem]:
     row = find(config.loss_type)
-    fielded = {option: row.field_of(option) for option in option_defaults(row.function)}
-    problems = list(option_problems("loss_kwargs", config.loss_kwargs, row.function, fielded))
+    with_fields = {option: row.field_of(option) for option in option_defaults(row.function)}
+    problems = list(option_problems("loss_kwargs", config.loss_kwargs, row.function, with_fields))
     yield from problems
     if problems:
         return
-    options = config.objective.options
+    options, spec = config.objective.options, Spec.of_function(row.function)
     for option, value in options.items():
-        if fielded.get(option) and value is not None:
-            yield from Spec.of_function(row.function).value_problems(str(fielded[option]), option, value)
+        if with_fields.get(option) and value is not None:
+            yield from spec.value_problems(str(with_fields[option]), option, value)
     if row.conflict is not None and (conflict := row.conflict(**options)):
-        yield conflict
+        yield Problem("loss_type", config.loss_type, conflict.removesuffix("."), "")
 
 
 _FIELDS = sorted(set(OPTION_FIELDS.values()).union(*(row.fields.values() for row in losses.values())))
 
 
-def _of_another_loss(name: str, config: Any) -> Iterator[str]:
-    """A field that sets an option of some losses, but of this one nothing."""
+def _of_another_loss(name: str, config: GRPOExtArguments) -> Iterator[Problem]:
+    """Refuse a field that sets an option of other losses."""
     row = find(config.loss_type)
     own = map(row.field_of, option_defaults(row.function))
     default = next((f.default for f in dataclasses.fields(config) if f.name == name), None)
@@ -43,102 +45,160 @@ def _of_another_loss(name: str, config: Any) -> Iterator[str]:
         return
     readers = [other for other, row in losses.items() if name in map(row.field_of, option_defaults(row.function))]
     more = ", ..." if len(readers) > 3 else ""
-    yield (
-        f"{name}={getattr(config, name)}: loss_type {config.loss_type!r} has no such option, only loss_type "
-        f"{', '.join(map(repr, readers[:3]))}{more} reads it. Remove it."
+    reason = (
+        f"loss_type {config.loss_type!r} has no such option, only loss_type {', '.join(map(repr, readers[:3]))}{more} "
+        "reads it"
     )
+    yield Problem(name, getattr(config, name), reason, "Remove it.")
 
 
-def _ratio_level(config: Any) -> Iterator[str]:
-    objective = config.objective
-    level, row = objective.ratio, objective.row
-    if level not in row.levels:
-        yield (
-            f"importance_sampling_level={level!r}: the loss {config.loss_type!r} is defined at "
-            f"{' or '.join(row.levels)} level only. Set importance_sampling_level: {row.levels[0]}."
-        )
+def _ratio_level(config: GRPOExtArguments) -> Iterator[Problem]:
+    level, levels = config.objective.ratio, config.objective.row.levels
+    if level not in levels:
+        reason = f"the loss {config.loss_type!r} is defined at {' or '.join(levels)} level only"
+        yield Problem("importance_sampling_level", level, reason, f"Set importance_sampling_level: {levels[0]}.")
 
 
-def _one_term(config: Any) -> Iterator[str]:
-    objective = config.objective
-    if objective.one_term and config.top_entropy_quantile < 1:
-        yield (
-            f"top_entropy_quantile={config.top_entropy_quantile}: the loss {config.loss_type!r} has one term for a "
-            "whole completion, of which single tokens cannot be left out. Set top_entropy_quantile: 1.0."
-        )
+def _trl_defaults(config: GRPOExtArguments) -> Iterator[Problem]:
+    row = find(config.loss_type)
+    if config.loss_defaults == "trl" and not row.trl:
+        spelling = f" ({row.trl_name} computes it)" if row.trl_name else ""
+        reason = f"stock TRL has no loss {config.loss_type!r}{spelling}"
+        yield Problem("loss_defaults", "trl", reason, "Set loss_defaults: paper.")
 
 
-def _aggregation(config: Any) -> Iterator[str]:
+def _aggregation(config: GRPOExtArguments) -> Iterator[Problem]:
     function = aggregations[config.loss_aggregation or find(config.loss_type).aggregation]
-    fielded = {name: name for name in AGGREGATION_FIELDS if name in option_defaults(function)}
-    yield from option_problems("loss_aggregation_kwargs", config.loss_aggregation_kwargs, function, fielded)
+    with_fields = {name: name for name in AGGREGATION_FIELDS if name in option_defaults(function)}
+    yield from option_problems("loss_aggregation_kwargs", config.loss_aggregation_kwargs, function, with_fields)
 
 
-def _kl_names(config: Any) -> Iterator[str]:
-    bias = config.use_bias_correction_kl
-    if bias is not None and config.kl_estimator not in (None, "r_k3" if bias else "k3"):
-        yield (
-            f"use_bias_correction_kl={bias} means kl_estimator={'r_k3' if bias else 'k3'!r}, but kl_estimator="
-            f"{config.kl_estimator!r} is set too. Keep one of them."
-        )
+# The KL term.
 
 
-def _unused_kl(name: str, config: Any) -> Iterator[str]:
-    if config.beta == 0.0 and getattr(config, name) is not None:
-        yield f"{name}={getattr(config, name)!r}: with beta=0.0 there is no KL term. Set beta > 0 or remove it."
+def _kl_names(config: GRPOExtArguments) -> Iterator[Problem]:
+    bias, means = config.use_bias_correction_kl, "r_k3" if config.use_bias_correction_kl else "k3"
+    if bias is not None and config.kl_estimator not in (None, means):
+        beside = {"kl_estimator": config.kl_estimator}
+        yield Problem("use_bias_correction_kl", bias, f"it means kl_estimator={means!r}", "Keep one of them.", beside)
 
 
-def _kl_level(config: Any) -> Iterator[str]:
+def _kl_level(config: GRPOExtArguments) -> Iterator[Problem]:
     if config.beta == 0.0:
         return
     objective = config.objective
-    if objective.kl_placement == "reward":
-        yield from _kl_in_reward(objective)
-    elif objective.ratio not in kl_estimators.traits(objective.kl).levels and config.loss_defaults == "paper":
-        yield (
-            f"kl_estimator={objective.kl!r} with importance_sampling_level={objective.ratio!r}: only the token ratio "
-            "makes it unbiased. Set kl_estimator: k3+."
-        )
+    kl, combination = kl_estimators.traits(objective.kl), objective.combination
+    in_reward = {"kl_placement": "reward"}
+    if not objective.kl_in_reward:
+        if objective.ratio not in kl.levels and config.loss_defaults == "paper":
+            beside = {"importance_sampling_level": objective.ratio}
+            reason = "it is unbiased only with the token ratio"
+            yield Problem("kl_estimator", objective.kl, reason, "Set kl_estimator: k3+.", beside)
+        return
+    if not kl.in_reward:
+        yield Problem("kl_estimator", objective.kl, "only its value counts there", "Set k1.", in_reward)
+    refused = partial(Problem, "kl_placement", "reward", cure="Set kl_placement: loss.")
+    if combination != "sum_then_normalize":
+        beside = {"multi_objective_aggregation": combination}
+        yield refused(reason="there is no total reward to take the KL from", beside=beside)
+    if estimators.traits(objective.advantage).unit_rewards:
+        beside = {"advantage_estimator": objective.advantage}
+        yield refused(reason="this estimator needs rewards in [0, 1]", beside=beside)
 
 
-def _kl_of_lengths(config: Any) -> Iterator[str]:
+def _kl_of_lengths(config: GRPOExtArguments) -> Iterator[Problem]:
     if config.beta == 0.0:
         return
     objective = config.objective
     once = aggregations.traits(objective.aggregation).completion_mean
     if kl_estimators.traits(objective.kl).per_completion and not once:
-        yield (
-            f"kl_estimator={objective.kl!r} with loss_aggregation={objective.aggregation!r} would weigh a "
-            "completion's KL by its length. Set loss_aggregation: seq-mean-token-mean."
-        )
+        reason = "it would weigh a completion's KL by its length"
+        cure, beside = "Set loss_aggregation: seq-mean-token-mean.", {"loss_aggregation": objective.aggregation}
+        yield Problem("kl_estimator", objective.kl, reason, cure, beside)
 
 
-def _kl_in_reward(objective: Objective) -> Iterator[str]:
-    if not kl_estimators.traits(objective.kl).in_reward:
-        yield f"kl_estimator={objective.kl!r} with kl_placement='reward': only its value counts there. Set k1."
-    if objective.combination != "sum_then_normalize":
-        yield (
-            f"kl_placement='reward' with multi_objective_aggregation={objective.combination!r}: there is no total "
-            "reward to take the KL from. Set kl_placement: loss."
-        )
-    if estimators.traits(objective.advantage).unit_rewards:
-        yield (
-            f"kl_placement='reward' with advantage_estimator={objective.advantage!r}, which needs rewards in [0, 1]. "
-            "Set kl_placement: loss."
-        )
+# Advantages.
 
 
-def _trl_defaults(config: Any) -> Iterator[str]:
-    row = find(config.loss_type)
-    if config.loss_defaults == "trl" and not row.trl:
-        spelling = f" ({row.trl_name} computes it)" if row.trl_name else ""
-        yield (f"loss_defaults='trl': stock TRL has no loss {config.loss_type!r}{spelling}. Set loss_defaults: paper.")
+def _scale(config: GRPOExtArguments) -> Iterator[Problem]:
+    scale: object = {True: "group", False: "none"}.get(config.scale_rewards, config.scale_rewards)  # type: ignore[call-overload]
+    if scale is not None and config.advantage_estimator not in (None, scale):
+        beside = {"advantage_estimator": config.advantage_estimator}
+        reason = f"it means advantage_estimator={scale!r}"
+        yield Problem("scale_rewards", config.scale_rewards, reason, "Keep one of them.", beside)
+
+
+def _judged_by_advantages(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Refuse `dynamic_sampling: reward` where every group has an advantage."""
+    if config.dynamic_sampling != "reward":
+        return
+    objective = config.objective
+    compared = estimators.traits(objective.advantage).group_baseline or objective.sees_turns
+    if compared and not objective.kl_in_reward:
+        return
+    why = (
+        "kl_placement='reward' lowers each completion's reward by its own KL"
+        if objective.kl_in_reward
+        else f"advantage_estimator={objective.advantage!r} compares rewards over the whole batch"
+    )
+    yield Problem(
+        "dynamic_sampling",
+        "reward",
+        f"it replaces groups without an advantage, but {why}, so that groups of equal rewards have advantages too",
+        "Name the reward that judges, such as dynamic_sampling: accuracy, or remove it.",
+    )
+
+
+def _estimator_options(config: GRPOExtArguments) -> Iterator[Problem]:
+    yield from option_problems("advantage_kwargs", config.advantage_kwargs, estimators[config.objective.advantage])
+
+
+def _group_size(name: str, config: GRPOExtArguments) -> Iterator[Problem]:
+    """Refuse groups that are too small for an option of the estimator, in training or in evaluation."""
+    objective = config.objective
+    option = estimators.traits(objective.advantage).outnumbered
+    if option is None or (name == "num_generations_eval" and config.eval_strategy == "no"):
+        return
+    k = (option_defaults(estimators[objective.advantage]) | dict(objective.advantage_kwargs))[option]
+    size = getattr(config, name)
+    if isinstance(k, int) and size is not None and k >= size:
+        reason = f"{objective.advantage} needs more than {k} completions of a prompt"
+        cure = f"Set {option} <= {size - 1}, or {name} > {k}."
+        yield Problem(f"advantage_kwargs.{option}", k, reason, cure, {name: size})
 
 
 LOSS_RULES: tuple[Rule, ...] = (
     *(partial(_of_another_loss, name) for name in _FIELDS),
-    *(_surrogate, _ratio_level, _one_term, _kl_names),
-    *(partial(_unused_kl, name) for name in ("kl_estimator", "kl_placement")),
-    *(_kl_level, _kl_of_lengths, _aggregation, *ADVANTAGE_RULES, _trl_defaults),
+    *(_surrogate, _ratio_level, _trl_defaults, _aggregation, _kl_names, _kl_level, _kl_of_lengths),
+    *(_scale, _judged_by_advantages, _estimator_options),
+    *(partial(_group_size, name) for name in ("num_generations", "num_generations_eval")),
+    *(
+        Conflict(
+            f"{name} beta",
+            lambda c, name=name: c.beta == 0.0 and getattr(c, name) is not None,  # type: ignore[misc]
+            "there is no KL term",
+            "Set beta > 0 or remove it.",
+        )
+        for name in ("kl_estimator", "kl_placement")
+    ),
+    Conflict(
+        "top_entropy_quantile loss_type",
+        lambda c: c.objective.one_term and c.top_entropy_quantile < 1,
+        "this loss has one term for a whole completion, so single tokens cannot be left out",
+        "Set top_entropy_quantile: 1.0.",
+    ),
+    Conflict(
+        "multi_objective_aggregation",
+        lambda c: c.objective.combination == "normalize_then_sum" and c.objective.advantage != "group",
+        "it normalises by group and batch itself and would ignore scale_rewards / "
+        "advantage_estimator={c.objective.advantage!r}",
+        "Set 'group' or sum_then_normalize.",
+    ),
+    Conflict(
+        "missing_rewards",
+        lambda c: c.missing_rewards is not None and c.objective.combination != "sum_then_normalize",
+        "multi_objective_aggregation={c.objective.combination!r} forms no weighted sum, which it is about",
+        "Remove one of them.",
+    ),
 )
-"""What a recipe says of the loss must agree with itself and with its row of the table."""
+"""Settings of the loss that contradict each other or the row of the table."""

@@ -1,9 +1,8 @@
-"""What the machine that is to run has: a GPU that computes in bf16, the packages that settings ask for."""
+"""What the machine that is to run must have: a GPU that computes in bf16, the packages that settings need."""
 
 import importlib.util
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -12,43 +11,42 @@ from huggingface_hub import get_token, is_offline_mode
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
+from trl import ModelConfig
 
+from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.launch import elsewhere, planning, world_size
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.errors import Problem
 
 OF_THE_GPU = ("bf16", "bf16_full_eval", "tf32")
 """Settings that transformers refuses on a machine without the GPU for them."""
 
 
-def hardware_problems(config: Any) -> Iterator[str]:
-    """Precisions that this machine cannot compute in, unless the launch is only planned."""
+def hardware_problems(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Yield precisions that this machine cannot compute in, unless the launch is only planned."""
     if not planning():
         yield from _precisions(config)
 
 
-def _precisions(config: Any) -> Iterator[str]:
+def _precisions(config: GRPOExtArguments) -> Iterator[Problem]:
     if config.use_cpu:
         return
     if torch.backends.mps.is_available():
-        yield (
-            "use_cpu=False: this machine's accelerator is MPS, which has no float64, in which rewards become "
-            "advantages. Set use_cpu: true and bf16: false."
-        )
+        reason = "this machine's accelerator is MPS, which has no float64, in which advantages are computed"
+        yield Problem("use_cpu", False, reason, "Set use_cpu: true and bf16: false.")
         return
     if is_torch_bf16_gpu_available() or is_torch_xla_available():
         return
     bf16 = not config.fp16 if config.bf16 is None else config.bf16
     for name, value in (("bf16", bf16), ("bf16_full_eval", config.bf16_full_eval)):
         if value:
-            yield (
-                f"{name}={value}: this machine has no GPU that computes in bf16. Run it where there is one, or set "
-                f"use_cpu: true and {name}: false."
-            )
+            cure = f"Run it where there is one, or set use_cpu: true and {name}: false."
+            yield Problem(name, value, "this machine has no GPU that computes in bf16", cure)
 
 
-def meet_within(config: Any) -> None:
-    """On a CPU, join the other processes with `ddp_timeout`, which transformers hands on for GPUs alone."""
+def meet_within(config: GRPOExtArguments) -> None:
+    """On a CPU, join the other processes with `ddp_timeout`, which transformers passes on for GPUs only."""
     on_cpu = config.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
     fresh = not PartialState._shared_state and not torch.distributed.is_initialized()
     if on_cpu and fresh and world_size() > 1 and not planning() and not config.deepspeed:
@@ -58,19 +56,19 @@ def meet_within(config: Any) -> None:
 # What is not installed.
 
 
-def is_for_another(config: Any) -> bool:
-    """Whether another machine is to run it: so planned, or planned for a GPU that is not here."""
+def is_for_another(config: GRPOExtArguments) -> bool:
+    """Return whether another machine is to run it: so planned, or planned for a GPU that is not here."""
     return elsewhere() or (planning() and any(_precisions(config)))
 
 
-def machine_problems(training: Any, model: Any) -> Iterator[str]:
-    """What is missing on this machine, if it is the one that is to run."""
+def machine_problems(training: GRPOExtArguments, model: ModelConfig | None) -> Iterator[Problem]:
+    """Yield what is missing on this machine, if it is the one that is to run."""
     if not is_for_another(training):
         yield from missing(training, model)
 
 
-def lacks(training: Any, model: Any) -> list[str]:
-    """What this machine lacks of what another one, for which a launch is planned, is to have."""
+def lacks(training: GRPOExtArguments, model: ModelConfig | None) -> list[Problem]:
+    """Return what this machine lacks of what another one, for which a launch is planned, must have."""
     return [*_precisions(training), *missing(training, model)] if is_for_another(training) else []
 
 
@@ -95,66 +93,65 @@ _FLASH = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_in
 
 
 def is_installed(package: str) -> bool:
-    """Whether Python finds it; nothing is imported."""
+    """Return whether Python finds a package, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
-def missing(training: Any, model: Any) -> Iterator[str]:
-    """Settings whose package, or token, is not here."""
-    for found in (_reporters(training), _packages(training, model), _token(training)):
-        yield from as_far_as_sound(found)
+def missing(training: GRPOExtArguments, model: ModelConfig | None) -> Iterator[Problem]:
+    """Yield settings whose package, or token, is not here."""
+    for rule in (_reporters(training), _packages(training, model), _token(training)):
+        yield from as_far_as_sound(rule)
 
 
-def _reporters(training: Any) -> Iterator[str]:
-    available = (*get_available_reporting_integrations(), "all", "none", "flyte")  # no package tells of flyte
+def _not_installed(setting: str, value: object, package: str, instead: str) -> Problem:
+    name = _INSTALLED_AS.get(package, package.replace("_", "-"))
+    cure = f"Install it (pip install {name}), or set {instead}."
+    return Problem(setting, value, f"it needs {package}, which is not installed", cure)
+
+
+def _reporters(training: GRPOExtArguments) -> Iterator[Problem]:
+    available = (*get_available_reporting_integrations(), "all", "none", "flyte")  # flyte has no package
     reporters = training.report_to if isinstance(training.report_to, list) else [training.report_to]
     for reporter in reporters:
         if reporter in INTEGRATION_TO_CALLBACK and reporter not in available:
-            package = _INSTALLED_AS.get(reporter, reporter.replace("_", "-"))
-            yield (
-                f"report_to={reporter!r}: its package is not installed. Install it (pip install {package}), or set "
-                "report_to: none."
-            )
+            yield _not_installed("report_to", reporter, str(reporter), "report_to: none")
 
 
-def _packages(training: Any, model: Any) -> Iterator[str]:
-    for setting, package, cure in _wanted(training, model):
-        if not is_installed(package):
-            name = _INSTALLED_AS.get(package, package.replace("_", "-"))
-            yield f"{setting} needs {package}, which is not installed. Install it (pip install {name}), or {cure}."
-
-
-def _token(training: Any) -> Iterator[str]:
+def _token(training: GRPOExtArguments) -> Iterator[Problem]:
     if training.push_to_hub and not training.hub_token and get_token() is None:
-        yield (
-            "push_to_hub=True: there is no token for the hub, and the run would end before its first step. Log in "
-            "(hf auth login), set HF_TOKEN, or set push_to_hub: false."
-        )
+        reason = "there is no token for the hub, and the run would end before its first step"
+        cure = "Log in (hf auth login), set HF_TOKEN, or set push_to_hub: false."
+        yield Problem("push_to_hub", True, reason, cure)
     elif training.push_to_hub and is_offline_mode():
-        yield (
-            "push_to_hub=True with HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE: nothing can be pushed, and the run would "
-            "end before its first step. Unset them, or set push_to_hub: false and run `hf upload` afterwards."
-        )
+        reason = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, and the run would end before its first step"
+        cure = "Unset them, or set push_to_hub: false and run `hf upload` afterwards."
+        yield Problem("push_to_hub", True, reason, cure)
 
 
-def _wanted(training: Any, model: Any) -> Iterator[tuple[str, str, str]]:
-    """Settings, each with the module that it needs and how to do without."""
+def _packages(training: GRPOExtArguments, model: ModelConfig | None) -> Iterator[Problem]:
+    for setting, value, package, instead in _needed(training, model):
+        if not is_installed(package):
+            yield _not_installed(setting, value, package, instead)
+
+
+def _needed(training: GRPOExtArguments, model: ModelConfig | None) -> Iterator[tuple[str, object, str, str]]:
+    """Yield settings with their values, the package that each needs, and the setting that needs none."""
     if training.use_vllm:
-        yield "use_vllm=True", "vllm", "set use_vllm: false, by which transformers generates"
+        yield "use_vllm", True, "vllm", "use_vllm: false, so that transformers generates"
     optim = str(getattr(training.optim, "value", training.optim))
     package = next((package for word, package in _OF_OPTIMIZERS.items() if word in optim), None)
     if package:
-        yield f"optim={optim!r}", package, "set optim: adamw_torch_fused"
+        yield "optim", optim, package, "optim: adamw_torch_fused"
     if training.use_liger_kernel:
-        yield "use_liger_kernel=True", "liger_kernel", "set use_liger_kernel: false"
+        yield "use_liger_kernel", True, "liger_kernel", "use_liger_kernel: false"
     if model is None:
         return
     for name in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, name) and model.use_peft:
-            yield f"{name}=True", "bitsandbytes", f"set {name}: false"
+            yield name, True, "bitsandbytes", f"{name}: false"
     attention = str(model.attn_implementation or as_mapping(training.model_init_kwargs).get("attn_implementation"))
-    kernels = is_installed("kernels")  # whose kernels transformers takes instead
+    kernels = is_installed("kernels")  # transformers uses its kernels instead
     if attention in _FLASH and not kernels and not training.use_cpu:
-        yield f"attn_implementation={attention!r}", _FLASH[attention], "set attn_implementation: sdpa"
+        yield "attn_implementation", attention, _FLASH[attention], "attn_implementation: sdpa"
     if "/" in attention:
-        yield f"attn_implementation={attention!r}", "kernels", "set attn_implementation: sdpa"
+        yield "attn_implementation", attention, "kernels", "attn_implementation: sdpa"

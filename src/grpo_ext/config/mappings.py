@@ -1,4 +1,4 @@
-"""The rules of fields that hold a mapping: that it is one, and that every key in it means something."""
+"""The rules of fields that hold a mapping: that it is one, and that each of its keys has an effect."""
 
 import dataclasses
 import json
@@ -10,17 +10,18 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from grpo_ext.config.broken import Rule
+from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.rules import Conflict, Rule
+from grpo_ext.config.spec import Spec
+from grpo_ext.errors import Problem
 from grpo_ext.registry import did_you_mean
-
-# Whether it is a mapping.
 
 _FILES = ("accelerator_config", "fsdp_config", "deepspeed")
 """Fields whose text may also be the path of a JSON file."""
 
 
-def mapping_problems(config: Any) -> Iterator[str]:
-    """Text in a field that holds a mapping must be one in JSON: TRL passes other text over, or fails on it late."""
+def mapping_problems(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Yield the texts that are not a mapping in JSON: TRL ignores other text, or fails on it late."""
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):
         text, hint = getattr(config, f.name), hints[f.name]
@@ -33,20 +34,20 @@ def mapping_problems(config: Any) -> Iterator[str]:
             try:
                 json.loads(text)
             except ValueError as error:
-                yield f"{f.name}={text!r} is not JSON ({error}). {cure}"
+                yield Problem(f.name, text, f"not JSON ({error})", cure)
         elif f.name not in _FILES:
-            yield f"{f.name}={text!r} is no mapping. {cure}"
-        elif not Path(text).is_file() and (f.name != "deepspeed" or text.endswith(".json")):  # which may be base64
-            yield f"{f.name}={text!r}: no such file. Correct the path, or give the mapping itself. {cure}"
+            yield Problem(f.name, text, "not a mapping", cure)
+        elif not Path(text).is_file() and (f.name != "deepspeed" or text.endswith(".json")):  # it may be base64
+            yield Problem(f.name, text, "no such file", f"Correct the path, or give the mapping itself. {cure}")
 
 
 def holds(kind: type, hint: Any) -> bool:
-    """Whether a field of this type may hold a `kind`, dict or list."""
+    """Return whether a field of this type may hold a `kind`, dict or list."""
     return any(kind in (part, typing.get_origin(part)) for part in (hint, *typing.get_args(hint)))
 
 
-def as_mapping(value: Any) -> Mapping[str, Any]:
-    """A dict field's value; from the command line it comes as JSON text."""
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """Return a dict field's value, which comes from the command line as JSON text."""
     if isinstance(value, str) and value.startswith("{"):
         try:
             value = json.loads(value)
@@ -55,41 +56,36 @@ def as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-# What its keys are.
-
-
-def _liger(config: Any) -> Iterator[str]:
-    if as_mapping(config.liger_kernel_config).get("fused_linear_cross_entropy"):
-        yield (
-            "liger_kernel_config.fused_linear_cross_entropy=True: it would replace the forward that TRL has put its "
-            "own LM head into. Set it to false."
-        )
-
+# Keys.
 
 _UNDOES = {
-    "gradient_accumulation_kwargs": "it would go past gradient_accumulation_steps, by which the loss is divided. "
-    "Set the field gradient_accumulation_steps instead",
-    "dispatch_batches": "the first process cannot hand out the rows, which are no tensors. Remove it",
-    "split_batches": "per_device_train_batch_size would no longer be the batch of one process, and groups would be "
-    "torn. Remove it",
+    "gradient_accumulation_kwargs": (
+        "it would go past gradient_accumulation_steps, by which the loss is divided",
+        "Set the field gradient_accumulation_steps instead.",
+    ),
+    "dispatch_batches": ("the first process cannot send out the rows, which are not tensors", "Remove it."),
+    "split_batches": (
+        "per_device_train_batch_size would no longer be the batch of one process, and groups would be split",
+        "Remove it.",
+    ),
 }
+_ACCELERATOR = Spec.of(AcceleratorConfig)
 
 
-def _accelerator(config: Any) -> Iterator[str]:
+def _accelerator(config: GRPOExtArguments) -> Iterator[Problem]:
     value = config.accelerator_config
-    known = [f.name for f in dataclasses.fields(AcceleratorConfig)]
     if isinstance(value, AcceleratorConfig):  # in a copy of a config
-        value = {name: getattr(value, name) for name in known}
+        value = dataclasses.asdict(value)
     if isinstance(value, str) and Path(value).is_file():
         try:
             value = json.loads(Path(value).read_text())
         except ValueError as error:
-            yield f"accelerator_config={value!r} is not JSON ({error}). Correct the file."
+            yield Problem("accelerator_config", value, f"not JSON ({error})", "Correct the file.")
     for key, setting in as_mapping(value).items():
-        if key not in known:
-            yield f"accelerator_config.{key}={setting!r}: no such key. {did_you_mean(str(key), known)}"
-        elif key in _UNDOES and setting:
-            yield f"accelerator_config.{key}={setting!r}: {_UNDOES[key]}."
+        if key in _UNDOES and setting:
+            yield Problem(f"accelerator_config.{key}", setting, *_UNDOES[key])
+        else:
+            yield from _ACCELERATOR.value_problems(f"accelerator_config.{key}", str(key), setting)
 
 
 _VLLM = (  # of SamplingParams in vLLM 0.22 to 0.31, which is not imported for a check: that takes seconds
@@ -99,15 +95,15 @@ _VLLM = (  # of SamplingParams in vLLM 0.22 to 0.31, which is not imported for a
     *("skip_reading_prefix_cache", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids"),
     *("structured_outputs", "thinking_token_budget", "top_k", "top_p", "truncate_prompt_tokens", "watermarking"),
 )
-_ASIDE = ("transformers_version", "is_assistant", "disable_compile")
-"""Attributes of a GenerationConfig that are no options here; TRL sets disable_compile itself."""
+_NOT_OPTIONS = ("transformers_version", "is_assistant", "disable_compile")
+"""Attributes of a GenerationConfig that are not options here; TRL sets disable_compile itself."""
 
 
 def generation_options(*, vllm: bool) -> tuple[str, ...]:
-    """The keys that `generation_kwargs` may hold."""
+    """Return the keys that `generation_kwargs` may hold."""
     if vllm:
         return _VLLM
-    return tuple(name for name in vars(GenerationConfig()) if name[0] != "_" and name not in _ASIDE)
+    return tuple(name for name in vars(GenerationConfig()) if name[0] != "_" and name not in _NOT_OPTIONS)
 
 
 _GENERATION_FIELDS = {
@@ -117,44 +113,48 @@ _GENERATION_FIELDS = {
 }
 
 
-def _past_a_field(config: Any) -> Iterator[str]:
-    """Options that go past the fields: completions would be drawn otherwise than their log-probabilities say."""
+def _override_a_field(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Yield the options that override fields: the log-probabilities would not be those of the sampling."""
     given = as_mapping(config.generation_kwargs)
     for name in given:
-        field = _GENERATION_FIELDS.get(name)
-        if field is not None:
-            yield (
-                f"generation_kwargs.{name}={given[name]!r} would go past {field}, which the loss reads too. "
-                f"Set the field {field} instead."
-            )
+        if (field := _GENERATION_FIELDS.get(name)) is not None:
+            reason = f"it would go past {field}, which the loss reads too"
+            yield Problem(f"generation_kwargs.{name}", given[name], reason, f"Set the field {field} instead.")
     if given.get("do_sample") is False:
-        yield (
-            "generation_kwargs.do_sample=False: every completion of a group is the same then, and no advantage is "
-            "left. Remove it."
-        )
+        reason = "every completion of a group is the same then, and no advantage is left"
+        yield Problem("generation_kwargs.do_sample", False, reason, "Remove it.")
     if config.use_vllm and given.get("seed") is not None:
-        yield (
-            f"generation_kwargs.seed={given['seed']!r} with use_vllm: each completion of a group would be drawn with "
-            "this seed, so that all are the same. Remove it; the field seed decides about the run."
+        yield Problem(
+            "generation_kwargs.seed",
+            given["seed"],
+            "each completion of a group would be drawn with this seed, so that all are the same",
+            "Remove it; the field seed decides about the run.",
+            {"use_vllm": True},
         )
 
 
-def _generation(config: Any) -> Iterator[str]:
-    known = generation_options(vllm=config.use_vllm)
+def _generation(config: GRPOExtArguments) -> Iterator[Problem]:
+    known, other = generation_options(vllm=config.use_vllm), generation_options(vllm=not config.use_vllm)
     sampler = "vLLM" if config.use_vllm else "transformers"
     for name, value in as_mapping(config.generation_kwargs).items():
-        if name in known or name in _GENERATION_FIELDS:
-            continue
-        other = generation_options(vllm=not config.use_vllm)
-        hint = did_you_mean(str(name), known)
-        cure = f"use_vllm is {config.use_vllm} here; remove it." if name in other else hint
-        yield f"generation_kwargs.{name}={value!r}: {sampler} has no such option and would ignore it. {cure}"
+        if name not in known and name not in _GENERATION_FIELDS:
+            cure = f"use_vllm is {config.use_vllm} here; remove it." if name in other else did_you_mean(name, known)
+            reason = f"{sampler} has no such option and would ignore it"
+            yield Problem(f"generation_kwargs.{name}", value, reason, cure)
 
 
-KEYWORD_RULES: tuple[Rule, ...] = (_accelerator, _past_a_field, _generation, _liger)
-"""Keys that are unknown, or that would undo another setting behind its back."""
+KEYWORD_RULES: tuple[Rule, ...] = (
+    *(_accelerator, _override_a_field, _generation),
+    Conflict(
+        "liger_kernel_config",
+        lambda c: as_mapping(c.liger_kernel_config).get("fused_linear_cross_entropy"),
+        "fused_linear_cross_entropy would replace the forward that has TRL's own LM head",
+        "Set it to false.",
+    ),
+)
+"""Keys that are unknown, or that would override another setting."""
 
-# Warned of.
+# Warnings.
 
 _RESHAPES = {
     **dict.fromkeys(("typical_p", "num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty"), 1),
@@ -166,15 +166,19 @@ _RESHAPES = {
     **dict.fromkeys(("exponential_decay_length_penalty", "logit_bias", "allowed_token_ids"), None),
     **dict.fromkeys(("structured_outputs", "thinking_token_budget", "ignore_eos"), None),
 }
-"""Options of a sampler that alter the distribution it draws from, each with the value that leaves it alone."""
+"""Options of a sampler that alter its distribution, each with the value that has no effect."""
 
 
-def reshaped_sampling(config: Any) -> Iterator[str]:
-    """Options by which the sampler draws otherwise than the log-probabilities say."""
+def reshaped_sampling(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Yield settings that make the sampler's distribution another one than the log-probabilities'."""
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    altered = {name: value for name in neutral if (value := getattr(config, name)) and value != neutral[name]}
     for name, value in as_mapping(config.generation_kwargs).items():
         if name in _RESHAPES and value and value != _RESHAPES[name]:
-            yield (
-                f"generation_kwargs.{name}={value!r}: completions are drawn from an altered distribution, but their "
-                f"log-probabilities are the model's own, so the gradient is biased. Leave {name} out for an unbiased "
-                "one."
-            )
+            altered[f"generation_kwargs.{name}"] = value
+    for name, value in altered.items():
+        reason = (
+            "completions are drawn from an altered distribution, but their log-probabilities are the model's own, so "
+            "the gradient is biased"
+        )
+        yield Problem(name, value, reason, f"Leave {name.rpartition('.')[2]} unset for an unbiased one.")

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.errors import Problem
+
 _ENTRIES: Mapping[str, tuple[str, ...]] = {
     "reward_funcs": ("name", "func", "kwargs"),
     "environments": ("name", "path", "tools", "kwargs"),
@@ -13,7 +15,7 @@ _ENTRIES: Mapping[str, tuple[str, ...]] = {
     "datasets": ("path", "data_dir", "data_files"),
     "kwargs": ("corpus", "model", "scorer"),
 }
-"""Settings that hold mappings, with those of their keys that are paths, or hold some."""
+"""Settings that hold mappings, with the keys that are paths or hold some."""
 OF_THE_RUN = (
     *("output_dir", "resume_from_checkpoint", "replay_batches", "deepspeed", "fsdp_config", "accelerator_config"),
     *("loss_type", "kl_estimator", "advantage_estimator", "loss_aggregation"),
@@ -33,41 +35,39 @@ _VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*)|\([^)]*\))")
 
 
 def expand(key: str, value: Any) -> Any:
-    """Return `value` of the setting `key` with the variables and home folders that are known."""
+    """Return the value of the setting `key` with known variables and home folders expanded."""
     if isinstance(value, str):
         return value if _is_no_path(value) else os.path.expanduser(_VARIABLE.sub(_value_of, value))
     if isinstance(value, list):
         return [expand(key, entry) for entry in value]
     if isinstance(value, Mapping):
-        inside = _ENTRIES.get(key, tuple(value) if key == "data_files" else ())
+        inside = _inside(key, value)
         return {name: expand(name, part) if name in inside else part for name, part in value.items()}
     return value
 
 
-def unknown(key: str, value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text in which something cannot be expanded, with the sentence that says so."""
+def unknown(key: str, value: object, place: str = "") -> Iterator[Problem]:
+    """Yield the problem of each text in which something cannot be expanded."""
     place = place or key
     if isinstance(value, str) and not _is_no_path(value):
-        reason = next(filter(None, map(_missing, _VARIABLE.finditer(value))), "") or _missing_home(value)
-        if reason:
-            yield value, f"{place}={value!r}: {reason}"
+        found = next(filter(None, map(_missing, _VARIABLE.finditer(value))), None) or _missing_home(value)
+        if found:
+            yield Problem(place, value, *found)
     elif isinstance(value, list):
         for i, entry in enumerate(value):
             yield from unknown(key, entry, f"{place}[{i}]")
     elif isinstance(value, Mapping):
-        inside = _ENTRIES.get(key, tuple(value) if key == "data_files" else ())
-        for name in (name for name in value if name in inside):
+        for name in _inside(key, value):
             yield from unknown(name, value[name], f"{place}.{name}")
 
 
-def path_problems(config: Any) -> Iterator[str]:
-    """Variables and home folders in a config's paths that are not known."""
-    for name in OF_THE_RUN:
-        yield from (sentence for _, sentence in unknown(name, getattr(config, name)))
+def _inside(key: str, value: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a mapping that are paths, or hold some."""
+    return [name for name in value if name in _ENTRIES.get(key, ()) or key == "data_files"]
 
 
 def _is_no_path(text: str) -> bool:
-    """Whether this is a mapping as JSON, or Jinja."""
+    """Return whether this is a mapping as JSON, or Jinja."""
     return text.startswith("{") or "{{" in text or "{%" in text
 
 
@@ -75,19 +75,19 @@ def _value_of(found: re.Match[str]) -> str:
     return os.environ.get(found[1] or found[2] or "") or found[0]
 
 
-def _missing(found: re.Match[str]) -> str:
+def _missing(found: re.Match[str]) -> tuple[str, str] | None:
+    """Return why a variable cannot be expanded, and the cure."""
     name = found[1] or found[2] or ""
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        return f"{found[0]} is not the name of an environment variable. Write $NAME or ${{NAME}}, or the path itself."
+        return f"{found[0]} is not the name of an environment variable", "Write $NAME or ${NAME}, or the path itself."
     if os.environ.get(name):
-        return ""
-    return (
-        f"the environment variable {name} is not set. Export it before the start, set it under env: in the recipe, or "
-        "write the path itself."
-    )
+        return None
+    cure = "Export it before the start, set it under env: in the recipe, or write the path itself."
+    return f"the environment variable {name} is not set", cure
 
 
-def _missing_home(text: str) -> str:
+def _missing_home(text: str) -> tuple[str, str] | None:
     if not text.startswith("~") or os.path.expanduser(text) != text:
-        return ""
-    return f"there is no user {Path(text).parts[0][1:]!r}. Write ~/ for your own home folder, or the path itself."
+        return None
+    cure = "Write ~/ for your own home folder, or the path itself."
+    return f"there is no user {Path(text).parts[0][1:]!r}", cure

@@ -1,4 +1,4 @@
-"""The values of `resume_from_checkpoint`, and the note in `output_dir` of the last one that was carried out."""
+"""The values of `resume_from_checkpoint`, and the note in `output_dir` of the last request that was carried out."""
 
 import json
 import os
@@ -13,9 +13,9 @@ AFRESH = (FRESH_START, "false")
 LAST = ("true", "last")
 """Values of `resume_from_checkpoint` that, like none, mean the last checkpoint in `output_dir`."""
 REQUEST_FILE = "_request.json"
-"""The note; transformers never pushes a file to the hub whose name begins with `_`."""
+"""The note; transformers does not push files whose names begin with `_` to the hub."""
 ASIDE = "_before-"
-"""Beginning of the names of folders for runs and branches that were left."""
+"""Prefix of the names of folders for runs and branches that were left."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,20 @@ class Request:
     asked: str
     """`never`, or the absolute path of a checkpoint."""
     order: int
-    """Checkpoints of this order and later ones are what the command began."""
+    """Checkpoints of this order and later ones belong to the request."""
     aside: str
-    """Name of the folder in `output_dir` to which everything else goes that the request makes obsolete."""
+    """Name of the folder in `output_dir` to which obsolete files are moved."""
     moved: bool = False
-    """Whether all of that is there."""
+    """Whether they have been moved."""
 
     @property
     def afresh(self) -> bool:
-        """Whether it asked for the beginning."""
+        """Whether training starts again from the beginning."""
         return self.asked == FRESH_START
 
 
 def requested(value: object) -> str | None:
-    """What a `resume_from_checkpoint` asks for: `never`, the absolute path of a checkpoint, or None for the newest."""
+    """Return `never`, the absolute path of a checkpoint, or None for the newest."""
     word = str(value).lower()
     if word in AFRESH:
         return FRESH_START
@@ -46,13 +46,13 @@ def requested(value: object) -> str | None:
 
 
 def relative_to(request: Request, output_dir: Path) -> str:
-    """What was asked for, relative to a folder that holds it, so that the folder may be moved or copied."""
+    """Return the request relative to a folder that holds the checkpoint, so that the folder may be moved."""
     inside = Path(request.asked).is_relative_to(os.path.abspath(output_dir))
     return os.path.join(".", os.path.relpath(request.asked, output_dir)) if inside else request.asked
 
 
 def noted(output_dir: Path) -> Request | None:
-    """The request that was last carried out in a folder; None if there is none, or its note is damaged."""
+    """Return the last request carried out in a folder; None if there is none, or its note is damaged."""
     try:
         content = json.loads((output_dir / REQUEST_FILE).read_text())
         request = Request(**content)

@@ -1,117 +1,122 @@
 """The rules of settings for vLLM."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from grpo_ext.config.broken import Rule
+from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.launch import world_size
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.rules import Conflict, Rule
+from grpo_ext.errors import Problem
 from grpo_ext.objective.losses import find
 
 
-def quantized_problem(setting: str) -> str:
-    """Return why weights that `setting` quantizes cannot be sampled from by vLLM, and the cure."""
-    return (
-        f"{setting} with use_vllm: vLLM would be sent the packed weights of the quantized layers instead of their "
-        "values, and sample from another model. Set use_vllm: false, or train without quantization."
+def quantized_problem(setting: str, value: object) -> Problem:
+    """Return the problem of a setting that quantizes weights, which vLLM then cannot sample from."""
+    return Problem(
+        setting,
+        value,
+        "vLLM would get the packed weights of the quantized layers instead of their values, and sample from another "
+        "model",
+        "Set use_vllm: false, or train without quantization.",
+        {"use_vllm": True},
     )
 
 
-def leaves_packed(quantization: Any) -> bool:
-    """Whether a quantization config, a mapping or an object, leaves weights packed that a model has loaded."""
+def leaves_packed(quantization: object) -> bool:
+    """Return whether a quantization config, a mapping or an object, leaves the weights of a loaded model packed."""
     if quantization is None:
         return False
     options = as_mapping(quantization) or getattr(quantization, "__dict__", {})
     return not options.get("dequantize")
 
 
-def _quantized(given: Mapping[str, Any]) -> Iterator[str]:
-    """Model arguments that quantize what they load."""
+def _quantized(config: GRPOExtArguments) -> Iterator[Problem]:
+    if not config.use_vllm:
+        return
+    given = as_mapping(config.model_init_kwargs)
     for name in ("load_in_4bit", "load_in_8bit"):
         if given.get(name):
-            yield quantized_problem(f"model_init_kwargs.{name}={given[name]!r}")
-    if leaves_packed(config := given.get("quantization_config")):
-        yield quantized_problem(f"model_init_kwargs.quantization_config={config!r:.80}")
+            yield quantized_problem(f"model_init_kwargs.{name}", given[name])
+    if leaves_packed(given.get("quantization_config")):
+        yield quantized_problem("model_init_kwargs.quantization_config", f"{given['quantization_config']!r:.80}")
 
 
-def _quantized_arguments(config: Any) -> Iterator[str]:
-    if config.use_vllm:
-        yield from _quantized(as_mapping(config.model_init_kwargs))
-
-
-def _clip_bounds(config: Any) -> Iterator[str]:
-    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
-    if low is not None and high is not None and low >= high:
-        yield (
-            f"vllm_importance_sampling_clip_min={low} is not below "
-            f"vllm_importance_sampling_clip_max={high}. Swap them."
-        )
-
-
-def _no_bounds(config: Any) -> Iterator[str]:
+def _no_bounds(config: GRPOExtArguments) -> Iterator[Problem]:
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     mode, bounds = config.vllm_importance_sampling_mode, (low, high, config.vllm_importance_sampling_cap)
     if config.vllm_importance_sampling_correction and all(bound is None for bound in bounds):
-        yield (
-            f"vllm_importance_sampling_mode={mode!r} {mode.rpartition('_')[2]}s what lies outside of its bounds, but "
-            "neither vllm_importance_sampling_clip_min nor vllm_importance_sampling_clip_max is set. Set one."
+        yield Problem(
+            "vllm_importance_sampling_mode",
+            mode,
+            f"it {mode.rpartition('_')[2]}s ratios outside of bounds, but neither vllm_importance_sampling_clip_min "
+            "nor vllm_importance_sampling_clip_max is set",
+            "Set one.",
         )
 
 
-def _sampler_level(config: Any) -> Iterator[str]:
+def _sampler_level(config: GRPOExtArguments) -> Iterator[Problem]:
     mode = config.vllm_importance_sampling_mode
     corrected = config.use_vllm and config.vllm_importance_sampling_correction
-    level = mode.partition("_")[0]
-    if corrected and level not in (levels := find(config.loss_type).sampler_levels):
-        yield (
-            f"vllm_importance_sampling_mode={mode!r}: {config.loss_type} takes the correction per {levels[0]}. "
-            f"Set '{levels[0]}_truncate' or '{levels[0]}_mask'."
-        )
+    if corrected and mode.partition("_")[0] not in (levels := find(config.loss_type).sampler_levels):
+        reason = f"{config.loss_type} takes the correction per {levels[0]}"
+        cure = f"Set '{levels[0]}_truncate' or '{levels[0]}_mask'."
+        yield Problem("vllm_importance_sampling_mode", mode, reason, cure)
 
 
-def _is(config: Any, mode: str) -> bool:
-    return bool(config.use_vllm) and config.vllm_mode == mode
+def _server(config: GRPOExtArguments) -> bool:
+    return bool(config.use_vllm) and config.vllm_mode == "server"
 
 
-def _transfer(config: Any) -> Iterator[str]:
-    if config.use_cpu and config.vllm_weight_transfer == "nccl" and _is(config, "server"):
-        yield "vllm_weight_transfer='nccl' needs a GPU on this side too, and use_cpu is set. Set 'auto' or 'gloo'."
+def _colocated(config: GRPOExtArguments) -> bool:
+    return bool(config.use_vllm) and config.vllm_mode == "colocate"
 
 
-def _patience(config: Any) -> Iterator[str]:
-    if _is(config, "server") and world_size() > 1 and config.vllm_server_timeout >= config.ddp_timeout:
-        yield (
-            f"vllm_server_timeout={config.vllm_server_timeout:g}: the other processes wait for the one that waits for "
-            f"the server, and give up after ddp_timeout={config.ddp_timeout} s. Set it below that."
-        )
-
-
-def _sleep(config: Any) -> Iterator[str]:
-    if config.use_cpu and config.vllm_enable_sleep_mode and _is(config, "colocate"):
-        yield "vllm_enable_sleep_mode=True: vLLM cannot put its engine to sleep on a CPU. Remove it."
-
-
-def _tensor_parallel(config: Any) -> Iterator[str]:
-    parallel, processes = config.vllm_tensor_parallel_size, world_size()
-    if _is(config, "colocate") and processes % parallel:
-        yield (
-            f"vllm_tensor_parallel_size={parallel} does not divide the number of processes, {processes}: colocated "
-            "engines share the training processes. Set it to a divisor, or vllm_mode: server."
-        )
-
-
-def _context(config: Any) -> Iterator[str]:
-    longest = config.vllm_max_model_length
-    if _is(config, "colocate") and longest is not None and longest <= config.max_completion_length:
-        yield (
-            f"vllm_max_model_length={longest} holds prompt and completion, but max_completion_length="
-            f"{config.max_completion_length} alone fills it. Set it above {config.max_completion_length}, by the "
-            "length of the longest prompt."
+def _context(config: GRPOExtArguments) -> Iterator[Problem]:
+    longest, completion = config.vllm_max_model_length, config.max_completion_length
+    if _colocated(config) and longest is not None and completion is not None and longest <= completion:
+        yield Problem(
+            "vllm_max_model_length",
+            longest,
+            f"it is the length of prompt and completion together, and max_completion_length={completion} fills it",
+            f"Set it above {completion}, by the length of the longest prompt.",
         )
 
 
 VLLM_RULES: tuple[Rule, ...] = (
-    *(_quantized_arguments, _transfer, _patience, _sleep, _tensor_parallel, _context),
-    *(_clip_bounds, _no_bounds, _sampler_level),
+    *(_quantized, _no_bounds, _sampler_level, _context),
+    Conflict(
+        "vllm_weight_transfer use_cpu",
+        lambda c: c.use_cpu and c.vllm_weight_transfer == "nccl" and _server(c),
+        "NCCL needs a GPU on the trainer's side too",
+        "Set 'auto' or 'gloo'.",
+    ),
+    Conflict(
+        "vllm_server_timeout ddp_timeout",
+        lambda c: _server(c) and world_size() > 1 and c.vllm_server_timeout >= c.ddp_timeout,
+        "the other processes wait for the one that waits for the server, and give up after ddp_timeout",
+        "Set it below {c.ddp_timeout}.",
+    ),
+    Conflict(
+        "vllm_enable_sleep_mode use_cpu",
+        lambda c: c.use_cpu and c.vllm_enable_sleep_mode and _colocated(c),
+        "vLLM cannot put its engine to sleep on a CPU",
+        "Remove it.",
+    ),
+    Conflict(
+        "vllm_tensor_parallel_size",
+        lambda c: _colocated(c) and world_size() % c.vllm_tensor_parallel_size,
+        "it does not divide the {c.world_size} processes, which colocated engines share",
+        "Set it to a divisor, or vllm_mode: server.",
+    ),
+    Conflict(
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max",
+        lambda c: (
+            (low := c.vllm_importance_sampling_clip_min) is not None
+            and (high := c.vllm_importance_sampling_clip_max) is not None
+            and low >= high
+        ),
+        "the lower bound is not below the upper one",
+        "Swap them.",
+    ),
 )
 """Settings of colocated engines, of a server, and of the correction of the sampler."""

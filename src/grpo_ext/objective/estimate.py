@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_ext.errors import Problem
 from grpo_ext.objective import turn_credit  # noqa: F401 (its estimators are in the registry once it is imported)
 from grpo_ext.objective.advantages import Rewards, TokenRewards, estimators, zero_variance
 from grpo_ext.objective.options import bind
@@ -13,6 +14,10 @@ from grpo_ext.objective.options import bind
 
 class BrokenRule(ValueError):
     """An estimator returned something that no estimator may return."""
+
+    def __init__(self, estimator: str, reason: str, cure: str) -> None:
+        self.problem = Problem("advantage_estimator", estimator, reason, cure)
+        super().__init__(str(self.problem))
 
 
 def estimate(name: str, rewards: Rewards, offered: Mapping[str, Any] = {}, **options: Any) -> TokenRewards | Rewards:
@@ -31,8 +36,9 @@ def estimate(name: str, rewards: Rewards, offered: Mapping[str, Any] = {}, **opt
     if not isinstance(found, Tensor) or tuple(found.shape) not in (tuple(rewards.shape), per_token):
         what = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise BrokenRule(
-            f"advantage_estimator={name}: it returned {what} for rewards {list(rewards.shape)}. Return a tensor "
-            "[groups, completions]; or, if it takes `mask`, of the mask's shape."
+            name,
+            f"it returned {what} for rewards {list(rewards.shape)}",
+            "Return a tensor [groups, completions]; or, if it takes `mask`, of the mask's shape.",
         )
     found = found.to(rewards.dtype)
     silent = rewards.isnan()
@@ -49,8 +55,9 @@ def _refuse_infinite(name: str, advantages: Tensor, rewards: Rewards) -> None:
     wrong = ~advantages.isfinite()
     if wrong.any():
         group, value = int(wrong.nonzero()[0, 0]), advantages[wrong][0].item()
-        cure = "Leave NaN, which is a completion that could not be scored, out of its statistics (nanmean, nansum)"
         raise BrokenRule(
-            f"advantage_estimator={name}: an advantage of {value:g} for the rewards {rewards[group].tolist()} of one "
-            f"group. {cure}, and divide by nothing that can be 0."
+            name,
+            f"an advantage of {value:g} for the rewards {rewards[group].tolist()} of one group",
+            "Leave NaN, a completion that could not be scored, out of its statistics (nanmean, nansum), and do not "
+            "divide by a number that can be 0.",
         )

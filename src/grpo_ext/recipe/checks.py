@@ -17,11 +17,11 @@ from trl.scripts.utils import DatasetConfig
 from grpo_ext.config.adapters import adapter_problems, is_adapter
 from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.fields import outside, sound_values, unknown_value
-from grpo_ext.config.idle import is_set
 from grpo_ext.config.launch import elsewhere
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
+from grpo_ext.config.rules import is_set
 from grpo_ext.config.vllm import quantized_problem
 from grpo_ext.data.config import GAME
 from grpo_ext.data.config import problems as data_problems
@@ -68,7 +68,7 @@ def part_problems(script: Any, data: Any, training: Any, model: Any, mixture: An
         _resume(training),
         _streams(script, training, mixture),
         _loading(training, model),
-        machine_problems(training, model),
+        map(str, machine_problems(training, model)),
         _output(training.output_dir),
         _on_cpu(training, model),
         _quantized(training, model),
@@ -99,7 +99,7 @@ def _quantized(training: Any, model: Any) -> Iterator[str]:
     """Quantized weights that vLLM would sample from."""
     if model is not None and training.use_vllm:
         names = (name for name in ("load_in_4bit", "load_in_8bit") if getattr(model, name))
-        yield from (quantized_problem(f"{name}=True") for name in names)
+        yield from (str(quantized_problem(name, True)) for name in names)
 
 
 def _output(folder: Any) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _model(model: Any) -> Iterator[str]:
             else "Correct the path, or give a hub id."
         )
         yield f"model_name_or_path={path!r}: no such folder. {cure}"
-    yield from adapter_problems(model)
+    yield from map(str, adapter_problems(model))
     for name in ("dtype", "bnb_4bit_quant_type"):
         value = getattr(model, name)
         known = next(f for f in dataclasses.fields(model) if f.name == name).metadata["choices"]

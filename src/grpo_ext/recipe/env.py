@@ -40,7 +40,7 @@ def _env_problems(env: Mapping[Any, Any]) -> Iterator[str]:
             cure = "Write it in quotes; to unset a variable, do so before the start."
             yield f"env.{name}={value!r}: {kind(value)} where text or a number is expected. {cure}"
         elif name.endswith(_PATHS) and (missing := list(unknown(name, value, f"env.{name}"))):
-            yield from (sentence for _, sentence in missing)
+            yield from map(str, missing)
         elif os.environ.get(name) != str(_expanded(name, value)) and _is_too_late(name):
             yield (
                 f"env.{name}={value!r}: {name} has been read before the recipe is, so that this would be ignored. "

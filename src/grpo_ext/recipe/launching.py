@@ -69,7 +69,7 @@ def take_launch(values: dict[str, Any], problems: list[str]) -> Launch:
         try:
             config = accelerate_config(name)
         except ConfigError as error:
-            problems += error.problems
+            problems += map(str, error.problems)
     return Launch(config, processes, tuple(_options(values, problems)))
 
 
@@ -77,7 +77,7 @@ def _options(values: dict[str, Any], problems: list[str]) -> Iterator[str]:
     for key in [key for key in values if key in (*VALUES, *FLAGS)]:
         value = values.pop(key)
         if key in PATHS:
-            problems += [sentence for _, sentence in unknown(key, value)]
+            problems += map(str, unknown(key, value))
             value = expand(key, value)
         if key in FLAGS and isinstance(value, bool):
             yield from [f"--{key}"] if value else []
@@ -95,7 +95,7 @@ def accelerate_config(name: Any) -> Path:
     Raises:
         ConfigError: neither; the message names the closest ones.
     """
-    if problems := [sentence for _, sentence in unknown("accelerate_config", name)]:
+    if problems := list(unknown("accelerate_config", name)):
         raise ConfigError(problems)
     name = expand("accelerate_config", name)
     if isinstance(name, (str, Path)) and Path(name).is_file():

@@ -64,7 +64,7 @@ class Look:
         try:
             self.train, test = datasets_of(parts, self.policy.tokenizer)
         except (ConfigError, DataError) as error:
-            yield from error.problems
+            yield from map(str, error.problems)
             return
         problems, self.notes = findings(parts, rewards, self.train, self.policy.tokenizer, self.policy.context, test)
         yield from problems
@@ -98,7 +98,7 @@ def findings(
     problems: list[str] = []
     notes: list[str] = []
     if isinstance(train, Dataset):
-        problems += too_few(parts.training, len(train))
+        problems += map(str, too_few(parts.training, len(train)))
         problems += _template_problems(train[0]["prompt"], tokenizer, parts.training.chat_template_kwargs)
         problems += fit.policy_problems(parts.environments, tokenizer, as_mapping(parts.training.chat_template_kwargs))
         notes += [] if problems else _too_long(train, tokenizer, parts.training, context)

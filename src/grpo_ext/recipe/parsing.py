@@ -91,7 +91,7 @@ def load_recipe(
     parts = {part: _parse_part(part, values, args, folder, problems, given, unread) for part in PARTS}
     script, data, training, model, mixture = (parts[part] for part in PARTS)
     if model is not None and not rewards_only:
-        refused = {problem.partition("=")[0] for problem in problems}
+        refused = {str(problem).partition("=")[0] for problem in problems}
         problems += ignored({*values, *_flags(args)} - refused, model)
     if model is not None and re.fullmatch(r"\w+", str(model.lora_target_modules or "")):
         # TRL takes a list of one apart, and PEFT takes what it held for a regular expression of whole paths
@@ -229,7 +229,7 @@ def _parse_part(
             is_word = key in lists and isinstance(value, str) and value.startswith("[")
             given[key] = as_list(key, [value] if is_word else value, unread)
         for key in given.keys() & PATHS:
-            unread += unknown(key, given[key])
+            unread += [(str(p.value), str(p)) for p in unknown(key, given[key])]
             given[key] = expand(key, given[key])
         if part is not GRPOExtConfig:  # which tells of its types itself, with all that is wrong in it
             given, told = sound_values(part, parsed, ALSO)
@@ -238,7 +238,7 @@ def _parse_part(
             given[key] = located(given[key], folder) if isinstance(given[key], str) else given[key]
         return part(**given)
     except ConfigError as error:
-        problems += error.problems
+        problems += map(str, error.problems)
     except (ImportError, OSError, TypeError, ValueError) as error:
         problems.append(f"{part.__name__}: {error}")
     return None
@@ -253,7 +253,7 @@ def _as_given(values: dict[str, Any] | None) -> Any:
 
 def _each_once(problems: list[str], unread: list[tuple[str, str]]) -> list[str]:
     """Leave out what follows from a value that was of the wrong type, or that could not be read."""
-    problems = [problem for problem in problems if not any(text in problem for text, _ in unread)]
+    problems = [text for text in map(str, problems) if not any(part in text for part, _ in unread)]
     problems += [sentence for _, sentence in unread]
     wrong = {problem.partition("=")[0] for problem in problems if " is expected. " in problem}
     told: set[str] = set()

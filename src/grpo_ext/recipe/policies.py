@@ -253,7 +253,7 @@ def _asked_of(policy: Policy, model: Any, training: Any) -> Iterator[str]:
         )
     given = as_mapping(training.model_init_kwargs).get("quantization_config")
     if training.use_vllm and given is None and leaves_packed(quantised):
-        yield quantized_problem(f"model_name_or_path={model.model_name_or_path!r}, whose weights are quantized,")
+        yield str(quantized_problem("model_name_or_path", model.model_name_or_path))
     if training.router_aux_loss_coef and not hasattr(config.get_text_config(), "output_router_logits"):
         yield (
             f"router_aux_loss_coef={training.router_aux_loss_coef}: {type(policy.empty).__name__} has no experts to "

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from grpo_ext.config.idle import is_set
+from grpo_ext.config.rules import is_set
 from grpo_ext.config.warnings import no_effect
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.objective import resolve
@@ -38,7 +38,7 @@ def _idle(recipe: "Recipe") -> Iterator[str]:
     ):
         idle = [] if switch else [name for name in names if is_set(part, name)]
         if idle:
-            yield no_effect(idle, cure)
+            yield str(no_effect(idle, cure))
 
 
 def _adapter(recipe: "Recipe") -> Iterator[str]:

@@ -150,9 +150,9 @@ def quantized_problems(args: GRPOExtConfig, model: object, quantization_config: 
     if not args.use_vllm:
         return
     if leaves_packed(quantization_config):
-        yield quantized_problem(f"quantization_config={type(quantization_config).__name__}")
+        yield quantized_problem("quantization_config", type(quantization_config).__name__)
     elif leaves_packed(getattr(getattr(model, "config", None), "quantization_config", None)):
-        yield quantized_problem(f"model={type(model).__name__}, whose weights are quantized,")
+        yield quantized_problem("model", type(model).__name__)
 
 
 def policy(model: Model) -> Model:

@@ -1,7 +1,7 @@
 """Arguments of the training command in a shell script: `--key value` and hydra's `a.b=c`.
 
-Quotes, the script's own variables, arrays, defaults and sums are resolved; nothing is run. What only a shell knows
-(`$(command)`, a variable of the environment) stays as it is written.
+Quotes, the script's own variables, arrays, defaults and sums are resolved; the script is not run. What only a shell
+knows (`$(command)`, a variable of the environment) stays as it is written.
 """
 
 import re
@@ -11,18 +11,22 @@ from typing import Any
 from grpo_ext.recipe.files import parse_value
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_BLANK = re.compile(r"[ \t\r]+|\\\n|#[^\n]*")
+_PLACEHOLDER = re.compile(r"<[A-Za-z][\w .-]*>")
+_ENDS = re.compile(r"[ \t\r]*(#|\n|;|&|\||$)")
 _NAME = re.compile(r"(?P<name>[A-Za-z_]\w*|\d)|[@*#?]")
 _PARAMETER = re.compile(
     r"(?P<name>[A-Za-z_]\w*|\d)(?P<whole>\[[@*]\])?(?::?-(?P<default>.*)|(?P<lower>,,))?", re.DOTALL
 )
 _HYDRA = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
 _PROGRAM = re.compile(r".*\.py|(.*/)?(python[\d.]*|accelerate|torchrun|deepspeed|swift|megatron|trl|ray)")
-_PREFIXES = ("export", "local", "readonly", "declare")
+_SKIPPED = ("export", "local", "readonly", "declare", "then", "else", "do")
+_DEPTH = {**dict.fromkeys(("if", "case", "for", "while"), 1), **dict.fromkeys(("fi", "esac", "done"), -1)}
 _OF_THE_RUN = (
     *("CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE", "NNODES", "MASTER_PORT", "MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM"),
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-"""Environment variables of the command that say something about the run."""
+"""Environment variables of the command that configure the run."""
 
 
 class Word(str):
@@ -36,8 +40,8 @@ def read_script(text: str) -> tuple[dict[str, Any], dict[str, str]]:
 
     A key that occurs twice has its last value; one without a value is true, one with several is a list.
     """
-    shell = _Shell(text)
-    commands = [_of_command(words) for words in _with_inner(shell)]
+    shell = _Shell(text, {})
+    commands = [_arguments(words) for words in _with_quoted(shell)]
     found, unsure = max(commands, key=lambda command: len(command[0]), default=({}, {}))
     exported = {name: _value(shell.variables[name][0]) for name in _OF_THE_RUN if shell.variables.get(name)}
     asked = {
@@ -47,8 +51,8 @@ def read_script(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     return {**exported, **found}, asked
 
 
-def _with_inner(shell: "_Shell") -> Iterator[list[Word]]:
-    """Return all commands, also those inside of a quoted one (`srun bash -c "..."`)."""
+def _with_quoted(shell: "_Shell") -> Iterator[list[Word]]:
+    """Return all commands, also those inside a quoted one (`srun bash -c "..."`)."""
     for words in shell.commands():
         yield words
         for word in words:
@@ -56,11 +60,11 @@ def _with_inner(shell: "_Shell") -> Iterator[list[Word]]:
                 yield from _Shell(word, shell.variables).commands()
 
 
-def _of_command(words: list[Word]) -> tuple[dict[str, Any], dict[str, frozenset[str]]]:
+def _arguments(words: list[Word]) -> tuple[dict[str, Any], dict[str, frozenset[str]]]:
+    """Return the arguments of a command, and the uncertain variables of each."""
     found: dict[str, Any] = {}
     unsure: dict[str, frozenset[str]] = {}
-    words = _after_launcher(words)
-    i = 0
+    words, i = _after_launcher(words), 0
     while i < len(words):
         word, values = words[i], [words[i]]
         i += 1
@@ -68,19 +72,19 @@ def _of_command(words: list[Word]) -> tuple[dict[str, Any], dict[str, frozenset[
             key, found[key] = hydra[1], _value(hydra[2])
         elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
-            end = i if equals else next((n for n in range(i, len(words)) if _is_key(words[n])), len(words))
-            values, i = (values, i) if equals else (_before_program(words[i:end]), end)
-            read = [_value(value)] if equals else [_value(v) for v in values]
+            read = [_value(value)]
+            if not equals:
+                end = next((n for n in range(i, len(words)) if _is_key(words[n])), len(words))
+                values, i = _before_program(words[i:end]), end
+                read = [_value(v) for v in values]
             key = name.replace("-", "_")
             found[key] = True if not read else read[0] if len(read) == 1 else read
         elif (assigned := _ASSIGNMENT.match(word)) and assigned[1] in _OF_THE_RUN:
             key, found[key] = assigned[1], _value(word[assigned.end() :])
         else:
             continue
-        unsure.pop(key, None)
-        if names := frozenset().union(*(v.unsure for v in values)):
-            unsure[key] = names
-    return found, unsure
+        unsure[key] = frozenset().union(*(v.unsure for v in values))
+    return found, {key: names for key, names in unsure.items() if names}
 
 
 def _after_launcher(words: list[Word]) -> list[Word]:
@@ -93,8 +97,7 @@ def _after_launcher(words: list[Word]) -> list[Word]:
 
 def _before_program(values: list[Word]) -> list[Word]:
     """Drop the program behind the last option of its launcher."""
-    end = next((n for n, word in enumerate(values) if n and word.endswith(".py")), len(values))
-    return values[:end]
+    return values[: next((n for n, word in enumerate(values) if n and word.endswith(".py")), len(values))]
 
 
 def _is_key(word: str) -> bool:
@@ -108,11 +111,15 @@ def _value(text: str) -> Any:
 
 
 class _Shell:
-    """Splits a script into commands, and fills in what it assigns itself."""
+    """Splits a script into commands, and fills in the variables that it assigns.
 
-    def __init__(self, text: str, variables: dict[str, list[str]] | None = None) -> None:
-        self.text, self.at = text, 0
-        self.variables = {} if variables is None else variables
+    Args:
+        text: the script.
+        variables: name -> entries of the array, or the one value; assignments are added.
+    """
+
+    def __init__(self, text: str, variables: dict[str, list[str]]) -> None:
+        self.text, self.at, self.variables = text, 0, variables
         self.branched: set[str] = set()
         """Variables for which the script has another value under a condition."""
         self.used: set[str] = set()
@@ -122,10 +129,9 @@ class _Shell:
         depth, guarded = 0, False
         words: list[Word] = []
         while self.at < len(self.text):
-            if self._blank():
+            if self._skip(_BLANK):
                 continue
-            char = self.text[self.at]
-            if char in "\n;|&(){}<>" and not self._placeholder():
+            if self._operator():
                 if words:
                     yield words
                 guarded = self.text.startswith(("&&", "||"), self.at)
@@ -134,34 +140,26 @@ class _Shell:
             elif not words and (assigned := _ASSIGNMENT.match(self.text, self.at)):
                 self.at = assigned.end()
                 value = self._assigned()
-                if self.at < len(self.text) and self.text[self.at] in " \t" and not self._ends():
+                if self.text[self.at : self.at + 1] in (" ", "\t") and not _ENDS.match(self.text, self.at):
                     words = [self._word(f"{assigned[1]}={' '.join(value)}")]  # VARIABLE=value command
                 else:
                     self._assign(assigned[1], bool(assigned[2]), value, unsure=depth > 0 or guarded)
             else:
                 read = self._words()
-                if not words and len(read) == 1 and read[0] in ("if", "case", "for", "while", "fi", "esac", "done"):
-                    depth += 1 if read[0] in ("if", "case", "for", "while") else -1
-                elif words or not (len(read) == 1 and read[0] in (*_PREFIXES, "then", "else", "do")):
-                    words += read
+                first = read[0] if len(read) == 1 and not words else ""
+                depth += _DEPTH.get(first, 0)
+                words += [] if first in _DEPTH or first in _SKIPPED else read
         if words:
             yield words
 
-    def _blank(self) -> bool:
-        """Skip white space, a continued line or a comment."""
-        for pattern in (r"[ \t\r]+|\\\n", r"#[^\n]*"):
-            if found := re.compile(pattern).match(self.text, self.at):
-                self.at = found.end()
-                return True
-        return False
+    def _skip(self, pattern: re.Pattern[str]) -> bool:
+        found = pattern.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+        return found is not None
 
-    def _placeholder(self) -> bool:
-        """Return whether a `<name>` follows, which a reader is to replace."""
-        return bool(re.compile(r"<[A-Za-z][\w .-]*>").match(self.text, self.at))
-
-    def _ends(self) -> bool:
-        """Whether the command ends after this white space."""
-        return bool(re.compile(r"[ \t\r]*(#|\n|;|&|\||$)").match(self.text, self.at))
+    def _operator(self) -> bool:
+        """Return whether an operator follows; a `<name>` is a placeholder that the reader replaces."""
+        return self.text[self.at] in "\n;|&(){}<>" and not _PLACEHOLDER.match(self.text, self.at)
 
     def _assigned(self) -> list[str]:
         if not self.text.startswith("(", self.at):
@@ -173,8 +171,8 @@ class _Shell:
         while self.at < len(self.text) and self.text[self.at] != ")":
             if self.text[self.at] == "\n":
                 self.at += 1
-            elif not self._blank():
-                values += self._words() if self.text[self.at] not in ";|&(){}<>" else [self._char()]
+            elif not self._skip(_BLANK):
+                values += [self._char()] if self.text[self.at] in ";|&(){}<>" else self._words()
         self.at += 1
         return values
 
@@ -189,7 +187,14 @@ class _Shell:
 
     def _char(self) -> str:
         self.at += 1
-        return self.text[self.at - 1]
+        return self.text[self.at - 1 : self.at]
+
+    def _until(self, end: str) -> str:
+        """Return the text up to `end`, or all that is left, and move behind it."""
+        start, found = self.at, self.text.find(end, self.at)
+        stop = len(self.text) if found < 0 else found
+        self.at = stop + len(end)
+        return self.text[start:stop]
 
     def _word(self, text: str) -> Word:
         word = Word(text)
@@ -198,42 +203,31 @@ class _Shell:
         return word
 
     def _words(self) -> list[Word]:
-        """Read to the next white space or operator: mostly one word, for an array its entries."""
+        """Read to the next white space or operator: usually one word, for an array its entries."""
         parts, quoted = [""], False
-        while self.at < len(self.text) and (self.text[self.at] not in " \t\r\n;|&()<>" or self._placeholder()):
+        while self.at < len(self.text) and (
+            self.text[self.at] not in " \t\r\n;|&()<>" or _PLACEHOLDER.match(self.text, self.at)
+        ):
             char = self._char()
             if char == "<":
-                end = self.text.index(">", self.at) + 1
-                parts[-1], self.at = parts[-1] + self.text[self.at - 1 : end], end
-                continue
-            if char == "\\":
-                parts[-1] += self._char().replace("\n", "") if self.at < len(self.text) else ""
+                parts[-1] += f"<{self._until('>')}>"
+            elif char == "\\":
+                parts[-1] += self._char().replace("\n", "")
             elif char == "'":
-                end = self.text.find("'", self.at) % (len(self.text) + 1)
-                parts[-1] += self.text[self.at : end]
-                self.at, quoted = end + 1, True
+                parts[-1] += self._until("'")
+                quoted = True
             elif char == '"':
                 read = self._quoted()
-                self._append(parts, read)
+                _append(parts, read)
                 quoted = quoted or bool(read)
             elif char in "$`":
                 values = self._dollar(char)
-                self._append(parts, [piece for value in values for piece in self._split(value)])
+                _append(parts, [part for v in values for part in ([v] if "$(" in v else v.split() or [""])])
             else:
                 parts[-1] += char
         if parts == ["2"] and self.text[self.at : self.at + 1] == ">":
             return []
         return [self._word(part) for part in parts if part or (quoted and len(parts) == 1)]
-
-    @staticmethod
-    def _split(value: str) -> list[str]:
-        return [value] if "$(" in value else value.split() or [""]
-
-    @staticmethod
-    def _append(parts: list[str], values: list[str]) -> None:
-        if values:
-            parts[-1] = parts[-1] + values[0] if parts[-1] else values[0]
-            parts += values[1:]
 
     def _quoted(self) -> list[str]:
         """Read to the closing quote."""
@@ -243,30 +237,27 @@ class _Shell:
             if char == "\\" and self.text[self.at : self.at + 1] in ("\\", '"', "$", "`", "\n"):
                 parts[-1] += self._char().replace("\n", "")
             elif char in "$`":
-                self._append(parts, self._dollar(char))
+                _append(parts, self._dollar(char))
             else:
                 parts[-1] += char
         self.at += 1
         return [] if parts == [""] and self.at > start + 1 else parts  # "$@", an empty array
 
     def _dollar(self, char: str) -> list[str]:
-        """Return what `$...` stands for: one value, or all of an array; what is unknown stays as it is."""
-        start = self.at - 1
+        """Return the value of `$...`: one, or all of an array; an unknown one stays as it is."""
+        start, found = self.at - 1, None
         if char == "`":
-            self.at = self.text.find("`", self.at) % (len(self.text) + 1) + 1
-            return [self.text[start : self.at]]
-        if self.text.startswith("((", self.at):
+            self._until("`")
+        elif self.text.startswith("((", self.at):
             self._close("(", ")")
             return [self._sum(self.text[start + 3 : self.at - 2]) or self.text[start : self.at]]
-        if self.text.startswith("(", self.at):
+        elif self.text.startswith("(", self.at):
             self._close("(", ")")
-            return [self.text[start : self.at]]
-        if self.text.startswith("{", self.at):
+        elif self.text.startswith("{", self.at):
             self._close("{", "}")
             found = _PARAMETER.fullmatch(self.text, start + 2, self.at - 1)
-        else:
-            found = _NAME.match(self.text, self.at)
-            self.at = found.end() if found else self.at
+        elif found := _NAME.match(self.text, self.at):
+            self.at = found.end()
         written = self.text[start : self.at]
         if found and found[0] in ("@", "*"):
             return []  # the script's own arguments
@@ -308,3 +299,10 @@ class _Shell:
             return str(int(eval(filled.replace("//", "/").replace("/", "//"))))  # digits and operators only
         except (SyntaxError, TypeError, ZeroDivisionError):
             return None
+
+
+def _append(parts: list[str], values: list[str]) -> None:
+    """Append the first value to the last part, the others as parts of their own."""
+    if values:
+        parts[-1] = parts[-1] + values[0] if parts[-1] else values[0]
+        parts += values[1:]

@@ -1,0 +1,48 @@
+"""How a rule of a config is written: a function that yields problems, or a row that names settings in conflict."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.errors import Problem
+
+Rule: TypeAlias = Callable[[GRPOExtArguments], Iterator[Problem]]
+"""Takes a config and yields the problems of one matter."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A rule with one condition.
+
+    Args:
+        fields: the setting to name and the others that make it a mistake, in one text.
+        when: whether a config has the mistake.
+        reason: as in `Problem`; "{c.beta}" is replaced by the value.
+        cure: as in `Problem`, likewise.
+    """
+
+    fields: str
+    when: Callable[[GRPOExtArguments], object]
+    reason: str
+    cure: str
+
+    def __call__(self, config: GRPOExtArguments) -> Iterator[Problem]:
+        """Yield the problem, if there is one."""
+        if self.when(config):
+            (field, value), *others = ((name, plain(getattr(config, name))) for name in self.fields.split())
+            yield Problem(field, value, self.reason.format(c=config), self.cure.format(c=config), dict(others))
+
+
+def plain(value: object) -> object:
+    """Return a setting as a recipe writes it; in a copy of a config it may be a member of an enum."""
+    return getattr(value, "value", value)
+
+
+def is_set(config: object, name: str) -> bool:
+    """Return whether a field of a dataclass differs from its default."""
+    field = next(f for f in dataclasses.fields(config) if f.name == name)  # type: ignore[arg-type]
+    factory = field.default_factory
+    default = field.default if factory is dataclasses.MISSING else factory()
+    return bool(getattr(config, name) != default)
