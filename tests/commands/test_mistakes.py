@@ -79,7 +79,7 @@ def checked(values: dict[str, Any], *args: str, processes: int | None = None) ->
         try:
             load_recipe(["--config", "recipe.yaml", *args], look)
         except ConfigError as error:
-            return error.problems, look
+            return list(map(str, error.problems)), look
     return [], look
 
 
