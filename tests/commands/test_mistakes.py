@@ -248,7 +248,7 @@ def test_every_size_that_a_batch_problem_names_works(processes):
 
     def sentences(**sizes: Any) -> list[str]:
         with planned_processes(sizes.pop("processes", processes)):
-            return list(batch_problems(SimpleNamespace(**sizes)))
+            return list(map(str, batch_problems(SimpleNamespace(**sizes))))
 
     applied = 0
     for p, a, s, g in SIZES:
