@@ -35,10 +35,10 @@ class Problem:
     """
 
     field: str
-    value: Any
+    value: Any = dataclasses.field(hash=False)
     reason: str
     cure: str
-    beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    beside: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __hash__(self) -> int:
         return hash((self.field, self.reason, self.cure))
