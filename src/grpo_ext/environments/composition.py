@@ -149,7 +149,7 @@ def _parse_entry(place: str, entry: str | type | Mapping[str, Any], folder: Path
         problems += _class_problems(place, target, kwargs)
     if not unknown:
         problems += tool_problems(f"{place}.tools", target, functions_of(functions))
-        if not is_conversation(target) and not methods_of(target) and not functions:
+        if not is_conversation(target) and not methods_of(target) and not tools:
             cure = "Write one, or derive it from grpo_ext.Conversation."
             problems.append(Problem(place, target or ABSENT, "neither tools (public methods) nor a method step", cure))
     if entry.get("isolate") and any(callable(part) for part in (entry.get("path"), *functions)):
@@ -172,7 +172,7 @@ def _functions(place: str, tools: Sequence[Any], folder: Path | None) -> tuple[l
         try:
             found = located(tool, folder) if isinstance(tool, str) else tool
             if not callable(import_path(found) if isinstance(found, str) else found):
-                raise UnknownNameError(f"{tool!r} is not a function", "Name one.")
+                raise UnknownNameError("not a function", "Name one.")
             functions.append(found)
         except UnknownNameError as error:
             problems.append(Problem(place, tool, error.reason, error.cure))

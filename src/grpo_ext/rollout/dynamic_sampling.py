@@ -121,18 +121,19 @@ class Batch:
         assert rewards is not None
         full = {name: values for name, values in collected.logged.items() if len(values) == count}
         logged = [{name: values[i] for name, values in full.items()} for i in range(count)]
-        masks, logprobs = made.tool_mask or [None] * count, made.logprobs or [None] * count
+        unknown: list[Any] = [None] * count
+        masks, logprobs = made.tool_mask or unknown, made.logprobs or unknown
         columns = (collected.rows, made.prompt_ids, made.completion_ids, masks, made.completions, logprobs)
         rows = list(zip(*columns, logged, collected.turn_rewards, strict=True))
         return cls(rows, rewards, list(collected.logged), list(made.extra))
 
     def collected(self) -> Collected:
         """Join the rows to a scored generation."""
-        columns = map(list, zip(*self.rows, strict=True))
-        examples, *ids, masks, completions, logprobs, logged, turn_rewards = columns
+        columns: list[Any] = [list(column) for column in zip(*self.rows, strict=True)]
+        examples, prompt_ids, ids, masks, completions, logprobs, logged, turn_rewards = columns
         extra = {name: [example[name] for example in examples] for name in self.extra}
         tool_mask, scores = (None if None in column else column for column in (masks, logprobs))
-        made = Generated(*ids, tool_mask, completions, scores, extra, None, [])
+        made = Generated(prompt_ids, ids, tool_mask, completions, scores, extra, None, [])
         of_rewards = {name: [row.get(name) for row in logged] for name in self.logged}
         return Collected(examples, (), made, rewards=self.rewards, turn_rewards=turn_rewards, logged=of_rewards)
 

@@ -105,10 +105,10 @@ class Client(VLLMClient):
         """Return the configuration of the server."""
         return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
 
-    def _get(self, url: str, **kwargs: dict[str, str]) -> dict[str, Any]:
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self._request(lambda: self.session.get(url, **kwargs))
 
-    def _post(self, url: str, **kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self._request(lambda: self.session.post(url, **kwargs))
 
     def _request(self, send_request: Callable[[], requests.Response]) -> dict[str, Any]:
