@@ -1,4 +1,4 @@
-"""What the machine that is to run must have: a GPU that computes in bf16, the packages that settings need."""
+"""Requirements on the machine that is to run: a GPU that computes in bf16, the packages that settings need."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -119,7 +119,7 @@ def _reporters(training: GRPOExtArguments) -> Iterator[Problem]:
 
 def _token(training: GRPOExtArguments) -> Iterator[Problem]:
     if training.push_to_hub and not training.hub_token and get_token() is None:
-        reason = "there is no token for the hub, and the run would end before its first step"
+        reason = "a token for the hub is missing, and the run would end before its first step"
         cure = "Log in (hf auth login), set HF_TOKEN, or set push_to_hub: false."
         yield Problem("push_to_hub", True, reason, cure)
     elif training.push_to_hub and is_offline_mode():
