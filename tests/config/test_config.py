@@ -1,5 +1,6 @@
 """GRPOExtConfig: TRL's config plus the axes of the loss, checked as a whole."""
 
+import copy
 import dataclasses
 import string
 import typing
@@ -14,6 +15,7 @@ from grpo_ext.config import machine
 from grpo_ext.config.grpo_config import KWARGS
 from grpo_ext.config.launch import planned_processes, planning, world_size
 from grpo_ext.config.settings import SETTINGS, Change, change_of, values_for
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -119,6 +121,18 @@ def test_loss_defaults_trl_gives_trls_own_defaults(name):
 def test_dropout_is_off_and_denominators_are_exact_by_default():
     assert (config().dropout_disabled, config().exact_denominators) == (True, True)
     assert config(disable_dropout=False).dropout_disabled is False
+
+
+def test_the_objective_is_computed_once_and_never_stale():
+    settled = config(loss_type="grpo")
+    first = settled.objective
+    assert settled.objective is first
+    settled.beta = 0.1
+    assert settled.objective.beta == 0.1
+    assert dataclasses.replace(settled, beta=0.2, generation_batch_size=None).objective.beta == 0.2
+    with temporarily(settled, beta=0.3):
+        assert settled.objective.beta == 0.3
+    assert copy.copy(settled).objective == settled.objective == dataclasses.replace(first, beta=0.1)
 
 
 # Copies.

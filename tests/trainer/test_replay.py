@@ -204,7 +204,7 @@ def test_settings_that_do_not_fit_a_recording_are_refused(run, tmp_path):
     evaluated = {"use_vllm": True, "eval_strategy": "steps", "eval_steps": 1}
     with pytest.raises(ConfigError, match="no engine is started that could evaluate"):
         build("no model", tmp_path, **(SETTINGS | {"replay_batches": there} | evaluated))
-    with pytest.raises(ConfigError, match="log_completions=True with .*: a replay generates no completions"):
+    with pytest.raises(ConfigError, match="a replay generates no completions"):
         build("no model", tmp_path, **(SETTINGS | {"replay_batches": there, "log_completions": True}))
 
 
