@@ -45,8 +45,8 @@ from grpo_ext.recipe.policy import with_adapter
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.child import kill_children
 from grpo_ext.trainer.card import make_repository
-from grpo_ext.trainer.checkpoints.agreement import agreed
 from grpo_ext.trainer.checkpoints.identity import record_of
+from grpo_ext.trainer.checkpoints.processes import agreed
 from grpo_ext.trainer.checkpoints.starting import beginning, make_room
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.output_lock import output_lock

@@ -108,7 +108,7 @@ def test_a_requeued_job_finishes(asked, recipe, tmp_path, monkeypatch, capsys):
     assert train(load_recipe(argv)) is None
     said = capsys.readouterr().out
     assert "This run is finished: 6 steps" in said
-    assert "the run continues what it began" in said
+    assert "carried out by an earlier command: the run resumes" in said
     assert len(list((tmp_path / "run").glob("_before-*"))) == 1
 
 

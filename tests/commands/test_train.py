@@ -112,7 +112,7 @@ def test_a_run_is_finished_repaired_prolonged_refused_and_restarted(recipe, tmp_
 
     with pytest.raises(ConfigError, match=r"rate: .* loss_type: 'grpo' there, 'dr_grpo' here\. .*another output_dir"):
         train(load_recipe(recipe(**STEADY, max_steps=2, loss_type="dr_grpo", learning_rate=0.5)))
-    with pytest.raises(ConfigError, match=r"out is of another run: dataset_name: .*seed: 7 there, 8 here"):
+    with pytest.raises(ConfigError, match=r"out: it is of another run: dataset_name: .*seed: 7 there, 8 here"):
         train(load_recipe(recipe(**STEADY, max_steps=3, seed=8, dataset_name="reasoning_gym/chain_sum")))
     with pytest.raises(ConfigError, match=r"max_steps=1: .*checkpoint-2 is already beyond it"):
         train(load_recipe([*recipe(**STEADY, max_steps=1), "--resume_from_checkpoint", str(out / "checkpoint-2")]))
@@ -138,10 +138,10 @@ def test_a_run_is_finished_repaired_prolonged_refused_and_restarted(recipe, tmp_
 
 def test_a_finished_run_without_checkpoints_is_not_overwritten(recipe, tmp_path):
     train(load_recipe(recipe(**STEADY, max_steps=1, save_strategy="no")))
-    with pytest.raises(ConfigError, match="finished at step 1 and left no checkpoint to go on from"):
+    with pytest.raises(ConfigError, match="finished there at step 1, and it left no checkpoint to resume from"):
         train(load_recipe(recipe(**STEADY, max_steps=2, save_strategy="no")))
     (tmp_path / "out" / "generation_config.json").write_text("{}")  # by hand
-    with pytest.raises(ConfigError, match="finished at step 1 and left no checkpoint to go on from"):
+    with pytest.raises(ConfigError, match="finished there at step 1, and it left no checkpoint to resume from"):
         train(load_recipe(recipe(**STEADY, max_steps=1, save_strategy="no")))
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves for others: its model card, and on the hub a branch for each checkpoint."""
+"""The model card, and on the hub a branch for each checkpoint."""
 
 import logging
 
@@ -14,12 +14,6 @@ from grpo_ext.trainer.card import model_card, on_the_hub
 from support import adapted, tiny
 from support.fake_hub import fake_hub
 from support.trainers import build
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
-
 
 RUN = {
     "push_to_hub": True,
@@ -56,13 +50,13 @@ def test_each_checkpoint_goes_to_a_branch_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("status", "told"),
+    ("status", "words"),
     [
         (None, "push_to_hub=True: the hub cannot be reached ([Errno"),
         (401, "push_to_hub=True: the hub does not accept the repository 'me/run' (Client error '401"),
     ],
 )
-def test_a_hub_that_takes_nothing_is_told_before_a_model_is_loaded(status, told, tmp_path, monkeypatch, model_path):
+def test_a_hub_that_refuses_is_an_error_before_a_model_is_loaded(status, words, tmp_path, monkeypatch, model_path):
     argv = adapted.write_recipe(tmp_path, model_path, tmp_path / "run", **RUN)
     monkeypatch.setattr("grpo_ext.train.build_trainer", lambda *_: pytest.fail("loaded"))
     with fake_hub(monkeypatch) as hub:
@@ -76,17 +70,17 @@ def test_a_hub_that_takes_nothing_is_told_before_a_model_is_loaded(status, told,
             build(model_path, tmp_path / "other", max_steps=1, **RUN)
     [problem] = caught.value.problems
     assert str(problem).startswith("push_to_hub=True: the hub ")
-    assert told in str(problem)
+    assert words in str(problem)
 
 
-def test_a_push_while_offline_is_told_by_the_recipe(tmp_path, monkeypatch, model_path):
+def test_a_push_while_offline_is_an_error_of_the_recipe(tmp_path, monkeypatch, model_path):
     argv = adapted.write_recipe(tmp_path, model_path, tmp_path / "run", **RUN)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="push_to_hub=True with HF_HUB_OFFLINE"):
         load_recipe(argv)
 
 
-def test_a_push_that_fails_is_told_and_ends_nothing(model_path, tmp_path, monkeypatch, caplog):
+def test_a_failed_push_is_a_warning_and_the_run_continues(model_path, tmp_path, monkeypatch, caplog):
     settings = {key: value for key, value in RUN.items() if key != "hub_revision"}
     with fake_hub(monkeypatch) as hub:
         trainer = build(model_path, tmp_path / "run", max_steps=1, hub_strategy="end", **settings)
@@ -98,7 +92,7 @@ def test_a_push_that_fails_is_told_and_ends_nothing(model_path, tmp_path, monkey
     assert "revision main-step-000000001 could not be pushed" in caplog.text
 
 
-def test_the_card_says_what_was(tmp_path, model_path):
+def test_the_card_has_the_facts_of_the_run(tmp_path, model_path):
     argv = adapted.write_recipe(
         tmp_path,
         model_path,
@@ -167,7 +161,7 @@ def card(record, adapter_of=None):
         ({"datasets": [{"path": "a/b"}, {"path": "c/d"}], "dataset_name": None}, None, ["- a/b\n- c/d"]),
     ],
 )
-def test_a_card_of(record, adapter_of, expected):
+def test_the_card_by_kind_of_model_and_data(record, adapter_of, expected):
     written = card(record, adapter_of)
     for words in expected:
         assert words in written, words
@@ -180,7 +174,7 @@ def test_the_snippet_is_python():
             compile(code, "card", "exec")
 
 
-def test_what_is_no_repository(tmp_path):
+def test_names_of_tasks_and_files_are_not_names_of_the_hub(tmp_path):
     names = ("quickstart/addition", "reasoning_gym/x", "./a/b", "/a/b", "data/x.jsonl", "gsm8k", str(tmp_path), None)
     assert not any(map(on_the_hub, names))
     assert on_the_hub("openai/gsm8k")

@@ -8,21 +8,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from grpo_ext.errors import ConfigError, NonFiniteError
+from grpo_ext.errors import NonFiniteError
 from grpo_ext.train import main
-from grpo_ext.trainer.findings import BadTensor, ObservedBatch
-from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT, rank_of_cause
+from grpo_ext.trainer.findings import BadTensor, ObservedBatch, in_order
+from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT
 from grpo_ext.trainer.overflow import check_weights
 from grpo_ext.trainer.recording import read
 from support import poisoned, tiny
 from support.commands import command
 from support.dealt import dealing
 from support.trainers import build, scripted_rollout, weights
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +50,11 @@ def test_the_run_stops_before_the_step_and_names_what_was_first(place, value, st
     m = 1 + step % 2
     trainer = poisoned.build(model_path, tmp_path).arm(place, value=value, step=step, micro_batch=m)
     before = state(trainer)
-    with pytest.raises(NonFiniteError) as told:
+    with pytest.raises(NonFiniteError) as stopped:
         trainer.train()
     shown = WHERE[place].format(value="inf" if value == math.inf else "nan", m=m)
-    assert str(told.value).startswith(f"Step {step} of 4: {shown}"), told.value
-    assert f"{tmp_path}/failures/step_{step}" in str(told.value)
+    assert str(stopped.value).startswith(f"Step {step} of 4: {shown}"), stopped.value
+    assert f"{tmp_path}/failures/step_{step}" in str(stopped.value)
     expected = clean[step - 1] if step > 1 else before
     assert same({k: v for k, v in state(trainer).items() if k in expected}, expected)
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{i}" for i in range(1, step)}
@@ -105,7 +100,7 @@ def test_without_a_fault_the_guard_changes_no_bit(model_path, tmp_path, clean, m
     assert same({k: v for k, v in state(trainer).items() if k in clean[4]}, clean[4])
 
 
-def test_the_log_says_nan_and_the_next_interval_is_sound(model_path, tmp_path):
+def test_after_a_skipped_step_the_next_log_is_finite(model_path, tmp_path):
     settings = {"on_nonfinite": "skip", "logging_steps": 2, "max_steps": 6}
     trainer = poisoned.build(model_path, tmp_path, **settings).arm("loss", step=3)
     output = trainer.train()
@@ -115,14 +110,14 @@ def test_the_log_says_nan_and_the_next_interval_is_sound(model_path, tmp_path):
     assert math.isfinite(output.training_loss)
 
 
-def test_three_in_a_row_stop_the_run(model_path, tmp_path):
+def test_three_skipped_steps_in_a_row_stop_the_run(model_path, tmp_path):
     steps = range(2, 2 + IN_A_ROW)
     trainer = poisoned.build(model_path, tmp_path, on_nonfinite="skip", max_steps=8).arm("loss", also=steps)
     with pytest.raises(NonFiniteError, match=r"Step 4 of 8: .*3rd step in a row that is skipped"):
         trainer.train()
 
 
-def test_two_in_a_row_do_not(model_path, tmp_path, capsys):
+def test_two_skipped_steps_in_a_row_do_not_stop_the_run(model_path, tmp_path, capsys):
     trainer = poisoned.build(model_path, tmp_path, on_nonfinite="skip", max_steps=6).arm("loss", also=(3, 5))
     trainer.train()
     assert "3 of 6 steps were skipped for NaN or inf" in capsys.readouterr().out
@@ -136,19 +131,19 @@ def test_at_most_ten_batches_are_kept(model_path, tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_a_reward_that_is_no_number_stops_the_run(value, model_path, tmp_path):
+def test_an_infinite_reward_stops_the_run(value, model_path, tmp_path):
     rewards = [poisoned.bad_reward(value, at=3)]
     trainer = poisoned.build(model_path, tmp_path, rewards)
-    with pytest.raises(NonFiniteError) as told:
+    with pytest.raises(NonFiniteError) as stopped:
         trainer.train()
-    assert str(told.value).startswith("Step 3 of 4: inf returned by reward 'judged' on rank 0, row 1 (")
+    assert str(stopped.value).startswith("Step 3 of 4: inf returned by reward 'judged' on rank 0, row 1 (")
     kept = torch.load(tmp_path / "failures" / "step_3" / "rank_0.pt")
     assert not math.isfinite(kept["rewards"][1, 0])
     assert len(kept["completions"]) == 16
     assert (tmp_path / "checkpoint-2").exists()
 
 
-def test_or_counts_as_not_scored(model_path, tmp_path, caplog):
+def test_with_skip_an_infinite_reward_counts_as_not_scored(model_path, tmp_path, caplog):
     def run(value, folder):
         trainer = poisoned.build(model_path, folder, [poisoned.bad_reward(value, at=3)], on_nonfinite="skip")
         trainer.train()
@@ -175,7 +170,7 @@ def test_none_and_nan_mean_not_scored(model_path, tmp_path, caplog):
     assert [share for share in shares if share is not None] == [1 / 16]
 
 
-def test_a_run_goes_on_from_before_the_fault(model_path, tmp_path, clean):
+def test_a_run_resumes_from_before_the_fault(model_path, tmp_path, clean):
     with pytest.raises(NonFiniteError):
         poisoned.build(model_path, tmp_path).arm("gradient", step=3).train()
     trainer = poisoned.build(model_path, tmp_path)
@@ -183,14 +178,14 @@ def test_a_run_goes_on_from_before_the_fault(model_path, tmp_path, clean):
     assert same({k: v for k, v in state(trainer).items() if k in clean[4]}, clean[4])
 
 
-def test_a_disk_that_is_full_does_not_hide_it(model_path, tmp_path):
+def test_a_full_disk_does_not_hide_the_fault(model_path, tmp_path):
     (tmp_path / "failures").write_text("in the way")
     trainer = poisoned.build(model_path, tmp_path).arm("loss")
     with pytest.raises(NonFiniteError, match=r"nan in the loss .* could not be saved to .*rank_0\.pt"):
         trainer.train()
 
 
-def test_what_is_masked_may_be_anything(model_path, tmp_path, clean):
+def test_masked_tokens_may_be_nonfinite(model_path, tmp_path, clean):
     """A log-probability of -inf behind the end of a completion has no part in the loss."""
 
     class Padded(poisoned.Poisoned):
@@ -214,18 +209,11 @@ def test_a_poisoned_last_step_of_a_recipe_ends_with_2_and_saves_no_model(tmp_pat
     with pytest.raises(SystemExit) as left:
         main([*argv, "--report_to", "none", "--eval_strategy", "no"])
     assert left.value.code == 2
-    said = capsys.readouterr()
-    assert "Step 2 of 2: nan in the loss" in said.err
-    assert "Model saved" not in said.out
+    printed = capsys.readouterr()
+    assert "Step 2 of 2: nan in the loss" in printed.err
+    assert "Model saved" not in printed.out
     assert not (tmp_path / "model.safetensors").exists()
     assert json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())["global_step"] == 1
-
-
-def test_the_setting_has_two_values(tmp_path):
-    from grpo_ext import GRPOExtConfig
-
-    with pytest.raises(ConfigError, match="on_nonfinite='ignore' is not one of its values"):
-        GRPOExtConfig(str(tmp_path), use_cpu=True, bf16=False, on_nonfinite="ignore")
 
 
 def test_a_step_that_overflows_is_not_saved(model_path, tmp_path):
@@ -325,4 +313,4 @@ def test_the_dump_of_a_bad_step_replays(place, model_path, tmp_path, capsys):
 def test_a_gradient_whose_parameter_is_known_comes_first():
     """A shard of rank 0 may hold none of the parameter that is bad in rank 1's."""
     found = [BadTensor("gradient", 0), BadTensor("gradient", 1, name="layers.0.mlp"), BadTensor("loss", 1)]
-    assert sorted(found, key=rank_of_cause) == [found[2], found[1], found[0]]
+    assert sorted(found, key=in_order) == [found[2], found[1], found[0]]

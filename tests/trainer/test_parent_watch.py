@@ -7,6 +7,8 @@ import sys
 import psutil
 import pytest
 
+from grpo_ext.trainer.signals import ancestor, is_alive
+
 
 @pytest.fixture
 def child():

@@ -15,7 +15,7 @@ from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rewards.workers import child
-from grpo_ext.trainer.callbacks import Progress, clock, line
+from grpo_ext.trainer.callbacks import Progress, ProgressBar, clock, line
 from grpo_ext.trainer.setup import quantized_problems
 from support import tiny
 from support.interrupted import without_clocks
@@ -232,7 +232,7 @@ def test_a_bar_on_a_terminal_unless_it_is_switched_off(terminal, disable_tqdm, b
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     one = trainer(tmp_path, digits, disable_tqdm=disable_tqdm)
     [progress] = [c for c in one.callback_handler.callbacks if isinstance(c, Progress)]
-    assert progress.bar is bar
+    assert isinstance(progress, ProgressBar) is bar
     one.train()
     shown = capsys.readouterr()
     assert ("1/1 [" in shown.err) == bar

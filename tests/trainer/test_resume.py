@@ -11,14 +11,14 @@ QUICK = ("both", "lora", "dynamic sampling", "stream")
 
 
 @pytest.mark.parametrize("case", QUICK)
-def test_from_two_steps_to_the_same_bits(case, tmp_path):
+def test_resuming_after_two_steps_gives_the_same_bits(case, tmp_path):
     """Step 3 is inside of a generation, 5 in the second epoch, 8 the end of both, where the case has such."""
     check(case, tmp_path, (3, 8) if case == "lora" else (3, 5))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_from_every_step_to_the_same_bits(case, tmp_path):
+def test_resuming_after_every_step_gives_the_same_bits(case, tmp_path):
     check(case, tmp_path, (1, 4, 6, 8) if case in QUICK else (1, 3, 4, 5, 6, 8))
 
 
@@ -28,7 +28,7 @@ def test_a_reference_that_is_not_in_shards_is_written_once(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoint-8").glob("reference*")] == ["reference.pt"]
 
 
-def test_another_split_goes_on_with_the_same_prompts(tmp_path, caplog):
+def test_another_split_continues_with_the_same_prompts(tmp_path, caplog):
     """Half the rows in twice the micro-batches: the open generation is sampled anew, the data goes on where it was."""
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": 8}
     seen: dict[str, list] = {}
@@ -49,7 +49,7 @@ def test_another_split_goes_on_with_the_same_prompts(tmp_path, caplog):
     assert seen["resumed"] == seen["whole"][1:]
 
 
-def test_tied_weights_are_not_missing(tmp_path, caplog):
+def test_tied_weights_are_not_reported_as_missing(tmp_path, caplog):
     """A checkpoint stores them once; a weight that is really missing is still named."""
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     path = tiny.save(tmp_path / "model", tie_word_embeddings=True)

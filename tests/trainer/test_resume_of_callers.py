@@ -53,7 +53,7 @@ def with_adapter():
     return get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
 
 
-def test_an_adapter_beside_its_reference(tmp_path):
+def test_an_adapter_beside_its_reference_is_restored(tmp_path):
     """With beta TRL adds an adapter `ref`; transformers then loads that one alone."""
     whole = build(tmp_path / "whole", with_adapter(), beta=0.1)
     whole.train()
@@ -64,7 +64,7 @@ def test_an_adapter_beside_its_reference(tmp_path):
     assert logged(resumed) == logged(whole)
 
 
-def test_the_patience_of_early_stopping(tmp_path):
+def test_the_patience_of_early_stopping_is_restored(tmp_path):
     def run(name, checkpoint=None):
         one = build(tmp_path / name, callbacks=[EarlyStoppingCallback(3, 100.0)], eval_steps=1, **BEST)
         one.train(resume_from_checkpoint=checkpoint)
@@ -85,7 +85,7 @@ BY_STEPS, BY_EPOCHS = {**BEST, "eval_steps": 3, "save_steps": 3}, {"eval_strateg
         *(pytest.param(step, how, marks=pytest.mark.slow) for step in (4, 6) for how in (BY_STEPS, BY_EPOCHS)),
     ],
 )
-def test_the_evaluation_that_a_signal_put_off(step, settings, tmp_path):
+def test_an_evaluation_that_a_signal_prevented_is_made_up_for(step, settings, tmp_path):
     whole = build(tmp_path / "whole", **settings)
     whole.train()
     with pytest.raises(RunInterrupted):
@@ -98,7 +98,7 @@ def test_the_evaluation_that_a_signal_put_off(step, settings, tmp_path):
     assert best[0] == best[1]
 
 
-def test_the_best_checkpoint_of_a_folder_that_was_moved(tmp_path):
+def test_the_best_checkpoint_of_a_moved_folder_is_found(tmp_path):
     build(tmp_path / "old", eval_steps=1, **BEST).train()
     (tmp_path / "old").rename(tmp_path / "new")
     resumed = build(tmp_path / "new", eval_steps=1, **BEST)
@@ -106,7 +106,7 @@ def test_the_best_checkpoint_of_a_folder_that_was_moved(tmp_path):
     assert Path(resumed.state.best_model_checkpoint).parent == tmp_path / "new"
 
 
-def test_a_signal_leaves_more_than_the_weights_alone(tmp_path):
+def test_a_signal_saves_a_complete_checkpoint_despite_save_only_model(tmp_path):
     with pytest.raises(RunInterrupted, match="saved checkpoint-2 of 6"):
         build(tmp_path, callbacks=[Told(2)], save_only_model=True).train()
     resumed = build(tmp_path, save_only_model=True)
@@ -114,7 +114,7 @@ def test_a_signal_leaves_more_than_the_weights_alone(tmp_path):
     assert resumed.state.log_history[2]["step"] == 3
 
 
-def test_the_best_checkpoint_of_a_copy_is_the_copys(tmp_path):
+def test_the_best_checkpoint_of_a_copy_is_in_the_copy(tmp_path):
     """Two folders of one run: the other user may rotate, or go back in, the original."""
     for folder in ("original", "copy"):
         (tmp_path / folder / "checkpoint-1").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""THE table of faults: each rule names its fault in a log, and is silent beside it."""
+"""The table of rules: each rule finds its fault in a log, and finds nothing in a similar sound one."""
 
 import math
 
@@ -70,7 +70,7 @@ def test_a_fault_is_named_once_at_its_step_and_first(name):
 
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
-def test_what_is_like_it_is_no_fault(name):
+def test_a_similar_sound_log_has_no_fault(name):
     assert not diagnose(history(NEIGHBOURS[name]))
 
 
@@ -93,7 +93,7 @@ SOUND_RUNS = {
 
 
 @pytest.mark.parametrize("name", SOUND_RUNS)
-def test_a_sound_run_that_moves_is_sound(name):
+def test_a_sound_run_with_changing_metrics_has_no_fault(name):
     log = history(SOUND_RUNS[name])
     for row in log[:10] if "format reward" in name else ():
         row |= {"rewards/format/mean": -0.9, "rewards/format/std": 0.4}
@@ -103,7 +103,7 @@ def test_a_sound_run_that_moves_is_sound(name):
     assert not diagnose(log)
 
 
-def test_a_sound_run_is_sound():
+def test_a_sound_run_has_no_fault():
     assert not diagnose(history(steps=60))
 
 
@@ -116,18 +116,18 @@ def test_a_sound_run_is_sound():
         ("advantages of other rows", FAULTS["advantages of other rows"][0]),
     ],
 )
-def test_what_cannot_be_is_told_from_the_first_steps_on(name, changes, since):
+def test_an_impossible_value_is_found_in_the_first_steps(name, changes, since):
     assert [f.rule.name for f in diagnose(history(changes, since=since))] == [name]
 
 
 @pytest.mark.parametrize("value", [None, math.nan, "nan", True, 10**400])
-def test_a_figure_that_is_no_number_is_not_known(value):
+def test_a_metric_that_is_not_a_number_is_unknown(value):
     changes = {name: value for name in history()[0] if name not in ("step", "reward")}
     assert not diagnose(history(changes))
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 1e99, -1e99])
-def test_whatever_the_figures_are_a_log_is_read(value):
+def test_logs_with_extreme_values_are_read(value):
     rows = history({name: value for name in history()[0] if name != "step"}, since=1, steps=30)
     mixed = history({name: lambda n: value * (n % 3) for name in history()[0] if name != "step"}, since=4, steps=30)
     for log in (rows, mixed):
@@ -137,7 +137,7 @@ def test_whatever_the_figures_are_a_log_is_read(value):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_missing_figure_costs_its_rules_and_no_more(name):
+def test_a_missing_metric_switches_off_only_its_rules(name):
     changes, rows = FAULTS[name]
     log = history(changes, steps=10 + rows)[10 - 5 :]
     for missing in log[0]:
@@ -145,7 +145,7 @@ def test_a_missing_figure_costs_its_rules_and_no_more(name):
         assert all(f.evidence and missing not in f.evidence.split() for f in found), missing
 
 
-def test_a_log_without_the_figures_of_a_rule_tells_nothing_by_it():
+def test_a_log_without_metrics_has_no_fault():
     assert not diagnose([{"reward": 0.1 * s, "kl": 0.01, "step": s} for s in range(30)])
 
 

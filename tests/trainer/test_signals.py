@@ -1,4 +1,4 @@
-"""What a process is told, by whom it may be told, and what stays another's."""
+"""Signals: the first is noted, a second ends the process, handlers of others are kept."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from support.trainers import build, weights
 
 
 @pytest.fixture(autouse=True)
-def heeded():
+def default_handlers():
     """Whatever started the tests may ignore some (nohup, a script's background job)."""
     defaults = {
         signal.SIGINT: signal.default_int_handler,
@@ -27,7 +27,7 @@ def heeded():
 
 
 @pytest.fixture
-def watched(heeded):
+def watched(default_handlers):
     own = Signals()
     assert own.watch()
     yield own
@@ -41,7 +41,7 @@ def until(holds):
         time.sleep(0.01)
 
 
-def test_the_first_is_noted_and_its_echo_is_none(watched, monkeypatch):
+def test_the_first_is_noted_its_echo_is_ignored_and_a_second_ends_the_process(watched, monkeypatch):
     left = []
     monkeypatch.setattr(watched, "leave_now", lambda code, line: left.append(code))
     watched.phase = "training"
@@ -65,7 +65,7 @@ def test_only_while_loading_the_first_ends_the_process(phase, code, watched, mon
     assert left == code
 
 
-def test_handlers_are_given_back_and_those_of_others_kept():
+def test_handlers_are_restored_and_custom_ones_kept():
     def of_another(*_):
         """Somebody's own."""
 
@@ -83,7 +83,7 @@ def test_handlers_are_given_back_and_those_of_others_kept():
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_forked_child_has_the_handlers_of_before():
+def test_a_forked_child_has_the_default_handlers():
     signals.watch()
     try:
         child = os.fork()
@@ -95,16 +95,16 @@ def test_a_forked_child_has_the_handlers_of_before():
         signals.stop_watching()
 
 
-def test_a_trainer_of_python_saves_and_leaves_too_and_goes_on(tmp_path):
+def test_a_trainer_without_a_recipe_saves_stops_and_resumes_exactly(tmp_path):
     """In the middle of an interval, on another step than those that save; the evaluation that is due is left out."""
     path, settings = tiny.save(tmp_path / "model"), {"max_steps": 6, "save_strategy": "steps", "save_steps": 4}
 
-    def told(completions, trainer_state, **_):
+    def reward(completions, trainer_state, **_):
         if trainer_state.global_step == 2:
             signals.arrived(signal.SIGTERM)
         return tiny.count_a(completions)
 
-    trainer = build(path, tmp_path / "out", [told], **settings)
+    trainer = build(path, tmp_path / "out", [reward], **settings)
     with pytest.raises(RunInterrupted, match="SIGTERM: saved checkpoint-3 of 6 steps") as left:
         trainer.train()
     assert left.value.code == NOT_FINISHED
@@ -117,7 +117,7 @@ def test_a_trainer_of_python_saves_and_leaves_too_and_goes_on(tmp_path):
     assert (weights(trainer.model) == weights(whole.model)).all()
 
 
-def test_after_training_a_signal_lets_the_model_be_saved(monkeypatch):
+def test_a_signal_after_training_is_ignored_while_the_model_is_saved(monkeypatch):
     own, left = Signals(), []
     monkeypatch.setattr(own, "leave_now", lambda code, line: left.append(code))
     with own.training():

@@ -1,4 +1,4 @@
-"""What a call of `train` may leave behind for the next, and what it may not end with in silence."""
+"""A second call of `train` begins without the errors of the first; a stream that is too short is an error."""
 
 import pytest
 
@@ -8,11 +8,6 @@ from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Runtime
 from support import tiny
 from support.trainers import build, scripted_rollout
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
 
 
 class Flaky:
@@ -26,7 +21,7 @@ class Flaky:
         return tiny.count_a(completions)
 
 
-def of_the_users_own(flaky):
+def of_a_user(flaky):
     return [flaky.score]
 
 
@@ -36,9 +31,9 @@ def of_a_recipe(flaky, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", [False, True])
-def test_a_failed_reward_is_told_once(recipe, model_path, tmp_path, monkeypatch):
+def test_an_error_of_a_reward_is_raised_once_per_call(recipe, model_path, tmp_path, monkeypatch):
     flaky = Flaky()
-    rewards = of_a_recipe(flaky, monkeypatch) if recipe else of_the_users_own(flaky)
+    rewards = of_a_recipe(flaky, monkeypatch) if recipe else of_a_user(flaky)
     trainer = build(model_path, tmp_path, rewards, rollout=scripted_rollout, max_steps=1)
     for _ in range(2):
         with pytest.raises(RewardError, match=r"^[^\n]*the judge is away[^\n]*$"):

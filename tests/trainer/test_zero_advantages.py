@@ -1,4 +1,4 @@
-"""A run without a signal says so once, with what its rewards were."""
+"""A run in which every advantage is zero warns once, with the values of its rewards."""
 
 import logging
 import math
@@ -14,41 +14,35 @@ from support.trainers import build
 TWO = torch.tensor([[[0.0, 1.0], [0.0, 1.0]], [[0.0, 0.5], [0.0, 0.5]]])
 
 
-def told(caplog) -> list[str]:
+def warnings(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "grpo_ext.trainer.zero_advantages"]
 
 
-def test_it_is_told_once_and_names_each_rewards_values(caplog):
+UNSCORED = torch.tensor([[[math.nan, 1.0], [math.nan, math.nan]]])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "values"),
+    [
+        (TWO, f"{4 * PATIENCE} completions: accuracy 0 throughout, format 0.5 to 1, equal in each group."),
+        (UNSCORED, "accuracy None throughout (not scored), format 1 throughout (5 not scored)."),
+    ],
+)
+def test_the_warning_comes_once_with_the_values_of_each_reward(rewards, values, caplog):
     monitor = AdvantageMonitor(["accuracy", "format"])
     for _ in range(3 * PATIENCE):
-        monitor.add(TWO, True)
-    (sentence,) = told(caplog)
+        monitor.add(rewards, True)
+    (sentence,) = warnings(caplog)
     assert f"no signal in {PATIENCE} generations in a row" in sentence
-    assert (
-        f"these {4 * PATIENCE} completions: accuracy 0 throughout, format 0.5 to 1, alike in each group." in sentence
-    )
+    assert values in sentence
 
 
-def test_one_generation_with_a_signal_begins_the_count_anew(caplog):
-    monitor = AdvantageMonitor(["accuracy", "format"])
+@pytest.mark.parametrize(("warns", "every"), [(True, PATIENCE), (False, 1000)])
+def test_no_warning_with_an_advantage_in_between_or_on_other_processes(warns, every, caplog):
+    monitor = AdvantageMonitor(["accuracy", "format"], warns=warns)
     for i in range(3 * PATIENCE):
-        monitor.add(TWO, i % PATIENCE != 0)
-    assert not told(caplog)
-
-
-def test_what_was_not_scored_is_no_value(caplog):
-    monitor = AdvantageMonitor(["accuracy", "format"])
-    for _ in range(PATIENCE):
-        monitor.add(torch.tensor([[[math.nan, 1.0], [math.nan, math.nan]]]), True)
-    (sentence,) = told(caplog)
-    assert "accuracy None throughout (not scored), format 1 throughout (5 not scored)." in sentence
-
-
-def test_a_process_that_does_not_tell_is_silent(caplog):
-    monitor = AdvantageMonitor(["a"], warns=False)
-    for _ in range(PATIENCE):
-        monitor.add(torch.zeros(1, 2, 1), True)
-    assert not told(caplog)
+        monitor.add(TWO, i % every != 0)
+    assert not warnings(caplog)
 
 
 class StopAt(TrainerCallback):
@@ -69,17 +63,13 @@ def same(completions, **_):
     return [1.0] * len(completions)
 
 
-@pytest.mark.parametrize("settings", [{}, {"loss_defaults": "trl", "loss_type": "grpo"}])
-def test_a_training_run_tells_of_it(tmp_path, caplog, settings):
+@pytest.mark.parametrize(
+    ("reward", "settings"), [(same, {}), (same, {"loss_defaults": "trl", "loss_type": "grpo"}), (tiny.count_a, {})]
+)
+def test_a_run_warns_only_if_all_advantages_are_zero(reward, settings, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        build(tiny.model(), tmp_path, [same], max_steps=PATIENCE, **settings).train()
-    (sentence,) = told(caplog)
-    assert "same 1 throughout" in sentence
-
-
-def test_a_training_run_with_a_signal_does_not(tmp_path, caplog):
-    build(tiny.model(), tmp_path, [tiny.count_a], max_steps=PATIENCE).train()
-    assert not told(caplog)
+        build(tiny.model(), tmp_path, [reward], max_steps=PATIENCE, **settings).train()
+    assert ["same 1 throughout" in sentence for sentence in warnings(caplog)] == [True] * (reward is same)
 
 
 def test_a_resumed_run_counts_on_and_warns_once(tmp_path, caplog):
@@ -89,4 +79,4 @@ def test_a_resumed_run_counts_on_and_warns_once(tmp_path, caplog):
         last = tmp_path / f"checkpoint-{saved_steps(tmp_path)}"
         trainer.add_callback(StopAt(stop))
         trainer.train(resume_from_checkpoint=str(last) if last.is_dir() else None)
-        assert len(told(caplog)) == (stop >= PATIENCE)
+        assert len(warnings(caplog)) == (stop >= PATIENCE)

@@ -229,7 +229,7 @@ def _short(value: float | None) -> str:
 
 def _write(output: Path, first: Content, logged: Mapping[str, float], computed: Mapping[str, Computed]) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
-    results = {name: one.to_dict() for name, one in computed.items()}
+    results = {name: dataclasses.asdict(one) for name, one in computed.items()}
     content = {"step": first["step"], "texts": first["tokens"], "in the run": logged, **results}
     output.write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
 

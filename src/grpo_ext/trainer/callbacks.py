@@ -28,62 +28,42 @@ SHOWN = {"kl": "kl", "entropy": "entropy", "completions/mean_length": "length"}
 """Metrics that a line shows after the rewards, with their short names."""
 
 
-class Progress(ProgressCallback):
-    """transformers' progress bar with one line for each log, instead of a dict of all metrics.
-
-    Args:
-        bar: False prints the lines only.
-    """
-
-    def __init__(self, bar: bool) -> None:
-        super().__init__()
-        self.bar = bar
-        self._began = (0.0, 0)
+class Progress(TrainerCallback):
+    """Prints one line for each log, instead of a dict of all metrics."""
 
     def on_train_begin(self, args: Arguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Start the clock for the estimate of the remaining time."""
+        super().on_train_begin(args, state, control, **kwargs)
         self._began = (time.monotonic(), state.global_step)
-        if self.bar:
-            super().on_train_begin(args, state, control, **kwargs)
-
-    def on_step_end(self, args: Arguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Advance the bar."""
-        if self.training_bar is not None:
-            super().on_step_end(args, state, control, **kwargs)
-
-    def on_prediction_step(
-        self, args: Arguments, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        """Advance the bar of an evaluation."""
-        if self.bar:
-            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
 
     def on_log(
         self, args: Arguments, state: TrainerState, control: TrainerControl, logs: Logs | None = None, **_: object
     ) -> None:
         """Print a line."""
-        if not state.is_world_process_zero or not logs:
-            return
-        start, first = self._began
-        done = state.global_step - first
-        left = (time.monotonic() - start) / done * (state.max_steps - state.global_step) if done > 0 else 0.0
-        text = line(logs, state.global_step, state.max_steps, left)
-        if self.training_bar is None:
-            print(text, flush=True)
-        else:
-            self.training_bar.write(text)
+        if state.is_world_process_zero and logs:
+            start, first = getattr(self, "_began", (0.0, state.global_step))
+            done = state.global_step - first
+            left = (time.monotonic() - start) / done * (state.max_steps - state.global_step) if done > 0 else 0.0
+            self.write(line(logs, state.global_step, state.max_steps, left))
 
-    def on_train_end(self, args: Arguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Close the bar."""
-        if self.training_bar is not None:
-            super().on_train_end(args, state, control, **kwargs)
+    def write(self, text: str) -> None:
+        """Print to stdout."""
+        print(text, flush=True)
+
+
+class ProgressBar(Progress, ProgressCallback):
+    """transformers' progress bar, with the lines of `Progress` above it."""
+
+    def write(self, text: str) -> None:
+        """Print above the bar, which exists only during training."""
+        print(text, flush=True) if self.training_bar is None else self.training_bar.write(text)
 
 
 def install_progress(callbacks: list[TrainerCallback], *, disable_tqdm: bool | None) -> None:
     """Replace transformers' own printer or progress bar by `Progress`; keep one that the user has chosen."""
     for i, callback in reversed(list(enumerate(callbacks))):
         if type(callback) in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
-            callbacks[i] = Progress(bar=not disable_tqdm and sys.stderr.isatty())
+            callbacks[i] = ProgressBar() if sys.stderr.isatty() and not disable_tqdm else Progress()
             return
 
 

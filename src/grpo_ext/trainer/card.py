@@ -89,20 +89,7 @@ def model_card(
     tags: Sequence[str],
     tracked: Sequence[str] = (),
 ) -> str:
-    """Return the text of a card.
-
-    Args:
-        name: the model's name.
-        address: its repository or folder.
-        record: what defines the run (`recipe.json`).
-        objective: the loss.
-        rewards: weights by name.
-        log: `log_history`.
-        adapter_of: the base model of an adapter.
-        steps: completed, and planned.
-        tags: of the hub.
-        tracked: addresses of the run at experiment trackers.
-    """
+    """Return the text of a card: `record` defines the run (`recipe.json`), `steps` are those completed and planned."""
     start = record.get("model_name_or_path") or adapter_of or "a model object whose name is not known"
     base, system = adapter_of or start, record.get("system_prompt")
     metadata = ModelCardData(
@@ -230,7 +217,7 @@ def make_repository(args: GRPOExtConfig) -> None:
             reason = f"the hub does not accept the repository {name!r} ({detail})"
             cure = "Check hub_model_id and the token (hf auth whoami), or set push_to_hub: false."
         else:
-            reason = f"the hub cannot be reached ({detail}), so nothing could be pushed"
+            reason = f"the hub cannot be reached ({detail}), so a push would fail"
             cure = "Check this machine's network and HF_ENDPOINT, or set push_to_hub: false and run `hf upload` later."
         raise ConfigError([Problem("push_to_hub", True, reason, cure)]) from error
 

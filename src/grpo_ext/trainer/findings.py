@@ -29,6 +29,19 @@ NAMES = {
     "per_token_loss": "the loss of single tokens",
     "loss": "the loss",
 }
+HOW_TO_LOOK = """\
+Batches of the step in which NaN or inf was found, before optimizer step {step}; one file for each rank.
+`grpo-ext replay` on this folder computes the step again, under any loss. By hand:
+
+    import torch
+    kept = torch.load("rank_0.pt")
+    kept["findings"]       the first bad tensor of this rank, its micro-batch and rows; empty where it had none
+    kept["micro_batches"]  each micro-batch of the step: token ids, masks, advantages, log-probabilities, loss
+    kept["parameters"]     names of the parameters whose gradient was not finite
+    kept["rewards"]        and prompts, completions, reward_names instead, where a reward returned it
+
+Weights and optimizer were not touched: the last checkpoint has the weights of its own step.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,11 @@ class BadTensor:
         return f"row{'s' * (len(self.rows) > 1)} {shown} (the first begins {self.text!r})"
 
 
+def in_order(finding: BadTensor) -> tuple[int, bool]:
+    """Sort key: the earliest tensor first; gradients with a known parameter first (a shard may not hold it)."""
+    return ORDER.index(finding.tensor), finding.tensor == "gradient" and not finding.name
+
+
 @dataclass
 class ObservedBatch:
     """A micro-batch, and the tensors that the loss computed from it."""
@@ -94,5 +112,5 @@ class ObservedBatch:
 
 
 def value_in(values: Tensor) -> str:
-    """Return "nan" or "inf", whichever some values contain."""
+    """Return "nan" if there is a NaN among the values, else "inf"."""
     return "nan" if values.isnan().any() else "inf"

@@ -88,7 +88,7 @@ class Lifecycle(SavingTrainer):
     def close_rewards(self) -> None:
         """End the processes that rewards and environments have started."""
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object) -> Tensor:
         """Return TRL's loss, and flag a micro-batch with NaN or inf."""
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         return self._guard.watch(inputs, loss) if self.model.training else loss
@@ -138,7 +138,7 @@ class Lifecycle(SavingTrainer):
             raise ConfigError(problems)
         return super().evaluate(*args, **kwargs)
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> Any:
         if skip_scheduler and self._resumed is not None:  # `eval_on_start` of a run that has been resumed
             return None
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
@@ -171,7 +171,7 @@ class Lifecycle(SavingTrainer):
         self._eval_rows.seen += len(inputs) * self.accelerator.num_processes
         return output
 
-    def _get_eval_sampler(self, eval_dataset: Any) -> SameOrderSampler:
+    def _get_eval_sampler(self, eval_dataset: object) -> SameOrderSampler:
         return SameOrderSampler(super()._get_eval_sampler(eval_dataset))
 
     def attempt_ids(self, count: int) -> list[AttemptId]:
@@ -186,7 +186,7 @@ class Lifecycle(SavingTrainer):
 
     # Resume.
 
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_train_sampler(self, *args: object, **kwargs: object) -> Any:
         self._train_sampler = super()._get_train_sampler(*args, **kwargs)
         return self._train_sampler
 
@@ -253,7 +253,7 @@ class Lifecycle(SavingTrainer):
             self._generation = Generation(micro_batches, totals)
             self._buffered_inputs = self._generation.micro_batches
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, *args: object, **kwargs: object) -> Any:
         resumed = self._resumed
         if resumed is not None and resumed.pending:  # after the last step of the last epoch, so that no epoch ran
             epoch, taken = resumed.place

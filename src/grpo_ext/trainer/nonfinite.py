@@ -22,9 +22,9 @@ from transformers import TrainerState
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
-from grpo_ext.trainer.checkpoints.shards import local
+from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.diagnosis.recording import gradient_figures, is_logged
-from grpo_ext.trainer.findings import ORDER, BadTensor, ObservedBatch, value_in
+from grpo_ext.trainer.findings import HOW_TO_LOOK, BadTensor, ObservedBatch, in_order, value_in
 from grpo_ext.trainer.recording import Recorder, file_of, origin, taken, write
 from grpo_ext.trainer.signals import signals
 
@@ -36,24 +36,6 @@ KEPT = 10
 IN_A_ROW = 3
 """Consecutive skipped steps after which the run stops."""
 SKIPPED = "nonfinite/skipped_steps"
-HOW_TO_LOOK = """\
-Batches of the step in which NaN or inf was found, before optimizer step {step}; one file for each rank.
-`grpo-ext replay` on this folder computes the step again, under any loss. By hand:
-
-    import torch
-    kept = torch.load("rank_0.pt")
-    kept["findings"]       the first bad tensor of this rank, its micro-batch and rows; empty where it had none
-    kept["micro_batches"]  each micro-batch of the step: token ids, masks, advantages, log-probabilities, loss
-    kept["parameters"]     names of the parameters whose gradient was not finite
-    kept["rewards"]        and prompts, completions, reward_names instead, where a reward returned it
-
-Weights and optimizer were not touched: the last checkpoint has the weights of its own step.
-"""
-
-
-def rank_of_cause(finding: BadTensor) -> tuple[int, bool]:
-    """Sort key: the earliest tensor first; gradients with a known parameter first (a shard may not hold it)."""
-    return ORDER.index(finding.tensor), finding.tensor == "gradient" and not finding.name
 
 
 class Guarded(Protocol):
@@ -200,7 +182,7 @@ class NonFiniteGuard:
         found = {"findings": [asdict(f) for f in findings], "parameters": parameters}
         problem = self.save(found, list(self.window)) if kept else ""
         gathered = gather_object([([asdict(f) for f in findings[:1]], problem)])
-        everyone = sorted((BadTensor(**f) for found, _ in gathered for f in found), key=rank_of_cause)
+        everyone = sorted((BadTensor(**f) for found, _ in gathered for f in found), key=in_order)
         problem = next((p for _, p in gathered if p), "")
         text = self._text(everyone, problem if problem or not kept else f"The batch is in {self.folder}.")
         if again:
@@ -223,7 +205,7 @@ class NonFiniteGuard:
                     BadTensor(name, self._rank, value_in(values), "", i, rows, self._words(micro_batch, rows))
                 )
         if found:
-            return sorted(found, key=lambda f: ORDER.index(f.tensor))
+            return sorted(found, key=in_order)
         gradient = named[parameters[0]].grad if parameters else None
         value = "nan or inf" if gradient is None else value_in(local(gradient))
         names = ", ".join(parameters[:3]) + ", ..." * (len(parameters) > 3)

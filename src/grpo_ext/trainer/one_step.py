@@ -1,51 +1,30 @@
-"""A recorded step computed again, under its own loss or another: loss, terms of its tokens, gradient; no step is made.
+"""Compute a recorded step again, with its own loss or another: loss, terms of its tokens, gradient; no weight changes.
 
-It is the trainer itself that computes, in one process, with all processes' micro-batches as one window.
+The trainer itself computes it, in one process, with the micro-batches of all processes.
 """
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainingArguments
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.errors import ConfigError
+from grpo_ext.config.settings import SETTINGS, values_for
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask
 from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.callbacks import Progress
-from grpo_ext.trainer.checkpoints.identity import HARMLESS, plain
+from grpo_ext.trainer.checkpoints.identity import plain
 from grpo_ext.trainer.findings import ObservedBatch
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.recording import Content
 from grpo_ext.trainer.replaying import check_credit, micro_batches, restored
 
-ASIDE: dict[str, Any] = {
-    "max_steps": 1,
-    "learning_rate": 0.0,
-    "optim": "sgd",
-    "lr_scheduler_type": "constant",
-    "save_strategy": "no",
-    "report_to": "none",
-    "logging_steps": 1,
-    "disable_tqdm": True,
-    "num_iterations": 1,
-    "generation_batch_size": None,
-    "dynamic_sampling": None,
-    "generation_kwargs": None,
-    "sync_ref_model": False,
-    "reward_weights": None,
-    "use_vllm": False,
-    "replay_batches": None,
-}
-"""Settings of a run that the loss of one step does not depend on."""
-PRECISION = {"bf16", "fp16", "gradient_checkpointing", "gradient_checkpointing_kwargs", "use_liger_kernel"}
-"""What it does depend on of those that are not GRPO's own."""
-OF_THE_SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+IN_ONE_STEP = frozenset(name for name, setting in SETTINGS.items() if setting.in_one_step)
 OF_ADVANTAGES = ("advantage", "advantage_kwargs", "combination", "missing_rewards")
 OF_THE_KL = ("beta", "kl", "kl_placement")
 _NOT_OF_THE_LOSS = re.compile(
@@ -56,35 +35,34 @@ _BLOCK = re.compile(r"(?:^|\.)((?:layers|layer|blocks|block|h)\.\d+)\.")
 
 @dataclass(frozen=True)
 class Token:
-    """One that is trained on."""
+    """One trained token.
+
+    Attributes:
+        row: among the step's completions.
+        place: in its completion.
+        ratio: of the policy to the old policy.
+        term: of the loss, before aggregation.
+    """
 
     row: int
-    """Of the step's completions."""
     place: int
     id: int
     advantage: float
     ratio: float
-    """Policy over old policy."""
     entropy: float
     term: float
-    """Of the loss, before it is aggregated."""
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What a step came to."""
+    """The result of a step; `blocks` has the norm of the gradient by block of the model."""
 
     objective: str
     loss: float
     grad_norm: float
     figures: dict[str, float]
     blocks: dict[str, float]
-    """Norm of the gradient by block of the model."""
     tokens: list[Token]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in JSON's types."""
-        return asdict(self)
 
 
 class OneStep(GRPOExtTrainer):
@@ -93,10 +71,10 @@ class OneStep(GRPOExtTrainer):
     contents: Sequence[Content]
 
     def compute(self, contents: Sequence[Content]) -> Computed:
-        """The step that some processes have recorded.
+        """Compute the step that some processes have recorded.
 
         Raises:
-            ConfigError: the loss asks for something that was not recorded.
+            ConfigError: the loss needs something that was not recorded.
         """
         self.contents, self._replayed = contents, OneStep._batches
         self.use_vllm = bool(contents[0]["settings"].get("use_vllm"))
@@ -132,28 +110,25 @@ class OneStep(GRPOExtTrainer):
 
 
 def config_of(contents: Sequence[Content], changes: Mapping[str, Any], folder: str) -> GRPOExtConfig:
-    """The recorded run's settings, with `changes`, for one step in one process.
+    """Return the recorded run's settings, with `changes`, for one step in one process.
 
     Raises:
-        ConfigError: what is wrong with them.
+        ConfigError: they are invalid.
     """
     first, known = contents[0], {f.name: f.default for f in fields(GRPOExtConfig)}
-    of_the_loss = (
-        known.keys() - {f.name for f in fields(TrainingArguments)} - (HARMLESS - {"trust_remote_code"})
-    ) | PRECISION
-    of_the_loss -= {name for name in known if name.startswith("vllm_") and "importance_sampling" not in name}
-    of_the_loss -= set(OF_THE_SPLIT)
-    if aside := sorted(changes.keys() - (of_the_loss - ASIDE.keys())):
-        raise ConfigError(
-            [f"--{name}: the loss of a recorded step does not depend on it. Remove it." for name in aside]
-        )
-    recorded = plain({name: value for name, value in first["settings"].items() if name in of_the_loss})
+    fixed = values_for("replay")
+    if without_effect := sorted(name for name in changes if name in fixed or name not in IN_ONE_STEP):
+        reason, cure = "the loss of a recorded step does not depend on it", "Remove it."
+        raise ConfigError([Problem(f"--{name}", ABSENT, reason, cure) for name in without_effect])
+    recorded = plain({name: value for name, value in first["settings"].items() if name in IN_ONE_STEP})
     own = {name: value for name, value in recorded.items() if value != known[name]}
     if dtype := (own.get("model_init_kwargs") or {}).get("dtype"):
         own["model_init_kwargs"]["dtype"] = dtype.removeprefix("torch.")
     batches = micro_batches(contents)
-    settings = own | ASIDE | dict(changes)
-    generation = first["settings"]["steps_per_generation"] * first["processes"]  # as long as it was, for stock's share
+    settings: dict[str, Any] = own | fixed | dict(changes)
+    generation = (
+        first["settings"]["steps_per_generation"] * first["processes"]
+    )  # with its length, which stock's denominators need
     exact = settings.get("loss_defaults", "paper") == "paper"
     return GRPOExtConfig(
         **settings,
@@ -170,59 +145,54 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-# What was not recorded cannot be asked for.
+# Checks of what was recorded.
 
 
 def check_recorded(trainer: OneStep, batches: Sequence[MicroBatch]) -> None:
-    """Whether the loss finds all that it reads.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    objective, first = trainer.objective, batches[0]
-    problems = []
-    if objective.kl_in_loss and "ref_per_token_logps" not in first:
-        problems.append(
-            f"beta={objective.beta:g}: the recorded run had no reference (beta 0), whose log-probabilities are "
-            "wanted. Record a run with beta > 0, or leave beta as it was."
-        )
-    if trainer._sampler_corrected and "importance_sampling_ratio" not in first:
-        problems.append(
-            "vllm_importance_sampling_correction=True: the batch has no log-probabilities of the sampler. Set it to "
-            "false, or record a run with it."
-        )
-    if trainer.use_adaptive_entropy:
-        problems.append(
-            "use_adaptive_entropy=True: where its coefficient stood is not in the batch. Set --use_adaptive_entropy "
-            "false, and --entropy_coef to what the log has at this step (entropy_coef)."
-        )
-    if trainer.top_entropy_quantile < 1.0 and trainer.contents[0]["processes"] > 1:
-        problems.append(
-            f"top_entropy_quantile={trainer.top_entropy_quantile:g}: the quantile is one over the processes' "
-            "micro-batches side by side, and here they come one after the other. Set --top_entropy_quantile 1."
-        )
-    if problems:
+    """Check that the recording has everything that the loss reads. Raises ConfigError: something was not recorded."""
+    if problems := list(_missing(trainer, batches[0])):
         raise ConfigError(problems)
 
 
+def _missing(trainer: OneStep, first: MicroBatch) -> Iterator[Problem]:
+    objective, quantile = trainer.objective, trainer.top_entropy_quantile
+    if objective.kl_in_loss and "ref_per_token_logps" not in first:
+        reason = "the recorded run had no reference (beta 0), whose log-probabilities this loss needs"
+        yield Problem("beta", objective.beta, reason, "Record a run with beta > 0, or leave beta as it was.")
+    if trainer._sampler_corrected and "importance_sampling_ratio" not in first:
+        reason = "the batch has no log-probabilities of the sampler"
+        cure = "Set it to false, or record a run with it."
+        yield Problem("vllm_importance_sampling_correction", True, reason, cure)
+    if trainer.use_adaptive_entropy:
+        reason = "the batch does not have the value of its coefficient"
+        cure = (
+            "Set --use_adaptive_entropy false, and --entropy_coef to the value in the log of this step (entropy_coef)."
+        )
+        yield Problem("use_adaptive_entropy", True, reason, cure)
+    if quantile < 1.0 and trainer.contents[0]["processes"] > 1:
+        reason = (
+            "the run's quantile is over the micro-batches of all processes together, and a replay has them in turn"
+        )
+        yield Problem("top_entropy_quantile", quantile, reason, "Set --top_entropy_quantile 1.")
+
+
 def same_advantages(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Whether two objectives have one estimate of the advantage."""
+    """Return whether two objectives estimate the same advantage."""
     in_reward = any(objective["beta"] and objective["kl_placement"] == "reward" for objective in (there, here))
     return all(there[name] == here[name] for name in OF_ADVANTAGES + (OF_THE_KL if in_reward else ()))
 
 
 def revalue(trainer: OneStep, batches: Sequence[MicroBatch], contents: Sequence[Content]) -> None:
-    """Give `batches` the advantages that the trainer's objective makes of the recorded rewards.
+    """Replace the advantages of `batches` by those that the trainer's objective computes from the recorded rewards.
 
     Raises:
-        ConfigError: it makes them of more than the rewards of these groups.
+        ConfigError: it needs more than the rewards of these groups.
     """
     objective, first = trainer.objective, contents[0]
     keep = f"Keep the recorded advantages: --advantage_estimator {first['objective']['advantage']}"
     if objective.sees_tokens or objective.remembered_batches or "group_rewards" not in batches[0]:
-        raise ConfigError(
-            [f"advantage_estimator={objective.advantage!r} is made of more than this batch's rewards. {keep}."]
-        )
+        reason = "it needs more than this batch's rewards"
+        raise ConfigError([Problem("advantage_estimator", objective.advantage, reason, f"{keep}.")])
     found, of_row = _groups(batches)
     weights = torch.tensor(first["reward_weights"], dtype=found.dtype, device=found.device)
     together = objective.advantages(found, weights)
@@ -230,12 +200,9 @@ def revalue(trainer: OneStep, batches: Sequence[MicroBatch], contents: Sequence[
     size = first["settings"]["per_device_train_batch_size"] * first["settings"]["steps_per_generation"]
     entire = sum(len(batch["completion_ids"]) for batch in batches) == size * first["processes"]
     if not entire and not torch.allclose(together, alone):
-        raise ConfigError(
-            [
-                f"advantage_estimator={objective.advantage!r} is made of the whole generation's rewards, and this "
-                f"step is a part of it. {keep}, or record with steps_per_generation: gradient_accumulation_steps."
-            ]
-        )
+        reason = "it needs the rewards of the whole generation, and this step is a part of it"
+        cure = f"{keep}, or record with steps_per_generation: gradient_accumulation_steps."
+        raise ConfigError([Problem("advantage_estimator", objective.advantage, reason, cure)])
     rows = iter(of_row)
     for batch in batches:
         values = [together[next(rows), row % found.shape[1]] for row in batch["generation_row"].tolist()]
@@ -243,7 +210,7 @@ def revalue(trainer: OneStep, batches: Sequence[MicroBatch], contents: Sequence[
 
 
 def _groups(batches: Sequence[MicroBatch]) -> tuple[Tensor, list[int]]:
-    """Rewards [groups, completions, functions] of the batches' groups, each once, and the group of each row."""
+    """Return the rewards of each group once, [groups, completions, functions], and the group of each row."""
     size = batches[0]["group_rewards"].shape[1]
     numbers = [row // size for batch in batches for row in batch["generation_row"].tolist()]
     rewards = [rewards for batch in batches for rewards in batch["group_rewards"]]
@@ -253,18 +220,18 @@ def _groups(batches: Sequence[MicroBatch]) -> tuple[Tensor, list[int]]:
     return torch.stack(list(groups.values())), [order[key] for key in keys]
 
 
-# What is shown of it.
+# Results.
 
 
 def block_of(name: str) -> str:
-    """The part of a model that a parameter belongs to: `layers.3`, `embed_tokens`, `lm_head`."""
+    """Return the part of the model that a parameter belongs to: `layers.3`, `embed_tokens`, `lm_head`."""
     match = _BLOCK.search(name)
     parts = [part for part in name.split(".") if part not in ("weight", "bias", "default", "lora_A", "lora_B")]
     return match[1] if match else parts[-1]
 
 
 def by_block(gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """The norm of each block's gradient, in the model's order."""
+    """Return the norm of each block's gradient, in the model's order."""
     squares: dict[str, float] = {}
     for name, gradient in gradients.items():
         block = block_of(name)
@@ -273,7 +240,7 @@ def by_block(gradients: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def numbered(window: Sequence[ObservedBatch]) -> list[tuple[int, ObservedBatch]]:
-    """Micro-batches, each with the number of its first row."""
+    """Return micro-batches, each with the number of its first row."""
     found, rows = [], 0
     for watched in window:
         found.append((rows, watched))
@@ -282,7 +249,7 @@ def numbered(window: Sequence[ObservedBatch]) -> list[tuple[int, ObservedBatch]]
 
 
 def tokens(first_row: int, watched: ObservedBatch) -> list[Token]:
-    """The tokens of a micro-batch that are trained on."""
+    """Return the trained tokens of a micro-batch."""
     inputs, live = watched.inputs, live_mask(watched.inputs).bool()
     logps = watched.computed["per_token_logps"].float()
     advantages = inputs["advantages"]

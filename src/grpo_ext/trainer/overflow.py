@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_ext.errors import NonFiniteError
-from grpo_ext.trainer.checkpoints.agreement import everywhere
-from grpo_ext.trainer.checkpoints.shards import local
+from grpo_ext.trainer.checkpoints.processes import everywhere, local
 
 LARGEST = 1e18
 """Absolute value above which a weight counts as overflowed: the product of two exceeds float32 and bfloat16."""

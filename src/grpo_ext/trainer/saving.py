@@ -14,12 +14,11 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.objective import Objective
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.trainer import card
-from grpo_ext.trainer.checkpoints import identity, shards, state, writing
-from grpo_ext.trainer.checkpoints.agreement import agreed
-from grpo_ext.trainer.checkpoints.branches import Branch
+from grpo_ext.trainer.checkpoints import identity, processes, state, writing
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE
-from grpo_ext.trainer.checkpoints.manifest import MANIFEST, step_of
+from grpo_ext.trainer.checkpoints.manifest import MANIFEST, Branch, step_of
+from grpo_ext.trainer.checkpoints.processes import agreed
 from grpo_ext.trainer.overflow import check_weights
 
 
@@ -112,8 +111,8 @@ class SavingTrainer(GRPOTrainer):
         check_weights(self.model, self.state)
         final = Path(output_dir)
         folder = final / writing.SAVING / "model"
-        with self._writer.reporting(final, final), self._writer.aside(), shards.gathered(self):
-            self._writer.attempt(self.save_model, str(folder), _internal_call=True)  # which pushes nothing yet
+        with self._writer.reporting(final, final), self._writer.aside(), processes.gathered(self):
+            self._writer.attempt(self.save_model, str(folder), _internal_call=True)  # without a push
             self._writer.attempt(self.save_objective, folder)
             self._writer.attempt(self._write_card, folder)
         with self._writer.reporting(final, final):
@@ -132,7 +131,7 @@ class SavingTrainer(GRPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as TRL does; outside a checkpoint with whole weights, also where an engine shards them."""
-        with nullcontext() if _internal_call else shards.gathered(self):
+        with nullcontext() if _internal_call else processes.gathered(self):
             super().save_model(output_dir, _internal_call)
 
     def save_objective(self, folder: str | Path) -> None:
@@ -153,7 +152,7 @@ class SavingTrainer(GRPOTrainer):
 
     # Hooks of transformers that write. None may raise on one process only.
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         self._writer.attempt(super()._save, output_dir, state_dict)
         folder = Path(output_dir or str(self.args.output_dir))
         if "ref" in getattr(self.model, "peft_config", {}) and step_of(folder) is None:

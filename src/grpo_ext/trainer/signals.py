@@ -21,7 +21,7 @@ from grpo_ext.config.launch import ASKED, COMMAND, rank, write_exit_code
 from grpo_ext.errors import NOT_FINISHED, RankLost, RunInterrupted
 
 if TYPE_CHECKING:
-    from transformers import TrainerState  # imported by nothing here: `grpo_ext.train` listens before it imports torch
+    from transformers import TrainerState  # not at run time: `grpo_ext.train` listens before it imports torch
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name))
 REPEATED_WITHIN = 3.0
@@ -87,7 +87,7 @@ class Signals:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Mark the phase in which optimizer steps read `requested`, and listen if nothing listens yet."""
+        """Mark the phase in which optimizer steps read `requested`, and listen if this process does not yet."""
         self.requested = 0
         watching, self.phase = self.watch(), "training"
         try:
@@ -113,7 +113,7 @@ class Signals:
             return
         self.requested, self._first = number, now
         if self.phase == "loading":
-            line = f"{signal_name(number)} before the first step: nothing to save. Start it again."
+            line = f"{signal_name(number)} before the first step, so there is no checkpoint. Start it again."
             self.leave_now(NOT_FINISHED, line)
         if self.phase == "training" and rank() == 0:
             write_stderr(
@@ -121,7 +121,7 @@ class Signals:
             )
 
     def leave_now(self, code: int, line: str) -> None:
-        """End this process, whatever its main thread is doing."""
+        """End this process, also if its main thread is blocked."""
         if rank() == 0:
             write_stderr(line)
         for cleanup in self.cleanups:

@@ -1,4 +1,4 @@
-"""Warn where a run learns nothing: consecutive generations in which every advantage is zero."""
+"""Warn where a run does not learn: consecutive generations in which every advantage is zero."""
 
 import logging
 import math

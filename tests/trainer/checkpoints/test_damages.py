@@ -139,7 +139,7 @@ def inflict(run: Path, do: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["damage"].replace(" ", "-"))
-def test_damage_is_told_and_passed_over(case, run, tmp_path, caplog):
+def test_a_damaged_checkpoint_is_named_and_not_used(case, run, tmp_path, caplog):
     here = tmp_path / "out"
     shutil.copytree(run, here)
     inflict(here, case["do"])
@@ -160,13 +160,13 @@ def test_the_table_is_long_enough():
     assert len({case["damage"] for case in CASES}) == len(CASES) >= 27
 
 
-def test_what_is_untouched_is_sound(run):
+def test_an_untouched_checkpoint_is_sound(run):
     for step in (1, 2, 3):
         assert damage(run / f"checkpoint-{step}") == []
     assert sorted(path.name for path in run.iterdir() if path.is_dir()) == [f"checkpoint-{i}" for i in (1, 2, 3)]
 
 
-def test_each_single_file_is_guarded(run, tmp_path):
+def test_a_change_of_any_file_is_found(run, tmp_path):
     """No file of a checkpoint can lose a byte or a bit unnoticed."""
     shutil.copytree(run / "checkpoint-3", tmp_path / "checkpoint-3")
     names = [p.name for p in (run / "checkpoint-3").iterdir()]

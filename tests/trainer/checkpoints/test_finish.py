@@ -58,24 +58,24 @@ def test_a_file_outside_is_neither_deleted_nor_moved(way, tmp_path, caplog):
         {"order": "first"},
     ],
 )
-def test_a_damaged_record_counts_as_none(changes, tmp_path, caplog):
+def test_a_malformed_record_is_ignored(changes, tmp_path, caplog):
     checkpoint(write(tmp_path / "out", **changes), 2)
     assert _beginning(tmp_path / "out", None, RECORD).checkpoint == str(tmp_path / "out" / "checkpoint-2")
     assert "The run counts as not finished" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "[]", "\\x00"])
-def test_what_is_no_record_at_all(text, tmp_path, caplog):
+def test_an_unreadable_record_is_ignored(text, tmp_path, caplog):
     (tmp_path / FINISHED_FILE).write_text(text)
     assert finished(tmp_path) is None
     assert "The run counts as not finished" in caplog.text
 
 
-def test_a_run_whose_model_and_checkpoints_are_gone_does_not_begin_again_in_silence(tmp_path):
+def test_a_run_whose_model_and_checkpoints_are_gone_does_not_start_over(tmp_path):
     (tmp_path / "model.safetensors").write_text("weights")
     write_finished(tmp_path, ["model.safetensors"], RECORD, step=4, max_steps=4)
     assert "This run is finished" in _beginning(tmp_path, None, RECORD).over
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"finished at step 4 and whose model and checkpoints are gone\. .*never"):
+    with pytest.raises(ConfigError, match=r"there at step 4, and its model and checkpoints are gone\. .*never"):
         _beginning(tmp_path, None, RECORD)
     assert _beginning(tmp_path, "never", RECORD).request is not None

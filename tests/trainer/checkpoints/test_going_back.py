@@ -11,9 +11,9 @@ from grpo_ext.config.resuming import REQUEST_FILE, Request, noted, requested
 from grpo_ext.evaluation import results
 from grpo_ext.report import reading
 from grpo_ext.trainer import nonfinite, recording
-from grpo_ext.trainer.checkpoints.branches import branch_of, continued_by
 from grpo_ext.trainer.checkpoints.choice import Sound, newest_sound, numbered
 from grpo_ext.trainer.checkpoints.finish import RECORDS, write_finished
+from grpo_ext.trainer.checkpoints.manifest import branch_of, continued_by
 from grpo_ext.trainer.checkpoints.starting import _beginning, _carried_out, _start
 from support.killed import killed_at
 from support.run_folders import checkpoint
@@ -123,7 +123,7 @@ def test_killed_at_any_file_operation_of_going_back(where, plainly, tmp_path):
 
 @pytest.mark.parametrize("where", GOING_BACK)
 @pytest.mark.parametrize("old_order", ["finished", "killed"])
-def test_a_repeated_command_continues_what_it_began(where, old_order, tmp_path):
+def test_a_repeated_command_resumes_its_own_run(where, old_order, tmp_path):
     """As SLURM's requeue has it: each start makes a step or two, and the run comes to its end."""
     asked, begins, _ = GOING_BACK[where]
     out = a_finished_run(tmp_path / "out")
@@ -142,7 +142,7 @@ def test_a_repeated_command_continues_what_it_began(where, old_order, tmp_path):
     assert len(list(out.glob("_before-*"))) == 1
 
 
-def test_the_checkpoint_that_was_gone_back_to_may_go(tmp_path):
+def test_the_requested_checkpoint_may_be_deleted_later(tmp_path):
     """Rotation deletes it; the repeated command has no need of it."""
     out = a_finished_run(tmp_path)
     asked = str(out / "checkpoint-4")
@@ -162,7 +162,7 @@ def test_another_request_is_carried_out(tmp_path):
     assert len(list(out.glob("_before-*"))) == 3
 
 
-def test_a_branch_that_was_left_can_be_gone_back_to(tmp_path):
+def test_an_abandoned_branch_can_be_resumed(tmp_path):
     """What both have in common stays, what the other branch wrote since goes aside."""
     out = a_finished_run(tmp_path)
     trains(out, str(out / "checkpoint-4"), 5, 6)
@@ -172,7 +172,7 @@ def test_a_branch_that_was_left_can_be_gone_back_to(tmp_path):
     assert trains(out, None) == "checkpoint-9"
 
 
-def test_never_begins_again_where_the_recipe_has_changed(tmp_path, caplog):
+def test_never_starts_over_if_the_recipe_has_changed(tmp_path, caplog):
     """A changed recipe is no repeated command: continuing it would be refused, and `never` is the cure named there."""
     trains(tmp_path, "never", 2)
     changed = HERE | {"seed": 8}
@@ -184,10 +184,10 @@ def test_never_begins_again_where_the_recipe_has_changed(tmp_path, caplog):
     assert "seed" in caplog.text
 
 
-def test_what_a_fresh_start_wrote_is_not_begun_again_in_silence(tmp_path, caplog):
+def test_a_fresh_start_does_not_silently_start_over(tmp_path, caplog):
     trains(tmp_path, "never", 2)
     (tmp_path / "checkpoint-2" / "manifest.json").write_text("")
-    with pytest.raises(ConfigError, match=r"checkpoint-2 is damaged.*\n.*--resume_from_checkpoint never"):
+    with pytest.raises(ConfigError, match=r"checkpoint-2 is damaged.*--resume_from_checkpoint never"):
         _beginning(tmp_path, None, HERE)
     assert trains(tmp_path, "never", 1) is None
     assert "checkpoint-2 is damaged" in caplog.text
@@ -228,7 +228,7 @@ def test_a_script_that_may_not_resume_there_moves_nothing(tmp_path):
     assert noted(out) is None
 
 
-def test_what_a_kill_left_sealed_goes_aside_too(tmp_path):
+def test_a_sealed_checkpoint_of_a_killed_run_is_moved_aside_too(tmp_path):
     """It gets its name before the old run is moved, not after."""
     trains(tmp_path, None, 2)
     checkpoint(tmp_path / "_saving", 3, **branch_of(tmp_path / "checkpoint-2").facts())
@@ -257,14 +257,14 @@ def test_a_run_of_a_version_without_branches(tmp_path):
 @pytest.mark.parametrize(
     "note", ["", "[" * 100_000, "[]", '{"asked": "never"}', '{"asked": "never", "order": 1, "aside": "../x"}']
 )
-def test_a_damaged_note_counts_as_none(note, tmp_path):
+def test_a_damaged_request_file_is_ignored(note, tmp_path):
     (tmp_path / REQUEST_FILE).write_text(note)
     assert noted(tmp_path) is None
     (tmp_path / REQUEST_FILE).write_text(json.dumps({"asked": "never", "order": 1, "aside": "_before-x"}))
     assert noted(tmp_path) == Request("never", 1, "_before-x")
 
 
-def test_what_is_asked_for(tmp_path, monkeypatch):
+def test_values_of_resume_from_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for word in ("never", "NEVER", "false", False):
         assert requested(word) == "never"
@@ -311,16 +311,16 @@ def test_a_folder_that_was_moved_still_finds_the_checkpoint_of_its_request(aside
     assert begin.checkpoint == str(moved / asked.relative_to(out))
 
 
-def test_checkpoints_that_a_user_put_back_are_not_begun_over(tmp_path, caplog):
+def test_checkpoints_that_a_user_put_back_are_not_overwritten(tmp_path, caplog):
     """After `never`: the plain command refuses, and the same command moves them aside again."""
     out = a_finished_run(tmp_path)
     trains(out, "never")
     [aside] = out.glob("_before-*")
     (aside / "checkpoint-8").rename(out / "checkpoint-8")
-    with pytest.raises(ConfigError, match=r"holds checkpoint-8.*Delete .*_request\.json to resume"):
+    with pytest.raises(ConfigError, match=r"checkpoint-8 appeared there.*Delete .*_request\.json to resume"):
         trains(out, None)
     assert trains(out, "never") is None
-    assert "holds checkpoint-8" in caplog.text
+    assert "checkpoint-8 appeared there" in caplog.text
     assert numbered(out) == []
     (out / "checkpoint-8").mkdir()
     (out / REQUEST_FILE).unlink()
@@ -328,7 +328,7 @@ def test_checkpoints_that_a_user_put_back_are_not_begun_over(tmp_path, caplog):
     assert trains(out, None) == "checkpoint-8"
 
 
-def test_records_of_a_branch_that_is_left_for_another_go_aside(tmp_path):
+def test_records_of_an_abandoned_branch_are_moved_aside(tmp_path):
     """An evaluation after the last common step is of other weights, also where its step is one of both branches."""
     out = a_finished_run(tmp_path)
     trains(out, str(out / "checkpoint-4"), 5, 6)

@@ -1,4 +1,4 @@
-"""What may change when a run goes on: one table, and every key that is not in it is refused."""
+"""Which settings may change when a run resumes; a key without a row in the table of settings is refused."""
 
 import dataclasses
 import json
@@ -7,14 +7,10 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from grpo_ext import ConfigError, GRPOExtConfig
+from grpo_ext.config.settings import Change, change_of
 from grpo_ext.recipe.parts import PARTS
 from grpo_ext.trainer.checkpoints.identity import (
-    HARMLESS,
-    LENGTH,
-    NAMES,
-    ROUNDING,
     SECRET,
-    SPLIT,
     Changes,
     changes,
     data_digest,
@@ -26,7 +22,6 @@ from support import tiny
 from support.trainers import build
 
 KEYS = {f.name for part in PARTS for f in dataclasses.fields(part) if f.init}
-TABLES = {"harmless": HARMLESS, "rounding": ROUNDING, "length": LENGTH, "split": SPLIT, "names": NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -35,40 +30,34 @@ def record(tmp_path_factory):
     return record_of(GRPOExtConfig(str(folder), **tiny.TRAINING), model=tiny.save(folder / "model"))
 
 
-def test_the_table_names_keys_that_exist_and_each_once():
-    assert set().union(*TABLES.values()) - KEYS - {"dataloader_multiprocessing_context"} == {"world_size"}
-    assert sum(map(len, TABLES.values())) == len(set().union(*TABLES.values()))
-
-
 def test_no_secret_is_written_down(tmp_path):
     record = record_of(GRPOExtConfig(str(tmp_path), hub_token="hf_secret", **tiny.TRAINING))
     assert "hf_secret" not in json.dumps(record)
     assert "hub_token" in SECRET
 
 
-def test_nothing_changed_is_nothing_said(record):
+def test_equal_records_have_no_changes(record):
     found = changes(record, json.loads(json.dumps(record)))
     assert list(found.sentences()) == []
-    assert found.harmful == []
+    assert found.refused == []
 
 
 @pytest.mark.parametrize("key", sorted(KEYS - SECRET - {"reward_funcs"}))
-def test_every_key_is_honoured_with_a_word_or_refused(key, record):
-    found = changes({**record, key: "there"}, {**record, key: "here"})
-    listed = {name: getattr(found, name) for name in ("harmless", "rounding", "length", "split", "harmful")}
-    kind = next((name for name, table in TABLES.items() if key in table), "harmful")
-    kind = {"names": "harmless"}.get(kind, kind)
-    if key == "generation_batch_size":
-        kind = "harmful"
-    assert [name for name, texts in listed.items() if texts] == [kind]
-    assert key in listed[kind][0]
-    assert "'there'" in listed[kind][0]
-    assert "'here'" in listed[kind][0]
-    if kind != "harmful":
-        assert any(key in sentence for sentence in found.sentences())
+def test_a_change_of_a_setting_has_the_effect_of_its_row_in_the_table(key, record):
+    found = changes({**record, key: "there"}, {**record, key: "here"}).by_effect
+    expected = Change.ANOTHER_RUN if key == "generation_batch_size" else change_of(key)
+    if expected is Change.MODEL:  # the weights are the same
+        expected = Change.NOTHING
+    assert [effect for effect, texts in found.items() if texts] == [expected]
+    [text] = found[expected]
+    assert key in text
+    assert "'there'" in text
+    assert "'here'" in text
+    if expected is not Change.ANOTHER_RUN:
+        assert any(key in sentence for sentence in Changes(found).sentences())
 
 
-HARMFUL = {
+REFUSED = {
     "learning_rate": 0.5,
     "seed": 8,
     "temperature": 0.7,
@@ -83,11 +72,11 @@ HARMFUL = {
 }
 
 
-def test_what_was_silently_accepted_is_refused_all_at_once(tmp_path):
-    here = record_of(GRPOExtConfig(str(tmp_path), **(tiny.TRAINING | HARMFUL)))
+def test_all_refused_changes_are_named_at_once_with_the_ways_out(tmp_path):
+    here = record_of(GRPOExtConfig(str(tmp_path), **(tiny.TRAINING | REFUSED)))
     there = record_of(GRPOExtConfig(str(tmp_path), **tiny.TRAINING))
     refusal = str(changes(there, here).refusal("out/checkpoint-4"))
-    for key, value in HARMFUL.items():
+    for key, value in REFUSED.items():
         assert f"{key}: {there[key]!r} there, {value!r} here" in refusal
     assert "objective." not in refusal
     for way in ("another output_dir", "model_name_or_path: out/checkpoint-4", "--resume_from_checkpoint never"):
@@ -97,55 +86,55 @@ def test_what_was_silently_accepted_is_refused_all_at_once(tmp_path):
 def test_another_split_of_the_same_rows_is_allowed_and_of_others_is_not(record):
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "world_size": 2}
     found = changes(record, {**record, **sizes})
-    assert (len(found.split), found.harmful) == (2, [])
+    assert (len(found.by_effect[Change.SPLIT]), found.refused) == (2, [])
     assert "an optimizer step has the same rows" in " ".join(found.sentences()).lower()
     found = changes(record, {**record, **sizes, "rows_per_step": 16})
-    assert {text.partition(":")[0] for text in found.harmful} >= {"rows_per_step", "world_size"}
+    assert {text.partition(":")[0] for text in found.refused} >= {"rows_per_step", "world_size"}
     found = changes(record, {**record, "steps_per_generation": 2, "generation_batch_size": 16})
-    assert found.split == []
-    assert len(found.harmful) == 2
+    assert found.by_effect[Change.SPLIT] == []
+    assert len(found.refused) == 2
 
 
-def test_another_table_of_losses_is_noticed(record):
+def test_a_loss_that_means_something_else_in_this_version_is_refused(record):
     found = changes(record, {**record, "objective.aggregation": "elsewhere"})
-    assert [text.partition(":")[0] for text in found.harmful] == ["objective.aggregation"]
+    assert [text.partition(":")[0] for text in found.refused] == ["objective.aggregation"]
 
 
-def test_rewards_that_come_and_go_are_refused_and_their_patience_is_not(record):
+def test_added_and_removed_rewards_are_refused_but_not_their_timeouts(record):
     one = {**record, "of_recipe": True, "rewards.a.weight": 1.0, "rewards.a.timeout": 60.0}
-    assert changes(one, {**one, "rewards.a.timeout": 5.0}).harmful == []
-    assert changes(one, {**one, "rewards.b.weight": 1.0}).harmful == ["rewards.b.weight: None there, 1.0 here"]
-    assert changes({**one, "rewards.b.weight": 1.0}, one).harmful == ["rewards.b.weight: 1.0 there, None here"]
+    assert changes(one, {**one, "rewards.a.timeout": 5.0}).refused == []
+    assert changes(one, {**one, "rewards.b.weight": 1.0}).refused == ["rewards.b.weight: None there, 1.0 here"]
+    assert changes({**one, "rewards.b.weight": 1.0}, one).refused == ["rewards.b.weight: 1.0 there, None here"]
 
 
 def test_a_key_that_only_a_later_version_knows_counts_as_its_default(record):
-    elder = {key: value for key, value in record.items() if key != "dynamic_sampling_max_rounds"}
-    assert changes(elder, record).harmful == []
-    assert changes(elder, {**record, "dynamic_sampling_max_rounds": 9}).harmful
+    earlier = {key: value for key, value in record.items() if key != "dynamic_sampling_max_rounds"}
+    assert changes(earlier, record).refused == []
+    assert changes(earlier, {**record, "dynamic_sampling_max_rounds": 9}).refused
 
 
-def test_a_trainer_may_go_on_where_a_recipe_was(record):
-    """Of rewards and data settings it knows nothing."""
+def test_a_trainer_without_a_recipe_may_resume_the_run_of_one(record):
+    """It has no record of rewards and data settings."""
     recipes = {**record, "of_recipe": True, "rewards.a.weight": 1.0, "system_prompt": "think"}
-    assert changes(recipes, record).harmful == []
+    assert changes(recipes, record).refused == []
 
 
-def test_another_base_model_of_the_same_shape(record, tmp_path):
+def test_another_base_model_of_the_same_shape_is_refused(record, tmp_path):
     one, other = tiny.save(tmp_path / "one"), tiny.save(tmp_path / "other", seed=1)
     assert model_digest(one) != model_digest(other)
     assert model_digest(one) == record["model"]
     here = {**record, "model": model_digest(other)}
-    assert changes(record, here).harmful == [f"model: {record['model']!r} there, {here['model']!r} here"]
-    assert changes(record, {**record, "model": None}).harmful == []
+    assert changes(record, here).refused == [f"model: {record['model']!r} there, {here['model']!r} here"]
+    assert changes(record, {**record, "model": None}).refused == []
 
 
-def test_the_model_may_have_moved_but_not_have_become_another(record):
+def test_the_same_model_may_have_another_name(record):
     moved = {"model_name_or_path": "elsewhere"}
-    assert changes({**record, "model_name_or_path": "here"}, {**record, **moved}).harmful == []
-    assert changes({**record, "model_name_or_path": "here", "model": None}, {**record, **moved}).harmful
+    assert changes({**record, "model_name_or_path": "here"}, {**record, **moved}).refused == []
+    assert changes({**record, "model_name_or_path": "here", "model": None}, {**record, **moved}).refused
 
 
-def test_data_is_known_by_its_rows():
+def test_the_digest_of_a_dataset_depends_on_its_rows():
     rows = [{"prompt": f"{i}", "solution": i} for i in range(1000)]
     same, shorter = Dataset.from_list(rows), Dataset.from_list(rows[:-1])
     swapped = Dataset.from_list([*rows[:-1], {"prompt": "x", "solution": 0}])
@@ -161,10 +150,10 @@ def test_data_is_known_by_its_rows():
 STEPS = {"save_strategy": "steps", "save_steps": 1}
 
 
-def test_a_trainer_without_a_recipe_is_compared_too(tmp_path, caplog):
+def test_a_trainer_without_a_recipe_is_compared_with_the_checkpoint(tmp_path, caplog):
     model = tiny.save(tmp_path / "model")
     build(model, tmp_path / "out", max_steps=2, **STEPS).train()
-    with pytest.raises(ConfigError, match=r"checkpoint-2 is of another run: learning_rate: 0\.001 there, 0\.002 here"):
+    with pytest.raises(ConfigError, match=r"checkpoint-2: it is of another run: learning_rate: 0\.001 there"):
         build(model, tmp_path / "out", max_steps=4, learning_rate=0.002, **STEPS).train(resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match="data: '16 rows"):
         build(model, tmp_path / "out", rows=15, max_steps=4, **STEPS).train(resume_from_checkpoint=True)
@@ -193,8 +182,8 @@ def test_a_checkpoint_of_a_version_without_a_key_counts_as_of_its_default(key, t
     default = {f.name: f for f in dataclasses.fields(part)}[key]
     value = default.default if default.default_factory is dataclasses.MISSING else default.default_factory()
     here = {"of_recipe": True, key: plain(value)}
-    assert changes({"of_recipe": True}, here).harmful == []
-    assert changes(here, {"of_recipe": True}).harmful == []
+    assert changes({"of_recipe": True}, here).refused == []
+    assert changes(here, {"of_recipe": True}).refused == []
     other = {**here, key: "another"}
     assert vars(changes({"of_recipe": True}, other)) != vars(changes({"of_recipe": True}, here))
 
@@ -204,10 +193,10 @@ def with_token(record, token):
 
 
 @pytest.mark.parametrize(("there", "here"), [("a", "b"), ("a", None), (None, "b")])
-def test_a_token_may_change_come_and_go(there, here, record):
-    """Also against a record of a version that wrote it down."""
+def test_a_token_may_change_appear_or_disappear(there, here, record):
+    """Also against a record of a version that wrote tokens."""
     assert changes(with_token(record, there), with_token(record, here)) == Changes()
     kept = {"model_init_kwargs": {"token": there, "rope_theta": 1.0}}
     found = changes({**record, **kept}, with_token(record, here))
-    assert len(found.harmful) == 1
-    assert f"'{there}'" not in found.harmful[0]
+    assert len(found.refused) == 1
+    assert f"'{there}'" not in found.refused[0]

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there: killed at any file operation, on a full disk, in place of a damaged one."""
+"""A checkpoint is complete or absent: after a kill at any file operation, on a full disk, replacing a damaged one."""
 
 import errno
 import json
@@ -27,11 +27,6 @@ from support.run_folders import checkpoint
 from support.trainers import build
 
 STEPS = {"save_strategy": "steps", "save_steps": 1}
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
 
 
 def names(folder: Path) -> list[str]:
@@ -93,7 +88,7 @@ def test_killed_while_a_damaged_checkpoint_is_replaced(tmp_path):
     assert names(out) == ["checkpoint-1", "checkpoint-2"]
 
 
-def test_a_sealed_checkpoint_that_was_not_yet_renamed_counts(tmp_path):
+def test_a_sealed_checkpoint_that_was_not_yet_renamed_is_kept(tmp_path):
     checkpoint(tmp_path, 1)
     checkpoint(tmp_path / SAVING, 2)
     checkpoint(tmp_path / SAVING, 3, sealed=False)
@@ -105,7 +100,7 @@ def test_a_sealed_checkpoint_that_was_not_yet_renamed_counts(tmp_path):
 # Rotation.
 
 
-def test_rotation_spares_the_newest_the_best_and_what_has_another_name(tmp_path):
+def test_rotation_keeps_the_newest_the_best_and_other_names(tmp_path):
     for step in (1, 2, 3, 4, 5):
         checkpoint(tmp_path, step)
     checkpoint(tmp_path, 0, name="checkpoint-old")
@@ -118,7 +113,7 @@ def test_rotation_spares_the_newest_the_best_and_what_has_another_name(tmp_path)
     assert [name for name in names(tmp_path) if name.startswith("checkpoint")] == left
 
 
-def test_rotation_takes_what_is_damaged_first(tmp_path):
+def test_rotation_deletes_damaged_checkpoints_first(tmp_path):
     for step in (1, 2, 3):
         checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
@@ -168,7 +163,7 @@ def test_a_file_system_that_cannot_sync_folders(code, tmp_path, monkeypatch):
     assert synced
 
 
-def test_a_disk_that_fails_is_no_such_file_system(tmp_path, monkeypatch):
+def test_an_io_error_of_a_sync_is_raised(tmp_path, monkeypatch):
     def fsync(descriptor):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -205,7 +200,7 @@ def nfs(monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", rmtree)
 
 
-def test_files_that_nfs_keeps_are_no_error(nfs, model_path, tmp_path):
+def test_files_that_nfs_keeps_do_not_stop_a_run(nfs, model_path, tmp_path):
     """Not in rotation, nor where a checkpoint is replaced, nor at the end; and the next start succeeds."""
     trainer = build(model_path, tmp_path, max_steps=3, save_total_limit=1, **STEPS)
     trainer.train()
@@ -220,12 +215,12 @@ def test_files_that_nfs_keeps_are_no_error(nfs, model_path, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a link", "a file"])
-def test_a_saving_folder_that_is_none_is_told_before_the_first_step(kind, model_path, tmp_path):
+def test_a_link_or_file_in_place_of_the_saving_folder_is_an_error(kind, model_path, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / SAVING).symlink_to(tmp_path) if kind == "a link" else (out / SAVING).write_text("")
     trainer = build(model_path, out, max_steps=1, **STEPS)
-    with pytest.raises(ConfigError, match=rf"_saving is {kind}: .*Remove it"):
+    with pytest.raises(ConfigError, match=rf"_saving: it is {kind}, .*Remove it"):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -233,7 +228,7 @@ def test_a_saving_folder_that_is_none_is_told_before_the_first_step(kind, model_
 # A whole trainer.
 
 
-def test_a_checkpoint_holds_ours_and_trls_and_nothing_stays_aside(model_path, tmp_path):
+def test_a_checkpoint_has_trls_files_and_ours_in_its_manifest(model_path, tmp_path):
     build(model_path, tmp_path, max_steps=3, save_total_limit=2, **STEPS).train()
     assert [path.name for path in numbered(tmp_path)] == ["checkpoint-3", "checkpoint-2"]
     assert not (tmp_path / SAVING).exists()
@@ -265,7 +260,7 @@ def room_restored():
 
 
 @pytest.mark.parametrize("fails", ["model.safetensors", "optimizer.pt"])
-def test_a_full_disk_leaves_the_elder_ones_and_says_so(fails, model_path, tmp_path):
+def test_a_full_disk_leaves_the_earlier_checkpoints(fails, model_path, tmp_path):
     """No file may grow beyond a size that the named one would have: as on a full disk, writing ends in the middle."""
     out = tmp_path / "out"
     first = build(model_path, out, max_steps=1, **STEPS)
@@ -284,7 +279,7 @@ def test_a_full_disk_leaves_the_elder_ones_and_says_so(fails, model_path, tmp_pa
     assert [path.name for path in numbered(out)] == ["checkpoint-3", "checkpoint-2", "checkpoint-1"]
 
 
-def test_an_output_dir_that_is_no_folder_any_more(model_path, tmp_path):
+def test_a_file_in_place_of_the_output_dir_is_an_error(model_path, tmp_path):
     out = tmp_path / "out"
 
     def turn_into_a_file():
@@ -297,7 +292,7 @@ def test_an_output_dir_that_is_no_folder_any_more(model_path, tmp_path):
         trainer.train()
 
 
-def test_a_damaged_checkpoint_is_written_anew(model_path, tmp_path, caplog):
+def test_a_damaged_checkpoint_is_replaced(model_path, tmp_path, caplog):
     build(model_path, tmp_path, max_steps=2, **STEPS).train()
     (tmp_path / "checkpoint-2" / "optimizer.pt").write_bytes(b"")
     trainer = build(model_path, tmp_path, max_steps=2, **STEPS)
@@ -324,7 +319,7 @@ def test_the_best_checkpoint_is_known_by_its_final_name(model_path, tmp_path):
     assert damage(at_best) == damage(tmp_path / "checkpoint-3") == []
 
 
-def test_the_hub_is_sent_what_has_its_final_name(model_path, tmp_path, monkeypatch):
+def test_checkpoints_are_pushed_from_their_final_place(model_path, tmp_path, monkeypatch):
     """Files are read in the background, long after a folder aside would have been renamed."""
     sent = []
     monkeypatch.setattr(
@@ -336,7 +331,7 @@ def test_the_hub_is_sent_what_has_its_final_name(model_path, tmp_path, monkeypat
     assert sent == [(str(tmp_path / f"checkpoint-{step}"), []) for step in (1, 2)]
 
 
-def test_weights_alone_are_not_gone_on_from(model_path, tmp_path):
+def test_a_checkpoint_of_only_weights_cannot_be_resumed(model_path, tmp_path):
     build(model_path, tmp_path, max_steps=1, save_only_model=True, **STEPS).train()
-    with pytest.raises(ConfigError, match=r"holds weights alone \(save_only_model\)"):
+    with pytest.raises(ConfigError, match=r"holds only weights \(save_only_model\)"):
         build(model_path, tmp_path, max_steps=2, **STEPS).train(resume_from_checkpoint=True)

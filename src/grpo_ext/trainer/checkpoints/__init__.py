@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, how they are written, which one a run goes on from.
+"""Checkpoints: their content, how they are written, and the choice of the one that a run resumes from.
 
-May know the settings and the mathematics, no other part of the trainer. Begin with `choice`.
+May know the settings, the data's settings and the mathematics, no other part of the trainer. Begin with `choice`.
 """

@@ -1,4 +1,4 @@
-"""The end of a run: its model beside `finished.json`, and how a run that is left makes room for another."""
+"""The end of a run: its model and `finished.json`; and moving a run aside to make room for another."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.config.resuming import FRESH_START, REQUEST_FILE, Request
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE, WEIGHTS, numbered
 from grpo_ext.trainer.checkpoints.identity import changes
 from grpo_ext.trainer.checkpoints.manifest import changes as changed_files
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 FINISHED_FILE = "finished.json"
 METRICS_FILE = "metrics.jsonl"
 CARD = "README.md"
-"""The model card, which a person may go on to write."""
+"""The model card, which a person may edit later."""
 RECORDS = ("evaluation", "completions", "batches", "failures", "reward_failures")
-"""Folders in output_dir with files, or folders, of a step."""
+"""Folders in output_dir that hold files or folders for each step."""
 _OF_A_STEP = re.compile(r"(?:step_?|completions_)(\d+)")
 
 _KINDS = {"step": int, "files": dict, "recipe": dict}
 
 
 def finished(output_dir: Path, since: int = 0) -> dict[str, Any] | None:
-    """What `finished.json` records, if it is there, can be read, and is of a branch of the order `since` or later."""
+    """Return the content of `finished.json`, if it is readable and of a branch of the order `since` or later."""
     path = output_dir / FINISHED_FILE
     try:
         content = json.loads(path.read_text())
@@ -53,21 +53,21 @@ def _malformed(content: Any) -> str | None:
 
 
 def already_done(output_dir: Path, here: Mapping[str, Any], request: Request | None = None) -> str | None:
-    """A message if this run is over and its model sound; None if there is something left to do.
+    """Return a message if this run is complete and its model sound; None if there is something left to do.
 
     Args:
-        output_dir: of the run.
+        output_dir: the run's folder.
         here: the run's record.
-        request: what was asked for last; an end from before it does not count.
+        request: the last explicit request; an end before it does not count.
 
     Raises:
-        ConfigError: another run than this one has finished here.
+        ConfigError: another run has finished here.
     """
     content = finished(output_dir, request.order if request else 0)
     if content is None:
         return None
     since = changes(content["recipe"], here)
-    if since.harmful:
+    if since.refused:
         raise since.refusal(output_dir)
     if _goes_further(content, here) or changed_files(output_dir, content["files"]):
         return None
@@ -79,8 +79,8 @@ def _over(output_dir: Path, content: Mapping[str, Any], request: Request | None)
     if request is not None and request.afresh:
         again = f"delete {output_dir / REQUEST_FILE} and use {again}"
     return (
-        f"This run is finished: {content['step']} steps, model in {output_dir}. Nothing is trained. To continue it, "
-        f"raise max_steps (or num_train_epochs); to start afresh, {again}, or set another output_dir."
+        f"This run is finished: {content['step']} steps, model in {output_dir}. All steps are done. To continue, "
+        f"raise max_steps (or num_train_epochs); to start from the beginning, {again}, or set another output_dir."
     )
 
 
@@ -91,39 +91,34 @@ def _goes_further(content: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     return bool(there["max_steps"] > 0 or here["num_train_epochs"] > there["num_train_epochs"])
 
 
-def check_can_go_on(output_dir: Path, since: int = 0) -> None:
-    """Refuse to begin again where a run of the order `since` or later finished and no checkpoint is left.
+def check_can_start(output_dir: Path, since: int = 0) -> None:
+    """Refuse to start over where a run of the order `since` or later has finished and left no checkpoint.
 
     Raises:
-        ConfigError: it would begin again, over its own model or after the model was lost.
+        ConfigError: it would overwrite its own model, or the model was lost.
     """
     content = finished(output_dir, since)
     if content is None:
         return
-    ways = [
-        f"--resume_from_checkpoint {FRESH_START}, which moves the old run aside and starts afresh",
-        "or set another output_dir",
-    ]
+    start, left = "", "its model and checkpoints are gone"
     if holds_weights(output_dir):
-        ways[1] += f" (with model_name_or_path: {output_dir} there, training begins from its weights)"
-        left = "left no checkpoint to go on from"
-    else:
-        left = "whose model and checkpoints are gone"
-    raise ConfigError(
-        [
-            f"output_dir={str(output_dir)!r} holds a run that finished at step {content['step']} and {left}. "
-            f"Use {', '.join(ways)}."
-        ]
+        start = f" (with model_name_or_path: {output_dir} there, training begins from its weights)"
+        left = "it left no checkpoint to resume from"
+    reason = f"a run finished there at step {content['step']}, and {left}"
+    cure = (
+        f"Use --resume_from_checkpoint {FRESH_START}, which moves the old run aside and starts from the beginning, or "
+        f"set another output_dir{start}."
     )
+    raise ConfigError([Problem("output_dir", str(output_dir), reason, cure)])
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether a model was saved whole there."""
+    """Return whether a folder has a complete model."""
     return any((folder / name).is_file() and (folder / name).stat().st_size for name in WEIGHTS)
 
 
 def publish(folder: Path, output_dir: Path) -> list[str]:
-    """Move a model, file by file, to where the run's user looks for it; returns the names of its files."""
+    """Move a model, file by file, from `folder` to `output_dir`; return the names of its files."""
     names = files_in(folder)
     before = finished(output_dir) or {"files": {}}
     (output_dir / FINISHED_FILE).unlink(missing_ok=True)
@@ -140,24 +135,24 @@ def publish(folder: Path, output_dir: Path) -> list[str]:
 
 
 def _lies_in(output_dir: Path, name: str) -> bool:
-    """Whether a file lies in the folder, also where one of the folders between is a link."""
+    """Return whether a file is inside the folder, with links resolved."""
     return (output_dir / name).parent.resolve().is_relative_to(output_dir.resolve())
 
 
-def write_finished(output_dir: Path, names: list[str], recipe: Mapping[str, Any], **facts: Any) -> None:
-    """Say, last of all, that the run is over, and which files are its model."""
+def write_finished(output_dir: Path, names: list[str], recipe: Mapping[str, object], **facts: int) -> None:
+    """Record that the run is complete, with the files of its model."""
     model = [name for name in names if name != CARD]
     content = {**facts, "files": entries(output_dir, model), "recipe": dict(recipe)}
     write_synced(output_dir / FINISHED_FILE, json.dumps(content, indent=1))
 
 
 def move_aside(output_dir: Path, aside: str, kept: Collection[Path] = (), step: int = -1) -> bool:
-    """Move a run's checkpoints but those `kept`, its model, its log and what it recorded after `step`.
+    """Move a run's checkpoints except those `kept`, its model, its log and its records after `step`.
 
-    After a kill in its midst, a second call moves the rest. `finished.json`, which names the model's files, is last.
+    If this is killed, a second call moves the rest: `finished.json`, which lists the model's files, is moved last.
 
     Returns:
-        whether there was anything to move.
+        True if there was anything to move.
     """
     checkpoints = [path for path in numbered(output_dir) if path not in kept]
     content = finished(output_dir) or {"files": {}}
@@ -175,7 +170,7 @@ def move_aside(output_dir: Path, aside: str, kept: Collection[Path] = (), step: 
 
 
 def _recorded_after(step: int, output_dir: Path) -> list[Path]:
-    """Evaluations, completions and batches of later steps: a run that reaches these steps again has others."""
+    """Return evaluations, completions and batches of later steps, which the run will write again."""
     found = [path for folder in RECORDS for path in (output_dir / folder).rglob("*")]
     steps = {path: _OF_A_STEP.match(path.name) for path in found}
     return sorted(path for path, match in steps.items() if match and int(match[1]) > step)
@@ -183,7 +178,7 @@ def _recorded_after(step: int, output_dir: Path) -> list[Path]:
 
 def _moved(path: Path, aside: Path, output_dir: Path) -> bool:
     place = aside / path.relative_to(output_dir)
-    if os.path.lexists(place):  # moved before a kill; what is here now was written since
+    if os.path.lexists(place):  # moved before a kill; the file here was written later
         return False
     place.parent.mkdir(parents=True, exist_ok=True)
     path.rename(place)

@@ -1,4 +1,4 @@
-"""What defines a run, as a flat record in each of its checkpoints, and what may differ when it goes on."""
+"""Record what defines a run in each of its checkpoints, and compare the record with that of a run that resumes."""
 
 import hashlib
 import importlib.metadata
@@ -12,6 +12,7 @@ from typing import Any
 
 from datasets import Dataset
 from huggingface_hub import try_to_load_from_cache
+from transformers import PreTrainedModel
 from trl import DatasetMixtureConfig, ModelConfig
 from trl.data_utils import is_conversational
 from trl.scripts.grpo import GRPOScriptArguments
@@ -19,120 +20,73 @@ from trl.scripts.grpo import GRPOScriptArguments
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import world_size
 from grpo_ext.config.resuming import FRESH_START
+from grpo_ext.config.settings import Change, change_of
 from grpo_ext.data.config import DataConfig
-from grpo_ext.errors import ConfigError, is_secret, redacted
+from grpo_ext.errors import ABSENT, ConfigError, Problem, is_secret, redacted
 from grpo_ext.registry import portable
 from grpo_ext.trainer.checkpoints.manifest import write_synced
 
 RECIPE_FILE = "recipe.json"
 SECRET = {"hub_token"}
-"""Never written down."""
-
-HARMLESS = {
-    # where and how often it is logged
-    *("disable_tqdm", "include_num_input_tokens_seen", "log_completions", "log_completions_hub_repo", "log_level"),
-    *("log_level_replica", "log_multimodal", "log_on_each_node", "log_unique_prompts", "logging_first_step"),
-    *("logging_nan_inf_filter", "logging_steps", "logging_strategy", "num_completions_to_print", "project"),
-    *("record_batches", "report_to", "run_name", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
-    # evaluated
-    *("batch_eval_metrics", "dataset_test_split", "do_eval", "do_predict", "do_train", "eval_accumulation_steps"),
-    *("eval_delay", "eval_do_concat_batches", "eval_on_start", "eval_steps", "eval_strategy", "bf16_full_eval"),
-    *("eval_sets", "eval_use_gather_object", "fp16_full_eval", "include_for_metrics", "num_generations_eval"),
-    *("per_device_eval_batch_size", "prediction_loss_only", "load_best_model_at_end", "metric_for_best_model"),
-    "greater_is_better",
-    # saved and pushed
-    *("enable_jit_checkpoint", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision"),
-    *(
-        "hub_strategy",
-        "output_dir",
-        "push_to_hub",
-        "push_to_hub_revision",
-        "resume_from_checkpoint",
-        "save_on_each_node",
-    ),
-    *("save_only_model", "save_steps", "save_strategy", "save_total_limit"),
-    # worked on, waited for, found
-    *("dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers"),
-    *("dataloader_pin_memory", "dataloader_prefetch_factor", "ddp_timeout", "debug", "local_rank"),
-    *("on_nonfinite", "reward_memory_gib", "reward_workers", "rollout_drift", "rollout_drift_action"),
-    "skip_memory_metrics",
-    *("torch_empty_cache_steps", "trust_remote_code", "vllm_gpu_memory_utilization", "vllm_group_port"),
-    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
-    *("vllm_enable_sleep_mode", "vllm_weight_transfer"),
-}
-"""Settings that change no trained number; with stock's `loss_defaults: trl` an evaluation draws random numbers."""
-
-ROUNDING = {
-    "environment_waves",
-    *("attn_implementation", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb"),
-    *("ddp_find_unused_parameters", "ddp_static_graph", "full_determinism", "gradient_checkpointing"),
-    *("gradient_checkpointing_kwargs", "shared_prefix", "torch_compile", "torch_compile_backend"),
-    *("torch_compile_mode", "use_cpu", "vllm_tensor_parallel_size"),
-}
-"""Settings that change how the same numbers are computed."""
-
-LENGTH = {"max_steps", "num_train_epochs"}
-SPLIT = {"world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"}
-"""May differ together, as long as `rows_per_step` and `generation_batch_size` stay."""
-
-NAMES = {"model_name_or_path", "model_revision"}
-"""Free to differ where `model` says that the weights are the same."""
-
-_REWARD_HARMLESS = (".timeout", ".retries", ".isolate", ".independent")
+"""Settings that are never written."""
 _EDGE = 2**20
+"""Bytes at each end of a file of weights that are hashed."""
+
+Record = Mapping[str, Any]
+
+HONOURED = {
+    Change.NOTHING: "Changed since: {}.",
+    Change.ROUNDING: "Changed since, so that numbers differ by rounding: {}.",
+    Change.LENGTH: "Changed since: {}. The learning-rate schedule runs to the new end, as if that had been so "
+    "from the beginning; earlier steps keep theirs.",
+    Change.SPLIT: "Changed since: {}. An optimizer step has the same rows as before, but they are drawn from other "
+    "random streams, and unused rollouts are sampled again.",
+}
+"""Sentences about changes with which a run can resume."""
 
 
 @dataclass
 class Changes:
-    """How a run differs from the one that wrote a checkpoint; each entry reads `key there -> here`."""
+    """The differences between a run and the one that wrote a checkpoint, by their effect; entries "key old -> new"."""
 
-    harmless: list[str] = field(default_factory=list)
-    rounding: list[str] = field(default_factory=list)
-    length: list[str] = field(default_factory=list)
-    split: list[str] = field(default_factory=list)
-    harmful: list[str] = field(default_factory=list)
+    by_effect: dict[Change, list[str]] = field(default_factory=lambda: {effect: [] for effect in Change})
+
+    @property
+    def refused(self) -> list[str]:
+        """Differences with which the run cannot resume."""
+        return self.by_effect[Change.ANOTHER_RUN]
 
     def sentences(self) -> Iterator[str]:
-        """What a user should know of changes that are honoured."""
-        if self.harmless:
-            yield f"Changed since: {', '.join(self.harmless)}."
-        if self.rounding:
-            yield f"Changed since, so that numbers differ by rounding: {', '.join(self.rounding)}."
-        if self.length:
-            yield (
-                f"Changed since: {', '.join(self.length)}. The learning-rate schedule runs to the new end, as if that "
-                "had been so from the beginning; steps already made keep theirs."
-            )
-        if self.split:
-            yield (
-                f"Changed since: {', '.join(self.split)}. An optimizer step has the same rows as before, but they are "
-                "drawn by other random streams, and rollouts that were not used up are drawn anew."
-            )
+        """Yield what a user should know of the other changes."""
+        for effect, sentence in HONOURED.items():
+            if self.by_effect[effect]:
+                yield sentence.format(", ".join(self.by_effect[effect]))
 
     def refusal(self, checkpoint: str | Path) -> ConfigError:
-        """What cannot be honoured half way, all at once, and the ways on."""
+        """Return an error with all differences that prevent a resume."""
+        cure = (
+            f"Restore these values; or set another output_dir (with model_name_or_path: {checkpoint} there, training "
+            f"begins from its weights); or --resume_from_checkpoint {FRESH_START} moves the old run aside and starts "
+            "from the beginning."
+        )
         return ConfigError(
-            [
-                f"{checkpoint} is of another run: {'; '.join(self.harmful)}. Give it its own values again; or set "
-                f"another output_dir (with model_name_or_path: {checkpoint} there, training begins from its weights); "
-                f"or --resume_from_checkpoint {FRESH_START} moves the old run aside and starts afresh."
-            ]
+            [Problem(str(checkpoint), ABSENT, f"it is of another run: {'; '.join(self.refused)}", cure)]
         )
 
 
 def settings(*parts: Any) -> dict[str, Any]:
-    """All fields of some dataclasses, as JSON has them."""
+    """Return all fields of some dataclasses, as values of JSON."""
     return {
         f.name: plain(getattr(part, f.name)) for part in parts for f in fields(part) if f.init and f.name not in SECRET
     }
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value as it comes back from JSON, without secrets."""
     return redacted(json.loads(json.dumps(value, sort_keys=True, default=_as_text)))
 
 
-def _as_text(value: Any) -> Any:
+def _as_text(value: object) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Path):
@@ -146,15 +100,22 @@ def _as_text(value: Any) -> Any:
 
 
 def record_of(
-    args: GRPOExtConfig, *others: Any, rewards: Iterable[Any] | None = None, model: Any = None
+    args: GRPOExtConfig, *others: object, rewards: Iterable[Any] | None = None, model: str | None = None
 ) -> dict[str, Any]:
-    """What defines a run before anything is loaded; `others` are further parts of a recipe, `rewards` their specs."""
+    """Return what defines a run before anything is loaded.
+
+    Args:
+        args: the trainer's arguments.
+        others: further parts of a recipe.
+        rewards: specs of a recipe's rewards.
+        model: name or folder.
+    """
     record = settings(args, *others)
     record["world_size"] = world_size()
     accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
     record["rows_per_step"] = accumulated * record["world_size"]
     record["engine"] = _engine(args)
-    record["model"] = None if model is None else model_digest(str(model), record.get("model_revision"))
+    record["model"] = None if model is None else model_digest(model, record.get("model_revision"))
     record |= {f"objective.{axis}": value for axis, value in plain(args.objective.to_dict()).items()}
     record |= {f"version.{name}": version for name, version in _versions()}
     if rewards is not None:
@@ -166,8 +127,8 @@ def record_of(
     return _portable(record)
 
 
-def of_run(args: GRPOExtConfig, model: Any, data: Any, recipe: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what defines a run, its data included; `recipe` is the record of its recipe, if it has one."""
+def of_run(args: GRPOExtConfig, model: PreTrainedModel, data: object, recipe: Record | None) -> dict[str, Any]:
+    """Return what defines a run, including its data; `recipe` is the record of its recipe, if it has one."""
     name = getattr(getattr(model, "config", None), "_name_or_path", None) or None
     record = recipe or record_of(args, model=name)
     chat = is_conversational(data[0]) if isinstance(data, Dataset) and len(data) else None
@@ -175,17 +136,17 @@ def of_run(args: GRPOExtConfig, model: Any, data: Any, recipe: Mapping[str, Any]
 
 
 def _portable(value: Any) -> Any:
-    """Without the folders of a user's functions: where they lie does not define a run."""
+    """Remove the folders of a user's functions, which do not define a run."""
     if isinstance(value, dict):
         return {key: _portable(part) for key, part in value.items()}
     return portable(value) if isinstance(value, str) else value
 
 
 def _engine(args: GRPOExtConfig) -> str:
-    """Who shards the model, and so says how its checkpoints look."""
-    said = {name for name in ("fsdp", "deepspeed") if os.environ.get(f"ACCELERATE_USE_{name.upper()}") == "true"}
-    said |= {name for name in ("fsdp", "deepspeed") if getattr(args, name)}
-    return " and ".join(sorted(said)) or "none"
+    """Return the engine that shards the model, which determines the format of checkpoints."""
+    found = {name for name in ("fsdp", "deepspeed") if os.environ.get(f"ACCELERATE_USE_{name.upper()}") == "true"}
+    found |= {name for name in ("fsdp", "deepspeed") if getattr(args, name)}
+    return " and ".join(sorted(found)) or "none"
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -198,7 +159,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def model_digest(model: str, revision: str | None = None) -> str | None:
-    """The hub's commit, or a hash of a folder's config, sizes and edges of weight files; None where nobody can say."""
+    """Return the hub's commit, or a hash of a folder's config and of its files of weights; None if unknown."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         digest = hashlib.sha256()
@@ -209,7 +170,7 @@ def model_digest(model: str, revision: str | None = None) -> str | None:
         return f"folder {digest.hexdigest()[:16]}"
     try:
         config = try_to_load_from_cache(model, "config.json", revision=revision)
-    except ValueError:  # no name that the hub could have
+    except ValueError:  # not a valid name of the hub
         return None
     return f"commit {Path(config).parent.name}" if isinstance(config, str) else None
 
@@ -221,60 +182,55 @@ def _edges(path: Path) -> bytes:
         return first + file.read(_EDGE)
 
 
-def data_digest(dataset: Any, rows: int = 256) -> str | None:
-    """Number of rows and a hash of some that are spread evenly; None for a stream, which nobody can look through."""
+def data_digest(dataset: object, rows: int = 256) -> str | None:
+    """Return the number of rows and a hash of evenly spaced ones; None for a stream."""
     if not isinstance(dataset, Dataset):
         return None
     count = len(dataset)
     chosen = list(range(count)) if count <= rows else [i * (count - 1) // (rows - 1) for i in range(rows)]
     content = dataset.with_format(None).select(chosen).to_list()
-    text = json.dumps([sorted(dataset.column_names), content], sort_keys=True, default=_of_a_cell)
+    text = json.dumps([sorted(dataset.column_names), content], sort_keys=True, default=_cell_text)
     return f"{count} rows, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _of_a_cell(value: Any) -> str:
+def _cell_text(value: object) -> str:
     return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else _as_text(value)
 
 
-def changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> Changes:
-    """What differs between the record in a checkpoint and that of this run, by what it means.
+def changes(there: Record, here: Record) -> Changes:
+    """Compare the record in a checkpoint with that of this run.
 
-    A key of which only one side knows counts as its default; where one side was no recipe, only what both know counts.
-    Secrets do not count: they are neither recorded nor compared.
+    A key that only one record has counts as its default; if only one of them is a recipe's, only common keys count.
+    Secrets are neither recorded nor compared.
     """
     there, here, found = redacted(there), redacted(here), Changes()
     both = there.get("of_recipe") == here.get("of_recipe")
     keys = (there.keys() | here.keys()) if both else (there.keys() & here.keys())
     differing = sorted(key for key in keys - {"of_recipe"} if not _equal(key, there, here))
-    same_rows = not {"rows_per_step", "generation_batch_size"} & set(differing)
-    same_model = there.get("model") == here.get("model") is not None
+    allowed = {Change.NOTHING, Change.ROUNDING, Change.LENGTH}
+    if not {"rows_per_step", "generation_batch_size"} & set(differing):
+        allowed.add(Change.SPLIT)
+    if there.get("model") == here.get("model") is not None:
+        allowed.add(Change.MODEL)
     derived = [key for key in differing if key.startswith("objective.")]
-    for key in differing:
-        if key in derived:
-            continue
-        text = f"{key} {_of(key, there)!r} -> {_of(key, here)!r}"
-        if (
-            key in HARMLESS
-            or key.startswith("version.")
-            or key.endswith(_REWARD_HARMLESS)
-            or (key in NAMES and same_model)
-        ):
-            found.harmless.append(text)
-        elif key in ROUNDING:
-            found.rounding.append(text)
-        elif key in LENGTH:
-            found.length.append(text)
-        elif key in SPLIT and same_rows:
-            found.split.append(text)
+    for key in (key for key in differing if key not in derived):
+        effect = change_of(key)
+        if effect not in allowed:
+            found.refused.append(_refused(key, there, here))
         else:
-            found.harmful.append(f"{key}: {_of(key, there)!r} there, {_of(key, here)!r} here")
-    if derived and not found.harmful:  # the same settings mean another loss: another version's table
-        found.harmful += [f"{key}: {_of(key, there)!r} there, {_of(key, here)!r} here" for key in derived]
+            text = f"{key} {_value(key, there)!r} -> {_value(key, here)!r}"
+            found.by_effect[Change.NOTHING if effect is Change.MODEL else effect].append(text)
+    if derived and not found.refused:  # the same settings mean another loss in another version
+        found.refused.extend(_refused(key, there, here) for key in derived)
     return found
 
 
-def _equal(key: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    old, new = _of(key, there), _of(key, here)
+def _refused(key: str, there: Record, here: Record) -> str:
+    return f"{key}: {_value(key, there)!r} there, {_value(key, here)!r} here"
+
+
+def _equal(key: str, there: Record, here: Record) -> bool:
+    old, new = _value(key, there), _value(key, here)
     unknown = key in ("model", "data", "conversational") and None in (old, new)
     return _without_secrets(old) == _without_secrets(new) or unknown
 
@@ -285,7 +241,7 @@ def _without_secrets(value: Any) -> Any:
     return [_without_secrets(part) for part in value] if isinstance(value, list) else value
 
 
-def _of(key: str, record: Mapping[str, Any]) -> Any:
+def _value(key: str, record: Record) -> Any:
     return record.get(key, _DEFAULTS.get(key))
 
 
@@ -297,23 +253,24 @@ _DEFAULTS = {
 }
 
 
-def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Beside a checkpoint's other files."""
+def write_record(folder: Path, record: Record) -> None:
+    """Write the record into a checkpoint."""
     write_synced(folder / RECIPE_FILE, json.dumps(record, indent=1, sort_keys=True))
 
 
-def changes_since(checkpoint: str | Path, here: Mapping[str, Any]) -> Changes | None:
-    """What has changed since a checkpoint was written; None if it does not say what it is of.
+def changes_since(checkpoint: str | Path, here: Record) -> Changes | None:
+    """Return the changes since a checkpoint was written; None if it has no record.
 
     Raises:
-        ConfigError: something that cannot be honoured half way.
+        ConfigError: the run cannot resume with them.
     """
     try:
         found = changes(json.loads((Path(checkpoint) / RECIPE_FILE).read_text()), here)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError([f"{checkpoint}: its {RECIPE_FILE} cannot be read ({error}). Name another one."]) from error
-    if found.harmful:
+        problem = Problem(str(checkpoint), ABSENT, f"its {RECIPE_FILE} cannot be read ({error})", "Name another one.")
+        raise ConfigError([problem]) from error
+    if found.refused:
         raise found.refusal(checkpoint)
     return found

@@ -1,13 +1,15 @@
-"""The manifest of a checkpoint: each file with its size and hash, so that damage is known before anything is read."""
+"""The manifest of a checkpoint: size and hash of each file, to find damage before a file is read; and its branch."""
 
 import errno
 import hashlib
 import json
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -15,25 +17,25 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 FORMAT = 1
 NAME = re.compile(r"checkpoint-(\d+)")
-UNSEALED = f"it has no {MANIFEST}: it was written by another program, or not to its end"
+UNSEALED = f"it has no {MANIFEST}: it was written by another program, or is incomplete"
 _THREADS = 4
-_READ_WITHOUT_BEING_NAMED = re.compile(
+_READ_IF_PRESENT = re.compile(
     r"(model|pytorch_model|adapter_model|adapter_config|optimizer|scheduler|scaler|rng_state|rank|global_step|trainer_"
     r"state|entropy_ctrl|run_state|reference)[^/]*(/.*)?"
 )
-"""Files and folders that loading looks for, whether the manifest names them or not."""
+"""Files and folders that loading reads, also if the manifest does not list them."""
 _NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""Errors of a file system that cannot sync this kind of file at all (folders on some FUSE and CIFS mounts)."""
+"""Errors of file systems that cannot sync this kind of file (folders on some FUSE and CIFS mounts)."""
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """N of `checkpoint-N`; None for any other name."""
+    """Return N of `checkpoint-N`; None for any other name."""
     match = NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
 def seal(folder: Path, **facts: Any) -> None:
-    """Bring all files to the disk, and write the manifest last: a folder that has one was written to its end.
+    """Sync all files, and write the manifest last, so that a folder with a manifest is complete.
 
     Raises:
         OSError: the disk refuses.
@@ -45,13 +47,13 @@ def seal(folder: Path, **facts: Any) -> None:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Relative names of all files but the manifest and hidden ones, which file managers and NFS leave behind."""
+    """Return relative names of all files except the manifest and hidden ones, which file managers and NFS leave."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
     return sorted(p.as_posix() for p in found if p.as_posix() != MANIFEST and not p.name.startswith("."))
 
 
 def entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and hash of each file, which is on the disk when this returns."""
+    """Sync each file, and return its size and hash."""
     names = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: _entry(folder / name), names), strict=True))
@@ -68,7 +70,7 @@ def _hash(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk, as far as the file system can.
+    """Flush a file, or the entries of a folder, to the disk, if the file system can.
 
     Raises:
         OSError: the disk refuses.
@@ -87,7 +89,7 @@ def sync(path: Path) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     aside = path.with_name(f".{path.name}.part")
     try:
         aside.write_text(text)
@@ -99,7 +101,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def read(path: Path) -> dict[str, Any] | str:
-    """Return a manifest, or in words what is wrong with it."""
+    """Return a manifest, or a message about what is wrong with it."""
     try:
         return _read(path)
     except FileNotFoundError:
@@ -111,7 +113,7 @@ def read(path: Path) -> dict[str, Any] | str:
 def _read(path: Path) -> dict[str, Any] | str:
     content = json.loads(path.read_text())
     if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
-        return f"its {path.name} is no manifest"
+        return f"its {path.name} is not a manifest"
     if content.get("format") != FORMAT:
         return f"its {path.name} has format {content.get('format')!r}, and this version reads {FORMAT}"
     if content.pop("digest", None) != _digest(content):
@@ -121,7 +123,7 @@ def _read(path: Path) -> dict[str, Any] | str:
 
 
 def wrong_entry(files: Mapping[str, Any]) -> str | None:
-    """The first entry that is malformed or names a file outside of the folder, in words; None if there is none."""
+    """Return a message about the first malformed entry, or the first of a file outside the folder; None if sound."""
     for name, entry in files.items():
         if not _is_inside(name):
             return f"names a file outside of its folder: {name!r}"
@@ -132,7 +134,7 @@ def wrong_entry(files: Mapping[str, Any]) -> str | None:
 
 
 def _is_inside(name: str) -> bool:
-    path = PureWindowsPath(name)  # which takes both kinds of slash apart
+    path = PureWindowsPath(name)  # which splits at both kinds of slash
     return bool(path.parts) and not path.anchor and ".." not in path.parts and "\0" not in name
 
 
@@ -141,10 +143,14 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def damage(folder: Path, *, hashes: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, in words; [] if it is sound. Without `hashes`, by names and sizes alone."""
+    """Return messages about what is wrong with a checkpoint; without `hashes`, only names and sizes are compared."""
     if not folder.is_dir():
         return [
-            "it is a broken link" if folder.is_symlink() else "it is no folder" if folder.exists() else "it is missing"
+            "it is a broken link"
+            if folder.is_symlink()
+            else "it is not a folder"
+            if folder.exists()
+            else "it is missing"
         ]
     content = read(folder / MANIFEST)
     if isinstance(content, str):
@@ -153,14 +159,14 @@ def damage(folder: Path, *, hashes: bool = True) -> list[str]:
     if step_of(folder) not in (None, content.get("step")):
         found.append(f"its {MANIFEST} is that of checkpoint-{content.get('step')}")
     if content.get("weights_alone"):
-        found.append("it holds weights alone (save_only_model), from which a run cannot be continued")
+        found.append("it holds only weights (save_only_model), from which a run cannot resume")
     found += changes(folder, content["files"], hashes=hashes)
-    found += [f"{name} does not belong to it" for name in strangers(folder, content["files"]) if _would_be_read(name)]
-    return found
+    unlisted = sorted(set(files_in(folder)) - set(content["files"]))
+    return found + [f"{name} does not belong to it" for name in unlisted if _READ_IF_PRESENT.fullmatch(name)]
 
 
 def changes(folder: Path, files: dict[str, dict[str, Any]], *, hashes: bool = True) -> list[str]:
-    """Which of the files are not any more what a manifest says, and how."""
+    """Return messages about files that differ from a manifest."""
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(lambda item: _change(folder / item[0], item[0], item[1], hashes), files.items())
         return [change for change in found if change]
@@ -170,11 +176,11 @@ def _change(path: Path, name: str, entry: dict[str, Any], hashes: bool) -> str |
     try:
         size = path.stat().st_size
         if not path.is_file():
-            return f"{name} is no file"
+            return f"{name} is not a file"
         if size != entry["size"]:
             return f"{name} has {size:,} bytes instead of {entry['size']:,}"
         if hashes and _hash(path) != entry["sha256"]:
-            return f"{name} has been changed (its hash is another)"
+            return f"{name} has been changed (its hash differs)"
     except FileNotFoundError:
         return f"{name} is missing"
     except (OSError, ValueError) as error:
@@ -182,14 +188,71 @@ def _change(path: Path, name: str, entry: dict[str, Any], hashes: bool) -> str |
     return None
 
 
-def strangers(folder: Path, files: Iterable[str]) -> list[str]:
-    """Files that the manifest does not name."""
-    return sorted(set(files_in(folder)) - set(files))
-
-
-def _would_be_read(name: str) -> bool:
-    return _READ_WITHOUT_BEING_NAMED.fullmatch(name) is not None
-
-
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+# The history of checkpoints: which start of a run wrote each, and which earlier ones it continues.
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One start of a run, recorded in the manifest of each checkpoint that it writes.
+
+    Attributes:
+        id: random; empty for a checkpoint without a record of its branch.
+        order: larger than that of all earlier starts in the folder, so that no clock decides which one is newer.
+        lineage: the branches that it continues, oldest first, each with the last common step.
+    """
+
+    id: str = ""
+    order: int = 0
+    lineage: tuple[tuple[str, int], ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the entries of a manifest."""
+        return {"branch": self.id, "order": self.order, "lineage": [list(part) for part in self.lineage]}
+
+
+def branch_of(checkpoint: Path) -> Branch | None:
+    """Return the branch that wrote a checkpoint; None if its manifest is unreadable or has no valid record of it."""
+    content = read(checkpoint / MANIFEST)
+    if isinstance(content, str):
+        return None
+    id, order, lineage = content.get("branch", ""), content.get("order", 0), content.get("lineage", [])
+    if not (isinstance(id, str) and type(order) is int and isinstance(lineage, list)):
+        return None
+    parts = [tuple(part) for part in lineage if isinstance(part, list)]
+    known = [(str(name), step) for name, step in (part for part in parts if len(part) == 2) if type(step) is int]
+    return Branch(id, order, tuple(known))
+
+
+def newest_first(checkpoints: Iterable[Path], since: int = 0) -> list[Path]:
+    """Sort by the order of the branches, then by step; leave out branches before the order `since`.
+
+    A checkpoint without a readable manifest counts as one of the last branch.
+    """
+    branches = {path: branch_of(path) for path in checkpoints}
+    last = max([since, *(branch.order for branch in branches.values() if branch)])
+    places = {path: (last if b is None else b.order, step_of(path) or 0) for path, b in branches.items()}
+    return sorted((path for path in places if places[path][0] >= since), key=places.__getitem__, reverse=True)
+
+
+def last_order(checkpoints: Iterable[Path]) -> int:
+    """Return the largest order of some checkpoints, or 0."""
+    return max((branch.order for path in checkpoints if (branch := branch_of(path))), default=0)
+
+
+def new_branch(order: int, checkpoint: Path | None = None, step: int | None = None) -> Branch:
+    """Return a new branch that begins at the `step` of a checkpoint or, without one, at the beginning."""
+    if checkpoint is None:
+        return Branch(secrets.token_hex(4), order)
+    parent = branch_of(checkpoint) or Branch()
+    return Branch(secrets.token_hex(4), order, (*parent.lineage, (parent.id, step or 0)))
+
+
+def continued_by(older: Path, checkpoint: Path, step: int) -> bool:
+    """Return whether a `checkpoint-N` is an ancestor of the `step` of another checkpoint."""
+    branch, old = branch_of(checkpoint) or Branch(), branch_of(older) or Branch()
+    common = {**dict(branch.lineage), branch.id: step}
+    return (step_of(older) or 0) <= common.get(old.id, -1)

@@ -1,4 +1,4 @@
-"""How a run starts: from the beginning, from a checkpoint, or not at all; decided once, for all processes."""
+"""Decide, once for all processes, how a run starts: at the beginning, from a checkpoint, or not at all."""
 
 import json
 import logging
@@ -10,13 +10,20 @@ from typing import Any
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.resuming import ASIDE, FRESH_START, REQUEST_FILE, Request, noted, relative_to, requested
-from grpo_ext.errors import ConfigError
-from grpo_ext.trainer.checkpoints.agreement import agreed, check_seen_by_all
-from grpo_ext.trainer.checkpoints.branches import Branch, branch_of, continued_by, last_order, new_branch
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.trainer.checkpoints.choice import Sound, named, newest_sound, numbered, recorded_step
-from grpo_ext.trainer.checkpoints.finish import already_done, check_can_go_on, finished, move_aside
+from grpo_ext.trainer.checkpoints.finish import already_done, check_can_start, finished, move_aside
 from grpo_ext.trainer.checkpoints.identity import changes_since
-from grpo_ext.trainer.checkpoints.manifest import step_of, write_synced
+from grpo_ext.trainer.checkpoints.manifest import (
+    Branch,
+    branch_of,
+    continued_by,
+    last_order,
+    new_branch,
+    step_of,
+    write_synced,
+)
+from grpo_ext.trainer.checkpoints.processes import agreed, check_seen_by_all
 from grpo_ext.trainer.checkpoints.writing import recover
 
 logger = logging.getLogger(__name__)
@@ -24,26 +31,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a run starts, as all processes have decided."""
+    """Where a run starts.
+
+    Attributes:
+        checkpoint: the one that it resumes from; None: the beginning.
+        over: a message if the run is complete.
+        request: a request that `make_room` has to carry out before the first step.
+        repeated: a message if the request was carried out by an earlier command, so that the run resumes.
+    """
 
     checkpoint: Sound | None = None
-    """The checkpoint that it resumes from; None: the beginning."""
     over: str | None = None
-    """A message, where nothing is left to do."""
     request: Request | None = None
-    """What is still to be carried out before the first step: see `make_room`."""
     repeated: str | None = None
-    """A message, where the same command has been carried out before, so that the run continues what it began."""
 
 
 def beginning(args: GRPOExtConfig, here: Mapping[str, Any]) -> Beginning:
-    """Decide what a recipe's run starts from, before anything is loaded; nothing is moved yet.
+    """Decide where a recipe's run starts, before anything is loaded or moved.
 
-    An explicit `resume_from_checkpoint` is carried out once: asked for again, the run continues what it began.
+    An explicit `resume_from_checkpoint` is carried out once; with the same command again, the run resumes.
 
     Raises:
-        ConfigError: on all processes: the checkpoint that was asked for is damaged, or all are; it is of another run;
-            some processes do not see it.
+        ConfigError: the chosen checkpoint is damaged, or all are; it is of another run; some processes do not see it.
+            Raised on all processes.
     """
     found = agreed(lambda: _beginning(Path(args.output_dir or "."), args.resume_from_checkpoint, here))
     if found.checkpoint is not None:
@@ -51,7 +61,7 @@ def beginning(args: GRPOExtConfig, here: Mapping[str, Any]) -> Beginning:
     return found
 
 
-def _beginning(output_dir: Path, asked: Any, here: Mapping[str, Any]) -> Beginning:
+def _beginning(output_dir: Path, asked: object, here: Mapping[str, Any]) -> Beginning:
     recover(output_dir)
     before, wanted = noted(output_dir), requested(asked)
     if wanted is None:
@@ -60,22 +70,22 @@ def _beginning(output_dir: Path, asked: Any, here: Mapping[str, Any]) -> Beginni
         try:
             found = _continued(output_dir, before, here)
             return found if found.request else replace(found, repeated=_repeated(output_dir, asked))
-        except ConfigError as error:  # a changed recipe, or nothing sound: what `never` is the cure of
+        except ConfigError as error:  # a changed recipe or damaged checkpoints, which `never` cures
             if not before.afresh:
                 raise
-            logger.warning(f"{error}\n--resume_from_checkpoint {FRESH_START} starts afresh.")
+            logger.warning(f"{error}\n--resume_from_checkpoint {FRESH_START} starts from the beginning.")
     checkpoint = None if wanted == FRESH_START else named(Path(str(asked)))
     return _checked(Beginning(checkpoint, request=_new_request(output_dir, wanted)), here)
 
 
 def _continued(output_dir: Path, request: Request | None, here: Mapping[str, Any]) -> Beginning:
-    """Continue what the last request began, or carry it out where no checkpoint has been written since."""
+    """Resume the run of the last request; carry the request out if no checkpoint has been written since."""
     since = request.order if request else 0
     if over := already_done(output_dir, here, request):
         return Beginning(over=over)
     if (checkpoint := _newest_begun(output_dir, request)) is not None:
         return _checked(Beginning(checkpoint), here)
-    check_can_go_on(output_dir, since)
+    check_can_start(output_dir, since)
     if request is None or request.afresh:
         _check_empty(output_dir, request)
         return Beginning(request=request)
@@ -83,19 +93,19 @@ def _continued(output_dir: Path, request: Request | None, here: Mapping[str, Any
 
 
 def _check_empty(output_dir: Path, request: Request | None) -> None:
-    """Raise where a fresh start has written no checkpoint and there are some all the same: somebody put them there."""
+    """Raise if there are checkpoints although a fresh start has written none: somebody has put them there."""
     if request is not None and request.moved and (there := numbered(output_dir)):
-        raise ConfigError(
-            [
-                f"{output_dir} holds {', '.join(path.name for path in there)}, put there since "
-                f"--resume_from_checkpoint {FRESH_START} moved everything aside. Delete {output_dir / REQUEST_FILE} "
-                f"to resume from the newest sound one, or name one: --resume_from_checkpoint {there[0]}."
-            ]
+        names = ", ".join(path.name for path in there)
+        reason = f"{names} appeared there after --resume_from_checkpoint {FRESH_START} had moved everything aside"
+        cure = (
+            f"Delete {output_dir / REQUEST_FILE} to resume from the newest sound one, or name one: "
+            f"--resume_from_checkpoint {there[0]}."
         )
+        raise ConfigError([Problem("output_dir", str(output_dir), reason, cure)])
 
 
 def _newest_begun(output_dir: Path, request: Request | None) -> Sound | None:
-    """The newest sound checkpoint that is not of a run, or a branch, that was to be left."""
+    """Return the newest sound checkpoint that is not of an abandoned run or branch."""
     if request is None:
         return newest_sound(output_dir)
     beyond = -1 if request.afresh else step_of(Path(request.asked)) or -1
@@ -103,7 +113,7 @@ def _newest_begun(output_dir: Path, request: Request | None) -> Sound | None:
 
 
 def _checked(found: Beginning, here: Mapping[str, Any]) -> Beginning:
-    """Raise where a run of these settings cannot start there."""
+    """Raise if a run with these settings cannot start there."""
     if found.checkpoint is not None:
         changes_since(found.checkpoint, here)
         _check_length(Path(found.checkpoint), here["max_steps"])
@@ -113,18 +123,17 @@ def _checked(found: Beginning, here: Mapping[str, Any]) -> Beginning:
 def _check_length(checkpoint: Path, max_steps: int) -> None:
     step = step_of(checkpoint)
     if step is not None and 0 < max_steps < step:
-        raise ConfigError(
-            [
-                f"max_steps={max_steps}: {checkpoint} is already beyond it. Raise max_steps, name an earlier "
-                "checkpoint by resume_from_checkpoint, or start afresh by --resume_from_checkpoint never."
-            ]
+        cure = (
+            "Raise max_steps, name an earlier checkpoint by resume_from_checkpoint, or start from the beginning by "
+            "--resume_from_checkpoint never."
         )
+        raise ConfigError([Problem("max_steps", max_steps, f"{checkpoint} is already beyond it", cure)])
 
 
-def _repeated(output_dir: Path, asked: Any) -> str:
+def _repeated(output_dir: Path, asked: object) -> str:
     return (
-        f"--resume_from_checkpoint {asked} has been carried out before: the run continues what it began. To carry it "
-        f"out again, delete {output_dir / REQUEST_FILE}."
+        f"--resume_from_checkpoint {asked} was carried out by an earlier command: the run resumes. To carry it out "
+        f"again, delete {output_dir / REQUEST_FILE}."
     )
 
 
@@ -139,13 +148,13 @@ def _new_request(output_dir: Path, wanted: str) -> Request:
 
 
 def _next_order(output_dir: Path) -> int:
-    """Larger than that of all that is in the folder."""
+    """Return an order larger than any in the folder."""
     before, ended = noted(output_dir), finished(output_dir) or {}
     return max(1 + last_order(numbered(output_dir)), 1 + ended.get("order", -1), before.order if before else 0)
 
 
 def make_room(args: GRPOExtConfig, begin: Beginning) -> str | None:
-    """Note what was asked for and move aside what does not lead to its checkpoint; in words, where to."""
+    """Record the request and move aside all files that do not lead to its checkpoint; return a message about them."""
     request = begin.request
     if request is None:
         return None
@@ -153,7 +162,7 @@ def make_room(args: GRPOExtConfig, begin: Beginning) -> str | None:
 
 
 def _carried_out(output_dir: Path, request: Request, checkpoint: str | None) -> str | None:
-    """After a kill at any moment of this, each command finds the note, and has the rest done."""
+    """Carry out a request; after a kill at any moment, the next command finds the record and does the rest."""
     if request.moved:
         return None
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -163,7 +172,7 @@ def _carried_out(output_dir: Path, request: Request, checkpoint: str | None) -> 
     _note(output_dir, replace(request, moved=True))
     if not moved:
         return None
-    what = f"What did not lead to {checkpoint}" if kept else f"The run that was in {output_dir}"
+    what = f"Everything that did not lead to {checkpoint}" if kept else f"The run that was in {output_dir}"
     return f"{what} is now in {output_dir / request.aside}."
 
 
@@ -172,7 +181,7 @@ def _note(output_dir: Path, request: Request) -> None:
 
 
 def _leading_to(checkpoint: Path, output_dir: Path) -> list[Path]:
-    """The checkpoint, if it is in the folder, and those in the folder that it continues."""
+    """Return the checkpoints of the folder that lead to this one, itself included."""
     inside = checkpoint.absolute().parent == output_dir.absolute()
     if not inside and not (branch_of(checkpoint) or Branch()).id:
         return []  # of another folder, and without a record of its branch
@@ -183,13 +192,13 @@ def _leading_to(checkpoint: Path, output_dir: Path) -> list[Path]:
 # Each start of the trainer.
 
 
-def start(args: GRPOExtConfig, asked: Any, here: Mapping[str, Any]) -> tuple[str | None, Branch]:
-    """What `trainer.train(resume_from_checkpoint=...)` resumes from, and the branch that it begins.
+def start(args: GRPOExtConfig, asked: object, here: Mapping[str, Any]) -> tuple[str | None, Branch]:
+    """Return the checkpoint that `trainer.train(resume_from_checkpoint=...)` resumes from, and its new branch.
 
-    As transformers has it, True is the newest checkpoint, and a path is gone back to each time.
+    True means the newest checkpoint; a path is resumed from at each call, as in transformers.
 
     Raises:
-        ConfigError: as `beginning`; also if True finds nothing.
+        ConfigError: like `beginning`; also if True finds a folder without checkpoints.
     """
     found, branch = agreed(lambda: _start(Path(args.output_dir or "."), asked, here))
     if found is not None:
@@ -197,15 +206,14 @@ def start(args: GRPOExtConfig, asked: Any, here: Mapping[str, Any]) -> tuple[str
     return found, branch
 
 
-def _start(output_dir: Path, asked: Any, here: Mapping[str, Any]) -> tuple[str | None, Branch]:
+def _start(output_dir: Path, asked: object, here: Mapping[str, Any]) -> tuple[str | None, Branch]:
     if asked is None or requested(asked) == FRESH_START:
         recover(output_dir)
         return None, new_branch(_next_order(output_dir))
     begin = Beginning(asked) if isinstance(asked, Sound) else _asked_by_a_script(output_dir, asked)
     if begin.checkpoint is None:
-        raise ConfigError(
-            [f"resume_from_checkpoint=True: no checkpoint in {output_dir}. Leave it out to start afresh."]
-        )
+        cure = "Leave it out to start from the beginning."
+        raise ConfigError([Problem("resume_from_checkpoint", True, f"no checkpoint in {output_dir}", cure)])
     since = changes_since(begin.checkpoint, here)
     for sentence in since.sentences() if since is not None else ():
         logger.warning(sentence)
@@ -215,7 +223,7 @@ def _start(output_dir: Path, asked: Any, here: Mapping[str, Any]) -> tuple[str |
     return str(checkpoint), new_branch(_next_order(output_dir), checkpoint, recorded_step(checkpoint))
 
 
-def _asked_by_a_script(output_dir: Path, asked: Any) -> Beginning:
+def _asked_by_a_script(output_dir: Path, asked: object) -> Beginning:
     recover(output_dir)
     wanted, before = requested(asked), noted(output_dir)
     if wanted is not None:

@@ -24,7 +24,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals
-from grpo_ext.trainer.checkpoints.shards import is_sharded, local
+from grpo_ext.trainer.checkpoints.processes import is_sharded, local
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import ParamSpec
 from safetensors import SafetensorError
 from transformers import TrainerState
 
-from grpo_ext.errors import ConfigError, SaveError
-from grpo_ext.trainer.checkpoints.agreement import everywhere
+from grpo_ext.errors import ABSENT, ConfigError, Problem, SaveError
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import holds_weights, publish, write_finished
 from grpo_ext.trainer.checkpoints.manifest import STATE, damage, seal, step_of, sync
+from grpo_ext.trainer.checkpoints.processes import everywhere
 
 SAVING = "_saving"
 """Folder in output_dir where checkpoints are written; transformers pushes no name with a leading `_` to the hub."""
@@ -92,11 +92,7 @@ class Writer:
             raise SaveError(texts[0]) from error
 
     def publish(self, folder: Path, final: Path) -> None:
-        """Move the final model from `folder` into place.
-
-        Raises:
-            SaveError: there are no weights in it.
-        """
+        """Move the final model from `folder` into place. Raises SaveError: there are no weights in it."""
         if not holds_weights(folder):
             raise SaveError(_no_weights(final))
         self.published = publish(folder, final)
@@ -196,10 +192,8 @@ def recover(output_dir: Path) -> None:
     """
     aside = output_dir / SAVING
     if aside.is_symlink() or (aside.exists() and not aside.is_dir()):
-        kind = "a link" if aside.is_symlink() else "a file"
-        raise ConfigError(
-            [f"{aside} is {kind}: checkpoints are written in a folder of this name, on output_dir's disk. Remove it."]
-        )
+        reason = f"it is {'a link' if aside.is_symlink() else 'a file'}, and checkpoints are written in a folder there"
+        raise ConfigError([Problem(str(aside), ABSENT, reason, "Remove it.")])
     if not aside.is_dir():
         return
     for folder in numbered(aside):

@@ -1,4 +1,4 @@
-"""What a run records for a diagnosis, and THE table of rules that name a fault by it.
+"""Diagnosis of a run: metrics that only a diagnosis needs, and the table of rules that find faults in a log.
 
-May know the metrics' names, no other part of the trainer. Begin with `rules`, then `recording`.
+May know micro-batches, credit and a parameter's local part, no other part of the trainer. Begin with `rules`.
 """

@@ -1,7 +1,6 @@
 """The training metrics of a run as rules read them: the last rows, and those before them."""
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 FEW = 5
@@ -11,21 +10,20 @@ MANY = 20
 
 
 class History:
-    """Figures of those rows of a log that are of training, in order.
+    """Metrics of the training rows of a log, in order.
 
     Attributes:
-        columns: by name the value of each row, None where it has none.
-        rewards: names, as the last row has them.
+        columns: by name the value of each row, None where it is missing.
+        rewards: names in the last row.
     """
 
     def __init__(self) -> None:
-        """Start without rows."""
         self.rows = 0
         self.columns: dict[str, list[float | None]] = {}
         self.rewards: list[str] = []
 
     def add(self, row: Mapping[str, Any]) -> bool:
-        """Take in a row; whether it is one of training, and not an evaluation or a summary."""
+        """Add a row; return False for an evaluation or a summary, which is left out."""
         if "reward" not in row or "step" not in row:
             return False
         for name in row.keys() - self.columns.keys():
@@ -43,24 +41,19 @@ class History:
         return any(name.startswith(("tools/", "environments/")) for name in self.columns)
 
     def last(self, name: str, rows: int) -> list[float]:
-        """The last values, or none where one of them is missing."""
+        """Return the last values, or [] if one of them is missing."""
         found = _known(self.columns.get(name, [])[-rows:])
         return found if len(found) == rows else []
 
     def known(self, name: str, rows: int) -> list[float]:
-        """As many of the last values that are there, from at most twice as many rows."""
+        """Return the last known values, from at most twice as many rows, or []."""
         found = _known(self.columns.get(name, [])[-2 * rows :])[-rows:]
         return found if len(found) == rows else []
 
     def before(self, name: str, rows: int) -> list[float]:
-        """Values from before the last `rows`, or none where too few are known."""
+        """Return the values before the last `rows`, or [] if too few are known."""
         found = _known(self.columns.get(name, [])[-rows - MANY : -rows])
         return found if len(found) >= FEW else []
-
-    def first(self, name: str) -> float | None:
-        """The median of the first rows' values."""
-        found = _known(self.columns.get(name, [])[:FEW])
-        return median(found) if len(found) == FEW else None
 
 
 def _known(values: Sequence[float | None]) -> list[float]:
@@ -68,19 +61,13 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
+    """Return a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e100:
         return None
     return float(value)
 
 
-def deviation(values: Sequence[float]) -> float:
-    """The standard deviation of some values; by floats, where `statistics` takes a hundred times as long."""
-    middle = sum(values) / len(values)
-    return (sum((value - middle) ** 2 for value in values) / len(values)) ** 0.5
-
-
 def span(values: Sequence[float]) -> str:
-    """From the least to the most of some values, in words."""
+    """Format the range of some values."""
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return low if low == high else f"{low} to {high}"

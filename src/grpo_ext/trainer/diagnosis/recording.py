@@ -1,6 +1,6 @@
-"""Figures of a run that a diagnosis needs and nothing else logs: what the sampler drew, and the rows as they train.
+"""Metrics that only a diagnosis needs: of the sampler's tokens, of the rows as they train, of gradients.
 
-Each is a reduction over tensors that are there anyway; `FIGURES` says what they mean.
+Each is a reduction over tensors that exist anyway; `FIGURES` defines them.
 """
 
 import re
@@ -11,8 +11,10 @@ from operator import mul
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import TrainerState
 
 from grpo_ext.packing.micro_batches import live_mask
 from grpo_ext.trainer.credit import per_completion
@@ -42,30 +44,30 @@ FIGURES: dict[str, str] = {
     "grad_norm/<block>": "norm of the gradient of the embeddings, of each third of the layers, and of the rest; "
     "before clipping, at the steps that are logged",
 }
-"""Names in the log, and what they are."""
+"""Names in the log, with their definitions."""
 
 ROWS = "recorded"
-"""Key of what each row of a generation carries along: [rows, figures, 1], so that nothing takes it for tokens."""
+"""Key of the record of each row: [rows, figures, 1], a shape that is not mistaken for tokens."""
 DRAWN = "drawn_per_token_logps"
-"""Key of the sampler's log-probabilities where nothing but a diagnosis reads them."""
+"""Key of the sampler's log-probabilities that only a diagnosis may read: the loss must not build a mask from them."""
 THIRDS = ("first", "middle", "last")
 _LAYER = re.compile(r"\.(\d+)\.")
 _TINY = 1e-12
 
 
-# Tokens: the sampler beside the policy.
+# Tokens: the sampler and the policy.
 
 
 def token_figures(
     inputs: Mapping[str, Any], log_ratio: Tensor, mask: Tensor, computed: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Values and masks of a micro-batch's tokens, for the trainer's `Figures`.
+    """Return values and masks of a micro-batch's tokens, for the trainer's `Figures`.
 
     Args:
         inputs: the micro-batch, with the policy's log-probabilities from before the generation's first step.
-        log_ratio: as the loss has it, [batch, time] or [batch, 1].
+        log_ratio: the log-ratio of the loss, [batch, time] or [batch, 1].
         mask: live tokens [batch, time].
-        computed: those of rows that were computed.
+        computed: live tokens of rows that were computed.
     """
     figures = {"ratio/chi2": (log_ratio.detach().expm1().square(), mask)}
     policy, sampler = inputs.get("old_per_token_logps"), inputs.get(DRAWN, inputs.get("sampling_per_token_logps"))
@@ -85,24 +87,24 @@ def token_figures(
 
 
 def add_ess(metrics: MutableMapping[str, list[float]]) -> None:
-    """The effective sample size that goes with the last chi2."""
+    """Log the effective sample size of the last chi2."""
     if chi2 := metrics.get("sampling/chi2"):
         metrics["sampling/ess"].append(1 / (1 + chi2[-1]))
 
 
-# Rows: carried from where they are scored to where they train.
+# Rows, from scoring to training.
 
 
 def row_record(
     rewards: Tensor, total: Tensor, completion_ids: Sequence[Sequence[int]], first_row: int, group: int
 ) -> Tensor:
-    """What the rows of this process carry along: their text's and their group's number here, length, total, rewards.
+    """Return the record of this process's rows: numbers of their text and group here, length, total, rewards.
 
     Args:
         rewards: this process's, [rows, functions].
         total: this process's, [rows].
-        completion_ids: tokens that were drawn.
-        first_row: the place of the first row among those of all processes.
+        completion_ids: sampled tokens.
+        first_row: the number of the first row, over all processes.
         group: completions of a prompt.
     """
     groups = [(first_row + i) // group - first_row // group for i in range(len(completion_ids))]
@@ -114,12 +116,12 @@ def row_record(
 
 
 def row_sums(batches: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Sums over this process's rows as they are about to train, which add up over processes.
+    """Return sums over this process's rows before they train, which add up over processes.
 
-    Two of them make a mean, sum and count; three a correlation, of products, squares and squares.
+    Two make a mean: sum and count. Three make a correlation: products, squares and squares.
 
     Args:
-        batches: of one generation, with what `row_record` gave to their rows.
+        batches: of one generation, with the rows' records.
         names: of the rewards.
     """
     table = torch.cat([_row_table(batch) for batch in batches])
@@ -150,7 +152,7 @@ def row_sums(batches: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[st
 
 
 def _less_means(values: Sequence[float], groups: Sequence[float]) -> list[float]:
-    """Values less the mean of their group; 0 for what was not scored."""
+    """Subtract from values the mean of their group; 0 for unscored rows."""
     known: dict[float, list[float]] = {}
     for value, group in zip(values, groups, strict=True):
         if value == value:
@@ -164,9 +166,9 @@ def _product(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _row_table(batch: dict[str, Any]) -> Tensor:
-    """What the rows carry, their advantages, the tokens of their mask, and whether the first token is one of them.
+    """Return the rows' records, their advantages, the size of their mask, and whether it has the first token.
 
-    An environment's tokens are in the mask, as they are among those that were drawn, but are not trained.
+    The tokens of an environment are in the mask and among the sampled ones, but are not trained.
     """
     mask = batch["completion_mask"]
     advantages = per_completion(batch["advantages"], live_mask(batch))[:, None]
@@ -177,13 +179,13 @@ def log_rows(
     batches: Sequence[dict[str, Any]],
     names: Sequence[str],
     metrics: MutableMapping[str, list[float]],
-    accelerator: Any,
+    accelerator: Accelerator,
     *,
     by_turn: bool = False,
 ) -> None:
-    """Append the figures of a generation's rows, over all processes.
+    """Append the metrics of a generation's rows, over all processes.
 
-    Credit by turn makes advantages of what each turn earned, so their correlation with the total says nothing.
+    Credit by turn makes the correlation of advantages and total rewards meaningless, so it is left out.
     """
     if any(ROWS not in batch for batch in batches):
         return
@@ -207,16 +209,16 @@ def _mean_or_correlation(product: float, x: float, y: float | None = None) -> fl
     return product / (x * y) ** 0.5 if x > _TINY and y > _TINY else None
 
 
-# Steps that are logged, which alone are measured where measuring costs.
+# Logged steps: metrics that cost time are computed only there.
 
 
-def is_logged(state: Any, ahead: int = 0) -> bool:
-    """Whether what the step that is being computed comes to will be logged, or a step `ahead` of it."""
+def is_logged(state: TrainerState, ahead: int = 0) -> bool:
+    """Return whether the current step will be logged, or a step `ahead` of it."""
     return (state.global_step + 1 + ahead) % max(1, int(state.logging_steps)) == 0
 
 
 def gradient_figures(named: Sequence[tuple[str, Any]]) -> dict[str, float]:
-    """Norms by block of parameters with a gradient; one wait for the device."""
+    """Return the norm of the gradients by block; one device sync."""
     norms = torch._foreach_norm([parameter.grad for _, parameter in named])
     squares: dict[str, float] = {}
     whole = torch.stack([(n.full_tensor() if isinstance(n, DTensor) else n).to(norms[0].device) for n in norms])
@@ -227,7 +229,7 @@ def gradient_figures(named: Sequence[tuple[str, Any]]) -> dict[str, float]:
 
 @lru_cache(maxsize=1)
 def _blocks(names: tuple[str, ...]) -> list[str]:
-    """The block that each parameter belongs to."""
+    """Return the block of each parameter."""
     layers = [int(match[1]) if (match := _LAYER.search(name)) else None for name in names]
     count = 1 + max((layer for layer in layers if layer is not None), default=0)
     return [

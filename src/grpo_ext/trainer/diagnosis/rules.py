@@ -22,8 +22,9 @@ LEAP = 5.0
 ROUNDING = 2e-5
 """Nats per token below which a mismatch is rounding."""
 ALONE, ALONE_ONE_SIDED = 0.1, 1e-3
-"""Nats per token above which a mismatch is named without earlier rows to compare with: rounding to bfloat16 stays
-below the first, and is never one-sided."""
+"""Nats per token above which a mismatch counts without earlier rows to compare with: rounding to bfloat16 stays below
+the first, and is never one-sided."""
+CUT = "completions/clipped_ratio"
 ANOTHER_TEXT = 0.2
 """Nats per token that appear at once where two models read different prompts."""
 
@@ -36,7 +37,7 @@ class Rule:
 
     Attributes:
         figures: metrics that the rule reads; NAME is any reward's or environment's. Without one of them in the log
-            the rule says nothing.
+            the rule finds no evidence.
     """
 
     name: str
@@ -106,13 +107,13 @@ def diagnose(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
 MISMATCH = "sampling/mismatch"
 
 
-def _leapt(history: History, rows: int, alone: float = ALONE) -> list[float]:
-    """Return the last mismatches if all are far beyond the earlier ones, or beyond `alone` without earlier ones."""
+def _leap(history: History, rows: int, without_earlier: float = ALONE) -> list[float]:
+    """Return the last mismatches if all are far beyond the earlier ones, or beyond `without_earlier` without any."""
     values = history.last(MISMATCH, rows)
     if not values or min(values) <= ROUNDING:
         return []
     before = history.before(MISMATCH, rows)
-    limit = LEAP * max(before) if before else alone
+    limit = LEAP * max(before) if before else without_earlier
     return values if min(values) > limit else []
 
 
@@ -128,17 +129,20 @@ def _one_sided(history: History, values: list[float]) -> bool:
 
 
 def _another_prompt(history: History) -> str:
-    values = _leapt(history, ROWS)
-    if not values or min(values) < ANOTHER_TEXT:
-        return ""
-    return _mismatch(history, values)
+    values = _leap(history, ROWS)
+    return _mismatch(history, values) if values and min(values) >= ANOTHER_TEXT else ""
 
 
 def _truncated(history: History) -> str:
-    values = _leapt(history, ROWS, ALONE_ONE_SIDED)
+    values = _leap(history, ROWS, ALONE_ONE_SIDED)
     if not values or min(values) > ANOTHER_TEXT or not _one_sided(history, values):
         return ""
     return f"{_mismatch(history, values)}, all of it one-sided (sampling/bias): the sampler is surer of what it draws"
+
+
+def _two_sided(history: History) -> list[float]:
+    values = _leap(history, TREND)
+    return values if values and min(values) <= ANOTHER_TEXT and not _one_sided(history, values) else []
 
 
 def _grows(values: list[float]) -> bool:
@@ -146,8 +150,8 @@ def _grows(values: list[float]) -> bool:
 
 
 def _stale(history: History) -> str:
-    values = _leapt(history, TREND)
-    if not values or min(values) > ANOTHER_TEXT or _one_sided(history, values) or not _grows(values):
+    values = _two_sided(history)
+    if not values or not _grows(values):
         return ""
     thirds = (history.last(f"{MISMATCH}_{third}", TREND) for third in ("first", "middle", "last"))
     placed = ", ".join(f"{median(third):.3g}" for third in thirds if third)
@@ -155,13 +159,36 @@ def _stale(history: History) -> str:
 
 
 def _precision(history: History) -> str:
-    values = _leapt(history, TREND)
-    if not values or min(values) > ANOTHER_TEXT or _one_sided(history, values) or _grows(values):
+    values = _two_sided(history)
+    if not values or _grows(values):
         return ""
     return f"{_mismatch(history, values)}, neither growing nor one-sided"
 
 
-# Rows train as something else than what they are.
+# Combinators.
+
+
+def _seen(history: History, name: str, values: list[float]) -> str:
+    before = history.before(name, len(values))
+    return f"{name} {span(values)} in {len(values)} logs{f', {span(before)} before' if before else ''}"
+
+
+def _stays_above(name: str, limit: float, rows: int = ROWS) -> Evidence:
+    """Evidence: the last values are above a limit."""
+
+    def evidence(history: History) -> str:
+        values = history.last(name, rows)
+        return f"{name} {span(values)} in {rows} logs" if values and min(values) > limit else ""
+
+    return evidence
+
+
+def _any_reward(rule: Callable[[History, str], str]) -> Evidence:
+    """Evidence of the first reward for which a rule finds some."""
+    return lambda history: next((found for name in history.rewards if (found := rule(history, name))), "")
+
+
+# Rows train with the advantages, rewards or masks of others.
 
 
 def _other_rows(history: History) -> str:
@@ -176,29 +203,28 @@ def _other_rows(history: History) -> str:
 
 def _rewards_of_other_rows(history: History) -> str:
     name = "rewards/same_text_differs"
-    values = history.known(name, ROWS)
-    if not values or min(values) < 0.2 or not (before := history.before(name, ROWS)) or max(before) > 0.01:
-        return ""
-    return f"{name} {span(values)} in {ROWS} logs, {span(before)} before"
-
-
-def _misplaced_mask(history: History) -> str:
-    values = history.last("completions/mask_misplaced", 2)
-    return f"completions/mask_misplaced {span(values)}; only 0 is possible" if values and min(values) > 0 else ""
+    values, before = history.known(name, ROWS), history.before(name, ROWS)
+    return _seen(history, name, values) if values and before and min(values) >= 0.2 and max(before) <= 0.01 else ""
 
 
 def _end_lost(history: History) -> str:
     """Attempts of environments and tools may be ended from outside, at any length, so they are left out."""
-    cut = history.last("completions/clipped_ratio", ROWS)
+    cut = history.last(CUT, ROWS)
     if not cut or min(cut) < 0.99 or history.several_turns:
         return ""
     least, most = (history.last(f"completions/{name}_length", ROWS) for name in ("min", "max"))
     if not (least and most) or any(low > 0.9 * high for low, high in zip(least, most, strict=True)):
         return ""
     return (
-        f"completions/clipped_ratio {span(cut)} in {ROWS} logs, although lengths of {min(least):g} to {max(most):g} "
-        "tokens show that no common limit cut them"
+        f"{CUT} {span(cut)} in {ROWS} logs, although lengths of {min(least):g} to {max(most):g} tokens show that no "
+        "common limit cut them"
     )
+
+
+def _no_end(history: History) -> str:
+    values, before = history.last(CUT, ROWS), history.before(CUT, ROWS)
+    leaps = values and before and min(values) >= 0.8 and median(before) <= 0.3
+    return _seen(history, CUT, values) if leaps and not history.several_turns and not _end_lost(history) else ""
 
 
 # Steps.
@@ -209,10 +235,7 @@ def _steps_too_large(history: History) -> str:
     values, before = history.last(name, ROWS), history.before(name, ROWS)
     beyond = bool(values) and (min(values) > 0.05 or (bool(before) and min(values) > 10 * max(before)))
     harm = _harm(history) if beyond else ""
-    if not harm:
-        return ""
-    earlier = f", {span(before)} before" if before else ""
-    return f"{name} {span(values)} a step in {ROWS} logs{earlier}; {harm}"
+    return f"{_seen(history, name, values)}; {harm}" if harm else ""
 
 
 def _harm(history: History) -> str:
@@ -229,26 +252,7 @@ def _harm(history: History) -> str:
     return ""
 
 
-def _no_end(history: History) -> str:
-    name = "completions/clipped_ratio"
-    values = history.last(name, ROWS)
-    if not values or min(values) < 0.8 or history.several_turns or not (before := history.before(name, ROWS)):
-        return ""
-    if median(before) > 0.3 or _end_lost(history):
-        return ""
-    return f"{name} {span(values)} in {ROWS} logs, {span(before)} before"
-
-
-def _skipped_steps(history: History) -> str:
-    values = history.last("nonfinite/skipped_steps", ROWS)
-    return f"nonfinite/skipped_steps {span(values)} in {ROWS} logs" if values and min(values) > 0 else ""
-
-
-# Rewards.
-
-
-def _of_some_reward(rule: Callable[[History, str], str]) -> Evidence:
-    return lambda history: next((found for name in history.rewards if (found := rule(history, name))), "")
+# Rewards and environments.
 
 
 def _fails(history: History, name: str) -> str:
@@ -262,15 +266,12 @@ def _fails(history: History, name: str) -> str:
 
 
 def _environment_fails(history: History) -> str:
-    for figure in (name for name in history.columns if name.startswith("environments/") and name.endswith("/failed")):
-        values = history.last(figure, ROWS)
-        if values and min(values) > 0.5:
-            return f"{figure} {span(values)} in {ROWS} logs"
-    return ""
+    names = [name for name in history.columns if name.startswith("environments/") and name.endswith("/failed")]
+    return next((found for name in names if (found := _stays_above(name, 0.5)(history))), "")
 
 
 def _sign(history: History, name: str) -> str:
-    """A reward of 0 or 1 is now 0 or -1, which no learning explains."""
+    """A reward of 0 or 1 is now 0 or -1, which cannot be learned."""
     figure, spread = f"rewards/{name}/mean", f"rewards/{name}/std"
     values, before = history.last(figure, ROWS), history.before(figure, ROWS)
     if not values or not before or max(values) > 0 or min(values) == 0:
@@ -278,16 +279,14 @@ def _sign(history: History, name: str) -> str:
     negated = [-value for value in values]
     if not (_binary(before, history.before(spread, ROWS)) and _binary(negated, history.last(spread, ROWS))):
         return ""
-    return f"{figure} {span(values)} in {ROWS} logs, {span(before)} before, of a reward of 0 or 1"
+    return f"{_seen(history, figure, values)}, of a reward of 0 or 1"
 
 
 def _constant(history: History, name: str) -> str:
-    """A reward that has been learned ends at its highest value, and is left out."""
+    """A learned reward ends at its highest value, and is left out."""
     means, spread = (history.last(f"rewards/{name}/{figure}", ROWS) for figure in ("mean", "std"))
-    if not means or not spread or max(spread) > 0:
-        return ""
     before, wide = (history.before(f"rewards/{name}/{figure}", ROWS) for figure in ("mean", "std"))
-    if not before or not wide or min(wide) <= 0:
+    if not (means and spread and before and wide) or max(spread) > 0 or min(wide) <= 0:
         return ""
     if max(means) - min(means) > 1e-6 or means[0] >= max(before) or (means[0] == 0 and _binary(before, wide)):
         return ""
@@ -295,7 +294,7 @@ def _constant(history: History, name: str) -> str:
 
 
 def _binary(means: list[float], spread: list[float]) -> bool:
-    """True for a reward of 0 or 1, whose variance is m (1 - m)."""
+    """Return whether a reward is 0 or 1, so that its variance is m (1 - m)."""
     both = zip(means, spread, strict=False)
     return len(means) == len(spread) and all(0 <= m <= 1 and abs(s * s - m * (1 - m)) < 0.05 for m, s in both)
 
@@ -306,17 +305,17 @@ RULES: tuple[Rule, ...] = (
         ("rewards/NAME/errors", "rewards/NAME/none_frac"),
         "`rewards/NAME/errors` above 0, and no value or one value for most completions",
         "a reward, or the process or server that computes it, no longer answers",
-        "The rows and the reason are in output_dir/reward_failures; `grpo-ext score` calls it alone. Raise its "
-        "`timeout` or `reward_memory_gib`, or set `on_error: raise` to stop at once.",
-        _of_some_reward(_fails),
+        "The rows and the reason are in output_dir/reward_failures; `grpo-ext score` calls only this reward. Raise "
+        "its `timeout` or `reward_memory_gib`, or set `on_error: raise` to stop at once.",
+        _any_reward(_fails),
     ),
     Rule(
         "environment fails",
         ("environments/NAME/failed",),
         "`environments/NAME/failed` above half, log after log",
         "attempts end because their environment raises, hangs or dies",
-        "`environments/NAME/failed/KIND` and the warning say how; raise its `turn_timeout` or `reward_memory_gib`, or "
-        "play it by hand.",
+        "`environments/NAME/failed/KIND` and the warning have the reason; raise its `turn_timeout` or "
+        "`reward_memory_gib`, or play it by hand.",
         _environment_fails,
     ),
     Rule(
@@ -325,7 +324,7 @@ RULES: tuple[Rule, ...] = (
         "`nonfinite/skipped_steps` above 0, log after log",
         "steps are left out for NaN or inf",
         "Look at the batches in output_dir/failures; a lower `learning_rate`, `bf16` in place of `fp16`.",
-        _skipped_steps,
+        _stays_above("nonfinite/skipped_steps", 0.0),
     ),
     Rule(
         "misplaced mask",
@@ -335,13 +334,13 @@ RULES: tuple[Rule, ...] = (
         "first or the last never does",
         "It is made in `_generate_and_score_completions`, by a subclass, or by a `rollout_func`'s ids: one entry of "
         "the mask for each id, the end token's included.",
-        _misplaced_mask,
+        _stays_above("completions/mask_misplaced", 0.0, rows=2),
     ),
     Rule(
         "end token lost",
         ("completions/clipped_ratio", "completions/min_length", "completions/max_length"),
         "`completions/clipped_ratio` is 1, although completions have different lengths (one turn only)",
-        "completions end, but their ids lack the end token, so that the model is never taught to end",
+        "completions end, but their ids lack the end token, so that the model never learns to end",
         "Let a server or a `rollout_func` return it, set eos_token_id in the tokenizer to what the model ends by, and "
         "leave stop strings out of `generation_kwargs`.",
         _end_lost,
@@ -411,18 +410,18 @@ RULES: tuple[Rule, ...] = (
         "sign of a reward",
         ("rewards/NAME/mean", "rewards/NAME/std"),
         "`rewards/NAME/mean` of a reward of 0 or 1 becomes negative",
-        "a reward has changed its sign, and now punishes what it paid for",
+        "a reward has changed its sign, and now punishes what it rewarded before",
         "Look at what the reward returns, and at its `weight` and `weight_schedule`.",
-        _of_some_reward(_sign),
+        _any_reward(_sign),
     ),
     Rule(
         "constant reward",
         ("rewards/NAME/mean", "rewards/NAME/std"),
         "`rewards/NAME/std` falls to exactly 0, at a value between the extremes",
-        "a reward gives all completions one value: nothing is learned from it",
-        "`grpo-ext score --explain N` shows what it reads of a completion; look for a judge that answers nothing, or "
-        "a default that replaces every failure.",
-        _of_some_reward(_constant),
+        "a reward gives all completions the same value, so its advantages are zero",
+        "`grpo-ext score --explain N` shows what it reads of a completion; look for a judge without an answer, or a "
+        "default that replaces every failure.",
+        _any_reward(_constant),
     ),
     Rule(
         "completions no longer end",

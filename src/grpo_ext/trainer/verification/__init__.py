@@ -1,4 +1,4 @@
-"""Whether a launch trains by the gradient that the papers define: watched steps beside a computation row by row.
+"""Check the gradient of a launch against its definition: recorded steps beside a computation row by row.
 
 May know the trainer, the settings and the mathematics. Begin with `watched`, then `row_by_row`.
 """

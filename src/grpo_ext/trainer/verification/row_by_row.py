@@ -1,8 +1,8 @@
-"""The gradient of an optimizer step, one row at a time: no padding, no batch, and the papers' denominators.
+"""Compute the gradient of an optimizer step one row at a time: no padding, no batch, and the papers' denominators.
 
-What the trainer watched says which rows made a step and which weights it began and ended with. Everything else is
-computed anew: log-probabilities by a plain forward of one row, advantages of whole generations, the loss of a row
-alone, and its share of the step by counts of the step's rows and tokens.
+The recording has the rows of each step and the weights before and after it. Everything else is computed again:
+log-probabilities by a plain forward of one row, advantages of whole generations, the loss of one row, and its share of
+the step by the counts of the step's rows and tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,18 +28,17 @@ RowLoss = Callable[[Objective, dict[str, Any]], Tensor]
 
 @dataclass(frozen=True)
 class Terms:
-    """What is in the loss beside the objective."""
+    """Terms of the loss beside the objective; `cut_masked` is `mask_truncated_completions`."""
 
     temperature: float = 1.0
     entropy_coef: float = 0.0
     cut_masked: bool = False
-    """`mask_truncated_completions`."""
     reward_weights: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Live rows and tokens of an optimizer step, of the row's own micro-batch, and how many of those there are."""
+    """Live rows and tokens of an optimizer step, tokens of the row's micro-batch, and the number of micro-batches."""
 
     rows: int
     tokens: int
@@ -48,7 +47,7 @@ class Counts:
 
 
 def share(objective: Objective, per_token: Tensor, counts: Counts) -> Tensor:
-    """What a row with the losses `per_token` [tokens] adds to the step's loss."""
+    """Return the contribution of a row with the losses `per_token` [tokens] to the loss of the step."""
     n = len(per_token)
     limit = objective.aggregation_kwargs.get("max_completion_length", 1)
     divided_by = {
@@ -61,11 +60,11 @@ def share(objective: Objective, per_token: Tensor, counts: Counts) -> Tensor:
     if divided_by is not None:
         return per_token.sum() / divided_by
     totals = StepTotals(*(torch.tensor(x) for x in (counts.tokens, counts.rows, counts.micro_batches)))
-    return objective.aggregate(per_token[None], torch.ones(1, n), totals)  # the user's own
+    return objective.aggregate(per_token[None], torch.ones(1, n), totals)  # a custom one
 
 
 def loss_of_row(objective: Objective, inputs: dict[str, Any]) -> Tensor:
-    """Losses [1, tokens] of a row, surrogate and KL, by the objective's own pure functions."""
+    """Return the losses [1, tokens] of a row, surrogate and KL, by the pure functions of the objective."""
     mask = torch.ones_like(inputs["per_token_logps"])
     tensors = objective.tensors(inputs["per_token_logps"], inputs, mask)
     loss = objective.surrogate_loss(tensors)
@@ -75,12 +74,12 @@ def loss_of_row(objective: Objective, inputs: dict[str, Any]) -> Tensor:
 
 
 class RowByRow:
-    """Gradients of the steps of a watched run.
+    """Computes the gradients of the steps of a recorded run.
 
     Args:
-        model: of the same architecture, on any device; its weights are overwritten.
-        watched: what `Watched.save` wrote.
-        row_loss: losses [1, tokens] of a row alone; by default the objective's own, without its neighbours.
+        model: a model of the same architecture, on any device; its weights are overwritten.
+        watched: the recording of `Watched.save`.
+        row_loss: losses [1, tokens] of one row; by default those of the objective.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class RowByRow:
         watched: Mapping[str, Any],
         row_loss: RowLoss = loss_of_row,
     ) -> None:
-        """Nothing is computed yet."""
         self.model, self.objective, self.rows, self.terms = model.eval(), objective, rows, terms
         self.weights: list[Weights] = watched["weights"]
         self.steps: list[MicroBatches] = watched["steps"]
@@ -104,11 +102,11 @@ class RowByRow:
 
     @cached_property
     def size(self) -> int:
-        """Rows of a generation: all those that any step has seen of it."""
+        """Rows of a generation: the largest number in any step."""
         return 1 + max(row for step in self.steps for _, rows in step for row in rows)
 
     def gradients(self) -> list[Weights]:
-        """Of each step."""
+        """Return the gradient of each step."""
         return [self._gradient(step) for step in range(len(self.steps))]
 
     def _gradient(self, step: int) -> Weights:
@@ -146,7 +144,7 @@ class RowByRow:
         loss.backward()
 
     def _begin(self, generation: int) -> None:
-        """Old log-probabilities, those of the reference, and the advantages of a generation."""
+        """Compute old log-probabilities, those of the reference, and the advantages of a generation."""
         places = [(generation, row) for row in range(self.size)]
         with torch.no_grad():
             self._load(self.weights[generation])
@@ -165,7 +163,7 @@ class RowByRow:
         objective, group = self.objective, self.rows.group
         completions = [self.rows.completion(*place) for place in places]
         scores = [[score(ids, k) for k in range(self.rows.rewards)] for ids in completions]
-        rewards = torch.tensor(scores).double().view(-1, group, self.rows.rewards)  # TRL holds them in float32
+        rewards = torch.tensor(scores).double().view(-1, group, self.rows.rewards)  # TRL has them in float32
         weights = torch.tensor(self.terms.reward_weights).double()
         total = weighted_total(rewards, weights, missing=objective.missing_rewards)
         tokens: dict[str, Tensor] = {}
@@ -180,7 +178,7 @@ class RowByRow:
             weights, total = weights.new_ones(1), rewards[..., 0]
         values = objective.advantages(rewards, weights, self.history.on(rewards.device), None, **tokens)
         self.history.remember(rewards, total)
-        return values.float()  # as TRL holds them
+        return values.float()  # TRL's dtype
 
     def _penalties(self, places: list[tuple[int, int]], width: int) -> Tensor:
         found = torch.zeros(len(places), width, dtype=torch.float64)
@@ -215,7 +213,7 @@ class RowByRow:
 
 
 def differences(watched: Mapping[str, Any], gradients: Sequence[Weights], learning_rate: float) -> list[float]:
-    """|moved / learning rate + gradient| / |gradient| of each step of plain SGD, over all parameters."""
+    """Return |moved / learning rate + gradient| / |gradient| of each step of plain SGD, over all parameters."""
     found = []
     for (before, after), gradient in zip(pairwise(watched["weights"]), gradients, strict=True):
         error = torch.cat(

@@ -1,4 +1,4 @@
-"""Fixed rows: prompts, completions and rewards that depend on their place in the global batch and on nothing else."""
+"""Fixed rows: prompts, completions and rewards that depend only on their place in the global batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 PAD, EOS, SILENT = 0, 1, 2
-"""Tokens with a meaning of their own; a group whose completions begin with `SILENT` scores the same throughout."""
+"""Special tokens; a group whose completions begin with `SILENT` has equal rewards."""
 ORDINARY = 3
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Every generation of a run, whoever asks for which part of it.
+    """The rows of every generation of a run.
 
     Args:
-        vocabulary: tokens of the model.
+        vocabulary: number of the model's tokens.
         group: completions of a prompt.
-        longest: tokens of a completion at most, below the recipe's limit.
-        rewards: how many functions score.
+        longest: maximum tokens of a completion, below the recipe's limit.
+        rewards: number of reward functions.
     """
 
     vocabulary: int
@@ -28,11 +28,11 @@ class Rows:
     rewards: int = 1
 
     def prompt(self, generation: int, group: int) -> list[int]:
-        """Token ids, of another length for each group."""
+        """Return the token ids of a prompt; the length depends on the group."""
         return self._drawn(7_000_000 + 1000 * generation + group, 2, 6)
 
     def completion(self, generation: int, row: int) -> list[int]:
-        """Token ids of a row of the global batch; every fifth was cut, the others have ended."""
+        """Return the token ids of a row of the global batch; every fifth is truncated, the others end."""
         ids = self._drawn(1000 * generation + row, 1, self.longest)
         if (generation + row // self.group) % 3 == 2:
             ids[0] = SILENT
@@ -40,7 +40,7 @@ class Rows:
 
     @staticmethod
     def is_cut(row: int) -> bool:
-        """Whether a completion ends without saying so."""
+        """Return whether a completion has no end token."""
         return row % 5 == 0
 
     def _drawn(self, seed: int, shortest: int, longest: int) -> list[int]:
@@ -49,7 +49,7 @@ class Rows:
         return torch.randint(ORDINARY, self.vocabulary, (length,), generator=g).tolist()
 
     def rollout(self, prompts: list, trainer: Any) -> dict[str, Any]:
-        """TRL's `rollout_func`: this process's part of the generation that begins at this optimizer step."""
+        """Return this process's part of the current generation; a `rollout_func` of TRL."""
         first = trainer.accelerator.process_index * len(prompts)
         mine, generation = range(first, first + len(prompts)), trainer.state.global_step
         return {
@@ -59,17 +59,17 @@ class Rows:
         }
 
     def reward_functions(self) -> list[Callable[..., list[float]]]:
-        """As many as score, each of another name."""
+        """Return the reward functions."""
         return [_scorer(k) for k in range(self.rewards)]
 
 
 def score(ids: list[int], function: int = 0) -> float:
-    """A reward in [0, 1], with ties."""
+    """Return a reward in [0, 1], with ties."""
     return 0.5 if ids[0] == SILENT else sum((t * (7 + function)) % 13 for t in ids) % 8 / 7
 
 
 def _scorer(function: int) -> Callable[..., list[float]]:
-    def scored(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def scored(completion_ids: list[list[int]], **_: object) -> list[float]:
         return [score(ids, function) for ids in completion_ids]
 
     scored.__name__ = f"fixed_{function}"

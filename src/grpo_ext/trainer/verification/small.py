@@ -1,13 +1,20 @@
-"""A model of the same architecture class, small enough to be gone through row by row on any machine."""
+"""A model of the same architecture, small enough to compute row by row on any machine."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, Problem
 
 VOCABULARY = 48
 LAYERS = 2
@@ -22,13 +29,13 @@ SIZES: tuple[tuple[int | float, str], ...] = (
     (VOCABULARY, "vocab_size"),
     (0.0, "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop"),
 )
-"""What is made small, under the names that architectures give it."""
+"""Sizes, under the names that architectures give them."""
 SPREAD = 0.3
-"""Initial spread of the weights: enough for probabilities, and gradients, that differ between tokens."""
+"""Initial spread of the weights, at which probabilities and gradients differ between tokens."""
 
 
 def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same architecture with sizes of a toy."""
+    """Return the configuration with small sizes."""
     settings = config.get_text_config().to_dict()
     small: dict[str, Any] = {
         name: size for size, names in SIZES for name in names.split() if settings.get(name) is not None
@@ -48,31 +55,27 @@ def save_small(source: str, folder: Path, *, trust_remote_code: bool = False) ->
     """Write a small random model of the class of `source`, and a tokenizer for it, to `folder`.
 
     Raises:
-        ConfigError: the class cannot be known, or not be made small.
+        ConfigError: the class is unknown, or a small model cannot be built.
     """
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         cure = "Name a local folder, or let this machine reach the hub once."
-        raise ConfigError(
-            [f"model_name_or_path={source}: its config.json cannot be read ({error}). {cure}"]
-        ) from error
+        reason = f"its config.json cannot be read ({error})"
+        raise ConfigError([Problem("model_name_or_path", source, reason, cure)]) from error
     try:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(small_config(config), trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever an architecture makes of sizes that it does not expect
-        raise ConfigError(
-            [
-                f"model_name_or_path={source}: a small {config.model_type} cannot be built ({error}), so "
-                "this architecture is not verified. Verify the recipe with --model_name_or_path of another."
-            ]
-        ) from error
+    except Exception as error:  # an architecture may raise anything for sizes that it does not expect
+        reason = f"a small {config.model_type} cannot be built ({error}), so this architecture is not verified"
+        cure = "Verify the recipe with --model_name_or_path of another."
+        raise ConfigError([Problem("model_name_or_path", source, reason, cure)]) from error
     model.float().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Of words that nobody reads."""
+    """Return a word-level tokenizer with placeholder words."""
     words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, VOCABULARY))]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -80,11 +83,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **names)
 
 
-def load_small(folder: Path, dtype: torch.dtype, adapter: Any = None) -> Any:
-    """The model of `folder` as the trainer makes it, for one process."""
+def load_small(folder: Path, dtype: torch.dtype, adapter: PeftConfig | None = None) -> PreTrainedModel | PeftModel:
+    """Load the model of `folder` in one process, with a new adapter where the trainer has one."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    if adapter is not None:
-        from peft import get_peft_model
-
-        model = get_peft_model(model, adapter)
-    return model
+    return model if adapter is None else get_peft_model(model, adapter)

@@ -1,26 +1,26 @@
-"""A trainer that is watched: the weights around each optimizer step, and the rows that made it."""
+"""Record the weights before and after each optimizer step, and the rows of the step."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 Weights = dict[str, Tensor]
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
-"""What engines put into the names of parameters."""
+"""Prefixes that engines add to the names of parameters."""
 
 
-def trained_weights(model: Any) -> Weights:
-    """All parameters that are trained, whole, whatever engine has taken them apart; every process has to ask."""
+def trained_weights(model: nn.Module) -> Weights:
+    """Return all trained parameters, gathered if an engine has split them; call it on every process."""
     return {plain_name(name): _whole(p).cpu() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without its engine's wrappers."""
+    """Return a parameter's name without the prefixes of its engine."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -30,7 +30,7 @@ def _whole(parameter: Tensor) -> Tensor:
     if isinstance(parameter, DTensor):
         return parameter.full_tensor().detach().clone()
     if hasattr(parameter, "ds_id"):
-        import deepspeed  # which is there, or the parameter would not be its
+        import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
@@ -38,22 +38,24 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 class Watched:
-    """Mixin in front of a GRPO trainer, TRL's or ours: `steps` and `weights` of what it has trained so far."""
+    """Mixin for a GRPO trainer, TRL's or ours, that records its steps.
+
+    Attributes:
+        weights: before each optimizer step, and after the last.
+        steps: micro-batches of each optimizer step, of all processes: generation and rows.
+    """
 
     accelerator: Any
     model: Any
     state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As the trainer's."""
         self.weights: list[Weights] = []
-        """Before each optimizer step, and after the last."""
         self.steps: list[list[tuple[int, list[int]]]] = []
-        """Micro-batches of each optimizer step, of all processes: generation and rows."""
         super().__init__(*args, **kwargs)
         self.add_callback(_Watcher(self))  # type: ignore[attr-defined]
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         count = len(output["completion_ids"])
         first = self.accelerator.process_index * count
@@ -67,27 +69,27 @@ class Watched:
             self.seen.append((int(inputs["watched_generation"][0]), inputs["watched_row"].tolist()))
         return inputs
 
-    def look(self) -> None:
-        """Between optimizer steps: note the weights, and forget the micro-batches that have led to them."""
+    def record_weights(self) -> None:
+        """Record the weights between two optimizer steps, and forget the micro-batches before."""
         self.weights.append(trained_weights(self.accelerator.unwrap_model(self.model)))
         self.seen: list[tuple[int, list[int]]] = []
 
     def save(self, path: Path) -> None:
-        """What has been seen, by the first process."""
+        """Write the recorded steps on the first process."""
         if self.accelerator.is_main_process:
             torch.save({"weights": self.weights, "steps": self.steps}, path)
 
 
 class _Watcher(TrainerCallback):
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Watched) -> None:
         self.trainer = trainer
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *args: object, **kwargs: object) -> None:
         if not self.trainer.weights:
-            self.trainer.look()
+            self.trainer.record_weights()
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
         seen = self.trainer.seen
         several = self.trainer.accelerator.num_processes > 1
         self.trainer.steps.append(gather_object(seen) if several else seen)
-        self.trainer.look()
+        self.trainer.record_weights()
