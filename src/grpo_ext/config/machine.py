@@ -53,7 +53,7 @@ def meet_within(config: GRPOExtArguments) -> None:
         PartialState(cpu=True, backend=config.ddp_backend, timeout=timedelta(seconds=config.ddp_timeout))
 
 
-# What is not installed.
+# Packages that are not installed.
 
 
 def is_for_another(config: GRPOExtArguments) -> bool:
@@ -68,7 +68,7 @@ def machine_problems(training: GRPOExtArguments, model: ModelConfig | None) -> I
 
 
 def lacks(training: GRPOExtArguments, model: ModelConfig | None) -> list[Problem]:
-    """Return what this machine lacks of what another one, for which a launch is planned, must have."""
+    """Return the requirements that this machine lacks, if the launch is planned for another one."""
     return [*_precisions(training), *missing(training, model)] if is_for_another(training) else []
 
 
