@@ -24,7 +24,6 @@ from grpo_ext.trainer.diagnosis.watching import Watching
 
 RESULT = SIBLING.with_name("diagnosis_overhead.json")
 RECORDING: dict[str, tuple[Any, str, Any]] = {
-    "drawn": (_Batch, "note", None),
     "tokens": (metrics, "token_figures", {}),
     "chi2": (grpo_trainer, "add_ess", None),
     "row": (grpo_trainer, "row_record", None),

@@ -17,13 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import yaml
-from trl import GRPOConfig
 
 from grpo_ext.commands.lists import by_entry as entries
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.settings import SETTINGS, Change, Setting, settings_changed_by
 from grpo_ext.config.spec import Spec
-from grpo_ext.data.config import DataConfig
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.combinations import combinations
@@ -152,15 +150,6 @@ def reward_table() -> str:
         columns = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in TRL_ARGUMENTS]
         rows.append((names, summary(function), ", ".join(map(code, columns)), options(function)))
     return table(("name", "what it gives", "needs column", "options"), rows)
-
-
-def field_table(part: Any, base: Any = None) -> str:
-    """Return a table of the own fields of a dataclass, with their help."""
-    own = [f for f in dataclasses.fields(part) if f.name in part.__annotations__ or base is None]
-    return table(
-        ("key", "default", "meaning"),
-        ((code(f.name), code(str(f.default)), plain(f.metadata["help"]).replace("%%", "%")) for f in own),
-    )
 
 
 CHANGES = {
@@ -414,8 +403,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "arguments_data": lambda: argument_tables(REWARDS_AND_DATA),
     "arguments_model": lambda: argument_tables(MODEL),
     "arguments_trl": lambda: argument_tables(TRLS),
-    "config": lambda: field_table(GRPOExtArguments, GRPOConfig),
-    "data": lambda: field_table(DataConfig),
     "resumable": resumable_table,
     "damages": damage_table,
     "faults": fault_table,

@@ -73,7 +73,8 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_wheel_holds_the_package_and_the_recipes_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    source = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
+    parts = [path for kind in ("*.py", "*.jinja", "*.html") for path in (ROOT / "src").rglob(kind)]
+    source = {str(path.relative_to(ROOT / "src")) for path in parts}
     packaged = ROOT / "recipes"
     recipes = {f"grpo_ext/recipe/packaged/{path.relative_to(packaged)}" for path in packaged.rglob("*.yaml")}
     assert "grpo_ext/recipe/packaged/quickstart/grpo.yaml" in recipes

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_ext.commands.arguments import COMMANDS
+from grpo_ext.commands.arguments import COMMANDS, OPTIONS
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.losses import losses
 from grpo_ext.quickstart import model as quickstart
@@ -135,7 +135,7 @@ def problems(line: str) -> list[str]:
     asked = COMMANDS.get(name)
     rest = rest[: rest.index("--")] if "--" in rest else rest
     given = [word.partition("=")[0] for word in rest if word.startswith("--")]
-    known = {"--help", "-h", "--key", *(n for option in (asked.options if asked else ()) for n in option.names)}
+    known = {"--help", "-h", "--key", *(n for option in OPTIONS.get(name, ()) for n in option.names)}
     known |= {f"--{key}" for key in all_keys()} if asked is None or asked.keys else set()
     found = [f"no option {option}" for option in given if option not in known]
     configs = [value for option, value in pairwise(rest) if option == "--config"]

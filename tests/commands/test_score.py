@@ -221,7 +221,7 @@ def test_mistakes_of_the_command_line_and_missing_columns_are_reported(file, tmp
     assert "log_completions: true" in capsys.readouterr().err
     file.write_text(json.dumps({"prompt": "?", "completion": "5"}))
     assert command("score", *config, "--reward_workers", "0") == 0
-    assert "reward 'accuracy' scores nothing" in capsys.readouterr().err
+    assert "reward='accuracy': it cannot score any row" in capsys.readouterr().err
     assert command("score", *config, "--output", tmp_path / "out.csv") == 2
     assert "ends in .jsonl or .parquet" in capsys.readouterr().err
     assert command("score", *config, "--output", tmp_path / "none" / "out.jsonl") == 2

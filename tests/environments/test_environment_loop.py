@@ -1,4 +1,4 @@
-"""The loop: real environments in real processes, a policy that is scripted where its tokens do not matter."""
+"""The loop with real environments in real processes and a scripted policy."""
 
 import fcntl
 import os
@@ -30,7 +30,7 @@ HERE = Path(worlds.__file__)
 
 
 class Scripted:
-    """A policy whose turns depend on the attempt alone, and end unless told otherwise."""
+    """A policy whose turns depend on the attempt only."""
 
     version, pending, descriptor = 3, 0, None
 
@@ -58,7 +58,7 @@ class Scripted:
 
 
 class Requests(Scripted):
-    """The same, a turn of which takes as long as `seconds` says of the attempt, in a thread of its own."""
+    """The same in threads; a turn takes the `seconds` of its attempt."""
 
     def __init__(self, seconds):
         super().__init__()
@@ -129,7 +129,7 @@ def run(hosts, todo, engine=None, limits=LIMITS, tokenizer=None):
 # Faults.
 
 
-def test_each_fault_costs_its_own_attempt_and_nothing_else(hosts):
+def test_each_fault_fails_its_own_attempt_only(hosts):
     faults = [None, *worlds.FAULTS, None]
     sound, _ = run(hosts, tasks(spec(), [{"fault": None}] * len(faults)))
     todo = tasks(spec(), [{"fault": fault} for fault in faults])
@@ -169,7 +169,7 @@ def test_on_error_may_name_a_reward(hosts):
     assert lost.failure == "died: it ended its process with exit code 3"
 
 
-def test_what_cannot_be_imported_is_told_of_each_attempt(hosts, tmp_path):
+def test_each_attempt_fails_if_the_class_cannot_be_imported(hosts, tmp_path):
     (tmp_path / "vanishing.py").write_text((HERE).read_text())
     [found], problems = parse([f"{tmp_path}/vanishing.py:Faulty"])
     assert not problems
@@ -178,31 +178,24 @@ def test_what_cannot_be_imported_is_told_of_each_attempt(hosts, tmp_path):
     assert all("gone" in t.failure for t in lost)
 
 
-def test_where_no_process_can_be_forked_one_attempt_is_lost(hosts):
+@pytest.mark.parametrize(
+    ("name", "settings", "rows", "failures", "reward"),
+    [
+        ("Crowded", {}, [{"seconds": [0.0]}] * 3, [None, "died: it closed its end", None], 1.0),
+        ("KilledWhileImported", {}, [{}], ["died: it was killed by SIGKILL while it was being imported"], None),
+        ("Twin", {}, [{}] * 2, [None] * 2, 2.0),  # it forks: the copy must not answer
+        ("Wordy", {"kwargs": {"words": ["word"] * 100_000}}, [{}], [None], 1e5),  # options larger than a pipe
+    ],
+)
+def test_processes_that_fork_end_or_get_large_options(hosts, name, settings, rows, failures, reward):
     begun = time.monotonic()
-    done, _ = run(hosts, tasks(spec("Crowded"), [{"seconds": [0.0]}] * 3))
-    assert [t.failure for t in done] == [None, "died: it closed its end", None]
+    done, _ = run(hosts, tasks(spec(name, **settings), rows))
+    assert [t.failure for t in done] == failures
+    assert all(sum(turn.reward for turn in t.turns) == reward for t in done if not t.failure)
     assert time.monotonic() - begun < LOADING_SECONDS
 
 
-def test_the_copy_of_an_environment_that_forks_does_not_answer(hosts):
-    done, _ = run(hosts, tasks(spec("Twin"), [{}] * 2))
-    assert [(t.failure, [turn.reward for turn in t.turns]) for t in done] == [(None, [1.0, 1.0])] * 2
-
-
-def test_options_may_be_larger_than_a_pipe(hosts):
-    """A part of the request was never sent, and both sides waited."""
-    words = ["word"] * 100_000
-    [done], _ = run(hosts, tasks(spec("Wordy", kwargs={"words": words}), [{}]))
-    assert (done.failure, done.turns[-1].reward) == (None, float(len(words)))
-
-
-def test_the_end_of_a_process_that_imports_is_named(hosts):
-    [lost], _ = run(hosts, tasks(spec("KilledWhileImported"), [{"seconds": [0.0]}]))
-    assert lost.failure == "died: it was killed by SIGKILL while it was being imported"
-
-
-def test_what_cannot_be_started_is_lost(hosts, monkeypatch):
+def test_an_attempt_fails_if_its_environment_cannot_be_started(hosts, monkeypatch):
     def full(*_):
         raise RuntimeError("can't start new thread")
 
@@ -211,7 +204,7 @@ def test_what_cannot_be_started_is_lost(hosts, monkeypatch):
     assert lost.failure == "died: it could not be started (can't start new thread)"
 
 
-def test_what_an_engine_leaves_open_is_ended_and_files_go_with_their_attempt(hosts):
+def test_temporary_files_and_open_environments_are_removed(hosts):
     [littered], _ = run(hosts, tasks(spec("Litters"), [{}]))
     file = Path(littered.messages[-1]["content"])
     assert file.parent.parent.name.startswith(FOLDER)
@@ -230,8 +223,8 @@ def test_what_an_engine_leaves_open_is_ended_and_files_go_with_their_attempt(hos
     assert len(psutil.Process().children(recursive=True)) == 1
 
 
-def test_a_thousand_ends_that_nobody_hears_of_stop_nobody(hosts):
-    """What a process says of its forks' ends fits no pipe, however long; here it is short."""
+def test_many_unread_exit_messages_do_not_block_the_fork_server(hosts):
+    """Exit messages of forks may exceed any pipe; here the pipe is short."""
     lines = [hosts.open(spec(), 0)]
     fcntl.fcntl(lines[0].server._child.stream.incoming, fcntl.F_SETPIPE_SZ, 4096)
 
@@ -270,7 +263,7 @@ def meeting(folder, *attempts):
     ]
 
 
-def test_nobody_waits_for_the_slowest(hosts, tmp_path):
+def test_fast_environments_do_not_wait_for_slow_ones(hosts, tmp_path):
     """The first is waiting, in its first turn, until the others have come to their last."""
     rows = meeting(tmp_path, (2, 0, 3), *[(4, 4, 0)] * 3)
     done, engine = run(hosts, tasks(spec("Meets"), rows))
@@ -279,20 +272,20 @@ def test_nobody_waits_for_the_slowest(hosts, tmp_path):
 
 
 def test_requests_are_sent_as_attempts_are_ready(hosts):
-    """The first's turns take long, and nobody waits for them."""
+    """The others do not wait for the first, whose turns take long."""
     with closing(Requests([1.0, 0.0, 0.0])) as engine:
         done, _ = run(hosts, tasks(spec("Slow"), [{"seconds": [0.0] * 3}] * 3), engine)
     assert [(len(t.turns), t.failure) for t in done] == [(3, None)] * 3
     assert engine.waves[-2:] == [[0], [0]]
 
 
-def test_waves_of_turns_are_the_same_whatever_environments_take(hosts):
+def test_waves_of_turns_do_not_depend_on_the_time_that_environments_take(hosts):
     rows = [{"seconds": [0.3 * (i == k) for k in range(3)]} for i in range(3)]
     _, engine = run(hosts, tasks(spec("Slow"), rows), Scripted(waits=True))
     assert engine.waves == [[0, 1, 2]] * 3
 
 
-def test_environments_think_at_the_same_time(hosts, tmp_path):
+def test_environments_run_in_parallel(hosts, tmp_path):
     done, _ = run(hosts, tasks(spec("Meets"), meeting(tmp_path, *[(1, 1, 30)] * 30)))
     assert [t.failure for t in done] == [None] * 30
 
@@ -306,7 +299,7 @@ def test_completions_of_a_prompt_play_the_same_game(hosts):
 # Tokens.
 
 
-def test_what_was_sampled_is_what_is_trained(hosts):
+def test_the_sampled_tokens_are_the_trained_tokens(hosts):
     done, engine = run(hosts, tasks(spec(), [{"fault": None}] * 6))
     for number, trajectory in enumerate(done):
         assert [turn.sampled for turn in trajectory.turns] == engine.said[number]
@@ -318,8 +311,8 @@ def test_what_was_sampled_is_what_is_trained(hosts):
         assert text.replace(" ", "").startswith("go=")
 
 
-def test_a_template_that_rewrites_what_was_before_makes_a_further_row(hosts):
-    """It leaves out every a that the assistant has said."""
+def test_a_template_that_rewrites_the_history_makes_another_row(hosts):
+    """It removes every a from messages of the assistant."""
     tokenizer = tiny.tokenizer()
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     tokenizer.chat_template = (
@@ -334,7 +327,7 @@ def test_a_template_that_rewrites_what_was_before_makes_a_further_row(hosts):
     assert rewritten.turns[1].context[:4] == [*tokenizer("go=")["input_ids"], b]
 
 
-def test_special_tokens_that_an_environment_says_are_text(hosts):
+def test_special_tokens_in_observations_are_text(hosts):
     tokenizer = tiny.tokenizer()
     news = Renderer(tokenizer, {}).harmless([{"role": "user", "content": "a<eos>b\ud800"}])
     assert news == [{"role": "user", "content": "a< eos>b?"}]
@@ -342,7 +335,7 @@ def test_special_tokens_that_an_environment_says_are_text(hosts):
     assert news == [{"role": "< eos>", "content": "", "name": "< eos>"}]
 
 
-def test_what_a_tokenizer_does_not_take_costs_one_attempt(hosts):
+def test_text_that_a_tokenizer_refuses_fails_one_attempt(hosts):
     todo = tasks(spec(), [{"fault": None}] * 2)
     todo[0] = replace(todo[0], prompt=[{"role": "user", "content": "\ud800"}])
     done, _ = run(hosts, todo)
@@ -350,23 +343,23 @@ def test_what_a_tokenizer_does_not_take_costs_one_attempt(hosts):
 
 
 @pytest.mark.parametrize("afresh", [False, True])
-def test_an_attempt_fails_where_the_template_leaves_out_what_was_observed(hosts, afresh):
+def test_an_attempt_fails_if_the_template_leaves_out_an_observation(hosts, afresh):
     """It renders the first message alone where `afresh`, else no message of a user after the first."""
     tokenizer = tiny.tokenizer()
     only = "m['role'] == 'user'" if afresh else "m['role'] == 'assistant' or loop.first"
     tokenizer.chat_template = (
         f"{{% for m in messages %}}{{% if {only} %}}{{{{ m['content'] }}}}={{% endif %}}{{% endfor %}}"
     )
-    told = {"observation": [{"role": "tool", "content": "5"}], "afresh": afresh}
-    [lost], _ = run(hosts, tasks(spec("Says"), [told]), tokenizer=tokenizer)
+    row = {"observation": [{"role": "tool", "content": "5"}], "afresh": afresh}
+    [lost], _ = run(hosts, tasks(spec("Says"), [row]), tokenizer=tokenizer)
     assert lost.failure.startswith("template: the chat template of ")
     assert "leaves out a message of role 'tool' ('5')" in lost.failure
     assert len(lost.turns) == 1
 
 
 @pytest.mark.parametrize(("counts_all", "turns"), [(True, 2), (False, 3)])
-def test_a_budget_is_of_all_tokens_or_of_the_policys(hosts, counts_all, turns):
-    """Two tokens a turn; what the environment says takes three."""
+def test_the_limit_counts_all_tokens_or_those_of_the_policy(hosts, counts_all, turns):
+    """A turn has two tokens, an observation three."""
     limits = replace(LIMITS, completion=7, counts_all=counts_all)
     [t], _ = run(hosts, tasks(spec(), [{"fault": None}]), Scripted(lambda *_: [5, EOS]), limits)
     assert len(t.turns) == turns
@@ -387,13 +380,13 @@ def test_max_turns_ends_an_attempt_after_the_environment_has_judged_it(hosts):
 
 
 @pytest.mark.parametrize("where", [{"environment": worlds.Meets}, {"isolate": False}])
-def test_in_threads_environments_think_at_the_same_time_too(hosts, where, tmp_path):
+def test_environments_in_threads_run_in_parallel_too(hosts, where, tmp_path):
     rows = meeting(tmp_path, *[(2, 1, 20)] * 20)
     done, _ = run(hosts, tasks(replace(spec("Meets"), **where), rows))
     assert [(t.failure, sum(turn.reward for turn in t.turns)) for t in done] == [(None, 2.0)] * 20
 
 
-def test_what_answers_at_once_is_played_in_waves_of_turns(hosts):
+def test_environments_in_this_process_are_played_in_waves(hosts):
     [guess], _ = parse([{"name": "guess", "kwargs": {"high": 9, "guesses": 3}}])
     nine = tiny.WORDS.index("9")
     script = Scripted(lambda attempt, turn: [nine - (attempt == 1), EOS])

@@ -147,7 +147,11 @@ def test_trls_class_makes_the_rows_that_it_makes_in_trl(tmp_path):
         speakers.model(made), [], GRPOConfig(str(tmp_path), **settings), environment_factory=worlds.Counter, **common
     )
     ours = type("Ours", (speakers.Ours,), {"script": script})(
-        speakers.model(made), None, GRPOExtConfig(str(tmp_path), **settings), environments=[worlds.Counter], **common
+        speakers.model(made),
+        None,
+        GRPOExtConfig(str(tmp_path), environment_waves="turn", **settings),  # the script counts the rows of a wave
+        environments=[worlds.Counter],
+        **common,
     )
     by_trls_loop = type("Ours", (speakers.Ours,), {"script": script})(
         speakers.model(made),
@@ -195,7 +199,7 @@ def test_trls_environments_may_make_the_prompts(data, tmp_path):
 @pytest.mark.parametrize("name", ["rollout_func", "environment_factory", "tools"])
 def test_what_makes_rollouts_beside_them_is_refused(name, tmp_path):
     given = {name: [tiny.count_a] if name == "tools" else worlds.Counter}
-    with pytest.raises(ConfigError, match=f"{name} beside environments"):
+    with pytest.raises(ConfigError, match=f"{name} with environments=.*both would make the rollouts"):
         GRPOExtTrainer(
             tiny.model(), None, GRPOExtConfig(str(tmp_path), **tiny.TRAINING), asked(), environments=[GUESS], **given
         )

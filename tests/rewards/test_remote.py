@@ -502,36 +502,6 @@ def test_a_cancelled_call_leaves_nothing_behind(serve):
 # Options
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"protocol": "scores"}, "protocol='scores': no such protocol. Did you mean 'score'"),
-        ({"url": "localhost:8000/score"}, "url='localhost:8000/score'"),
-        ({"url": "file:///etc/passwd"}, "is not an address"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"protocol": "classify", "batch_size": 4}, "batch_size=4: .* one chat per request. Remove it, or set a temp"),
-        ({"protocol": "openai_judge", "batch_size": 4}, "one chat per request. Remove it.$"),
-        ({"max_concurrency": 0}, "max_concurrency=0"),
-        ({"retries": -1}, "retries=-1"),
-        ({"backoff": -0.1}, "backoff=-0.1"),
-        ({"timeout": 0}, "timeout=0"),
-        ({"scale": 0.0}, "scale=0.0"),
-        ({"template": "{prompt}"}, "template='{prompt}': protocol 'score' does not use"),
-        ({"pattern": "(x)"}, "pattern=.* does not use"),
-        ({"class_index": 0}, "class_index=0: .* does not use"),
-        ({"protocol": "openai_judge", "pattern": "x"}, "0 groups"),
-        ({"protocol": "openai_judge", "pattern": "("}, "not a regular expression"),
-        ({"protocol": "openai_judge", "template": "{"}, "Write {{ and }} for braces"),
-        ({"protocol": "openai_judge", "template": "{solution}", "solutions": TEXTS}, "Did you mean 'solutions'"),
-        ({"protocol": "openai_judge", "template": "{}"}, "template names {}"),
-    ],
-)
-def test_options_out_of_range_are_errors(options, words):
-    options = {"url": "http://127.0.0.1:9/score", "protocol": "score"} | options
-    with pytest.raises(ValueError, match=words):
-        asyncio.run(remote(**COLUMNS, **options))
-
-
 def test_nothing_to_score_needs_no_server():
     columns = {"prompts": [], "completions": []}
     assert asyncio.run(remote(**columns, url="http://127.0.0.1:9/score", protocol="score")) == []

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ext.rewards.catalogue import rewards
-from grpo_ext.rewards.library.functions import FORMAT_STYLES
 from grpo_ext.rewards.text import TAGS, answer_block, boxed, completion_text
 
 GOOD = "<think>\nreason\n</think>\n<answer>\n42\n</answer>"
@@ -118,12 +117,6 @@ def test_format_by_hand(style, text, expected):
     assert rewards["format"](completions=[[{"role": "assistant", "content": text}]], style=style) == [expected]
 
 
-def test_format_defaults_to_think_answer_and_refuses_unknown_styles():
-    assert rewards["format"](completions=[GOOD, INLINE]) == [1.0, 0.0]
-    with pytest.raises(ValueError, match=r"style='think_answers' is not a format. Did you mean 'think_answer'"):
-        rewards["format"](completions=[], style="think_answers")
-
-
 @given(TAG_SOUP)
 def test_a_full_format_has_every_tag_once(text):
     for style in ("think_answer", "think_answer_inline"):
@@ -134,12 +127,6 @@ def test_a_full_format_has_every_tag_once(text):
         rewards["format"](completions=[text], style=s)[0] for s in ("think_answer", "think_answer_inline")
     )
     assert strict <= inline
-
-
-@given(TAG_SOUP)
-def test_text_after_the_end_loses_the_format(text):
-    for style in set(FORMAT_STYLES) - {"boxed", "think"}:
-        assert rewards["format"](completions=[text + "."], style=style) == [0.0]
 
 
 # tags, steps, lengths, repetition
@@ -161,12 +148,6 @@ def test_text_after_the_end_loses_the_format(text):
 def test_tags_by_hand(text, plain, with_newlines):
     assert rewards["tags"](completions=[text]) == [plain]
     assert rewards["tags"](completions=[text], newlines=True) == [with_newlines]
-
-
-@given(TAG_SOUP)
-def test_tags_are_quarters(text):
-    for newlines in (False, True):
-        assert rewards["tags"](completions=[text], newlines=newlines)[0] in (0, 0.25, 0.5, 0.75, 1)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +185,6 @@ def test_soft_overlong_falls_with_the_length_and_agrees_with_trl(buffer, rest, l
     assert values == pytest.approx(trl.rewards.get_soft_overlong_punishment(buffer + rest, buffer)(completion_ids=ids))
 
 
-@pytest.mark.parametrize("buffer", [0, -1, 101])
-def test_soft_overlong_refuses_a_buffer_outside_the_length(buffer):
-    with pytest.raises(ValueError, match=rf"buffer={buffer}.*1 <= buffer <= 100"):
-        rewards["soft_overlong"](completion_ids=[[1]], max_length=100, buffer=buffer)
-
-
 @pytest.mark.parametrize(
     ("text", "options", "expected"),
     [
@@ -231,12 +206,6 @@ def test_repetition_by_hand(text, options, expected):
 def test_repetition_agrees_with_trl_on_words_as_tokens(ids, n):
     ours = rewards["repetition"](completions=[" ".join(map(str, ids))], n=n, max_penalty=-0.7)
     assert ours == pytest.approx(trl.rewards.get_repetition_penalty_reward(n, -0.7)(completion_ids=[ids]))
-
-
-@pytest.mark.parametrize(("option", "value"), [("n", 0), ("max_penalty", 0.5)])
-def test_repetition_refuses_options_out_of_range(option, value):
-    with pytest.raises(ValueError, match=f"{option}={value}"):
-        rewards["repetition"](completions=["a"], **{option: value})
 
 
 # TRL's own names
@@ -301,8 +270,3 @@ def test_reasoning_gym_extracts_as_told(extract, expected):
 @pytest.mark.parametrize("entry", [None, "", "{}", '{"metadata": {"source_dataset": "no_such_task"}}', "[]"])
 def test_reasoning_gym_gives_none_for_an_entry_it_cannot_use(entry):
     assert rewards["reasoning_gym"](completions=["1"], reasoning_gym_entry=[entry]) == [None]
-
-
-def test_reasoning_gym_refuses_an_unknown_extract():
-    with pytest.raises(ValueError, match=r"extract='lastline' is not known. Did you mean 'last_line'"):
-        rewards["reasoning_gym"](completions=[], reasoning_gym_entry=[], extract="lastline")

@@ -324,14 +324,6 @@ def test_memory_is_limited():
     assert score(source, tests, memory_mb=512) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("workers", 0), ("timeout", 0.0), ("memory_mb", 1), ("min_protection", "none")]
-)
-def test_options_out_of_range_are_errors_even_for_an_empty_batch(option, value):
-    with pytest.raises(ValueError, match=f"{option}={value!r}"):
-        code(completions=[], tests=[], **{option: value})
-
-
 def test_a_machine_without_a_sandbox_is_an_error_not_a_score(monkeypatch):
     monkeypatch.setattr(sandbox, "_probe", lambda: (None, ("namespaces: denied",)))
     with pytest.raises(sandbox.SandboxError, match="namespaces: denied"):

@@ -2,12 +2,10 @@
 
 import inspect
 import math
-import pickle
 
 import pytest
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from grpo_ext.errors import UnknownNameError
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.composition import RewardSpec, parse
 from grpo_ext.rewards.runtime import build
@@ -110,13 +108,6 @@ def test_reward_weights_replace_the_weights():
     specs, problems = parse(["tags", "format"], reward_weights=[0.25, -1])
     assert problems == []
     assert [spec.weight for spec in specs] == [0.25, -1.0]
-
-
-def test_one_function_twice_under_two_names():
-    specs, problems = parse(["tags", {"name": "tags_nl", "func": "tags", "kwargs": {"newlines": True}}])
-    assert problems == []
-    text = "<think>\nr</think>"
-    assert [f(prompts=[""], completions=[text]) for f in build(specs)] == [[0.5], [0.25]]
 
 
 def test_callable_objects_and_partials_get_trls_names(my_rewards):
@@ -251,15 +242,3 @@ def test_a_column_never_becomes_an_option_silently():
     [reward] = build([RewardSpec("tags", "tags")])
     with pytest.raises(ValueError, match="dataset column 'newlines' has the name of an option of reward 'tags'"):
         reward(completions=["<think>"], newlines=[True])
-
-
-def test_a_built_reward_survives_pickle():
-    [reward] = build([RewardSpec("tags_nl", "tags", kwargs={"newlines": True})])
-    copy = pickle.loads(pickle.dumps(reward))
-    assert copy.__name__ == "tags_nl"
-    assert copy(completions=["<think>\n"]) == [0.25]
-
-
-def test_build_refuses_what_is_not_there():
-    with pytest.raises(UnknownNameError, match="acuracy"):
-        build([RewardSpec("a", "acuracy")])

@@ -24,7 +24,6 @@ from grpo_ext.errors import RewardError
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.composition import parse
 from grpo_ext.rewards.containment import for_trl
-from grpo_ext.rewards.signatures import asks
 from grpo_ext.rewards.workers import child, pool
 from support import faulty
 from support.processes import PATIENCE
@@ -92,15 +91,6 @@ def test_whatever_a_function_returns_is_a_number_or_told(workers, runtime, caplo
 def test_a_column_that_a_reward_does_not_ask_for_is_not_sent(workers, runtime):
     rewards = runtime(spec("choke"), workers=workers)
     assert score(rewards, ["good"] * 3, column=[lambda: 0] * 3) == [1.0] * 3
-
-
-def test_which_arguments_a_function_may_look_at():
-    assert [asks(faulty.historic, name) for name in ("completions", "trainer_state", "solution")] == [
-        True,
-        True,
-        False,
-    ]
-    assert [asks(faulty.curious, name) for name in ("completions", "solution")] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -241,12 +231,6 @@ def test_retries_are_made_wherever_it_is_scored(name, workers, runtime, tmp_path
     kwargs = {"marker": str(tmp_path / "marker")}
     assert score(runtime(spec(name, kwargs=kwargs, retries=2), workers=workers)) == [3.0] * 4
     assert not caplog.records
-
-
-@pytest.mark.parametrize("name", ["flaky", "flaky_later"])
-def test_a_column_never_becomes_an_option_silently(name, runtime):
-    with pytest.raises(ValueError, match="'marker' has the name of an option"):
-        score(runtime(spec(name), workers=0), marker=["a"] * 4)
 
 
 @pytest.mark.parametrize(
@@ -486,11 +470,6 @@ def test_a_scorer_of_a_packaged_reward_stays_in_one_worker_too(runtime):
     for call, asked in enumerate(["yes", "", "yes"], start=1):
         columns = {"prompts": ["q"] * 2, "completions": [f"{call}"] * 2, "asked": [asked] * 2}
         assert [function(**columns) for function in rewards.functions][1] == [call] * 2
-
-
-def test_a_reward_of_another_worker_count_is_the_same(runtime):
-    values = [runtime(spec("draws"), spec("format", function="format"), workers=n) for n in (1, 2)]
-    assert score(values[0]) == score(values[1])
 
 
 def test_a_reward_that_no_row_can_be_scored_by_is_told():

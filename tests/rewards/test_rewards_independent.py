@@ -35,7 +35,6 @@ OPTIONS = {
     "cosine_length": {"max_length": 100},
     "soft_overlong": {"max_length": 90, "buffer": 40},
     "length_penalty": {"target": 40},
-    "soft_overlong_punishment": LENGTHS,
     "get_soft_overlong_punishment": LENGTHS,
     "reasoning_accuracy_reward": {"reasoning_delimiters": ["</think>"]},
 }

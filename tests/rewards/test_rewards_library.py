@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.library.answers import choice, final_answer
-from grpo_ext.rewards.library.lengths import LANGUAGES, script
 
 cosine_length, length_penalty = rewards["cosine_length"], rewards["length_penalty"]
 language_consistency = rewards["language_consistency"]
@@ -58,19 +57,6 @@ def test_cosine_length_agrees_with_trl_and_is_monotone(lengths, max_length):
         assert all(0.5 <= v <= 1 if order < 0 else -1 <= v <= -0.5 for v in ours)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_length": 0}, "max_length=0"),
-        ({"max_length": 9, "min_value_correct": 2.0}, "min_value_correct=2.0 with max"),
-        ({"max_length": 9, "max_value_wrong": -2.0}, "min_value_wrong=-1.0 with max"),
-    ],
-)
-def test_cosine_length_refuses(options, message):
-    with pytest.raises(ValueError, match=message):
-        cosine_length(completions=[], solution=[], completion_ids=[], **options)
-
-
 # length_penalty
 
 
@@ -81,24 +67,6 @@ def test_length_penalty_by_hand():
     )
     assert length_penalty(completion_ids=tokens(2000), target=1000) == [-1.0]
     assert length_penalty(completion_ids=tokens(1500), target=1000) == [-0.5]
-
-
-@given(st.lists(st.integers(0, 99), min_size=1), st.integers(0, 50), st.floats(0, 1), st.floats(-2, 0))
-def test_length_penalty_falls_within_its_bounds(lengths, target, per_token, max_penalty):
-    ids = tokens(*sorted(lengths))
-    values = length_penalty(completion_ids=ids, target=target, per_token=per_token, max_penalty=max_penalty)
-    assert values == sorted(values, reverse=True)
-    assert all(max_penalty <= v <= 0 for v in values)
-    assert all(v == 0 for v, row in zip(values, ids, strict=True) if len(row) <= target)
-
-
-@pytest.mark.parametrize(
-    "options", [{"target": -1}, {"target": 1, "per_token": -0.5}, {"target": 1, "max_penalty": 1.0}]
-)
-def test_length_penalty_refuses(options):
-    name, value = list(options.items())[-1]
-    with pytest.raises(ValueError, match=f"{name}={value}"):
-        length_penalty(completion_ids=[], **options)
 
 
 # language_consistency
@@ -137,27 +105,11 @@ def test_language_consistency_by_hand(text, options, expected):
     assert language_consistency(completions=[text], **options) == [expected and pytest.approx(expected)]
 
 
-@given(st.text())
-def test_language_consistency_is_a_share(text):
-    [english] = language_consistency(completions=[text])
-    [everything] = language_consistency(completions=[text], scripts=sorted({script(c) for c in text} | {"LATIN"}))
-    assert english is None or 0 <= english <= 1
-    assert everything is None or everything == 1.0
-
-
 @settings(deadline=10_000)  # in milliseconds; a second reading of the text for each of its marks would take minutes
 @given(st.text("$\\([])`x ", max_size=400))
 def test_language_consistency_is_quick_on_broken_markup(text):
     [share] = language_consistency(completions=[text * 50])
     assert share is None or 0 <= share <= 1
-
-
-def test_language_consistency_refuses():
-    with pytest.raises(ValueError, match=r"language='english': its script is unknown\. Known: ar, .*zh"):
-        language_consistency(completions=[], language="english")
-    with pytest.raises(ValueError, match=r"scripts=\[\]"):
-        language_consistency(completions=[], scripts=[])
-    assert {"en", "zh", "ja", "ru"} < set(LANGUAGES)
 
 
 # exact_match
@@ -191,15 +143,6 @@ def test_language_consistency_refuses():
 )
 def test_exact_match_by_hand(text, gold, options, expected):
     assert exact_match(completions=[text], solution=[gold], **options) == [expected]
-
-
-@given(st.text(), st.booleans(), st.booleans())
-def test_exact_match_of_the_solution_itself(text, ignore_case, ignore_punctuation):
-    options = {"ignore_case": ignore_case, "ignore_punctuation": ignore_punctuation}
-    completion = f"<answer>{text}</answer>"
-    gold = final_answer(completion)
-    assert exact_match(completions=[completion], solution=[gold], **options)[0] in (1.0, None)
-    assert exact_match(completions=[completion], solution=[gold + "x"], **options) == [0.0]
 
 
 # multiple_choice
@@ -249,17 +192,6 @@ def test_the_solution_needs_a_letter(gold, choices, expected):
 def test_every_letter_in_every_form(letter, form):
     assert choice(form.format(letter)) == letter
     assert choice(form.format(letter.lower())) == letter
-
-
-@given(st.text("ABab() answeris:.\n,*", max_size=60))
-def test_a_choice_is_a_choice(text):
-    assert choice(text, "AB") in ("A", "B", None)
-
-
-@pytest.mark.parametrize("choices", ["", "AA", "Aa", "A1", "A-E"])
-def test_choices_are_distinct_letters(choices):
-    with pytest.raises(ValueError, match=f"choices='{choices}'"):
-        multiple_choice(completions=[], solution=[], choices=choices)
 
 
 # json_schema
@@ -335,8 +267,3 @@ def test_json_schema_without_its_library(monkeypatch):
     answers._validator.cache_clear()
     with pytest.raises(ImportError, match=r"needs jsonschema: pip install"):
         json_schema(completions=["{}"], schema=[{}])
-
-
-def test_json_schema_refuses():
-    with pytest.raises(ValueError, match=r"valid_json=1\.5"):
-        json_schema(completions=[], valid_json=1.5)

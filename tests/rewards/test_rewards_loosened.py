@@ -215,18 +215,6 @@ def test_what_was_cut_off_before_a_mark_is_not_scored():
     assert accuracy(texts, ["72"] * 5, max_length=8) == [1.0, 1.0, 0.0, 1.0, 0.0]  # a file says nothing of ids
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"read": "box"}, "read='box': not a place of an answer. Did you mean 'boxed'?"),
-        ({"max_length": 0}, "max_length=0"),
-    ],
-)
-def test_an_option_out_of_range_is_told(options, message):
-    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        accuracy([], [], **options)
-
-
 def test_what_was_read_is_logged_beside_the_completions():
     logged = {}
     texts = [r"\boxed{x = 50\%}", "no idea", "5 cm", "7"]

@@ -164,22 +164,6 @@ def test_a_scorer_that_miscounts_is_an_error(version):
         version(prompts=["q"], completions=[GOOD], scorer=lambda chats: [])
 
 
-@pytest.mark.parametrize(
-    ("version", "options", "words"),
-    [
-        (minimind, {"score_clip": 0.0}, "score_clip=0.0"),
-        (minimind, {"answer_weight": 1.5}, "answer_weight=1.5"),
-        (minimind, {"strict": True, "reasoning": False}, "strict=True with reasoning=False"),
-        (minimind_current, {"score_clip": NAN}, "score_clip=nan"),
-        (minimind_current, {"n": 0}, "n=0"),
-        (minimind_current, {"repetition_cap": -0.5}, "repetition_cap=-0.5"),
-    ],
-)
-def test_options_out_of_range_are_errors(version, options, words):
-    with pytest.raises(ValueError, match=words):
-        version(prompts=["q"], completions=[GOOD], **options)
-
-
 def test_the_parts_by_hand():
     texts = (GOOD, BLANK, ALL_TAGS, GOOD + "\n", GOOD + GOOD)
     assert [minimind_format(t) for t in texts] == [0.5, 0.5, 0, 0.5, 0.5]

@@ -1,6 +1,5 @@
 """Rewards composed and isolated: values, schedules, faults, protocol; real worker processes."""
 
-import asyncio
 import json
 import os
 import signal
@@ -155,27 +154,12 @@ def test_the_protocol_of_trl_reaches_into_the_worker(runtime):
     assert metrics["longest"] == 4
 
 
-def test_an_async_reward_in_this_process_stays_async(runtime):
-    [reward] = runtime(spec("patient", isolate=False)).functions
-    assert asyncio.run(reward(completions=BATCH)) == [2.0] * 4
-
-
-def test_retries(runtime, tmp_path):
-    kwargs = {"marker": str(tmp_path / "marker")}
-    assert score(runtime(spec("flaky", kwargs=kwargs, retries=1))) == {"flaky": [3.0] * 4}
-
-
 def test_workers_score_in_parallel(runtime):
     """Our own rewards are spread over the workers, a user's function sees its batch whole."""
     rewards = runtime(spec("pid"), spec("other", function="support.faulty:pid"))
     values = score(rewards, ["x"] * 6)
     assert len(set(values["pid"])) == 1
     assert set(values["pid"]) != set(values["other"])
-
-
-def test_a_column_with_the_name_of_an_option_is_refused(runtime):
-    with pytest.raises(ValueError, match="'marker' has the name of an option"):
-        score(runtime(spec("flaky")), marker=["a"] * 4)
 
 
 @pytest.mark.parametrize(

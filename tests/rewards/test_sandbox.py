@@ -339,11 +339,6 @@ def test_limits_out_of_range(options):
         Limits(**options)
 
 
-def test_unknown_protection():
-    with pytest.raises(ValueError, match=r"min_protection='isolate': no such level. Choose one of isolated, network"):
-        run("", min_protection="isolate")
-
-
 # the filter, by an interpreter of its own: the machine at hand runs one of the two architectures
 
 

@@ -127,7 +127,7 @@ def test_advantages_are_those_of_the_merged_batch(estimator, model_path, tmp_pat
     torch.testing.assert_close(trainer.outputs[0]["advantages"].double(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_after_the_bound_the_batch_trains_as_it_is(model_path, tmp_path):
+def test_after_the_last_round_the_batch_is_trained_as_it_is(model_path, tmp_path):
     trainer = record(
         model_path, tmp_path, [never], dynamic_sampling="reward", dynamic_sampling_max_rounds=2, max_steps=1
     )
@@ -182,7 +182,7 @@ def test_a_resumed_run_goes_on_where_the_fresh_prompts_were(model_path, tmp_path
 # What cannot work.
 
 
-def test_an_unknown_judge_is_named_with_its_cure(model_path, tmp_path):
+def test_an_unknown_reward_is_refused(model_path, tmp_path):
     with pytest.raises(ConfigError, match=r"dynamic_sampling='lenght'.*Did you mean 'length'"):
         build(model_path, tmp_path, dynamic_sampling="lenght")
     assert list(judge_problems("reward", ["a"])) == list(judge_problems(None, [])) == []

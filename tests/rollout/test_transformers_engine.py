@@ -1,4 +1,4 @@
-"""The grouped engine draws what `generate` draws, greedy to the token, sampled in distribution; or it stands aside."""
+"""The grouped engine samples as `generate`: greedy tokens are equal, samples have its distribution; or it refuses."""
 
 import itertools
 from types import SimpleNamespace
@@ -81,7 +81,7 @@ def settings(**overrides):
 
 
 def both(model, inputs, config):
-    """What `generate` makes of it, and what the engine makes of it."""
+    """Completions by `generate` and by the engine."""
     stock = model.generate(**inputs, generation_config=config)
     with GroupedEngine(required=True).generating(model):
         ours = model.generate(**inputs, generation_config=config)
@@ -120,7 +120,7 @@ def test_a_minimum_length_and_suppressed_tokens_are_kept():
     assert (ours[:, 8:14] != 0).all()
 
 
-def test_left_padding_that_no_row_needs_any_more_goes():
+def test_left_padding_is_dropped_when_no_row_needs_it():
     """The long prompt ends at once; what is left runs without padding, and comes out the same."""
     model = tiny.model().eval()
     inputs = prompts([4, 30, 4, 6])
@@ -213,7 +213,7 @@ def test_a_prompt_runs_once_and_finished_rows_leave():
     assert all(n * 7 / 8 <= (lengths > drawn).sum() <= n for drawn, n in enumerate(rows, start=1))
 
 
-def test_prompts_that_differ_in_their_padding_alone_are_two():
+def test_prompts_that_differ_only_in_their_padding_are_distinct():
     """Token 0 at the start of a prompt is no padding."""
     ids = torch.tensor([[0, 3, 4], [0, 3, 4], [0, 3, 4], [5, 3, 4]])
     mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]])
@@ -236,7 +236,7 @@ def test_no_mask_is_built_where_nothing_is_padded():
     assert masks[-1].shape == (3, 6 + 2)
 
 
-# Standing aside.
+# Refusals.
 
 
 def sliding():
@@ -277,7 +277,7 @@ def dropping():
     ],
     ids=["sliding", "jitter", "rope", "prompt", "dropout", "beams", "static", "no-cache", "processor", "criterion"],
 )
-def test_what_it_cannot_do_exactly_is_left_to_generate(make, overrides, reason, caplog):
+def test_generate_takes_over_where_the_engine_is_not_exact(make, overrides, reason, caplog):
     torch.manual_seed(0)
     model, inputs = make(), prompts([5, 5, 8])
     config = settings(max_new_tokens=6, disable_compile=True, **overrides)
@@ -294,7 +294,7 @@ def test_what_it_cannot_do_exactly_is_left_to_generate(make, overrides, reason, 
         model.generate(**inputs, generation_config=config)
 
 
-def test_a_forward_that_draws_is_left_to_generate():
+def test_generate_takes_over_if_the_forward_draws_random_numbers():
     """PhiMoE samples its experts in training, whatever `router_jitter_noise` says."""
     config = PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0)
     model = PhimoeForCausalLM(config)
@@ -370,7 +370,7 @@ def test_a_run_that_shards_compiles_or_adds_noise_is_left_to_generate(fsdp, sett
     assert reason in grouped_engine(SimpleNamespace(**args | setting), sharded=fsdp).refusal
 
 
-def test_an_engine_that_is_required_and_cannot_says_so(model_path, tmp_path):
+def test_a_required_engine_that_cannot_be_used_raises(model_path, tmp_path):
     trainer = build(model_path, tmp_path, rollout_engine="grouped", generation_kwargs={"num_beams": 2})
     with pytest.raises(Unsupported, match=r"rollout_engine='grouped'.*beam.*Set rollout_engine: auto"):
         trainer.train()
@@ -394,29 +394,29 @@ def test_a_mask_that_a_model_makes_itself_is_kept():
     assert torch.equal(stock, ours)
 
 
-# Numbers of one's own.
+# Random numbers by row.
 
 
 @pytest.mark.parametrize(("number", "token"), [(0.0, 0), (0.1, 0), (0.25, 2), (0.6, 2), (0.75, 3), (1 - 2**-53, 3)])
-def test_a_number_draws_the_token_in_whose_share_it_falls(number, token):
+def test_a_number_selects_the_token_whose_share_contains_it(number, token):
     probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]])
     assert transformers_engine.picked(probabilities, torch.tensor([number], dtype=torch.float64)).item() == token
 
 
-def test_a_row_with_numbers_of_its_own_says_the_same_whoever_shares_its_batch():
+def test_a_rows_tokens_do_not_depend_on_the_other_rows():
     model, engine = tiny.model(dtype=torch.float64).eval(), GroupedEngine(required=True)
     inputs, config = prompts([5, 5, 3, 7, 5]), settings(do_sample=True, max_new_tokens=12)
     uniforms = torch.rand(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
-    def said(rows):
+    def sampled(rows):
         engine.uniforms = uniforms[rows]
         with engine.generating(model), torch.no_grad():
             ids = model.generate(**{name: part[rows] for name, part in inputs.items()}, generation_config=config)
         return [row[7:].tolist() for row in ids]
 
-    together = said([0, 1, 2, 3, 4])
+    together = sampled([0, 1, 2, 3, 4])
     assert together[0] != together[1]
     for row in range(5):
-        alone = said([row])[0]
+        alone = sampled([row])[0]
         assert together[row][: len(alone)] == alone
         assert set(together[row][len(alone) :]) <= {0}

@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
-from grpo_ext.rollout.empty_completions import without_empty_completions
+from grpo_ext.rollout.trajectories import completed
 from support import tiny
 from support.trainers import binary, build, scripted_rollout, weights
 
@@ -124,9 +124,8 @@ def test_an_empty_completion_does_not_crash(model_path, tmp_path):
 
 
 def test_empty_completions_get_an_unknown_log_probability():
-    filled = without_empty_completions(
-        lambda prompts, trainer: {"completion_ids": [[], [5]], "logprobs": [[], [-0.1]]}, eos_token_id=1
-    )([], None)
+    rollout = completed(lambda prompts, trainer: {"completion_ids": [[], [5]], "logprobs": [[], [-0.1]]}, {1}, 1)
+    filled = rollout([], None)
     assert filled == {"completion_ids": [[1], [5]], "logprobs": [[None], [-0.1]]}
 
 

@@ -184,7 +184,7 @@ def test_damaged_or_foreign_recordings_are_refused(run, tmp_path, capsys):
         "later": (rewrite(format=9), "has format 9, and grpo-ext"),
         "else": (lambda path: torch.save([1], path), "is not a recorded batch"),
         "two": (rewrite(processes=2), "lacks rank_1.pt: 2 processes have recorded"),
-        "rewards": (rewrite(micro_batches=[]), "a reward gave NaN or inf; there was no batch yet"),
+        "rewards": (rewrite(micro_batches=[]), "a reward gave NaN or inf, from before the batch was formed"),
         "moved": (lambda path: None, "the weights before step 2 were not kept"),
         "gone": (lambda path: path.unlink(), "the folder holds no recorded batch"),
     }

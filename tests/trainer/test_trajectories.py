@@ -9,7 +9,7 @@ import torch
 from grpo_ext.errors import RewardError
 from grpo_ext.objective.estimate import estimate
 from grpo_ext.objective.trajectory import Trajectory, Turn, batch
-from grpo_ext.rollout.trajectories import with_trajectories
+from grpo_ext.rollout.trajectories import completed
 from support import tiny
 from support.float64 import FLOAT64, float64_throughout
 from support.trainers import build, scripted_trajectories, weights
@@ -239,10 +239,10 @@ def test_log_probabilities_of_a_rollout_func_are_one_number_for_each_token(logpr
         return {"prompt_ids": [[1], [1]], "completion_ids": [[5, 6], [7]], "logprobs": logprobs}
 
     with pytest.raises(ValueError, match=words):
-        with_trajectories(rollout, {2})(["a", "b"])
+        completed(rollout, {2}, 2)(["a", "b"])
 
 
 @pytest.mark.parametrize("logprobs", [None, [[-1.0, None], [0]], [None, None], [[-1.0, -2.0], [float("nan")]]])
 def test_log_probabilities_that_are_not_known_are_left_to_trl(logprobs):
     output = {"prompt_ids": [[1], [1]], "completion_ids": [[5, 6], [7]], "logprobs": logprobs}
-    assert with_trajectories(lambda prompts: output, {2})(["a", "b"]) is output
+    assert completed(lambda prompts: output, {2}, 2)(["a", "b"]) is output

@@ -47,168 +47,122 @@ RUN = Option("run", metavar="RUN", help="output_dir of a run, a checkpoint, a fo
 
 @dataclass(frozen=True)
 class Command:
-    """A command: heading, line of help, arguments; whether keys may follow; end of its help; name of its module."""
+    """A command: heading, line of help; whether keys may follow; end of its help; name of its module."""
 
     group: str
     summary: str
-    options: tuple[Option, ...] = ()
     keys: bool = False
     further: str = ""
     module: str = ""
 
 
 COMMANDS = {
-    "demo": Command(
-        START,
-        "train a tiny model on this machine and report what it learned",
-        (
-            Option("--output_dir", metavar="DIR", type=Path, default=Path("outputs/demo"), help="folder of the run"),
-            Option("--seed", metavar="N", type=int, default=0, help="seed of the model and of GRPO"),
-            Option("--recipe", default="quickstart/grpo", help="recipe name or path (default: %(default)s)"),
-        ),
-        keys=True,
-    ),
-    "new": Command(
-        START,
-        "create a project with a recipe, data, a reward and its test",
-        (Option("folder", metavar="DIR", type=Path, help="a folder that is new or empty"),),
-    ),
-    "migrate": Command(
-        START,
-        "turn a configuration of TRL, verl and other projects into a recipe",
-        (
-            Option("file", metavar="FILE", type=Path, help="YAML file, shell script or command line"),
-            Option("--output", metavar="FILE", help="where to write the recipe (default: the terminal)"),
-            Option("--version", metavar="N", default="", help="version of the other project"),
-        ),
-    ),
-    "check": Command(TRAIN, "list all mistakes in a recipe, or its plan", LAUNCH, keys=True),
-    "train": Command(
-        TRAIN,
-        "train a recipe",
-        (*LAUNCH, Option("--help-all", action="store_true", help="list all keys of a recipe, by subject")),
-        keys=True,
-        further=EXAMPLES,
-    ),
+    "demo": Command(START, "train a tiny model on this machine and report what it learned", keys=True),
+    "new": Command(START, "create a project with a recipe, data, a reward and its test"),
+    "migrate": Command(START, "turn a configuration of TRL, verl and other projects into a recipe"),
+    "check": Command(TRAIN, "list all mistakes in a recipe, or its plan", keys=True),
+    "train": Command(TRAIN, "train a recipe", keys=True, further=EXAMPLES),
     "serve": Command(
-        TRAIN,
-        "start the vLLM server of a recipe",
-        (
-            CONFIG,
-            Option("--host", metavar="H", default="127.0.0.1", help="address to listen on (default: %(default)s)"),
-            Option("--port", metavar="P", type=int, help="port to listen on (default: the recipe's)"),
-        ),
-        keys=True,
-        further="\nArguments after -- are passed to vLLM.",
+        TRAIN, "start the vLLM server of a recipe", keys=True, further="\nArguments after -- are passed to vLLM."
     ),
-    "verify": Command(
-        TRAIN,
-        "compare the gradients of all batch splits on this machine",
-        (
-            *LAUNCH,
-            Option("--precision", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s"),
-        ),
-        keys=True,
-    ),
-    "score": Command(
-        AFTER,
-        "score saved completions with the rewards of a recipe",
-        (
-            CONFIG,
-            Option("--file", metavar="COMPLETIONS", help="jsonl or parquet file of completions, or a run's folder"),
-            Option("--explain", metavar="N", type=int, help="show every step of the computation for row N"),
-            Option("--output", metavar="FILE", help="write all rows with their scores to this .jsonl or .parquet"),
-        ),
-        keys=True,
-    ),
-    "eval": Command(
-        AFTER,
-        "measure avg@k, pass@k and maj@k with confidence intervals",
-        (
-            *LAUNCH,
-            Option("--model", metavar="RUN", action="append", help="a run or model; repeat it to compare several"),
-            Option("--output", metavar="DIR", type=Path, help="folder of the results (default: in output_dir)"),
-            Option("--samples", metavar="N", type=int, help="completions per prompt"),
-            Option("--limit", metavar="N", type=int, help="number of prompts"),
-            Option("--temperature", metavar="T", type=float, help="sampling temperature"),
-        ),
-        keys=True,
-    ),
-    "try": Command(
-        AFTER,
-        "chat with a trained model",
-        (
-            RUN,
-            Option("--compare", action="store_true", help="show the answer of the model before training beside it"),
-            Option("--prompt", metavar="TEXT", help="answer this question only; or pipe in one question per line"),
-            Option("--greedy", action="store_true", help="decode greedily instead of sampling as in training"),
-            Option("--max_new_tokens", type=int, metavar="N", help="longest answer (default: the recipe's limit)"),
-            Option("--seed", type=int, metavar="N", help="seed of the sampling, for reproducible answers"),
-        ),
-        module="chat",
-    ),
-    "sample": Command(
-        AFTER,
-        "write completions with rewards, and pass rates of the prompts",
-        (
-            CONFIG,
-            Option("--output", metavar="FILE", required=True, help=".jsonl or .parquet; prompts go to FILE_prompts"),
-            Option("--num", type=int, default=8, metavar="N", help="completions per prompt (default: %(default)s)"),
-            Option("--model", metavar="RUN", help="run, checkpoint, model or adapter to use instead of the recipe's"),
-            Option("--pass_by", metavar="REWARD", help="reward that the pass rate is the mean of (default: accuracy)"),
-        ),
-        keys=True,
-    ),
-    "merge": Command(
-        AFTER,
-        "merge an adapter into its base model",
-        (
-            RUN,
-            Option("--output", metavar="DIR", type=Path, help="folder of the model (default: RUN-merged)"),
-            Option(
-                "--dtype",
-                choices=("float32", "bfloat16", "float16"),
-                default="float32",
-                help="dtype of the weights (default: %(default)s)",
-            ),
-        ),
-    ),
-    "report": Command(
-        AFTER,
-        "write one HTML file about a run, or about several side by side",
-        (
-            Option("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run"),
-            Option("--output", metavar="FILE", type=Path, help="default: report.html in RUN, or here for several"),
-            Option("--watch", action="store_true", help="serve the report on 127.0.0.1 until the runs end"),
-            Option("--port", metavar="P", type=int, default=0, help="port of --watch (default: any free one)"),
-        ),
-    ),
-    "replay": Command(
-        AFTER,
-        "compute a recorded step again, with any loss",
-        (
-            Option("dump", type=Path, metavar="DUMP", help="folder of a step in a run's batches/ or failures/"),
-            Option("--model", metavar="RUN", help="weights (default: those at the beginning of the step)"),
-            Option("--output", metavar="FILE", type=Path, help="write all figures and tokens to this .json"),
-        ),
-        keys=True,
-    ),
-    "diagnose": Command(
-        AFTER,
-        "list the likely problems of a run, with evidence and cure",
-        (
-            Option("run", type=Path, metavar="RUN", help="output_dir of a run, finished or not"),
-            Option("--json", action="store_true", help="print one JSON object"),
-        ),
-    ),
+    "verify": Command(TRAIN, "compare the gradients of all batch splits on this machine", keys=True),
+    "score": Command(AFTER, "score saved completions with the rewards of a recipe", keys=True),
+    "eval": Command(AFTER, "measure avg@k, pass@k and maj@k with confidence intervals", keys=True),
+    "try": Command(AFTER, "chat with a trained model", module="chat"),
+    "sample": Command(AFTER, "write completions with rewards, and pass rates of the prompts", keys=True),
+    "merge": Command(AFTER, "merge an adapter into its base model"),
+    "report": Command(AFTER, "write one HTML file about a run, or about several side by side"),
+    "replay": Command(AFTER, "compute a recorded step again, with any loss", keys=True),
+    "diagnose": Command(AFTER, "list the likely problems of a run, with evidence and cure"),
     "recipes": Command(REFERENCE, "list the packaged recipes", module="lists"),
     "losses": Command(REFERENCE, "list the values of `loss_type`, with formula and paper", module="lists"),
     "rewards": Command(REFERENCE, "list the values of `reward_funcs`, with their options", module="lists"),
     "env": Command(REFERENCE, "show versions and hardware, for a bug report"),
-    "completion": Command(
-        REFERENCE,
-        "print a script for shell completion",
-        (Option("shell", nargs="?", choices=("bash", "zsh", "fish"), help="default: show how to install it"),),
+    "completion": Command(REFERENCE, "print a script for shell completion"),
+}
+
+OPTIONS: dict[str, tuple[Option, ...]] = {
+    "demo": (
+        Option("--output_dir", metavar="DIR", type=Path, default=Path("outputs/demo"), help="folder of the run"),
+        Option("--seed", metavar="N", type=int, default=0, help="seed of the model and of GRPO"),
+        Option("--recipe", default="quickstart/grpo", help="recipe name or path (default: %(default)s)"),
+    ),
+    "new": (Option("folder", metavar="DIR", type=Path, help="a folder that is new or empty"),),
+    "migrate": (
+        Option("file", metavar="FILE", type=Path, help="YAML file, shell script or command line"),
+        Option("--output", metavar="FILE", help="where to write the recipe (default: the terminal)"),
+        Option("--version", metavar="N", default="", help="version of the other project"),
+    ),
+    "check": LAUNCH,
+    "train": (
+        *LAUNCH,
+        Option("--help-all", action="store_true", help="list all keys of a recipe, by subject"),
+    ),
+    "serve": (
+        CONFIG,
+        Option("--host", metavar="H", default="127.0.0.1", help="address to listen on (default: %(default)s)"),
+        Option("--port", metavar="P", type=int, help="port to listen on (default: the recipe's)"),
+    ),
+    "verify": (
+        *LAUNCH,
+        Option("--precision", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s"),
+    ),
+    "score": (
+        CONFIG,
+        Option("--file", metavar="COMPLETIONS", help="jsonl or parquet file of completions, or a run's folder"),
+        Option("--explain", metavar="N", type=int, help="show every step of the computation for row N"),
+        Option("--output", metavar="FILE", help="write all rows with their scores to this .jsonl or .parquet"),
+    ),
+    "eval": (
+        *LAUNCH,
+        Option("--model", metavar="RUN", action="append", help="a run or model; repeat it to compare several"),
+        Option("--output", metavar="DIR", type=Path, help="folder of the results (default: in output_dir)"),
+        Option("--samples", metavar="N", type=int, help="completions per prompt"),
+        Option("--limit", metavar="N", type=int, help="number of prompts"),
+        Option("--temperature", metavar="T", type=float, help="sampling temperature"),
+    ),
+    "try": (
+        RUN,
+        Option("--compare", action="store_true", help="show the answer of the model before training beside it"),
+        Option("--prompt", metavar="TEXT", help="answer this question only; or pipe in one question per line"),
+        Option("--greedy", action="store_true", help="decode greedily instead of sampling as in training"),
+        Option("--max_new_tokens", type=int, metavar="N", help="longest answer (default: the recipe's limit)"),
+        Option("--seed", type=int, metavar="N", help="seed of the sampling, for reproducible answers"),
+    ),
+    "sample": (
+        CONFIG,
+        Option("--output", metavar="FILE", required=True, help=".jsonl or .parquet; prompts go to FILE_prompts"),
+        Option("--num", type=int, default=8, metavar="N", help="completions per prompt (default: %(default)s)"),
+        Option("--model", metavar="RUN", help="run, checkpoint, model or adapter to use instead of the recipe's"),
+        Option("--pass_by", metavar="REWARD", help="reward that the pass rate is the mean of (default: accuracy)"),
+    ),
+    "merge": (
+        RUN,
+        Option("--output", metavar="DIR", type=Path, help="folder of the model (default: RUN-merged)"),
+        Option(
+            "--dtype",
+            choices=("float32", "bfloat16", "float16"),
+            default="float32",
+            help="dtype of the weights (default: %(default)s)",
+        ),
+    ),
+    "report": (
+        Option("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run"),
+        Option("--output", metavar="FILE", type=Path, help="default: report.html in RUN, or here for several"),
+        Option("--watch", action="store_true", help="serve the report on 127.0.0.1 until the runs end"),
+        Option("--port", metavar="P", type=int, default=0, help="port of --watch (default: any free one)"),
+    ),
+    "replay": (
+        Option("dump", type=Path, metavar="DUMP", help="folder of a step in a run's batches/ or failures/"),
+        Option("--model", metavar="RUN", help="weights (default: those at the beginning of the step)"),
+        Option("--output", metavar="FILE", type=Path, help="write all figures and tokens to this .json"),
+    ),
+    "diagnose": (
+        Option("run", type=Path, metavar="RUN", help="output_dir of a run, finished or not"),
+        Option("--json", action="store_true", help="print one JSON object"),
+    ),
+    "completion": (
+        Option("shell", nargs="?", choices=("bash", "zsh", "fish"), help="default: show how to install it"),
     ),
 }
 
@@ -226,7 +180,7 @@ def tree() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        for option in command.options:
+        for option in OPTIONS.get(name, ()):
             sub.add_argument(*option.names, **option.settings)
         if command.keys:
             sub.usage = sub.format_usage().removeprefix("usage: ").rstrip() + " [--key value ...]"
@@ -241,11 +195,11 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     split = argv.index("--") if "--" in argv else len(argv)
     parser, commands = tree()
     options, keys = parser.parse_known_args(argv[:split])
-    if keys and not COMMANDS[options.command].keys:
-        commands[options.command].error(f"unrecognized arguments: {' '.join(keys)}")
-    config = getattr(options, "config", None)
+    config, options.extra = getattr(options, "config", None), list(argv[split + 1 :])
+    unknown = [] if COMMANDS[options.command].keys else keys
+    if unknown := [*unknown, *(options.extra if options.command != "serve" else [])]:
+        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     options.keys = [*(["--config", config] if config is not None else []), *keys]
-    options.extra = list(argv[split + 1 :])
     return options
 
 

@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from grpo_ext.commands.arguments import COMMANDS
+from grpo_ext.commands.arguments import COMMANDS, OPTIONS
 from grpo_ext.recipe.files import packaged_recipes
 
 _BASH = """\
@@ -48,5 +48,5 @@ def keys() -> list[str]:
     """Return the options of all commands and the keys of the packaged recipes; to list every key takes seconds."""
     texts = (path.read_text() for path in packaged_recipes().values())
     recipe_keys = {f"--{key}" for text in texts for key in re.findall(r"^(\w+):", text, re.MULTILINE)}
-    own = {name for command in COMMANDS.values() for option in command.options for name in option.names}
+    own = {name for options in OPTIONS.values() for option in options for name in option.names}
     return sorted({"--help", *recipe_keys, *(name for name in own if name.startswith("--"))})

@@ -1,4 +1,4 @@
-"""Environments: what a model talks to or calls, turn after turn, contained, each attempt advancing on its own.
+"""Environments: conversations and tools that a model interacts with, in contained processes, each attempt by itself.
 
-May know rewards (workers, sandbox), objective, registry, errors. Begin with `protocol`, then `loop`.
+May know config, rewards (workers, code, text), objective, registry, errors. Begin with `protocol`, then `loop`.
 """

@@ -1,4 +1,4 @@
-"""The registry with all environments that are packaged."""
+"""The registry with all packaged environments."""
 
 from grpo_ext.environments.library import calculator, guess, python, retry, search
 from grpo_ext.environments.protocol import environments

@@ -1,151 +1,148 @@
-"""Whether environments fit the settings, the data and the policy's chat template; value, reason, cure."""
+"""Check environments against settings, data and the policy's chat template."""
 
 import copy
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.content import COLUMNS, CURE, medium
 from grpo_ext.environments.protocol import COLUMN, RESET, is_conversation
 from grpo_ext.environments.rendering import CannotRender, Renderer
 from grpo_ext.environments.tools import schemas
+from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.registry import did_you_mean
 
-
-def setting_problems(specs: Sequence[EnvironmentSpec], config: Any) -> Iterator[str]:
-    """Settings of a training that environments give no meaning to."""
-    if specs and getattr(config, "max_tool_calling_iterations", None) is not None:
-        yield (
-            f"max_tool_calling_iterations={config.max_tool_calling_iterations!r} with environments: each has its own. "
-            "Set max_turns in its entry, which counts the model's messages."
-        )
-
-    for name, usual in (("completion_length_counts", "all"), ("environment_waves", "ready")):
-        if not specs and (value := getattr(config, name, usual)) != usual:
-            yield f"{name}={value!r}: it speaks of environments, and there are none. Remove it, or list some."
+TEXT_ONLY = "environments carry text only, and the model would not see images"
 
 
-def beside_problems(specs: Sequence[EnvironmentSpec], given: Mapping[str, Any]) -> Iterator[str]:
-    """Arguments of TRL's trainer that make its rollouts, which environments take the place of."""
+def setting_problems(specs: Sequence[EnvironmentSpec], config: GRPOExtConfig) -> Iterator[Problem]:
+    """Yield settings that have no effect with, or without, environments."""
+    if specs and (limit := getattr(config, "max_tool_calling_iterations", None)) is not None:
+        cure = "Set max_turns in its entry, which counts the model's messages."
+        yield Problem("max_tool_calling_iterations", limit, "each environment has its own limit", cure)
+    for name, default in (("completion_length_counts", "all"), ("environment_waves", "ready")):
+        if not specs and (value := getattr(config, name, default)) != default:
+            yield Problem(name, value, "it concerns environments, and there are none", "Remove it, or list some.")
+
+
+def beside_problems(specs: Sequence[EnvironmentSpec], given: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield arguments of TRL's trainer that make rollouts, as environments do."""
     for name in ("rollout_func", "environment_factory", "tools"):
         if specs and given.get(name):
-            yield f"{name} beside environments: both would make the rollouts. Leave one of them out."
+            names = [spec.name for spec in specs]
+            yield Problem(name, ABSENT, "both would make the rollouts", "Remove one of them.", {"environments": names})
 
 
-def data_problems(specs: Sequence[EnvironmentSpec], dataset: Any) -> Iterator[str]:
-    """A dataset without what environments are reset with, or that does not say which environment a row is of."""
+def data_problems(specs: Sequence[EnvironmentSpec], dataset: Dataset | IterableDataset | Any) -> Iterator[Problem]:
+    """Yield columns that environments need and the data lack, or that they cannot take."""
     columns = getattr(dataset, "column_names", None)
     if not specs or not columns:
         return
     if TRAJECTORY in columns:
-        yield f"column {TRAJECTORY!r}: environments leave theirs under this name. Rename the column."
+        reason = "environments write trajectories under this name"
+        yield Problem(f"column {TRAJECTORY!r}", ABSENT, reason, "Rename the column.")
     if len(specs) > 1:
         yield from _mixture_problems(specs, dataset, columns)
     given = [column for column in columns if len(specs) == 1 or column != COLUMN]
     for spec in specs:
         yield from _reset_problems(spec, given)
-    yield from _image_problems(dataset, columns)
-    if isinstance(dataset, Dataset) and len(dataset) and isinstance(prompt := dataset[0].get("prompt"), str):
-        yield (
-            f"prompt={prompt!r:.60}: an environment speaks in messages, and the prompts are text. Set system_prompt, "
-            "or write them as [{role: user, content: ...}]."
-        )
-
-
-def _image_problems(dataset: Any, columns: Collection[str]) -> Iterator[str]:
-    """Images in a column, or in the first row's prompt."""
     for column in COLUMNS:
         if column in columns:
-            yield f"column {column!r}: environments carry text only, and the model would not see images. {CURE}"
-            return
-    if "prompt" in columns and isinstance(dataset, Dataset) and len(dataset):
-        prompt = dataset.select_columns(["prompt"])[0]["prompt"]
-        kinds = [medium(message.get("content")) for message in prompt] if isinstance(prompt, list) else []
-        if kind := next(filter(None, kinds), None):
-            yield f"the first row's prompt has content of type {kind!r}, and environments carry text only. {CURE}"
+            yield Problem(f"column {column!r}", ABSENT, TEXT_ONLY, CURE)
+            break
+    yield from _prompt_problems(dataset)
 
 
-def _mixture_problems(specs: Sequence[EnvironmentSpec], dataset: Any, columns: Collection[str]) -> Iterator[str]:
+def _prompt_problems(dataset: object) -> Iterator[Problem]:
+    """Yield the problem of a first prompt that is text, or has images."""
+    if not (isinstance(dataset, Dataset) and len(dataset) and "prompt" in dataset.column_names):
+        return
+    prompt = dataset.select_columns(["prompt"])[0]["prompt"]
+    if isinstance(prompt, str):
+        cure = "Set system_prompt, or write them as [{role: user, content: ...}]."
+        yield Problem("prompt", f"{prompt:.60}", "the prompts are text, and an environment reads messages", cure)
+        return
+    kinds = [medium(message.get("content")) for message in prompt] if isinstance(prompt, list) else []
+    if kind := next(filter(None, kinds), None):
+        yield Problem("prompt", ABSENT, f"the first has content of type {kind!r}; {TEXT_ONLY}", CURE)
+
+
+def _mixture_problems(
+    specs: Sequence[EnvironmentSpec], dataset: object, columns: Collection[str]
+) -> Iterator[Problem]:  # fmt: skip
     names = [spec.name for spec in specs]
+    place = f"column {COLUMN!r}"
     if COLUMN not in columns:
-        yield (
-            f"environments: there are {len(specs)}, and the data have no column {COLUMN!r} to say which a row is of. "
-            f"Add it, with {' or '.join(map(repr, names))}."
-        )
+        reason = f"missing, so no row has one of the {len(specs)} environments"
+        yield Problem(place, ABSENT, reason, f"Add it, with {' or '.join(map(repr, names))}.")
     elif isinstance(dataset, Dataset):
         for value in dict.fromkeys(dataset[COLUMN]):
             if value not in names:
-                hint = did_you_mean(str(value), names)
-                yield f"column {COLUMN!r} has {value!r}, which is no entry of environments. {hint}"
+                yield Problem(place, value, "not an entry of environments", did_you_mean(str(value), names))
 
 
-def _reset_problems(spec: EnvironmentSpec, columns: Collection[str]) -> Iterator[str]:
-    """Of TRL's classes, which get every column by its name."""
-    if is_conversation(spec.target) or spec.target is None:
-        for name in getattr(spec.target, "needs", ()):
-            if name not in columns:
-                yield f"environment {spec.name!r} needs column {name!r}. {did_you_mean(name, columns)}"
-        return
-    reset: Any = getattr(spec.target, RESET)
-    parameters = [*inspect.signature(reset).parameters.values()][1:]
-    for p in parameters:
-        if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
-            continue
-        if p.default is p.empty and p.name not in columns:
-            yield (
-                f"environment {spec.name!r}: its reset needs {p.name!r}, which is no column of the data. "
-                f"{did_you_mean(p.name, columns)}"
-            )
-    if all(p.kind is not p.VAR_KEYWORD for p in parameters):
-        names = [p.name for p in parameters]
-        if further := [column for column in columns if column not in names]:
-            yield (
-                f"environment {spec.name!r}: its reset takes no {', '.join(further)}, and is given every column of "
-                "the data. Add **row to its signature."
-            )
+def _reset_problems(spec: EnvironmentSpec, columns: Collection[str]) -> Iterator[Problem]:
+    """Yield columns that an environment needs, or that its reset does not take."""
+    place, target = f"environment {spec.name!r}", spec.target
+    if target is None or is_conversation(target):
+        needed, taken = getattr(target, "needs", ()), None
+    else:  # a class of TRL's protocol gets every column by its name
+        parameters = [*inspect.signature(getattr(target, RESET)).parameters.values()][1:]
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        needed = [p.name for p in named if p.default is p.empty]
+        taken = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
+    for name in needed:
+        if name not in columns:
+            reason = f"it needs {name!r}, and the data have no such column"
+            yield Problem(place, ABSENT, reason, did_you_mean(name, columns))
+    if taken is not None and (more := [column for column in columns if column not in taken]):
+        reason = f"its reset does not take {', '.join(more)}, but gets every column of the data"
+        yield Problem(place, ABSENT, reason, "Add **row to its signature.")
 
 
-def policy_problems(specs: Sequence[EnvironmentSpec], tokenizer: Any, options: Mapping[str, Any]) -> Iterator[str]:
-    """A chat template that does not take what is said, or cannot be told of tools."""
+def policy_problems(
+    specs: Sequence[EnvironmentSpec], tokenizer: PreTrainedTokenizerBase | None, options: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Yield environments whose messages or tools the policy's chat template cannot render."""
     if tokenizer is None or not specs or tokenizer.chat_template is None:
         return
     from trl.chat_template_utils import supports_tool_calling
 
     name = tokenizer.name_or_path or "the tokenizer"
-    calling = [spec.name for spec in specs if spec.uses_tools]
+    calling = [f"environment {spec.name!r}" for spec in specs if spec.uses_tools]
     if calling and not supports_tool_calling(tokenizer):
-        yield (
-            f"environment {calling[0]!r} has tools, and the chat template of {name} does not render calls of tools. "
-            "Name a model whose template does, or derive the environment from Conversation."
-        )
+        cure = "Name a model whose template does, or derive the environment from Conversation."
+        reason = f"it has tools, and the chat template of {name} does not render calls of tools"
+        yield Problem(calling[0], ABSENT, reason, cure)
     elif calling:
         try:
             reader_of(tokenizer)
         except ValueError:
-            yield (
-                f"environment {calling[0]!r} has tools, and nobody knows how {name} writes a call of one: its chat "
-                "template is none of those that TRL knows. Give its tokenizer a response_template, or name another."
-            )
+            reason = f"it has tools, and TRL does not know how the chat template of {name} writes a call of one"
+            cure = "Give the tokenizer a response_template, or name another model."
+            yield Problem(calling[0], ABSENT, reason, cure)
+    messages = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
     for spec in specs:
         if spec.uses_tools:
             continue
-        said = [("user", "1"), ("assistant", "2"), ("user", "3")]
-        messages = [{"role": role, "content": content} for role, content in said]
         try:
             Renderer(tokenizer, options).opening(messages, schemas(spec.target, spec.functions))
         except CannotRender as error:
-            yield f"environment {spec.name!r}: {error}. Name a model whose template does."
+            place, cure = f"environment {spec.name!r}", "Name a model whose template does."
+            yield Problem(place, ABSENT, str(error), cure)
 
 
-def reader_of(tokenizer: Any) -> Any:
-    """A copy of a tokenizer that reads calls of tools out of what was sampled.
+def reader_of(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a copy of a tokenizer that reads calls of tools in samples.
 
     Raises:
-        ValueError: nobody knows how they are written.
+        ValueError: TRL does not know how its chat template writes them.
     """
     from trl.chat_template_utils import add_response_schema
 
@@ -154,8 +151,8 @@ def reader_of(tokenizer: Any) -> Any:
     return add_response_schema(copy.deepcopy(tokenizer))
 
 
-def reward_problems(specs: Sequence[EnvironmentSpec], rewards: Collection[Any]) -> Iterator[str]:
-    """Environments that say nothing of rewards, and no rewards."""
+def reward_problems(specs: Sequence[EnvironmentSpec], rewards: Collection[object]) -> Iterator[Problem]:
+    """Yield the problem of a run without any reward."""
     if specs and not rewards and not any(spec.owns_reward and spec.weight for spec in specs):
-        names = ", ".join(spec.name for spec in specs)
-        yield f"environments: {names} has no reward of its own. Set reward_funcs, or write get_reward."
+        names = [spec.name for spec in specs]
+        yield Problem("environments", names, "no reward of their own", "Set reward_funcs, or write get_reward.")

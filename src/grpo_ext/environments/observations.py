@@ -1,7 +1,7 @@
-"""What an environment answered, read and checked in our own process: it may have written anything."""
+"""Check an environment's answers in the training process; the environment may have sent anything."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo_ext.environments.content import CURE, is_parts, medium, text_of
 from grpo_ext.environments.protocol import Message
@@ -9,12 +9,12 @@ from grpo_ext.environments.session import InvalidResult
 from grpo_ext.rewards.workers.worker import safe_repr
 
 LONGEST = 2**20
-"""Characters of an observation."""
+"""Most characters of an observation."""
 LARGEST = 1e30
-"""Reward, up or down, whose sums a float32 still holds."""
+"""Largest absolute reward; sums of such rewards still fit into a float32."""
 
 
-class Stepped(NamedTuple):
+class CheckedStep(NamedTuple):
     """A checked answer to a turn."""
 
     observation: list[Message]
@@ -26,86 +26,87 @@ class Stepped(NamedTuple):
 
 
 def opened(
-    prompt: Sequence[Message], value: Mapping[str, Any], harmless: Callable[[Sequence[Message]], list[Message]]
+    prompt: Sequence[Message], answer: Mapping[str, object], harmless: Callable[[Sequence[Message]], list[Message]]
 ) -> list[Message]:
-    """The conversation that an attempt begins with: text goes behind the prompt's last message, as in TRL.
+    """Return the conversation that an attempt begins with; text is appended to the prompt's last message, as in TRL.
 
     Raises:
-        InvalidResult: it is neither text nor messages, or there are images.
+        InvalidResult: the answer is neither text nor messages, or there are images.
     """
-    said = _as_text(value.get("opening"))
-    if said is None or isinstance(said, str):
+    opening = _as_text(answer.get("opening"))
+    if opening is None or isinstance(opening, str):
         for message in prompt:
             _require_text(message.get("content"), "the prompt has")
-    if said is None:
+    if opening is None:
         return list(prompt)
-    if isinstance(said, str):
-        [news] = harmless([{"content": said}])
-        before, added = prompt[-1].get("content") or "", news["content"]
+    if isinstance(opening, str):
+        [addition] = harmless([{"content": opening}])
+        before, added = prompt[-1].get("content") or "", addition["content"]
         content = [*before, {"type": "text", "text": added}] if isinstance(before, list) else f"{before}{added}"
         return [*prompt[:-1], {**prompt[-1], "content": content}]
-    messages = _messages(said)
+    messages = _messages(opening)
     if not messages:
         raise InvalidResult("no messages to begin with. Return None to begin with the prompt as it is.")
     return harmless(messages)
 
 
-def stepped(value: Mapping[str, Any]) -> Stepped:
-    """Raises InvalidResult where an answer to a turn is none."""
-    said = value.get("observation")
-    news = [] if said is None else _messages(said)
-    done = value.get("done") is True
-    if not done and not news:
+def stepped(answer: Mapping[str, object]) -> CheckedStep:
+    """Return a checked answer to a turn.
+
+    Raises:
+        InvalidResult: it is not an answer.
+    """
+    observation = answer.get("observation")
+    messages = [] if observation is None else _messages(observation)
+    done = answer.get("done") is True
+    if not done and not messages:
         raise InvalidResult("no observation, and it is not done: the model would have nothing to answer. Return one.")
-    counts = [value.get(name) for name in ("calls", "refused")]
+    counts = [answer.get(name) for name in ("calls", "refused")]
     calls, refused = (count if isinstance(count, int) and abs(count) <= LONGEST else 0 for count in counts)
-    return Stepped(news, _number(value.get("reward")), done, value.get("afresh") is True, calls, refused)
+    return CheckedStep(messages, final_reward(answer), done, answer.get("afresh") is True, calls, refused)
 
 
-def worth(value: Mapping[str, Any]) -> float | None:
-    """What an attempt earned beside its turns, by its environment's `get_reward`.
-
-    Raises:
-        InvalidResult: that is no number.
-    """
-    return _number(value.get("reward"))
-
-
-def _messages(said: Any) -> list[Message]:
-    said = _as_text(said)
-    said = [{"role": "user", "content": said}] if isinstance(said, str) else said
-    if isinstance(said, list):
-        said = [{**m, "content": _as_text(m.get("content"))} if isinstance(m, dict) else m for m in said]
-    if not isinstance(said, list) or not all(_is_message(message) for message in said):
-        cure = "Return text, or [{'role': ..., 'content': ...}]."
-        raise InvalidResult(f"{safe_repr(said)} is neither text nor messages. {cure}")
-    if (length := sum(len(message["content"]) for message in said)) > LONGEST:
-        raise InvalidResult(f"an observation of {length} characters; {LONGEST} are the most.")
-    return said
-
-
-def _as_text(content: Any) -> Any:
-    """Content parts as their text, anything else as it is.
+def final_reward(answer: Mapping[str, object]) -> float | None:
+    """Return the reward of an answer.
 
     Raises:
-        InvalidResult: a part is not text.
+        InvalidResult: it is not a number.
     """
-    _require_text(content, "it returned")
-    return text_of(content) if is_parts(content) else content
-
-
-def _require_text(content: Any, who: str) -> None:
-    if (kind := medium(content)) is not None:
-        raise InvalidResult(f"{who} content of type {kind!r}, and environments carry text only. {CURE}")
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-
-
-def _number(value: Any) -> float | None:
+    value = answer.get("reward")
     if value is None:
         return None
     if not isinstance(value, int | float) or not abs(value) <= LARGEST:
         raise InvalidResult(f"a reward of {safe_repr(value)}. Return a finite number or None.")
     return float(value)
+
+
+def _messages(observation: object) -> list[Message]:
+    found = _as_text(observation)
+    found = [{"role": "user", "content": found}] if isinstance(found, str) else found
+    if isinstance(found, list):
+        found = [{**m, "content": _as_text(m.get("content"))} if isinstance(m, dict) else m for m in found]
+    if not isinstance(found, list) or not all(map(_is_message, found)):
+        cure = "Return text, or [{'role': ..., 'content': ...}]."
+        raise InvalidResult(f"{safe_repr(found)} is neither text nor messages. {cure}")
+    if (length := sum(len(message["content"]) for message in found)) > LONGEST:
+        raise InvalidResult(f"an observation of {length} characters; {LONGEST} are the most.")
+    return found
+
+
+def _as_text(content: object) -> object:
+    """Return content parts as their text, any other value unchanged.
+
+    Raises:
+        InvalidResult: a part is not text.
+    """
+    _require_text(content, "it returned")
+    return text_of(content) if isinstance(content, list) and is_parts(content) else content
+
+
+def _require_text(content: object, who: str) -> None:
+    if (kind := medium(content)) is not None:
+        raise InvalidResult(f"{who} content of type {kind!r}, and environments carry text only. {CURE}")
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

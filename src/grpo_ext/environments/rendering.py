@@ -1,56 +1,57 @@
-"""Render contexts with a chat template; ids that the policy sampled stay the ids that it sampled.
+"""Render contexts with a chat template, keeping the ids that the policy sampled.
 
-The whole conversation is rendered before every turn. Where the text extends what the policy has read and written, only
-the new part is tokenized and appended to the existing ids. Where the template has rewritten earlier messages (thinking
+The whole conversation is rendered before every turn. If the text extends what the policy has read and written, only
+the new part is tokenized and appended to the existing ids. If the template has rewritten earlier messages (thinking
 stripped, a tool call formatted differently), the context is tokenized from its beginning and shares a prefix with the
-turns before it. Control tokens come from the template or from the sampler: where a text spells one, a space parts it.
+turns before it. Control tokens come from the template or the sampler only: in other texts a space splits them.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar, cast
+
+from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.environments.protocol import Message
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class CannotRender(ValueError):
-    """A chat template does not take a conversation, or leaves a part of it out; the message names the template."""
+    """A chat template does not take a conversation or omits a part of it; the message names the template."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the policy sees before a turn."""
+    """What the policy reads before a turn."""
 
     ids: list[int]
     text: str
-    """`ids` decoded, with every spelt control token parted by a space."""
+    """`ids` decoded, with control tokens in texts split by a space."""
 
 
 class Renderer:
     """Renders conversations by one tokenizer's chat template.
 
     Args:
-        tokenizer: the policy's.
+        tokenizer: the policy's tokenizer.
         options: `chat_template_kwargs`.
     """
 
-    def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
-        """Read the tokenizer's control tokens; render nothing yet."""
-        self.tokenizer, self.options = tokenizer, dict(options)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+        self.tokenizer: Any = tokenizer
+        self.options = dict(options)
         self._name = tokenizer.name_or_path or "a tokenizer without a name"
         self._controls = _control_tokens(tokenizer)
-        """Ids and texts; longer texts first."""
+        """Ids and texts of control tokens, longer texts first."""
 
     def opening(self, messages: Sequence[Message], tools: list[dict] | None) -> Context:
         """Return the first context of a conversation.
 
         Raises:
-            CannotRender: the template does not take the messages, or leaves one of them out.
+            CannotRender: the template does not take the messages, or omits one of them.
         """
         text = self._text(messages, tools)
         self._require_rendered([], messages, tools)
@@ -73,22 +74,22 @@ class Renderer:
         a tool call, else the written form.
 
         Raises:
-            CannotRender: the template takes neither form, or leaves out a message of `news`.
+            CannotRender: the template takes neither form, or omits a message of `news`.
         """
-        said = self._decoded(sampled)
+        sampled_text = self._decoded(sampled)
         closing = self._decoded(sampled[-1:])
-        written = {"role": "assistant", "content": said.removesuffix(closing)}
+        written = {"role": "assistant", "content": sampled_text.removesuffix(closing)}
         rewritten: list[tuple[str, Message]] = []
         failure: CannotRender | None = None
-        for message in (written, self._parted(parsed)):
+        for message in (written, self._split(parsed)):
             try:
                 text = self._text([*history, message, *news], tools)
                 self._require_rendered([*history, message], news, tools)
             except CannotRender as error:
                 failure = error
                 continue
-            if text.startswith(before.text + said):
-                suffix = text[len(before.text) + len(said) :]
+            if text.startswith(before.text + sampled_text):
+                suffix = text[len(before.text) + len(sampled_text) :]
                 return Context([*before.ids, *sampled, *self._after(sampled[-1], closing, suffix)], text), message
             rewritten.append((text, message))
         if not rewritten:
@@ -98,23 +99,24 @@ class Renderer:
         return Context(self._encoded(text), text), message
 
     def harmless(self, messages: Sequence[Message]) -> list[Message]:
-        """Return an environment's messages with a space in every control token that their text spells."""
-        return [self._parted(message) for message in messages]
+        """Return an environment's messages with a space in every control token in their text."""
+        return [self._split(message) for message in messages]
 
-    def _parted(self, value: Any) -> Any:
+    def _split(self, value: T) -> T:
+        found: Any = value
         if isinstance(value, str):
-            value = value.encode("utf-8", "replace").decode()  # half a surrogate pair is not text
+            found = value.encode("utf-8", "replace").decode()  # half a surrogate pair is not text
             for _, control in self._controls:
                 if len(control) > 1:
-                    value = value.replace(control, f"{control[0]} {control[1:]}")
+                    found = found.replace(control, f"{control[0]} {control[1:]}")
         elif isinstance(value, dict):
-            value = {key: self._parted(part) for key, part in value.items()}
+            found = {key: self._split(part) for key, part in value.items()}
         elif isinstance(value, list):
-            value = [self._parted(part) for part in value]
-        return value
+            found = [self._split(part) for part in value]
+        return cast(T, found)
 
     def _decoded(self, ids: list[int]) -> str:
-        """Sampled ids as text: control tokens as they are, spelt ones parted."""
+        """Return sampled ids as text: control tokens as they are, texts that look like one split by a space."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         counts = Counter(ids)
         if all(text.count(control) == counts[number] for number, control in self._controls):
@@ -124,7 +126,7 @@ class Renderer:
             (control, self.tokenizer.decode(list(run), clean_up_tokenization_spaces=False))
             for control, run in groupby(ids, key=controls.__contains__)
         )
-        return "".join(text if control else self._parted(text) for control, text in runs)
+        return "".join(text if control else self._split(text) for control, text in runs)
 
     def _require_rendered(self, before: Sequence[Message], news: Sequence[Message], tools: list[dict] | None) -> None:
         """Raise CannotRender unless the template renders the text of every message of `news` after `before`.
@@ -161,13 +163,13 @@ class Renderer:
         return ids
 
     def _after(self, last: int, closing: str, suffix: str) -> list[int]:
-        """Ids of a text behind a token; some tokenizers begin a text otherwise than they continue it."""
+        """Return the ids of a text that follows a token; some tokenizers encode the start of a text differently."""
         ids = self._encoded(closing + suffix)
         return ids[1:] if ids[:1] == [last] else self._encoded(suffix)
 
 
-def _control_tokens(tokenizer: Any) -> list[tuple[int, str]]:
-    """Ids and texts of all tokens that are marked as special, longer texts first.
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, str]]:
+    """Return ids and texts of all tokens that are marked as special, longer texts first.
 
     `all_special_tokens` lists only those with a name (eos_token, ...): not Llama 3's <|start_header_id|>.
     """
@@ -177,6 +179,6 @@ def _control_tokens(tokenizer: Any) -> list[tuple[int, str]]:
 
 
 def _has_text(message: Message) -> bool:
-    """Whether a message is its text; templates may leave out words beside a tool call."""
+    """Return whether a template must render the text; it may omit text beside a tool call."""
     content = message.get("content")
     return isinstance(content, str) and bool(content.strip()) and not message.get("tool_calls")

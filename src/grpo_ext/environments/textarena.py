@@ -1,4 +1,4 @@
-"""Games of the package textarena, for one player: the model reads the transcript of the game and writes its move."""
+"""Games of the package textarena for one player: the model reads the transcript of the game and writes its move."""
 
 import importlib.util
 import threading
@@ -6,47 +6,48 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_ext.environments.protocol import Conversation, Message, Step
+from grpo_ext.errors import Problem
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.text import completion_text
 
 PLAYER = 0
 BEGINNING_SECONDS = 60.0
-"""What a game may take to begin; some look for a board for hours."""
+"""Limit for a game to begin; some look for a board for hours."""
 
 
 class TextArena(Conversation):
-    """One game; its options are those of the game, and the prompt's seed deals the same game to all completions.
+    """One game. The prompt's seed deals the same game to all completions.
 
-    What it observes is the whole transcript, which takes the place of what was said before. It pays once, at the end.
+    An observation is the whole transcript and replaces the conversation so far. The reward comes at the end.
+
+    Args:
+        game: its name in textarena.
+        options: options of the game.
     """
 
-    def __init__(self, game: str, **options: Any) -> None:
-        """Make the game."""
+    def __init__(self, game: str, **options: object) -> None:
         import textarena
 
         self._game = textarena.make(game, **options)
 
     @staticmethod
-    def preload(**_: Any) -> None:
+    def preload(**_: object) -> None:
         """Import the games once for all attempts."""
         import textarena  # noqa: F401
 
     @staticmethod
-    def option_problems(game: str, **options: Any) -> Iterator[str]:
-        """Whether there is such a game, and whether one player can begin it here."""
+    def option_problems(game: str, **options: object) -> Iterator[Problem]:
+        """Yield the problem of a game that one player cannot begin on this machine."""
         if importlib.util.find_spec("textarena") is None:
-            yield f"textarena/{game} needs textarena, which is not installed. Install grpo-ext[textarena]."
+            yield Problem("game", game, "textarena is not installed", "Install grpo-ext[textarena].")
             return
         from textarena.envs.registration import ENV_REGISTRY
 
         if game not in ENV_REGISTRY:
-            yield f"textarena has no game {game!r}. {did_you_mean(game, ENV_REGISTRY)}"
-            return
-        if problem := _beginning(game, options):
-            yield (
-                f"textarena/{game} does not begin with one player on this machine ({problem}). Name a game for one "
-                "player that needs no network."
-            )
+            yield Problem("game", game, "textarena has no such game", did_you_mean(game, ENV_REGISTRY))
+        elif problem := _obstacle(game, options):
+            reason = f"it does not begin with one player on this machine ({problem})"
+            yield Problem("game", game, reason, "Name a game for one player that needs no network.")
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Deal the game."""
@@ -58,23 +59,23 @@ class TextArena(Conversation):
         done, _ = self._game.step(completion_text([message]))
         if not done:
             return Step(self._transcript(), None, False, True)
-        return Step(None, _paid(*self._game.close()), True)
+        return Step(None, _final_reward(*self._game.close()), True)
 
     @property
     def is_single(self) -> bool:
-        """Whether one player plays it; some games for several begin with one, and never end."""
+        """Whether it is for one player; some games for several players begin with one, and never end."""
         import textarena
 
         return isinstance(self._game.state, textarena.SinglePlayerState)
 
     def _transcript(self) -> list[Message]:
-        _, said = self._game.get_observation()
-        text = said if isinstance(said, str) else "\n".join(str(part) for _, part, *_ in said)
+        _, observation = self._game.get_observation()
+        text = observation if isinstance(observation, str) else "\n".join(str(part) for _, part, *_ in observation)
         return [{"role": "user", "content": text}]
 
 
-def _beginning(game: str, options: Mapping[str, Any]) -> str | None:
-    """Why a game does not begin; None: it does."""
+def _obstacle(game: str, options: Mapping[str, object]) -> str | None:
+    """Return why a game does not begin, or None if it does."""
     problems: list[str] = []
 
     def begin() -> None:
@@ -83,10 +84,10 @@ def _beginning(game: str, options: Mapping[str, Any]) -> str | None:
             made.reset({})
             if not made.is_single:
                 problems.append("it is for several")
-        except BaseException as error:  # such as that it wants two players, or a download
+        except BaseException as error:  # such as a second player that it needs, or a download
             problems.append(f"{type(error).__name__}: {error}")
 
-    thread = threading.Thread(target=begin, daemon=True)  # what does not end nobody can stop; it ends with the process
+    thread = threading.Thread(target=begin, daemon=True)  # it cannot be stopped, but ends with the process
     thread.start()
     thread.join(BEGINNING_SECONDS)
     if thread.is_alive():
@@ -94,7 +95,7 @@ def _beginning(game: str, options: Mapping[str, Any]) -> str | None:
     return problems[0] if problems else None
 
 
-def _paid(rewards: Mapping[int, Any] | None, told: Mapping[int, Mapping[str, Any]]) -> float:
-    """The reward; some games say it where the reason belongs, and the reason in its place."""
+def _final_reward(rewards: Mapping[int, Any] | None, infos: Mapping[int, Mapping[str, Any]]) -> float:
+    """Return the player's reward. Some games swap reward and reason."""
     reward = (rewards or {}).get(PLAYER, 0.0)
-    return float(told[PLAYER]["reason"].removeprefix("Invalid Move: ") if isinstance(reward, str) else reward)
+    return float(infos[PLAYER]["reason"].removeprefix("Invalid Move: ") if isinstance(reward, str) else reward)

@@ -1,15 +1,19 @@
-"""Tools: functions and an environment's public methods, as a chat template is told of them."""
+"""Tools: functions and an environment's public methods, and their schemas for a chat template."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 from grpo_ext.environments.protocol import RESET, REWARD, is_conversation
+from grpo_ext.errors import ABSENT, Problem
+
+Tool: TypeAlias = Callable[..., Any]
 
 
-def methods_of(environment: type | None) -> dict[str, Callable[..., Any]]:
-    """Public methods of one of TRL's classes, which are its tools."""
+def methods_of(environment: type | None) -> dict[str, Tool]:
+    """Return the public methods of a class of TRL's protocol, which are its tools."""
     if environment is None or is_conversation(environment):
         return {}
     return {
@@ -20,42 +24,29 @@ def methods_of(environment: type | None) -> dict[str, Callable[..., Any]]:
     }
 
 
-def schemas(environment: type | None, functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Tools in the form that a chat template takes; functions first, as in TRL."""
-    return [schema(tool) for tool in (*functions, *_bound(environment))]
-
-
-def schema(tool: Callable[..., Any]) -> dict[str, Any]:
-    """One tool in the form that a chat template takes."""
+def schemas(environment: type | None, functions: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the tools in the form that a chat template takes; functions first, as in TRL."""
     from transformers.utils import get_json_schema
 
-    return get_json_schema(tool)
+    return [get_json_schema(tool) for tool in (*functions, *_bound(environment))]
 
 
-def tool_problems(environment: type | None, functions: Sequence[Callable[..., Any]]) -> Iterator[str]:
-    """Tools that a model cannot be told of: value, reason, cure."""
-    names: list[str] = []
+def tool_problems(setting: str, environment: type | None, functions: Sequence[Tool]) -> Iterator[Problem]:
+    """Yield a problem for each tool without a schema, or whose name is used twice."""
+    names = []
     for tool in (*functions, *_bound(environment)):
-        name = getattr(tool, "__name__", type(tool).__name__)
-        names.append(name)
-        if not inspect.getdoc(tool):
-            yield (
-                f"tool {name!r} has no docstring, from which the model learns what it does. Write one with a line "
-                "for each argument under Args:."
-            )
-            continue
-        bare = [p.name for p in inspect.signature(tool).parameters.values() if p.annotation is p.empty]
-        if bare:
-            yield f"tool {name!r}: {', '.join(bare)} has no type hint. Write one, such as {bare[0]}: str."
-            continue
+        names.append(getattr(tool, "__name__", type(tool).__name__))
         try:
-            schema(tool)
-        except Exception as error:  # transformers' own, one for each thing it cannot read
-            yield f"tool {name!r}: {error} Write a line for each argument under Args: in its docstring."
-    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-        yield f"{names.count(name)} tools are called {name!r}, and the model could call only one. Rename the others."
+            schemas(None, [tool])
+        except Exception as error:  # transformers raises several kinds
+            cure = "Write a docstring with a line for each argument under Args:, and a type hint for each."
+            yield Problem(setting, names[-1], f"the model cannot learn of this tool ({error})", cure)
+    for name, count in Counter(names).items():
+        if count > 1:
+            reason = f"{count} tools are called {name!r}, and the model could call only one of them"
+            yield Problem(setting, ABSENT, reason, "Rename the others.")
 
 
-def _bound(environment: type | None) -> list[Callable[..., Any]]:
-    """Methods without their `self`, as the model calls them; no instance is made."""
+def _bound(environment: type | None) -> list[Tool]:
+    """Return the methods without `self`, as the model calls them, without making an instance."""
     return [MethodType(method, object()) for method in methods_of(environment).values()]

@@ -1,4 +1,4 @@
-"""Tasksets of the package verifiers (its v1), for one model: the policy is what an episode's harness speaks to."""
+"""Tasksets of the package verifiers (its v1) for one model, whose requests the policy answers."""
 
 import asyncio
 import functools
@@ -9,32 +9,33 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_ext.environments.protocol import Conversation, Message, Step
+from grpo_ext.errors import Problem
+from grpo_ext.objective.options import Count
 
 INDEX = "idx"
-"""Column of the data that says which task a row is, as in verifiers' own rows."""
+"""Column of the data with the number of a row's task, as in verifiers' own rows."""
 
 
 class Verifiers(Conversation):
-    """One episode: verifiers runs it and scores it, and each of its requests for a completion is a turn of ours.
+    """One episode, which verifiers runs and scores. Each of its requests for a completion is a turn.
 
-    A request that goes on from the last is read on; one that rewrites the conversation stands in its place. Task
-    number `idx` of the row is played, else one that the prompt's seed draws.
+    A request that extends the last one is read as its continuation, any other replaces the conversation. The task is
+    number `idx` of the row, else one that the prompt's seed draws.
 
     Args:
-        name: of an installed taskset, as `taskset.id` has it.
-        tasks: how many of its tasks are played, from the first on.
-        config: verifiers' block `[env]`: `taskset`, `agent`, `timeout`, ... The model speaks without tools unless
-            a harness is named, and a named one runs in a subprocess unless `runtime` says otherwise.
+        name: name of an installed taskset, as `taskset.id` has it.
+        tasks: number of its tasks that are played, from the first on.
+        config: verifiers' block `[env]`: `taskset`, `agent`, `timeout`, ... The model has no tools unless a harness
+            is named; a named harness runs in a subprocess unless `runtime` is set.
     """
 
-    def __init__(self, name: str, tasks: int = 1000, **config: Any) -> None:
-        """Nothing is loaded yet."""
+    def __init__(self, name: str, tasks: Count = 1000, **config: object) -> None:
         self._options = json.dumps({"name": name, "tasks": tasks, **config})
-        self._said: list[Message] = []
+        self._messages: list[Message] = []
 
     @staticmethod
     def preload(**options: Any) -> None:
-        """Load the tasks, and what an episode imports as it begins, once for all attempts."""
+        """Load the tasks and the imports of an episode once for all attempts."""
 
         async def begin() -> None:
             first = Verifiers(**options)
@@ -44,75 +45,71 @@ class Verifiers(Conversation):
         asyncio.run(begin())
 
     @staticmethod
-    def option_problems(name: str, tasks: int = 1000, **config: Any) -> Iterator[str]:
-        """Whether there is such a taskset, and whether one model can play it."""
+    def option_problems(name: str, tasks: int = 1000, **config: object) -> Iterator[Problem]:
+        """Yield the problem of a taskset that is missing, or that one model cannot play."""
         if importlib.util.find_spec("verifiers") is None:
-            yield f"verifiers/{name} needs verifiers, which is not installed. Install grpo-ext[verifiers]."
-            return
-        if tasks < 1:
-            yield f"tasks={tasks!r}: there would be none to play. Set 1 or more."
+            yield Problem("name", name, "verifiers is not installed", "Install grpo-ext[verifiers].")
             return
         try:
             _plan(json.dumps({"name": name, "tasks": tasks, **config}))
         except Exception as error:  # of verifiers or the taskset
-            yield (
-                f"verifiers/{name} cannot be played here ({type(error).__name__}: {error}). Install the package of "
-                "its taskset (verifiers 0.4 or newer), and name its settings under kwargs."
-            )
+            reason = f"it cannot be played here ({type(error).__name__}: {error})"
+            cure = "Install the package of its taskset (verifiers 0.4 or newer), and name its settings under kwargs."
+            yield Problem("name", name, reason, cure)
 
     async def reset(self, row: Mapping[str, Any]) -> list[Message]:
-        """Begin the episode, as far as its first request."""
-        from grpo_ext.environments.verifiers_seat import Policy, play
+        """Begin the episode and wait for its first request."""
+        from grpo_ext.environments.verifiers_client import Policy, play
 
         config, tasks = _plan(self._options)
         task = tasks[int(row.get(INDEX, self.seed)) % len(tasks)]
         self._policy = Policy()
         self._episode = asyncio.ensure_future(play(config, task, self._policy))
-        if not await self._asked():
+        if not await self._next_request():
             raise RuntimeError("the episode was over before the model was asked")
-        return self._said
+        return self._messages
 
     async def step(self, message: Message) -> Step:
-        """Answer the request, and wait for the next, or for the reward."""
-        before = [*self._said, {"role": "assistant", "content": message["content"]}]
-        if not self._reply.done():  # by a time limit of verifiers'
+        """Answer the request and wait for the next one, or for the reward."""
+        before = [*self._messages, {"role": "assistant", "content": message["content"]}]
+        if not self._reply.done():  # else verifiers' time limit has ended it
             self._reply.set_result(message["content"])
-        if not await self._asked():
+        if not await self._next_request():
             return Step(None, self._episode.result(), True)
-        if self._said[: len(before)] == before:
-            return Step(self._said[len(before) :])
-        return Step(self._said, afresh=True)
+        if self._messages[: len(before)] == before:
+            return Step(self._messages[len(before) :])
+        return Step(self._messages, afresh=True)
 
     async def get_reward(self) -> None:
-        """End an episode that was cut."""
+        """End an unfinished episode."""
         self._episode.cancel()
         await asyncio.gather(self._episode, return_exceptions=True)
 
-    async def _asked(self) -> bool:
-        """Whether there is another request; else the episode is over."""
+    async def _next_request(self) -> bool:
+        """Return whether there is another request; if not the episode is over."""
         request = asyncio.ensure_future(self._policy.requests.get())
         await asyncio.wait({request, self._episode}, return_when=asyncio.FIRST_COMPLETED)
         if not request.done():
             request.cancel()
             self._episode.result()
             return False
-        self._said, self._reply = request.result()
+        self._messages, self._reply = request.result()
         return True
 
 
 @functools.cache
 def _plan(options: str) -> tuple[Any, list[Any]]:
-    """The checked configuration, and the tasks."""
+    """Return the checked configuration and the tasks."""
     from verifiers.v1.utils.loaders import load_taskset
 
-    from grpo_ext.environments.verifiers_seat import configured
+    from grpo_ext.environments.verifiers_client import config_of
 
     given = json.loads(options)
     name, count = given.pop("name"), given.pop("tasks", 1000)
-    config = configured(name, given)
+    config = config_of(name, given)
     taskset = load_taskset(config.taskset)
     if type(taskset).task_type().toolsets(config.taskset.task) or taskset.toolsets(config.taskset):
-        raise ValueError("it offers tools, which are not handed on to the policy")
+        raise ValueError("it offers tools, which the policy would not get")
     tasks = list(itertools.islice(taskset, count))
     if not tasks:
         raise ValueError("it has no tasks")

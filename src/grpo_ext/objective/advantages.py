@@ -334,7 +334,7 @@ def pass_at_k(rewards: Rewards, *, k: Count = 2) -> Rewards:
 
 
 def _pass_rate(n: Tensor, c: Tensor, k: int) -> Tensor:
-    """1 - C(n - c, k) / C(n, k), as a product of k factors, each of which reaches 0 before it can turn negative."""
+    """1 - C(n - c, k) / C(n, k), as a product of k factors that are clamped at 0."""
     i = torch.arange(k, device=c.device)
     factors = ((n - c)[..., None] - i).clamp(min=0) / (n[..., None] - i).clamp(min=1)
     return 1 - factors.prod(dim=-1)

@@ -61,7 +61,7 @@ def turn_return(
     ddof: Ddof = 1,
     eps: NotNegative = 1e-4,
 ) -> TokenAdvantages | Rewards:
-    r"""(G_t - mean) / (std + eps) on the tokens of turn t, G_t = r_t + gamma G_(t+1): `group` of what is to come.
+    r"""(G_t - mean) / (std + eps) on the tokens of turn t, G_t = r_t + gamma G_(t+1): `group` of the returns.
 
     Mean and std are those of the group's returns at the same turn, where a completion that has ended
     counts with its last. Where only last turns pay and gamma is 1 this is `group`, bit for bit.

@@ -1,4 +1,4 @@
 """Rewards: columns in, one float per completion out, None where a completion cannot be scored.
 
-May know config (its launch), objective (trajectories), registry, errors. Begin with `protocol`, then `composition`.
+May know config (launch, specs), objective, registry, errors. Begin with `protocol`, then `composition`.
 """

@@ -14,7 +14,6 @@ from grpo_ext.errors import ABSENT, Problem, UnknownNameError
 from grpo_ext.objective.options import Ascending, Within
 from grpo_ext.registry import did_you_mean, located
 from grpo_ext.rewards.catalogue import rewards
-from grpo_ext.rewards.library.elsewhere import NOT_HERE
 from grpo_ext.rewards.protocol import OptionError, Reward
 from grpo_ext.rewards.schedule import Schedule, is_finite, schedule_problems
 from grpo_ext.rewards.signatures import callable_name, is_async, options
@@ -208,7 +207,7 @@ class _Entry:
             target = rewards[function] if isinstance(function, str) else function
         except UnknownNameError as error:
             forms = "Name a function as './file.py:function' or 'package.module:function', a reward model with a '/'."
-            yield self._problem("", function, error.reason, f"{NOT_HERE.get(function, error.cure)} {forms}".strip())
+            yield self._problem("", function, error.reason, f"{error.cure} {forms}".strip())
             return
         if not callable(target):
             yield self._problem("", function, f"it is a {type(target).__name__}, not a function", "Name a callable.")

@@ -8,9 +8,8 @@ import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from grpo_ext.rewards.failures import from_outside, nan_warning
-from grpo_ext.rewards.outcomes import Scores, to_float
+from grpo_ext.rewards.outcomes import Scores, split, to_float, turn_counts
 from grpo_ext.rewards.runtime import AsyncComponent, Component
-from grpo_ext.rewards.turns import split, turn_counts
 from grpo_ext.rewards.workers.worker import safe_repr, traceback_tail
 
 logger = logging.getLogger(__name__)

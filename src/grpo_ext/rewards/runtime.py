@@ -3,20 +3,19 @@
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_ext.config.launch import local_world_size
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.calls import Run, in_process, job, lost, recovered
-from grpo_ext.rewards.columns import CALLBACKS, check_clash, scorable_rows, with_plain_state
+from grpo_ext.rewards.columns import CALLBACKS, Columns, check_clash, scorable_rows, with_plain_state
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import nan_warning, report
-from grpo_ext.rewards.outcomes import Part, Scores, merged
+from grpo_ext.rewards.outcomes import Part, Scores, merged, turn_counts
 from grpo_ext.rewards.schedule import weight_at
 from grpo_ext.rewards.signatures import asks, is_async
-from grpo_ext.rewards.turns import turn_counts
 from grpo_ext.rewards.workers.pool import Outcome, Pool
 
 T = TypeVar("T")
@@ -29,13 +28,21 @@ INDEPENDENT = (
 
 
 def default_workers() -> int:
-    """Workers for each training process: the cores it may use, shared with the processes beside it, at most 8."""
+    """Return the workers per training process: its share of the machine's cores, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(8, cores // local_world_size()))
 
 
 class Runtime:
-    """The rewards of a recipe, ready to score; `functions` holds them as functions that TRL can call."""
+    """The rewards of a recipe, ready to score; `functions` holds them as functions that TRL can call.
+
+    Args:
+        specs: the rewards.
+        workers: processes that score; 0 scores everything in this process.
+        memory_gib: memory that a worker may use.
+        failures: folder in which failed rows are saved.
+        seed: the run's; the generators of a worker are seeded from it before each call.
+    """
 
     def __init__(
         self,
@@ -46,10 +53,6 @@ class Runtime:
         failures: str | Path | None = None,
         seed: int = 0,
     ) -> None:
-        """`workers=0` scores everything in this process; `failures` is the folder for replays.
-
-        `seed` is the run's, from which the generators of a worker are seeded before each call.
-        """
         self.specs = list(specs)
         self.size = default_workers() if workers is None else workers
         self.pool = Pool(self.size, memory_gib=memory_gib)
@@ -76,8 +79,8 @@ class Runtime:
 
     # Scoring.
 
-    def scores(self, spec: RewardSpec, columns: Mapping[str, Any]) -> Scores:
-        """This reward's scores; the first that is asked for in a batch scores all isolated ones in parallel."""
+    def scores(self, spec: RewardSpec, columns: Columns) -> Scores:
+        """Return this reward's scores; the first call for a batch scores all isolated rewards in parallel."""
         if not self._isolated(spec):
             return _at_once(self.scores_here(spec, columns))
         check_clash(spec, columns)
@@ -88,8 +91,8 @@ class Runtime:
             self._batch = columns["completions"]
         return self._scores[spec.name]
 
-    async def scores_here(self, spec: RewardSpec, columns: Mapping[str, Any]) -> Scores:
-        """This reward's scores, from this process; it waits for nothing unless the function is async."""
+    async def scores_here(self, spec: RewardSpec, columns: Columns) -> Scores:
+        """Score in this process; never waits unless the function is async."""
         check_clash(spec, columns)
         try:
             parts = await in_process(spec, columns)
@@ -97,14 +100,14 @@ class Runtime:
             parts = [lost(columns, error)]
         return self._finish(spec, parts, columns)
 
-    def _contained(self, specs: Sequence[RewardSpec], columns: Mapping[str, Any]) -> dict[str, list[Part]]:
+    def _contained(self, specs: Sequence[RewardSpec], columns: Columns) -> dict[str, list[Part]]:
         try:
             return self._in_workers(specs, columns)
         except Exception as error:  # such as a machine that starts no more processes
             return {spec.name: [lost(columns, error)] for spec in specs}
 
-    def _in_workers(self, specs: Sequence[RewardSpec], columns: Mapping[str, Any]) -> dict[str, list[Part]]:
-        """All rewards at once; then again those that failed, as `recovered` says."""
+    def _in_workers(self, specs: Sequence[RewardSpec], columns: Columns) -> dict[str, list[Part]]:
+        """Score with all rewards at once, then again with those that failed (`recovered`)."""
         if any(asks(s.callable, "trainer_state") for s in specs):
             columns = with_plain_state(columns)
         chunks = [(s, rows) for s in specs for rows in self._chunks(s, scorable_rows(s, columns))]
@@ -114,7 +117,7 @@ class Runtime:
             parts[spec.name] += _at_once(recovered(spec, rows, outcome, self._pooled(spec, columns)))
         return parts
 
-    def _pooled(self, spec: RewardSpec, columns: Mapping[str, Any]) -> Run:
+    def _pooled(self, spec: RewardSpec, columns: Columns) -> Run:
         async def run(batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
             place = self._places.get(spec.name) if len(batches) == 1 else None
             jobs = [job(spec, columns, rows, self.seed, place) for rows in batches]
@@ -123,13 +126,13 @@ class Runtime:
         return run
 
     def _chunks(self, spec: RewardSpec, rows: list[int]) -> Iterator[list[int]]:
-        """Our own rewards score completions independently and are spread over the workers; a user's get the batch."""
+        """Spread the rows over the workers for our independent rewards; a user's function gets the whole batch."""
         spread = spec.is_registered and spec.is_independent
         pieces = min(self.size if spread else 1, len(rows))
         for i in range(pieces):
             yield rows[len(rows) * i // pieces : len(rows) * (i + 1) // pieces]
 
-    def _finish(self, spec: RewardSpec, parts: Sequence[Part], columns: Mapping[str, Any]) -> Scores:
+    def _finish(self, spec: RewardSpec, parts: Sequence[Part], columns: Columns) -> Scores:
         """Report what failed, and log under the reward's name."""
         scores = merged(spec, turn_counts(columns), parts)
         scores.error = self._report(spec, columns, scores)
@@ -153,7 +156,7 @@ class Runtime:
                 log_metric(name, value)
         return scores
 
-    def _report(self, spec: RewardSpec, columns: Mapping[str, Any], scores: Scores) -> str:
+    def _report(self, spec: RewardSpec, columns: Columns, scores: Scores) -> str:
         """Log one line on failures; return the message where they end the run.
 
         Failures end the run under `on_error: raise`, and where a call returned a list of the wrong length.
@@ -187,7 +190,7 @@ class Component:
         """Return the weight at an optimizer step."""
         return weight_at(self.spec.weight, self.spec.weight_schedule, step, steps)
 
-    def scores(self, columns: Mapping[str, Any]) -> Scores:
+    def scores(self, columns: Columns) -> Scores:
         """Score one batch; `error` of the result is set where the run must stop."""
         return self.runtime.scores(self.spec, columns)
 
@@ -203,11 +206,11 @@ class Component:
 class AsyncComponent(Component):
     """The same for an async function that runs in this process; TRL awaits all of them together."""
 
-    async def scores_async(self, columns: Mapping[str, Any]) -> Scores:
+    async def scores_async(self, columns: Columns) -> Scores:
         """Score one batch, as `scores`."""
         return await self.runtime.scores_here(self.spec, columns)
 
-    def scores(self, columns: Mapping[str, Any]) -> Scores:
+    def scores(self, columns: Columns) -> Scores:
         """Score one batch outside of a trainer, which would await all async functions together."""
         return asyncio.run(self.scores_async(columns))
 

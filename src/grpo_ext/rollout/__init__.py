@@ -1,4 +1,4 @@
-"""Completions: sampled by transformers (prompts run once per group) or by vLLM; dynamic sampling; environments' turns.
+"""Completions: sampled by transformers (prompts run once per group) or by vLLM; dynamic sampling; engines for turns.
 
-May know packing, environments, config, objective, errors. Begin with `transformers_engine` or `vllm.generation`.
+May know packing, config, objective, registry, errors. Begin with `transformers_engine` or `vllm.generation`.
 """

@@ -7,7 +7,7 @@
 import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +20,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rollout.collected import Collected, Generated, TurnRewards
+from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
 
 TOTAL = "reward"
@@ -98,73 +98,44 @@ class FreshPrompts:
 # The batch.
 
 
-class Row(NamedTuple):
-    """One completion of a `Collected`, as processes exchange it."""
-
-    row: dict[str, Any]
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    tool_mask: list[int] | None
-    completion: Any
-    logprobs: list[Any] | None
-    extra: dict[str, Any]
-    logged: dict[str, Any]
-    turn_rewards: TurnRewards
+Row: TypeAlias = tuple[Any, ...]
+"""Row, prompt ids, completion ids, tool mask, completion, log-probabilities, logged columns and turn rewards."""
 
 
 @dataclass
 class Batch:
-    """A scored batch: this process's rows and the rewards of all processes."""
+    """A scored batch as rows, which processes can exchange: those of this process, and the rewards of all."""
 
     rows: list[Row]
     rewards: Float[Tensor, "batch functions"]
-    columns: list[str]
+    logged: list[str]
     """Names of the columns that rewards logged."""
+    extra: list[str]
+    """Names of the columns that a rollout function added."""
 
     @classmethod
     def of(cls, collected: Collected) -> "Batch":
         """Split a scored generation into rows."""
-        generated, rewards, logged = collected.generated, collected.rewards, collected.logged
-        assert generated is not None
+        made, rewards, count = collected.generated, collected.rewards, len(collected.rows)
+        assert made is not None
         assert rewards is not None
-        masks, logprobs = generated.tool_mask, generated.logprobs
-        rows = [
-            Row(
-                row,
-                generated.prompt_ids[i],
-                generated.completion_ids[i],
-                None if masks is None else masks[i],
-                generated.completions[i],
-                None if logprobs is None else logprobs[i],
-                {name: row[name] for name in generated.extra},
-                {name: values[i] for name, values in logged.items() if len(values) == len(collected.rows)},
-                collected.turn_rewards[i],
-            )
-            for i, row in enumerate(collected.rows)
-        ]
-        return cls(rows, rewards, list(logged))
+        full = {name: values for name, values in collected.logged.items() if len(values) == count}
+        logged = [{name: values[i] for name, values in full.items()} for i in range(count)]
+        unknown: list[Any] = [None] * count
+        masks, logprobs = made.tool_mask or unknown, made.logprobs or unknown
+        columns = (collected.rows, made.prompt_ids, made.completion_ids, masks, made.completions, logprobs)
+        rows = list(zip(*columns, logged, collected.turn_rewards, strict=True))
+        return cls(rows, rewards, list(collected.logged), list(made.extra))
 
     def collected(self) -> Collected:
         """Join the rows to a scored generation."""
-
-        def optional(values: list[Any]) -> list[Any] | None:
-            return None if any(value is None for value in values) else values
-
-        rows = self.rows
-        generated = Generated(
-            [row.prompt_ids for row in rows],
-            [row.completion_ids for row in rows],
-            optional([row.tool_mask for row in rows]),
-            [row.completion for row in rows],
-            optional([row.logprobs for row in rows]),
-            {name: [row.extra[name] for row in rows] for name in rows[0].extra},
-            None,
-            [],
-        )
-        logged = {name: [row.logged.get(name) for row in rows] for name in self.columns}
-        turn_rewards = [row.turn_rewards for row in rows]
-        examples = [row.row for row in rows]
-        return Collected(examples, (), generated, rewards=self.rewards, turn_rewards=turn_rewards, logged=logged)
+        columns: list[Any] = [list(column) for column in zip(*self.rows, strict=True)]
+        examples, prompt_ids, ids, masks, completions, logprobs, logged, turn_rewards = columns
+        extra = {name: [example[name] for example in examples] for name in self.extra}
+        tool_mask, scores = (None if None in column else column for column in (masks, logprobs))
+        made = Generated(prompt_ids, ids, tool_mask, completions, scores, extra, None, [])
+        of_rewards = {name: [row.get(name) for row in logged] for name in self.logged}
+        return Collected(examples, (), made, rewards=self.rewards, turn_rewards=turn_rewards, logged=of_rewards)
 
 
 Collect = Callable[[list[dict[str, Any]], list[AttemptId]], Collected]
@@ -191,7 +162,7 @@ class DynamicSampler:
     def __init__(
         self,
         args: GRPOExtConfig,
-        dataset: Any,
+        dataset: Dataset,
         names: Sequence[str],
         group: int,
         *,
@@ -260,7 +231,7 @@ class DynamicSampler:
         group, accelerator = self.group, self.accelerator
         rows = gather_object(fresh.rows) if accelerator.num_processes > 1 else fresh.rows
         first = accelerator.process_index * len(batch.rows)
-        batch.columns = list(dict.fromkeys([*batch.columns, *fresh.columns]))
+        batch.logged = list(dict.fromkeys([*batch.logged, *fresh.logged]))
         for place, source in exchange.items():
             for i in range(group):
                 batch.rewards[place * group + i] = fresh.rewards[source * group + i]

@@ -11,28 +11,47 @@ from torch import Tensor
 from grpo_ext.objective.trajectory import COLUMN, Trajectory, batch, known
 
 
-def with_trajectories(rollout_func: Callable[..., dict], ends: Collection[int]) -> Callable[..., dict]:
-    """Return `rollout_func`, which may return `{"trajectories": [...]}`, one per prompt, in place of TRL's lists."""
+def completed(rollout_func: Callable[..., dict], ends: Collection[int], eos_token_id: int) -> Callable[..., dict]:
+    """Return `rollout_func` with its trajectories converted to TRL's lists and its empty completions filled.
+
+    The function may return `{"trajectories": [...]}`, one per prompt, in place of TRL's lists.
+    """
 
     def rollout(prompts: list, *args: object) -> dict:
         output = rollout_func(prompts, *args)
-        if "trajectories" not in output:
+        if "trajectories" in output:
+            output = _converted(output, len(prompts), ends)
+        else:
             check_logprobs(output.get("completion_ids"), output.get("logprobs"))
-            return output
-        trajectories = output.pop("trajectories")
-        if len(trajectories) != len(prompts):
-            raise ValueError(
-                f"rollout_func returned {len(trajectories)} trajectories for {len(prompts)} prompts. Return one for "
-                "each, in their order."
-            )
-        mine = known(trajectories)
-        scored = gather_object([mine]) if PartialState().num_processes > 1 else [mine]
-        every_process = True in scored and False not in scored
-        rows = batch(trajectories, ends, logprobs=every_process)
-        lists = {"prompt_ids": rows.prompt_ids, "completion_ids": rows.completion_ids, "logprobs": rows.logprobs}
-        return {**output, **lists, "env_mask": rows.tool_mask, COLUMN: trajectories}
+        if "completion_ids" in output:
+            fill_empty(output["completion_ids"], output.get("logprobs"), eos_token_id)
+        return output
 
     return rollout
+
+
+def _converted(output: dict, count: int, ends: Collection[int]) -> dict:
+    trajectories = output.pop("trajectories")
+    if len(trajectories) != count:
+        raise ValueError(
+            f"rollout_func returned {len(trajectories)} trajectories for {count} prompts. Return one for each, in "
+            "their order."
+        )
+    mine = known(trajectories)
+    scored = gather_object([mine]) if PartialState().num_processes > 1 else [mine]
+    every_process = True in scored and False not in scored
+    rows = batch(trajectories, ends, logprobs=every_process)
+    lists = {"prompt_ids": rows.prompt_ids, "completion_ids": rows.completion_ids, "logprobs": rows.logprobs}
+    return {**output, **lists, "env_mask": rows.tool_mask, COLUMN: trajectories}
+
+
+def fill_empty(completion_ids: list[list[int]], logprobs: list | None, eos_token_id: int) -> None:
+    """Make each empty completion, on which stock TRL crashes, one end-of-sequence token, in place."""
+    for i, ids in enumerate(completion_ids):
+        if not ids:
+            completion_ids[i] = [eos_token_id]
+            if logprobs is not None:
+                logprobs[i] = [None]  # unknown to the sampler: TRL then applies no correction
 
 
 def completions_seen(trajectories: Sequence[Trajectory], completions: list) -> list:

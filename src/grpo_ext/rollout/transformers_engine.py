@@ -74,7 +74,7 @@ class GroupedEngine:
         """
         stock, drawn = model.generate, list[Tensor]()
 
-        def generate(**kwargs: Any) -> Tensor:
+        def generate(**kwargs: object) -> Tensor:
             try:
                 if not self.refusal:
                     for reason in obstacles(model, Forward.ROLLOUT):
@@ -246,7 +246,7 @@ class _Batch:
             position_ids=self.positions,
         )
 
-    def _logits(self, **inputs: Any) -> Tensor:
+    def _logits(self, **inputs: Tensor | None) -> Tensor:
         output = self.model(**inputs, **self.options, past_key_values=self.cache, use_cache=True, return_dict=True)
         return output.logits[:, -1].to(copy=True, dtype=torch.float32)
 

@@ -42,7 +42,7 @@ def sampling_of(trainer: GRPOTrainer, args: GRPOExtConfig, grouped: GroupedEngin
     return Sampling(
         args=args,
         version=int(trainer.state.global_step),
-        training=trainer.model.training,
+        training=cast(PreTrainedModel, trainer.model).training,
         processes=trainer.accelerator.num_processes,
         sharded=trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
         positions=_positions(trainer.accelerator.unwrap_model(trainer.model), args),

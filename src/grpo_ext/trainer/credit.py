@@ -107,6 +107,7 @@ class Credit:
         self,
         rewards: Tensor,
         weights: Tensor,
+        total: Tensor,
         tokens: Mapping[str, Tensor],
         log_metric: LogMetric,
         *,
@@ -118,6 +119,7 @@ class Credit:
         Args:
             rewards: of all processes, NaN where a completion was not scored.
             weights: of the functions.
+            total: what `total` returned.
             tokens: what `tokens` returned, empty where the estimator sees no tokens.
             log_metric: logs figures of the estimator.
             dtype: of the advantages.
@@ -131,8 +133,6 @@ class Credit:
                 tokens["turn_rewards"] = by_turn.unsqueeze(-2)
             rewards = objective.less_kl(rewards, weights, tokens["mask"], tokens["kl"])
             weights, total = weights.new_ones(1), rewards.squeeze(-1)
-        else:
-            total = self.total(rewards, weights)
         history = self.group_means.on(rewards.device)
         values = objective.advantages(rewards, weights, history, log_metric, **tokens)
         if remember:

@@ -21,9 +21,8 @@ from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-from grpo_ext.rollout.empty_completions import fill_empty, without_empty_completions
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.trajectories import completions_seen, parents_of, with_trajectories
+from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.trainer.acting import Acting, sampling_of
@@ -60,8 +59,7 @@ class GeneratingTrainer(Lifecycle):
             self.rollout_func = self._play
         if self.rollout_func is not None:
             ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-            self.rollout_func = with_trajectories(self.rollout_func, ends)
-            self.rollout_func = without_empty_completions(self.rollout_func, self._tokenizer.eos_token_id)
+            self.rollout_func = completed(self.rollout_func, ends, self._tokenizer.eos_token_id)
         self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
         drift = self.use_vllm and args.rollout_drift != 0
         self._drift = DriftCheck(args, cast(Any, self.vllm_generation)) if drift else None
@@ -137,7 +135,7 @@ class GeneratingTrainer(Lifecycle):
         assert self.acting is not None
         assert self._collecting is not None
         sampling, ends = sampling_of(self, self.args, self._engine), frozenset(self.eos_token_ids)
-        renderer = Renderer(self._tokenizer, self.chat_template_kwargs)
+        renderer = Renderer(self._tokenizer, cast(dict[str, Any], self.chat_template_kwargs))
         played = self.acting.play(self._collecting, sampling, ends, renderer)
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in self.acting.figures(played, self.accelerator).items():
@@ -246,7 +244,7 @@ class GeneratingTrainer(Lifecycle):
                 self._metrics[mode][name].append(value)
 
         dtype, remember = output["advantages"].dtype, mode == "train"
-        credited = self._credit.advantages(rewards, weights, tokens, log_metric, dtype=dtype, remember=remember)
+        credited = self._credit.advantages(rewards, weights, total, tokens, log_metric, dtype=dtype, remember=remember)
         self._note_zero_advantages(rewards, credited.silent, mode)
         _replace_tail(self._logs["advantages"], credited.by_completion().tolist())
         output["advantages"] = credited.local(rank, *output["completion_ids"].shape)

@@ -283,8 +283,7 @@ class GRPOExtTrainer(GeneratingTrainer):
         if self._entropy_bonus_enabled:
             as_trl = stock and objective.aggregation == "token-mean"  # TRL logs its shares unscaled
             figures["policy_loss"] = policy_loss.detach() * (1.0 if as_trl else accumulation), weight
-            exact = self.args.exact_denominators
-            loss = loss - entropy_bonus(self, entropies, mask, entropy_mask, totals, mode, exact=exact)
+            loss = loss - entropy_bonus(self, self.args, entropies, mask, entropy_mask, totals, mode)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput, has_length
@@ -128,7 +128,12 @@ class Lifecycle(SavingTrainer):
 
     # Evaluation.
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
         """Evaluate as TRL does, in batches of whole groups.
 
         Raises:
@@ -136,7 +141,7 @@ class Lifecycle(SavingTrainer):
         """
         if problems := list(eval_batch_problems(self.args)):
             raise ConfigError(problems)
-        return super().evaluate(*args, **kwargs)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> Any:
         if skip_scheduler and self._resumed is not None:  # `eval_on_start` of a run that has been resumed
@@ -165,9 +170,11 @@ class Lifecycle(SavingTrainer):
         output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = metrics.pop("loss", [0.0])[-1]
         return output
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool | None, ignore_keys: list[str] | None = None
+    ) -> Any:
         """Compute the loss as TRL does, and count the rows."""
-        output = super().prediction_step(model, inputs, *args, **kwargs)
+        output = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._eval_rows.seen += len(inputs) * self.accelerator.num_processes
         return output
 
@@ -209,7 +216,7 @@ class Lifecycle(SavingTrainer):
             next(iter(self._train_sampler), None)  # draws the order of a completed epoch
         return place
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         state.load_default_adapter(model or self.model, Path(resume_from_checkpoint))
 

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, masked
@@ -143,36 +144,34 @@ QUANTILE_LIMIT = 2**24
 
 def entropy_bonus(
     trainer: GRPOTrainer,
+    args: GRPOExtConfig,
     entropies: Float[Tensor, "batch time"],
     mask: Tensor,
     entropy_mask: Tensor | None,
     totals: StepTotals,
     mode: str,
-    *,
-    exact: bool,
 ) -> Float[Tensor, ""]:
     """coefficient x mean entropy of the tokens in the policy term; updates an adaptive coefficient."""
     live = mask if entropy_mask is None else mask * entropy_mask
     total, count = masked(entropies, live).sum(), live.sum()
     coefficient = trainer.entropy_coef
-    if trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target:
+    if trainer.use_adaptive_entropy and trainer._last_world_entropy > args.entropy_target:
         coefficient = 0.0
-    if exact and entropy_mask is None:
+    if args.exact_denominators and entropy_mask is None:
         mean = total / totals.tokens.clamp(min=1) * trainer.accelerator.num_processes
     else:
         accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
         mean = total / count.clamp(min=1.0) / accumulation
     if mode == "train":
-        _update_coefficient(trainer, torch.stack([total.detach(), count.to(total.dtype)]))
+        _update_coefficient(trainer, args, torch.stack([total.detach(), count.to(total.dtype)]))
     return coefficient * mean
 
 
-def _update_coefficient(trainer: GRPOTrainer, local: Tensor) -> None:
+def _update_coefficient(trainer: GRPOTrainer, args: GRPOExtConfig, local: Tensor) -> None:
     """At an optimizer step, move the coefficient towards the target entropy. Skywork-OR1, arXiv:2505.22312."""
-    args = trainer.args
     if trainer.use_adaptive_entropy:
-        window = trainer._entropy_window_stats
-        trainer._entropy_window_stats = local if window is None else window + local
+        window: Any = trainer._entropy_window_stats
+        trainer._entropy_window_stats = local if window is None else window + local  # type: ignore[assignment]
     if not trainer.accelerator.sync_gradients:
         return
     if trainer.use_adaptive_entropy:

@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import TrainerState
 
-from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.diagnosis.recording import gradient_figures, is_logged
 from grpo_ext.trainer.findings import HOW_TO_LOOK, BadTensor, ObservedBatch, in_order, value_in
-from grpo_ext.trainer.recording import Recorder, file_of, origin, taken, write
+from grpo_ext.trainer.recording import Recorded, Recorder, file_of, origin, taken, write
 from grpo_ext.trainer.signals import signals
 
 logger = logging.getLogger(__name__)
@@ -38,17 +35,12 @@ IN_A_ROW = 3
 SKIPPED = "nonfinite/skipped_steps"
 
 
-class Guarded(Protocol):
+class Guarded(Recorded, Protocol):
     """The members of a trainer that the guard reads."""
 
-    accelerator: Accelerator
-    args: GRPOExtConfig
     current_gradient_accumulation_steps: int
-    model: nn.Module
     optimizer: Any
-    state: TrainerState
     _metrics: Any
-    _tokenizer: Any
 
 
 class NonFiniteGuard:

@@ -107,7 +107,7 @@ def micro_batches(contents: Sequence[Content]) -> list[dict[str, Any]]:
     """
     kept = [batch for content in contents for batch in content.get("micro_batches", [])]
     if not kept:
-        reason = "this dump holds the completions to which a reward gave NaN or inf; there was no batch yet"
+        reason = "this dump holds the completions to which a reward gave NaN or inf, from before the batch was formed"
         raise ConfigError([_problem(f"Step {contents[0]['step']}", reason, "Look at its `rewards` with torch.load.")])
     return kept
 

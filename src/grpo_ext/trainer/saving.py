@@ -139,7 +139,7 @@ class SavingTrainer(GRPOTrainer):
         if self.args.should_save:
             (Path(folder) / OBJECTIVE_FILE).write_text(json.dumps(self.objective.to_dict(), indent=2))
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+    def create_model_card(self, *args: object, **kwargs: Any) -> None:
         """Write README.md into `output_dir`; takes TRL's keywords."""
         self._writer.attempt(self._write_card, Path(str(self.args.output_dir)), **kwargs)
 

@@ -113,7 +113,7 @@ class Signals:
             return
         self.requested, self._first = number, now
         if self.phase == "loading":
-            line = f"{signal_name(number)} before the first step, so there is no checkpoint. Start it again."
+            line = f"{signal_name(number)} before the first step, without a checkpoint. Start it again."
             self.leave_now(NOT_FINISHED, line)
         if self.phase == "training" and rank() == 0:
             write_stderr(

@@ -58,7 +58,7 @@ def test_the_dump_of_two_ranks_replays(place, outcomes, capsys):
     code = command("replay", outcomes[0] / f"{place}-stop-2" / "failures" / f"step_{step}")
     shown = capsys.readouterr()
     assert code == (2 if place == "rewards" else 0), shown.err
-    assert ("there was no batch yet" in shown.err) == (place == "rewards")
+    assert ("from before the batch was formed" in shown.err) == (place == "rewards")
 
 
 @pytest.mark.parametrize("step", [2, 4])

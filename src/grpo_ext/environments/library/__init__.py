@@ -1,4 +1,4 @@
-"""The packaged environments, one a module.
+"""The packaged environments, one per module.
 
-May know the protocol of environments, rewards, registry. Begin with `guess`.
+May know the protocol of environments, rewards, objective, registry, errors. Begin with `guess`.
 """

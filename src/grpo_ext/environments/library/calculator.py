@@ -28,7 +28,7 @@ class Calculator:
     in_process = True
 
     def reset(self, **row: object) -> None:
-        """Nothing to begin with."""
+        """Keep no state."""
 
     def calculate(self, expression: str) -> str:
         """Work out an arithmetic expression of numbers, + - * / // % ** and parentheses.

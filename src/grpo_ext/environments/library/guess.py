@@ -1,4 +1,4 @@
-"""Guess the number: the environment says higher or lower."""
+"""Guess the number: the environment answers higher or lower."""
 
 import random
 import re
@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_ext.environments.protocol import Conversation, Message, Step, environments
+from grpo_ext.errors import Problem
+from grpo_ext.objective.options import Count
 from grpo_ext.rewards.text import completion_text
 
 _NUMBER = re.compile(r"-?\d+")
@@ -13,38 +15,35 @@ _NUMBER = re.compile(r"-?\d+")
 
 @environments.register("guess")
 class Guess(Conversation):
-    """Guess a whole number within `low` and `high`: reward 1 when it is found, less `cost` for each wrong guess.
+    """Guess a whole number from `low` to `high`: reward 1 when it is found, minus `cost` for each wrong guess.
 
-    The number is the row's `solution`, or where that is none drawn from the prompt's seed; of a message the last
-    number counts. It is over when the number is found, or after `guesses` messages.
+    The number is the row's `solution` if that is a number, else drawn by the prompt's seed. The last number of a
+    message counts. The game ends when the number is found, or after `guesses` messages.
     """
 
     in_process = True
 
-    def __init__(self, low: int = 1, high: int = 100, guesses: int = 10, cost: float = 0.0) -> None:
-        """Nothing is drawn yet."""
+    def __init__(self, low: int = 1, high: int = 100, guesses: Count = 10, cost: float = 0.0) -> None:
         self.low, self.high, self.left, self.cost = low, high, guesses, cost
         self.secret = low
 
     @staticmethod
-    def option_problems(low: int = 1, high: int = 100, guesses: int = 10, cost: float = 0.0) -> Iterator[str]:
-        """What is wrong with its options."""
+    def option_problems(low: int = 1, high: int = 100, **_: object) -> Iterator[Problem]:
+        """Yield the problem of an empty range."""
         if not low < high:
-            yield f"low={low!r}, high={high!r}: there is nothing to guess. Give two rising whole numbers."
-        if guesses < 1:
-            yield f"guesses={guesses!r}: nobody could guess. Set 1 or more."
+            yield Problem("low", low, "it must be below high", "Correct one of them.", {"high": high})
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Think of a number."""
+        """Choose the number."""
         given = _NUMBER.fullmatch(str(row.get("solution") or "").strip())
         self.secret = int(given[0]) if given else random.Random(self.seed).randint(self.low, self.high)
 
     def step(self, message: Message) -> Step:
-        """Say where the number is."""
+        """Answer with where the number is."""
         self.left -= 1
         numbers = _NUMBER.findall(completion_text([message]))
         guess = int(numbers[-1]) if numbers else None
         if guess == self.secret:
             return Step(None, 1.0, True)
-        said = "no number" if guess is None else "higher" if guess < self.secret else "lower"
-        return Step(said, 0.0 - self.cost, self.left < 1)
+        hint = "no number" if guess is None else "higher" if guess < self.secret else "lower"
+        return Step(hint, 0.0 - self.cost, self.left < 1)

@@ -1,22 +1,23 @@
 """Python programs, run in the sandbox of `rewards.code`, as a tool."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from grpo_ext.environments.protocol import environments
+from grpo_ext.errors import Problem
+from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.code import sandbox
 
 
 @environments.register("python")
 class Python:
-    """One tool, `python`: no network, no files but its own, nothing kept from one call to the next.
+    """One tool, `python`: no network, only its own files, no state between calls.
 
     Args:
-        timeout: seconds that a program may take.
-        memory_mb: what it may use.
+        timeout: limit of a program in seconds.
+        memory_mb: limit of its memory.
         longest: characters of its output that the model reads.
-        packages: whether it can import what is installed here.
-        min_protection: as the reward `code` has it.
+        packages: whether it can import installed packages.
+        min_protection: as in the reward `code`.
     """
 
     def __init__(
@@ -27,23 +28,23 @@ class Python:
         packages: bool = False,
         min_protection: str = "isolated",
     ) -> None:
-        """Nothing is started yet."""
         self._limits = sandbox.Limits(timeout=timeout, memory_mb=memory_mb)
         self._longest, self._packages, self._protection = longest, packages, min_protection
 
     @staticmethod
-    def preload(min_protection: str = "isolated", **_: Any) -> None:
-        """Find out once what this machine can do."""
+    def preload(min_protection: str = "isolated", **_: object) -> None:
+        """Find out once which protection this machine has."""
         sandbox.available(min_protection)
 
     @staticmethod
-    def option_problems(min_protection: str = "isolated", **_: Any) -> Iterator[str]:
-        """What is wrong with its options."""
+    def option_problems(min_protection: str = "isolated", **_: object) -> Iterator[Problem]:
+        """Yield the problem of an unknown protection."""
         if min_protection not in sandbox.PROTECTIONS:
-            yield f"min_protection={min_protection!r}. Known: {', '.join(sandbox.PROTECTIONS)}."
+            cure = did_you_mean(min_protection, sandbox.PROTECTIONS)
+            yield Problem("min_protection", min_protection, "not one of its values", cure)
 
     def reset(self, **row: object) -> None:
-        """Nothing to begin with."""
+        """Keep no state."""
 
     def python(self, code: str) -> str:
         """Run a Python program and read what it prints.
@@ -57,10 +58,10 @@ class Python:
         outcome = sandbox.run(
             code, limits=self._limits, min_protection=self._protection, packages=self._packages
         )  # fmt: skip
-        said = outcome.stdout.decode(errors="replace")
+        output = outcome.stdout.decode(errors="replace")
         if outcome.stopped:
-            said += f"\n[stopped: {outcome.stopped}]"
+            output += f"\n[stopped: {outcome.stopped}]"
         elif not outcome.ok:
-            said += outcome.stderr.decode(errors="replace")[-self._longest // 2 :]
-        kept = said if len(said) <= self._longest else f"{said[: self._longest]}\n[cut]"
+            output += outcome.stderr.decode(errors="replace")[-self._longest // 2 :]
+        kept = output if len(output) <= self._longest else f"{output[: self._longest]}\n[cut]"
         return kept.strip() or "[nothing was printed]"

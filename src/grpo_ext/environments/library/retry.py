@@ -1,37 +1,38 @@
-"""Another attempt: any reward judges, and what it does not pay is tried again."""
+"""Repeated attempts at a row, judged by any reward function."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_ext.environments.protocol import Conversation, Message, Step, environments
+from grpo_ext.errors import Problem, UnknownNameError
+from grpo_ext.objective.options import Count
 
 
 @environments.register("retry")
 class Retry(Conversation):
-    """Let the model try again until a reward is content: the reward of the last attempt, times `discount` for each.
+    """Let the model try again until a reward reaches `threshold`. The last attempt's reward counts.
 
     Args:
-        reward: a packaged one, such as accuracy or reasoning_gym, or a path; it gets the row's columns.
-        kwargs: the reward's own options.
-        attempts: at most.
-        feedback: what the model reads after an attempt that was not paid in full.
-        threshold: from which reward on it is content.
-        discount: what each further attempt makes of the reward.
+        reward: a packaged reward, such as accuracy or reasoning_gym, or a path; it gets the row's columns.
+        kwargs: options of the reward.
+        attempts: most attempts.
+        feedback: what the model reads after an attempt below the threshold.
+        threshold: reward that ends the attempts.
+        discount: factor of the reward for each further attempt.
     """
 
     def __init__(
         self,
         reward: str = "accuracy",
         kwargs: Mapping[str, Any] | None = None,
-        attempts: int = 3,
+        attempts: Count = 3,
         feedback: str = "That is not right. Try again.",
         threshold: float = 1.0,
         discount: float = 1.0,
     ) -> None:
-        """Nothing is judged yet."""
         self.function, self.options = self._reward(reward), dict(kwargs or {})
         self.left, self.feedback, self.threshold, self.discount = attempts, feedback, threshold, discount
-        self.worth = 1.0
+        self.factor = 1.0
         self.row: Mapping[str, Any] = {}
 
     @staticmethod
@@ -41,22 +42,20 @@ class Retry(Conversation):
         return rewards[name]
 
     @classmethod
-    def preload(cls, reward: str = "accuracy", **_: Any) -> None:
+    def preload(cls, reward: str = "accuracy", **_: object) -> None:
         """Import the reward once for all attempts."""
         cls._reward(reward)
 
     @classmethod
-    def option_problems(cls, reward: str = "accuracy", attempts: int = 3, **_: Any) -> Iterator[str]:
-        """What is wrong with its options."""
-        if attempts < 1:
-            yield f"attempts={attempts!r}: nobody could try. Set 1 or more."
+    def option_problems(cls, reward: str = "accuracy", **_: object) -> Iterator[Problem]:
+        """Yield the problem of an unknown reward."""
         try:
             cls._reward(reward)
-        except ValueError as error:
-            yield f"reward={reward!r}: {error}"
+        except UnknownNameError as error:
+            yield Problem("reward", reward, error.reason, error.cure)
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Remember the row."""
+        """Keep the row."""
         self.row = row
 
     def step(self, message: Message) -> Step:
@@ -68,5 +67,5 @@ class Retry(Conversation):
         if value is None:
             raise ValueError("the reward could not score the attempt")
         over = value >= self.threshold or self.left < 1
-        reward, self.worth = value * self.worth, self.worth * self.discount
+        reward, self.factor = value * self.factor, self.factor * self.discount
         return Step(None if over else self.feedback, reward if over else None, over)

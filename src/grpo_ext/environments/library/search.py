@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.environments.protocol import environments
+from grpo_ext.errors import Problem
+from grpo_ext.objective.options import Count
 
 
 @environments.register("search")
@@ -15,33 +17,30 @@ class Search:
     """One tool, `search`.
 
     Args:
-        corpus: a file with a text on each line, or (.jsonl) an object with `text` and maybe `title`.
-        results: how many passages an answer holds.
+        corpus: file with a text per line, or (.jsonl) an object with `text` and optionally `title`.
+        results: number of passages in an answer.
         longest: characters of each that the model reads.
     """
 
-    def __init__(self, corpus: str, results: int = 3, longest: int = 500) -> None:
-        """The index is made once in a process."""
+    def __init__(self, corpus: str, results: Count = 3, longest: int = 500) -> None:
         self._texts, self._index = _indexed(corpus)
         self._results, self._longest = min(results, len(self._texts)), longest
 
     @staticmethod
-    def preload(corpus: str, **_: Any) -> None:
+    def preload(corpus: str, **_: object) -> None:
         """Make the index once for all attempts."""
         _indexed(corpus)
 
     @staticmethod
-    def option_problems(corpus: str, results: int = 3, **_: Any) -> Iterator[str]:
-        """What is wrong with its options."""
+    def option_problems(corpus: str, **_: object) -> Iterator[Problem]:
+        """Yield the problem of a missing file or package."""
         if not Path(corpus).expanduser().is_file():
-            yield f"corpus={corpus!r}: no such file. Paths count from the working directory."
-        if results < 1:
-            yield f"results={results!r}: nothing would be found. Set 1 or more."
+            yield Problem("corpus", corpus, "no such file", "Give a path from the working directory.")
         if importlib.util.find_spec("bm25s") is None:
-            yield "search needs bm25s, which is not installed. Install grpo-ext[search]."
+            yield Problem("corpus", corpus, "search needs bm25s, which is not installed", "Install grpo-ext[search].")
 
     def reset(self, **row: object) -> None:
-        """Nothing to begin with."""
+        """Keep no state."""
 
     def search(self, query: str) -> str:
         """Search for passages.

@@ -18,8 +18,7 @@ TABLE = rules(
         "lr_scheduler=lr_scheduler_type float16=fp16 bfloat16=bf16 wandb_name=run_name "
         "wandb_project=env.WANDB_PROJECT wandb_entity=env.WANDB_ENTITY wandb_run_id=env.WANDB_RUN_ID "
         "wandb_watch=env.WANDB_WATCH wandb_log_model=env.WANDB_LOG_MODEL",
-        "base_model_config tokenizer_config model_type tokenizer_type": "- | the model's folder has its configuration "
-        "and tokenizer",
+        "base_model_config tokenizer_config model_type tokenizer_type": "- | the model's folder has them",
         "rl": "* multi_objective_aggregation | gdpo is normalize_then_sum",
         "chat_template": "* chat_template | tokenizer_default is none; axolotl's own by name are Jinja here",
         "adapter": "* use_peft | lora and qlora",
@@ -41,7 +40,7 @@ TABLE = rules(
         "sample_packing": "- | rows are packed by shared_prefix, where it is exact",
         "pad_to_sequence_len train_on_inputs": "- | of supervised training",
         "group_by_length": "- | the sampler keeps the completions of a prompt together",
-        "excess_length_strategy": "- | max_prompt_length drops, and cuts nothing",
+        "excess_length_strategy": "- | max_prompt_length drops longer prompts",
         "special_tokens.* tokens": "- | the tokenizer has its own; change it in the model's folder",
         "micro_batch_size": "per_device_train_batch_size | completions in both",
         "warmup_ratio": "warmup_steps | a value below 1 is a ratio",
@@ -58,8 +57,7 @@ TABLE = rules(
         "deepspeed": "* accelerate_config | zero1, zero2, zero3 by the name of the file",
         "fsdp fsdp_version": "* accelerate_config | fsdp2",
         "fsdp_config.*": "- | the launch configuration has it",
-        "plugins": "? | axolotl's plug-ins are not supported; environments are written as classes "
-        "(docs/environments.md)",
+        "plugins": "? | axolotl's plug-ins are not supported; an environment is a class (docs/environments.md)",
         "nemo_gym_*": "- | environments of NeMo Gym are not supported in a recipe",
         "context_parallel_size": "- | a row is the work of one process",
         "vllm": {

@@ -256,7 +256,7 @@ class Draft:
     def set(self, key: str, value: object, note: str = "", of: str | Iterable[str] | None = None) -> None:
         """Write a key of the recipe, made of the foreign keys `of`; by default, of all "*" rows that name it.
 
-        If the file has none of them, the value is a default, and the comment names its origin.
+        If the file has no such key, the value is a default, and the comment names its origin.
         """
         named = self.computing(key) if of is None else (of,) if isinstance(of, str) else tuple(of)
         made_of = {name for name in named if name in self.given}
@@ -327,8 +327,9 @@ class Draft:
             elif rule and rule.to.startswith("env."):
                 self.set_variable(rule.to.removeprefix("env."), key)
             elif rule or key in self.project.same:
-                if (rule.to if rule else key) not in self.values:
-                    self.set(rule.to if rule else key, value, rule.note if rule else "", of=key)
+                to, note = (rule.to, rule.note) if rule else (key, "")
+                if to not in self.values:
+                    self.set(to, value, "" if key in self.project.converters and value == given else note, of=key)
             else:
                 self.leave(key, "unknown key")
                 self.decide(f"{key}: {value!r} is an unknown key of {self.title}. Check whether the run needs it.")

@@ -30,19 +30,16 @@ _ACTOR = {
 }
 _ALGO = {
     "dynamic_filtering_enable": "* dynamic_sampling",
-    "dynamic_filtering_range": "? | groups whose mean is outside are dropped there, here those whose rewards are all "
-    "the same",
+    "dynamic_filtering_range": "? | it drops groups by their mean; dynamic_sampling those with equal rewards",
     "kl.init_coef": "* beta = 0.01",
     "kl.use_loss": "* kl_placement | loss; else reward",
     "kl.estimator": "* kl_estimator = k1 | the same names",
     "kl.*": "- | the coefficient is fixed",
     "advantage": {
-        "estimator": "* advantage_estimator = gae | group_norm is group, dr_grpo is none, rloo is loo, reinforce is "
-        "reinforce_pp, reinforce_baseline is reinforce_pp_baseline",
+        "estimator": "* advantage_estimator = gae | group_norm is group, dr_grpo is none, reinforce is reinforce_pp",
         "no_std_norm": "* advantage_estimator | of reinforce_baseline: none",
         "is_correction_enable": "* vllm_importance_sampling_correction | not with gspo",
-        "is_correction_type": "* vllm_importance_sampling_mode | tis is token_truncate, icepop is token_mask; "
-        "seq-mask-tis, a mask by the geometric mean of a completion, is not supported",
+        "is_correction_type": "* vllm_importance_sampling_mode | tis is token_truncate, icepop is token_mask",
         "is_correction_threshold": "* vllm_importance_sampling_clip_min, vllm_importance_sampling_clip_max = "
         "[0.5, 5.0] | a pair there",
         "use_icepop": "* vllm_importance_sampling_mode | true: token_mask",
@@ -58,8 +55,7 @@ _TRAIN = {
     "max_tokens_per_gpu": "- | micro-batches have a number of rows here",
     "colocate_all": "* vllm_mode | colocate; without it vLLM has GPUs of its own: server",
     "async_enable": "? | rollouts are of the current weights here; rollout_ahead: 1 is nearest",
-    "agent_func_path": "? | an agent, whose environment scores: write it as a class with reset and step "
-    "(docs/environments.md), environments: [{path: ./file.py:Class}], and leave out reward_funcs",
+    "agent_func_path": "? | a class in environments (docs/environments.md) scores instead of reward_funcs",
     "*": _PLACES,
 }
 _DATA = {
@@ -88,8 +84,7 @@ TABLE = rules(
             "own there; docs/rewards.md has those of the reward remote",
             "overlong_buffer_len": "* reward_funcs | soft_overlong",
             "overlong_penalty_factor": "* reward_funcs = 1.0 | weight of soft_overlong",
-            "stop_properly_penalty_coef": "? | OpenRLHF scales the reward of truncated completions by it, or gives it "
-            "if negative; mask_truncated_completions leaves them out of the loss",
+            "stop_properly_penalty_coef": "? | a reward of truncated completions; see mask_truncated_completions",
             "normalize_enable": "- | the advantage normalises",
             "clip_range": "* reward_funcs | clip of an entry",
             "*": _PLACES,
@@ -102,8 +97,7 @@ TABLE = rules(
             "*": "- | how OpenRLHF splits its rollouts; changes no result",
         },
         "eval": {
-            "dataset": "? | evaluation is on a split of the same dataset here: set dataset_test_split, test_size, or "
-            "eval_strategy: no",
+            "dataset": "? | evaluation is on a split of the same dataset here: dataset_test_split, or test_size",
             "steps": "* eval_steps = -1 | rollouts there, optimizer steps here; -1 is never",
             "n_samples_per_prompt": "* num_generations_eval = 4 | where eval.steps is not -1",
             "*": "- | evaluation draws as training does",
@@ -334,7 +328,7 @@ def _sampler(d: Draft) -> None:
 
 
 def _version_of(given: Mapping[str, Any]) -> str:
-    """Return 0.9 for flags without dots, of which 0.10.1 was the last version."""
+    """Return 0.9 for flags without dots, which 0.10.1 was the last to have."""
     return "" if any("." in key or isinstance(value, Mapping) for key, value in given.items()) else "0.9"
 
 

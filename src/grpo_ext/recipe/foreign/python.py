@@ -1,4 +1,4 @@
-"""What to exchange in a Python script or notebook that calls TRL: two names. Nothing of it is translated."""
+"""The two names to exchange in a Python script or notebook that calls TRL's GRPO."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _EXCHANGE = """{path} is Python: exchange two names in it, a recipe is not neede
     GRPOTrainer(...)  ->  GRPOExtTrainer(...)
 
 Every argument keeps its meaning or is refused with a reason. loss_defaults="trl" keeps stock TRL's values where the
-script is silent; without it they are the paper's (docs/differences.md)."""
+script sets none; without it they are the paper's (docs/differences.md)."""
 _COMMAND_LINE = """
 
 It reads its settings from the command line (TrlParser). To make a recipe of them instead, save the command that
@@ -25,15 +25,15 @@ _UNSLOTH = """
 
 It imports unsloth, which replaces TRL's classes when it is imported:
   - Remove that import, PatchFastRL and FastLanguageModel. Load the model by transformers, and hand LoRA to
-    GRPOExtTrainer(peft_config=LoraConfig(...)); its fused kernels and its 4-bit vLLM are not here.
+    GRPOExtTrainer(peft_config=LoraConfig(...)); its fused kernels and its 4-bit vLLM are not supported.
   - fast_inference=True is use_vllm=True, vllm_mode="colocate"; vllm_sampling_params are fields of the configuration.
-  - Write unsloth's own defaults where the script is silent: loss_type="bnpo", beta=0.001, learning_rate=5e-5,
+  - Write unsloth's own defaults where the script sets no value: loss_type="bnpo", beta=0.001, learning_rate=5e-5,
     warmup_steps=0.1, weight_decay=0.001, per_device_train_batch_size=4, gradient_accumulation_steps=2,
     vllm_importance_sampling_correction=False. It raises the rows per device to num_generations if need be."""
 
 
 def exchange(path: Path) -> str:
-    """Say what to exchange in a script or notebook.
+    """Return what to exchange in a script or notebook.
 
     Raises:
         ConfigError: it cannot be read, or does not call TRL's GRPO.

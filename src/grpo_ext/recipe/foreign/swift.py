@@ -45,8 +45,7 @@ TABLE = rules(
         "load_from_cache_file dataset_num_proc strict": "- | how ms-swift prepares data; changes no result",
         "system": "* system_prompt | the text, or the content of the file",
         "enable_thinking": "chat_template_kwargs | enable_thinking",
-        "max_length": "max_prompt_length | in GRPO only the prompt; longer ones are dropped here, cut from the left "
-        "there",
+        "max_length": "max_prompt_length | longer prompts are dropped here, cut from the left there",
         "truncation_strategy": "- | max_prompt_length drops, as delete does",
         "max_pixels": "- | of the model's processor",
         "loss_scale": "- | every token of a completion counts",
@@ -67,12 +66,10 @@ TABLE = rules(
         "tau_neg": "* sapo_temperature_neg | of sapo",
         "dynamic_sample": "* dynamic_sampling | reward: groups whose rewards are all the same are drawn again",
         "max_resample_times": "* dynamic_sampling_max_rounds | of dynamic_sample",
-        "advantage_estimator": "* advantage_estimator = grpo | grpo is group, rloo is loo, reinforce_plus_plus is "
-        "reinforce_pp_baseline",
+        "advantage_estimator": "* advantage_estimator = grpo | reinforce_plus_plus is reinforce_pp_baseline",
         "kl_in_reward": "* kl_placement | true: reward",
         "beta": "* beta = 0.04",
-        "scale_rewards": "* advantage_estimator | group, batch, none as in TRL; gdpo is multi_objective_aggregation: "
-        "normalize_then_sum",
+        "scale_rewards": "* scale_rewards | as in TRL; gdpo is multi_objective_aggregation: normalize_then_sum",
         "rollout_importance_sampling_mode": "* vllm_importance_sampling_mode | the same names",
         "rollout_importance_sampling_threshold": "* vllm_importance_sampling_clip_max = 2.0",
         "log_rollout_offpolicy_metrics log_entropy": "- | always logged",

@@ -23,8 +23,7 @@ OLDER = rules(
         "vllm_guided_decoding_regex=vllm_structured_outputs_regex vllm_tp=vllm_tensor_parallel_size "
         "logging_dir=env.TENSORBOARD_LOGGING_DIR",
         "warmup_ratio": "warmup_steps | a value below 1 is a ratio",
-        "overwrite_output_dir": "- | transformers 5 dropped it; a run resumes from its last checkpoint, and "
-        "resume_from_checkpoint: never starts afresh",
+        "overwrite_output_dir": "- | transformers 5 dropped it; resume_from_checkpoint: never starts from step 0",
         "save_safetensors": "- | transformers 5 always does",
         "group_by_length": "- | the sampler keeps the completions of a prompt together",
         "include_tokens_per_second": "- | num_tokens and step_time are logged",
@@ -54,7 +53,7 @@ OPEN_R1_TABLE = rules(
         "soft_punish_cache": "* reward_funcs = 4096 | buffer of soft_overlong",
         "code_language": "* reward_funcs = python | default_language of code_format",
         "code_eval_test_batch_size": "- | the reward code runs the tests of a completion one after the other",
-        "code_eval_scoring_mode": "- | the reward code gives the share of tests passed, or all or nothing (partial)",
+        "code_eval_scoring_mode": "- | the reward code gives the share of tests passed, or 0 or 1 (partial)",
         "parallel_code_exec_per_proc": "- | the reward code has workers: the cores of this machine",
         "code_provider e2b_router_url morph_router_url": "- | the reward code runs in a sandbox on this machine",
         "ioi_provider": "- | a judge of IOI tasks is not supported",
@@ -138,7 +137,7 @@ _REWARDS = {
         "accuracy reads more forms of an answer than Open-R1's, and leaves a reference unscored that it cannot read; "
         "accuracy_reward is nearest to Open-R1's (TRL's, math-verify on LaTeX)",
     ),
-    "format": ("format is stricter than Open-R1's: each tag once, nothing after the answer",),
+    "format": ("format is stricter than Open-R1's: each tag once, no text after the answer",),
     "reasoning_steps": ("reasoning_steps knows more marks of a step than Open-R1's",),
 }
 """Open-R1's reward -> what differs here, and the keys of its options."""

@@ -80,7 +80,7 @@ _DATA = {
     "max_prompt_length": "max_prompt_length = 512 | prompts beyond it are dropped, never cut",
     "train_max_samples": "max_samples | -1 is all",
     "filter_overlong_prompts": "- | max_prompt_length always does",
-    "truncation": "- | max_prompt_length drops, and cuts nothing",
+    "truncation": "- | max_prompt_length drops longer prompts",
     "apply_chat_template_kwargs.*": "* chat_template_kwargs | as a mapping",
     "image_key": "- | only images in the column images",
     "*": _SPEED,
@@ -101,8 +101,7 @@ _ALGORITHM = {
         "rollout_is": "* vllm_importance_sampling_mode | token: token_truncate, sequence: sequence_truncate",
         "rollout_is_threshold": "* vllm_importance_sampling_clip_max = 2.0 | where rollout_is is set",
         "bypass_mode": "? | the objective is another one: verl's old log-probabilities are the sampler's",
-        "rollout_rs": "? | the objective is another one: verl drops tokens or completions by their ratio to the "
-        "sampler; off_policy_mask_threshold and vllm_importance_sampling_mode: sequence_mask are nearest",
+        "rollout_rs": "? | the objective is another one: verl drops tokens by their ratio to the sampler",
         "rollout_rs_threshold": "- | of rollout_rs",
         "rollout_is_batch_normalize": "? | verl normalises the weights to a mean of 1",
         "loss_type": "- | of bypass_mode",
@@ -237,7 +236,7 @@ def _loss(d: Draft) -> None:
         if d.get(f"{_A}use_kl_loss") and mean != "seq-mean-token-mean":
             d.decide(f"loss_aggregation: verl's {mode} takes the KL's mean by {mean}; here it is the loss's own.")
     else:
-        d.sources["loss_type"] |= d.given.keys() & {of_mean}
+        d.set("loss_type", d.values["loss_type"], of=(of_mode, of_mean))
         if mean not in _BY_AGGREGATION or mode == "cispo":
             d.set("loss_aggregation", mean)
 

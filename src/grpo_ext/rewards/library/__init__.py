@@ -1,4 +1,4 @@
 """Scoring functions: columns in, one float per completion out.
 
-May know the protocol of rewards, registry, errors. Begin with `functions`.
+May know the protocol, texts and models of rewards, registry. Begin with `functions`.
 """

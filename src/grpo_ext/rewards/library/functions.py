@@ -78,6 +78,26 @@ def tags(completions: list[Completion], *, newlines: bool = False, **_: object) 
     return [0.25 * sum(completion_text(c).count(tag) == 1 for tag in wanted) for c in completions]
 
 
+@rewards.register("code_format", independent=True)
+def code_format(
+    completions: list[Completion], language: list[str] | None = None, *, default_language: str = "python", **_: object
+) -> list[float]:
+    r"""1.0 for `<think>\n...\n</think>\n<answer>\n...\n</answer>` with a ```language block in the answer.
+
+    The language is the row's (column `language`), else `default_language`. Text may follow. From Open-R1.
+    """
+    languages = language if language is not None else [default_language] * len(completions)
+    return [
+        float(_code_layout(named or default_language).match(completion_text(completion)) is not None)
+        for completion, named in zip(completions, languages, strict=True)
+    ]
+
+
+def _code_layout(language: str) -> re.Pattern[str]:
+    answer = rf"<answer>\n.*?```{re.escape(language)}.*?```.*?\n</answer>$"
+    return re.compile(rf"<think>\n.*?\n</think>\n{answer}", re.DOTALL | re.MULTILINE)
+
+
 @rewards.register("accuracy", independent=True)
 def accuracy(
     completions: list[Completion],

@@ -1,4 +1,4 @@
 """Processes that score rewards, so that no reward can hang or end a run.
 
-May know nothing of rewards but their protocol. Begin with `pool`.
+May know the catalogue of rewards, in the worker program only. Begin with `pool`.
 """

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
-from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 TABLE = ("prompt", "completion", "advantages")
 """Columns of TRL's table of completions; `rewards` and `extra` hold further ones, images are not kept."""
-MicroBatches = list[dict[str, Any]]
 
 
 class HasState(Protocol):
@@ -110,7 +109,7 @@ def read(folder: Path, trainer: HasState) -> dict[str, Any] | None:
     return None
 
 
-def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[MicroBatches, list[StepTotals]]:
+def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[list[Any], list[StepTotals]]:
     """Restore what `write` saved; return the micro-batches and totals of a generation that was in use, else []."""
     trainer._step = state["step"]
     trainer._metrics["train"].update({name: list(values) for name, values in state["metrics"].items()})
@@ -206,7 +205,7 @@ def evaluation_due(args: GRPOExtConfig, state: TrainerState, *, epoch_over: bool
     return not any(row["step"] == step and any(name.startswith("eval_") for name in row) for row in state.log_history)
 
 
-def load_default_adapter(model: PreTrainedModel | PeftModel, checkpoint: Path) -> None:
+def load_default_adapter(model: nn.Module, checkpoint: Path) -> None:
     """Load the adapter `default`, which transformers does not load from a folder with several adapters."""
     if not isinstance(model, PeftModel) or "default" not in model.peft_config or len(model.peft_config) < 2:
         return

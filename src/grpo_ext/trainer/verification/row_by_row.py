@@ -6,14 +6,16 @@ the step by the counts of the step's rows and tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
@@ -84,7 +86,7 @@ class RowByRow:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel | PeftModel,
         objective: Objective,
         rows: Rows,
         terms: Terms,
@@ -155,8 +157,8 @@ class RowByRow:
                     self._reference |= {place: self._forward(place)[0] for place in places}
         self._advantages[generation] = self._estimated(generation, places)
 
-    def _without_adapter(self) -> Any:
-        return self.model.disable_adapter() if hasattr(self.model, "disable_adapter") else nullcontext()
+    def _without_adapter(self) -> AbstractContextManager[None]:
+        return self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
 
     def _estimated(self, generation: int, places: list[tuple[int, int]]) -> Tensor:
         """Advantages [groups, completions (, time)]."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 PAD, EOS, SILENT = 0, 1, 2
 """Special tokens; a group whose completions begin with `SILENT` has equal rewards."""
@@ -48,7 +49,7 @@ class Rows:
         length = int(torch.randint(shortest, longest, (), generator=g))
         return torch.randint(ORDINARY, self.vocabulary, (length,), generator=g).tolist()
 
-    def rollout(self, prompts: list, trainer: Any) -> dict[str, Any]:
+    def rollout(self, prompts: list, trainer: Trainer) -> dict[str, Any]:
         """Return this process's part of the current generation; a `rollout_func` of TRL."""
         first = trainer.accelerator.process_index * len(prompts)
         mine, generation = range(first, first + len(prompts)), trainer.state.global_step

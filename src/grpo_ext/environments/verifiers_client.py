@@ -1,4 +1,4 @@
-"""What verifiers speaks to in one episode: a client that hands requests over, and a harness that is a chat alone."""
+"""The policy as a client of verifiers, and a harness that is a chat without tools."""
 
 import asyncio
 import sys
@@ -24,19 +24,18 @@ from verifiers.v1.utils.loaders import (
 from grpo_ext.environments.protocol import Message
 
 CHAT = "grpo_ext_chat"
-"""What verifiers finds `Chat` by: a plugin's id is the name of a module on the top floor."""
+"""Name by which verifiers finds `Chat`: a plugin's id is the name of a top-level module."""
 MODEL = "policy"
-__all__ = ["Chat", "Policy", "configured", "play"]
+__all__ = ["Chat", "Policy", "config_of", "play"]
 
 
 class Policy(Client):
-    """A client whose completions somebody else writes."""
+    """A client that puts requests into a queue, each with a future for the answer."""
 
     def __init__(self) -> None:
-        """Nobody has asked yet."""
         self.requests: asyncio.Queue[tuple[list[Message], asyncio.Future[str]]] = asyncio.Queue()
 
-    async def get_response(self, dialect: Any, body: dict, sampling: Any, *_: Any, **__: Any) -> Response:
+    async def get_response(self, dialect: Any, body: dict, sampling: object, *_: object, **__: object) -> Response:
         """Wait for the answer to a request of the chat dialect without tools."""
         request = dialect.parse_request(body)
         if not isinstance(dialect, ChatDialect) or request.tools:
@@ -50,7 +49,7 @@ class Policy(Client):
 
 
 class Chat(Harness[HarnessConfig]):
-    """Verifiers' harness `null` without a process of its own and without tools: one request for each turn."""
+    """Verifiers' harness `null` without a process and without tools: one request per turn."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -58,9 +57,16 @@ class Chat(Harness[HarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(
-        self, ctx: ModelContext, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+        self,
+        ctx: ModelContext,
+        trace: object,
+        runtime: object,
+        endpoint: str,
+        secret: str,
+        mcp_urls: object,
+        data: Any,
     ) -> ProgramResult:
-        """Ask once."""
+        """Send one request."""
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -75,8 +81,8 @@ class Chat(Harness[HarnessConfig]):
 sys.modules.setdefault(CHAT, sys.modules[__name__])
 
 
-def configured(name: str, block: Mapping[str, Any]) -> Any:
-    """Verifiers' configuration of a taskset that one model plays.
+def config_of(name: str, block: Mapping[str, Any]) -> Any:
+    """Return verifiers' configuration of a taskset that one model plays.
 
     Raises:
         ValueError: several models play it.
@@ -102,7 +108,7 @@ def configured(name: str, block: Mapping[str, Any]) -> Any:
 
 
 async def play(config: Any, task: Any, policy: Policy) -> float:
-    """The reward of an episode.
+    """Run an episode and return its reward.
 
     Raises:
         RuntimeError: verifiers counts it as failed.
