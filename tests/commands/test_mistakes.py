@@ -79,7 +79,7 @@ def checked(values: dict[str, Any], *args: str, processes: int | None = None) ->
         try:
             load_recipe(["--config", "recipe.yaml", *args], look)
         except ConfigError as error:
-            return error.problems, look
+            return list(map(str, error.problems)), look
     return [], look
 
 
@@ -248,7 +248,7 @@ def test_every_size_that_a_batch_problem_names_works(processes):
 
     def sentences(**sizes: Any) -> list[str]:
         with planned_processes(sizes.pop("processes", processes)):
-            return list(batch_problems(SimpleNamespace(**sizes)))
+            return list(map(str, batch_problems(SimpleNamespace(**sizes))))
 
     applied = 0
     for p, a, s, g in SIZES:

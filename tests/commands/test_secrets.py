@@ -69,7 +69,7 @@ def test_a_mistaken_recipe_is_refused_without_its_secrets(name, tmp_path):
     with pytest.raises(ConfigError) as error:
         load_recipe(["--config", str(tmp_path / "recipe.yaml")])
     assert PLANTED not in str(error.value) + repr(error.value)
-    assert PLANTED not in "".join(error.value.problems)
+    assert PLANTED not in "".join(map(str, error.value.problems))
 
 
 def test_a_printed_config_holds_no_secret(tmp_path):
