@@ -25,7 +25,7 @@ WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED=$(abspath $(VENV))/deepspeed
 QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint tables docs bench bench-grid bench-vllm bench-losses bench-splits bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults bench-migrate bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-grid bench-vllm bench-losses bench-splits bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults bench-migrate bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-all      run all tests, with those that start processes, build environments and start a real vLLM"
 	@echo "make test-vllm     run those that start a real vLLM, alone"
 	@echo "make test-lowest   run the quick tests with the lowest version of each dependency, in $(LOWEST)"
+	@echo "make mutations MODULE=ratios  break a module of objective/ by cosmic-ray and run the tests that should notice"
 	@echo "make lint          ruff (rules and format), mypy, and the arrows between the wings (import-linter)"
 	@echo "make tables        rewrite the generated tables of README.md and docs/"
 	@echo "make docs          build the documentation as a site, $(SITE)/index.html, in $(DOCS); a warning is an error"
@@ -133,6 +134,17 @@ $(DOCS)/.installed: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --no-compile --requirement docs/requirements.txt
 	@touch $@
+
+# It changes the source while it runs, in a copy. MODULE=kl TESTS=tests/objective/test_kl.py, say.
+MODULE ?= ratios
+TESTS ?= tests/objective/test_$(MODULE).py
+mutations: install
+	@echo "mutations: cosmic-ray on objective/$(MODULE).py; a mutation that survives is a missing test"
+	$(BIN)/python -m pip install --quiet 'cosmic-ray>=8.4'
+	rm --recursive --force build/mutations && mkdir --parents build/mutations && cp --recursive src tests pyproject.toml build/mutations
+	sed 's|MODULE|$(MODULE)|; s|BIN|$(abspath $(BIN))|; s|TESTS|$(TESTS)|' cosmic-ray.toml > build/mutations/cosmic-ray.toml
+	cd build/mutations && export PYTHONPATH=src JAXTYPING_DISABLE=1 && $(abspath $(BIN))/cosmic-ray init cosmic-ray.toml session.sqlite \
+	  && $(abspath $(BIN))/cosmic-ray exec cosmic-ray.toml session.sqlite && $(abspath $(BIN))/cr-report session.sqlite
 
 bench: install
 	@echo "bench: an optimizer step of grpo-ext and of stock TRL, side by side"

@@ -1,13 +1,13 @@
-"""Errors for users, each with the value, the reason and the cure in its message, and never with a secret."""
+"""Errors for users. A message has the value, the reason and the cure, without secrets."""
 
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 NOT_FINISHED = 75
-"""Exit code of a run that was told to end, or lost a process: the same command goes on (EX_TEMPFAIL)."""
+"""Exit code of a run that was interrupted or lost a process: the same command resumes it (EX_TEMPFAIL)."""
 
 
 class UnknownNameError(ValueError):
@@ -18,8 +18,8 @@ class UnknownNameError(ValueError):
         super().__init__(f"{reason}. {cure}" if cure else reason)
 
 
-ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
-"""The value of a problem whose field has none worth showing."""
+ABSENT: Final = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
+"""The value of a problem whose field has no value to show."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,13 @@ class Problem:
     """
 
     field: str
-    value: Any = dataclasses.field(hash=False)
+    value: object
     reason: str
     cure: str
-    beside: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    beside: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash((self.field, self.reason, self.cure))
 
     def __str__(self) -> str:
         """Return the message."""
@@ -51,7 +54,6 @@ class ConfigError(ValueError):
     """All mistakes in a configuration; `problems` holds one `Problem` for each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        """List the problems, one a line."""
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {p}" for p in self.problems)]))
@@ -67,19 +69,18 @@ class DataError(ValueError):
 
 
 class RewardError(RuntimeError):
-    """A reward with `on_error: raise` failed; the message names it and says why."""
+    """A reward with `on_error: raise` failed; the message has its name and the cause."""
 
     def __init__(self, message: str) -> None:
-        """Leave secrets out of the message."""
         super().__init__(redacted_text(message))
 
 
 class NonFiniteError(RuntimeError):
-    """NaN or inf where the optimizer would have seen it; raised on all processes, with what was found first."""
+    """NaN or inf in the input of the optimizer; raised on all processes, with the first bad tensor."""
 
 
 class RolloutDrift(RuntimeError):
-    """The sampler is not the policy, and `rollout_drift_action` says to stop."""
+    """Sampler and policy disagree, and `rollout_drift_action` is "stop"."""
 
 
 class ServerLost(RuntimeError):
@@ -87,23 +88,23 @@ class ServerLost(RuntimeError):
 
 
 class SaveError(RuntimeError):
-    """A checkpoint or the model could not be written; raised on all processes, elder checkpoints are untouched."""
+    """A checkpoint or the model could not be written; raised on all processes. Earlier checkpoints are intact."""
 
 
 class RankLost(RuntimeError):
-    """Another process of the launch is gone, or did not come within `ddp_timeout`."""
+    """Another process of the launch has ended, or did not respond within `ddp_timeout`."""
 
 
 class RunInterrupted(SystemExit):
-    """A run was told to end and has saved what it had; uncaught, its process ends with `NOT_FINISHED`."""
+    """A run was interrupted and has saved its state; uncaught, the process exits with `NOT_FINISHED`."""
 
     def __init__(self, line: str) -> None:
-        """`line` says what was saved."""
+        """Keep `line`, which names the checkpoint that was saved."""
         super().__init__(NOT_FINISHED)
         self.line = line
 
     def __str__(self) -> str:
-        """What was saved."""
+        """Return the line about the saved checkpoint."""
         return self.line
 
 
@@ -133,7 +134,7 @@ def is_secret(name: str) -> bool:
     return name.endswith(_ENDS) and not name.removesuffix("_token").endswith(_OF_A_VOCABULARY)
 
 
-def redacted(value: Any, name: str = "") -> Any:
+def redacted(value: object, name: str = "") -> Any:
     """Return settings in which secrets are None, and texts have none in their urls."""
     if isinstance(value, Mapping):
         return {key: redacted(part, str(key)) for key, part in value.items()}
@@ -145,7 +146,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def redacted_text(text: str) -> str:
-    """Return a message in which *** stands for the values of secrets, also in urls."""
+    """Return a message with *** in place of the values of secrets, also in urls."""
     return _WELL_KNOWN.sub("***", _ENTRY.sub(_entry, _in_urls(text)))
 
 

@@ -8,18 +8,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Generic, TypeVar
 
 from grpo_ext.errors import UnknownNameError
 
 T = TypeVar("T")
 MANY = 100
-"""Names that nobody reads through."""
+"""More names than a message lists."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Sentence naming the closest known names, or all of them when nothing is close, unless they are `MANY`."""
+    """Return a sentence with the closest known names, or with all of them if none is close and they are not `MANY`."""
     known = sorted(known)
     plain = {_plain(entry): entry for entry in known}
     same = plain.get(_plain(name))
@@ -30,16 +30,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a name as it is compared: `DR-GRPO` is `dr_grpo`."""
+    """Return the form in which names are compared: `DR-GRPO` as `dr_grpo`."""
     return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
 def located(path: str, folder: Path | None = None) -> str:
-    """`path` with its file in full where it names one: `./file.py:name`, or `file:name` where `folder` has that file.
+    """Return a path with its file absolute: `./file.py:name`, or `file:name` where `folder` has that file.
 
-    A relative file is looked for in `folder` (the recipe's), then in the working directory. So two recipes may each
-    have a `rewards.py` of their own, and whoever gets the path, wherever it runs, finds the same. Names in a package
-    keep their form, since its modules may import each other, unless another package has its name.
+    A relative file is searched in `folder` (the recipe's), then in the working directory. So two recipes may each have
+    a `rewards.py`, and all processes find the same file. Names in a package keep their form, because its modules may
+    import each other, unless another package has its name.
     """
     if path.endswith(".py"):
         return path
@@ -55,7 +55,7 @@ def located(path: str, folder: Path | None = None) -> str:
 
 
 def _is_package(folder: Path) -> bool:
-    """Whether a folder is the package that Python finds under its name, from the folder above it too."""
+    """Return whether Python imports this folder under its name; the folder above it becomes importable."""
     if not (folder / "__init__.py").is_file():
         return False
     if str(folder.parent) not in sys.path:
@@ -65,13 +65,13 @@ def _is_package(folder: Path) -> bool:
 
 
 def portable(path: str) -> str:
-    """What `located` gives, without the folder: the same wherever a run's files lie."""
+    """Return a path from `located` without the folder, the same wherever a run's files are."""
     module_name, _, attribute = _split(path)
     return f"{Path(module_name).stem}:{attribute}" if module_name.endswith(".py") else path
 
 
 def import_path(path: str) -> Any:
-    """Object behind `package.module:name` (or `package.module.name`), looked up from the working directory too.
+    """Return the object at `package.module:name` (or `package.module.name`), also from the working directory.
 
     `folder/file.py:name` is the object in that file.
 
@@ -92,7 +92,7 @@ def import_path(path: str) -> Any:
         raise UnknownNameError(f"no such file: {file}", cure)
     try:
         module = importlib.import_module(module_name) if file is None else _of_file(file)
-    except Exception as error:  # whatever the user's module raises while it is imported is the news
+    except Exception as error:  # a user's module may raise anything
         raise UnknownNameError(f"cannot import {module_name!r} for {path!r}: {error!r}", "Correct it.") from error
     try:
         return getattr(module, attribute)
@@ -102,12 +102,12 @@ def import_path(path: str) -> Any:
 
 
 def _split(path: str) -> tuple[str, str, str]:
-    """Module (or file), separator, name; the last of the colons counts, since a drive has one too."""
+    """Return module (or file), separator and name; a drive has a colon too, so the last one counts."""
     return path.rpartition(":") if ":" in path else path.rpartition(".")
 
 
 def _of_file(file: Path) -> ModuleType:
-    """The module in a file, under a name that no other file has; what lies beside it can be imported."""
+    """Return the module in a file, under a unique name; it can import its neighbours."""
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -130,13 +130,13 @@ def _of_file(file: Path) -> ModuleType:
 
 @dataclass(frozen=True)
 class NoTraits:
-    """Nothing that others need to know."""
+    """The traits of a registry without any."""
 
 
 class Registry(Mapping[str, T], Generic[T]):
     """Mapping from name to entry, filled by a decorator and open to `package.module:name` paths.
 
-    What others must know of an entry stands beside it: fields of the dataclass `traits`, given where it is registered.
+    Each entry has traits, the fields of a dataclass, given where it is registered.
 
     >>> surrogates = Registry("surrogate")
     >>> @surrogates.register("clip")
@@ -146,14 +146,14 @@ class Registry(Mapping[str, T], Generic[T]):
     """
 
     def __init__(self, kind: str, traits: Callable[..., Any] = NoTraits) -> None:
-        """`kind` is what error messages call an entry, for example "loss_type"."""
+        """`kind` names an entry in error messages, for example "loss_type"."""
         self.kind = kind
         self._entries: dict[str, T] = {}
         self._described = traits
         self._traits: dict[str, Any] = {}
 
-    def register(self, *names: str, **traits: Any) -> Callable[[T], T]:
-        """Decorator that files its target under each of `names`; `traits` are fields of this registry's traits.
+    def register(self, *names: str, **traits: object) -> Callable[[T], T]:
+        """Return a decorator that registers its target under each of `names`, with these traits.
 
         Raises:
             ValueError: a name is taken by another entry.
@@ -171,13 +171,13 @@ class Registry(Mapping[str, T], Generic[T]):
         return add
 
     def traits(self, name: str) -> Any:
-        """Traits of the entry of that name or path; the defaults where it was never registered."""
+        """Return the traits of the entry of that name or path; the defaults if it is not registered."""
         entry = self[name]
         named = (self._traits[other] for other, known in self._entries.items() if known is entry)
         return next(named, self._described())
 
     def __getitem__(self, name: str) -> T:
-        """Entry of that name, or the object at that import path.
+        """Return the entry of that name, or the object at that import path.
 
         Raises:
             UnknownNameError: neither; the message names the closest entries.
@@ -198,12 +198,12 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._entries)
 
 
-def _is_another(old: Any, new: Any) -> bool:
-    """Whether two entries differ; a module imported twice (as a script and by path) registers the same code again."""
+def _is_another(old: object, new: object) -> bool:
+    """Return whether two entries differ; a module imported twice (as a script and by path) registers the same code."""
     code = _code(old)
     return old is not None and old is not new and (code is None or code != _code(new))
 
 
-def _code(entry: Any) -> Any:
-    """Code of a function, or of the function that a row of the table of losses wraps."""
+def _code(entry: object) -> CodeType | None:
+    """Return the code of a function, or of the surrogate of a row of the table of losses."""
     return getattr(getattr(entry, "surrogate", entry), "__code__", None)

@@ -1,5 +1,6 @@
 """GRPOExtConfig: TRL's config plus the axes of the loss, checked as a whole."""
 
+import copy
 import dataclasses
 import string
 import typing
@@ -14,6 +15,7 @@ from grpo_ext.config import machine
 from grpo_ext.config.grpo_config import KWARGS
 from grpo_ext.config.launch import planned_processes, planning, world_size
 from grpo_ext.config.settings import SETTINGS, Change, change_of, values_for
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -53,7 +55,7 @@ def test_unset_axes_are_the_rows(name):
     assert objective.missing_rewards == "renormalize"
 
 
-def test_what_the_papers_say_arrives():
+def test_options_of_a_paper_reach_the_objective():
     options = {name: config(loss_type=name).objective.options for name in ("grpo", "dapo", "gspo", "deepseek_v3")}
     assert options["grpo"] == {"epsilon_low": 0.2, "epsilon_high": 0.2, "delta": None}
     assert options["dapo"] == {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": None}
@@ -94,13 +96,13 @@ def test_an_explicit_setting_beats_the_row(settings, axis, value):
         ({"epsilon": 0.1, "epsilon_high": 0.5}, 0.1, 0.5),
     ],
 )
-def test_one_epsilon_stands_for_both(settings, low, high):
+def test_epsilon_sets_both_bounds_unless_epsilon_high_is_set(settings, low, high):
     options = config(loss_type="dapo", **settings).objective.options
     assert (options["epsilon_low"], options["epsilon_high"]) == (low, high)
 
 
 @pytest.mark.parametrize("name", [n for n in losses if losses[n].trl])
-def test_trls_defaults_are_trls(name):
+def test_loss_defaults_trl_gives_trls_own_defaults(name):
     extra = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}.get(name, {})
     objective = config(loss_type=name, loss_defaults="trl", beta=0.1, **extra).objective
     if objective.row.surrogate == "clip":
@@ -116,9 +118,21 @@ def test_trls_defaults_are_trls(name):
     assert (settled.dropout_disabled, settled.exact_denominators) == (STOCK["disable_dropout"], False)
 
 
-def test_dropout_and_denominators_of_the_paper():
+def test_dropout_is_off_and_denominators_are_exact_by_default():
     assert (config().dropout_disabled, config().exact_denominators) == (True, True)
     assert config(disable_dropout=False).dropout_disabled is False
+
+
+def test_the_objective_is_computed_once_and_never_stale():
+    settled = config(loss_type="grpo")
+    first = settled.objective
+    assert settled.objective is first
+    settled.beta = 0.1
+    assert settled.objective.beta == 0.1
+    assert dataclasses.replace(settled, beta=0.2, generation_batch_size=None).objective.beta == 0.2
+    with temporarily(settled, beta=0.3):
+        assert settled.objective.beta == 0.3
+    assert copy.copy(settled).objective == settled.objective == dataclasses.replace(first, beta=0.1)
 
 
 # Copies.
@@ -255,7 +269,7 @@ def test_a_negative_count_is_refused(name):
 # Errors.
 
 
-def test_an_error_is_a_value_error_with_its_problems():
+def test_a_config_error_lists_all_problems():
     with pytest.raises(ValueError, match="2 problems in the configuration") as error:
         config(temperature=-1.0, kl_placement="somewhere")
     assert isinstance(error.value, ConfigError)
@@ -265,7 +279,7 @@ def test_an_error_is_a_value_error_with_its_problems():
         config(temperature=-1.0)
 
 
-def test_what_transformers_refuses_is_a_config_error_too():
+def test_a_refusal_of_transformers_is_a_config_error():
     assert "dataloader_prefetch_factor" in problems(dataloader_prefetch_factor=2)[0]
 
 
@@ -294,7 +308,7 @@ def test_the_processes_of_the_launch_count(monkeypatch):
     assert planning() is False
 
 
-def test_a_planned_gpu_is_asked_of_no_machine(monkeypatch):
+def test_a_launch_planned_for_a_gpu_is_not_refused_here(monkeypatch):
     monkeypatch.setattr(machine, "is_torch_bf16_gpu_available", lambda: False)
     gpu = {"report_to": "none", "gradient_checkpointing": False}
     with pytest.raises(ConfigError, match="bf16=True: this machine has no GPU"):

@@ -44,13 +44,13 @@ def test_a_launch_that_splits_rows_is_refused(words, monkeypatch):
 
 
 @pytest.mark.parametrize("launch", ALLOWED)
-def test_data_parallelism_is_not(launch, monkeypatch):
+def test_data_parallelism_is_allowed(launch, monkeypatch):
     for name, value in launch.items():
         monkeypatch.setenv(name, value)
     assert list(engine_problems(config())) == []
 
 
-def test_the_config_says_so_too():
+def test_parallelism_in_the_config_is_refused():
     with pytest.raises(ConfigError, match="cp_size=2"):
         config(parallelism_config=ParallelismConfig(cp_size=2))
     with pytest.raises(ConfigError, match="tp_plan"):

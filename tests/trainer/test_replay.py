@@ -199,12 +199,12 @@ def test_damaged_or_foreign_recordings_are_refused(run, tmp_path, capsys):
 
 def test_settings_that_do_not_fit_a_recording_are_refused(run, tmp_path):
     there = str(run[0] / "batches")
-    with pytest.raises(ConfigError, match="there is no step_4 in this folder"):
+    with pytest.raises(ConfigError, match="step_4 is missing in this folder"):
         build("no model", tmp_path, **(SETTINGS | {"replay_batches": there, "max_steps": 4}))
     evaluated = {"use_vllm": True, "eval_strategy": "steps", "eval_steps": 1}
     with pytest.raises(ConfigError, match="no engine is started that could evaluate"):
         build("no model", tmp_path, **(SETTINGS | {"replay_batches": there} | evaluated))
-    with pytest.raises(ConfigError, match="log_completions=True: with replay_batches nothing is generated"):
+    with pytest.raises(ConfigError, match="a replay generates no completions"):
         build("no model", tmp_path, **(SETTINGS | {"replay_batches": there, "log_completions": True}))
 
 

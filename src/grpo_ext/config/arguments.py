@@ -14,7 +14,7 @@ from grpo_ext.objective.objective import Objective, resolve
 
 KWARGS = ("loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs")
 """Fields that hold the options of a function."""
-AS_THE_ROW_SAYS = "None (default): as the row of `loss_type` says (see `loss_defaults`)."
+AS_THE_ROW_SAYS = "None (default): the value in the row of `loss_type` (see `loss_defaults`)."
 
 
 def _field(default: object, meaning: str) -> Any:
@@ -46,7 +46,7 @@ class GRPOExtArguments(GRPOConfig):
     epsilon_high: float | None = _field(
         None,
         "Distance from 1 of the upper clip bound; for 'cispo' the upper bound itself. None (default): the "
-        "value of `epsilon` where that is set, else as the row says.",
+        "value of `epsilon` where that is set, else that of the row.",
     )
     delta: float | None = _field(None, f"Cap of the ratio where the advantage is negative. {AS_THE_ROW_SAYS}")
     kl_estimator: str | None = _field(
@@ -70,7 +70,7 @@ class GRPOExtArguments(GRPOConfig):
     )
     missing_rewards: str | None = _field(
         None,
-        "What a partial None does to the weighted sum of rewards: 'renormalize' (default) leaves it out "
+        "The effect of a partial None on the weighted sum of rewards: 'renormalize' (default) leaves it out "
         "and scales up the rest, 'zero' counts it as 0 as stock TRL does.",
     )
     loss_aggregation: str | None = _field(
@@ -100,12 +100,12 @@ class GRPOExtArguments(GRPOConfig):
 
     completion_length_counts: str = _field(
         "all",
-        "What `max_completion_length` counts of a conversation with environments: 'all' (default) tokens "
+        "The tokens of a conversation with environments that `max_completion_length` counts: 'all' (default) "
         "behind the prompt, as TRL does, or those that the 'policy' wrote.",
     )
     environment_waves: str = _field(
         "ready",
-        "What the policy answers at once: 'ready' (default), whatever environments have answered so far; "
+        "When the policy answers environments: 'ready' (default), as soon as some have answered; "
         "'turn', only when all have, so that a run with environments in processes of their own is a function of "
         "its recipe and seed to the last bit.",
     )
@@ -143,7 +143,7 @@ class GRPOExtArguments(GRPOConfig):
 
     on_nonfinite: str = _field(
         "stop",
-        "What inf in rewards, or NaN or inf in log-probabilities, loss or gradients does, before the "
+        "The effect of inf in rewards, or NaN or inf in log-probabilities, loss or gradients, before the "
         "optimizer sees it: 'stop' (default) ends the run on all processes, 'skip' drops the optimizer step (a "
         "reward: the completion counts as not scored). The batch is kept in `output_dir`/failures.",
     )
@@ -155,12 +155,12 @@ class GRPOExtArguments(GRPOConfig):
     replay_batches: str | None = _field(
         None,
         "Folder of batches that a run with `record_batches: 1` has written: they are trained on, and "
-        "nothing is generated.",
+        "no completions are generated.",
     )
     logging_nan_inf_filter: bool = _field(
         False,
         "transformers' filter, which logs a loss of NaN or inf as the mean of those before. False "
-        "(default): the log says what was.",
+        "(default): the log has the loss itself.",
     )
 
     push_to_hub_revision: bool = _field(
@@ -187,7 +187,7 @@ class GRPOExtArguments(GRPOConfig):
 
     @property
     def exact_denominators(self) -> bool:
-        """Whether denominators count the optimizer step's live completions and tokens (stock TRL's do not)."""
+        """True if denominators count the optimizer step's live completions and tokens (stock TRL's do not)."""
         return self.loss_defaults == "paper"
 
     @property

@@ -22,7 +22,7 @@ class _Batch:
     generation_batch_size: int | None
     num_generations: int
     whole_steps: bool
-    """Whether an optimizer step may not mix generations."""
+    """True if an optimizer step may not mix generations."""
 
     @property
     def per_step(self) -> int:
@@ -41,7 +41,7 @@ class _Batch:
 
     @property
     def sound(self) -> bool:
-        """Whether it can be trained with."""
+        """True if these sizes can be trained with."""
         whole = self.generation_batch_size is None or self.generation_batch_size % self.per_step == 0
         fits = self.steps > 0 and self.per_generation % self.num_generations == 0
         return whole and fits and not (self.whole_steps and self.steps % self.gradient_accumulation_steps)

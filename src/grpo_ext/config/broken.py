@@ -15,7 +15,7 @@ def _refuse(*_: object) -> NoReturn:
 
 
 class _Broken:
-    """Stand in for a refused value: it can be passed on, but any use of it raises `BrokenFieldRead`."""
+    """Replace a refused value: it can be passed on, but any use of it raises `BrokenFieldRead`."""
 
     __class__ = property(_refuse)  # isinstance reads this
     __getattr__ = _refuse
@@ -35,7 +35,7 @@ def without(config: T, fields: Iterable[str]) -> T:
 
 
 def is_broken(value: object) -> bool:
-    """Return whether this stands in for a refused value."""
+    """Return whether this replaces a refused value."""
     return type(value) is _Broken
 
 

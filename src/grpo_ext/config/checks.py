@@ -29,7 +29,7 @@ def problems(config: GRPOExtArguments) -> list[Problem]:
 
 
 def field_problems(config: GRPOExtArguments) -> dict[str, Problem]:
-    """Return the first problem of each field that is unusable whatever the other fields are."""
+    """Return the first problem of each field that is unusable independently of the other fields."""
     found: dict[str, Problem] = {}
     for rule in (path_problems, mapping_problems, type_problems, choice_problems, range_problems):
         for problem in rule(config):

@@ -33,7 +33,7 @@ def engine_problems(config: "GRPOExtArguments") -> Iterator[Problem]:
 def _parallelism(config: "GRPOExtArguments") -> Iterator[Problem]:
     for name, size in _sizes(config).items():
         if size > 1:
-            reason = f"{SPREAD[name]} splits one row over several processes, each of which would count it as its own"
+            reason = f"{SPREAD[name]} splits one row over several processes, and each would count it as its own"
             yield Problem(f"parallelism_config.{name}", size, reason, f"{CURE}, and leave {name} at 1.")
 
 
@@ -42,9 +42,7 @@ def _launched(_: "GRPOExtArguments") -> Iterator[Problem]:
         reason = "TRL cannot train with Megatron-LM (tensor and pipeline parallelism)"
         yield Problem("ACCELERATE_USE_MEGATRON_LM", ABSENT, reason, f"{CURE}.")
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and (version := os.environ.get("FSDP_VERSION", "1")) == "1":
-        yield Problem(
-            "FSDP_VERSION", version, "no gradient of FSDP 1 has been shown equal", f"{CURE}: fsdp_version: 2."
-        )
+        yield Problem("FSDP_VERSION", version, "gradients of FSDP 1 are untested", f"{CURE}: fsdp_version: 2.")
 
 
 def _tensor_parallel(config: "GRPOExtArguments") -> Iterator[Problem]:
@@ -76,7 +74,7 @@ def check_started(distributed_type: str, reference: bool) -> None:
 
 
 def fsdp_on_cpu(found: str) -> Problem:
-    """Return the problem of FSDP where there is no GPU."""
+    """Return the problem of FSDP without a GPU."""
     return Problem(
         found, ABSENT, "accelerate has FSDP on GPUs only", "On a CPU launch by --accelerate_config cpu_ddp."
     )

@@ -56,7 +56,7 @@ class GRPOExtConfig(GRPOExtArguments):
         return {name: redacted(value, name) for name, value in vars(self).items() if name != "_objective"}
 
     def to_dict(self) -> dict[str, Any]:
-        """Leave secrets out of what trackers such as W&B get."""
+        """Leave secrets out: trackers such as W&B get these values."""
         return cast(dict[str, Any], redacted(super().to_dict()))
 
     def __str__(self) -> str:

@@ -100,7 +100,7 @@ def _kl_level(config: GRPOExtArguments) -> Iterator[Problem]:
     refused = partial(Problem, "kl_placement", "reward", cure="Set kl_placement: loss.")
     if combination != "sum_then_normalize":
         beside = {"multi_objective_aggregation": combination}
-        yield refused(reason="there is no total reward to take the KL from", beside=beside)
+        yield refused(reason="this combination has no total reward to take the KL from", beside=beside)
     if estimators.traits(objective.advantage).unit_rewards:
         beside = {"advantage_estimator": objective.advantage}
         yield refused(reason="this estimator needs rewards in [0, 1]", beside=beside)
@@ -176,7 +176,7 @@ LOSS_RULES: tuple[Rule, ...] = (
         Conflict(
             f"{name} beta",
             lambda c, name=name: c.beta == 0.0 and getattr(c, name) is not None,  # type: ignore[misc]
-            "there is no KL term",
+            "beta=0 means no KL term",
             "Set beta > 0 or remove it.",
         )
         for name in ("kl_estimator", "kl_placement")

@@ -1,4 +1,4 @@
-"""What the machine that is to run must have: a GPU that computes in bf16, the packages that settings need."""
+"""Requirements on the machine that is to run: a GPU that computes in bf16, the packages that settings need."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def meet_within(config: GRPOExtArguments) -> None:
         PartialState(cpu=True, backend=config.ddp_backend, timeout=timedelta(seconds=config.ddp_timeout))
 
 
-# What is not installed.
+# Packages that are not installed.
 
 
 def is_for_another(config: GRPOExtArguments) -> bool:
@@ -68,7 +68,7 @@ def machine_problems(training: GRPOExtArguments, model: ModelConfig | None) -> I
 
 
 def lacks(training: GRPOExtArguments, model: ModelConfig | None) -> list[Problem]:
-    """Return what this machine lacks of what another one, for which a launch is planned, must have."""
+    """Return the requirements that this machine lacks, if the launch is planned for another one."""
     return [*_precisions(training), *missing(training, model)] if is_for_another(training) else []
 
 
@@ -119,7 +119,7 @@ def _reporters(training: GRPOExtArguments) -> Iterator[Problem]:
 
 def _token(training: GRPOExtArguments) -> Iterator[Problem]:
     if training.push_to_hub and not training.hub_token and get_token() is None:
-        reason = "there is no token for the hub, and the run would end before its first step"
+        reason = "a token for the hub is missing, and the run would end before its first step"
         cure = "Log in (hf auth login), set HF_TOKEN, or set push_to_hub: false."
         yield Problem("push_to_hub", True, reason, cure)
     elif training.push_to_hub and is_offline_mode():

@@ -29,11 +29,11 @@ class Request:
     aside: str
     """Name of the folder in `output_dir` to which obsolete files are moved."""
     moved: bool = False
-    """Whether they have been moved."""
+    """True once they have been moved."""
 
     @property
     def afresh(self) -> bool:
-        """Whether training starts again from the beginning."""
+        """True if training starts again from the beginning."""
         return self.asked == FRESH_START
 
 

@@ -48,7 +48,7 @@ def _replayed(config: GRPOExtArguments) -> Iterator[Problem]:
         yield Problem(
             "replay_batches",
             config.replay_batches,
-            f"there is no step_{missing} in this folder",
+            f"step_{missing} is missing in this folder",
             f"{cure} the folder batches of a run that had record_batches: 1.",
         )
 
@@ -61,7 +61,7 @@ def _best(config: GRPOExtArguments) -> Iterator[Problem]:
     refused = partial(Problem, "load_best_model_at_end", True)
     if evaluated == "no":
         cure = f"Set eval_strategy: {'steps' if saved == 'no' else saved}, or load_best_model_at_end: false."
-        yield refused("without evaluations there is no best checkpoint", cure, {"eval_strategy": "no"})
+        yield refused("without evaluations no checkpoint is the best", cure, {"eval_strategy": "no"})
     elif evaluated != saved:
         beside = {"eval_strategy": evaluated, "save_strategy": saved}
         yield refused("the best checkpoint must be evaluated and saved", f"Set save_strategy: {evaluated}.", beside)
@@ -121,11 +121,11 @@ RUN_RULES: tuple[Rule, ...] = (
         "it evaluates at no step",
         "Remove it, or set eval_strategy: steps.",
     ),
-    Conflict("do_predict", lambda c: c.do_predict, "there is no prediction after GRPO", "Remove it."),
+    Conflict("do_predict", lambda c: c.do_predict, "GRPO has no prediction", "Remove it."),
     Conflict(
         "sync_ref_model beta",
         lambda c: c.sync_ref_model and c.beta == 0.0,
-        "without a KL term there is no reference model",
+        "without a KL term the run has no reference model",
         "Set beta > 0 or remove it.",
     ),
     Conflict(
@@ -143,19 +143,19 @@ RUN_RULES: tuple[Rule, ...] = (
     Conflict(
         "log_completions_hub_repo log_completions",
         lambda c: c.log_completions_hub_repo is not None and not c.log_completions,
-        "without completions in the log there is nothing to upload",
+        "the log has no completions to upload",
         "Set log_completions: true, or remove it.",
     ),
     Conflict(
         "log_completions replay_batches",
         lambda c: c.replay_batches is not None and c.log_completions,
-        "with replay_batches nothing is generated",
+        "a replay generates no completions",
         "Set log_completions: false.",
     ),
     Conflict(
         "eval_on_start eval_strategy",
         lambda c: c.eval_on_start and c.eval_strategy == "no",
-        "there is no evaluation set to load",
+        "the run has no evaluation set to load",
         "Set eval_strategy: steps or epoch, or remove it.",
     ),
     Conflict(
@@ -167,7 +167,7 @@ RUN_RULES: tuple[Rule, ...] = (
     Conflict(
         "save_strategy eval_strategy",
         lambda c: c.save_strategy == "best" and c.metric_for_best_model is not None and c.eval_strategy == "no",
-        "without evaluations nothing would be saved",
+        "without evaluations no checkpoint would be saved",
         "Set eval_strategy: steps or epoch.",
     ),
     Conflict(
@@ -209,13 +209,13 @@ RUN_RULES: tuple[Rule, ...] = (
     Conflict(
         "dataloader_persistent_workers dataloader_num_workers",
         lambda c: c.dataloader_persistent_workers and not c.dataloader_num_workers,
-        "there are no workers to keep",
+        "the run has no workers to keep",
         "Remove it, or set dataloader_num_workers.",
     ),
     Conflict(
         "dataloader_prefetch_factor dataloader_num_workers",
         lambda c: c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers,
-        "there are no workers to fetch ahead",
+        "the run has no workers to fetch ahead",
         "Remove it, or set dataloader_num_workers.",
     ),
     Conflict(

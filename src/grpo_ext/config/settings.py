@@ -22,7 +22,7 @@ from grpo_ext.objective.ratios import ratios
 
 
 class Change(Enum):
-    """What happens to a run that resumes with another value of a setting."""
+    """The effect of another value of a setting on a run that resumes."""
 
     NOTHING = auto()
     """No trained number changes. (With `loss_defaults: trl` an evaluation draws random numbers.)"""
@@ -203,8 +203,8 @@ SETTINGS: dict[str, Setting] = {
         reward_weights=Setting(replay=None),
         seed=Setting(_SEED),
         data_seed=Setting(_SEED),
-        label_smoothing_factor=Setting(unused="there are no labels to smooth"),
-        label_names=Setting(unused="there are no labels"),
+        label_smoothing_factor=Setting(unused="GRPO has no labels to smooth"),
+        label_names=Setting(unused="GRPO has no labels"),
         train_sampling_strategy=Setting(unused="the sampler keeps the completions of a prompt together"),
         length_column_name=Setting(unused="the sampler keeps the completions of a prompt together"),
     ),

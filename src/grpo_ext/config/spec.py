@@ -154,7 +154,7 @@ def option_problems(
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Return whether a value is of a type; an int is a fine float, a bool only where the type says bool."""
+    """Return whether a value is of a type; an int is a fine float, a bool fits only bool."""
     if isinstance(value, bool):
         return bool in (hint, *typing.get_args(hint)) or hint in (Any, object)
     return is_bearable(value, hint, conf=_TOWER)

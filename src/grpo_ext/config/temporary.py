@@ -6,13 +6,15 @@ from contextlib import contextmanager
 
 @contextmanager
 def temporarily(target: object, **values: object) -> Iterator[None]:
-    """Set attributes of an object, and restore at the end what they were."""
-    attributes = vars(target)
-    before = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
+    """Set attributes of an object, and restore their former values at the end."""
+    before = {name: vars(target)[name] for name in values if name in vars(target)}
     try:
+        for name, value in values.items():
+            setattr(target, name, value)
         yield
     finally:
         for name in values:
-            attributes.pop(name)
-        attributes.update(before)
+            if name in before:
+                setattr(target, name, before[name])
+            else:
+                delattr(target, name)

@@ -14,7 +14,7 @@ from grpo_ext.objective.kl import kl_estimators
 
 
 class _Switch(NamedTuple):
-    """A setting without which others have no effect; a name that ends in _ stands for all that begin with it."""
+    """A setting without which others have no effect; a name that ends in _ means all names that begin with it."""
 
     needed: str
     is_on: Callable[[GRPOExtArguments], object]
@@ -202,7 +202,7 @@ _UNUSUAL: tuple[Rule, ...] = (
     Conflict(
         "use_bias_correction_kl beta",
         lambda c: c.use_bias_correction_kl and c.beta == 0.0,
-        "there is no KL term",
+        "beta=0 means no KL term",
         "Set beta > 0 or remove it.",
     ),
 )
