@@ -112,7 +112,8 @@ def test_what_does_not_go_with_an_adapter(settings, expected, project):
 
 
 @pytest.mark.parametrize(
-    ("base", "expected"), [(None, "names no base model"), ("./gone", "is not a folder here"), ("/gone", "is not a folder")]
+    ("base", "expected"),
+    [(None, "names no base model"), ("./gone", "is not a folder here"), ("/gone", "is not a folder")],
 )
 def test_an_adapter_whose_base_is_not_there(base, expected, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
