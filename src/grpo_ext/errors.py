@@ -60,15 +60,12 @@ class ConfigError(ValueError):
 
 
 class DataError(ValueError):
-    """A dataset, or a setting of one, that cannot be used; each line of the message has a place and a cure."""
+    """A dataset, or a setting of one, that cannot be used; `problems` holds one `Problem` for each mistake."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(redacted_text(message))
-
-    @property
-    def problems(self) -> list[str]:
-        """One for each mistake, as those of a `ConfigError`."""
-        return str(self).splitlines()
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        """List the problems, one a line."""
+        self.problems = list(problems)
+        super().__init__("\n".join(map(str, self.problems)))
 
 
 class RewardError(RuntimeError):

@@ -1,9 +1,9 @@
-"""`python -m grpo_ext.train --config recipe.yaml [--key value ...]`: what `accelerate launch` runs."""
+"""Train a recipe: `python -m grpo_ext.train --config recipe.yaml [--key value ...]`, run by `accelerate launch`."""
 
 from grpo_ext.trainer.signals import signals, watch_parent
 
 if __name__ == "__main__":
-    signals.watch()  # before what takes seconds to import
+    signals.watch()  # before imports that take seconds
 
 import gc
 import logging
@@ -17,11 +17,14 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from grpo_ext.config.adapters import Base, base_of
 from grpo_ext.config.launch import check_announced, rank, write_exit_code
+from grpo_ext.config.mappings import as_mapping
+from grpo_ext.data.given import Checked
 from grpo_ext.errors import (
     NOT_FINISHED,
     ConfigError,
@@ -54,21 +57,16 @@ from grpo_ext.trainer.output_lock import output_lock
 logger = logging.getLogger(__name__)
 
 
-def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
-    """The trainer a recipe describes, with model, data and rewards loaded."""
-    model, training, record = recipe.model, recipe.training, _record(recipe)
+def build_trainer(recipe: Recipe, record: dict[str, Any] | None = None) -> GRPOExtTrainer:
+    """Return the trainer that a recipe describes, with model, data and rewards loaded; `record` identifies the run."""
+    model, training = recipe.model, recipe.training
     tokenizer = load_tokenizer(recipe)
     train_dataset, eval_dataset = datasets_of(recipe, tokenizer)
-    problems, notes = findings(recipe, recipe.rewards, train_dataset, tokenizer, None, eval_dataset)
+    problems, notes = findings(recipe, train_dataset, tokenizer, test=eval_dataset)
     if problems:
         raise ConfigError(problems)
     for note in notes if rank() == 0 else ():
         logger.warning(note)
-    loading = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-    }
     runtime = Runtime(
         recipe.rewards,
         workers=recipe.script.reward_workers,
@@ -76,23 +74,33 @@ def build_trainer(recipe: Recipe) -> GRPOExtTrainer:
         failures=Path(training.output_dir or ".") / "reward_failures",
         seed=training.seed,
     )
-    given = training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
-    training.model_init_kwargs = {**{k: v for k, v in loading.items() if v is not None}, **given}
     base = base_of(model_path(recipe), model.model_revision)
     trainer = GRPOExtTrainer(
         model=model_path(recipe) if base is None else adapted_policy(recipe, base, tokenizer),
         reward_funcs=runtime.functions,
-        args=training,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
+        args=training.changed(model_init_kwargs=None if base else init_kwargs(recipe)),
+        train_dataset=Checked(train_dataset),
+        eval_dataset=Checked(eval_dataset),
         processing_class=load_processor(recipe) if base is None else tokenizer,
         quantization_config=None if base else get_quantization_config(model),
         peft_config=get_peft_config(model),
         environments=recipe.environments,
         reward_memory_gib=recipe.script.reward_memory_gib,
     )
-    trainer.recipe_record = record
+    trainer.recipe_record = _record(recipe) if record is None else record
     return trainer
+
+
+def init_kwargs(recipe: Recipe) -> dict[str, Any]:
+    """Return the options with which the policy is loaded; `model_init_kwargs` override the settings of the model."""
+    model = recipe.model
+    options = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    return {**given, **as_mapping(recipe.training.model_init_kwargs)}
 
 
 def _record(recipe: Recipe) -> dict[str, Any]:
@@ -100,15 +108,13 @@ def _record(recipe: Recipe) -> dict[str, Any]:
     return record_of(recipe.training, *parts, rewards=recipe.rewards, model=model_path(recipe))
 
 
-def adapted_policy(recipe: Recipe, base: Base, tokenizer: Any) -> PeftModel:
-    """The adapter that a recipe names as its model, to be trained further; its base is loaded as TRL loads a model.
+def adapted_policy(recipe: Recipe, base: Base, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
+    """Load the adapter that a recipe names as its model, to train it further; its base is loaded as TRL loads a model.
 
-    TRL makes what the adapter is at the start the reference, not the bare base.
+    TRL makes the adapter at the start of training the reference, not the bare base.
     """
     training, quantization = recipe.training, get_quantization_config(recipe.model)
-    given: Any = training.model_init_kwargs or {}
-    loading: dict[str, Any] = {"trust_remote_code": training.trust_remote_code, **given}
-    training.model_init_kwargs = None  # TRL would say that they are ignored
+    loading: dict[str, Any] = {"trust_remote_code": training.trust_remote_code, **init_kwargs(recipe)}
     if quantization is not None:
         loading["quantization_config"] = quantization
     if training.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
@@ -125,12 +131,12 @@ def adapted_policy(recipe: Recipe, base: Base, tokenizer: Any) -> PeftModel:
 
 
 def train(recipe: Recipe) -> GRPOExtTrainer | None:
-    """Train a recipe to its end, resuming where an earlier run was stopped, and save the model.
+    """Train a recipe to its end, resuming an earlier run that was stopped, and save the model.
 
-    None where a finished run leaves nothing to do.
+    Returns None if an earlier run has finished.
 
     Raises:
-        ConfigError: the checkpoint to go on from is damaged, or of another run.
+        ConfigError: the checkpoint to resume from is damaged, or of another run.
         SaveError: a checkpoint or the model could not be written.
     """
     with output_lock(Path(recipe.training.output_dir or ".")):
@@ -138,20 +144,21 @@ def train(recipe: Recipe) -> GRPOExtTrainer | None:
 
 
 def _train(recipe: Recipe) -> GRPOExtTrainer | None:
-    training, say = recipe.training, PartialState().print
-    begin = beginning(training, _record(recipe))
+    training, show = recipe.training, PartialState().print
+    record = _record(recipe)
+    begin = beginning(training, record)
     if begin.over:
-        say("\n".join(filter(None, [begin.over, begin.repeated])))
+        show("\n".join(filter(None, [begin.over, begin.repeated])))
         return None
     if training.push_to_hub:
         agreed(partial(make_repository, training))
     tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
     sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
-    trainer = build_trainer(recipe)
+    trainer = build_trainer(recipe, record)
     if begin.checkpoint:
-        say(f"Resuming from {begin.checkpoint}.")
+        show(f"Resuming from {begin.checkpoint}.")
     for message in filter(None, [begin.repeated, make_room(training, begin)]):
-        say(message)
+        show(message)
     for chosen, rows in sets:
         notes = trained_on(recipe, trainer.train_dataset, rows, f"eval_sets: {chosen.name}")
         for note in notes if rank() == 0 else ():
@@ -160,7 +167,7 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
         trainer.add_callback(DuringTraining(trainer, sets, recipe.script.reward_workers))
     trainer.train(resume_from_checkpoint=begin.checkpoint)
     trainer.save_final(str(training.output_dir))
-    say(f"Model saved to {training.output_dir}.")
+    show(f"Model saved to {training.output_dir}.")
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.script.dataset_name)
     trainer.finish(str(training.output_dir))
@@ -168,11 +175,11 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
 
 
 def leave_process_group() -> None:
-    """Leave the process group, if there is one, without waiting for ever.
+    """Leave the process group, if there is one, without a deadlock.
 
-    The last reference to a gloo group may be held by a DDP reducer, which waits for the group's thread with the
-    interpreter's lock in its hand, while that thread wants the lock to let go of the last collective's tensors
-    (seen with torch 2.13). So what is no longer used goes first, and the thread gets a moment to finish.
+    The last reference to a gloo group may be held by a DDP reducer, which holds the interpreter's lock while it waits
+    for the group's thread, and that thread needs the lock to free the last collective's tensors (torch 2.13). So
+    unused objects are freed first, and the thread gets a moment to finish.
     """
     if PartialState._shared_state:
         gc.collect()
@@ -181,7 +188,7 @@ def leave_process_group() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; a recipe with mistakes ends with exit code 2 and all of them."""
+    """Run the command line; a recipe with mistakes prints all of them and exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv
     if {"--help", "-h", "--help-all"} & set(argv):
         print_help()
@@ -212,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def leave(code: int) -> None:
-    """End by an exit code that reaches `grpo-ext train` also through a launcher, whose own is always 1."""
+    """Exit with a code that reaches `grpo-ext train` even through a launcher, whose own is always 1."""
     write_exit_code(code)
     sys.exit(code)
 

@@ -82,12 +82,12 @@ def test_a_row_that_no_reward_scores_has_no_advantage(recipe):
 
 GOOD = json.dumps(ROWS[0])
 UNREADABLE = {
-    "missing column": (f'{GOOD}\n{{"prompt": "a"}}', "line 2, column completion"),
+    "missing column": (f'{GOOD}\n{{"prompt": "a"}}', "line 2, column 'completion'"),
     "broken JSON": (f"{GOOD}\n{{broken", "line 2: broken JSON"),
     "not an object": (f"{GOOD}\n[]", "line 2: [] is not a JSON object"),
     "not UTF-8": (b"\xff\xfe{}", "line 1: not UTF-8"),
     **{
-        f"{column}={value!r}": (json.dumps(ROWS[0] | {column: value}), f"line 1, column {column}")
+        f"{column}={value!r}": (json.dumps(ROWS[0] | {column: value}), f"line 1, column {column!r}")
         for column, value in (
             *(("completion", 2), ("completion", ["a"]), ("prompt", {"role": "user"})),
             *((name, 1) for name in ("log_metric", "log_extra", "trainer_state")),
@@ -166,7 +166,7 @@ def test_rewards_may_be_async_and_do_not_see_what_others_log(tmp_path):
 
 
 def test_a_column_with_the_name_of_an_option_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="column 'solution' has the name of an option"):
+    with pytest.raises(ConfigError, match="column 'solution': it has the name of an option"):
         scored_by(tmp_path, f"{__name__}:takes_an_option")
 
 

@@ -18,7 +18,7 @@ LOST_SYSTEM = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{
 
 
 @pytest.mark.parametrize(
-    ("template", "with_system", "told"),
+    ("template", "with_system", "expected"),
     [
         (PLAIN, True, []),
         (NO_SYSTEM, False, []),
@@ -27,14 +27,14 @@ LOST_SYSTEM = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{
         ("{{ bos_token }}hello", False, ["leaves the user's message out"]),
         (NO_SYSTEM, True, ["refuses a system message: no system", "system_prompt is set"]),
         (LOST_SYSTEM, True, ["leaves it out, but system_prompt is set"]),
-        ("chatml", False, ["chat_template='chatml...': no Jinja", "path of a .jinja file"]),
+        ("chatml", False, ["chat_template='chatml...': not Jinja", "path of a .jinja file"]),
         ("no/such.jinja", False, ["chat_template='no/such.jinja': no such file"]),
     ],
 )
-def test_a_template_is_rendered_before_anything_is_loaded(template, with_system, told):
+def test_a_template_is_rendered_before_anything_is_loaded(template, with_system, expected):
     found = list(problems(template, with_system=with_system))
-    assert len(found) == bool(told)
-    assert all(word in found[0] for word in told)
+    assert len(found) == bool(expected)
+    assert all(words in str(found[0]) for words in expected)
 
 
 def test_a_template_may_be_a_file(tmp_path):
@@ -43,8 +43,8 @@ def test_a_template_may_be_a_file(tmp_path):
     assert template_text(str(path)) == template_text(PLAIN) == PLAIN
     assert not list(problems(str(path)))
     path.write_text("{{ broken")
-    (told,) = problems(str(path))
-    assert f"{str(path)!r} does not render" in told
+    (problem,) = problems(str(path))
+    assert f"{str(path)!r}: does not render" in str(problem)
 
 
 def test_a_recipes_template_makes_the_prompts_and_is_saved_with_the_model(tmp_path):
@@ -74,5 +74,5 @@ def test_a_recipes_template_makes_the_prompts_and_is_saved_with_the_model(tmp_pa
 
     with pytest.raises(ConfigError, match="chat_template='chatml"):
         load_recipe([*argv, "--chat_template", "chatml"])
-    with pytest.raises(ValueError, match="max_prompt_length=13 drops all 8 rows"):
+    with pytest.raises(ValueError, match="max_prompt_length=13: drops all 8 rows"):
         train(load_recipe([*argv, "--max_prompt_length", "13", "--output_dir", str(tmp_path / "other")]))

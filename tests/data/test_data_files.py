@@ -72,9 +72,9 @@ def test_an_answer_that_is_no_number_is_refused(tmp_path, streaming, column, num
     lines = [f'{{"prompt": "a", "{column}": {value}}}' for value in ("1.5", number)]
     name = write(tmp_path / "n.jsonl", *lines)
     value = float(number.replace("Infinity", "inf"))
-    assert f"{name}, line 2, column {column!r}: {value!r} is no answer" in refusal(name, streaming=streaming)
+    assert f"{name}, line 2, column {column!r}: {value!r} is not an answer" in refusal(name, streaming=streaming)
     name = write(tmp_path / "wide.jsonl", *lines, lines[0].replace("1.5", "1" * 30))
-    assert f"{name}, line 2, column {column!r}: {value!r} is no answer" in refusal(name, streaming=streaming)
+    assert f"{name}, line 2, column {column!r}: {value!r} is not an answer" in refusal(name, streaming=streaming)
 
 
 @BOTH
@@ -128,8 +128,8 @@ DEEP = f'{{"prompt": "a", "answer": {"[" * 2000}{"]" * 2000}}}'
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ('{"prompt": "a", "answer": "1", "answer": "2"}', ", column 'answer': the key 'answer' stands 2 times"),
-        ('{"prompt": "a", "m": [{"x": 1, "x": 1}]}', ", column 'm': the key 'x' stands 2 times"),
+        ('{"prompt": "a", "answer": "1", "answer": "2"}', ", column 'answer': the key 'answer' occurs 2 times"),
+        ('{"prompt": "a", "m": [{"x": 1, "x": 1}]}', ", column 'm': the key 'x' occurs 2 times"),
         ('{"prompt": "\\ud800"}', ", column 'prompt': '\\ud800' holds half a surrogate pair"),
         ('{"prompt": "a", "m": {"\\uDC00": 1}}', ", column 'm': '\\udc00' holds half"),
         ('{"prompt": "a", "n": -1e400}', ", column 'n': -1e400 is larger than any float"),
@@ -147,7 +147,7 @@ def test_what_json_allows_and_arrow_does_not_is_named(tmp_path, streaming, line,
 
 def test_a_document_names_row_and_column(tmp_path):
     name = write(tmp_path / "b.json", f"[{GOOD},", '{"prompt": "a", "answer": "1", "answer": "2"}]')
-    assert f"{name}, row 1 (from 0), column 'answer': the key 'answer' stands 2 times" in refusal(name)
+    assert f"{name}, row 1 (from 0), column 'answer': the key 'answer' occurs 2 times" in refusal(name)
     assert "more than 100 deep" in refusal(write(tmp_path / "d.json", f"[{DEEP}]"))
 
 
@@ -277,8 +277,8 @@ def test_other_text_of_conversations_is_refused(tmp_path, prompt, reason):
 def test_conversations_as_json_text_are_refused_where_a_dataset_is_given_in_python():
     given = Dataset.from_list([{"prompt": json.dumps(chat)} for chat in CHATS])
     [problem] = prompt_problems(given, "train_dataset")
-    assert problem.startswith("train_dataset, row 0 (from 0), column 'prompt': ")
-    assert "is a conversation written as JSON text. Give the list itself, json.loads(text)" in problem
+    assert problem.field == "train_dataset, row 0 (from 0), column 'prompt'"
+    assert "is a conversation written as JSON text. Give the list itself, json.loads(text)" in str(problem)
 
 
 @BOTH
@@ -320,7 +320,7 @@ def test_bad_rows_are_dropped_and_counted(tmp_path, kind, caplog):
 def test_rows_that_are_all_bad_are_an_error_and_so_is_a_broken_line(tmp_path):
     assert "empty prompt" in refusal(write(tmp_path / "a.jsonl", '{"prompt": ""}'), on_bad_row="drop")
     assert "line 2: " in refusal(write(tmp_path / "b.jsonl", '{"prompt": "a"}', "{"), on_bad_row="drop")
-    assert "on_bad_row='ignore' is unknown" in refusal(tmp_path / "a.jsonl", on_bad_row="ignore")
+    assert "on_bad_row='ignore': not one of its values" in refusal(tmp_path / "a.jsonl", on_bad_row="ignore")
 
 
 def test_a_bad_row_is_named_by_its_line_also_where_pass_rates_were_filtered(tmp_path):

@@ -45,18 +45,18 @@ def test_no_prompt_is_on_both_sides_and_no_row_is_lost(prompts, number, seed):
     rows = Dataset.from_list([{"prompt": str(p), "row": i} for i, p in enumerate(prompts)])
     if number >= len(prompts) or len(set(prompts)) == 1:
         with pytest.raises(DataError, match=r"test_size=0\.5"):
-            hold_out(rows, number, seed, setting="test_size=0.5")
+            hold_out(rows, number, seed, setting="test_size", value=0.5)
         return
-    train, test = hold_out(rows, number, seed, setting="test_size=0.5")
+    train, test = hold_out(rows, number, seed, setting="test_size", value=0.5)
     assert not set(train["prompt"]) & set(test["prompt"])
     assert sorted([*train["row"], *test["row"]]) == list(range(len(prompts)))
     assert 1 <= len(test) <= max(number, min(map(prompts.count, prompts)))
-    assert test[:] == hold_out(rows, number, seed, setting="test_size=0.5")[1][:]
+    assert test[:] == hold_out(rows, number, seed, setting="test_size", value=0.5)[1][:]
 
 
 def test_rows_with_prompts_of_their_own_are_split_as_ever():
     rows = Dataset.from_list([{"prompt": str(i)} for i in range(20)])
-    _, test = hold_out(rows, 5, 3, setting="test_size=5")
+    _, test = hold_out(rows, 5, 3, setting="test_size", value=5)
     assert test[:] == rows.train_test_split(test_size=5, seed=3)["test"][:]
 
 
@@ -85,14 +85,14 @@ def test_shared_prompts_are_counted(held_out):
     """A message has keys that are None where another one has them."""
     train = Dataset.from_list([{"prompt": chat("a", name="x")}, {"prompt": chat("b")}])
     rows = [{"prompt": chat("b")}, {"prompt": chat("c")}, {"prompt": chat("b")}]
-    [told] = shared_prompts(train, held_out(rows), "x")
-    assert told.startswith("2 of the 3 rows of x have a prompt that is also trained on")
+    [warning] = shared_prompts(train, held_out(rows), "x")
+    assert warning.startswith("2 of the 3 rows of x have a prompt that is also trained on")
     assert shared_prompts(train, held_out(rows[1:2])) == []
 
 
 def test_prompts_with_images_are_other_tasks():
     rows = Dataset.from_list([{"prompt": "What is it?", "image": str(i)} for i in range(8)])
-    train, test = hold_out(rows, 2, 0, setting="test_size=2")
+    train, test = hold_out(rows, 2, 0, setting="test_size", value=2)
     assert (len(train), len(test)) == (6, 2)
     assert shared_prompts(train, test) == []
 

@@ -82,7 +82,7 @@ def write(tmp_path):
 def problems(argv: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as error:
         load_recipe(argv)
-    return error.value.problems
+    return [str(problem) for problem in error.value.problems]
 
 
 def resumed(argv: list[str]) -> str | None:
@@ -124,7 +124,7 @@ BAD = {name: BadRecipe(**case) for name, case in read_yaml(Path(__file__).parent
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_recipe_is_answered_by_one_helpful_sentence(name, tmp_path, caplog):
+def test_a_bad_recipe_has_one_problem_with_value_reason_and_cure(name, tmp_path, caplog):
     if name.startswith("legacy_") and name.removeprefix("legacy_") in all_keys():
         pytest.skip("the key is still one in this transformers")
     bad, path = BAD[name], tmp_path / "recipe.yaml"
@@ -145,7 +145,7 @@ def test_the_bad_recipes_cover_what_they_should():
     assert sum(bool(bad.warned) for bad in BAD.values()) > 15
 
 
-def test_what_the_bad_recipes_are_made_of_is_sound(write, caplog):
+def test_the_base_of_the_bad_recipes_is_sound(write, caplog):
     load_recipe(write())
     assert not [r for r in caplog.records if r.name.startswith("grpo_ext")]
 
@@ -166,7 +166,7 @@ def test_what_the_bad_recipes_are_made_of_is_sound(write, caplog):
         ({"max_steps": "x"}, {"model_init_kwargs": {"tp_plan": "auto"}}, "model_init_kwargs.tp_plan='auto'"),
     ],
 )
-def test_a_broken_field_and_a_mistake_that_does_not_depend_on_it_are_both_told(broken, other, words, write):
+def test_a_refused_value_hides_no_independent_mistake(broken, other, words, write):
     found = problems(write(**broken, **other))
     assert len(found) == 2, found
     assert found[0].startswith(f"{next(iter(broken))}=")
@@ -184,10 +184,10 @@ def test_a_list_on_the_command_line_may_be_json(write):
     [empty] = problems([*write(), "--reward_funcs", "[]"])
     assert "reward_funcs=[]: no source of rewards" in empty
     [broken] = problems([*write(), "--reward_funcs", '["accuracy"'])
-    assert "is not a list in JSON" in broken
+    assert "not a list in JSON" in broken
 
 
-def test_five_mistakes_of_five_kinds_are_told_at_once(write):
+def test_five_mistakes_of_five_kinds_are_reported_at_once(write):
     found = problems(
         write(
             num_genrations=4,
@@ -221,7 +221,7 @@ def test_one_broken_field_hides_no_mistake_of_another_rule(write):
         ]
 
 
-def test_every_value_of_the_wrong_type_is_told_at_once(write):
+def test_every_value_of_the_wrong_type_is_reported_at_once(write):
     values = {"learning_rate": "abc", "beta": "xyz", "max_steps": "many", "bf16": "maybe", "lora_r": "big"}
     values |= {"temperature": -1, "loss_type": "grop", "dataset_name": 5, "lora_target_modules": {"a": 1}}
     found = problems([*write(**values), "--reward_workers", "some"])
@@ -231,7 +231,7 @@ def test_every_value_of_the_wrong_type_is_told_at_once(write):
 @pytest.mark.parametrize(
     ("text", "value"), [("1e-6", 1e-6), ("5E3", 5000.0), ("1.5e-2", 0.015), ("'1e-6'", "1e-6"), ("e3", "e3"), ("1", 1)]
 )
-def test_numbers_are_read_as_one_writes_them(tmp_path, text, value):
+def test_numbers_of_yaml_1_2_are_numbers(tmp_path, text, value):
     (tmp_path / "r.yaml").write_text(f"a: {text}\nb: {{c: {text}}}\n")
     read = read_yaml(tmp_path / "r.yaml")
     assert read == {"a": value, "b": {"c": value}}
@@ -382,9 +382,9 @@ def test_json_on_the_command_line_is_checked_like_yaml(write):
 @pytest.mark.parametrize(
     ("args", "start"),
     [
-        (["quickstart/grpo"], "'quickstart/grpo' on the command line belongs to no key"),
+        (["quickstart/grpo"], "command line: 'quickstart/grpo' belongs to no key"),
         (["--temprature", "1.0"], "temprature: no such key. Did you mean 'temperature'"),
-        (["--kl_coef", "0.1"], "kl_coef: TRL calls it beta"),
+        (["--kl_coef", "0.1"], "kl_coef: no such key. TRL calls it beta"),
         (
             ["--num_generations", "four"],
             "num_generations='four': text where a whole number is expected. Write num_generations: 8.",
@@ -403,8 +403,8 @@ def test_json_on_the_command_line_is_checked_like_yaml(write):
         ),
         (["--scale_rewards", "Fales"], "scale_rewards='Fales': not one of its values. Did you mean 'False'"),
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere': no such folder"),
-        (["--seed", "1", "2"], "'2' on the command line belongs to no key"),
-        (["seed=1"], "'seed=1' on the command line belongs to no key. Write --seed 1."),
+        (["--seed", "1", "2"], "command line: '2' belongs to no key"),
+        (["seed=1"], "command line: 'seed=1' belongs to no key. Write --seed 1."),
         (["--env", '{"A": "1"}'], "env: it is a key of a recipe only. Write it there"),
     ],
 )
@@ -423,12 +423,12 @@ def test_env_is_applied(write, monkeypatch):
     assert os.environ.pop("GRPO_EXT_TEST") == "3"
 
 
-def test_resuming_afresh_or_from_the_last_is_no_path(write, tmp_path):
+def test_never_and_last_are_not_paths_of_checkpoints(write, tmp_path):
     for value in ("never", "last", "true", True, str(tmp_path)):
         assert load_recipe(write(resume_from_checkpoint=value)).training.resume_from_checkpoint == value
 
 
-def test_false_and_never_in_any_case_start_afresh(write, tmp_path):
+def test_false_and_never_in_any_case_start_a_new_run(write, tmp_path):
     checkpoint(tmp_path / "out", 1)
     argv = write(output_dir=str(tmp_path / "out"))
     assert resumed(argv) == str(tmp_path / "out" / "checkpoint-1")
@@ -450,10 +450,10 @@ def test_a_false_on_the_command_line_is_yamls(write):
 def test_a_recipe_in_latin_1_is_refused(tmp_path):
     (tmp_path / "r.yaml").write_bytes("system_prompt: für\n".encode("latin-1"))
     (found,) = problems(["--config", str(tmp_path / "r.yaml")])
-    assert "is not UTF-8" in found
+    assert ": not UTF-8" in found
 
 
-def test_what_is_not_installed_is_told_where_it_is_to_run(write, monkeypatch):
+def test_missing_packages_are_reported_on_the_machine_of_the_run(write, monkeypatch):
     monkeypatch.setattr(machine, "is_installed", lambda package: False)
     monkeypatch.setattr(machine, "get_available_reporting_integrations", lambda: ["tensorboard"])
     argv = write(report_to=["wandb", "tensorboard"], optim="adamw_bnb_8bit", use_peft=True, load_in_4bit=True)
@@ -467,7 +467,7 @@ def test_what_is_not_installed_is_told_where_it_is_to_run(write, monkeypatch):
         load_recipe(argv)
 
 
-def test_a_variable_that_is_exported_already_may_stand_in_env(write, monkeypatch):
+def test_env_may_repeat_an_exported_variable(write, monkeypatch):
     monkeypatch.setenv("HF_HOME", "here")
     load_recipe(write(env={"HF_HOME": "here"}))
     assert os.environ["HF_HOME"] == "here"
@@ -542,7 +542,7 @@ def test_check_ends_with_2_on_problems(capsys, args):
         ("", [], "d.jsonl: no rows"),
         ('{"text": "a"}\n', [], "has none of the columns prompt, question, problem"),
         ('{"prompt": "a", "prompts": "b"}\n', [], "column 'prompts': TRL passes its own"),
-        ('{"prompt": "a"}\n', ["--eval_strategy", "steps"], "has no split 'test' beside it"),
+        ('{"prompt": "a"}\n', ["--eval_strategy", "steps"], "dataset_test_split='test': evaluation needs this split"),
     ],
 )
 def test_check_names_what_is_wrong_with_the_data(write, capsys, tmp_path, content, options, reason):
@@ -556,12 +556,12 @@ def test_check_names_what_is_wrong_with_the_data(write, capsys, tmp_path, conten
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"datasets": [{"path": 5}]}, "datasets[0]: path=5: a whole number where text"),
+        ({"datasets": [{"path": 5}]}, "datasets[0].path=5: a whole number where text"),
         (
             {"datasets": [{"path": "owner/name", "split": None}]},
-            "datasets[0]: split=None: null where text is expected. Write split: train.",
+            "datasets[0].split=None: null where text is expected. Write split: train.",
         ),
-        ({"datasets": [{"path": "./d.jsonl", "columns": ["nope"]}]}, "columns has 'nope', which is no column"),
+        ({"datasets": [{"path": "./d.jsonl", "columns": ["nope"]}]}, "columns: 'nope' is not a column"),
     ],
 )
 def test_check_names_what_is_wrong_with_a_mixture(write, capsys, tmp_path, monkeypatch, changes, reason):

@@ -103,10 +103,10 @@ def test_an_adapter_without_a_tokenizer_has_its_bases(project, tmp_path):
     ("settings", "expected"),
     [
         ({"use_peft": True}, "is it to be trained, or a new one on top"),
-        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model=True with an adapter"),
+        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model=True: with an adapter"),
     ],
 )
-def test_what_does_not_go_with_an_adapter(settings, expected, project):
+def test_settings_that_an_adapter_excludes_are_refused(settings, expected, project):
     with pytest.raises(ConfigError, match=expected):
         load_recipe(adapted.write_recipe(project, str(project / "sft"), project / "refused", **settings))
 

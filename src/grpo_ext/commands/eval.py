@@ -77,7 +77,11 @@ def _sets(recipe: Recipe, options: argparse.Namespace) -> list[EvalSet]:
     temperature, plays = recipe.training.temperature, any_pays(recipe.environments)
     test_split = EvalSet("test", rewards=recipe.rewards, samples=SAMPLES, temperature=temperature, plays=plays)
     sets = [dataclasses.replace(chosen, **changes) for chosen in recipe.eval_sets or [test_split]]
-    if found := [f"{chosen.name}: {problem}" for chosen in sets for problem in problems_of(chosen)]:
+    if found := [
+        dataclasses.replace(problem, field=f"{chosen.name}.{problem.field}")
+        for chosen in sets
+        for problem in problems_of(chosen)
+    ]:
         raise ConfigError(found)
     return sets
 

@@ -155,7 +155,9 @@ def _loaded(
             return path, tokenizer
         parts = (RecipeArguments(dataset_name="-"), DataConfig(), args)
         recipe = Recipe(*parts, ModelConfig(model_name_or_path=path), DatasetMixtureConfig())
-        return adapted_policy(recipe, base, tokenizer), tokenizer
+        policy = adapted_policy(recipe, base, tokenizer)
+        args.model_init_kwargs = None  # used above; TRL would warn that it ignores them
+        return policy, tokenizer
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

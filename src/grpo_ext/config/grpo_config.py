@@ -65,6 +65,14 @@ class GRPOExtConfig(GRPOExtArguments):
 
     __repr__ = __str__
 
+    def changed(self, **values: object) -> "GRPOExtConfig":
+        """Return a copy with other values, which are not checked; unlike one by `copy.copy` it keeps secrets."""
+        changed = object.__new__(type(self))
+        vars(changed).update(vars(self))
+        for name, value in values.items():
+            setattr(changed, name, value)
+        return changed
+
     @classmethod
     def as_given(cls, values: Mapping[str, Any]) -> "GRPOExtConfig":
         """Return an unchecked config of these values, in which values that are refused cannot be read."""

@@ -2,11 +2,12 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 from datasets import Dataset, DatasetDict, IterableDataset
@@ -15,13 +16,14 @@ from grpo_ext.data import files as local_files
 from grpo_ext.data import tables, tasks
 from grpo_ext.data.config import GAME, PROCEDURAL, QUICKSTART, DataConfig, options, problems, split_problems
 from grpo_ext.data.held_out import hold_out
-from grpo_ext.data.prepare import AnyDataset, Split, prepare_split
-from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS
-from grpo_ext.errors import DataError
+from grpo_ext.data.prepare import AnyDataset, Split, Tokenizer, prepare_split
+from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, Row
+from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 PROCEDURAL_EVAL_FRACTION = 0.1
 
 
@@ -34,11 +36,11 @@ def load_datasets(
     test_split: str = "test",
     streaming: bool = False,
     eval_needed: bool,
-    tokenizer: Any = None,
-    template_kwargs: dict[str, Any] | None = None,
+    tokenizer: Tokenizer = None,
+    template_kwargs: Mapping[str, object] | None = None,
     by_prompt: bool = True,
 ) -> tuple[AnyDataset, AnyDataset | None]:
-    """Training and evaluation dataset, loaded and prepared; evaluation is None unless needed or `test_size` is set.
+    """Load and prepare the training and evaluation dataset; the latter is None unless needed or `test_size` is set.
 
     `by_prompt` is that of `hold_out`.
 
@@ -48,7 +50,7 @@ def load_datasets(
     found = problems(config, dataset_name, dataset_config=dataset_config, streaming=streaming)
     found += split_problems(dataset_name, train_split, test_split)
     if found:
-        raise DataError("\n".join(found))
+        raise DataError(found)
     eval_wanted = eval_needed or config.test_size is not None
     train, test = None, None
     if dataset_name.startswith(QUICKSTART):
@@ -61,21 +63,14 @@ def load_datasets(
             train = load(train_split)
         with _collecting(found):
             test = load(test_split, optional=True) if eval_wanted else None
-    named = test_split != "test"
-    if eval_wanted and test is None and (config.test_size is None or named) and not found:
-        hold_out_instead = "remove dataset_test_split" if config.test_size else "set test_size: 0.1 to hold rows out"
-        cures = ", or ".join([*_other_split(dataset_name, train_split), hold_out_instead])
-        found.append(
-            f"dataset_test_split={test_split!r}: {dataset_name} has no split {test_split!r} beside it, and evaluation "
-            f"is asked for. {cures[0].upper()}{cures[1:]}; or evaluate on other data: eval_strategy: 'no', and "
-            "eval_sets with a dataset_name."
-        )
+    if eval_wanted and test is None and (config.test_size is None or test_split != "test") and not found:
+        found.append(_no_test_split(dataset_name, train_split, test_split, config.test_size is not None))
     prepared: list[AnyDataset] = []
     for split in (train, test):
         with _collecting(found):
             prepared += [] if split is None else [prepare_split(split, config, tokenizer, template_kwargs)]
     if found:
-        raise DataError("\n".join(dict.fromkeys(found)))
+        raise DataError(found)
     if not eval_wanted or len(prepared) == 2:
         if test is not None and config.test_size is not None and not dataset_name.startswith(PROCEDURAL):
             logger.warning("test_size=%s is not applied: %s exists.", config.test_size, test.source)
@@ -83,115 +78,121 @@ def load_datasets(
     size = config.test_size
     assert size is not None
     number = int(size) if size >= 1 else max(1, round(size * len(prepared[0])))
-    return hold_out(prepared[0], number, config.split_seed, setting=f"test_size={size!r}", by_prompt=by_prompt)
+    return hold_out(prepared[0], number, config.split_seed, setting="test_size", value=size, by_prompt=by_prompt)
 
 
-def _other_split(name: str, train_split: str) -> list[str]:
-    """The cure that names another split of the dataset; none for a single file, which has no other."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        return []
-    splits = list(local_files.folder_splits(path)) if path.is_dir() else []
-    others = [split for split in splits if split != train_split]
-    return [f"set dataset_test_split: {others[0]}" if others else "set dataset_test_split to its name"]
+def _no_test_split(name: str, train_split: str, test_split: str, has_test_size: bool) -> Problem:
+    """Return the problem of an evaluation without rows; a single file cannot have another split."""
+    path, cures = Path(name).expanduser(), []
+    if not path.is_file():
+        splits = local_files.folder_splits(path) if path.is_dir() else {}
+        others = [split for split in splits if split != train_split]
+        cures.append(f"Set dataset_test_split{f': {others[0]}' if others else ' to its name'}.")
+    cures.append("Remove dataset_test_split." if has_test_size else "Set test_size: 0.1 to hold rows out.")
+    cures.append("Or evaluate on other data: eval_strategy: 'no', and eval_sets with a dataset_name.")
+    reason = f"evaluation needs this split, which {name} does not have"
+    return Problem("dataset_test_split", test_split, reason, " ".join(cures))
 
 
 @contextmanager
-def _collecting(found: list[str]) -> Iterator[None]:
-    """Go on after a fault of the data, so that all are told at once."""
+def _collecting(found: list[Problem]) -> Iterator[None]:
+    """Continue after a `DataError`, so that all problems are reported at once."""
     try:
         yield
     except DataError as error:
-        found += error.problems
+        found += [problem for problem in error.problems if problem not in found]
 
 
-def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split | None]:
+def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split]:
     from grpo_ext.quickstart import game, task
 
     train, test = game.load() if name == GAME else task.load(name.removeprefix(QUICKSTART), **options(config))
     return Split(train, f"{name}, split train"), Split(test, f"{name}, split test")
 
 
-def _load_procedural(name: str, config: DataConfig, eval_wanted: bool) -> tuple[Split | None, Split | None]:
+def _load_procedural(name: str, config: DataConfig, eval_wanted: bool) -> list[Split | None]:
     size = (PROCEDURAL_EVAL_FRACTION if config.test_size is None else config.test_size) if eval_wanted else None
     train, test = tasks.generate(name.removeprefix(PROCEDURAL), options(config), size)
-    message = {"role": datasets.Value("string"), "content": datasets.Value("string")}
     text = datasets.Value("string")
-    features = datasets.Features({"prompt": [message], "solution": text, "reasoning_gym_entry": text})
-    splits = [
+    features = datasets.Features(
+        {"prompt": [{"role": text, "content": text}], "solution": text, "reasoning_gym_entry": text}
+    )
+    return [
         Split(Dataset.from_list(rows, features=features), f"{name}, split {split}") if rows else None
         for split, rows in (("train", train), ("test", test))
     ]
-    return splits[0], splits[1]
 
 
 def load_split(
     name: str, config: DataConfig, dataset_config: str | None, streaming: bool, split: str, *, optional: bool = False
 ) -> Split | None:
-    """One split of local files or of the hub; None when it is optional and not there."""
-    path = Path(name).expanduser()
-    source = f"{name}, split {split}"
+    """Load one split of local files or of the hub; None if it is optional and does not exist."""
+    path, source, key = Path(name).expanduser(), f"{name}, split {split}", _key(split)
     if not local_files.is_path(name):
         return _load_by_name(name, dataset_config, streaming, split, source, optional)
     if path.is_dir() and local_files.is_saved_to_disk(path):
         return _load_saved(path, streaming, split, source, optional)
     if path.is_file() and optional:
         return None
-    if path.is_file() and re.split(r"\W", split)[0] not in ("train", path.stem):
-        raise DataError(
-            f"{source}: no such split, {path.name} being one file. Remove the split, or write train; a slice is "
-            "written train[:100]."
-        )
-    key = re.split(r"\W", split)[0]
+    if path.is_file() and key not in ("train", path.stem):
+        cure = "Remove the split, or write train; a slice is written train[:100]."
+        raise _no_split(source, f"no such split, {path.name} being one file", cure)
     files = local_files.split_files(path, key) if dataset_config is None else []
     if not files and dataset_config is None:
         splits = local_files.folder_splits(path)
         if key not in splits and splits:
             if optional:
                 return None
-            raise DataError(f"{source}: no such split. {did_you_mean(key, splits)}")
+            raise _no_split(source, "no such split", did_you_mean(key, splits))
         files = splits.get(key, [])
     if files:
         return load_files(files, config, streaming, split, source)
     return _load_by_name(str(path), dataset_config, streaming, split, source, optional)
 
 
+def _key(split: str) -> str:
+    """Return the name of a split without its slice."""
+    return re.split(r"\W", split)[0]
+
+
+def _no_split(source: str, reason: str, cure: str) -> DataError:
+    return DataError([Problem(source, ABSENT, reason, cure)])
+
+
 def load_files(files: list[Path], config: DataConfig, streaming: bool, split: str, source: str) -> Split:
-    """The rows of one split's files, all of one kind; `split` may be a slice.
+    """Load the rows of one split's files, all of one kind; `split` may be a slice.
 
     Raises:
-        DataError: a file cannot be read, or a slice of a stream is asked for.
+        DataError: a file cannot be read, or a slice of a stream is requested.
     """
-    key = re.split(r"\W", split)[0]
-    kind = files[0].suffix
+    key, kind = _key(split), files[0].suffix
     if streaming and split != key:
-        raise DataError(f"{source}: a stream has no slices. Name the split {key!r}, and set max_samples.")
-    if kind in (".json", ".jsonl") and streaming:
-        return Split(tables.stream(files), source, tuple(files))
+        raise _no_split(source, "a stream has no slices", f"Name the split {key!r}, and set max_samples.")
+    places = tuple(files) if split == key else ()
     texts = {config.prompt_column or "", config.answer_column or "", *PROMPT_COLUMNS, *ANSWER_COLUMNS}
+    if kind in (".json", ".jsonl") and streaming:
+        return Split(tables.stream(files, texts), source, places)
     if kind in (".json", ".jsonl"):
-        dataset = call_loader(tables.select, tables.read(files, texts), key, split, source=source)
-        return Split(dataset, source, tuple(files) if split == key else ())
+        return Split(call_loader(tables.select, tables.read(files, texts), key, split, source=source), source, places)
     reading: dict[str, Any] = {}
     if kind == ".csv":
-        header = local_files.csv_columns(files[0])
         # pandas would read the answer 007 as 7 and the word None as a missing value
-        reading = {"converters": {name: str for name in header if name in texts}}
-        reading |= {"keep_default_na": False, "na_values": [""]}
-        if not streaming:  # a stream may be larger than one wants to read twice
-            local_files.check_files(files)
+        converters = {name: str for name in local_files.csv_columns(files[0]) if name in texts}
+        reading = {"converters": converters, "keep_default_na": False, "na_values": [""]}
+        if streaming:
+            keywords = {"files": files, "source": source, "reading": reading}
+            return Split(IterableDataset.from_generator(_stream_csv, gen_kwargs=keywords), source, places)
+        deque(local_files.checked_rows(files), maxlen=0)  # `datasets` would not name a broken line
     else:
         files = local_files.filled_parquet(files)
-    if streaming and kind == ".csv":
-        keywords = {"files": files, "source": source, "reading": reading}
-        return Split(IterableDataset.from_generator(_stream_csv, gen_kwargs=keywords), source, tuple(files))
+        places = tuple(files) if split == key else ()
     builder, data_files = local_files.BUILDERS[kind], {key: [str(file) for file in files]}
     load = partial(datasets.load_dataset, builder, data_files=data_files, split=split, streaming=streaming)
-    return Split(call_loader(load, source=source, **reading), source, tuple(files) if split == key else ())
+    return Split(call_loader(load, source=source, **reading), source, places)
 
 
-def _stream_csv(files: list[Path], source: str, reading: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Rows of csv files; what pandas raises half way names the dataset."""
+def _stream_csv(files: list[Path], source: str, reading: dict[str, Any]) -> Iterator[Row]:
+    """Yield the rows of csv files; an error that pandas raises half way names the dataset."""
     data_files = [str(file) for file in files]
     try:
         yield from datasets.load_dataset("csv", data_files=data_files, split="train", streaming=True, **reading)
@@ -201,19 +202,19 @@ def _stream_csv(files: list[Path], source: str, reading: dict[str, Any]) -> Iter
 
 def _load_saved(path: Path, streaming: bool, split: str, source: str, optional: bool) -> Split | None:
     loaded = call_loader(datasets.load_from_disk, str(path), source=source)
-    key = re.split(r"\W", split)[0]
-    if split != key:
-        raise DataError(f"{source}: what save_to_disk has written has no slices. Name the split {key!r}.")
+    if split != _key(split):
+        cure = f"Name the split {_key(split)!r}."
+        raise _no_split(source, "a folder written by save_to_disk has no slices", cure)
     if isinstance(loaded, DatasetDict):
         if split not in loaded and optional:
             return None
         if split not in loaded:
-            raise DataError(f"{source}: no such split. {did_you_mean(split, loaded)}")
+            raise _no_split(source, "no such split", did_you_mean(split, loaded))
         loaded = loaded[split]
     elif optional:
         return None
     elif split != "train":
-        raise DataError(f"{source}: no such split, the folder holding one dataset. Name the split train.")
+        raise _no_split(source, "no such split, the folder holding one dataset", "Name the split train.")
     return Split(loaded.to_iterable_dataset() if streaming else loaded, source)
 
 
@@ -230,8 +231,8 @@ def _load_by_name(
     return Split(dataset, source)
 
 
-def call_loader(function: Callable[..., Any], *arguments: Any, source: str, **keywords: Any) -> Any:
-    """What a function of `datasets` returns.
+def call_loader(function: Callable[..., T], *arguments: object, source: str, **keywords: object) -> T:
+    """Call a function of `datasets`.
 
     Raises:
         DataError: the function failed; the message names the source.
@@ -245,8 +246,9 @@ def call_loader(function: Callable[..., Any], *arguments: Any, source: str, **ke
 
 
 def _load_error(source: str, error: Exception) -> DataError:
-    reason = error.__cause__ or error  # datasets wraps the news into "An error occurred"
-    return DataError(
-        f"{source}: cannot be loaded: {type(reason).__name__}: {reason}. Check dataset_name, dataset_config and the "
-        f"splits; a local path starts with ./ or /, a procedural task with {PROCEDURAL}."
+    reason = error.__cause__ or error  # datasets wraps the reason into "An error occurred"
+    cure = (
+        "Check dataset_name, dataset_config and the splits; a local path starts with ./ or /, a procedural task with "
+        f"{PROCEDURAL}."
     )
+    return DataError([Problem(source, ABSENT, f"cannot be loaded: {type(reason).__name__}: {reason}", cure)])

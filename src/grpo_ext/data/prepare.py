@@ -1,13 +1,14 @@
 """From a loaded dataset to one that GRPO can train on: columns, system prompt, answers, length."""
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, Union
 
 from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.data import files as local_files
 from grpo_ext.data.config import DataConfig, value_problems
@@ -16,23 +17,28 @@ from grpo_ext.data.rows import (
     MAX_REPORTED,
     PROMPT_COLUMNS,
     Plan,
+    Prompt,
+    Row,
     RowError,
     check_columns,
     convert,
     parse_chat,
 )
-from grpo_ext.errors import DataError
+from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 
 logger = logging.getLogger(__name__)
 
 AnyDataset: TypeAlias = Union[Dataset, IterableDataset]  # noqa: UP007  mypy takes no other form
+Tokenizer: TypeAlias = PreTrainedTokenizerBase | None
+Place: TypeAlias = Callable[[int], str]
+"""Maps the number of a row to its place in an error message."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A dataset as it was loaded, and how to name its rows in an error."""
+    """A dataset as it was loaded, with the source and the files that name its rows in an error."""
 
     dataset: AnyDataset
     source: str
@@ -44,42 +50,45 @@ class Split:
 
 
 def prepare(
-    dataset: AnyDataset, config: DataConfig, tokenizer: Any = None, *, source: str = "dataset", **template_kwargs: Any
+    dataset: AnyDataset,
+    config: DataConfig,
+    tokenizer: Tokenizer = None,
+    *,
+    source: str = "dataset",
+    **template_kwargs: object,
 ) -> AnyDataset:
-    """`dataset` with its prompts and answers as the settings want them; one that TRL takes as it is stays untouched.
+    """Return `dataset` with prompts and answers by the settings; one that TRL takes as it is stays untouched.
 
     Raises:
         DataError: columns are missing or collide with TRL's, rows are malformed, or none is left.
     """
-    found = value_problems(config)
-    if found:
-        raise DataError("\n".join(found))
+    if found := value_problems(config):
+        raise DataError(found)
     return prepare_split(Split(dataset, source), config, tokenizer, template_kwargs)
 
 
 def prepare_split(
-    split: Split, config: DataConfig, tokenizer: Any = None, template_kwargs: dict[str, Any] | None = None
+    split: Split, config: DataConfig, tokenizer: Tokenizer = None, template_kwargs: Mapping[str, object] | None = None
 ) -> AnyDataset:
-    """Same as `prepare`, for a split that knows the places of its rows.
+    """Prepare a split that knows the places of its rows.
 
     Raises:
         DataError: as `prepare`.
     """
-    dataset = split.dataset
-    names = _column_names(dataset, split.source)
-    found: list[str] = []
-    plan = _plan(names, config, split.source, found)
+    dataset, source = split.dataset, split.source
+    names = _column_names(dataset, source)
+    plan, found = _plan(names, config, source)
     renamed = [name for name in TRL_ARGUMENTS if name in (plan.prompt_column, plan.answer_column)]
     collisions = check_columns(name for name in names if name not in renamed)
-    found += [f"{split.source}: {problem}" for problem in collisions]
+    found += [replace(problem, field=f"{source}: {problem.field}") for problem in collisions]
     if found:
-        raise DataError("\n".join(found))
+        raise DataError(found)
     if config.max_samples is not None:
-        counted = isinstance(dataset, Dataset)  # take before datasets 5.2 wants no more than there are
+        counted = isinstance(dataset, Dataset)  # `take` before datasets 5.2 fails beyond the number of rows
         dataset = dataset.take(min(config.max_samples, len(dataset)) if counted else config.max_samples)
     dataset, place = _keep_pass_rates(dataset, names, config, split)
-    dataset = _convert_all(dataset, plan, replace(split, dataset=dataset), place, renamed, config.on_bad_row)
-    return _drop_long(dataset, config, tokenizer, split.source, template_kwargs or {})
+    dataset = _convert_all(dataset, plan, source, place, renamed, config.on_bad_row)
+    return _drop_long(dataset, config, tokenizer, source, template_kwargs or {})
 
 
 def _column_names(dataset: AnyDataset, source: str) -> list[str]:
@@ -87,31 +96,24 @@ def _column_names(dataset: AnyDataset, source: str) -> list[str]:
         return list(dataset.column_names)
     first = None if isinstance(dataset, Dataset) else next(iter(dataset), None)
     if first is None:
-        raise DataError(f"{source}: no rows. Check the file and the split.")
+        raise DataError([Problem(source, ABSENT, "no rows", "Check the file and the split.")])
     return list(dataset.column_names or first)
 
 
-def _plan(names: Collection[str], config: DataConfig, source: str, problems: list[str]) -> Plan:
-    """Which columns are used; what is wrong with the settings of columns is added to `problems`."""
+def _plan(names: Collection[str], config: DataConfig, source: str) -> tuple[Plan, list[Problem]]:
+    """Return which columns are used, and what is wrong with the settings of columns."""
+    problems: list[Problem] = []
     prompt = _pick("prompt_column", config.prompt_column, PROMPT_COLUMNS, names, source, problems)
     answer = _pick("answer_column", config.answer_column, ANSWER_COLUMNS, names, source, problems)
+    columns = f"one of its columns: {', '.join(names)}."
     if prompt is None and config.prompt_column is None:
-        problems.append(
-            f"prompt_column=None: {source} has none of the columns {', '.join(PROMPT_COLUMNS)}. Set prompt_column to "
-            f"one of its columns: {', '.join(names)}."
-        )
+        reason = f"{source} has none of the columns {', '.join(PROMPT_COLUMNS)}"
+        problems.append(Problem("prompt_column", None, reason, f"Set prompt_column to {columns}"))
     if answer is None and config.answer_format is not None and config.answer_column is None:
-        problems.append(
-            f"answer_format={config.answer_format!r}: no column of {source} holds answers. Set answer_column to one "
-            f"of its columns: {', '.join(names)}."
-        )
-    return Plan(
-        prompt_column=prompt or "",
-        answer_column=answer,
-        answer_format=config.answer_format,
-        answer_required=config.answer_column is not None or config.answer_format is not None,
-        system_prompt=config.system_prompt,
-    )
+        reason = f"no column of {source} holds answers"
+        problems.append(Problem("answer_format", config.answer_format, reason, f"Set answer_column to {columns}"))
+    required = config.answer_column is not None or config.answer_format is not None
+    return Plan(prompt or "", answer, config.answer_format, required, config.system_prompt), problems
 
 
 def _pick(
@@ -120,9 +122,9 @@ def _pick(
     usual: tuple[str, ...],
     names: Collection[str],
     source: str,
-    problems: list[str],
+    problems: list[Problem],
 ) -> str | None:
-    """The column that a setting names, else the first usual one."""
+    """Return the column that a setting names, else the first usual one; add to `problems` one that is missing."""
     target = usual[0]
     if chosen is None:
         found = next((name for name in usual if name in names), None)
@@ -130,7 +132,7 @@ def _pick(
             logger.info("%s: column %r is used as %r (set %s to choose another).", source, found, target, setting)
         return found
     if chosen not in names:
-        problems.append(f"{setting}={chosen!r} is no column of {source}. {did_you_mean(chosen, names)}")
+        problems.append(Problem(setting, chosen, f"not a column of {source}", did_you_mean(chosen, names)))
         return None
     if chosen != target and target in names:
         logger.warning("%s: %s=%r replaces the column %r.", source, setting, chosen, target)
@@ -139,16 +141,15 @@ def _pick(
 
 def _keep_pass_rates(
     dataset: AnyDataset, names: Collection[str], config: DataConfig, split: Split
-) -> tuple[AnyDataset, Callable[[int], str]]:
+) -> tuple[AnyDataset, Place]:
     """Return the rows with a pass rate in the bounds, and the function that gives the place of one of them."""
     low, high, source = config.min_pass_rate, config.max_pass_rate, split.source
     if low is None and high is None:
         return dataset, split.place
+    beside = {"max_pass_rate": high}
     if "pass_rate" not in names:
-        raise DataError(
-            f"{source}: min_pass_rate={low}, max_pass_rate={high}, but no column pass_rate. Name a file as "
-            "dataset_name that `grpo-ext sample` has written, or remove both."
-        )
+        cure = "Set dataset_name to a file that `grpo-ext sample` has written, or remove both."
+        raise DataError([Problem("min_pass_rate", low, f"{source} has no column pass_rate", cure, beside)])
     low, high = 0.0 if low is None else low, 1.0 if high is None else high
     if isinstance(dataset, IterableDataset):
         kept = dataset.filter(lambda row: row["pass_rate"] is not None and low <= row["pass_rate"] <= high)
@@ -156,38 +157,33 @@ def _keep_pass_rates(
     rates = dataset["pass_rate"]
     keep = [index for index, rate in enumerate(rates) if rate is not None and low <= rate <= high]
     if not keep:
-        raise DataError(
-            f"{source}: no row has a pass_rate from {low:g} to {high:g}. Widen min_pass_rate, max_pass_rate."
-        )
+        reason = f"no row of {source} has a pass_rate from {low:g} to {high:g}"
+        raise DataError([Problem("min_pass_rate", low, reason, "Widen min_pass_rate, max_pass_rate.", beside)])
     logger.warning("%s: %d of %d rows have a pass_rate from %g to %g.", source, len(keep), len(rates), low, high)
     return dataset.select(keep), lambda index: split.place(keep[index])
 
 
 def _convert_all(
-    dataset: AnyDataset, plan: Plan, split: Split, place: Callable[[int], str], renamed: list[str], on_bad_row: str
+    dataset: AnyDataset, plan: Plan, source: str, place: Place, renamed: list[str], on_bad_row: str
 ) -> AnyDataset:
     if isinstance(dataset, IterableDataset):
         if on_bad_row == "drop":
             dataset = dataset.filter(partial(_is_sound, plan=plan, place=place), with_indices=True)
         convert_row = partial(_convert_streamed, plan=plan, place=place)
         return dataset.map(convert_row, with_indices=True, remove_columns=renamed)
-    sound, parsed = _check_rows(dataset.select_columns(plan.columns), plan, split.source, place, on_bad_row)
-    dataset, plan = (
-        dataset if len(sound) == len(dataset) else dataset.select(sound),
-        replace(plan, parses_prompt=parsed),
-    )
+    sound, parsed = _check_rows(dataset.select_columns(plan.columns), plan, source, place, on_bad_row)
+    dataset = dataset if len(sound) == len(dataset) else dataset.select(sound)
+    plan = replace(plan, parses_prompt=parsed)
     if not plan.changes_prompt and not plan.changes_answer:
         return dataset
     # The cache knows a function by its name only: after an update it would return the old version's rows.
     return dataset.map(partial(convert, plan=plan), remove_columns=renamed, load_from_cache_file=False)
 
 
-def _check_rows(
-    dataset: Dataset, plan: Plan, source: str, place: Callable[[int], str], on_bad_row: str
-) -> tuple[list[int], bool]:
+def _check_rows(dataset: Dataset, plan: Plan, source: str, place: Place, on_bad_row: str) -> tuple[list[int], bool]:
     """Return the rows that can be used, and whether their prompts are conversations written as JSON text."""
     sound: list[int] = []
-    bad: list[str] = []
+    bad: list[Problem] = []
     first_type, parsed = None, False
     for index, row in enumerate(dataset):
         try:
@@ -195,14 +191,14 @@ def _check_rows(
             prompt = parse_chat(row[plan.prompt_column], plan.prompt_column)
             first_type = first_type or type(prompt)
             if type(prompt) is not first_type:
-                raise RowError(plan.prompt_column, "text and lists of messages are mixed. Use one of them.")
+                raise RowError("text and lists of messages are mixed", "Use one of them.", plan.prompt_column)
             parsed = parsed or prompt is not row[plan.prompt_column]
             sound.append(index)
         except RowError as error:
             if len(bad) < MAX_REPORTED:
-                bad.append(f"{place(index)}, {error}")
+                bad.append(error.at(place(index)))
     if bad:
-        _tell_bad(bad, len(dataset) - len(sound), len(dataset), source, on_bad_row)
+        _report_bad(bad, len(dataset) - len(sound), len(dataset), source, on_bad_row)
     if parsed:
         logger.warning(
             "%s: %r holds conversations as JSON text; they are parsed. Where the model is to read that text, write it "
@@ -212,41 +208,41 @@ def _check_rows(
     return sound, parsed
 
 
-def _tell_bad(bad: list[str], count: int, rows: int, source: str, on_bad_row: str) -> None:
+def _report_bad(bad: list[Problem], count: int, rows: int, source: str, on_bad_row: str) -> None:
     """Raise for malformed rows, or log how many are dropped."""
     if on_bad_row == "drop" and count < rows:
         logger.warning("%s: %d of %d rows are malformed: dropped. The first: %s", source, count, rows, bad[0])
         return
     if count > len(bad):
-        bad.append(f"{source}: {count - len(bad)} more of its {rows} rows are malformed.")
+        bad.append(Problem(source, ABSENT, f"{count} of its {rows} rows are malformed", "Correct them all."))
     if on_bad_row == "error" and count < rows:
-        bad[-1] += " `on_bad_row: drop` trains without malformed rows."
-    raise DataError("\n".join(bad))
+        bad[-1] = replace(bad[-1], cure=f"{bad[-1].cure} `on_bad_row: drop` trains without malformed rows.")
+    raise DataError(bad)
 
 
-def _is_sound(row: dict[str, Any], index: int, *, plan: Plan, place: Callable[[int], str]) -> bool:
-    """Whether a streamed row can be used; if not, log where it is."""
+def _is_sound(row: Row, index: int, *, plan: Plan, place: Place) -> bool:
+    """Return whether a streamed row can be used; if not, log where it is."""
     try:
         convert(row, plan)
     except RowError as error:
-        logger.warning("%s, %s The row is dropped.", place(index), error)
+        logger.warning("%s The row is dropped.", error.at(place(index)))
         return False
     return True
 
 
-def _convert_streamed(row: dict[str, Any], index: int, *, plan: Plan, place: Callable[[int], str]) -> dict[str, Any]:
+def _convert_streamed(row: Row, index: int, *, plan: Plan, place: Place) -> Row:
     try:
         return convert(row, plan)
     except RowError as error:
-        raise DataError(f"{place(index)}, {error}") from None
+        raise DataError([error.at(place(index))]) from None
 
 
 def _drop_long(
-    dataset: AnyDataset, config: DataConfig, tokenizer: Any, source: str, template_kwargs: dict[str, Any]
+    dataset: AnyDataset, config: DataConfig, tokenizer: Tokenizer, source: str, template_kwargs: Mapping[str, object]
 ) -> AnyDataset:
-    if config.max_prompt_length is None:
-        return dataset
     limit = config.max_prompt_length
+    if limit is None:
+        return dataset
     if tokenizer is None:
         logger.warning("%s: max_prompt_length=%d is not applied: no tokenizer was given.", source, limit)
         return dataset
@@ -255,23 +251,23 @@ def _drop_long(
         return dataset.filter(lambda row: length(row["prompt"]) <= limit)
     lengths = [length(prompt) for prompt in dataset["prompt"]]
     keep = [index for index, tokens in enumerate(lengths) if tokens <= limit]
+    dropped = len(lengths) - len(keep)
     if not keep:
-        raise DataError(
-            f"{source}: max_prompt_length={limit} drops all {len(lengths)} rows; the shortest prompt has "
-            f"{min(lengths)} tokens with the chat template. Set max_prompt_length: {max(lengths)}, or less."
+        reason = (
+            f"drops all {dropped} rows of {source}; the shortest prompt has {min(lengths)} tokens with the chat "
+            "template"
         )
-    logger.info("%s: %d of %d prompts are longer than %d tokens: dropped.", source, *_dropped(lengths, keep), limit)
-    return dataset if len(keep) == len(lengths) else dataset.select(keep)
+        raise DataError(
+            [Problem("max_prompt_length", limit, reason, f"Set max_prompt_length: {max(lengths)}, or less.")]
+        )
+    logger.info("%s: %d of %d prompts are longer than %d tokens: dropped.", source, dropped, len(lengths), limit)
+    return dataset.select(keep) if dropped else dataset
 
 
-def _dropped(lengths: list[int], keep: list[int]) -> tuple[int, int]:
-    return len(lengths) - len(keep), len(lengths)
-
-
-def _prompt_length(prompt: str | list[dict[str, Any]], *, tokenizer: Any, template_kwargs: dict[str, Any]) -> int:
+def _prompt_length(prompt: Prompt, *, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> int:
     if isinstance(prompt, str):
         return len(tokenizer(prompt)["input_ids"])
-    # Arrow fills the keys that only some messages have with None, which templates take for set.
+    # Arrow fills the keys that only some messages have with None, which a template would render.
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     encoded = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs

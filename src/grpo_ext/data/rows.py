@@ -1,25 +1,40 @@
-"""One row of a dataset: the prompt as TRL wants it, the reference answer as a verifier wants it."""
+"""One row of a dataset: the prompt as TRL takes it, the reference answer as a verifier takes it."""
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from decimal import Decimal
+from typing import Any, TypeAlias
 
+from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("solution", "answer", "final_answer", "gold")
 MAX_REPORTED = 5
+Row: TypeAlias = dict[str, Any]
+Prompt: TypeAlias = str | list[Row]
 
 
 class RowError(ValueError):
-    """What is wrong with one column of one row; whoever knows the row's place adds it."""
+    """A row that cannot be used.
 
-    def __init__(self, column: str, reason: str) -> None:
-        """`reason` holds the value and the cure."""
-        super().__init__(f"column {column!r}: {reason}")
+    Args:
+        reason: what is wrong with it, with the value.
+        cure: what to do.
+        column: the column at fault; None: the row as a whole.
+    """
+
+    def __init__(self, reason: str, cure: str, column: str | None = None) -> None:
+        super().__init__(reason, cure, column)
+        self.reason, self.cure, self.column = reason, cure, column
+
+    def at(self, place: str) -> Problem:
+        """Return the problem, with the place of the row."""
+        field = place if self.column is None else f"{place}, column {self.column!r}"
+        return Problem(field, ABSENT, self.reason, self.cure)
 
 
 @dataclass(frozen=True)
@@ -36,12 +51,12 @@ class Plan:
 
     @property
     def changes_prompt(self) -> bool:
-        """Whether `prompt` is written at all."""
+        """Whether the column `prompt` is written."""
         return self.prompt_column != "prompt" or self.system_prompt is not None or self.parses_prompt
 
     @property
     def changes_answer(self) -> bool:
-        """Whether `solution` is written at all."""
+        """Whether the column `solution` is written."""
         return self.answer_column is not None and (self.answer_column != "solution" or self.answer_format is not None)
 
     @property
@@ -50,27 +65,30 @@ class Plan:
         return [self.prompt_column, *([self.answer_column] if self.answer_column else [])]
 
 
-def check_columns(names: Iterable[str]) -> list[str]:
-    """Problems with columns that share their name with an argument that TRL gives to reward functions."""
+def check_columns(names: Iterable[str]) -> list[Problem]:
+    """Return a problem for each column that has the name of an argument that TRL gives to reward functions."""
     return [
-        f"column {name!r}: TRL passes its own {name!r} to reward functions, so stock TRL crashes late or overwrites "
-        f"the column. Rename it, for example to 'dataset_{name}'."
+        Problem(
+            f"column {name!r}",
+            ABSENT,
+            f"TRL passes its own {name!r} to reward functions, so stock TRL crashes late or overwrites the column",
+            f"Rename it, for example to 'dataset_{name}'.",
+        )
         for name in names
         if name in TRL_ARGUMENTS
     ]
 
 
-def convert(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The columns of `row` that change under `plan`; every row is checked, also where nothing changes.
+def convert(row: Row, plan: Plan) -> Row:
+    """Return the columns of `row` that change under `plan`; a row in which none changes is checked too.
 
     Raises:
         RowError: the prompt or the answer of this row cannot be used.
     """
-    changed: dict[str, Any] = {}
-    written: Any = row.get(plan.prompt_column)
-    prompt = parse_chat(written, plan.prompt_column)
+    changed: Row = {}
+    prompt = parse_chat(row.get(plan.prompt_column), plan.prompt_column)
     check_prompt(prompt, plan.prompt_column)
-    if plan.changes_prompt or prompt is not written:
+    if plan.changes_prompt or prompt is not row.get(plan.prompt_column):
         changed["prompt"] = with_system_prompt(prompt, plan.system_prompt)
     if plan.answer_column is not None:
         check_finite(row.get(plan.answer_column), plan.answer_column)
@@ -89,10 +107,10 @@ _CHAT = re.compile(
 """Text that looks like a list of messages, in JSON or as Python prints it."""
 
 
-def parse_chat(prompt: Any, column: str) -> Any:
+def parse_chat(prompt: object, column: str) -> Any:
     """Return the messages of a conversation that is written as JSON text; any other prompt as it is.
 
-    A list in JSON with an entry that has none of the usual roles is text for the model to read.
+    A list in JSON with an entry without one of the usual roles is text for the model to read.
 
     Raises:
         RowError: it is a conversation as Python prints it, or broken JSON.
@@ -102,63 +120,64 @@ def parse_chat(prompt: Any, column: str) -> Any:
     try:
         messages = json.loads(prompt)
     except ValueError as error:
-        reason = (
-            f"{_short(prompt)} is a conversation written as text, but not as JSON ({error}). Write it by json.dumps, "
-            "or, where the model is to read this text, as the content of a message."
-        )
-        raise RowError(column, reason) from None
+        raise RowError(
+            f"{_short(prompt)} is a conversation written as text, but not as JSON ({error})",
+            "Write it by json.dumps, or, where the model is to read this text, as the content of a message.",
+            column,
+        ) from None
     return messages if all(isinstance(m, dict) and m.get("role") in _ROLES for m in messages) else prompt
 
 
-def check_prompt(prompt: Any, column: str) -> None:
+def check_prompt(prompt: object, column: str) -> None:
     """Refuse a prompt that is neither text nor a list of messages, or that is a conversation written as text.
 
     Raises:
         RowError: empty, null, of another type, or a message without role or content.
     """
+    fill = "Fill it in or remove the row."
     if prompt is None:
-        raise RowError(column, "null prompt. Fill it in or remove the row.")
+        raise RowError("null prompt", fill, column)
+    if isinstance(prompt, str) and not prompt.strip():
+        raise RowError(f"empty prompt {prompt!r}", fill, column)
     if isinstance(prompt, str):
-        if not prompt.strip():
-            raise RowError(column, f"empty prompt {prompt!r}. Fill it in or remove the row.")
         if parse_chat(prompt, column) is not prompt:
-            reason = (
-                f"{_short(prompt)} is a conversation written as JSON text. Give the list itself, json.loads(text); "
-                "where the model is to read this text, give it as the content of a message."
+            raise RowError(
+                f"{_short(prompt)} is a conversation written as JSON text",
+                "Give the list itself, json.loads(text); where the model is to read this text, give it as the content "
+                "of a message.",
+                column,
             )
-            raise RowError(column, reason)
         return
     if not isinstance(prompt, list):
-        raise RowError(column, f"{_short(prompt)} is neither text nor a list of messages. Write it as a string.")
+        raise RowError(f"{_short(prompt)} is neither text nor a list of messages", "Write it as a string.", column)
     if not prompt:
-        raise RowError(column, "empty list of messages []. Fill it in or remove the row.")
+        raise RowError("empty list of messages []", fill, column)
     for number, message in enumerate(prompt, 1):
         _check_message(message, number, column)
 
 
-def _check_message(message: Any, number: int, column: str) -> None:
+def _check_message(message: object, number: int, column: str) -> None:
     if not isinstance(message, dict):
-        reason = f"message {number} is {_short(message)}. Write {{'role': ..., 'content': ...}}."
-        raise RowError(column, reason)
+        raise RowError(f"message {number} is {_short(message)}", "Write {'role': ..., 'content': ...}.", column)
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        reason = f"message {number} has no 'role': {_short(message)}. Use system, user or assistant."
-        raise RowError(column, reason)
+        reason = f"message {number} has no 'role': {_short(message)}"
+        raise RowError(reason, "Use system, user or assistant.", column)
     if (not isinstance(content, str | list) or not content) and not message.get("tool_calls"):
-        raise RowError(column, f"message {number} ({role}) has no 'content': {_short(message)}. Fill it in.")
+        raise RowError(f"message {number} ({role}) has no 'content': {_short(message)}", "Fill it in.", column)
 
 
-def check_finite(answer: Any, column: str) -> None:
-    """Refuse an answer that is no number, though of its type.
+def check_finite(answer: object, column: str) -> None:
+    """Refuse an answer that is NaN or infinite.
 
     Raises:
-        RowError: NaN or infinite.
+        RowError: it is.
     """
     if isinstance(answer, float) and not math.isfinite(answer):
-        raise RowError(column, f"{answer!r} is no answer. Write null or text, or remove the row.")
+        raise RowError(f"{answer!r} is not an answer", "Write null or text, or remove the row.", column)
 
 
-def with_system_prompt(prompt: str | list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
+def with_system_prompt(prompt: Prompt, system_prompt: str | None) -> list[Row]:
     """Conversational form of `prompt`, opened by `system_prompt` unless the conversation has a system message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system_prompt is None or any(message["role"] in ("system", "developer") for message in messages):
@@ -168,29 +187,31 @@ def with_system_prompt(prompt: str | list[dict[str, Any]], system_prompt: str | 
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def extract_answer(value: Any, plan: Plan) -> Any:
+def extract_answer(value: object, plan: Plan) -> object:
     """Reference answer under the plan's `answer_format`; numbers become text, null stays null where that is allowed.
 
     Raises:
-        RowError: a required answer is missing, or the format finds nothing in it.
+        RowError: a required answer is missing, or the format does not match it.
     """
     column = plan.answer_column or "solution"
     if value is None or (isinstance(value, str) and not value.strip()):
         if plan.answer_required:
-            raise RowError(column, f"missing answer ({value!r}). Fill it in or remove the row.")
+            raise RowError(f"missing answer ({value!r})", "Fill it in or remove the row.", column)
         return None
-    if isinstance(value, int | float):
+    if isinstance(value, int | float | Decimal):
         value = number_text(value)
     if plan.answer_format is None:
         return value
     if not isinstance(value, str):
-        reason = f"{_short(value)} is not text, as answer_format={plan.answer_format!r} needs. Unset answer_format."
-        raise RowError(column, reason)
+        reason = f"{_short(value)} is not text, as answer_format={plan.answer_format!r} needs"
+        raise RowError(reason, "Unset answer_format.", column)
     return ANSWER_FORMATS[plan.answer_format](value, column)
 
 
-def number_text(value: float) -> str:
-    """A number as the text of an answer."""
+def number_text(value: float | Decimal) -> str:
+    """Return a number as the text of an answer."""
+    if isinstance(value, Decimal):  # more digits than a float holds
+        return str(value).lower()
     if type(value) is float and value.is_integer():
         value = int(value)  # a gap in a column of integers turns the others into floats
     return str(value)
@@ -200,15 +221,13 @@ def gsm8k_answer(text: str, column: str = "answer") -> str:
     """Text after the last `####`, thousands separators removed from a number.
 
     Raises:
-        RowError: there is no `####`, or nothing behind it.
+        RowError: the text has no `####`, or ends with it.
     """
     _, mark, answer = text.rpartition("####")
     answer = answer.strip()
     if not mark or not answer:
-        reason = (
-            f"no text after '####' in {_short(text)}, as answer_format='gsm8k' needs. Add it or unset answer_format."
-        )
-        raise RowError(column, reason)
+        reason = f"no text after '####' in {_short(text)}, as answer_format='gsm8k' needs"
+        raise RowError(reason, "Add it or unset answer_format.", column)
     return answer.replace(",", "") if re.fullmatch(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?", answer) else answer
 
 
@@ -216,7 +235,7 @@ def boxed_answer(text: str, column: str = "answer") -> str:
     r"""Content of the last \boxed{...}, with balanced braces.
 
     Raises:
-        RowError: there is no such box, or it is empty or never closed.
+        RowError: the text has no such box, or the box is empty or never closed.
     """
     _, mark, tail = text.rpartition("\\boxed{")
     depth = 1
@@ -227,17 +246,15 @@ def boxed_answer(text: str, column: str = "answer") -> str:
             return tail[:position].strip()
         if depth == 0:
             break
-    reason = (
-        f"no filled \\boxed{{...}} in {_short(text)}, as answer_format='boxed' needs. Add it or unset answer_format."
-    )
-    raise RowError(column, reason)
+    reason = f"no filled \\boxed{{...}} in {_short(text)}, as answer_format='boxed' needs"
+    raise RowError(reason, "Add it or unset answer_format.", column)
 
 
-ANSWER_FORMATS: dict[str, Callable[[str, str], str]] = {"gsm8k": gsm8k_answer, "boxed": boxed_answer}
+ANSWER_FORMATS: Mapping[str, Callable[[str, str], str]] = {"gsm8k": gsm8k_answer, "boxed": boxed_answer}
 WRITTEN = {"gsm8k": "#### {}", "boxed": "\\boxed{{{}}}"}
-"""How an answer is written so that its format finds it."""
+"""Text from which the format of that name reads an answer."""
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:50]} ... {text[-25:]}"

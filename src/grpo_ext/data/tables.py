@@ -1,47 +1,33 @@
 """Datasets from the rows of json and jsonl files; `datasets` would turn "2023-01-05" into a point in time."""
 
 import json
-import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 from grpo_ext.data.files import checked_rows, place_of
-from grpo_ext.data.json_rows import Written
-from grpo_ext.data.rows import number_text
+from grpo_ext.data.rows import Row, RowError, check_finite, number_text
 from grpo_ext.errors import DataError
 
 STREAM_HEAD = 1000  # rows of a stream that show which columns it has
 
 
-class _Unfit(ValueError):
-    """A number that no column can hold, and the number of its row."""
-
-    def __init__(self, row: int, reason: str) -> None:
-        """`row` counts from 0 over all files."""
-        super().__init__(reason)
-        self.row = row
-
-
 def read(files: list[Path], texts: Collection[str]) -> Dataset:
-    """All rows, in memory; a column of `texts` whose numbers Arrow would round becomes text.
+    """Return all rows, in memory; a column of `texts` whose numbers Arrow would round becomes text.
 
     Raises:
         DataError: broken lines, a column of mixed types, a number that cannot be kept, or no row at all.
     """
     rows = [row for _, row in checked_rows(files)]
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {}
-    for name in names:
-        try:
-            columns[name] = _column([row.get(name) for row in rows], name in texts)
-        except _Unfit as error:
-            raise DataError(f"{place_of(files, error.row)}, column {name!r}: {error}") from None
+    columns = {
+        name: _column(name, [row.get(name) for row in rows], files, text=name in texts)
+        for name in dict.fromkeys(name for row in rows for name in row)
+    }
     schema = pa.schema([(name, array.type) for name, (array, _) in columns.items()])
     inferred = datasets.Features.from_arrow_schema(schema)
     features = datasets.Features({name: feature or inferred[name] for name, (_, feature) in columns.items()})
@@ -49,40 +35,45 @@ def read(files: list[Path], texts: Collection[str]) -> Dataset:
     return Dataset(table, info=datasets.DatasetInfo(features=features))
 
 
-def _column(values: list[Any], text: bool) -> tuple[Any, Any]:
-    """Arrow array, and its feature where the array's type does not say it."""
-    if text and any(isinstance(value, Written) for value in values):
-        return _as_text(values), None
-    try:
-        array = pa.array(values)
-        if not _has_empty_struct(array.type):
-            return array, None
-    except (pa.ArrowException, OverflowError):  # integers beyond 64 bits or beside floats, mixed types inside lists
-        if text and all(value is None or isinstance(value, int | float) for value in values):
-            return _as_text(values), None
-    for row, value in enumerate(values):
-        _check_integers(value, row)
+def _column(
+    name: str, values: list[object], files: list[Path], *, text: bool
+) -> tuple[pa.Array, datasets.features.features.FeatureType | None]:
+    """Return the Arrow array, and its feature if the array's type does not imply it."""
+    as_text = text and any(isinstance(value, Decimal) for value in values)
+    if not as_text:
+        values = [float(value) if isinstance(value, Decimal) else value for value in values]
+        try:
+            array = pa.array(values)
+            if not _has_empty_struct(array.type):
+                return array, None
+        except (pa.ArrowException, OverflowError):  # integers beyond 64 bits or beside floats, mixed types in lists
+            as_text = text and all(value is None or isinstance(value, int | float) for value in values)
+    _check_each(check_finite if as_text else _check_integers, name, values, files)
+    if as_text:
+        return pa.array([value if value is None else number_text(value) for value in values]), None
     feature = datasets.Json()
     written = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
     return pa.array(written, type=feature.pa_type), feature
 
 
-def _as_text(values: list[Any]) -> pa.Array:
-    for row, value in enumerate(values):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise _Unfit(row, f"{value!r} is no answer. Write null or text, or remove the row.")
-    return pa.array([None if value is None else number_text(value) for value in values])
+def _check_each(check: Callable[[object, str], None], name: str, values: Iterable[object], files: list[Path]) -> None:
+    """Raise for the first value that a check refuses, with its place."""
+    for index, value in enumerate(values):
+        try:
+            check(value, name)
+        except RowError as error:
+            raise DataError([error.at(place_of(files, index))]) from None
 
 
-def _check_integers(value: Any, row: int) -> None:
+def _check_integers(value: object, column: str) -> None:
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise _Unfit(row, f"the integer {value!r:.60} has more than 64 bits. Write it as text, in quotes.")
+        raise RowError(f"the integer {value!r:.60} has more than 64 bits", "Write it as text, in quotes.", column)
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_integers(part, row)
+        _check_integers(part, column)
 
 
 def _has_empty_struct(kind: pa.DataType) -> bool:
-    """Whether an object without keys is part of a type, which no file of Arrow's can hold."""
+    """Return whether a type includes an object without keys, which Arrow cannot write to a file."""
     if not pa.types.is_nested(kind):
         return False
     inside = [kind.field(number).type for number in range(kind.num_fields)]
@@ -90,25 +81,30 @@ def _has_empty_struct(kind: pa.DataType) -> bool:
 
 
 def select(dataset: Dataset, split: str, spec: str) -> Dataset:
-    """What a slice such as `train[:100]` or `train[:10%]` takes of a split."""
+    """Return the rows of a slice of a split, such as `train[:100]` or `train[:10%]`."""
     if spec == split:
         return dataset
     parts = datasets.ReadInstruction.from_spec(spec).to_absolute({split: len(dataset)})
     return dataset.select([index for part in parts for index in range(part.from_, part.to)])
 
 
-def stream(files: list[Path]) -> IterableDataset:
-    """The rows as they are read; a broken line is named when the stream gets to its thousand."""
-    return IterableDataset.from_generator(_stream, gen_kwargs={"files": files})
+def stream(files: list[Path], texts: Collection[str]) -> IterableDataset:
+    """Return the rows as a stream; numbers of `texts` that a float would round become text.
+
+    A broken line is reported when the stream reaches it.
+    """
+    return IterableDataset.from_generator(_stream, gen_kwargs={"files": files, "texts": tuple(sorted(texts))})
 
 
-def _stream(files: list[Path]) -> Iterator[dict[str, Any]]:
+def _stream(files: list[Path], texts: Collection[str]) -> Iterator[Row]:
     rows = checked_rows(files, limit=1)
     head = list(islice(rows, STREAM_HEAD))
     columns = dict.fromkeys(name for _, row in head for name in row)
     for place, row in chain(head, rows):
-        for name in row:
+        for name, value in row.items():
             if name not in columns:
-                reason = f"not in the first {STREAM_HEAD} rows. Add it there, as null, or turn streaming off."
-                raise DataError(f"{place}, column {name!r}: {reason}")
+                reason = f"not in the first {STREAM_HEAD} rows"
+                raise DataError([RowError(reason, "Add it there, as null, or turn streaming off.", name).at(place)])
+            if isinstance(value, Decimal):
+                row[name] = number_text(value) if name in texts else float(value)
         yield {**columns, **row}

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of, maker_of
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, serve
@@ -183,7 +183,7 @@ def _serve_commands(
     ours = (control.fileno(), requests.fileno(), answers.fileno(), wakeup, wakeup_writer)
     _adopt_orphans()
     while True:
-        readable, _, _ = select.select([control, requests, wakeup], [], [])
+        readable: list[Any] = select.select([control, requests, wakeup], [], [])[0]
         received, descriptors, _, _ = socket.recv_fds(control, 256, 1) if control in readable else (b"", [], 0, None)
         command, *numbers = received.decode().split() or [""]
         if command == "stop" or requests in readable:

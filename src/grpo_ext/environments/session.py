@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from enum import StrEnum
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, cast
 
 from grpo_ext.environments.content import CURE, is_parts, medium, text_of
 from grpo_ext.environments.protocol import REWARD, Conversation, Message, Step
@@ -91,7 +91,7 @@ class Session:
         if isinstance(environment, Conversation):
             environment.seed = self._seed
             return self._awaited(environment.reset(row))
-        return self._awaited(environment.reset(**row))
+        return self._awaited(cast(Any, environment).reset(**row))
 
     def _step(self, message: Message) -> dict[str, Any]:
         if isinstance(self._environment, Conversation):
@@ -175,7 +175,7 @@ def _text(result: object, who: str) -> str:
     """
     if (kind := medium(result)) is not None:
         raise InvalidResult(f"{who} returned content of type {kind!r}, and environments carry text only. {CURE}")
-    text = text_of(result) if is_parts(result) else str(result)
+    text = text_of(cast(list[dict[str, Any]], result)) if is_parts(result) else str(result)
     if _shows_address(result):
         raise InvalidResult(
             f"{who} returned {text:.200}, which shows an address in memory that differs from run to run. Return text, "

@@ -1,4 +1,4 @@
-"""What a model can do: avg@k, pass@k, maj@k with intervals over prompts, of a recipe's data and of `eval_sets`.
+"""Evaluation of a model on a recipe's data and on `eval_sets`: avg@k, pass@k, maj@k with intervals over prompts.
 
-May know rollout and what is below, and is handed the trainer. Begin with `estimators`, then `evaluate`.
+May know rollout and all below it; the trainer is an argument. Begin with `estimators`, then `evaluate`.
 """

@@ -1,4 +1,4 @@
-"""A mean over prompts and the interval that holds the mean over all prompts alike."""
+"""Means over prompts, with confidence intervals for the mean over all prompts of this kind."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Mean(NamedTuple):
 
 
 def mean_of_shares(values: Sequence[float], confidence: float = 0.95) -> Mean:
-    r"""Mean of values in [0, 1], one for each prompt, with Wilson's interval for the sample's effective size.
+    r"""Mean of values in [0, 1], one for each prompt, with Wilson's interval for the effective sample size.
 
     With mean m, variance v over P prompts and t the quantile of Student's distribution with P - 1 degrees of freedom:
     (m + t^2 / 2N +- t sqrt(m (1 - m) / N + t^2 / 4N^2)) / (1 + t^2 / N), N = max(P, P m (1 - m) / v). For shares that
@@ -49,7 +49,7 @@ def _quantile(confidence: float, degrees: int) -> float:
 
 
 def _moments(values: Sequence[float]) -> tuple[int, float, float]:
-    """Number, mean and unbiased variance."""
+    """Return the number, mean and unbiased variance of values."""
     if not values:
         return 0, math.nan, math.nan
     mean = math.fsum(values) / len(values)

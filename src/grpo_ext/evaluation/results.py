@@ -1,4 +1,4 @@
-"""What an evaluation found: figures with intervals, for all prompts and each source of data; a file and a table."""
+"""Results of an evaluation: figures with intervals, for all prompts and each source of data; a file and a table."""
 
 import json
 import math
@@ -8,23 +8,37 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from grpo_ext.data.eval_sets import EvalSet
+from grpo_ext.data.rows import Row
 from grpo_ext.errors import redacted
 from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
-from grpo_ext.evaluation.evaluate import FAILED, READ, TURNS, Sample
+from grpo_ext.evaluation.evaluate import FAILED, READ, TURNS
 from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
 from grpo_ext.rewards.protocol import judge as default_judge
 
 FOLDER = "evaluation"
 """In a run's folder: <set>/<model or step>.json and the samples beside it."""
 Figures = dict[str, Mean]
-_NOTHING = re.compile(r"|None|\[[A-Za-z ]+\]")
-"""What a judge says where it found no answer, such as `accuracy`'s [no answer] and [cut off]."""
+_NO_ANSWER = re.compile(r"|None|\[[A-Za-z ]+\]")
+"""Answers that mean that none was found, such as `accuracy`'s [no answer] and [cut off]."""
 
 
 @dataclass
 class Result:
-    """An evaluation set and what one model made of it."""
+    """Figures of one model on one evaluation set.
+
+    Args:
+        set: the name of the set.
+        model: hub id or folder.
+        step: optimizer step of the run, if it was evaluated while training.
+        settings: those of the set.
+        figures: means over prompts, by name.
+        by_source: the same for the prompts of each source.
+        left_out: prompts that have no sample which the judge could score.
+        right: share of right samples of each prompt, by its index in the set.
+    """
 
     set: str
     model: str
@@ -33,35 +47,44 @@ class Result:
     figures: Figures
     by_source: dict[str, Figures] = field(default_factory=dict)
     left_out: int = 0
-    """Prompts of which the judge could score no sample."""
     right: dict[str, float] = field(default_factory=dict)
-    """Of each prompt, by its place in the set, the share of right samples."""
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write a JSON file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        plain = asdict(self)
-        plain["figures"] = _plain(self.figures)
-        plain["by_source"] = {source: _plain(figures) for source, figures in self.by_source.items()}
+        by_source = {source: _as_json(figures) for source, figures in self.by_source.items()}
+        plain = asdict(self) | {"figures": _as_json(self.figures), "by_source": by_source}
         path.write_text(json.dumps(plain, indent=2, default=str) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "Result":
-        """What `write` has written.
+        """Read a file of `write`.
 
         Raises:
-            ValueError: it is no such file.
+            ValueError: it is another file.
         """
         try:
             plain = json.loads(path.read_text())
-            figures = {source: _means(found) for source, found in plain["by_source"].items()}
-            return cls(**{**plain, "figures": _means(plain["figures"]), "by_source": figures})
+            figures = {source: _from_json(found) for source, found in plain["by_source"].items()}
+            return cls(**{**plain, "figures": _from_json(plain["figures"]), "by_source": figures})
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: no result of an evaluation ({error}). Evaluate again.") from None
+            raise ValueError(f"{path}: not a result of an evaluation ({error}). Evaluate again.") from None
 
 
-def result(chosen: EvalSet, samples: Sequence[Sample], *, model: str, step: int | None = None) -> Result:
-    """The figures of an evaluation."""
+def _as_json(found: Figures) -> dict[str, dict[str, float | None]]:
+    return {name: {k: None if math.isinf(v) else v for k, v in mean._asdict().items()} for name, mean in found.items()}
+
+
+def _from_json(plain: Mapping[str, Mapping[str, Any]]) -> Figures:
+    infinite = {"low": -math.inf, "high": math.inf}
+    return {
+        name: Mean(**{end: infinite[end] if value is None else value for end, value in mean.items()})
+        for name, mean in plain.items()
+    }
+
+
+def result(chosen: EvalSet, samples: Sequence[Row], *, model: str, step: int | None = None) -> Result:
+    """Return the figures of an evaluation's samples."""
     prompts = per_prompt(chosen, samples)
     sources = sorted({str(prompt["source"]) for prompt in prompts if prompt["source"] is not None})
     settings = {name: value for name, value in asdict(chosen).items() if name not in ("name", "rewards", "plays")}
@@ -79,16 +102,16 @@ def result(chosen: EvalSet, samples: Sequence[Sample], *, model: str, step: int 
 
 
 def judge(chosen: EvalSet) -> str:
-    """The reward that says what is right."""
+    """Name of the reward that decides what is right."""
     return chosen.judge or default_judge(chosen.reward_names)
 
 
-def per_prompt(chosen: EvalSet, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """For each prompt its figures by name; `judged` is false where the judge could score none of its samples.
+def per_prompt(chosen: EvalSet, samples: Sequence[Row]) -> list[Row]:
+    """Return the figures of each prompt by name; `judged` is false if the judge could not score any of its samples.
 
     A sample that the judge could not score beside others that it could, such as a truncated one, is not right.
     """
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int, list[Row]] = {}
     for sample in samples:
         groups.setdefault(sample["index"], []).append(sample)
     column = f"rewards/{judge(chosen)}"
@@ -102,18 +125,18 @@ def per_prompt(chosen: EvalSet, samples: Sequence[Sample]) -> list[dict[str, Any
     return found
 
 
-def _shares(chosen: EvalSet, group: Sequence[Sample], right: Sequence[bool]) -> dict[str, float]:
+def _shares(chosen: EvalSet, group: Sequence[Row], right: Sequence[bool]) -> dict[str, float]:
     shares = {f"avg@{len(group)}": sum(right) / len(right)}
     ks = [k for k in chosen.ks if k > 1]
     shares |= {f"pass@{k}": pass_at_k(len(group), sum(right), k) for k in ks}
     if any(READ in sample for sample in group):
-        answers = [None if _NOTHING.fullmatch(str(sample.get(READ) or "")) else sample[READ] for sample in group]
+        answers = [None if _NO_ANSWER.fullmatch(str(sample.get(READ) or "")) else sample[READ] for sample in group]
         shares |= {f"maj@{k}": maj_at_k(answers, right, k) for k in ks}
         shares["answered"] = sum(answer is not None for answer in answers) / len(answers)
     return shares
 
 
-def _group_means(chosen: EvalSet, group: Sequence[Sample]) -> dict[str, float]:
+def _group_means(chosen: EvalSet, group: Sequence[Row]) -> dict[str, float]:
     means = {}
     for column in (*(f"rewards/{name}" for name in chosen.reward_names), "tokens", "truncated", TURNS, FAILED):
         known = [float(sample[column]) for sample in group if sample.get(column) is not None]
@@ -122,8 +145,8 @@ def _group_means(chosen: EvalSet, group: Sequence[Sample]) -> dict[str, float]:
     return means
 
 
-def figures(prompts: Sequence[Mapping[str, Any]]) -> Figures:
-    """Means over prompts with their intervals."""
+def figures(prompts: Sequence[Row]) -> Figures:
+    """Return the means over prompts with their intervals."""
     found = {}
     for kind, mean in (("shares", mean_of_shares), ("means", mean_of)):
         for name in dict.fromkeys(name for prompt in prompts for name in prompt[kind]):
@@ -132,7 +155,7 @@ def figures(prompts: Sequence[Mapping[str, Any]]) -> Figures:
 
 
 def flat(found: Result) -> dict[str, float]:
-    """Figures as a tracker gets them, `eval_<set>/<figure>`, with both ends of the intervals of shares."""
+    """Return the figures as a tracker gets them, `eval_<set>/<figure>`, with both ends of the intervals of shares."""
     logs = {}
     for name, mean in found.figures.items():
         logs[f"eval_{found.set}/{name}"] = mean.mean
@@ -143,12 +166,11 @@ def flat(found: Result) -> dict[str, float]:
     return logs
 
 
-def table(results: Sequence[Result]) -> Any:
-    """A rich table: a line for each figure, a column for each model."""
-    from rich.table import Table
-
+def table(results: Sequence[Result]) -> Table:
+    """Return a table with a row for each figure and a column for each model."""
     first = results[0]
-    drawn = Table(title=f"{first.set}: {_prompts(first)} prompts x {first.settings['samples']}", title_justify="left")
+    prompts = max((mean.prompts for mean in first.figures.values()), default=0)
+    drawn = Table(title=f"{first.set}: {prompts} prompts x {first.settings['samples']}", title_justify="left")
     drawn.add_column("figure")
     for found in results:
         drawn.add_column(found.model if found.step is None else f"{found.model}, step {found.step}", justify="right")
@@ -160,33 +182,15 @@ def table(results: Sequence[Result]) -> Any:
     return drawn
 
 
-def difference(before: Result, after: Result) -> str:
-    """How much more is right after than before, prompt by prompt: what two separate intervals cannot tell."""
-    both = [after.right[i] - before.right[i] for i in before.right if i in after.right]
-    found = mean_of(both)
-    name = next(iter(after.figures))
-    return f"{name}: {found.mean:+.3f}  ({found.low:+.3f} to {found.high:+.3f}), prompt by prompt over {len(both)}"
-
-
-def _prompts(found: Result) -> int:
-    return max((mean.prompts for mean in found.figures.values()), default=0)
-
-
 def _cell(mean: Mean | None) -> str:
     if mean is None:
         return ""
     return f"{mean.mean:.3f}" if math.isinf(mean.low) else f"{mean.mean:.3f}  ({mean.low:.3f} to {mean.high:.3f})"
 
 
-def _plain(found: Figures) -> dict[str, Any]:
-    return {name: {k: None if math.isinf(v) else v for k, v in mean._asdict().items()} for name, mean in found.items()}
-
-
-def _means(plain: Mapping[str, Mapping[str, Any]]) -> Figures:
-    def end(value: float | None, otherwise: float) -> float:
-        return otherwise if value is None else value
-
-    return {
-        name: Mean(m["mean"], end(m["low"], -math.inf), end(m["high"], math.inf), m["prompts"])
-        for name, m in plain.items()
-    }
+def difference(before: Result, after: Result) -> str:
+    """Return how much more is right after than before, paired by prompt, which two separate intervals cannot show."""
+    both = [after.right[i] - before.right[i] for i in before.right if i in after.right]
+    found = mean_of(both)
+    name = next(iter(after.figures))
+    return f"{name}: {found.mean:+.3f}  ({found.low:+.3f} to {found.high:+.3f}), prompt by prompt over {len(both)}"

@@ -1,9 +1,9 @@
-"""Sampling for an evaluation by the engine that trains: its own temperature and seed, and nothing left behind."""
+"""Sample for an evaluation with the engine that trains, at another temperature and seed, and restore its state."""
 
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,13 +11,38 @@ from transformers import GenerationConfig
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.eval_sets import EvalSet
+from grpo_ext.data.rows import Row
+from grpo_ext.rollout.collected import Collected
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Purpose, derived
 
 
+class HasEngine(Protocol):
+    """The members of a trainer that an evaluation uses."""
+
+    model: Any
+    model_wrapped: Any
+    args: Any
+    accelerator: Any
+    state: Any
+    control: Any
+    acting: Any
+    use_vllm: bool
+    vllm_generation: Any
+    num_generations_eval: Any
+    generation_config: Any
+    generation_kwargs: Any
+    eos_token_ids: Any
+    _tokenizer: Any
+    _metrics: Any
+
+    def rollouts(self, rows: list[Row], attempts: list[AttemptId]) -> Collected:
+        """Return one generation."""
+
+
 @contextmanager
-def evaluating(trainer: Any, chosen: EvalSet) -> Iterator[None]:
-    """While it lasts the trainer's model evaluates and samples as `chosen` says; afterwards all is as it was."""
+def evaluating(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
+    """Evaluate and sample by the settings of a set inside the context; restore the trainer's state after it."""
     training, model = trainer.model.training, trainer.model_wrapped
     metrics, group = dict(trainer._metrics["eval"]), trainer.num_generations_eval
     model.eval()
@@ -33,8 +58,8 @@ def evaluating(trainer: Any, chosen: EvalSet) -> Iterator[None]:
 
 
 @contextmanager
-def seeded(trainer: Any, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[None]:
-    """Sample one chunk of prompts alike on whichever process: `attempts` are its rows, all of one evaluation set."""
+def seeded(trainer: HasEngine, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[None]:
+    """Sample one chunk of prompts identically on any process; `attempts` are its rows."""
     drawn = derived(Purpose.CHUNK, attempts[0].seed, chunk)
     random.seed(drawn)
     np.random.seed(drawn)
@@ -45,7 +70,7 @@ def seeded(trainer: Any, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[
 
 
 @contextmanager
-def _transformers(trainer: Any, chosen: EvalSet) -> Iterator[None]:
+def _transformers(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
     config, given = trainer.generation_config, trainer.generation_kwargs
     kwargs = {**given, "do_sample": chosen.temperature > 0, "max_new_tokens": _length(trainer, chosen)}
     for name in ("temperature", "top_p", "top_k", "min_p"):
@@ -58,7 +83,7 @@ def _transformers(trainer: Any, chosen: EvalSet) -> Iterator[None]:
 
 
 @contextmanager
-def _vllm(trainer: Any, chosen: EvalSet) -> Iterator[None]:
+def _vllm(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
     settings = {
         "temperature": chosen.temperature,
         "top_p": chosen.top_p,
@@ -70,5 +95,5 @@ def _vllm(trainer: Any, chosen: EvalSet) -> Iterator[None]:
         yield
 
 
-def _length(trainer: Any, chosen: EvalSet) -> int:
+def _length(trainer: HasEngine, chosen: EvalSet) -> int:
     return chosen.max_completion_length or trainer.args.max_completion_length

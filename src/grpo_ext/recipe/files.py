@@ -1,4 +1,4 @@
-"""Finding a recipe, and reading its YAML."""
+"""Find a recipe and read its YAML."""
 
 import re
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 
 from grpo_ext.config.spec import kind
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.registry import did_you_mean
 
 
 def recipes_folder() -> Path:
-    """Where the packaged recipes lie: inside the wheel, or at the root of a checkout."""
+    """Folder of the packaged recipes, inside the wheel or at the root of a checkout."""
     inside = Path(__file__).parent / "packaged"
     return inside if inside.is_dir() else Path(__file__).parents[3] / "recipes"
 
@@ -26,18 +26,18 @@ def packaged_recipes() -> dict[str, Path]:
 
 
 def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of `--config` (either form) and the other arguments."""
+    """Return the value of `--config` (either form) and the other arguments."""
     rest = [piece for arg in argv for piece in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     if "--config" not in rest:
         return None, rest
     i = rest.index("--config")
     if i + 1 == len(rest):
-        raise ConfigError(["--config: no value. Give a path or the name of a packaged recipe."])
+        raise ConfigError([Problem("--config", ABSENT, "no value", "Give a path or the name of a packaged recipe.")])
     return rest[i + 1], rest[:i] + rest[i + 2 :]
 
 
 def find_recipe(name: str) -> Path:
-    """The file of that path, or the packaged recipe of that name.
+    """Return the file of that path, or the packaged recipe of that name.
 
     Raises:
         ConfigError: neither exists; the message names the closest recipes.
@@ -47,26 +47,24 @@ def find_recipe(name: str) -> Path:
     packaged = packaged_recipes()
     key = name.removesuffix(".yaml")
     if key not in packaged:
-        hint = did_you_mean(key, packaged)
-        raise ConfigError([f"--config {name}: neither a file nor a packaged recipe. {hint}"])
+        reason = "neither a file nor a packaged recipe"
+        raise ConfigError([Problem(f"--config {name}", ABSENT, reason, did_you_mean(key, packaged))])
     return packaged[key]
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key may stand only once, and 1e-6 is a number, as in YAML 1.2."""
+    """YAML in which a key may occur only once, and 1e-6 is a number, as in YAML 1.2."""
 
 
-def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> dict[object, object]:
     keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
     for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigError([f"{key}: stands {keys.count(key)} times in the recipe. Keep one."])
+        if (count := keys.count(key)) > 1:
+            raise ConfigError([Problem(str(key), ABSENT, f"occurs {count} times in the recipe", "Keep one.")])
     return loader.construct_mapping(node, deep=True)
 
 
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
-
-
 _StrictLoader.yaml_implicit_resolvers = {k: list(v) for k, v in _StrictLoader.yaml_implicit_resolvers.items()}
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
@@ -74,18 +72,18 @@ _StrictLoader.add_implicit_resolver(
 
 
 def parse_value(text: str) -> Any:
-    """A word of a command line as YAML reads it: a number, a bool, null, a list or mapping, else the text itself."""
+    """Read a word of a command line as YAML: a number, a bool, null, a list or mapping, else the text itself."""
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except (yaml.YAMLError, ValueError, ConfigError):
         return text
 
 
-def as_list(key: str, value: Any, unread: list[tuple[str, str]]) -> Any:
+def as_list(key: str, value: object, problems: list[Problem]) -> object:
     """Return a list that the command line gives as one word in JSON, or whose entries it gives so, as a list.
 
-    `--reward_funcs '["accuracy", {"name": "format", "weight": 0.2}]'`; any other value is returned as it is. `unread`
-    gets text that begins as a list and is none, with the problem.
+    `--reward_funcs '["accuracy", {"name": "format", "weight": 0.2}]'`; any other value is returned as it is. Text that
+    begins as a list and is none is added to `problems`.
     """
     if not isinstance(value, list):
         return value
@@ -94,28 +92,30 @@ def as_list(key: str, value: Any, unread: list[tuple[str, str]]) -> Any:
         if isinstance(read, list):
             return read
         cure = f'Write --{key} A B, or --{key} \'["A", "B"]\'.'
-        unread.append((value[0], f"{key}={value[0]!r} is not a list in JSON. {cure}"))
+        problems.append(Problem(key, value[0], "not a list in JSON", cure))
     return [parse_value(entry) if isinstance(entry, str) and entry.startswith("{") else entry for entry in value]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Return the mapping in a YAML file.
 
     Raises:
-        ConfigError: it cannot be read, is not YAML, no mapping, or says a key twice.
+        ConfigError: it cannot be read, is not YAML, is not a mapping, or has a key twice.
     """
+    reason, cure, cause = "", "", None
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        if isinstance(content, dict):
+            return content
+        reason, cure = f"{kind(content)}, not a mapping of keys to values", "Write key: value."
+        if content is None:
+            reason, cure = "empty", "Write keys and values into it; `grpo-ext recipes` lists examples."
     except ConfigError:
         raise
     except UnicodeDecodeError as error:
-        raise ConfigError([f"{path} is not UTF-8 ({error}). Save it as UTF-8."]) from error
+        reason, cure, cause = f"not UTF-8 ({error})", "Save it as UTF-8.", error
     except OSError as error:
-        raise ConfigError([f"{path} cannot be read: {error}."]) from error
+        reason, cure, cause = f"cannot be read: {error}", "Name another file.", error
     except (yaml.YAMLError, ValueError) as error:  # 2020-13-45 is taken for a date
-        raise ConfigError([f"{path} is not valid YAML: {error}"]) from error
-    if content is None:
-        raise ConfigError([f"{path} is empty. Write keys and values into it; `grpo-ext recipes` lists examples."])
-    if not isinstance(content, dict):
-        raise ConfigError([f"{path} holds {kind(content)}, not a mapping of keys to values. Write key: value."])
-    return content
+        reason, cure, cause = f"not valid YAML: {error}", "Correct it.", error
+    raise ConfigError([Problem(str(path), ABSENT, reason, cure)]) from cause

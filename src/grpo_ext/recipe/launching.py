@@ -1,15 +1,15 @@
-"""How a recipe wants to be launched: TRL's keys `accelerate_config`, `num_processes`, and `accelerate launch`'s."""
+"""The launch that a recipe asks for: TRL's keys `accelerate_config`, `num_processes`, and `accelerate launch`'s."""
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from grpo_ext.config.launch import ASKED, EXIT_CODE_FILE, world_size
 from grpo_ext.config.paths import PATHS, expand, unknown
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import find_recipe, read_yaml, recipes_folder, split_config
 from grpo_ext.registry import did_you_mean
 
@@ -26,85 +26,89 @@ _ENGINES = {"DEEPSPEED": "ACCELERATE_USE_DEEPSPEED", "FSDP": "ACCELERATE_USE_FSD
 
 @dataclass(frozen=True)
 class Launch:
-    """What a recipe says of its launch; all unset where it says nothing."""
+    """The launch that a recipe asks for; all fields are unset if it asks for none.
+
+    Args:
+        config: file of `accelerate launch --config_file`.
+        processes: their number.
+        options: further words for `accelerate launch`.
+    """
 
     config: Path | None = None
     processes: int | None = None
-    options: tuple[str, ...] = field(default=())
-    """Further words for `accelerate launch`."""
+    options: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether it asks for anything."""
+        """Return whether any field is set."""
         return self != Launch()
 
     @property
     def planned(self) -> int | None:
         """Processes of the whole launch, from the recipe or from its launch configuration."""
-        asked = self.processes or (read_yaml(self.config).get("num_processes") if self.config else None)
-        return None if asked is None else int(asked)
+        processes = self.processes or (read_yaml(self.config).get("num_processes") if self.config else None)
+        return None if processes is None else int(processes)
 
 
 def launch_of(argv: Sequence[str]) -> Launch:
-    """What the recipe of a command line says of its launch.
+    """Return the launch that the recipe of a command line asks for.
 
     Raises:
-        ConfigError: the recipe cannot be read, or what it says is wrong.
+        ConfigError: the recipe cannot be read, or its keys of the launch are wrong.
     """
     name, _ = split_config(argv)
-    problems: list[str] = []
+    problems: list[Problem] = []
     launch = take_launch(read_yaml(find_recipe(name)), problems) if name else Launch()
     if problems:
         raise ConfigError(problems)
     return launch
 
 
-def take_launch(values: dict[str, Any], problems: list[str]) -> Launch:
-    """The launch of a recipe, whose keys are removed from `values`; what is wrong is added to `problems`."""
+def take_launch(values: dict[str, Any], problems: list[Problem]) -> Launch:
+    """Remove the keys of the launch from `values` and return it; add what is wrong to `problems`."""
     name, processes = values.pop("accelerate_config", None), values.pop("num_processes", None)
     config = None
     if processes is not None and (isinstance(processes, bool) or not isinstance(processes, int) or processes < 1):
-        problems.append(f"num_processes={processes!r}: not a number of processes. Give 1 or more.")
+        problems.append(Problem("num_processes", processes, "not a number of processes", "Give 1 or more."))
         processes = None
     if name is not None:
         try:
             config = accelerate_config(name)
         except ConfigError as error:
-            problems += map(str, error.problems)
+            problems += error.problems
     return Launch(config, processes, tuple(_options(values, problems)))
 
 
-def _options(values: dict[str, Any], problems: list[str]) -> Iterator[str]:
+def _options(values: dict[str, Any], problems: list[Problem]) -> Iterator[str]:
     for key in [key for key in values if key in (*VALUES, *FLAGS)]:
         value = values.pop(key)
         if key in PATHS:
-            problems += map(str, unknown(key, value))
+            problems += unknown(key, value)
             value = expand(key, value)
         if key in FLAGS and isinstance(value, bool):
             yield from [f"--{key}"] if value else []
-        elif key in FLAGS:
-            problems.append(f"{key}={value!r}: true or false is expected. Write one.")
-        elif isinstance(value, (str, int)):
+        elif key not in FLAGS and isinstance(value, str | int):
             yield from (f"--{key}", str(value).lower() if isinstance(value, bool) else str(value))
-        elif value is not None:
-            problems.append(f"{key}={value!r}: text or a number is expected. Write one.")
+        elif key in FLAGS or value is not None:
+            kinds = "true or false" if key in FLAGS else "text or a number"
+            problems.append(Problem(key, value, f"{kinds} is expected", "Write one."))
 
 
-def accelerate_config(name: Any) -> Path:
-    """A file, or the packaged (else TRL's) launch configuration of that name.
+def accelerate_config(name: object) -> Path:
+    """Return a file, or the packaged (else TRL's) launch configuration of that name.
 
     Raises:
-        ConfigError: neither; the message names the closest ones.
+        ConfigError: neither exists; the message names the closest ones.
     """
     if problems := list(unknown("accelerate_config", name)):
         raise ConfigError(problems)
-    name = expand("accelerate_config", name)
-    if isinstance(name, (str, Path)) and Path(name).is_file():
+    name = str(expand("accelerate_config", name))
+    if Path(name).is_file():
         return Path(name)
     folders = [recipes_folder() / "accelerate_configs", Path(str(files("trl"))) / "accelerate_configs"]
     shipped = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.yaml")}
     if name not in shipped:
-        hint = did_you_mean(str(name), shipped)
-        raise ConfigError([f"accelerate_config={str(name)!r}: neither a file nor a shipped configuration. {hint}"])
+        reason = "neither a file nor a shipped configuration"
+        raise ConfigError([Problem("accelerate_config", name, reason, did_you_mean(name, shipped))])
     return shipped[name]
 
 
@@ -112,27 +116,24 @@ def check_launched(launch: Launch) -> None:
     """Refuse a launch other than the recipe's: by `accelerate launch`, torchrun or plain `python -m grpo_ext.train`.
 
     Raises:
-        ConfigError: another number of processes, another engine, or options that nobody has handed on.
+        ConfigError: another number of processes, another engine, or options that this launch does not have.
     """
     if EXIT_CODE_FILE in os.environ:  # `grpo-ext train` has launched, by the recipe and the command line
         return
     problems = []
+    cure = "Launch it by `grpo-ext train`, which reads the recipe, or"
     if launch.planned not in (None, world_size()) and ASKED not in os.environ:
-        problems.append(
-            f"num_processes={launch.planned} in the recipe: this launch has {world_size()}, and would train another "
-            f"batch. Launch it by `grpo-ext train`, which reads the recipe, start {launch.planned}, or remove the key."
-        )
+        reason = f"the recipe asks for these, and this launch has {world_size()}: it would train another batch"
+        start = f"{cure} start {launch.planned}, or remove the key."
+        problems.append(Problem("num_processes", launch.planned, reason, start))
     engine = read_yaml(launch.config).get("distributed_type") if launch.config else None
     if engine in _ENGINES and os.environ.get(_ENGINES[engine]) != "true":
-        problems.append(
-            f"accelerate_config={launch.config} in the recipe: this launch has no {engine}. Launch it by `grpo-ext "
-            "train`, "
-            "or by accelerate launch --config_file with that file, or remove the key."
-        )
+        reason = f"the recipe asks for {engine}, which this launch does not have"
+        start = f"{cure} by accelerate launch --config_file with that file, or remove the key."
+        problems.append(Problem("accelerate_config", str(launch.config), reason, start))
     if launch.options:
-        problems.append(
-            f"{' '.join(launch.options)} in the recipe: options of accelerate launch, which this launch has not been "
-            "asked for. Launch it by `grpo-ext train`, or give them to accelerate launch and remove the keys."
-        )
+        reason = "the recipe has these options of accelerate launch, which this launch does not have"
+        start = f"{cure} give them to accelerate launch and remove the keys."
+        problems.append(Problem(" ".join(launch.options), ABSENT, reason, start))
     if problems:
         raise ConfigError(problems)

@@ -1,175 +1,188 @@
-"""A look at what a recipe names, policy and data, before anything is trained: what training would meet is told now."""
+"""Inspect the policy and the data of a recipe before training, to report now what training would meet."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from datasets import Dataset
 from jinja2 import Environment, TemplateError, meta
+from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.config.batches import too_few
+from grpo_ext.config.broken import as_far_as_sound, is_broken
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data import chat_template
 from grpo_ext.data.config import PROCEDURAL, QUICKSTART
 from grpo_ext.data.files import is_path
 from grpo_ext.data.held_out import shared_prompts
 from grpo_ext.data.mixture import check_mixture, is_local
+from grpo_ext.data.prepare import AnyDataset
+from grpo_ext.data.rows import Row
 from grpo_ext.environments import fit
-from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.recipe.loading import datasets_of, rows_of
-from grpo_ext.recipe.policies import Policy, look_at
+from grpo_ext.recipe.parts import Recipe
+from grpo_ext.recipe.policies import Policy, inspect_policy
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.columns import absences, check_clash
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.references import unreadable
 
 PROMPTS = 256
-"""Most prompts whose length is looked at."""
+"""Number of prompts whose length is measured."""
+Tokenizer = PreTrainedTokenizerBase | None
 
 
 @dataclass
 class Look:
-    """What was seen of a recipe's policy and data; called with its parts and what is wrong with it so far."""
+    """An inspection of a recipe's policy and data; call it with the recipe and its problems so far.
+
+    Args:
+        data: whether local data are loaded even if there is no other problem; a training run loads them anyway.
+        policy: the policy that was found.
+        train: the training data, unless they would have to be downloaded.
+        notes: warnings.
+    """
 
     data: bool = True
-    """Whether local data are loaded also where nothing else is wrong; training is about to load them anyway."""
     policy: Policy = field(default_factory=Policy)
-    train: Any = None
-    """Training data, where nothing had to be downloaded."""
+    train: AnyDataset | None = None
     notes: list[str] = field(default_factory=list)
-    """What is no fault, but should be known."""
 
-    def __call__(self, parts: Any, rewards: list[RewardSpec], told: list[str]) -> Iterator[str]:
-        """Problems of the policy and of the data; `parts` has script, data, training, model and lists."""
-        found: list[str] = []
-        if (
-            parts.model is not None
-            and parts.training is not None
-            and not any(problem.startswith("model_name_or_path") for problem in told)
-        ):
-            self.policy, found = look_at(parts.model, parts.training)
-            self._take_template(parts.data)
+    def __call__(self, recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
+        """Yield problems of the policy and of the data; `recipe.training` may hold values that are refused already."""
+        found: list[Problem] = []
+        if all(problem.field != "model_name_or_path" for problem in problems):
+            self.policy, found = inspect_policy(recipe.model, recipe.training)
+            template = recipe.data.chat_template
+            if self.policy.tokenizer is not None and template and not any(chat_template.problems(template)):
+                self.policy.tokenizer.chat_template = chat_template.template_text(template)
         yield from found
-        if (self.data or told or found) and _loads_here(parts):
-            yield from self._data(parts, rewards)
+        if (self.data or problems or found) and _is_local(recipe):
+            yield from as_far_as_sound(self._data(recipe))
 
-    def _take_template(self, data: Any) -> None:
-        """The recipe's chat template, unless it is told already that it does not render."""
-        given = None if data is None else data.chat_template
-        if self.policy.tokenizer is not None and given and not any(chat_template.problems(given)):
-            self.policy.tokenizer.chat_template = chat_template.template_text(given)
-
-    def _data(self, parts: Any, rewards: list[RewardSpec]) -> Iterator[str]:
+    def _data(self, recipe: Recipe) -> Iterator[Problem]:
+        tokenizer, evaluates = self.policy.tokenizer, recipe.training.eval_strategy
         try:
-            self.train, test = datasets_of(parts, self.policy.tokenizer)
+            self.train, test = datasets_of(recipe, tokenizer, evaluates=False if is_broken(evaluates) else None)
         except (ConfigError, DataError) as error:
-            yield from map(str, error.problems)
+            yield from error.problems
             return
-        problems, self.notes = findings(parts, rewards, self.train, self.policy.tokenizer, self.policy.context, test)
+        problems, self.notes = findings(recipe, self.train, tokenizer, self.policy.context, test)
         yield from problems
-        for chosen in parts.eval_sets:
+        for chosen in recipe.eval_sets:
             if chosen.dataset_name is None or is_path(chosen.dataset_name):
                 try:
-                    rows = rows_of(chosen, parts, self.policy.tokenizer)
-                    self.notes += trained_on(parts, self.train, rows, f"eval_sets: {chosen.name}")
+                    rows = rows_of(chosen, recipe, tokenizer)
+                    self.notes += trained_on(recipe, self.train, rows, f"eval_sets: {chosen.name}")
                 except (ConfigError, DataError) as error:
-                    yield from (f"eval_sets: {chosen.name}: {problem}" for problem in error.problems)
+                    yield from (replace(p, field=f"eval_sets: {chosen.name}: {p.field}") for p in error.problems)
 
 
-def _loads_here(parts: Any) -> bool:
-    """Whether the data need no download, and their settings are sound enough to be loaded."""
-    if None in (parts.script, parts.data, parts.mixture, parts.training):
-        return False
-    name = parts.script.dataset_name
-    if parts.mixture.datasets:
+def _is_local(recipe: Recipe) -> bool:
+    """Return whether the data need no download, and their settings are sound enough to be loaded."""
+    name = recipe.script.dataset_name
+    if recipe.mixture.datasets:
         try:
-            check_mixture(parts.mixture)
+            check_mixture(recipe.mixture)
         except DataError:
             return not name
-        return not name and is_local(parts.mixture)
+        return not name and is_local(recipe.mixture)
     return isinstance(name, str) and bool(name) and (name.startswith((PROCEDURAL, QUICKSTART)) or is_path(name))
 
 
 def findings(
-    parts: Any, rewards: list[RewardSpec], train: Any, tokenizer: Any, context: int | None, test: Any = None
-) -> tuple[list[str], list[str]]:
-    """Return what is wrong with loaded data for these rewards and this policy, and what is to be known of them."""
-    problems: list[str] = []
+    recipe: Recipe,
+    train: AnyDataset,
+    tokenizer: Tokenizer,
+    context: int | None = None,
+    test: AnyDataset | None = None,
+) -> tuple[list[Problem], list[str]]:
+    """Return what is wrong with loaded data for a recipe and its policy, and warnings."""
+    problems: list[Problem] = []
     notes: list[str] = []
+    training, environments = recipe.training, recipe.environments
     if isinstance(train, Dataset):
-        problems += map(str, too_few(parts.training, len(train)))
-        problems += _template_problems(train[0]["prompt"], tokenizer, parts.training.chat_template_kwargs)
-        problems += fit.policy_problems(parts.environments, tokenizer, as_mapping(parts.training.chat_template_kwargs))
-        notes += [] if problems else _too_long(train, tokenizer, parts.training, context)
-        notes += trained_on(parts, train, test)
-    problems += fit.data_problems(parts.environments, train)
-    if train.column_names is None:  # a stream may not say
-        return problems, notes
-    silent = []
+        options = as_mapping(training.chat_template_kwargs)
+        problems += as_far_as_sound(too_few(training, len(train)))
+        problems += _template_problems(train[0]["prompt"], tokenizer, options)
+        problems += fit.policy_problems(environments, tokenizer, options)
+        if not problems:
+            notes += map(str, _too_long(train, tokenizer, training.max_completion_length, context))
+        notes += trained_on(recipe, train, test)
+    problems += fit.data_problems(environments, train)
+    if train.column_names is not None:  # None for some streams
+        found, warnings = _reward_findings(recipe.rewards, train)
+        return problems + found, notes + warnings
+    return problems, notes
+
+
+def _reward_findings(rewards: list[RewardSpec], train: AnyDataset) -> tuple[list[Problem], list[str]]:
+    """Return why no row can be scored, and warnings about rewards that cannot score some rows, or any."""
+    problems, silent, notes = list[Problem](), list[Problem](), list[Problem]()
     for spec in rewards:
         try:
             if not spec.is_model:
                 check_clash(spec, dict.fromkeys(train.column_names))
-        except ValueError as error:
-            problems.append(str(error))
-        sentences = [(str(absence), True) for absence in absences([spec], train.column_names)]
-        sentences += [(str(problem), of_all) for problem, of_all in unreadable([spec], train)]
-        notes += [sentence for sentence, _ in sentences]
-        silent += [sentence for sentence, of_all in sentences if of_all and spec.weight][:1]
+        except ConfigError as error:
+            problems += error.problems
+        found = [(problem, True) for problem in absences([spec], train.column_names)]
+        found += unreadable([spec], train)
+        notes += [problem for problem, _ in found]
+        silent += [problem for problem, of_all in found if of_all and spec.weight][:1]
     if silent and len(silent) == sum(spec.weight != 0 for spec in rewards):
-        problems += silent
-        notes = [note for note in notes if note not in silent]
-    return problems, notes
+        return problems + silent, [str(note) for note in notes if note not in silent]
+    return problems, [str(note) for note in notes]
 
 
-def trained_on(parts: Any, train: Any, rows: Any, name: str = "the evaluation data") -> list[str]:
-    """Count evaluation rows whose prompt is trained on; with environments a prompt does not say what the task is."""
-    return [] if parts.environments else shared_prompts(train, rows, name)
+def trained_on(
+    recipe: Recipe, train: AnyDataset, rows: AnyDataset | list[Row] | None, name: str = "the evaluation data"
+) -> list[str]:
+    """Return a warning about evaluation rows whose prompt is trained on; with environments a prompt is not a task."""
+    return [] if recipe.environments else shared_prompts(train, rows, name)
 
 
-def _template_problems(prompt: Any, tokenizer: Any, options: Any) -> Iterator[str]:
-    """Whether the chat template takes conversations, these and with these options."""
+def _template_problems(prompt: object, tokenizer: Tokenizer, options: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield why the chat template cannot render these conversations with these options."""
     if tokenizer is None or not isinstance(prompt, list):
         return
     template = tokenizer.chat_template
     if template is None:
-        yield (
-            "model_name_or_path: its tokenizer has no chat template, and the prompts are conversations. Name an "
-            "instruction-tuned model, or leave out system_prompt and call the column of texts prompt."
-        )
+        cure = "Name an instruction-tuned model, or leave out system_prompt and call the column of texts prompt."
+        reason = "its tokenizer has no chat template, and the prompts are conversations"
+        yield Problem("model_name_or_path", ABSENT, reason, cure)
         return
-    given = dict(as_mapping(options))
     if isinstance(template, str):
-        yield from _template_options(template, given)
+        yield from _unknown_options(template, options)
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     try:
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **given)
-    except Exception as error:  # a template may raise anything of its own, such as that it knows no system message
-        yield (
-            f"the chat template fails on the first prompt, of {' and '.join(m['role'] for m in messages)} messages "
-            f"({error}). Leave out system_prompt, or name a model whose template takes them."
-        )
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
+    except Exception as error:  # a template may raise anything of its own, for example for a system message
+        roles = " and ".join(m["role"] for m in messages)
+        reason = f"it fails on the first prompt, of {roles} messages ({error})"
+        cure = "Leave out system_prompt, or name a model whose template renders them."
+        yield Problem("the chat template", ABSENT, reason, cure)
 
 
-_OF_EVERY_TEMPLATE = {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
+_STANDARD_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
 
 
-def _template_options(template: str, given: dict[str, Any]) -> Iterator[str]:
+def _unknown_options(template: str, options: Mapping[str, object]) -> Iterator[Problem]:
     try:
         known = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
     except TemplateError:  # tags that only transformers knows
         return
-    for key, value in given.items():
+    for key, value in options.items():
         if key not in known and key not in ("continue_final_message", "documents", "tools"):
-            options = sorted(known - _OF_EVERY_TEMPLATE)
-            cure = did_you_mean(key, options) if options else "It has none: remove it."
-            yield f"chat_template_kwargs.{key}={value!r}: the chat template has no such option. {cure}"
+            others = sorted(known - _STANDARD_VARIABLES)
+            cure = did_you_mean(key, others) if others else "It has none: remove it."
+            yield Problem(f"chat_template_kwargs.{key}", value, "the chat template has no such option", cure)
 
 
-def _too_long(train: Dataset, tokenizer: Any, training: Any, context: int | None) -> Iterator[str]:
-    """Whether prompt and completion go beyond the model's positions, by the first prompts."""
-    if tokenizer is None or context is None or not training.max_completion_length:
+def _too_long(
+    train: Dataset, tokenizer: Tokenizer, max_completion_length: int | None, context: int | None
+) -> Iterator[Problem]:
+    """Yield the longest of the first prompts if it and a completion exceed the model's positions."""
+    if tokenizer is None or context is None or not max_completion_length:
         return
     prompts = [
         tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) if isinstance(p, list) else p
@@ -177,33 +190,10 @@ def _too_long(train: Dataset, tokenizer: Any, training: Any, context: int | None
     ]
     lengths = [len(ids) for ids in tokenizer(prompts)["input_ids"]]
     longest = max(lengths)
-    if longest + training.max_completion_length > context:
-        yield (
-            f"the prompt of row {lengths.index(longest)} (from 0) has {longest} tokens, with max_completion_length="
-            f"{training.max_completion_length} more than the model's {context} positions. Set max_prompt_length: "
-            f"{max(1, context - training.max_completion_length)}, or a shorter max_completion_length."
+    if longest + max_completion_length > context:
+        reason = (
+            f"the prompt of row {lengths.index(longest)} (from 0) has {longest} tokens, and the model {context} "
+            "positions for prompt and completion"
         )
-
-
-def no_look(*_: Any) -> Iterator[str]:
-    """What a recipe names is not looked at."""
-    yield from ()
-
-
-def stand_in(given: dict[str, Any]) -> SimpleNamespace | None:
-    """The training settings that a look reads, where there is no sound config of them; None where there are none."""
-    if not given:
-        return None
-    longest = given.get("max_completion_length")
-    settings = {
-        "trust_remote_code": given.get("trust_remote_code") is True,
-        "eval_strategy": "no" if given.get("eval_strategy") in (None, False) else given["eval_strategy"],
-        "chat_template_kwargs": as_mapping(given.get("chat_template_kwargs")),
-        "model_init_kwargs": as_mapping(given.get("model_init_kwargs")),
-        "max_completion_length": longest if isinstance(longest, int) else 0,
-        "router_aux_loss_coef": None,
-        "generation_batch_size": None,
-        "use_vllm": False,
-        "num_generations": None,
-    }
-    return SimpleNamespace(**(given | settings))
+        cure = f"Set max_prompt_length: {max(1, context - max_completion_length)}, or a shorter max_completion_length."
+        yield Problem("max_completion_length", max_completion_length, reason, cure)

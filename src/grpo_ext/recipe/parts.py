@@ -1,4 +1,4 @@
-"""The parts of a recipe: TRL's dataclasses, ours, and what they are together."""
+"""The parts of a recipe, TRL's dataclasses and ours, and the recipe itself."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -16,20 +16,20 @@ from grpo_ext.rewards.composition import RewardSpec
 
 @dataclass
 class RecipeArguments(GRPOScriptArguments):
-    """TRL's script arguments, and how rewards are scored."""
+    """TRL's script arguments, and how completions are scored and evaluated."""
 
     reward_workers: int | None = field(
         default=None,
         metadata={
             "help": "Worker processes that score rewards beside each training process. None (default): its share of "
-            "the cores, at most 8; 0: in the training process itself, where nothing can be stopped or contained."
+            "the cores, at most 8; 0: in the training process itself, where no call can be stopped or contained."
         },
     )
     eval_sets: list[str] | None = field(
         default=None,
         metadata={
-            "help": "What `grpo-ext eval` and the training run evaluate on: a list of {name, dataset_name, split, "
-            "samples, k, temperature, top_p, limit, every, judge, ...}; docs/evaluation.md."
+            "help": "Data that `grpo-ext eval` and the training run evaluate on: a list of {name, dataset_name, "
+            "split, samples, k, temperature, top_p, limit, every, judge, ...}; docs/evaluation.md."
         },
     )
     reward_memory_gib: float = field(
@@ -39,8 +39,8 @@ class RecipeArguments(GRPOScriptArguments):
     environments: list[str] | None = field(
         default=None,
         metadata={
-            "help": "What completions are conversations with: a list of {name or path, kwargs, tools, max_turns, "
-            "turn_timeout, weight, on_error, isolate}; docs/environments.md."
+            "help": "Environments with which completions are conversations: a list of {name or path, kwargs, tools, "
+            "max_turns, turn_timeout, weight, on_error, isolate}; docs/environments.md."
         },
     )
 
@@ -49,13 +49,13 @@ PARTS: tuple[Any, ...] = (RecipeArguments, DataConfig, GRPOExtConfig, ModelConfi
 
 
 def all_keys() -> list[str]:
-    """Every key that a part of a recipe has."""
+    """Return every key of a recipe."""
     return sorted({f.name for part in PARTS for f in dataclasses.fields(part) if f.init})
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recipe:
-    """Everything a run needs, free of problems."""
+    """Everything that a run needs, checked."""
 
     script: RecipeArguments
     data: DataConfig

@@ -1,4 +1,4 @@
-"""Keys that TRL and transformers have replaced, and names in wide use; those of one project stand in `foreign`."""
+"""Keys that TRL and transformers have replaced, and common names; `foreign` has those of one project."""
 
 REPLACED: dict[str, str] = {
     # transformers
@@ -8,7 +8,7 @@ REPLACED: dict[str, str] = {
     "no_cuda": "it is use_cpu now. Write use_cpu.",
     "logging_dir": "it is an environment variable now. Write env: {TENSORBOARD_LOGGING_DIR: ...}.",
     "overwrite_output_dir": "transformers 5 dropped it; a run resumes from its last checkpoint. Remove it; "
-    "`resume_from_checkpoint: never` starts afresh.",
+    "`resume_from_checkpoint: never` starts a new run.",
     "save_safetensors": "transformers 5 always saves safetensors. Remove it.",
     "per_gpu_train_batch_size": "it is per_device_train_batch_size now. Write that.",
     "group_by_length": "the sampler keeps the completions of a prompt together. Remove it.",

@@ -1,4 +1,4 @@
-"""A recipe's rewards, totals and advantages on rows of completions, without a model."""
+"""Score rows of completions with a recipe's rewards, without a model: rewards, totals and advantages."""
 
 import json
 import math
@@ -6,61 +6,70 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_ext.data.completions import with_rewards
-from grpo_ext.errors import ConfigError
+from grpo_ext.data.rows import Row
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.rewards.columns import PLURALS, check_clash
+from grpo_ext.rewards.columns import PLURALS
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Component, Runtime, values_of
 from grpo_ext.rewards.schedule import weight_at
 
-BATCH = 1024  # rows of one call of a reward, whose timeout is meant for a batch of training
-_START = (0, 1)  # the step of how many at which the weights are taken
+BATCH = 1024  # rows of one call of a reward, whose timeout suits a batch of training
+_START = (0, 1)  # the weights are those of step 0 of 1
 
 
 @dataclass
 class Scored:
-    """Rows of a file with what each reward gave them and logged, the weighted total and the advantage."""
+    """Scores of the rows of a file.
 
-    rows: list[dict[str, Any]]
+    Args:
+        rows: as they were read.
+        rewards: values of each reward.
+        total: the weighted totals.
+        advantages: one for each row.
+        metrics: logged by rewards.
+        extras: columns that rewards logged.
+    """
+
+    rows: list[Row]
     rewards: dict[str, list[float | None]]
     total: list[float]
     advantages: list[float]
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
-    extras: Mapping[str, list[Any]] = field(default_factory=dict)
+    extras: Mapping[str, list[object]] = field(default_factory=dict)
 
-    def written(self) -> Iterator[dict[str, Any]]:
-        """Rows as `data.completions` writes them."""
+    def written(self) -> Iterator[Row]:
+        """Yield the rows as `data.completions` writes them."""
         for i, row in enumerate(self.rows):
             extras = {name: values[i] for name, values in self.extras.items()}
             rewards = {name: values[i] for name, values in self.rewards.items()}
             yield with_rewards({**row, **extras}, rewards, self.total[i], self.advantages[i])
 
 
-def score(recipe: Recipe, rows: Sequence[dict[str, Any]], runtime: Runtime) -> Scored:
-    """Score all rows; those of one prompt (of one step, where a log says it) are a group.
+def score(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> Scored:
+    """Score all rows; those of one prompt (and of one step, if the rows have steps) are a group.
 
     Raises:
         ConfigError: a reward that only TRL can load, or a column with the name of a reward's option.
     """
     functions = [_offline(function) for function in runtime.functions]
     rewards: dict[str, list[float | None]] = {function.spec.name: [] for function in functions}
-    metrics, extras = defaultdict[str, list[float]](list), dict[str, list[Any]]()
+    metrics, extras = defaultdict[str, list[float]](list), dict[str, list[object]]()
     names = {name for row in rows for name in row} - set(PLURALS.values())
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
         columns = {plural: [row[name] for row in batch] for plural, name in PLURALS.items()}
         columns |= {name: [row.get(name) for row in batch] for name in names - set(columns)}
 
-        def log_extra(column: str, values: list[Any], start: int = start) -> None:
-            if column not in names:  # the row's own come first
+        def log_extra(column: str, values: list[object], start: int = start) -> None:
+            if column not in names:  # the row's own columns have priority
                 extras.setdefault(column, [None] * len(rows))[start : start + len(values)] = values
 
         given = {
@@ -69,7 +78,7 @@ def score(recipe: Recipe, rows: Sequence[dict[str, Any]], runtime: Runtime) -> S
             "trainer_state": SimpleNamespace(global_step=0, max_steps=recipe.training.max_steps),
         }
         for function in functions:
-            rewards[function.spec.name] += _values(function, columns, given)
+            rewards[function.spec.name] += values_of(function.scores({**columns, **given}))
     weights = torch.tensor([function.weight(*_START) for function in functions], dtype=torch.float64)
     values = torch.tensor([[math.nan if v is None else v for v in column] for column in rewards.values()]).double().T
     keys = [json.dumps([row.get("step"), row["prompt"]]) for row in rows]
@@ -77,22 +86,15 @@ def score(recipe: Recipe, rows: Sequence[dict[str, Any]], runtime: Runtime) -> S
     return Scored(list(rows), rewards, total.tolist(), advantages.tolist(), metrics, extras)
 
 
-def _offline(function: Any) -> Component:
+def _offline(function: Component | str) -> Component:
     if isinstance(function, str):
-        raise ConfigError([f"reward_funcs: {function!r} is loaded by TRL. Use reward_model to score it offline."])
+        cure = "Use reward_model to score it offline."
+        raise ConfigError([Problem("reward_funcs", function, "TRL loads it, for training only", cure)])
     return function
 
 
-def _values(function: Component, columns: dict[str, list[Any]], given: dict[str, Any]) -> list[float | None]:
-    try:
-        check_clash(function.spec, columns)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from None
-    return values_of(function.scores({**columns, **given}))
-
-
 def grouped(objective: Objective, values: Tensor, weights: Tensor, keys: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Weighted total and advantage of each row; groups of unequal size are filled up with unscorable completions."""
+    """Return the total and advantage of each row; groups of unequal size are padded with unscored completions."""
     groups: dict[str, list[int]] = {}
     for i, key in enumerate(keys):
         groups.setdefault(key, []).append(i)
@@ -109,7 +111,7 @@ def grouped(objective: Objective, values: Tensor, weights: Tensor, keys: Sequenc
 
 
 def summary(scored: Scored) -> list[tuple[str, ...]]:
-    """Rows of a table: for each reward and the total, mean, std, least, greatest, None, errors, seconds."""
+    """Return rows of a table: for each reward and the total, mean, std, min, max, None, errors, seconds."""
     table: list[tuple[str, ...]] = []
     columns: dict[str, Sequence[float | None]] = {**scored.rewards, "total": scored.total}
     for name, column in columns.items():
@@ -131,7 +133,7 @@ def summary(scored: Scored) -> list[tuple[str, ...]]:
 
 
 def explain(scored: Scored, index: int, recipe: Recipe) -> list[tuple[str, str]]:
-    """One row piece by piece: prompt, completion, what was read, each reward with its weight, total, advantage."""
+    """Return the parts of one row's score: its columns, each reward with its weight, total and advantage."""
     row = {**scored.rows[index], **{name: values[index] for name, values in scored.extras.items()}}
     text = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in row.items()]
     pieces = [(spec.name, _piece(scored.rewards[spec.name][index], spec)) for spec in recipe.rewards]
@@ -140,7 +142,7 @@ def explain(scored: Scored, index: int, recipe: Recipe) -> list[tuple[str, str]]
 
 
 def _piece(value: float | None, spec: RewardSpec) -> str:
-    """A reward's value, its weight, and the function and options where the name does not say them."""
+    """Return a reward's value, its weight, and the function and options unless the name implies them."""
     weighted = f"{value} x {weight_at(spec.weight, spec.weight_schedule, *_START):g}"
     more = [str(spec.function)] if spec.function != spec.name else []
     more += [f"{option}={given!r}" for option, given in spec.kwargs.items()]

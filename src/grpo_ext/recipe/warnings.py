@@ -1,47 +1,43 @@
-"""What is allowed but probably not meant between the parts of a recipe."""
+"""Warnings about settings of a recipe that are allowed but probably not meant."""
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from grpo_ext.config.rules import is_set
 from grpo_ext.config.warnings import no_effect
 from grpo_ext.objective.advantages import estimators
-from grpo_ext.objective.objective import resolve
-
-if TYPE_CHECKING:
-    from grpo_ext.recipe.parts import Recipe
+from grpo_ext.recipe.parts import Recipe
 
 
-def recipe_warnings(recipe: "Recipe") -> list[str]:
-    """What is allowed but probably not meant between the parts of a recipe that is free of problems."""
+def recipe_warnings(recipe: Recipe) -> list[str]:
+    """Return the warnings about a recipe that has no problems."""
     return [*_idle(recipe), *_adapter(recipe), *_rewards(recipe)]
 
 
-_OF_A_MIXTURE = ("streaming", "test_split_size")
-_OF_A_DATASET = ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming")
-_OF_EVALUATION = ("eval_steps", "eval_delay", "per_device_eval_batch_size", "num_generations_eval")
-_OF_4BIT = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
+_MIXTURE_KEYS = ("streaming", "test_split_size")
+_DATASET_KEYS = ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming")
+_EVALUATION_KEYS = ("eval_steps", "eval_delay", "per_device_eval_batch_size", "num_generations_eval")
+_4BIT_KEYS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 
 
-def _idle(recipe: "Recipe") -> Iterator[str]:
+def _idle(recipe: Recipe) -> Iterator[str]:
     mixed, evaluated = bool(recipe.mixture.datasets), recipe.training.eval_strategy != "no"
     lora = tuple(f.name for f in dataclasses.fields(recipe.model) if f.name.startswith(("lora_", "use_rslora")))
     for part, names, switch, cure in (
         (recipe.model, (*lora, "use_dora"), recipe.model.use_peft, "use_peft: true"),
-        (recipe.mixture, _OF_A_MIXTURE, mixed, "datasets"),
-        (recipe.script, _OF_A_DATASET, not mixed, "dataset_name (a mixture has its own keys, inside datasets)"),
+        (recipe.mixture, _MIXTURE_KEYS, mixed, "datasets"),
+        (recipe.script, _DATASET_KEYS, not mixed, "dataset_name (a mixture has its own keys, inside datasets)"),
         (recipe.data, ("test_size",), not mixed, "dataset_name (a mixture has test_split_size)"),
         (recipe.data, ("split_seed",), recipe.data.test_size is not None, "test_size"),
-        (recipe.model, _OF_4BIT, recipe.model.load_in_4bit, "load_in_4bit: true"),
-        (recipe.training, _OF_EVALUATION, evaluated, "eval_strategy: steps or epoch"),
+        (recipe.model, _4BIT_KEYS, recipe.model.load_in_4bit, "load_in_4bit: true"),
+        (recipe.training, _EVALUATION_KEYS, evaluated, "eval_strategy: steps or epoch"),
     ):
         idle = [] if switch else [name for name in names if is_set(part, name)]
         if idle:
             yield str(no_effect(idle, cure))
 
 
-def _adapter(recipe: "Recipe") -> Iterator[str]:
+def _adapter(recipe: Recipe) -> Iterator[str]:
     dropout = recipe.model.lora_dropout
     if recipe.model.use_peft and is_set(recipe.model, "lora_dropout") and dropout and recipe.training.dropout_disabled:
         yield (
@@ -50,19 +46,19 @@ def _adapter(recipe: "Recipe") -> Iterator[str]:
         )
 
 
-def _rewards(recipe: "Recipe") -> Iterator[str]:
-    config, objective = recipe.training, resolve(recipe.training)
+def _rewards(recipe: Recipe) -> Iterator[str]:
+    config, objective = recipe.training, recipe.training.objective
     for spec in recipe.rewards:
         if spec.weight < 0:
             yield (
-                f"reward {spec.name!r} has the weight {spec.weight:g}: a low score is what earns then. Penalties of "
-                "grpo-ext are negative already, and want a positive weight."
+                f"reward {spec.name!r} has the weight {spec.weight:g}, which rewards low scores. Penalties of "
+                "grpo-ext are negative already, and need a positive weight."
             )
         longest, buffer = spec.kwargs.get("max_length", 0), spec.kwargs.get("buffer", 0)
         if spec.function == "soft_overlong" and longest - buffer >= (config.max_completion_length or 0):
             yield (
-                f"soft_overlong with max_length={longest} and buffer={buffer}: no completion gets beyond "
-                f"max_completion_length={config.max_completion_length}, so the penalty never applies. "
+                f"soft_overlong with max_length={longest} and buffer={buffer}: completions have at most "
+                f"max_completion_length={config.max_completion_length} tokens, so the penalty never applies. "
                 f"Set max_length: {config.max_completion_length} and a buffer below it."
             )
     total = sum(spec.weight for spec in recipe.rewards)

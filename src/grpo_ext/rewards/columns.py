@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_ext.errors import Problem
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.signatures import asks, needs, options
@@ -22,17 +22,18 @@ def check_clash(spec: RewardSpec, columns: Columns) -> None:
     """Raise if a dataset column would silently become an option that the recipe leaves unset.
 
     Raises:
-        ValueError: there is one.
+        ConfigError: there is one.
     """
     known = options(spec.callable) or {}
     clash = sorted(known.keys() & columns.keys() - spec.kwargs.keys())
     if clash:
         name = clash[0]
-        raise ValueError(
-            f"dataset column {name!r} has the name of an option of reward {spec.name!r}. Rename the column, set the "
-            f"option in the recipe (kwargs: {{{name}: {known[name].default}}}), or, if the function needs the column, "
-            "take it before the star in its signature."
+        reason = f"it has the name of an option of reward {spec.name!r}"
+        cure = (
+            f"Rename the column, set the option in the recipe (kwargs: {{{name}: {known[name].default}}}), or, if the "
+            "function needs the column, take it before the star in its signature."
         )
+        raise ConfigError([Problem(f"dataset column {name!r}", ABSENT, reason, cure)])
 
 
 def absences(

@@ -207,7 +207,7 @@ class NonFiniteGuard:
         ids, mask = (micro_batch.inputs.get(f"completion_{name}") for name in ("ids", "mask"))
         if not rows or ids is None or mask is None:
             return ""
-        return self.trainer._tokenizer.decode(ids[rows[0]][mask[rows[0]].bool()][:32])[:80]
+        return str(self.trainer._tokenizer.decode(ids[rows[0]][mask[rows[0]].bool()][:32]))[:80]
 
     # Messages and files.
 

@@ -20,7 +20,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
-from grpo_ext.data.given import as_dataset, prompt_problems
+from grpo_ext.data.given import Checked, as_dataset, prompt_problems
 from grpo_ext.data.rows import check_columns
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.composition import parse as parse_environments
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 Model: TypeAlias = str | PreTrainedModel | PeftModel
 Row: TypeAlias = Mapping[str, Any]
-Rows: TypeAlias = Union[Dataset, IterableDataset, Iterable[Row], Callable[[], Iterable[Row]], "pd.DataFrame"]
+Rows: TypeAlias = Union[Dataset, IterableDataset, Iterable[Row], Callable[[], Iterable[Row]], "pd.DataFrame", Checked]
 """Types that a trainer takes as a dataset."""
 Reward: TypeAlias = grpo_trainer.RewardFunc | Row
 """A function, a model, or an entry of `reward_funcs` in a recipe."""
@@ -104,16 +104,18 @@ def prepare(
         args = GRPOExtConfig(f"{name.split('/')[-1] or 'model'}-GRPO")
     if not isinstance(args, GRPOExtConfig):
         raise TypeError(f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more.")
+    checked = isinstance(train_dataset, Checked)
     train_dataset = as_dataset(train_dataset, "train_dataset")
     eval_dataset = as_dataset(eval_dataset, "eval_dataset")
     factory = rollouts["environment_factory"] is not None  # which may bring prompts and a reward
     problems = [*machine_problems(args, None)]
-    problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
     specs, found = parse_environments(environments)
     problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
-    evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
-    of_rows = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
-    problems += dict.fromkeys(problem for found in of_rows for problem in found)
+    if not checked:
+        problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
+        evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
+        of_rows = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
+        problems += dict.fromkeys(problem for found in of_rows for problem in found)
     problems += quantized_problems(args, model, quantization_config)
     if reward_funcs or not factory:
         own = environment_reward(specs)
@@ -181,10 +183,8 @@ def check_trained(args: GRPOExtConfig, train_dataset: object, steps: int) -> Non
     """
     if steps == 0 and not isinstance(train_dataset, Dataset):
         _, one_generation = prompts_of_one_generation(args)
-        raise DataError(
-            f"train_dataset: the stream ended before {one_generation}, so that 0 steps were trained. Give a longer "
-            "one or lower the batch size."
-        )
+        reason = f"the stream ended before {one_generation}, so that 0 steps were trained"
+        raise DataError([Problem("train_dataset", ABSENT, reason, "Give a longer one or lower the batch size.")])
 
 
 # Rewards.
@@ -224,11 +224,9 @@ def prepare_rewards(
     functions = iter(Runtime(own, workers=workers, failures=failures, seed=args.seed).functions)
     weights = [spec.weight for spec in specs]
     if args.reward_weights is None and any(weight != 1.0 for weight in weights):
-        args = copy.copy(args)  # the caller may use it again, with other rewards
-        args.reward_weights = weights
+        args = args.changed(reward_weights=weights)  # the caller may use them again, with other rewards
     if of_environments and args.reward_weights is not None:
-        args = copy.copy(args)
-        args.reward_weights = [*list(args.reward_weights or ()), 1.0]
+        args = args.changed(reward_weights=[*list(args.reward_weights or ()), 1.0])
     return [*(entry if callable(entry) else next(functions) for entry in entries), *of_environments], args
 
 

@@ -37,7 +37,7 @@ def run(model: str, output: Path, on_error: str, fault: str) -> None:
     timeout = 8.0 if fault in ("loop", "sleep", "hang") else 60.0
     specs = [
         RewardSpec("letters", "support.faulty:letters"),
-        RewardSpec(fault, f"faulty:{fault}", on_error=on_error, timeout=timeout, independent=True),
+        RewardSpec(fault, f"support.faulty:{fault}", on_error=on_error, timeout=timeout, independent=True),
     ]
     runtime = Runtime(specs, workers=1, failures=output / "failures")
     args = GRPOExtConfig(str(output), **(tiny.TRAINING | {"max_steps": 3, "num_generations": 8, "loss_type": "grpo"}))

@@ -45,7 +45,7 @@ def test_the_run_goes_on_and_the_metrics_show_it(fault, survived):
     assert [entry[f"rewards/{fault}/errors"] for entry in log] == [0.0, 0.5, 0.0]  # one of two ranks, step 1
     assert log[1][f"rewards/{fault}/timeouts"] == 0.5 * (kind == "timeout")
     assert log[1][f"rewards/{fault}/mean"] == pytest.approx(1.0 if ON_ERROR[fault] == "none" else 15 / 16)
-    assert f"reward '{fault}' (faulty:{fault}) failed on 1 of 8 completions (rank 1, step 1)" in text
+    assert f"reward '{fault}' (support.faulty:{fault}) failed on 1 of 8 completions (rank 1, step 1)" in text
     assert reason in text
     assert (output / "failures" / f"step000001-rank1-{fault}.jsonl").exists()
 
@@ -64,7 +64,7 @@ def test_an_error_ends_both_processes_with_the_culprits_name(fault, on_error, re
     done = launch(model, tmp_path, f"{on_error}:{fault}")
     text = done.stdout + done.stderr
     assert done.returncode != 0
-    assert text.count(f"RewardError: reward '{fault}' (faulty:{fault}) failed on") == 2, text[-4000:]
+    assert text.count(f"RewardError: reward '{fault}' (support.faulty:{fault}) failed on") == 2, text[-4000:]
     assert reason in text
     assert "closed by peer" not in text.lower()
     began = float((tmp_path / "fault_began").read_text())

@@ -133,10 +133,10 @@ class _Requests:
             pause = min(client.backoff * 2**attempt, client.timeout) * _jitter.uniform(0.5, 1.5)
             await asyncio.sleep(max(pause, failure.retry_after))
         attempts = f" ({attempt + 1} attempts)" if attempt else ""
-        error = client.error(f"{failure.reason}{attempts}")
+        final = client.error(f"{failure.reason}{attempts}")
         if failure.hopeless:
-            self.given_up = error
-        return error
+            self.given_up = final
+        return final
 
     async def _attempt(self, body: str) -> Any:
         import httpx

@@ -1,0 +1,124 @@
+"""Read the parts of a recipe from its YAML values and the command line, by TRL's parser.
+
+Each part has a parser of its own, so that a mistake in one does not hide those in another.
+"""
+
+import argparse
+import dataclasses
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+
+from grpo_ext.config.broken import without
+from grpo_ext.config.fields import sound_values
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.mappings import holds
+from grpo_ext.config.paths import PATHS, expand, unknown
+from grpo_ext.config.settings import FUNCTIONS
+from grpo_ext.data.config import DataConfig
+from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.recipe.files import as_list
+from grpo_ext.recipe.parts import PARTS, RecipeArguments
+from grpo_ext.registry import located
+
+_ALSO: Mapping[str, Any] = {"lora_target_modules": str, "answer_format": str, "on_bad_row": str} | dict.fromkeys(
+    ("reward_funcs", "eval_sets", "environments", "datasets", "test_size"), object
+)
+"""Fields of the parts that may have another type too, or whose own checks report their type."""
+
+
+class Parser(TrlParser):
+    """TRL's parser, which leaves text that is not a number or bool to the checks, so that all is reported at once."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts, allow_abbrev=False, add_help=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting."""
+        raise ConfigError([Problem("command line", ABSENT, message.removeprefix("argument "), "Correct it.")])
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            return arg_string
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        """Leave a field's choices to the checks."""
+
+
+@dataclasses.dataclass
+class Parts:
+    """The parts of a recipe; one that could not be made is None.
+
+    Args:
+        problems: those of the parts' own checks.
+        unread: values that could not be read; other problems with them are consequences.
+        training: if it was refused, holds values that cannot be looked at (`config.broken`).
+    """
+
+    problems: list[Problem]
+    unread: list[Problem]
+    script: RecipeArguments | None
+    data: DataConfig | None
+    training: GRPOExtConfig
+    model: ModelConfig | None
+    mixture: DatasetMixtureConfig | None
+
+
+def parse_parts(values: Mapping[str, Any], args: Sequence[str], folder: Path | None) -> Parts:
+    """Read the parts; what the command line gives wins. `folder` is the recipe's."""
+    problems: list[Problem] = []
+    unread: list[Problem] = []
+    parts: list[Any] = []
+    for part in PARTS:
+        given: dict[str, Any] | None = None
+        made = None
+        try:
+            given = _given(part, values, args, unread)
+            sound = given
+            if part is not GRPOExtConfig:  # which checks its types itself
+                sound, wrong = sound_values(part, argparse.Namespace(**given), _ALSO)
+                problems += wrong
+            made = part(**_with_whole_paths(sound, folder))
+        except ConfigError as error:
+            problems += error.problems
+        except (ImportError, OSError, TypeError, ValueError) as error:
+            problems.append(Problem(part.__name__, ABSENT, str(error), "Correct it."))
+        parts.append(_refused(given) if part is GRPOExtConfig and made is None else made)
+    if (model := parts[PARTS.index(ModelConfig)]) and re.fullmatch(r"\w+", str(model.lora_target_modules or "")):
+        # TRL unpacks a list of one name, and PEFT takes the name for a regular expression of whole paths
+        model.lora_target_modules = [model.lora_target_modules]
+    return Parts(problems, unread, *parts)
+
+
+def _given(part: Any, values: Mapping[str, Any], args: Sequence[str], unread: list[Problem]) -> dict[str, Any]:
+    """Return the values of a part's fields, with lists read and paths expanded."""
+    parser, fields = Parser(part), {f.name for f in dataclasses.fields(part)}
+    parser.set_defaults_with_config(**{key: value for key, value in values.items() if key in fields})
+    given = vars(parser.parse_known_args(list(args))[0])
+    lists = {name for name, hint in typing.get_type_hints(part).items() if holds(list, hint)}
+    for key, value in given.items():
+        is_word = key in lists and isinstance(value, str) and value.startswith("[")
+        given[key] = as_list(key, [value] if is_word else value, unread)
+    for key in given.keys() & PATHS:
+        unread += unknown(key, given[key])
+        given[key] = expand(key, given[key])
+    return given
+
+
+def _with_whole_paths(given: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    """Return values in which a function in a file is named by the whole path of the file."""
+    paths = {key: given[key] for key in given.keys() & FUNCTIONS if isinstance(given[key], str)}
+    return given | {key: located(path, folder) for key, path in paths.items()}
+
+
+def _refused(given: Mapping[str, Any] | None) -> GRPOExtConfig:
+    """Return settings that are not sound as a whole; None: their command line could not be parsed."""
+    if given is not None:
+        return GRPOExtConfig.as_given(given)
+    return without(object.__new__(GRPOExtConfig), (f.name for f in dataclasses.fields(GRPOExtConfig)))
