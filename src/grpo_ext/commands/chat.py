@@ -29,7 +29,8 @@ class Speaker:
 
     def __init__(self, model: str, trained: Trained, tokenizer: PreTrainedTokenizerBase, **sampling: Any) -> None:
         dtype = trained.record.get("dtype") or "auto"
-        self.model = load_policy(model, tokenizer, dtype=dtype, **trained.loading).to(trained.device)
+        loaded: Any = load_policy(model, tokenizer, dtype=dtype, **trained.loading)
+        self.model = loaded.to(trained.device)
         self.trained, self.tokenizer = trained, tokenizer
         own = self.model.generation_config.eos_token_id
         ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}

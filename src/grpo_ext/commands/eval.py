@@ -106,7 +106,7 @@ def _evaluate_set(trainer: GRPOExtTrainer, chosen: EvalSet, recipe: Recipe, mode
     path = str(recipe.model.model_name_or_path)
     identity = {"model": path, "weights": _weights(path), "set": chosen}
     kept = file.with_name(f"{file.stem}_samples.jsonl")
-    rows = rows_of(chosen, recipe, trainer.processing_class)
+    rows = rows_of(chosen, recipe, trainer._tokenizer)
     samples = evaluate(trainer, chosen, rows, kept=kept, identity=identity, workers=recipe.script.reward_workers)
     found = result(chosen, samples, model=model or path)
     if trainer.accelerator.is_main_process:

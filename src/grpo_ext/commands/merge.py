@@ -3,6 +3,7 @@
 import argparse
 import shutil
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -40,7 +41,7 @@ def merge(trained: Trained, output: Path, dtype: str = "float32") -> tuple[float
     model = load_policy(trained.model, tokenizer, base=base, dtype=torch.float32, **trained.loading)
     ids = torch.arange(min(64, len(tokenizer)))[None] * (len(tokenizer) // 64 or 1)
     wide = torch.float64 if model.num_parameters() <= FLOAT64_PARAMETERS else torch.float32
-    expected = _logits(model.to(wide), ids)
+    expected = _logits(cast(Any, model).to(wide), ids)
     merged = model.float().merge_and_unload().to(getattr(torch, dtype))
     merged.save_pretrained(output)
     tokenizer.save_pretrained(output)

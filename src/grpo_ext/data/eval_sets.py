@@ -5,7 +5,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from grpo_ext.config.spec import Spec
 from grpo_ext.data.config import DataConfig
@@ -52,7 +52,7 @@ class EvalSet:
     dataset_name: str | None = None
     dataset_config: str | None = None
     split: str | None = None
-    data: Mapping[str, object] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
     rewards: Sequence[RewardSpec] = ()
     judge: str | None = None
     threshold: float = RIGHT
@@ -151,5 +151,5 @@ def problems_of(chosen: EvalSet) -> Iterator[Problem]:
         reason = f"TRL loads {', '.join(models)} itself, for training only"
         yield Problem("reward_funcs", ABSENT, reason, "Use reward_model in its place.")
     if chosen.dataset_name is not None:
-        config = DataConfig(**chosen.data)  # type: ignore[arg-type]  # of the types that `parse` has checked
+        config = DataConfig(**chosen.data)  # of the types that `parse` has checked
         yield from data_problems(config, chosen.dataset_name, dataset_config=chosen.dataset_config)

@@ -109,8 +109,8 @@ def load_mixture(
     parts = _with_one_name(parts, config)
     if found := found or list(_differences(mixture.datasets, parts, config)):
         raise DataError(found)
-    fractions = [entry.fraction for entry in mixture.datasets]
-    if fractions[0] is not None:
+    fractions = [entry.fraction for entry in mixture.datasets if entry.fraction is not None]
+    if fractions:
         total = sum(fractions)
         rows = min(len(part) * total / fraction for part, fraction in zip(parts, fractions, strict=True))
         counts = [round(fraction / total * rows) for fraction in fractions]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, Union
 
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from grpo_ext.data import files as local_files
 from grpo_ext.data.config import DataConfig, value_problems
@@ -272,4 +272,5 @@ def _prompt_length(prompt: Prompt, *, tokenizer: PreTrainedTokenizerBase, templa
     encoded = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
     )
+    assert isinstance(encoded, BatchEncoding)
     return len(encoded["input_ids"])

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
+from typing import cast
 
 import datasets
 import pyarrow as pa
@@ -50,7 +51,7 @@ def _column(
             as_text = text and all(value is None or isinstance(value, int | float) for value in values)
     _check_each(check_finite if as_text else _check_integers, name, values, files)
     if as_text:
-        return pa.array([value if value is None else number_text(value) for value in values]), None
+        return pa.array([value if value is None else number_text(cast(float, value)) for value in values]), None
     feature = datasets.Json()
     written = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
     return pa.array(written, type=feature.pa_type), feature

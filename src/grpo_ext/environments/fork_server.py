@@ -183,7 +183,8 @@ def _serve_commands(
     ours = (control.fileno(), requests.fileno(), answers.fileno(), wakeup, wakeup_writer)
     _adopt_orphans()
     while True:
-        readable: list[Any] = select.select([control, requests, wakeup], [], [])[0]
+        sources: list[Any] = [control, requests, wakeup]
+        readable, _, _ = select.select(sources, [], [])
         received, descriptors, _, _ = socket.recv_fds(control, 256, 1) if control in readable else (b"", [], 0, None)
         command, *numbers = received.decode().split() or [""]
         if command == "stop" or requests in readable:

@@ -143,8 +143,8 @@ def _add_rewards(trainer: HasEngine, samples: list[Row], columns: dict[str, list
             found[f"rewards/{ENVIRONMENT}"] = rewards
         extras[TURNS] = [len(attempt.turns) for attempt in attempts]
         extras[FAILED] = [attempt.failure is not None for attempt in attempts]
-    for name, values in {**found, **extras}.items():
-        for sample, value in zip(samples, values, strict=True):
+    for name, column in {**found, **extras}.items():
+        for sample, value in zip(samples, column, strict=True):
             sample[name] = value
     return errors
 

@@ -76,7 +76,7 @@ def _as_json(found: Figures) -> dict[str, dict[str, float | None]]:
 
 
 def _from_json(plain: Mapping[str, Mapping[str, Any]]) -> Figures:
-    infinite = {"low": -math.inf, "high": math.inf}
+    infinite: dict[str, Any] = {"low": -math.inf, "high": math.inf}
     return {
         name: Mean(**{end: infinite[end] if value is None else value for end, value in mean.items()})
         for name, mean in plain.items()

@@ -52,8 +52,8 @@ def part_problems(
         yield from _model(model)
         for rule in (_reference, _quantized, _on_cpu, _loading):
             yield from as_far_as_sound(rule(training, model))
-    for rule in (_resume, _output):
-        yield from as_far_as_sound(rule(training))
+    yield from as_far_as_sound(_resume(training))
+    yield from as_far_as_sound(_output(training))
     yield from as_far_as_sound(machine_problems(training, model))
     for part, name in ((script, "dataset_streaming"), (mixture, "streaming")):
         if part is not None and getattr(part, name):

@@ -102,7 +102,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, is not YAML, is not a mapping, or has a key twice.
     """
-    reason, cure, cause = "", "", None
+    reason, cure = "", ""
+    cause: Exception | None = None
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
         if isinstance(content, dict):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from datasets import Dataset
 from jinja2 import Environment, TemplateError, meta
@@ -141,7 +142,7 @@ def trained_on(
     return [] if recipe.environments else shared_prompts(train, rows, name)
 
 
-def _template_problems(prompt: object, tokenizer: Tokenizer, options: Mapping[str, object]) -> Iterator[Problem]:
+def _template_problems(prompt: object, tokenizer: Tokenizer, options: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield why the chat template cannot render these conversations with these options."""
     if tokenizer is None or not isinstance(prompt, list):
         return

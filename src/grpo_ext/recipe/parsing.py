@@ -17,7 +17,7 @@ from grpo_ext.data.mixture import ENTRY
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.composition import parse as parse_environments
 from grpo_ext.environments.fit import setting_problems
-from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.recipe.checks import part_problems, reward_problems
 from grpo_ext.recipe.env import take_env
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
@@ -97,7 +97,7 @@ def _read(argv: Sequence[str]) -> _Source:
     file = find_recipe(name)
     values = read_yaml(file)
     if foreign := recognise.foreign_file(values, name, frozenset(all_keys())):
-        raise ConfigError([Problem(f"--config {name}", ABSENT, "not a recipe", foreign)])
+        raise ConfigError([foreign])
     return _Source(values, args, file.resolve().parent)
 
 

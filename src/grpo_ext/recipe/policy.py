@@ -1,8 +1,9 @@
 """Load a policy and its tokenizer: a model, or an adapter on its base."""
 
-from typing import Any
+from typing import Any, cast
 
 from peft import PeftModel
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -31,10 +32,10 @@ def with_adapter(
     tokenizer: PreTrainedTokenizerBase,
     *,
     trained: bool = False,
-    **options: object,
+    **options: Any,
 ) -> PeftModel:
     """Return a model with an adapter on it; its embeddings grow first if the tokenizer has grown, as in PEFT."""
-    if len(tokenizer) > base.get_input_embeddings().weight.shape[0]:
+    if len(tokenizer) > cast(nn.Embedding, base.get_input_embeddings()).weight.shape[0]:
         base.resize_token_embeddings(len(tokenizer))
     adapted = PeftModel.from_pretrained(base, adapter, is_trainable=trained, **options)
     adapted.peft_config["default"].base_model_name_or_path = base.name_or_path  # the folder where it was found
