@@ -48,8 +48,8 @@ def test_one_model_is_evaluated_here(recipe, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--samples", "0"], "held: samples=0: below 1"),
-        (["--temperature", "0"], "all would be equal"),
+        (["--samples", "0"], "held.samples=0: must be 1 or more"),
+        (["--temperature", "0"], "all equal"),
         (["--model", "./nowhere"], "'./nowhere': no such folder"),
         (["--num_processes", "none"], "none is not a number of processes"),
         (["--accelerate_config", "zero9"], "zero9"),

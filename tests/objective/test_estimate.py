@@ -60,7 +60,7 @@ def test_a_token_that_is_not_live_is_exactly_0(named):
 def test_an_advantage_of_another_shape_is_refused(function, what, named):
     named(function)
     offered = {"mask": torch.ones(3, 3, 4)} if function.__code__.co_argcount == 2 else {}
-    with pytest.raises(BrokenRule, match=rf"estimator=mine: it returned {what} for rewards \[3, 3\]\. Return"):
+    with pytest.raises(BrokenRule, match=rf"estimator='mine': it returned {what} for rewards \[3, 3\]\. Return"):
         estimate("mine", REWARDS, offered)
 
 
@@ -70,7 +70,7 @@ def test_a_non_finite_advantage_is_refused_with_name_value_and_cure(value, combi
     named(lambda rewards: torch.where(rewards == 0, value, rewards))
     mine = objective("grpo", advantage_estimator="mine", multi_objective_aggregation=combination)
     rewards = torch.stack([torch.tensor([[1.0, 0.5], [0.0, 2.0]])] * 2, dim=-1).double()
-    message = rf"advantage_estimator=mine: an advantage of {value:g} for the rewards \[0\.0, .*Leave NaN"
+    message = rf"advantage_estimator='mine': an advantage of {value:g} for the rewards \[0\.0, .*Leave NaN"
     with pytest.raises(BrokenRule, match=message):
         mine.advantages(rewards, torch.tensor([0.5, 1.5]).double())
 

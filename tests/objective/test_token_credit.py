@@ -77,7 +77,7 @@ def test_a_pair_of_loss_and_estimator_is_refused_where_tokens_share_their_advant
             assert found == [], estimator
             continue
         (problem,) = found
-        assert problem.startswith(f"advantage_estimator={settings['advantage_estimator']!r} gives each token its own")
+        assert problem.startswith(f"advantage_estimator={settings['advantage_estimator']!r}: it gives each token")
         assert f"loss_type={name!r}" in problem
         assert "Set a loss with a term for each token" in problem
 

@@ -52,7 +52,7 @@ def test_a_step_plays_every_number():
     assert train_set["solution"] == eval_set["solution"] == numbers
     training = load_recipe(RECIPE).training
     assert training.per_device_train_batch_size == training.num_generations * len(numbers)
-    assert "not a procedural task" in data_problems(DataConfig(dataset_kwargs={"size": 5}), GAME)[0]
+    assert "not a procedural task" in str(data_problems(DataConfig(dataset_kwargs={"size": 5}), GAME)[0])
 
 
 @pytest.mark.slow

@@ -238,7 +238,7 @@ def test_a_key_of_another_project_is_refused_with_the_key_to_write(key, words, t
     (tmp_path / "r.yaml").write_text(f"model_name_or_path: quickstart\n{key}: 1\nreward_funcs: [accuracy]\n")
     with pytest.raises(ConfigError) as error:
         load_recipe(["--config", str(tmp_path / "r.yaml")])
-    (message,) = (problem for problem in error.value.problems if problem.startswith(f"{key}=1"))
+    (message,) = (str(problem) for problem in error.value.problems if problem.field == key)
     assert "Did you mean" not in message
     assert not [word for word in words if word not in message], message
 

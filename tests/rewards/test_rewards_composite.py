@@ -240,5 +240,5 @@ def test_the_recipes_options_win_over_columns_of_the_same_name():
 
 def test_a_column_never_becomes_an_option_silently():
     [reward] = build([RewardSpec("tags", "tags")])
-    with pytest.raises(ValueError, match="dataset column 'newlines' has the name of an option of reward 'tags'"):
+    with pytest.raises(ValueError, match="dataset column 'newlines': it has the name of an option of reward 'tags'"):
         reward(completions=["<think>"], newlines=[True])

@@ -267,7 +267,7 @@ def dropping():
         (sliding, {}, "sliding window of 4"),
         (noisy, {}, "router is noisy"),
         (scaled, {}, "length of the batch"),
-        (prompt_tuned, {}, "tokens of its own"),
+        (prompt_tuned, {}, "adds tokens before the prompt"),
         (dropping, {}, "dropout"),
         (tiny.model, {"num_beams": 2}, "beam"),
         (tiny.model, {"cache_implementation": "static"}, "StaticCache"),

@@ -87,7 +87,7 @@ def test_a_second_train_call_starts_from_fresh_rollouts(model_path, tmp_path):
 
 def test_a_dataset_smaller_than_one_generation_is_refused(model_path, tmp_path):
     """Stock TRL trains 0 steps and reports success."""
-    with pytest.raises(ConfigError, match=r"1 rows, fewer than the 2 prompts .* 8 / num_generations 4.*Add rows"):
+    with pytest.raises(ConfigError, match=r"1 rows are fewer than the 2 prompts .* 8 / num_generations 4.*Add rows"):
         build(model_path, tmp_path, rows=1)
 
 

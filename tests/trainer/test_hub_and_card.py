@@ -76,7 +76,7 @@ def test_a_hub_that_refuses_is_an_error_before_a_model_is_loaded(status, words, 
 def test_a_push_while_offline_is_an_error_of_the_recipe(tmp_path, monkeypatch, model_path):
     argv = adapted.write_recipe(tmp_path, model_path, tmp_path / "run", **RUN)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="push_to_hub=True with HF_HUB_OFFLINE"):
+    with pytest.raises(ConfigError, match="push_to_hub=True: HF_HUB_OFFLINE"):
         load_recipe(argv)
 
 
