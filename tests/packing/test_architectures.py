@@ -59,7 +59,7 @@ LOSS = {
     ),
     "asks for a mask": "doge",
     "has no base model": "mllama",
-    "asks for an attention of its own": "nemotron",
+    "asks for an attention other than softmax": "nemotron",
 }
 """The others, in the loss."""
 ROLLOUTS = {
@@ -69,15 +69,15 @@ ROLLOUTS = {
         "megatron-bert minicpm3 nemotron rembert roberta roberta-prelayernorm roc_bert stablelm xlm-roberta "
         "xlm-roberta-xl xmod youtu"
     ),
-    "the model takes no position_ids of one dimension": (
+    "the model does not take position_ids of shape [batch, time]": (
         "bigbird_pegasus bloom cpmant mvp prophetnet roformer trocr xlnet"
     ),
-    "ForcedEOSTokenLogitsProcessor may look beyond a row": "bart blenderbot-small marian mbart pegasus plbart",
+    "ForcedEOSTokenLogitsProcessor may depend on other rows": "bart blenderbot-small marian mbart pegasus plbart",
     "its forward draws random numbers": "biogpt opt xglm",
     "some of its layers keep nothing in the cache": "mllama openai-gpt xlm",
-    "EncoderNoRepeatNGramLogitsProcessor may look beyond a row": "blenderbot",
+    "EncoderNoRepeatNGramLogitsProcessor may depend on other rows": "blenderbot",
     "return_dict_in_generate, prefill_chunk_size or use_cache is set": "mpt",
-    "SuppressTokensAtBeginLogitsProcessor may look beyond a row": "whisper",
+    "SuppressTokensAtBeginLogitsProcessor may depend on other rows": "whisper",
 }
 """The others, in rollouts of a model that is in training."""
 TOLERANCE = 1e-4
