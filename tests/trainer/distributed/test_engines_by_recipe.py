@@ -11,7 +11,7 @@ from support import tiny
 from support.processes import CONFIG, launcher, on_cpu, run, with_deepspeed
 
 pytestmark = pytest.mark.slow
-SHIM = Path(__file__).parents[2] / "fsdp_on_cpu.py"
+SHIM = Path(__file__).parents[2] / "support" / "fsdp_on_cpu.py"
 BUILDS_THE_MODEL = ("cpu_ddp", "zero3")
 """Engines that find no warm model: the first process of two builds it."""
 SHIPPED = {path.stem for path in CONFIG.parent.glob("*.yaml")}
