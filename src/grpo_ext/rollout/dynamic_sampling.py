@@ -135,7 +135,8 @@ class Batch:
         tool_mask, scores = (None if any(part is None for part in column) else column for column in (masks, logprobs))
         made = Generated(prompt_ids, ids, tool_mask, completions, scores, extra, None, [])
         of_rewards = {name: [row.get(name) for row in logged] for name in self.logged}
-        return Collected(examples, (), made, rewards=self.rewards, turn_rewards=turn_rewards, logged=of_rewards)
+        scored = {"rewards": self.rewards, "turn_rewards": turn_rewards, "logged": of_rewards}
+        return Collected(examples, (), made, settled=True, **scored)
 
 
 Collect = Callable[[list[dict[str, Any]], list[AttemptId]], Collected]
