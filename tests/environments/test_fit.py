@@ -43,6 +43,7 @@ def data(prompt=ASKED, **columns):
         ([COUNTER], data(solution=["1", "2"]), None),
         ([SOLVED], data(solution=["1", "2"]), None),
         ([{"tools": ["support.worlds:add"]}], data(solution=["1", "2"]), None),
+        ([{"tools": ("support.worlds:add",)}], data(solution=["1", "2"]), None),
     ],
 )
 def test_data_that_do_not_fit_are_refused(entries, rows, message):

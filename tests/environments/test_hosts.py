@@ -73,6 +73,23 @@ def test_an_answer_that_is_never_complete_times_out(pair):
     assert "preload" in answer.failure
 
 
+def test_the_time_in_which_another_connection_is_read_is_not_counted(pair, monkeypatch):
+    """Such as the seconds in which the end of its process is awaited; the answer of this one may be there by then."""
+    slow, theirs = pair
+    ours, silent = socket.socketpair()
+    ours.setblocking(False)
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    waiting = Connection(EnvironmentSpec("any", None), 1, ours)
+    monkeypatch.setattr(slow, "read", lambda: now.__setitem__(0, 9.0) or {})
+    with ours, silent:
+        slow.ask(("step", {}), 4.0)
+        waiting.ask(("step", {}), 4.0)
+        theirs.sendall(frame(b"{}"))
+        found, _ = answers([slow, waiting], 4.0, None)
+    assert [connection for connection, _ in found] == [slow]
+
+
 @pytest.mark.parametrize(
     ("body", "failure"),
     [

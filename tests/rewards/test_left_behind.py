@@ -5,14 +5,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_ext.rewards.columns import with_plain_state
-from grpo_ext.rewards.workers import child
+from grpo_ext.rewards.workers import child, pool
 from grpo_ext.rewards.workers.child import kill_children, remove_stale_folders
-from grpo_ext.rewards.workers.pool import Job, Pool, Worker
+from grpo_ext.rewards.workers.pool import Job, Outcome, Pool, Status, Worker
 
 
 @pytest.fixture
@@ -53,6 +55,16 @@ def test_all_workers_of_a_process_end_at_once_and_none_is_started_for_them(temp,
         late.start()
         late.join(0.5)
         assert not list(temp.glob(f"{child.FOLDER}*"))
+
+
+def test_the_time_in_which_the_end_of_a_worker_is_awaited_is_not_counted_for_others(monkeypatch):
+    now = [0.0]
+    died = Outcome(Status.DIED)
+    dying = SimpleNamespace(stream="dying", deadline=60.0, collect=lambda: now.__setitem__(0, 5.0) or died)
+    other = SimpleNamespace(stream="other", deadline=3.0)  # may have answered by then
+    monkeypatch.setattr(pool, "wait", lambda streams, until: {"dying"})
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert list(pool._finished([dying, other])) == [(dying, died)]
 
 
 def test_the_state_that_travels_does_not_grow_with_the_log():

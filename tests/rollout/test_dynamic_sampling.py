@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -9,7 +10,9 @@ from datasets import IterableDataset
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import ConfigError
+from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.dynamic_sampling import (
+    Batch,
     DynamicSampler,
     FreshPrompts,
     groups_to_draw,
@@ -57,6 +60,12 @@ def test_dead_groups_are_replaced_in_order_until_either_side_runs_out():
     assert replacements([True, False, True, True], [True, False, False]) == {0: 1, 2: 2}
     assert replacements([False, True], [False, False]) == {1: 0}
     assert replacements([True], [True]) == {}
+
+
+def test_log_probabilities_of_a_rollout_function_may_be_arrays():
+    made = Generated([[1]], [[2, 3]], None, ["a"], [np.zeros(2)], {}, None, [])
+    batch = Batch.of(Collected([{}], (), made, rewards=torch.zeros(1, 1), turn_rewards=[[None]], logged={}))
+    assert batch.collected().generated.logprobs[0].tolist() == [0.0, 0.0]
 
 
 def test_fresh_prompts_visit_every_row_once_an_epoch_and_resume_anywhere():

@@ -80,6 +80,8 @@ def test_weights_arrive_as_they_were_sent():
     ("mode", "arguments", "kept"),
     [
         ("1", ["--weight-transfer-config", '{"backend": "gloo"}'], True),
+        ("1", ["--config", "server.yaml"], True),
+        ("1", ["--config=server.yaml"], True),
         ("1", ["--weight-transfer-config", '{"backend": "nccl"}'], False),
         ("0", ["--weight-transfer-config", '{"backend": "gloo"}'], False),
     ],

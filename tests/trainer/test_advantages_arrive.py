@@ -103,9 +103,12 @@ def sometimes_none(completions, **_):
     [
         (
             "nearly",
-            r"advantage_estimator='test_advantages_arrive:nearly': an advantage of nan for the rewards \[0\.0, 1\.0, n",
+            r"advantage_estimator='test_advantages_arrive:nearly': an advantage of nan for the rewards \[0\.0, 1\.0",
         ),
-        ("of_groups", r"advantage_estimator='test_advantages_arrive:of_groups': it returned \[2\] for rewards \[2, 4\]"),
+        (
+            "of_groups",
+            r"advantage_estimator='test_advantages_arrive:of_groups': it returned \[2\] for rewards \[2, 4\]",
+        ),
     ],
 )
 def test_an_estimator_that_breaks_a_rule_ends_the_run_before_a_step(

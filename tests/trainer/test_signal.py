@@ -112,7 +112,8 @@ def test_dynamic_sampling_keeps_groups_that_have_an_advantage(estimator, rounds,
 )
 def test_dynamic_sampling_by_advantages_is_refused_where_every_group_has_one(settings, words):
     by = {"use_cpu": True, "bf16": False, "report_to": "none"} | settings
-    with pytest.raises(ConfigError, match="dynamic_sampling='reward': it replaces groups without an advantage") as refused:
+    reason = "dynamic_sampling='reward': it replaces groups without an advantage"
+    with pytest.raises(ConfigError, match=reason) as refused:
         GRPOExtConfig(dynamic_sampling="reward", **by)
     assert words in str(refused.value)
     GRPOExtConfig(dynamic_sampling="accuracy", **by)

@@ -84,7 +84,7 @@ class EnvironmentSpec:
 
 
 Entry: TypeAlias = str | type | Mapping[str, Any] | EnvironmentSpec
-_KEYS = {"name": str, "path": str | type, "tools": list}
+_KEYS = {"name": str, "path": str | type, "tools": list | tuple}
 _EXAMPLE = "{path: ./file.py:Class, max_turns: 4}"
 ENTRY = Spec.of(EnvironmentSpec, "name", "environment", "tools", example=_EXAMPLE, **_KEYS)
 
@@ -139,7 +139,7 @@ def _parse_entry(place: str, entry: str | type | Mapping[str, Any], folder: Path
     if not isinstance(entry, Mapping) or any(p.field in (f"{place}.name", f"{place}.path") for p in problems):
         return problems
     kwargs = given if isinstance(given := entry.get("kwargs"), Mapping) else {}
-    tools = given if isinstance(given := entry.get("tools"), list) else []
+    tools = given if isinstance(given := entry.get("tools"), list | tuple) else ()
     functions, found = _functions(f"{place}.tools", tools, folder)
     problems += found
     environment, target, named, unknown = _target(place, entry, folder)

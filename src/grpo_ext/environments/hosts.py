@@ -53,7 +53,7 @@ class Connection:
     ) -> None:
         self.spec, self.number, self.channel, self.server, self.session = spec, number, channel, server, session
         fd = -1 if channel is None else channel.fileno()
-        self.stream = FrameStream(fd, fd, LARGEST)
+        self.stream = FrameStream(fd, fd, LARGEST, channel)
         self.asked, self.seconds, self.extended_until = 0.0, math.inf, 0.0
 
     def ask(self, request: Request, seconds: float) -> Answer | None:
@@ -96,13 +96,12 @@ class Connection:
             raise EnvironmentFailed(": ".join(map(str, failed)))
         return answer
 
-    def poll(self, readable: bool) -> Answer | None:
-        """Return the answer, or a failure if it is overdue."""
+    def poll(self, readable: bool, now: float) -> Answer | None:
+        """Return the answer, or a failure if it is overdue at the monotonic time `now`."""
         try:
             value = self.read() if readable else None
         except EnvironmentFailed as failure:
-            return Answer({}, str(failure), time.monotonic() - self.asked)
-        now = time.monotonic()
+            return Answer({}, str(failure), now - self.asked)
         if value is not None:
             return Answer(value, None, now - self.asked)
         if now < self.deadline:
@@ -197,7 +196,8 @@ def answers(
     while True:
         until = min((connection.deadline for connection in connections), default=end)
         readable = wait([connection.stream for connection in connections], min(end, until), also)
-        polled = [(connection, connection.poll(connection.stream in readable)) for connection in connections]
+        now = time.monotonic()  # before `poll`, which may wait for the end of a process: others may answer meanwhile
+        polled = [(connection, connection.poll(connection.stream in readable, now)) for connection in connections]
         found = [(connection, answer) for connection, answer in polled if answer is not None]
         if found or None in readable or time.monotonic() >= end:
             return found, None in readable

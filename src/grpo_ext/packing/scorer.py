@@ -44,6 +44,7 @@ class Scorer:
 
     def micro_batch(
         self,
+        score: Callable[..., Scores],
         model: nn.Module,
         inputs: MicroBatch,
         live: Tensor | None = None,
@@ -52,13 +53,16 @@ class Scorer:
         aux_loss: bool = False,
         batch_size: int | None = None,
     ) -> Scores:
-        """Score a micro-batch, `batch_size` rows at a time; with `live` only those rows, and no auxiliary loss."""
+        """Score a micro-batch, `batch_size` rows at a time; with `live` only those rows, and no auxiliary loss.
+
+        `score` is the trainer's `_get_per_token_logps_and_entropies`, which a subclass may override.
+        """
 
         def forward(batch: MicroBatch) -> Scores:
             further: dict[str, Any] = {
                 name: value for name, value in batch.items() if name in (PARENTS, *self.multimodal)
             }
-            return self.tokens(
+            return score(
                 model,
                 torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
                 torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),

@@ -44,6 +44,10 @@ class Collected:
     """Rewards of all processes, [completions, functions]; NaN where a completion was not scored."""
     turn_rewards: list[TurnRewards] = field(default_factory=list)
     """Per-turn rewards of each row."""
+    settled: bool = False
+    """Whether dynamic sampling has made it, so that TRL gets it as it is."""
+    scored_ids: list[list[int]] = field(default_factory=list)
+    """Tokens of the completions that were scored, which a subclass may have changed."""
     logged: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that reward functions logged for the table of completions."""
 

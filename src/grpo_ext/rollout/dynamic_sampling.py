@@ -132,10 +132,11 @@ class Batch:
         columns: list[Any] = [list(column) for column in zip(*self.rows, strict=True)]
         examples, prompt_ids, ids, masks, completions, logprobs, logged, turn_rewards = columns
         extra = {name: [example[name] for example in examples] for name in self.extra}
-        tool_mask, scores = (None if None in column else column for column in (masks, logprobs))
+        tool_mask, scores = (None if any(part is None for part in column) else column for column in (masks, logprobs))
         made = Generated(prompt_ids, ids, tool_mask, completions, scores, extra, None, [])
         of_rewards = {name: [row.get(name) for row in logged] for name in self.logged}
-        return Collected(examples, (), made, rewards=self.rewards, turn_rewards=turn_rewards, logged=of_rewards)
+        scored = {"rewards": self.rewards, "turn_rewards": turn_rewards, "logged": of_rewards}
+        return Collected(examples, (), made, settled=True, **scored)
 
 
 Collect = Callable[[list[dict[str, Any]], list[AttemptId]], Collected]

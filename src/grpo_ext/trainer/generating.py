@@ -91,7 +91,8 @@ class GeneratingTrainer(Lifecycle):
             attempts: identity of each row's attempt; seeds of environments and their turns come from it.
         """
         with self._filling(Collected(rows, attempts)) as collected:
-            extra = self._generate([row["prompt"] for row in rows])[5]
+            collected.generated = Generated(*self._generate([row["prompt"] for row in rows]))
+        extra = collected.generated.extra
         added = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
         collected.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
         return collected
@@ -103,7 +104,8 @@ class GeneratingTrainer(Lifecycle):
         assert made is not None
         self._pending_extra_logs.clear()
         with self._filling(collected):
-            self._calculate_rewards(collected.rows, prompts, made.completions, made.completion_ids)
+            rewards = self._calculate_rewards(collected.rows, prompts, made.completions, made.completion_ids)
+        collected.rewards = rewards
         collected.logged = {name: list(values) for name, values in self._pending_extra_logs.items()}
         self._pending_extra_logs.clear()
         return collected
@@ -119,16 +121,18 @@ class GeneratingTrainer(Lifecycle):
 
     def _generate(self, prompts: list) -> Generated:
         collected = self._collecting or Collected([])
-        if collected.generated is None:
-            with self._times.during("rollout"), self._sampling():
-                generated = Generated(*super()._generate(prompts))
-            if self._evaluated is not None:
-                ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-                self._evaluated.add_completions(generated.completion_ids, generated.tool_mask, ends, self.accelerator)
-            if (trajectories := generated.extra.get(COLUMN)) is not None:
-                generated = generated._replace(completions=completions_seen(trajectories, generated.completions))
-            collected.generated = generated
-        return collected.generated
+        if collected.settled:
+            assert collected.generated is not None
+            return collected.generated
+        with self._times.during("rollout"), self._sampling():
+            generated = Generated(*super()._generate(prompts))
+        if self._evaluated is not None:
+            ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+            self._evaluated.add_completions(generated.completion_ids, generated.tool_mask, ends, self.accelerator)
+        if (trajectories := generated.extra.get(COLUMN)) is not None:
+            generated = generated._replace(completions=completions_seen(trajectories, generated.completions))
+        collected.generated = generated
+        return generated
 
     def _play(self, prompts: list, trainer: object) -> dict[str, Any]:
         """Play conversations with environments; TRL's `rollout_func`."""
@@ -152,7 +156,9 @@ class GeneratingTrainer(Lifecycle):
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
     ) -> Tensor:
         collected = self._collecting or Collected(inputs)
-        if collected.rewards is not None:  # dynamic sampling has scored them
+        collected.scored_ids = completion_ids_list
+        if collected.settled:
+            assert collected.rewards is not None
             self._pending_extra_logs.update(collected.logged)
             return collected.rewards
         self._rewards.schedule_weights(self.reward_weights, self.state)
@@ -251,8 +257,7 @@ class GeneratingTrainer(Lifecycle):
 
     def _row_record(self, collected: Collected, rewards: Tensor, total: Tensor) -> Tensor:
         """Figures that this process's rows carry for a diagnosis."""
-        assert collected.generated is not None
-        drawn, rank = collected.generated.completion_ids, self.accelerator.process_index
+        drawn, rank = collected.scored_ids, self.accelerator.process_index
         first = rank * len(drawn)
         mine = slice(first, first + len(drawn))
         return row_record(rewards.flatten(0, 1)[mine], total.flatten()[mine], drawn, first, self.num_generations)
@@ -279,9 +284,8 @@ class GeneratingTrainer(Lifecycle):
         """KL estimate of each token of this process's completions, to lower the rewards by."""
         if logps is None:
             rows = self.args.per_device_train_batch_size
-            logps, _, _ = self._scorer.micro_batch(
-                self.model, cast(MicroBatch, output), entropy=False, batch_size=rows
-            )
+            score, inputs = self._get_per_token_logps_and_entropies, cast(MicroBatch, output)
+            logps, _, _ = self._scorer.micro_batch(score, self.model, inputs, entropy=False, batch_size=rows)
         log_ref_ratio = masked(output["ref_per_token_logps"] - logps, mask)
         per_token = self.objective.kl_penalty({"log_ref_ratio": log_ref_ratio, "mask": mask})
         by_row = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)

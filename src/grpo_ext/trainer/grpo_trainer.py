@@ -224,7 +224,8 @@ class GRPOExtTrainer(GeneratingTrainer):
 
     def _scores(self, model: nn.Module, inputs: MicroBatch, live: Tensor | None) -> Scores:
         """Score a micro-batch: one forward for the loss and for old log-probabilities."""
-        return self._scorer.micro_batch(model, inputs, live, aux_loss=self.aux_loss_enabled)
+        score = self._get_per_token_logps_and_entropies
+        return self._scorer.micro_batch(score, model, inputs, live, aux_loss=self.aux_loss_enabled)
 
     def _live_rows(self, inputs: MicroBatch, mode: str) -> Tensor | None:
         """Rows that have a gradient, or None where all are computed."""

@@ -4,9 +4,11 @@ import json
 import os
 import pickle
 import selectors
+import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, BinaryIO
 
 HEADER = struct.Struct("<Q")
@@ -59,10 +61,13 @@ class FrameStream:
         incoming: descriptor to read from.
         outgoing: non-blocking descriptor to write to.
         largest: most bytes of a received body.
+        channel: the socket that both descriptors are of, if they are; Windows reads and writes it by no other means.
     """
 
-    def __init__(self, incoming: int, outgoing: int, largest: int) -> None:
+    def __init__(self, incoming: int, outgoing: int, largest: int, channel: socket.socket | None = None) -> None:
         self.incoming, self.outgoing, self.largest = incoming, outgoing, largest
+        self._read: Callable[[int], bytes] = partial(os.read, incoming) if channel is None else channel.recv
+        self._write: Callable[[memoryview], int] = partial(os.write, outgoing) if channel is None else channel.send
         self.unsent = memoryview(b"")
         self.received = bytearray()
         self.sent_at = 0.0
@@ -77,7 +82,7 @@ class FrameStream:
         """Send as much as fits now. Return False if the other end is closed."""
         try:
             while self.unsent:
-                self.unsent = self.unsent[os.write(self.outgoing, self.unsent) :]
+                self.unsent = self.unsent[self._write(self.unsent) :]
                 self.sent_at = time.monotonic()
         except BlockingIOError:
             pass
@@ -94,7 +99,7 @@ class FrameStream:
             EOFError: the other end is closed.
         """
         try:
-            chunk = os.read(self.incoming, 1 << 20)
+            chunk = self._read(1 << 20)
         except BlockingIOError:
             return None
         except OSError:

@@ -172,9 +172,9 @@ class Pool:
 def _finished(busy: Collection[Worker]) -> Iterator[tuple[Worker, Outcome]]:
     """Wait until a pipe is ready or a worker is overdue. Yield the workers whose job ended."""
     readable = wait([worker.stream for worker in busy], min(worker.deadline for worker in busy))
+    now = time.monotonic()  # before `collect`, which may wait for a dying worker: others may answer meanwhile
     for worker in list(busy):
         outcome = worker.collect() if worker.stream in readable else None
-        now = time.monotonic()
         if outcome is None and now >= worker.deadline:
             assert worker.job is not None
             reason = f"it did not answer within {worker.job.timeout:g} s"

@@ -15,7 +15,8 @@ def register() -> None:
             BACKEND, "grpo_ext.rollout.vllm.engine", "GlooWeightTransferEngine"
         )
     takes_weights = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
-    if takes_weights and any(BACKEND in argument for argument in sys.argv):  # as in --weight-transfer-config
+    by_file = any(argument.partition("=")[0] == "--config" for argument in sys.argv)  # the file may name the engine
+    if takes_weights and (by_file or any(BACKEND in argument for argument in sys.argv)):  # --weight-transfer-config
         keep_weights_in_place()
 
 
