@@ -18,7 +18,15 @@ class UnknownNameError(ValueError):
         super().__init__(f"{reason}. {cure}" if cure else reason)
 
 
-ABSENT: Final = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
+class _Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+    def __reduce__(self) -> str:
+        return "ABSENT"  # one object, also in a copy and in another process
+
+
+ABSENT: Final = _Absent()
 """The value of a problem whose field has no value to show."""
 
 
@@ -47,7 +55,8 @@ class Problem:
         """Return the message."""
         settings = {self.field: self.value, **self.beside}
         names = [name if value is ABSENT else f"{name}={value!r}" for name, value in settings.items()]
-        return redacted_text(f"{' with '.join(names)}: {self.reason}. {self.cure}".rstrip())
+        # Apart, so that the first word of the reason is not taken for the value of a secret.
+        return f"{redacted_text(' with '.join(names))}: {redacted_text(f'{self.reason}. {self.cure}'.rstrip())}"
 
 
 class ConfigError(ValueError):
@@ -58,6 +67,10 @@ class ConfigError(ValueError):
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {p}" for p in self.problems)]))
 
+    def __reduce__(self) -> tuple[type, tuple[list[Problem]]]:
+        """Keep the problems in a copy, and on the way to another process."""
+        return type(self), (self.problems,)
+
 
 class DataError(ValueError):
     """A dataset, or a setting of one, that cannot be used; `problems` holds one `Problem` for each mistake."""
@@ -66,6 +79,10 @@ class DataError(ValueError):
         """List the problems, one a line."""
         self.problems = list(problems)
         super().__init__("\n".join(map(str, self.problems)))
+
+    def __reduce__(self) -> tuple[type, tuple[list[Problem]]]:
+        """Keep the problems in a copy, and on the way to another process."""
+        return type(self), (self.problems,)
 
 
 class RewardError(RuntimeError):

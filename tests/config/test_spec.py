@@ -1,12 +1,14 @@
 """Mappings in a recipe: each unknown, unfitting or missing key is a problem with its place and a cure."""
 
+import copy
+import pickle
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import pytest
 
-from grpo_ext.config.spec import Spec, WrongType, option_problems
-from grpo_ext.errors import ABSENT, Problem
+from grpo_ext.config.spec import Spec, WrongType, fits, option_problems
+from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.objective.options import Ascending, Within
 
 
@@ -68,3 +70,32 @@ def test_a_message_has_value_others_reason_and_cure_but_no_secret():
     assert str(problem) == "hub_token='***' with push_to_hub=True: it is refused. Log in."
     assert str(Problem("datasets", ABSENT, "none is given", "")) == "datasets: none is given."
     assert len({problem, problem}) == 1
+    idle = Problem("hub_token", ABSENT, "without push_to_hub: true this has no effect", "")
+    assert str(idle) == "hub_token: without push_to_hub: true this has no effect."
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError])
+def test_problems_survive_a_copy_and_the_way_to_another_process(kind):
+    error = kind(
+        [Problem("datasets", ABSENT, "none is given", "Give one."), WrongType("beta", "x", "text", "Write 0.")]
+    )
+    for other in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert (str(other), other.problems) == (str(error), error.problems)
+        assert other.problems[0].value is ABSENT
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        (bool | None, True),
+        (object | None, True),
+        (Literal[True, "auto"] | None, True),
+        (Annotated[bool, "doc"] | None, True),
+        (Annotated[int, Within(least=0.0)] | None, False),
+        (float, False),
+        (dict[str, bool], False),
+        (list[bool] | None, False),
+    ],
+)
+def test_a_bool_is_no_number(hint, expected):
+    assert fits(True, hint) is expected

@@ -92,7 +92,7 @@ class Spec:
             return
         for key, value in given.items():
             yield from self.value_problems(f"{place}.{key}", str(key), value)
-        for key in self.hints.keys() - self.defaults.keys() - given.keys():
+        for key in (key for key in self.hints if key not in self.defaults and key not in given):
             needs = f"missing, and {self.owner} needs it" if self.owner else "missing"
             cure = f"Set {place}: {{{key}: ...}}." if self.owner else f"Write {self.example}."
             yield Problem(f"{place}.{key}", ABSENT, needs, cure)
@@ -156,7 +156,12 @@ def option_problems(
 def fits(value: object, hint: Any) -> bool:
     """Return whether a value is of a type; an int is a fine float, a bool fits only bool."""
     if isinstance(value, bool):
-        return bool in (hint, *typing.get_args(hint)) or hint in (Any, object)
+        origin, parts = typing.get_origin(hint), typing.get_args(hint)
+        if origin is typing.Annotated:
+            return fits(value, parts[0])
+        if origin in (types.UnionType, typing.Union):
+            return any(fits(value, part) for part in parts)
+        return hint not in (int, float) and is_bearable(value, hint)
     return is_bearable(value, hint, conf=_TOWER)
 
 

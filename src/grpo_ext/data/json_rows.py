@@ -16,6 +16,20 @@ MAX_DEPTH = 100
 EXACT_DIGITS = 15  # a float reproduces every number of at most so many digits
 
 
+class _Written(Decimal):
+    """A number that keeps its text."""
+
+    text: str
+
+    def __new__(cls, text: str) -> "_Written":
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class _Decoder:
     """A JSON decoder in which no value is lost.
 
@@ -52,7 +66,7 @@ class _Decoder:
         if math.isinf(value):
             self.plain = False
             return RowError(f"{text:.60} is larger than any float", "Write it as text, in quotes.")
-        exact = Decimal(text)
+        exact = _Written(text)
         if exact == Decimal(repr(value)):
             return value
         self.plain = False

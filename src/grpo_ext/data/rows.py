@@ -211,7 +211,7 @@ def extract_answer(value: object, plan: Plan) -> object:
 def number_text(value: float | Decimal) -> str:
     """Return a number as the text of an answer."""
     if isinstance(value, Decimal):  # more digits than a float holds
-        return str(value).lower()
+        return str(value)
     if type(value) is float and value.is_integer():
         value = int(value)  # a gap in a column of integers turns the others into floats
     return str(value)

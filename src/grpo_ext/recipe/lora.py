@@ -16,7 +16,8 @@ _KEYS = ("lora_", "use_rslora", "use_dora")
 
 def ignored(written: Collection[str], model: ModelConfig) -> Iterator[Problem]:
     """Yield LoRA settings, with any value, in a recipe that trains no new adapter; `use_peft: false` allows them."""
-    keys = sorted(key for key in written if key.startswith(_KEYS) and getattr(model, key, None) not in (None, False))
+    names = (key for key in written if str(key).startswith(_KEYS))  # a key of YAML may be no text
+    keys = sorted(key for key in names if getattr(model, key, None) not in (None, False))
     if not keys or model.use_peft or "use_peft" in written:
         return
     value, beside = getattr(model, keys[0]), {key: getattr(model, key) for key in keys[1:]}
