@@ -136,7 +136,9 @@ def leave(folder, name, text):
 ROW = json.dumps({"reward": 1.0, "step": 1}) + "\n"
 LEFT_OUT = {
     "a half-written last line": ({"metrics.jsonl": ROW + '{"reward": 1.'}, "metrics.jsonl: line 2 left out"),
-    "rows of another format": ({"metrics.jsonl": ROW + "7\n[]\nreward,step\n"}, "3 lines, from line 2 on,"),
+    "rows of another format": ({"metrics.jsonl": ROW + "7\n[]\nreward,step\n"}, "3 lines, the first of them line 2,"),
+    "a broken line after an empty one": ({"metrics.jsonl": ROW + "\n7\n"}, "line 3 left out"),
+    "a step that is not a number": ({"metrics.jsonl": ROW + '{"reward": 9, "step": true}\n'}, "line 2 left out"),
     "nothing on record": ({"metrics.jsonl": ROW}, "No record of the settings yet"),
     "a broken record": ({"metrics.jsonl": ROW, "finished.json": "{"}, "finished.json cannot be read"),
     "a record of another kind": ({"metrics.jsonl": ROW, "finished.json": "[]"}, "holds a list where an object"),

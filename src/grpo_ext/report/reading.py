@@ -164,12 +164,18 @@ def _object(path: Path, notes: list[str]) -> dict[str, Any] | None:
 def _log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    rows = list(map(_row, lines))
-    if broken := [number for number, row in enumerate(rows, 1) if row is None]:
-        which = f"line {broken[0]}" if len(broken) == 1 else f"{len(broken)} lines, from line {broken[0]} on,"
+    rows = {}
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            rows = {number: _row(line) for number, line in enumerate(file, 1) if line.strip()}
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read ({error}).")
+    if broken := [number for number, row in rows.items() if row is None]:
+        which = (
+            f"line {broken[0]}" if len(broken) == 1 else f"{len(broken)} lines, the first of them line {broken[0]},"
+        )
         notes.append(f"{path.name}: {which} left out (half written, or not a JSON object with a step).")
-    return [row for row in rows if row is not None]
+    return [row for row in rows.values() if row is not None]
 
 
 def _row(line: str) -> dict[str, Any] | None:
@@ -178,7 +184,7 @@ def _row(line: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     step = row.get("step") if isinstance(row, dict) else None
-    return row if isinstance(step, int | float) and 0 <= step < 1e15 else None
+    return row if isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step < 1e15 else None
 
 
 def _evaluations(folder: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
