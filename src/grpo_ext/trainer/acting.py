@@ -64,7 +64,7 @@ def _positions(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
 def _at_most(trainer: GRPOTrainer, tokens: int) -> Iterator[None]:
     """Limit the length of completions."""
     if trainer.use_vllm:
-        with cast(Any, trainer.vllm_generation).sampling_as(max_completion_length=tokens):
+        with temporarily(trainer.vllm_generation, max_completion_length=tokens):
             yield
         return
     config = copy.deepcopy(trainer.generation_config)
