@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias, Union, cast
 
 from datasets import Dataset, IterableDataset
 from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -272,5 +272,4 @@ def _prompt_length(prompt: Prompt, *, tokenizer: PreTrainedTokenizerBase, templa
     encoded = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
     )
-    assert isinstance(encoded, BatchEncoding)
-    return len(encoded["input_ids"])
+    return len(cast(BatchEncoding, encoded)["input_ids"])
