@@ -74,7 +74,7 @@ ROLLOUTS = {
     ),
     "ForcedEOSTokenLogitsProcessor may depend on other rows": "bart blenderbot-small marian mbart pegasus plbart",
     "its forward draws random numbers": "biogpt opt xglm",
-    "some of its layers keep nothing in the cache": "mllama openai-gpt xlm",
+    "some of its layers have an empty cache": "mllama openai-gpt xlm",
     "EncoderNoRepeatNGramLogitsProcessor may depend on other rows": "blenderbot",
     "return_dict_in_generate, prefill_chunk_size or use_cache is set": "mpt",
     "SuppressTokensAtBeginLogitsProcessor may depend on other rows": "whisper",
