@@ -19,6 +19,7 @@ from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.temporary import temporarily
+from grpo_ext.config.truncation import image_problems, rollout_problems
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
 from grpo_ext.data.given import Checked, as_dataset, prompt_problems
 from grpo_ext.data.rows import check_columns
@@ -111,6 +112,7 @@ def prepare(
     problems = [*machine_problems(args, None)]
     specs, found = parse_environments(environments)
     problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
+    problems += rollout_problems(args, rollouts)
     if not checked:
         problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
         evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
@@ -142,6 +144,7 @@ def data_problems(
             yield from prompt_problems(dataset, name)
         if isinstance(dataset, Dataset):
             clashes |= dict.fromkeys(check_columns(dataset.column_names))
+            clashes |= dict.fromkeys(image_problems(args, dataset.column_names))
     yield from clashes
     if isinstance(train_dataset, Dataset):
         yield from too_few(args, len(train_dataset))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -20,6 +21,7 @@ from trl.generation import vllm_generation
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ServerLost
+from grpo_ext.rollout.kept_log import TIES, Drawn, returned_sets, sampled_first
 from grpo_ext.rollout.vllm.client import EMPTY_ANSWER, Client, ServerTrouble
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
 from grpo_ext.rollout.vllm.server import CONNECTIONS, PROBE, Wanted, mismatches, server_facts
@@ -34,11 +36,14 @@ LONGEST_PAUSE = 5.0
 
 
 @contextmanager
-def _engine_settings(dtype: str) -> Iterator[None]:
-    """Let TRL build its engine with our dtype; on a CPU keep weights in place, threads and memory small."""
+def _engine_settings(dtype: str, top_k: int) -> Iterator[None]:
+    """Let TRL build its engine with our dtype; on a CPU keep weights in place, threads and memory small.
+
+    `top_k`, if not 0, bounds the tokens that the engine has to return the log-probabilities of.
+    """
     from vllm.platforms import current_platform
 
-    settings: dict[str, Any] = {"dtype": dtype}
+    settings: dict[str, Any] = {"dtype": dtype} | ({"max_logprobs": top_k + TIES} if top_k else {})
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM must not bind the trainer's threads
@@ -56,6 +61,7 @@ class Generation(vllm_generation.VLLMGeneration):
     Args:
         weight_transfer: 'auto', 'nccl' or 'gloo'.
         dtype: of the sampler's weights in colocate mode.
+        keeps: whether the sampler returns the tokens that it kept; `top_k` bounds their number.
 
     Raises:
         ServerLost: no server within `vllm_server_timeout`; on all processes.
@@ -65,9 +71,13 @@ class Generation(vllm_generation.VLLMGeneration):
     _weight_metadata: Any
     server_base_url: str | None
 
-    def __init__(self, *args: Any, weight_transfer: str = "auto", dtype: str = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, weight_transfer: str = "auto", dtype: str = "auto", keeps: bool = False, **kwargs: Any
+    ) -> None:
         self.weight_transfer = weight_transfer
         self.dtype = dtype
+        self.keeps = keeps
+        self._kept: list[Tensor] | None = None
         self.sync_seconds = 0.0
         self.sync_bytes = 0
         self.pushing: Callable[[], AbstractContextManager[None]] = nullcontext  # the trainer's timer
@@ -97,7 +107,7 @@ class Generation(vllm_generation.VLLMGeneration):
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
         os.environ.setdefault("MASTER_PORT", str(get_free_port()))
-        with _engine_settings(dtype):
+        with _engine_settings(dtype, self.top_k if self.keeps else 0):
             super()._init_vllm()
 
     def _connect(self) -> None:
@@ -115,6 +125,8 @@ class Generation(vllm_generation.VLLMGeneration):
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
         needed = Wanted(max_model_len=self.max_completion_length + 1, probe_ids=probe)
+        if self.keeps:
+            needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self._asked)
         better = Wanted(model=self.model.name_or_path, dtype=None if self.dtype == "auto" else self.dtype)
         facts = server_facts(url)
         if broken := [str(problem) for problem in mismatches(needed, facts)]:
@@ -245,7 +257,45 @@ class Generation(vllm_generation.VLLMGeneration):
         """
         return temporarily(self, _seeds=seeds)
 
+    @contextmanager
+    def keeping(self) -> Iterator[Drawn]:
+        """Yield what then gets the sets that the tokens of the next completions are drawn from, if they are wanted."""
+        drawn = Drawn()
+        with temporarily(self, _kept=drawn.sets if self.keeps else None):
+            yield drawn
+
+    @property
+    def _asked(self) -> int:
+        """Number of likely tokens to ask vLLM for beside the sampled one."""
+        return min(self.top_k + TIES, self._vocabulary)
+
+    @property
+    def _vocabulary(self) -> int:
+        config: Any = self.model.config
+        return int(config.get_text_config().vocab_size)
+
     def generate(
+        self,
+        prompts: list[list[int]],
+        images: list[list[object] | None] | None,
+        num_generations: int,
+        profiler: ProfilingContext | None = None,
+    ) -> Completions:
+        """Generate as TRL's does, also the kept sets where they are wanted; arguments and result are TRL's.
+
+        Raises:
+            RuntimeError: vLLM kept more tokens than it could return.
+            ServerLost: the server died and did not come back; on all processes.
+        """
+        if self._kept is None:
+            return self._generate(prompts, images, num_generations, profiler)
+        with temporarily(self, logprobs=self._asked):
+            made, ids, values, tokens = self._generate(prompts, images, num_generations, profiler)
+        bound = 0 if self._asked == self._vocabulary else self._asked
+        self._kept += [returned_sets(*row, bound) for row in zip(values, tokens, strict=True)]
+        return made, ids, [sampled_first(*row) for row in zip(ids, values, tokens, strict=True)], tokens
+
+    def _generate(
         self,
         prompts: list[list[int]],
         images: list[list[object] | None] | None,
