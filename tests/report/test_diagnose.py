@@ -141,7 +141,13 @@ def test_a_rule_that_raises_does_not_end_a_run(caplog, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("option", "named"), [(["--top_p", "0.6"], "truncated sampling"), ([], "")])
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        (["--top_p", "0.6", "--loss_defaults", "trl", "--rollout_engine", "grouped"], "truncated sampling"),
+        (["--top_p", "0.6"], ""),
+    ],
+)
 def test_truncated_sampling_is_found_in_a_run(option, named, tmp_path):
     """Sampling that is truncated from the first step on is named on the console; a sound run is not bothered."""
     recipe = ["--config", "quickstart/grpo", "--output_dir", tmp_path, "--max_steps", 5, "--logging_steps", 1]

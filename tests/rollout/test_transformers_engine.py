@@ -333,7 +333,6 @@ def model_path(tmp_path_factory):
         ({"rollout_engine": "generate"}, False),
         ({"loss_defaults": "trl"}, False),
         ({"gradient_checkpointing": True}, True),
-        ({"generation_kwargs": {"num_beams": 2}}, False),
     ],
 )
 def test_the_trainer_takes_the_engine_that_is_set(overrides, used, model_path, tmp_path, monkeypatch):
@@ -363,7 +362,7 @@ def test_sharded_weights_are_left_to_generate(sharding, monkeypatch):
 )
 def test_a_run_that_shards_compiles_or_adds_noise_is_left_to_generate(fsdp, setting, reason):
     args = {"use_vllm": False, "use_transformers_continuous_batching": False, "rollout_engine_resolved": "grouped"}
-    args |= {"torch_compile": False, "neftune_noise_alpha": None, "parallelism_config": None}
+    args |= {"torch_compile": False, "neftune_noise_alpha": None, "parallelism_config": None, "loss_defaults": "trl"}
     with pytest.raises(Unsupported, match=reason):
         grouped_engine(SimpleNamespace(**args | setting), sharded=fsdp)
     args["rollout_engine_resolved"] = "auto"

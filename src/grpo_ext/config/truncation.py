@@ -5,9 +5,10 @@ in which these are not known is refused. `loss_defaults: trl` reads the whole vo
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.mappings import as_mapping, generation_options
 from grpo_ext.config.rules import Rule
 from grpo_ext.errors import Problem
 
@@ -48,8 +49,9 @@ def rescalings(config: GRPOExtArguments) -> dict[str, object]:
 
 
 def _given(config: GRPOExtArguments, effects: Mapping[str, object]) -> dict[str, object]:
-    given = as_mapping(config.generation_kwargs).items()
-    return {f"generation_kwargs.{k}": v for k, v in given if k in effects and v and v != effects[k]}
+    given, known = as_mapping(config.generation_kwargs), generation_options(vllm=bool(config.use_vllm))
+    names = [name for name in given if name in effects and name in known]
+    return {f"generation_kwargs.{name}": v for name in names if (v := given[name]) and v != effects[name]}
 
 
 def scores_kept_sets(config: GRPOExtArguments) -> bool:
@@ -59,45 +61,47 @@ def scores_kept_sets(config: GRPOExtArguments) -> bool:
 
 # Where the sets are not known.
 
-_CURE = "or leave {} unset; with loss_defaults: trl it is as biased as stock TRL's"
 
-
-def _needs_sets(config: GRPOExtArguments, reason: str, cure: str) -> Iterator[Problem]:
+def _needs_sets(config: GRPOExtArguments, reason: str, cure: str = "") -> Iterator[Problem]:
     """Yield the problem of a truncated sampler whose kept tokens the loss cannot take; `cure` is another way out."""
     if scores_kept_sets(config):
         name, value = next(iter(truncations(config).items()))
-        way = f"{cure}, {_CURE}" if cure else _CURE.removeprefix("or ").capitalize()
         reason = f"the loss needs the tokens that the sampler kept, and {reason}"
-        yield Problem(name, value, reason, f"{way.format(name.rpartition('.')[2])}.")
+        yield Problem(name, value, reason, f"{cure}{' ' if cure else ''}{_unset(name)}")
 
 
-def _altered(found: Mapping[str, object], cure: str) -> Iterator[Problem]:
+def _unset(name: str) -> str:
+    option = name.rpartition(".")[2]
+    return f"Leave {option} unset, or set loss_defaults: trl, which trains with stock TRL's bias."
+
+
+def _altered(found: Mapping[str, object]) -> Iterator[Problem]:
     for name, value in found.items():
         reason = (
             "completions are drawn from an altered distribution, but their log-probabilities are the model's own, so "
             "the gradient is biased"
         )
-        yield Problem(name, value, reason, cure.format(name.rpartition(".")[2]))
+        yield Problem(name, value, reason, _unset(name))
 
 
 def _rescaled(config: GRPOExtArguments) -> Iterator[Problem]:
     if config.loss_defaults != "trl":
-        yield from _altered(rescalings(config), f"{_CURE.removeprefix('or ').capitalize()}.")
+        yield from _altered(rescalings(config))
 
 
 def _unbounded(config: GRPOExtArguments) -> Iterator[Problem]:
     if config.use_vllm and not config.top_k:
-        yield from _needs_sets(config, "vLLM returns them only where top_k bounds their number", "Set top_k: 50 too")
+        yield from _needs_sets(config, "vLLM returns them only where top_k bounds their number", "Set top_k: 50 too.")
     if config.use_vllm and as_mapping(config.generation_kwargs).get("logprobs") is not None:
-        yield from _needs_sets(config, "generation_kwargs.logprobs limits what vLLM returns", "Remove that")
+        yield from _needs_sets(config, "generation_kwargs.logprobs limits what vLLM returns", "Remove that.")
 
 
 def _elsewhere(config: GRPOExtArguments) -> Iterator[Problem]:
     if not config.use_vllm and config.use_transformers_continuous_batching:
         reason = "continuous batching does not return them"
-        yield from _needs_sets(config, reason, "Set use_transformers_continuous_batching: false")
+        yield from _needs_sets(config, reason, "Set use_transformers_continuous_batching: false.")
     if config.torch_compile:
-        yield from _needs_sets(config, "a compiled forward cannot take them", "Set torch_compile: false")
+        yield from _needs_sets(config, "a compiled forward cannot take them", "Set torch_compile: false.")
 
 
 TRUNCATION_RULES: tuple[Rule, ...] = (_rescaled, _unbounded, _elsewhere)
@@ -107,23 +111,24 @@ TRUNCATION_RULES: tuple[Rule, ...] = (_rescaled, _unbounded, _elsewhere)
 def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> Iterator[Problem]:
     """Yield the problem of rollouts by `given` arguments, by name, that do not carry the tokens that were kept."""
     for name in (name for name, value in given.items() if value):
-        yield from _needs_sets(config, f"{name} does not pass them on", f"Remove {name}")
+        yield from _needs_sets(config, f"{name} does not pass them on", f"Remove {name}.")
 
 
 def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
     """Yield the problem of a dataset whose `columns` hold images."""
     if isinstance(columns, list) and {"image", "images"} & set(columns):
-        yield from _needs_sets(config, "a model of images cannot take them yet", "")
+        yield from _needs_sets(config, "a model of images cannot take them yet")
 
 
 def adapter_problems(config: GRPOExtArguments, virtual_tokens: bool) -> Iterator[Problem]:
     """Yield the problem of an adapter that adds `virtual_tokens` before the prompt."""
     if virtual_tokens:
-        yield from _needs_sets(config, "an adapter that adds tokens moves the positions", "Use LoRA")
+        yield from _needs_sets(config, "an adapter that adds tokens moves the positions", "Use LoRA.")
 
 
 def reshaped_sampling(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield, as warnings, settings by which stock TRL's gradient is biased."""
     if config.loss_defaults == "trl":
         altered = truncations(config) | rescalings(config)
-        yield from _altered(altered, "Leave {} unset for an unbiased one.")
+        for problem in _altered(altered):
+            yield replace(problem, cure=f"Leave {problem.field.rpartition('.')[2]} unset for an unbiased one.")

@@ -99,7 +99,7 @@ class FreshPrompts:
 
 
 Row: TypeAlias = tuple[Any, ...]
-"""Row, prompt and completion ids, tool mask, completion, log-probabilities, kept sets, logged columns, turn rewards."""
+"""Row, prompt ids, ids, tool mask, completion, log-probabilities, kept sets, logged columns, turn rewards."""
 
 
 @dataclass

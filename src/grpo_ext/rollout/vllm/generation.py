@@ -70,6 +70,8 @@ class Generation(vllm_generation.VLLMGeneration):
     vllm_client: Client
     _weight_metadata: Any
     server_base_url: str | None
+    _kept: list[Tensor] | None = None
+    """Gets the sets of the completions that are generated at the moment, if they are wanted."""
 
     def __init__(
         self, *args: Any, weight_transfer: str = "auto", dtype: str = "auto", keeps: bool = False, **kwargs: Any
@@ -77,7 +79,6 @@ class Generation(vllm_generation.VLLMGeneration):
         self.weight_transfer = weight_transfer
         self.dtype = dtype
         self.keeps = keeps
-        self._kept: list[Tensor] | None = None
         self.sync_seconds = 0.0
         self.sync_bytes = 0
         self.pushing: Callable[[], AbstractContextManager[None]] = nullcontext  # the trainer's timer

@@ -33,7 +33,7 @@ class ServerFacts:
     logprobs_mode: str
     weight_transfer: str | None
     probe_ids: tuple[int, ...]
-    max_logprobs: float = math.inf
+    max_logprobs: float
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Wanted:
     max_model_len: int | None = None
     dtype: str | None = None
     logprobs_mode: str | None = None
-    max_logprobs: int | None = None
     weight_transfer: str | None = None
     probe_ids: tuple[int, ...] | None = None
+    max_logprobs: int | None = None
 
 
 def server_facts(url: str) -> ServerFacts:
