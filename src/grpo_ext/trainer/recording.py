@@ -12,7 +12,7 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -24,15 +24,13 @@ from grpo_ext import __version__
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.objective import Objective
-from grpo_ext.packing.micro_batches import MicroBatch
-from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.checkpoints.identity import plain, settings
 from grpo_ext.trainer.checkpoints.manifest import sync
 from grpo_ext.trainer.findings import ObservedBatch
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+_FORMAT = 1
 FOLDER = "batches"
 """Folder in output_dir, with a folder for each step."""
 RESERVE = 2**30
@@ -57,7 +55,7 @@ class Recorded(Protocol):
     reward_func_names: list[str]
     reward_weights: Tensor
     state: TrainerState
-    _generation: Generation
+    _generation: Any
     _tokenizer: PreTrainedTokenizerBase
 
 
@@ -76,7 +74,7 @@ def due(trainer: Recorded) -> bool:
 def taken(trainer: Recorded, window: Sequence[ObservedBatch]) -> Content:
     """Return this process's part of the current step."""
     inputs = [dict(watched.inputs) for watched in window]
-    totals = trainer._generation.totals_of(cast(MicroBatch, window[0].inputs)) if window else None
+    totals = trainer._generation.totals_of(window[0].inputs) if window else None
     kept = [packed({**batch, **watched.computed}) for batch, watched in zip(inputs, window, strict=True)]
     return {
         **origin(trainer),
@@ -90,7 +88,7 @@ def origin(trainer: Recorded) -> Content:
     """Return what a batch belongs to: step and weights, settings, rewards."""
     config = getattr(trainer.model, "config", None)
     return {
-        "format": FORMAT,
+        "format": _FORMAT,
         "grpo_ext": __version__,
         "step": trainer.state.global_step + 1,
         "rank": trainer.accelerator.process_index,
@@ -243,8 +241,8 @@ def read(path: Path) -> Content:
         raise refusal(f"the file is damaged, or not a recorded batch ({reason})", again) from error
     if not isinstance(content, dict) or "step" not in content:
         raise refusal("this is not a recorded batch", f"Name a step's folder in a run's {folder}.")
-    if content.get("format") != FORMAT:
-        reason = f"it has format {content.get('format')!r}, and grpo-ext {__version__} reads {FORMAT}"
+    if content.get("format") != _FORMAT:
+        reason = f"it has format {content.get('format')!r}, and grpo-ext {__version__} reads {_FORMAT}"
         raise refusal(reason, f"Read it with the version that wrote it ({content.get('grpo_ext', 'before 0.2')}).")
     return content
 
