@@ -384,7 +384,7 @@ def test_json_on_the_command_line_is_checked_like_yaml(write):
     [
         (["quickstart/grpo"], "command line: 'quickstart/grpo' belongs to no key"),
         (["--temprature", "1.0"], "temprature: no such key. Did you mean 'temperature'"),
-        (["--kl_coef", "0.1"], "kl_coef: no such key. TRL calls it beta"),
+        (["--kl_coef", "0.1"], "kl_coef: no such key. It is beta here"),
         (
             ["--num_generations", "four"],
             "num_generations='four': text where a whole number is expected. Write num_generations: 8.",

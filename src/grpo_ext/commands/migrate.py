@@ -52,12 +52,11 @@ def migrated(path: Path, version: str = "") -> tuple[str, Draft]:
     Raises:
         ConfigError: it cannot be read, or is not a configuration of a run by rewards with groups of completions.
     """
-    known = frozenset(all_keys())
     given, asked = _read(path)
-    kind = recognise.kind_of(given, known)
+    kind = recognise.kind_of(given)
     if kind in recognise.NO_RECIPES:
         raise ConfigError([recognise.not_a_recipe(str(kind), str(path))])
-    if kind is None and not given.keys() & known:
+    if kind is None and not given.keys() & {*all_keys()}:
         projects = ", ".join(project.title for project in recognise.PROJECTS.values())
         raise ConfigError(
             [Problem(str(path), ABSENT, "not a configuration of a known project", f"Known: {projects}.")]
