@@ -675,13 +675,13 @@ def test_settings_reach_procedural_rows():
 def test_quickstart_is_delegated(monkeypatch):
     calls = []
 
-    def task_load(task="addition", *, size=None):
-        calls.append((task, size))
+    def task_load(*, size=None):
+        calls.append(size)
         return tuple(Dataset.from_list([{"prompt": USER, "solution": s}]) for s in "12")
 
     monkeypatch.setattr("grpo_ext.quickstart.task.load", task_load)
     train, evaluation = load("quickstart/addition", eval_needed=True, dataset_kwargs={"size": 5})
-    assert (calls, train["solution"][0], evaluation["solution"][0]) == ([("addition", 5)], "1", "2")
+    assert (calls, train["solution"][0], evaluation["solution"][0]) == ([5], "1", "2")
     assert load("quickstart/addition")[1] is None
     refused = refusal("quickstart/addition", dataset_kwargs={"sise": 5})
     assert "dataset_kwargs.sise=5: the quickstart has no such option. Did you mean 'size'?" in refused

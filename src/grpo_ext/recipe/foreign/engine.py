@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -126,8 +126,8 @@ class Translation:
         rows = (rule for rule in self.table.values() if rule.default is not None and not rule.computed)
         return {rule.to: rule.default for rule in rows} | dict(self.defaults)
 
-    def convert(self, given: Mapping[str, Any], version: str = "", asked: Mapping[str, str] | None = None) -> "Draft":
-        """Convert a configuration; `asked` holds sentences about keys whose value depends on a condition.
+    def convert(self, given: Mapping[str, Any], version: str = "", unsure: Sequence[str] = ()) -> "Draft":
+        """Convert a configuration; `unsure` are variables of its script whose value depends on a condition.
 
         Raises:
             ConfigError: it trains with a critic instead of groups, or the version is unknown.
@@ -142,9 +142,8 @@ class Translation:
         about_rewards = [sentence for sentence in draft.decisions if re.search("^reward|reward_funcs", sentence)]
         if "reward_funcs" not in draft.values and not about_rewards:
             draft.decide("reward_funcs: the file names no reward. Name some (docs/rewards.md), or your functions.")
-        for key, sentence in (asked or {}).items():
-            if key in draft.converted:
-                draft.decide(sentence)
+        if unsure:
+            draft.decide(f"The script sets {', '.join(unsure)} under a condition; the first value is written.")
         draft.settle(unresolved)
         return draft
 
