@@ -30,7 +30,7 @@ from grpo_ext.trainer.findings import ObservedBatch
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+FORMAT = 1
 FOLDER = "batches"
 """Folder in output_dir, with a folder for each step."""
 RESERVE = 2**30
@@ -88,7 +88,7 @@ def origin(trainer: Recorded) -> Content:
     """Return what a batch belongs to: step and weights, settings, rewards."""
     config = getattr(trainer.model, "config", None)
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "grpo_ext": __version__,
         "step": trainer.state.global_step + 1,
         "rank": trainer.accelerator.process_index,
@@ -241,8 +241,8 @@ def read(path: Path) -> Content:
         raise refusal(f"the file is damaged, or not a recorded batch ({reason})", again) from error
     if not isinstance(content, dict) or "step" not in content:
         raise refusal("this is not a recorded batch", f"Name a step's folder in a run's {folder}.")
-    if content.get("format") != _FORMAT:
-        reason = f"it has format {content.get('format')!r}, and grpo-ext {__version__} reads {_FORMAT}"
+    if content.get("format") != FORMAT:
+        reason = f"it has format {content.get('format')!r}, and grpo-ext {__version__} reads {FORMAT}"
         raise refusal(reason, f"Read it with the version that wrote it ({content.get('grpo_ext', 'before 0.2')}).")
     return content
 
