@@ -370,7 +370,9 @@ def test_a_run_that_shards_compiles_or_adds_noise_is_left_to_generate(fsdp, sett
 
 
 def test_a_required_engine_that_cannot_be_used_raises(model_path, tmp_path):
-    trainer = build(model_path, tmp_path, rollout_engine="grouped", generation_kwargs={"num_beams": 2})
+    trainer = build(
+        model_path, tmp_path, rollout_engine="grouped", loss_defaults="trl", generation_kwargs={"num_beams": 2}
+    )
     with pytest.raises(Unsupported, match=r"rollout_engine='grouped'.*beam.*Set rollout_engine: auto"):
         trainer.train()
 

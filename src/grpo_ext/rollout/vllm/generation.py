@@ -3,11 +3,12 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -24,7 +25,14 @@ from grpo_ext.errors import ServerLost
 from grpo_ext.rollout.kept_log import TIES, Drawn, returned_sets, sampled_first
 from grpo_ext.rollout.vllm.client import EMPTY_ANSWER, Client, ServerTrouble
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
-from grpo_ext.rollout.vllm.server import CONNECTIONS, PROBE, Wanted, mismatches, server_facts
+from grpo_ext.rollout.vllm.server import (
+    CONNECTIONS,
+    PROBE,
+    Wanted,
+    engine_mismatches,
+    mismatches,
+    server_facts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +44,21 @@ LONGEST_PAUSE = 5.0
 
 
 @contextmanager
-def _engine_settings(dtype: str, top_k: int) -> Iterator[None]:
-    """Let TRL build its engine with our dtype; on a CPU keep weights in place, threads and memory small.
+def _engine_settings(dtype: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Let TRL build its engine with our dtype and options; on a CPU keep weights in place, threads and memory small.
 
-    `top_k`, if not 0, bounds the tokens that the engine has to return the log-probabilities of.
+    `options` replace those that TRL gives, such as `max_num_batched_tokens`.
     """
     from vllm.platforms import current_platform
 
-    settings: dict[str, Any] = {"dtype": dtype} | ({"max_logprobs": top_k + TIES} if top_k else {})
+    settings: dict[str, Any] = {"dtype": dtype}
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM must not bind the trainer's threads
         settings["enforce_eager"] = True
         keep_weights_in_place()
-    threads = torch.get_num_threads()
-    with temporarily(vllm_generation, LLM=partial(vllm_generation.LLM, **settings)):
+    threads, engine = torch.get_num_threads(), vllm_generation.LLM
+    with temporarily(vllm_generation, LLM=lambda **given: engine(**given | settings | options)):
         yield
     torch.set_num_threads(threads)
 
@@ -61,6 +69,7 @@ class Generation(vllm_generation.VLLMGeneration):
     Args:
         weight_transfer: 'auto', 'nccl' or 'gloo'.
         dtype: of the sampler's weights in colocate mode.
+        engine_kwargs: further options of the engine, `vllm_engine_kwargs`.
         keeps: whether the sampler returns the tokens that it kept; `top_k` bounds their number.
 
     Raises:
@@ -74,10 +83,17 @@ class Generation(vllm_generation.VLLMGeneration):
     """Gets the sets of the completions that are generated at the moment, if they are wanted."""
 
     def __init__(
-        self, *args: Any, weight_transfer: str = "auto", dtype: str = "auto", keeps: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        weight_transfer: str = "auto",
+        dtype: str = "auto",
+        engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        keeps: bool = False,
+        **kwargs: Any,
     ) -> None:
         self.weight_transfer = weight_transfer
         self.dtype = dtype
+        self.engine_kwargs = engine_kwargs
         self.keeps = keeps
         self.sync_seconds = 0.0
         self.sync_bytes = 0
@@ -108,7 +124,8 @@ class Generation(vllm_generation.VLLMGeneration):
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
         os.environ.setdefault("MASTER_PORT", str(get_free_port()))
-        with _engine_settings(dtype, self.top_k if self.keeps else 0):
+        needed = {"max_logprobs": self.top_k + TIES} if self.keeps else {}
+        with _engine_settings(dtype, {**self.engine_kwargs, **needed}):
             super()._init_vllm()
 
     def _connect(self) -> None:
@@ -132,7 +149,7 @@ class Generation(vllm_generation.VLLMGeneration):
         facts = server_facts(url)
         if broken := [str(problem) for problem in mismatches(needed, facts)]:
             raise RuntimeError("\n".join([f"the one at {url} does not suit this run:", *broken]))
-        for problem in mismatches(better, facts):
+        for problem in (*mismatches(better, facts), *engine_mismatches(self.engine_kwargs, facts.config)):
             logger.warning(f"vLLM server at {url}: {problem}")
 
     # The main process talks to the server; every process gets the result.

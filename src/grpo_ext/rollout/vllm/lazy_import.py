@@ -12,6 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import scores_kept_sets
@@ -51,7 +52,12 @@ def with_our_generation(args: GRPOExtConfig) -> Iterator[None]:
         return
     from grpo_ext.rollout.vllm.generation import Generation
 
-    keeps = scores_kept_sets(args)
-    ours = partial(Generation, weight_transfer=args.vllm_weight_transfer, dtype=args.sampler_dtype, keeps=keeps)
+    ours = partial(
+        Generation,
+        weight_transfer=args.vllm_weight_transfer,
+        dtype=args.sampler_dtype,
+        engine_kwargs=given_options(args),
+        keeps=scores_kept_sets(args),
+    )
     with temporarily(grpo_trainer, VLLMGeneration=ours):
         yield
