@@ -61,6 +61,12 @@ class LabelledLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
+        _, weight, bias, *_ = ctx.saved_tensors
+        with utils.maybe_gather_lm_head_ctx(weight, bias):  # under ZeRO 3 they are sharded again after the forward
+            return LabelledLogProbs._backward(ctx, *grads)
+
+    @staticmethod
+    def _backward(ctx: Any, *grads: Tensor) -> Any:
         grad_logps, grad_entropies, *_ = grads
         hidden, weight, bias, labels, entropies, *whole = ctx.saved_tensors
         dtype, temperature, softcap, scale = ctx.form
