@@ -6,6 +6,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +46,7 @@ def test_only_what_belongs_to_nobody_is_removed(temp):
 
 def test_all_workers_of_a_process_end_at_once_and_none_is_started_for_them(temp, monkeypatch):
     monkeypatch.setattr(child, "_starting", threading.Lock())  # which is kept
-    with Pool(2) as workers:
+    with closing(Pool(2)) as workers:
         workers.run([Job("support.faulty:letters", {"completions": ["a"]}, 60.0)] * 2)
         processes = [worker.process for worker in workers._workers]
         assert len(list(temp.glob(f"{child.FOLDER}*"))) == len(processes) > 0

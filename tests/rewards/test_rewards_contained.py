@@ -7,12 +7,9 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,9 +29,7 @@ BOTH = pytest.mark.parametrize("workers", [1, 0])
 
 
 def score(runtime, completions=BATCH, **columns) -> list:
-    """Values of the only reward, in this process also of an async one."""
-    values = runtime.functions[0](prompts=[""] * len(completions), completions=list(completions), **columns)
-    return asyncio.run(values) if inspect.isawaitable(values) else values
+    return runtime.functions[0](prompts=[""] * len(completions), completions=list(completions), **columns)
 
 
 def ignore(name, scores):
@@ -42,15 +37,6 @@ def ignore(name, scores):
 
 
 # Values.
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("fault", "reason"), [("huge", "int too large to convert to float"), ("stubborn", "not a number")]
-)
-def test_what_cannot_become_a_float_costs_itself(fault, reason, workers, runtime, caplog):
-    assert score(runtime(spec(fault), workers=workers)) == [1.0, 1.0, None, 1.0]
-    assert reason in caplog.text
 
 
 @BOTH
@@ -113,24 +99,6 @@ def test_a_column_that_does_not_reach_the_worker_is_named(column, reason, on_err
     assert score(rewards) == [3.0] * 4  # prompts and two callbacks, in a worker that is still there
 
 
-def test_a_class_of_main_is_named_too(tmp_path):
-    """It was told as a death by SIGKILL."""
-    code = (
-        "import logging, sys; logging.basicConfig(stream=sys.stdout)\n"
-        "from grpo_ext.rewards.composition import RewardSpec\n"
-        "from grpo_ext.rewards.runtime import Runtime\n"
-        "class Mine: pass\n"
-        "spec = RewardSpec('c', 'support.faulty:curious')\n"
-        "print(Runtime([spec], workers=1).functions[0](completions=['x'], k=[Mine()]))\n"
-    )
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(faulty.__file__).parents[1]), *sys.path]))
-    }
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=PATIENCE)
-    assert "[None]" in done.stdout
-    assert "'k' cannot be read in a worker process (AttributeError" in done.stdout
-
-
 @BOTH
 def test_when_looks_at_columns_of_any_type(workers, runtime):
     arrays = [np.zeros(2), None, np.ones(3), ""]
@@ -155,15 +123,15 @@ def test_what_a_reward_logs_stands_beside_its_rows(workers, runtime):
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["choke", "choke_later"])
-def test_a_failed_call_is_split_where_scores_are_independent(name, workers, runtime, caplog):
+@pytest.mark.parametrize(("name", "lost"), [("choke", 1), ("choke_later", 1), ("crowded", 0)])
+def test_a_failed_call_is_split_where_scores_are_independent(name, lost, workers, runtime, caplog):
     metrics = {}
     rewards = runtime(spec(name, independent=True), workers=workers)
-    assert score(rewards, log_metric=metrics.__setitem__) == [1.0, 1.0, None, 1.0]
+    assert score(rewards, log_metric=metrics.__setitem__) == [1.0, 1.0, None if lost else 1.0, 1.0]
     [record] = caplog.records
-    assert "first: 'bad'" in record.message
+    assert ("first: 'bad'" in record.message) == lost
     assert "4 completions were scored one by one, since their call failed: " in record.message
-    assert metrics[f"rewards/{name}/rescored"] == 4
+    assert (metrics[f"rewards/{name}/errors"], metrics[f"rewards/{name}/rescored"]) == (lost, 4)
 
 
 @BOTH
@@ -179,16 +147,6 @@ def test_a_reward_that_compares_its_batch_never_becomes_another_one(on_error, va
     assert "JSONDecodeError" in record.message
     assert "set independent: true" in record.message
     assert (metrics["rewards/novelty/errors"], metrics["rewards/novelty/rescored"]) == (4, 0)
-
-
-@BOTH
-def test_what_succeeds_one_by_one_is_logged_and_counted(workers, runtime, caplog):
-    metrics = {}
-    rewards = runtime(spec("crowded", independent=True), workers=workers)
-    assert score(rewards, log_metric=metrics.__setitem__) == [1.0] * 4
-    [record] = caplog.records
-    assert "4 completions were scored one by one, since their call failed" in record.message
-    assert (metrics["rewards/crowded/errors"], metrics["rewards/crowded/rescored"]) == (0, 4)
 
 
 @BOTH
@@ -251,27 +209,23 @@ def test_a_timeout_that_nothing_applies_is_refused(entry, cure):
 # Workers and their machine.
 
 
-@pytest.mark.parametrize("size", [1, 1 << 20])
-def test_a_worker_that_stops_reading_is_replaced(size, runtime, monkeypatch):
+def test_a_worker_that_stops_reading_is_replaced(runtime, monkeypatch):
     monkeypatch.setattr(child, "LOADING_SECONDS", 5.0)
     rewards = runtime(spec("doze", timeout=1.0, independent=True), workers=1)
     assert score(rewards, ["stop"], big=["x"]) == [1.0]
     time.sleep(0.5)
-    start = time.monotonic()
-    assert score(rewards, ["a", "b"], big=["x" * size, "yy"]) == [size, 2.0]
-    assert time.monotonic() - start < 60
+    assert score(rewards, ["a", "b"], big=["x" * (1 << 20), "yy"]) == [1 << 20, 2.0]
 
 
-def test_a_worker_that_hangs_before_it_reads_is_given_up(runtime, monkeypatch):
-    monkeypatch.setattr(child, "LOADING_SECONDS", 0.5)
-    monkeypatch.setattr(pool, "PROGRAM", "import time; time.sleep(1e6)")
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("import time; time.sleep(1e6)", "did not answer"), ("raise SystemExit(3)", "exit code 3")],
+)
+def test_a_worker_that_never_reads_is_given_up(program, reason, runtime, monkeypatch, caplog):
+    monkeypatch.setattr(child, "LOADING_SECONDS", 0.5 if "sleep" in program else PATIENCE)
+    monkeypatch.setattr(pool, "PROGRAM", program)
     assert score(runtime(spec("doze", timeout=0.5), workers=1), ["a"], big=["x" * (1 << 20)]) == [None]
-
-
-def test_a_worker_that_cannot_start_is_no_endless_loop(runtime, monkeypatch, caplog):
-    monkeypatch.setattr(pool, "PROGRAM", "raise SystemExit(3)")
-    assert score(runtime(spec("doze"), workers=1), ["a"], big=["x" * (1 << 20)]) == [None]
-    assert "exit code 3" in caplog.text
+    assert reason in caplog.text
 
 
 def test_a_machine_without_room_for_a_process_fails_the_batch(runtime, monkeypatch, tmp_path, caplog):
@@ -380,19 +334,15 @@ def test_no_exception_of_a_function_leaves_it(error, where, runtime, monkeypatch
     assert len(errors) == 1
 
 
-@pytest.fixture
-def ctrl_c_raises():
-    """Python's own handler of SIGINT, which a shell's background job does not begin with."""
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, earlier)
-
-
-def test_ctrl_c_is_not_contained_where_it_raises(runtime, monkeypatch, ctrl_c_raises):
+def test_ctrl_c_is_not_contained_where_it_raises(runtime, monkeypatch):
     monkeypatch.setattr(faulty, "ERROR", KeyboardInterrupt())
-    for where in ("call", "value"):
-        with pytest.raises(KeyboardInterrupt):
-            score(runtime(spec(f"raises_in_{where}", isolate=False)), ["bad"])
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has none
+    try:
+        for where in ("call", "value"):
+            with pytest.raises(KeyboardInterrupt):
+                score(runtime(spec(f"raises_in_{where}", isolate=False)), ["bad"])
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 # What workers answer, and from what they draw.
@@ -459,17 +409,6 @@ def test_a_function_stays_in_one_worker_with_what_it_keeps(runtime):
         batch = [f"{call}"] * 4
         seen.append([function(prompts=batch, completions=batch)[0] for function in rewards.functions[:3]])
     assert [[values[1] for values in seen], [values[0] + values[2] for values in seen]] == [[1, 2, 3], [3, 7, 11]]
-
-
-def test_a_scorer_of_a_packaged_reward_stays_in_one_worker_too(runtime):
-    """It moved to a worker that another reward had left free, and loaded its model there again."""
-    kwargs = {"scorer": "support.faulty:counts_chats", "reasoning": False, "score_clip": 9.0}
-    rewards = runtime(
-        replace(spec("counts"), when="asked"), spec("minimind", function="minimind", kwargs=kwargs), workers=2
-    )
-    for call, asked in enumerate(["yes", "", "yes"], start=1):
-        columns = {"prompts": ["q"] * 2, "completions": [f"{call}"] * 2, "asked": [asked] * 2}
-        assert [function(**columns) for function in rewards.functions][1] == [call] * 2
 
 
 def test_a_reward_that_no_row_can_be_scored_by_is_told():

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -142,13 +141,10 @@ def test_what_kills_kills_itself_at_most(name, method, world):
     assert run("print(1)", method=method, limits=PATIENT).stdout == b"1\n"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("read the home directory", "spoil what it may read", "tcp", "unix sockets", "environment"),
-        "names of files by a watch",
-    ],
-)
+OPEN = ("read the home directory", "spoil what it may read", "tcp", "unix sockets", "environment")
+
+
+@pytest.mark.parametrize("name", [*OPEN, "names of files by a watch"])
 def test_the_attacks_succeed_outside_the_sandbox(name, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_EXT_TEST_SECRET", "1")
     (tmp_path / "secret").touch()
@@ -217,12 +213,7 @@ def reaped() -> bool:
         ("import tempfile; f = tempfile.TemporaryFile(); f.write(b'x'); print(1)", "", "1\n", 0),
         ("import asyncio; print(asyncio.run(asyncio.sleep(0, 7)))", "", "7\n", 0),
         ("import concurrent.futures as c; print(list(c.ThreadPoolExecutor(8).map(abs, [-1, 2])))", "", "[1, 2]\n", 0),
-        (
-            "import random, hashlib, decimal, re, json, heapq, datetime, uuid; print(len(str(uuid.uuid4())))",
-            "",
-            "36\n",
-            0,
-        ),
+        ("import random, hashlib, decimal, re, json, datetime, uuid; print(len(str(uuid.uuid4())))", "", "36\n", 0),
         ("print(sum(map(int, input().split())))", " ".join(map(str, range(100_000))), "4999950000\n", 0),
     ],
 )
@@ -279,14 +270,6 @@ def test_exit_codes_are_a_shells(method):
     assert run("while True: pass", method=method, limits=QUICK).stopped == "time"
     cpu = run("while True: pass", method=method, limits=Limits(timeout=60.0, cpu_seconds=0.5))
     assert (cpu.returncode, cpu.stopped) == (128 + signal.SIGKILL, "")
-
-
-def test_a_run_is_safe_from_a_thread():
-    outcomes = []
-    thread = threading.Thread(target=lambda: outcomes.append(run("print(1)")))
-    thread.start()
-    thread.join()
-    assert outcomes[0].ok
 
 
 @on_each_method

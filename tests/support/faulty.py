@@ -106,6 +106,8 @@ RETURNED = {
     "text": (lambda numpy, torch: ["1.0", 0.5], [None, 0.5], f"it returned '1.0', which is not a number. {CURE}"),
     "a list": (lambda numpy, torch: [[1.0], 0.5], [None, 0.5], "which is not a number"),
     "nan": (lambda numpy, torch: [1.0, numpy.float64("nan")], [1.0, None], ""),
+    "huge": (lambda numpy, torch: [10**400, 1], [None, 1.0], "int too large to convert to float"),
+    "stubborn": (lambda numpy, torch: [Stubborn(), 1.0], [None, 1.0], "not a number"),
     "-inf": (lambda numpy, torch: [-float("inf"), 0.5], [None, 0.5], f"it returned -inf. {CURE}"),
 }
 """Name -> what is returned, what it is worth, what the log says."""
@@ -188,14 +190,6 @@ class Tree(Exception):
 
     def __init__(self, left, right):
         super().__init__(f"{left}{right}")
-
-
-def huge(completions, **_):
-    return [10**400 if _is_bad(c) else 1 for c in completions]
-
-
-def stubborn(completions, **_):
-    return [Stubborn() if _is_bad(c) else 1.0 for c in completions]
 
 
 # Rewards that look at their columns, and that leave something behind.
@@ -326,8 +320,3 @@ def counts(completions, **_):
 
 def draws_alone(completions, **_):
     return [value + random.random() for value in crowded(completions)]
-
-
-def counts_chats(chats):
-    """A scorer."""
-    return counts(chats)

@@ -12,7 +12,7 @@ from grpo_ext.rewards.outcomes import Part, failure
 from grpo_ext.rewards.signatures import is_async
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Status
-from grpo_ext.rewards.workers.worker import NotAList, as_list, logging_callbacks, traceback_tail
+from grpo_ext.rewards.workers.worker import NotRewards, as_list, logging_callbacks, traceback_tail
 
 ISOLATION_BUDGET = 2.0
 """Time, in timeouts, for scoring the completions of a failed batch one by one."""
@@ -85,7 +85,7 @@ async def _call(spec: RewardSpec, columns: Columns, deadline: float | None) -> O
         if is_async(spec.callable):
             values = await values
         outcome = Outcome(Status.SCORED, as_list(values), extras, metrics)
-    except NotAList as error:
+    except NotRewards as error:
         outcome = Outcome(Status.MISSHAPEN, reason=str(error))
     except BaseException as error:  # the reward is the user's: it may raise anything
         if from_outside(error):

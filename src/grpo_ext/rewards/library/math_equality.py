@@ -1,15 +1,20 @@
 """Compare two final answers by math-verify, with stricter rules where it is too lenient."""
 
+import logging
 import random
 import re
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_ext.rewards.library.math_equations import EQUALS, items_of, solutions
-from grpo_ext.rewards.library.math_time import limited
 from grpo_ext.rewards.library.math_units import units_agree
 
+T = TypeVar("T")
+SECONDS = 5
+"""Time limit on a call of math-verify."""
 MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: longer text is prose or an attempt to stall the parser
 RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
@@ -130,10 +135,27 @@ def _parse(formula: str) -> Any:
     # Units are removed already; math-verify may mistake a factor for one: the t of -16t^2 + 80t.
     config = LatexExtractionConfig()
     config = replace(config, normalization_config=replace(config.normalization_config, units=False))
-    found: list[Any] = limited(
+    found: list[Any] = _limited(
         lambda seconds: parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=seconds), []
     )
     return found[0] if found else None
+
+
+def _limited(function: Callable[[int | None], T], otherwise: T) -> T:
+    """Return the result of `function`, which gets the time limit to pass to math-verify, or `otherwise` after it.
+
+    The limit is an alarm signal, so it works in the main thread only, where workers score. Elsewhere it is None.
+    """
+    from math_verify.errors import TimeoutException
+
+    seconds = SECONDS if threading.current_thread() is threading.main_thread() else None
+    if seconds is None:  # math-verify warns of it
+        for name in ("math_verify.parser", "math_verify.grader"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        return function(seconds)
+    except TimeoutException:
+        return otherwise
 
 
 def _both_signs(formula: str) -> str:
@@ -154,11 +176,11 @@ def _same(gold: Any, answer: Any) -> bool:
         return False
     if any(relation.is_Equality for relation in golds):
         try:
-            return limited(lambda seconds: timeout(seconds)(_same_equations)(golds, answers), False)
+            return _limited(lambda seconds: timeout(seconds)(_same_equations)(golds, answers), False)
         except (ArithmeticError, AttributeError, TypeError, ValueError):
             return False
     gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
-    same = limited(lambda seconds: verify(gold, answer, timeout_seconds=seconds, allow_set_relation_comp=True), False)
+    same = _limited(lambda seconds: verify(gold, answer, timeout_seconds=seconds, allow_set_relation_comp=True), False)
     return same and _near(gold, answer)
 
 

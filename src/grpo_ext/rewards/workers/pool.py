@@ -92,7 +92,7 @@ class Worker(Child):
 
 
 class Pool:
-    """Workers that score jobs in parallel; a context manager, and closed at exit. The first job starts the first."""
+    """Workers that score jobs in parallel, closed at exit. The first job starts the first."""
 
     def __init__(self, workers: int, *, memory_gib: float = 8.0) -> None:
         self.size = workers
@@ -161,12 +161,6 @@ class Pool:
         worker, self._workers[place] = self._workers[place], None
         if worker is not None:
             worker.kill()
-
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _finished(busy: Collection[Worker]) -> Iterator[tuple[Worker, Outcome]]:

@@ -102,20 +102,20 @@ def score(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple:
             os._exit(0)
 
 
-class NotAList(TypeError):
-    """A reward returned something that is not a list of values; the message is complete."""
+class NotRewards(TypeError):
+    """A reward did not return one number or None per completion; the message is complete."""
 
 
 def as_list(values: Any) -> list[Any]:
     """Return what a reward returned as a list: a list, a tuple, an array, a tensor or a generator of values.
 
     Raises:
-        NotAList: anything else.
+        NotRewards: anything else.
     """
     if values is not None and not isinstance(values, str | bytes | Mapping | set):
         with contextlib.suppress(TypeError):  # a number, a tensor without dimensions
             return list(values)
-    raise NotAList(
+    raise NotRewards(
         f"it returned {safe_repr(values)}, which is not a list. Return a list of one number or None per completion."
     )
 
@@ -144,7 +144,7 @@ def safe_repr(value: object) -> str:
 
 def traceback_tail(error: BaseException) -> str:
     """Return the last lines of a traceback, joined into one."""
-    if isinstance(error, NotAList):
+    if isinstance(error, NotRewards):
         return str(error)
     lines = [line.strip() for line in "".join(traceback.format_exception(error)).strip().split("\n")]
     return " | ".join(line for line in lines[-TRACEBACK_LINES:] if line.strip("^~ "))[-1500:]
@@ -164,7 +164,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             send(answers, ["loaded"])
             seed_all(seed)
             send(answers, score(function, columns))
-        except NotAList as error:
+        except NotRewards as error:
             send(answers, ["misshapen", str(error)])
         except BaseException as error:  # the function is the user's: it may raise anything
             send(answers, ["failed", traceback_tail(error)])
