@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from grpo_ext.environments.composition import parse
+from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.session import Session
 from support.processes import PATIENCE
 
@@ -15,7 +15,7 @@ from support.processes import PATIENCE
 def test_an_environment_whose_package_is_missing_is_refused():
     if importlib.util.find_spec("openenv"):
         pytest.skip("openenv is installed")
-    _, [problem] = parse(["openenv/http://a"])
+    _, [problem] = parse_environments(["openenv/http://a"])
     assert "Install grpo-ext[openenv]" in str(problem)
 
 
@@ -70,7 +70,7 @@ def server():
 @pytest.mark.filterwarnings("ignore")
 def test_a_server_of_openenv_is_played(server):
     name, stop = server
-    [spec], problems = parse([{"name": name, "kwargs": {"action": "number", "observation": "text"}}])
+    [spec], problems = parse_environments([{"name": name, "kwargs": {"action": "number", "observation": "text"}}])
     assert not problems
     sessions = [Session(spec.make, (), seed=seed) for seed in (5, 7)]
     assert [s.answer(("reset", {}))["opening"][0]["content"] for s in sessions] == ["at 5", "at 7"]
@@ -92,5 +92,5 @@ def test_a_server_of_openenv_is_played(server):
 def test_what_is_no_server_of_openenv_is_refused(server):
     name, _ = server
     for entry, word in [(name, "number"), ({"name": "openenv/http://127.0.0.1:9"}, "no server")]:
-        _, [problem] = parse([entry])
+        _, [problem] = parse_environments([entry])
         assert word in str(problem)

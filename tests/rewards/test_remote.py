@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from grpo_ext.rewards.catalogue import rewards
-from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.models import http_client
 from grpo_ext.rewards.models.http_client import RemoteRewardError
 from grpo_ext.rewards.runtime import Runtime
@@ -255,7 +255,7 @@ def test_an_answer_without_end_takes_bounded_memory(serve, monkeypatch, encoding
         while not handler.server.released.is_set():
             handler.wfile.write(chunk)
 
-    monkeypatch.setattr(http_client, "LARGEST", 4 << 20)
+    monkeypatch.setattr(http_client, "LARGEST_RESPONSE", 4 << 20)
     server = serve(lambda *_: endless)
     tracemalloc.start()
     try:
@@ -270,7 +270,7 @@ def test_an_answer_without_end_takes_bounded_memory(serve, monkeypatch, encoding
 def test_a_server_that_is_down_is_asked_once_a_batch(serve, runtime, caplog):
     server = serve(lambda *_: (503, "down", {}))
     kwargs = {"url": f"{server.url}/score", "protocol": "score", "retries": 1, "backoff": 0.01, "batch_size": 5}
-    [spec], problems = parse([{"name": "remote", "kwargs": kwargs}])
+    [spec], problems = parse_rewards([{"name": "remote", "kwargs": kwargs}])
     assert problems == []
     assert runtime(spec).functions[0](**COLUMNS) == [None] * N
     assert len(server.requests) == 4  # two batches, each tried twice
@@ -435,8 +435,10 @@ def test_nothing_to_score_needs_no_server():
 
 def test_a_recipes_entry_is_an_async_reward_for_trl(serve):
     server = serve(lengths_of)
-    specs, problems = parse([{"name": "remote", "kwargs": {"url": f"{server.url}/score", "protocol": "score"}}])
+    specs, problems = parse_rewards(
+        [{"name": "remote", "kwargs": {"url": f"{server.url}/score", "protocol": "score"}}]
+    )
     assert problems == []
     [reward] = Runtime(specs, workers=0).functions
     assert reward(**COLUMNS, completion_ids=[[1]] * N, trainer_state=None, label=[1] * N) == LENGTHS
-    assert parse([{"name": "remote", "kwargs": {"url": "http://h", "protocol": "scores"}}])[1] != []
+    assert parse_rewards([{"name": "remote", "kwargs": {"url": "http://h", "protocol": "scores"}}])[1] != []

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
 
 from grpo_ext.rewards.catalogue import rewards
-from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.models import loaded_model
 from grpo_ext.rewards.models.reward_model import RewardModelScorer, scorer_from
 from support import tiny
@@ -347,8 +347,8 @@ def test_get_score_with_code_of_its_own_only_where_it_is_trusted(tmp_path, monke
 
 def test_a_recipe_writes_its_options_under_minimind():
     kwargs = {"reward_model": {"model": "org/model", "dtype": "bfloat16", "micro_batch_size": 4}}
-    assert parse([{"name": "minimind", "kwargs": kwargs}])[1] == []
-    assert parse([{"name": "reward_model", "kwargs": kwargs["reward_model"]}])[1] == []
+    assert parse_rewards([{"name": "minimind", "kwargs": kwargs}])[1] == []
+    assert parse_rewards([{"name": "reward_model", "kwargs": kwargs["reward_model"]}])[1] == []
     for options, words in [
         ({"model": "m", "dtyp": "float16"}, "reward_model.dtyp='float16'.* Did you mean 'dtype'"),
         ({"dtype": "float16"}, "it has no model"),
@@ -357,7 +357,7 @@ def test_a_recipe_writes_its_options_under_minimind():
         with pytest.raises(ValueError, match=words):
             scorer_from(options)
         for name in ("minimind", "minimind_current"):
-            assert parse([{"name": name, "kwargs": {"reward_model": options}}])[1] != []
+            assert parse_rewards([{"name": name, "kwargs": {"reward_model": options}}])[1] != []
     with pytest.raises(ValueError, match="two scorers"):
         minimind(prompts=[], completions=[], scorer=len, reward_model={"model": "m"})
 
@@ -366,6 +366,6 @@ def test_models_are_not_copied_into_worker_processes():
     own = {"model": "m"}
     kwargs = {"reward_model": own, "minimind": {"reward_model": own}, "minimind_current": {"reward_model": own}}
     kwargs["remote"] = {"url": "http://h", "protocol": "score"}
-    specs, _ = parse([{"name": name, "kwargs": given} for name, given in kwargs.items()])
+    specs, _ = parse_rewards([{"name": name, "kwargs": given} for name, given in kwargs.items()])
     assert [spec.isolated for spec in specs] == [False] * 4
-    assert [spec.isolated for spec in parse(["minimind", "minimind_current"])[0]] == [True] * 2
+    assert [spec.isolated for spec in parse_rewards(["minimind", "minimind_current"])[0]] == [True] * 2

@@ -7,7 +7,7 @@ import pytest
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from grpo_ext.rewards.catalogue import rewards
-from grpo_ext.rewards.composition import RewardSpec, parse
+from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 from grpo_ext.rewards.containment import for_trl
 from grpo_ext.rewards.runtime import Runtime
 
@@ -55,7 +55,7 @@ def my_rewards(tmp_path, monkeypatch):
 
 
 def problems_of(*entries, **options):
-    specs, problems = parse(list(entries), **options)
+    specs, problems = parse_rewards(list(entries), **options)
     assert len(specs) < len(entries) or problems[0].field.startswith("reward_weights") or "log name" in str(problems)
     return problems
 
@@ -70,7 +70,7 @@ def run(coroutine):
 
 
 def test_names_paths_and_mappings(my_rewards):
-    specs, problems = parse(
+    specs, problems = parse_rewards(
         [
             "tags",
             {"name": "format", "weight": 0.5, "kwargs": {"style": "think"}},
@@ -100,19 +100,19 @@ def test_every_registered_name_without_required_options_parses():
     names = [
         n for n, ps in options.items() if all(p.kind is not p.KEYWORD_ONLY or p.default is not p.empty for p in ps)
     ]
-    specs, problems = parse(names)
+    specs, problems = parse_rewards(names)
     assert problems == []
     assert [spec.function for spec in specs] == names
 
 
 def test_reward_weights_replace_the_weights():
-    specs, problems = parse(["tags", "format"], reward_weights=[0.25, -1])
+    specs, problems = parse_rewards(["tags", "format"], reward_weights=[0.25, -1])
     assert problems == []
     assert [spec.weight for spec in specs] == [0.25, -1.0]
 
 
 def test_callable_objects_and_partials_get_trls_names(my_rewards):
-    specs, problems = parse([f"{my_rewards}:instance", f"{my_rewards}:partial"])
+    specs, problems = parse_rewards([f"{my_rewards}:instance", f"{my_rewards}:partial"])
     assert problems == []
     assert [spec.name for spec in specs] == ["Callable_", "scaled"]
 
@@ -175,7 +175,7 @@ def test_a_mistake_in_an_entry_is_a_problem_with_field_reason_and_cure(my_reward
 
 
 def test_all_problems_come_together():
-    specs, problems = parse(
+    specs, problems = parse_rewards(
         ["tags", "acuracy", {"name": "repetition", "weight": "x", "kwargs": {"n": "3", "m": 1}, "wait": 0}, "tags"],
         reward_weights=[1.0, "a"],
     )
@@ -195,7 +195,7 @@ def test_all_problems_come_together():
     + [(entries, "not a list") for entries in ("tags", {"name": "tags"}, 3, iter(["tags"]))],
 )
 def test_reward_funcs_must_be_a_list_with_entries(entries, reason):
-    specs, [problem] = parse(entries)
+    specs, [problem] = parse_rewards(entries)
     assert (specs, problem.field, problem.reason) == ([], "reward_funcs", reason)
 
 
@@ -224,7 +224,7 @@ def test_refused_reward_weights(entries, weights, words):
 
 def test_hints_that_cannot_be_resolved_are_not_checked(my_rewards):
     entries = [f"{my_rewards}:hinted", {"name": f"{my_rewards}:untyped", "kwargs": {"anything": object}}]
-    assert parse([{"name": entries[0], "kwargs": {"value": "x"}}, entries[1]])[1] == []
+    assert parse_rewards([{"name": entries[0], "kwargs": {"value": "x"}}, entries[1]])[1] == []
 
 
 # What TRL gets
@@ -236,7 +236,7 @@ def build(*specs):
 
 def test_built_rewards_have_log_names_options_and_model_ids(my_rewards):
     entries = [{"name": "length", "func": f"{my_rewards}:scaled", "kwargs": {"scale": 0.5}}, "./rm/model", "tags"]
-    length, model, tags = build(*parse(entries)[0])
+    length, model, tags = build(*parse_rewards(entries)[0])
     assert (length.__name__, model, tags.__name__) == ("length", "./rm/model", "tags")
     assert length(prompts=["", ""], completions=["abcd", ""], log_extra=print, trainer_state=None) == [2.0, 0.0]
 

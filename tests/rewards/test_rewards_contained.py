@@ -19,7 +19,7 @@ from test_rewards_runtime import BATCH, spec
 
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.columns import absences
-from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.containment import for_trl
 from grpo_ext.rewards.workers import child, pool
 from support import faulty
@@ -199,8 +199,8 @@ def test_retries_are_made_wherever_it_is_scored(name, workers, runtime, tmp_path
     ],
 )
 def test_a_timeout_that_nothing_applies_is_refused(entry, cure):
-    assert parse([entry])[1] == []
-    specs, [problem] = parse([entry | {"timeout": 5}])
+    assert parse_rewards([entry])[1] == []
+    specs, [problem] = parse_rewards([entry | {"timeout": 5}])
     assert specs == []
     assert (problem.field, problem.value) == ("reward_funcs[0].timeout", 5)
     assert cure in problem.cure
@@ -360,7 +360,7 @@ def test_nothing_that_a_function_writes_to_its_pipe_is_executed_or_ends_the_run(
 
 
 def test_an_answer_beyond_the_limit_is_not_read(runtime, monkeypatch, caplog):
-    monkeypatch.setattr(child, "LARGEST", 1000)
+    monkeypatch.setattr(child, "LARGEST_ANSWER", 1000)
     assert score(runtime(spec("annotated"), workers=1), ["x" * 1000]) == [None]
     assert "at most 1000 are read" in caplog.text
 
@@ -418,7 +418,7 @@ def test_a_reward_that_no_row_can_be_scored_by_is_told():
         "multiple_choice",
         {"name": "tags", "when": "level"},
     ]
-    specs, problems = parse(entries)
+    specs, problems = parse_rewards(entries)
     assert problems == []
     found = list(absences(specs, ["prompt", "answer", "level"]))
     assert [(problem.value, problem.reason.split("no column ")[1]) for problem in found] == [

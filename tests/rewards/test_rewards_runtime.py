@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_ext.errors import RewardError
-from grpo_ext.rewards.composition import RewardSpec, parse
+from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.schedule import schedule_problems, weight_at
 from support import faulty
@@ -185,7 +185,7 @@ def test_a_cosine_starts_and_ends_gently():
 def test_a_full_entry():
     entry = {"name": "short", "func": "tags", "weight": 0.5, "weight_schedule": {"kind": "linear", "to": 0.0}}
     entry |= {"clip": [0, 1], "scale": 2, "when": "solution", "timeout": 5, "on_error": "zero", "retries": 2}
-    [parsed], problems = parse([entry])
+    [parsed], problems = parse_rewards([entry])
     assert problems == []
     assert parsed == RewardSpec(
         "short", "tags", 0.5, {}, {"kind": "linear", "to": 0.0}, 2, (0.0, 1.0), "solution", 5, "zero", 2, None

@@ -102,7 +102,7 @@ def world(tmp_path, monkeypatch):
     assert [path for path in WRITTEN if path.exists()] == there
 
 
-def attack(program: str, world: dict, method: str, limits: Limits) -> sandbox.Outcome:
+def attack(program: str, world: dict, method: str, limits: Limits) -> sandbox.ProgramOutcome:
     outcome = run(TRY + program.format(**world), method=method, limits=limits, readable=[world["shown"]])
     assert b"BREACH" not in outcome.stdout + outcome.stderr, outcome
     assert b"SyntaxError" not in outcome.stderr, outcome
@@ -307,7 +307,7 @@ def test_too_little_protection_is_refused(found, monkeypatch):
 def test_a_launcher_that_fails_is_an_error_not_an_outcome(monkeypatch):
     if not works("namespaces"):
         pytest.skip("no namespaces here")
-    monkeypatch.setattr(sandbox.job, "FOLDER", "/dev/null/folder")
+    monkeypatch.setattr(sandbox.job, "WORKING_FOLDER", "/dev/null/folder")
     with pytest.raises(SandboxError, match="sandbox 'namespaces': "):
         run("print(1)", method="namespaces")
 

@@ -14,8 +14,7 @@ from grpo_ext.config.spec import WrongType
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.eval_sets import parse as parse_eval_sets
 from grpo_ext.data.mixture import ENTRY
-from grpo_ext.environments.composition import EnvironmentSpec, any_pays
-from grpo_ext.environments.composition import parse as parse_environments
+from grpo_ext.environments.composition import EnvironmentSpec, any_pays, parse_environments
 from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.recipe.checks import part_problems, reward_problems
@@ -29,8 +28,7 @@ from grpo_ext.recipe.parser import Parts, parse_parts
 from grpo_ext.recipe.parts import Recipe, RecipeArguments
 from grpo_ext.recipe.parts import all_keys as all_keys
 from grpo_ext.recipe.warnings import recipe_warnings
-from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.composition import parse as parse_rewards
+from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from grpo_ext.rewards.failures import from_outside, nan_warning
 from grpo_ext.rewards.outcomes import Scores, read_value, turn_counts, wrong_length
 from grpo_ext.rewards.runtime import Component
 from grpo_ext.rewards.signatures import callable_name, is_async
-from grpo_ext.rewards.workers.worker import NotRewards, as_list, traceback_tail
+from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards, traceback_tail
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Contained:
         return Scores([*none], [*none], error=f"reward {self.__name__!r}{reason}")
 
     def _checked(self, values: Any, columns: Mapping[str, Any]) -> Scores:
-        listed, counts = as_list(values), turn_counts(columns)
+        listed, counts = listed_rewards(values), turn_counts(columns)
         if len(listed) != len(counts):
             raise NotRewards(wrong_length(len(listed), len(counts)))
         read = [read_value(value, turns) for value, turns in zip(listed, counts, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from grpo_ext.config.launch import local_world_size
 from grpo_ext.errors import RewardError
-from grpo_ext.rewards.calls import Run, in_process, job, lost, recovered
+from grpo_ext.rewards.calls import RunBatches, in_process, job, lost, recovered
 from grpo_ext.rewards.columns import CALLBACKS, Columns, check_clash, scorable_rows, with_plain_state
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import nan_warning, report
@@ -114,7 +114,7 @@ class Runtime:
             parts[spec.name] += _at_once(recovered(spec, rows, outcome, self._pooled(spec, columns)))
         return parts
 
-    def _pooled(self, spec: RewardSpec, columns: Columns) -> Run:
+    def _pooled(self, spec: RewardSpec, columns: Columns) -> RunBatches:
         async def run(batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
             place = self._places.get(spec.name) if len(batches) == 1 else None
             jobs = [job(spec, columns, rows, self.seed, place) for rows in batches]
