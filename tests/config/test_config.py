@@ -203,6 +203,7 @@ OURS = {
     "rollout_engine",
     "vllm_weight_transfer",
     "vllm_dtype",
+    "vllm_engine_kwargs",
     "rollout_drift",
     "rollout_drift_action",
 }
