@@ -15,7 +15,7 @@ from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, RESET, is_convers
 from grpo_ext.environments.rendering import CannotRender, Renderer
 from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ABSENT, Problem
-from grpo_ext.objective.trajectory import ENVIRONMENT_COLUMN as TRAJECTORY
+from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.registry import did_you_mean
 
 TEXT_ONLY = "environments carry text only, and the model would not see images"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from grpo_ext.environments.content import is_parts, medium, parts_text
+from grpo_ext.environments.content import TEXT_ONLY_CURE, is_parts, medium, parts_text
 from grpo_ext.environments.protocol import Message
 from grpo_ext.environments.session import InvalidResult
 from grpo_ext.rewards.workers.worker import safe_repr

@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from enum import StrEnum
 from typing import Any, SupportsFloat, cast
 
-from grpo_ext.environments.content import is_parts, medium, parts_text
+from grpo_ext.environments.content import TEXT_ONLY_CURE, is_parts, medium, parts_text
 from grpo_ext.environments.protocol import REWARD, Conversation, Message, Step
 from grpo_ext.environments.tools import methods_of
 from grpo_ext.rewards.workers.frames import frame, read_frame

@@ -24,7 +24,7 @@ from grpo_ext.environments.loop import AttemptFigures, AttemptLimits, Attempts, 
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, Message
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas
-from grpo_ext.objective.trajectory import ENVIRONMENT_COLUMN as TRAJECTORY
+from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.rollout.collected import Collected
 from grpo_ext.rollout.transformers_engine import GroupedEngine
