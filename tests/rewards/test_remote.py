@@ -272,7 +272,7 @@ def test_a_server_that_is_down_is_asked_once_a_batch(serve, runtime, caplog):
     kwargs = {"url": f"{server.url}/score", "protocol": "score", "retries": 1, "backoff": 0.01, "batch_size": 5}
     [spec], problems = parse_rewards([{"name": "remote", "kwargs": kwargs}])
     assert problems == []
-    assert runtime(spec).functions[0](**COLUMNS) == [None] * N
+    assert asyncio.run(runtime(spec).functions[0](**COLUMNS)) == [None] * N
     assert len(server.requests) == 4  # two batches, each tried twice
     [record] = caplog.records
     assert "reward 'remote' (remote) failed on 10 of 10 completions" in record.message
@@ -440,5 +440,5 @@ def test_a_recipes_entry_is_an_async_reward_for_trl(serve):
     )
     assert problems == []
     [reward] = Runtime(specs, workers=0).functions
-    assert reward(**COLUMNS, completion_ids=[[1]] * N, trainer_state=None, label=[1] * N) == LENGTHS
+    assert asyncio.run(reward(**COLUMNS, completion_ids=[[1]] * N, trainer_state=None, label=[1] * N)) == LENGTHS
     assert parse_rewards([{"name": "remote", "kwargs": {"url": "http://h", "protocol": "scores"}}])[1] != []

@@ -247,8 +247,9 @@ def test_async_functions_stay_async(my_rewards, name, value):
     [component] = build(RewardSpec("late", f"{my_rewards}:{name}", kwargs=kwargs))
     reward = for_trl(component, lambda *_: None)
     assert (get_callable_name(reward), is_async_callable(reward)) == ("late", name != "plain")
-    given = reward(prompts=[""], completions=["a"])
-    assert (run(given) if name != "plain" else given) == component(prompts=[""], completions=["a"]) == [value]
+    for function in (component, reward):
+        given = function(prompts=[""], completions=["a"])
+        assert (given if name == "plain" else run(given)) == [value]
 
 
 def test_the_recipes_options_win_over_columns_of_the_same_name():

@@ -29,7 +29,9 @@ BOTH = pytest.mark.parametrize("workers", [1, 0])
 
 
 def score(runtime, completions=BATCH, **columns) -> list:
-    return runtime.functions[0](prompts=[""] * len(completions), completions=list(completions), **columns)
+    """Values of the only reward, in this process also of an async one."""
+    values = runtime.functions[0](prompts=[""] * len(completions), completions=list(completions), **columns)
+    return asyncio.run(values) if inspect.isawaitable(values) else values
 
 
 def ignore(name, scores):

@@ -73,10 +73,10 @@ def _obstacle(game: str, options: Mapping[str, object]) -> str | None:
 
     def begin() -> None:
         try:
-            from textarena import SinglePlayerState
-
             made = TextArena(game, **options)
             made.reset({})
+            from textarena import SinglePlayerState
+
             if not isinstance(made._game.state, SinglePlayerState):  # some games for several begin, and never end
                 problems.append("it is for several")
         except BaseException as error:  # such as a second player that it needs, or a download

@@ -9,7 +9,7 @@ import torch
 
 from grpo_ext.rewards.failures import from_outside, nan_warning
 from grpo_ext.rewards.outcomes import Scores, read_value, turn_counts, wrong_length
-from grpo_ext.rewards.runtime import Component
+from grpo_ext.rewards.runtime import AsyncComponent, Component
 from grpo_ext.rewards.signatures import callable_name, is_async
 from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards, traceback_tail
 
@@ -26,7 +26,7 @@ def for_trl(reward: Any, take: Take) -> Any:
     """
     if isinstance(reward, torch.nn.Module):
         return reward
-    scorer = reward if isinstance(reward, Component) else Contained(reward)
+    scorer: Any = reward if isinstance(reward, Component) else Contained(reward)
     name = scorer.__name__
 
     def taken(scores: Scores) -> list[float | None]:
@@ -39,7 +39,7 @@ def for_trl(reward: Any, take: Take) -> Any:
     def call(**columns: Any) -> list[float | None]:
         return taken(scorer.scores(columns))
 
-    chosen = call_async if scorer.is_async else call
+    chosen = call_async if isinstance(scorer, AsyncComponent) or getattr(scorer, "is_async", False) else call
     chosen.__name__ = name
     return chosen
 

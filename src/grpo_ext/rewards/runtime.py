@@ -58,7 +58,7 @@ class Runtime:
         self.pool = Pool(self.size, memory_gib=memory_gib)
         self.failures = None if failures is None else Path(failures)
         self.seed = seed
-        self.functions: list[Any] = [s.function if s.is_model else Component(self, s) for s in self.specs]
+        self.functions: list[Any] = [s.function if s.is_model else self._component(s) for s in self.specs]
         self._batch: Any = None
         self._scores: dict[str, Scores] = {}
         users = [spec.name for spec in self.specs if not (spec.is_registered and spec.is_independent)]
@@ -66,8 +66,11 @@ class Runtime:
         """A user's function stays in one worker, with what its module keeps."""
         self._warned_of_nan: set[str] = set()
 
-    def isolated(self, spec: RewardSpec) -> bool:
-        """Return whether a worker scores it."""
+    def _component(self, spec: RewardSpec) -> "Component":
+        in_process_async = not self._isolated(spec) and is_async(spec.callable)
+        return (AsyncComponent if in_process_async else Component)(self, spec)
+
+    def _isolated(self, spec: RewardSpec) -> bool:
         return self.size > 0 and spec.isolated
 
     def close(self) -> None:
@@ -78,11 +81,11 @@ class Runtime:
 
     def scores(self, spec: RewardSpec, columns: Columns) -> Scores:
         """Return this reward's scores; the first call for a batch scores all isolated rewards in parallel."""
-        if not self.isolated(spec):
+        if not self._isolated(spec):
             return _at_once(self.scores_here(spec, columns))
         check_clash(spec, columns)
         if self._batch is not columns["completions"]:
-            specs = [s for s in self.specs if self.isolated(s)]
+            specs = [s for s in self.specs if self._isolated(s)]
             parts = self._contained(specs, columns)
             self._scores = {s.name: self._finish(s, parts[s.name], columns) for s in specs}
             self._batch = columns["completions"]
@@ -182,8 +185,6 @@ class Component:
     def __init__(self, runtime: Runtime, spec: RewardSpec) -> None:
         self.runtime, self.spec = runtime, spec
         self.__name__ = spec.name
-        self.is_async = not runtime.isolated(spec) and is_async(spec.callable)
-        """Whether TRL awaits it, together with the other async rewards of this process."""
 
     def weight(self, step: int, steps: int) -> float:
         """Return the weight at an optimizer step."""
@@ -191,11 +192,7 @@ class Component:
 
     def scores(self, columns: Columns) -> Scores:
         """Score one batch; `error` of the result is set where the run must stop."""
-        return asyncio.run(self.scores_async(columns)) if self.is_async else self.runtime.scores(self.spec, columns)
-
-    async def scores_async(self, columns: Columns) -> Scores:
-        """Score one batch by an async function."""
-        return await self.runtime.scores_here(self.spec, columns)
+        return self.runtime.scores(self.spec, columns)
 
     def __call__(self, **columns: Any) -> list[float | None]:
         """Return the rewards of one batch.
@@ -204,6 +201,22 @@ class Component:
             RewardError: the reward failed, and its failure ends the run.
         """
         return values_of(self.scores(columns))
+
+
+class AsyncComponent(Component):
+    """The same for an async function that runs in this process; TRL awaits all of them together."""
+
+    async def scores_async(self, columns: Columns) -> Scores:
+        """Score one batch, as `scores`."""
+        return await self.runtime.scores_here(self.spec, columns)
+
+    def scores(self, columns: Columns) -> Scores:
+        """Score one batch outside of a trainer, which would await all async functions together."""
+        return asyncio.run(self.scores_async(columns))
+
+    async def __call__(self, **columns: Any) -> list[float | None]:  # type: ignore[override]
+        """Return the rewards of one batch, as `Component` does."""
+        return values_of(await self.scores_async(columns))
 
 
 def values_of(scores: Scores) -> list[float | None]:
