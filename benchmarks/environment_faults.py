@@ -70,7 +70,7 @@ def left() -> dict:
     me, end = psutil.Process(), time.monotonic() + 20
     while len(me.children(recursive=True)) > 2 and time.monotonic() < end:
         time.sleep(0.1)
-    mine = Path(tempfile.gettempdir()).glob(f"{FOLDER}*_{me.pid}_*")
+    mine = Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*_{me.pid}_*")
     return {
         "processes": len(me.children(recursive=True)),
         "descriptors": me.num_fds(),
