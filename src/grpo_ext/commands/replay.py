@@ -29,10 +29,10 @@ from grpo_ext.recipe.parts import Recipe, RecipeArguments
 from grpo_ext.recipe.policy import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
 from grpo_ext.train import adapted_policy
+from grpo_ext.trainer.batches import whole
 from grpo_ext.trainer.checkpoints.finish import holds_weights
 from grpo_ext.trainer.one_step import Computed, OneStep, Token, config_of
 from grpo_ext.trainer.recording import FOLDER, Content, ranks_in, read, steps_in, texts
-from grpo_ext.trainer.replaying import whole
 
 _SHOWN = 10
 """Number of tokens that the terminal shows."""

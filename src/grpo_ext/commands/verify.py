@@ -31,8 +31,7 @@ from grpo_ext.recipe.parts import Recipe
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.verification.row_by_row import RowByRow, Terms, differences
-from grpo_ext.trainer.verification.rows import Rows
-from grpo_ext.trainer.verification.small import VOCABULARY, load_small, save_small, tokenizer
+from grpo_ext.trainer.verification.small import VOCABULARY, Rows, load_small, save_small, tokenizer
 from grpo_ext.trainer.verification.watched import Watched
 
 _FOLDER = "GRPO_EXT_VERIFY_FOLDER"
