@@ -19,7 +19,7 @@ from grpo_ext.errors import DataError
 from grpo_ext.recipe import scoring
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.scoring import explain, grouped, score_rows, summary
-from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.train import train
 from support import tiny
@@ -130,7 +130,7 @@ def takes_an_option(completions, *, solution="", **_):
 
 
 def scored_by(tmp_path, *entries):
-    specs, problems = parse(entries)
+    specs, problems = parse_rewards(entries)
     assert problems == []
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS[1]))

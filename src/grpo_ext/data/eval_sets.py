@@ -12,8 +12,7 @@ from grpo_ext.data.config import DataConfig, data_problems
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.objective.options import Count, Within
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.composition import parse as parse_rewards
+from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 from grpo_ext.rewards.protocol import ENVIRONMENT, RIGHT
 
 DATA_KEYS = tuple(f.name for f in dataclasses.fields(DataConfig))

@@ -16,7 +16,7 @@ from grpo_ext.errors import redacted
 from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
 from grpo_ext.evaluation.evaluate import ANSWER_READ, FAILED, TURNS
 from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
-from grpo_ext.rewards.protocol import judge as default_judge
+from grpo_ext.rewards.protocol import deciding_reward as default_judge
 
 EVALUATION = "evaluation"
 """In a run's folder: <set>/<model or step>.json and the samples beside it."""

@@ -179,7 +179,7 @@ def unrewarded(
     rewards: list[RewardSpec], training: GRPOExtConfig, environments: Sequence[EnvironmentSpec] = ()
 ) -> Iterator[Problem]:
     """Yield why no completion would be rewarded, and settings that name a reward which does not exist."""
-    yield from fit.reward_problems(environments, [spec for spec in rewards if spec.weight])
+    yield from fit.unpaid_problems(environments, [spec for spec in rewards if spec.weight])
     paid = [ENVIRONMENT] if any_pays(environments) else []
     if rewards and not paid and not any(spec.weight for spec in rewards):
         yield Problem("reward_funcs", ABSENT, "every reward has the weight 0", "Give at least one another weight.")

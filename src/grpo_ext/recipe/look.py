@@ -108,7 +108,7 @@ def findings(
         if not problems:
             notes += map(str, _too_long(train, tokenizer, training.max_completion_length, context))
         notes += trained_on(recipe, train, test)
-    problems += fit.data_problems(environments, train)
+    problems += fit.dataset_problems(environments, train)
     if train.column_names is not None:  # None for some streams
         found, warnings = _reward_findings(recipe.rewards, train)
         return problems + found, notes + warnings

@@ -13,8 +13,7 @@ from grpo_ext.config.launch import planning, rank
 from grpo_ext.config.spec import WrongType
 from grpo_ext.data.eval_sets import EvalSet, parse_eval_sets
 from grpo_ext.data.mixture import DATASET_ENTRY
-from grpo_ext.environments.composition import EnvironmentSpec, any_pays
-from grpo_ext.environments.composition import parse as parse_environments
+from grpo_ext.environments.composition import EnvironmentSpec, any_pays, parse_environments
 from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.recipe.checks import part_problems, unrewarded
@@ -28,8 +27,7 @@ from grpo_ext.recipe.parser import Parts, parse_parts
 from grpo_ext.recipe.parts import Recipe, RecipeArguments
 from grpo_ext.recipe.parts import all_keys as all_keys
 from grpo_ext.recipe.warnings import recipe_warnings
-from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.composition import parse as parse_rewards
+from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 
 logger = logging.getLogger(__name__)
 
