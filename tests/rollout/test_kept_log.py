@@ -12,9 +12,10 @@ from transformers import (
 )
 
 from grpo_ext import ConfigError
-from grpo_ext.packing.kept import KeptSets, decoded
-from grpo_ext.rollout.kept_log import returned_sets, sampled_first
+from grpo_ext.packing.kept import KeptSets
+from grpo_ext.rollout.kept_log import Drawn
 from grpo_ext.rollout.transformers_engine import GroupedEngine
+from grpo_ext.rollout.vllm.kept import returned_sets, sampled_first
 from support import tiny
 from support.trainers import build, weights
 
@@ -61,12 +62,13 @@ def _order(option):
 def test_the_tokens_that_vllm_kept_have_a_log_probability():
     inf = float("inf")
     logprobs, tokens = [[-0.1, -2.0, -inf], [-0.7, -0.7, -9999.0]], [[4, 2, 0], [3, 4, 1]]
-    counts, ids = decoded(returned_sets(logprobs, tokens, 3))
-    assert (counts.tolist(), ids.tolist()) == ([2, 2], [4, 2, 3, 4])
+    sets = returned_sets(logprobs, tokens, 3)
+    assert sets == [[4, 2], [3, 4]]
+    assert Drawn(returned=[sets]).kept([[2, 3]])[0].tolist() == [2, 2, 2, 4, 2, 3, 4]
     assert sampled_first([2, 3], logprobs, tokens) == [[-2.0], [-0.7]]
     with pytest.raises(RuntimeError, match=r"vLLM kept 3 tokens or more.*Lower top_k"):
         returned_sets([[-1.0, -1.0, -1.0]], [[0, 1, 2]], 3)
-    assert decoded(returned_sets([[-1.0, -1.0, -1.0]], [[0, 1, 2]], 0))[0].tolist() == [3]
+    assert returned_sets([[-1.0, -1.0, -1.0]], [[0, 1, 2]], 0) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """What a sampler says about its draws beside the tokens: their log-probabilities, and the sets it drew them from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -9,10 +11,12 @@ from torch import Tensor
 
 from grpo_ext.packing.kept import encoded
 
-TIES = 16
-"""Tokens beyond top_k that vLLM is asked for: it may keep all that are as likely as the last one."""
-ABSENT_LOGPROB = -9999.0
-"""A vLLM server writes this for minus infinity."""
+
+class Returns(Protocol):
+    """A sampler that returns the tokens that it kept."""
+
+    def keeping(self) -> AbstractContextManager[list[list[list[int]]]]:
+        """Yield a list that gets the kept tokens of each completion."""
 
 
 class KeptLog:
@@ -56,54 +60,29 @@ class KeptLog:
 
 @dataclass
 class Drawn:
-    """What is known about one call of a sampler.
+    """What is known about one call of a sampler."""
 
-    Args:
-        keeps: whether the sets are wanted.
-    """
-
-    keeps: bool = False
     logps: list[Tensor] = field(default_factory=list)
     """Log-probabilities [batch, time], if the engine knows them."""
     log: KeptLog | None = None
-    """Of transformers."""
-    sets: list[Tensor] = field(default_factory=list)
-    """Of vLLM."""
+    """Of transformers, if the sets are wanted."""
+    returned: list[list[list[int]]] = field(default_factory=list)
+    """Of vLLM, the kept tokens at each token of each completion."""
 
     def kept(self, completions: Sequence[Sequence[int]]) -> list[Int[Tensor, " numbers"]]:
         """Return the set of each token of the completions, or an empty list if they are not wanted."""
-        return self.log.sets(completions) if self.log is not None else self.sets
+        if self.log is not None:
+            return self.log.sets(completions)
+        return [_encoded_lists(sets) for sets in self.returned]
 
 
-def returned_sets(
-    logprobs: Sequence[Sequence[float | None]], token_ids: Sequence[Sequence[int]], asked: int
-) -> Int[Tensor, " numbers"]:
-    """Return the sets of a completion from the most likely tokens that vLLM returned for each of its tokens.
-
-    Args:
-        logprobs: normalised over the set; a token outside of it has none.
-        token_ids: their tokens.
-        asked: number of tokens that vLLM was asked for beside the sampled one; 0: it returned all there are.
-
-    Raises:
-        RuntimeError: a set may be larger than what vLLM returned.
-    """
-    ids, counts = list[int](), list[int]()
-    for values, tokens in zip(logprobs, token_ids, strict=True):
-        inside = [i for value, i in zip(values, tokens, strict=True) if value is None or value > ABSENT_LOGPROB]
-        if asked and len(inside) >= asked:
-            raise RuntimeError(
-                f"vLLM kept {len(inside)} tokens or more at one position, {TIES} beyond top_k: so many are as likely "
-                "as the last one that the set is not known. Lower top_k, or leave top_k, top_p and min_p unset."
-            )
-        ids += inside
-        counts.append(len(inside))
+def _encoded_lists(sets: Sequence[Sequence[int]]) -> Int[Tensor, " numbers"]:
+    counts, ids = [len(kept) for kept in sets], [i for kept in sets for i in kept]
     return encoded(torch.tensor(counts, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32))
 
 
-def sampled_first(
-    ids: Sequence[int], logprobs: Sequence[Sequence[float | None]], token_ids: Sequence[Sequence[int]]
-) -> list[list[float | None]]:
-    """Return the log-probability of each token of a completion, as a list of which TRL reads the first."""
-    rows = zip(ids, logprobs, token_ids, strict=True)
-    return [[values[tokens.index(sampled)]] for sampled, values, tokens in rows]
+@contextmanager
+def returning(sampler: Returns) -> Iterator[Drawn]:
+    """Yield what then gets the tokens that vLLM kept, if they are wanted."""
+    with sampler.keeping() as returned:
+        yield Drawn(returned=returned)

@@ -22,7 +22,7 @@ from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-from grpo_ext.rollout.kept_log import Drawn
+from grpo_ext.rollout.kept_log import Drawn, returning
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
@@ -127,7 +127,7 @@ class GeneratingTrainer(Lifecycle):
         if self._engine is not None:
             return self._engine.generating(self.accelerator.unwrap_model(self.model_wrapped))
         if self.use_vllm and self.model.training:
-            return cast(Any, self.vllm_generation).keeping()
+            return returning(cast(Any, self.vllm_generation))
         return nullcontext(Drawn())
 
     def _generate(self, prompts: list) -> Generated:

@@ -22,8 +22,8 @@ from trl.generation import vllm_generation
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ServerLost
-from grpo_ext.rollout.kept_log import TIES, Drawn, returned_sets, sampled_first
 from grpo_ext.rollout.vllm.client import EMPTY_ANSWER, Client, ServerTrouble
+from grpo_ext.rollout.vllm.kept import TIES, returned_sets, sampled_first
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
 from grpo_ext.rollout.vllm.server import (
     CONNECTIONS,
@@ -79,7 +79,7 @@ class Generation(vllm_generation.VLLMGeneration):
     vllm_client: Client
     _weight_metadata: Any
     server_base_url: str | None
-    _kept: list[Tensor] | None = None
+    _kept: list[list[list[int]]] | None = None
     """Gets the sets of the completions that are generated at the moment, if they are wanted."""
 
     def __init__(
@@ -276,11 +276,11 @@ class Generation(vllm_generation.VLLMGeneration):
         return temporarily(self, _seeds=seeds)
 
     @contextmanager
-    def keeping(self) -> Iterator[Drawn]:
-        """Yield what then gets the sets that the tokens of the next completions are drawn from, if they are wanted."""
-        drawn = Drawn()
-        with temporarily(self, _kept=drawn.sets if self.keeps else None):
-            yield drawn
+    def keeping(self) -> Iterator[list[list[list[int]]]]:
+        """Yield a list that gets the tokens that were kept at each token of the next completions, if `keeps`."""
+        kept: list[list[list[int]]] = []
+        with temporarily(self, _kept=kept if self.keeps else None):
+            yield kept
 
     @property
     def _asked(self) -> int:
