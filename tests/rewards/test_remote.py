@@ -381,7 +381,8 @@ def test_nobody_there_ends_all_requests_at_once(serve):
 def test_garbage_is_an_error_that_shows_it(serve, garbage):
     server = serve(lambda *_: garbage)
     options = {"protocol": "openai_judge"} if "choices" in garbage else {"batch_size": N}
-    with pytest.raises(RemoteRewardError, match=f"POST {server.url}/score: answered .*(html|gzip|data|choices|\\[\\])"):
+    shown = f"POST {server.url}/score: answered .*(html|gzip|data|choices|\\[\\])"
+    with pytest.raises(RemoteRewardError, match=shown):
         score(server, **options)
     assert len(server.requests) == (N if "choices" in garbage else 1)
 
