@@ -16,6 +16,7 @@ from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
 from grpo_ext.config.machine import lacks
+from grpo_ext.config.precision import expected_differences, precision
 from grpo_ext.config.warnings import warnings
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.tools import schemas
@@ -67,6 +68,7 @@ def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
         "Environments": [(spec.name, _environment(spec)) for spec in recipe.environments],
         "Batch": _batch(recipe, rows),
         "Memory": _memory(recipe, look),
+        "Sampler and policy": _precision(recipe),
         "Warnings": [("", str(warning)) for warning in lines],
         "Not on this machine": [("", str(line)) for line in lacks(recipe.training, recipe.model)],
     }
@@ -138,6 +140,12 @@ def _memory(recipe: Recipe, look: Look) -> Section:
     if problem := too_large(recipe, parts):
         rows.append(("Warning", str(problem)))
     return rows
+
+
+def _precision(recipe: Recipe) -> Section:
+    """Return the formats of trainer and sampler, and what is expected to differ between them."""
+    weights = recipe.model.dtype or "float32"  # TRL's default
+    return [("formats", precision(recipe.training, weights)), *expected_differences(recipe.training, weights)]
 
 
 def _check_server(recipe: Recipe) -> int:

@@ -57,8 +57,8 @@ class Shape:
     def layer(self, width: int) -> int:
         """Return the bytes that one token leaves in one layer for the backward, at `width` bytes a number.
 
-        Two norms keep their input in float32 and their product, the projections their inputs (hidden, hidden, queries),
-        attention its queries, keys and values for each head and its output, the MLP four times its inner width.
+        Two norms keep their input in float32 and their product, the projections their inputs, attention its queries,
+        keys and values for each head and its output, the MLP four times its inner width.
         """
         return width * (4 * self.hidden + 5 * self.queries + 4 * self.inner) + 2 * FLOAT * self.hidden
 
@@ -144,7 +144,7 @@ def too_large(recipe: Recipe, parts: dict[str, int]) -> Problem | None:
     if device is None or total <= device or recipe.training.deepspeed or recipe.training.fsdp:
         return None
     largest = max(parts, key=lambda name: parts[name])
-    reason = f"the run needs some {gib(total)} by the estimate, most of it for {largest}, and the device has {gib(device)}"
+    reason = f"by the estimate it is {gib(total)}, most of it for {largest}, and the device has {gib(device)}"
     cures = {
         "activations": "Halve per_device_train_batch_size and double gradient_accumulation_steps.",
         "engine": "Lower vllm_gpu_memory_utilization, or set vllm_mode: server.",

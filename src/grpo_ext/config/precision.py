@@ -32,29 +32,38 @@ def precision(config: GRPOExtArguments, weights: str) -> str:
 def _sampler(config: GRPOExtArguments, computes: str) -> str:
     if not config.use_vllm:
         return f"transformers, the trainer's own weights, {computes}"
-    dtype = computes if config.sampler_dtype == "auto" else config.sampler_dtype
-    options = [f"{key} {value}" for key, value in given_options(config).items() if key in (*QUANTIZES, "kv_cache_dtype")]
-    return ", ".join([f"vLLM {config.vllm_mode}", dtype, *options])
+    options = (f"{key} {value}" for key, value in coarse_options(config).items())
+    return ", ".join([f"vLLM {config.vllm_mode}", _sampler_dtype(config, computes), *options])
+
+
+def _sampler_dtype(config: GRPOExtArguments, computes: str) -> str:
+    return computes if config.sampler_dtype == "auto" else config.sampler_dtype
+
+
+def coarse_options(config: GRPOExtArguments) -> dict[str, object]:
+    """Return the options of the engine that make the sampler coarser than the policy."""
+    given = given_options(config).items()
+    return {key: value for key, value in given if key in QUANTIZES or (key == "kv_cache_dtype" and "8" in str(value))}
 
 
 def expected_differences(config: GRPOExtArguments, weights: str) -> Iterator[tuple[str, str]]:
     """Yield each source of a difference between the sampler's and the policy's log-probabilities, and its size."""
-    computes = computed_in(config, weights)
     if not config.use_vllm:
         yield "kernels", "rounding only: transformers samples with the trainer's own weights and modules"
         return
-    dtype = computes if config.sampler_dtype == "auto" else config.sampler_dtype
+    computes = computed_in(config, weights)
+    dtype = _sampler_dtype(config, computes)
     coarser = max(computes, dtype, key=lambda name: float(NATS.get(name, "1")))
-    yield "kernels", f"vLLM's and the trainer's round apart: below {NATS.get(coarser, '?')} nats per token in {coarser}"
+    size = f"below {NATS[coarser]} nats per token in {coarser}" if coarser in NATS else f"of {coarser}"
+    yield "kernels", f"vLLM rounds otherwise than the trainer: {size}"
     if weights == "float32" != dtype:
         yield "weights", f"each push rounds {weights} weights to {dtype}"
     if dtype != computes:
         yield "dtype", f"the trainer computes in {computes}, the sampler in {dtype}"
     if config.cast_lm_head_to_fp32 and dtype != "float32":
         yield "LM head", f"float32 in the trainer, {dtype} in the sampler"
-    for key, value in given_options(config).items():
-        if key in QUANTIZES or (key == "kv_cache_dtype" and value != "auto"):
-            yield key, f"{value}: the sampler is another model by some hundredths of a nat per token"
+    for key, value in coarse_options(config).items():
+        yield key, f"{value}: the sampler is another distribution, which the correction must account for"
     if not config.vllm_importance_sampling_correction:
         yield "correction", "off: these differences bias the gradient"
 
@@ -68,9 +77,7 @@ def head_problems(config: GRPOExtArguments, *, tied: bool, adapted: bool) -> Ite
 
 def coarse_warnings(config: GRPOExtArguments) -> Iterator[Problem]:
     """Warn of a sampler that is coarser than the policy by choice, and is not corrected for."""
-    if not config.use_vllm or config.vllm_importance_sampling_correction:
-        return
-    for key, value in given_options(config).items():
-        if key in QUANTIZES or (key == "kv_cache_dtype" and "fp8" in str(value)):
+    if config.use_vllm and not config.vllm_importance_sampling_correction:
+        for key, value in coarse_options(config).items():
             reason = "the sampler is another distribution than the policy, and nothing corrects for it"
             yield Problem(f"vllm_engine_kwargs.{key}", value, reason, "Set vllm_importance_sampling_correction: true.")
