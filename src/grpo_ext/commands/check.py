@@ -9,7 +9,7 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 
-from grpo_ext.commands.launching import asked, is_fsdp
+from grpo_ext.commands.launching import is_fsdp, wanted_launch
 from grpo_ext.commands.memory import gib, of_recipe, too_large
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.config.engine_options import given_options
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: the recipe has mistakes.
     """
-    launch = asked(options) or Launch()
+    launch = wanted_launch(options) or Launch()
     with planned_processes(launch.planned, here=options.num_processes is None):
         datasets.disable_progress_bars()
         look = Look()

@@ -12,7 +12,7 @@ from grpo_ext.config.machine import is_for_another
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.packing.lm_head import CHUNK
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.recipe.policies import Policy
+from grpo_ext.recipe.policies import InspectedPolicy
 
 FLOAT = 4
 """Bytes of a float32."""
@@ -131,7 +131,7 @@ def device_memory(training: GRPOExtArguments) -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
-def of_recipe(recipe: Recipe, policy: Policy, prompt: int | None) -> dict[str, int]:
+def of_recipe(recipe: Recipe, policy: InspectedPolicy, prompt: int | None) -> dict[str, int]:
     """Return the estimate of a recipe; a longest prompt that is not known counts as `max_prompt_length`, or 0."""
     shape = Shape.of(policy.empty.config) if policy.empty is not None else None
     prompt = prompt or recipe.data.max_prompt_length or 0
