@@ -183,7 +183,7 @@ def _unknown_options(template: str, options: Mapping[str, object]) -> Iterator[P
             yield Problem(f"chat_template_kwargs.{key}", value, "the chat template has no such option", cure)
 
 
-def _lengths(train: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _lengths(train: Dataset, tokenizer: Any) -> list[int]:
     """Return the numbers of tokens of the first prompts."""
     prompts = [
         tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) if isinstance(p, list) else p
