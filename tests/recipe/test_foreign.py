@@ -410,7 +410,7 @@ def test_a_python_script_gets_the_classes_to_exchange(tmp_path, capsys):
     assert 'loss_type="bnpo", beta=0.001' in printed.err
     notebook = tmp_path / "train.ipynb"
     cells = [{"cell_type": "code", "source": ["!pip install trl\n", "GRPOTrainer(model)"]}]
-    notebook.write_text(json.dumps({"cells": [*cells, {"cell_type": "markdown", "source": ["import unsloth"]}]}))
+    notebook.write_text(json.dumps({"cells": [*cells, {"cell_type": "markdown", "source": ["Then import unsloth."]}]}))
     assert command("migrate", str(notebook)) == 2
     printed = capsys.readouterr().err
     assert "GRPOExtTrainer" in printed
@@ -450,7 +450,8 @@ def test_the_command_prints_a_recipe_that_is_not_complete(capsys):
         ("a.json", '{"x": 1}', "not a configuration of a known project"),
         ("a.py", "def (", "does not call GRPOConfig"),
         ("a.py", "print(1)", "does not call GRPOConfig"),
-        ("a.ipynb", "{}", "cannot be read"),
+        ("a.ipynb", "{}", "does not call GRPOConfig"),
+        ("a.py", b"\xff", "cannot be read"),
         ("a.sh", "echo hello\n", "not a configuration of a known project"),
         (None, "", "no such file"),
     ],
@@ -458,6 +459,6 @@ def test_the_command_prints_a_recipe_that_is_not_complete(capsys):
 def test_a_file_that_cannot_be_read(name, text, message, tmp_path, capsys):
     path = tmp_path / (name or "missing.yaml")
     if name:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert command("migrate", str(path)) == 2
     assert message in capsys.readouterr().err
