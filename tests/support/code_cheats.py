@@ -324,8 +324,8 @@ for fd in range(3, 64):
         try: os.write(fd, f'["ready", {module}]\\n["value", {{"k": "object"}}]\\n'.encode())
         except OSError: pass
 """,
-    "is a class": f"{_ALL} = object",
-    "answers for every name": "from unittest.mock import MagicMock\ndef __getattr__(name): return MagicMock()",
+    "gives a class": f"{_ALL} = object",
+    "has every name": "from unittest.mock import MagicMock\ndef __getattr__(name): return MagicMock()",
     "does not compile": "def fact(x) return 5040",
-    "is not there": "",
+    "has no name": "",
 }
