@@ -125,7 +125,7 @@ def test_the_batch_that_trains_has_no_dead_group(model_path, tmp_path):
     assert log["advantages/zero_variance_groups"] == 0
 
 
-@pytest.mark.parametrize("estimator", ["group", "batch", "loo"])
+@pytest.mark.parametrize("estimator", ["batch", "loo"])
 def test_advantages_are_those_of_the_merged_batch(estimator, model_path, tmp_path):
     settings = {"dynamic_sampling": "odd_only", "dynamic_sampling_max_rounds": 20, "advantage_estimator": estimator}
     trainer = record(model_path, tmp_path, [odd_only], loss_type="grpo", max_steps=1, **settings)

@@ -199,12 +199,6 @@ def test_a_reward_of_the_wrong_kind_ends_the_run_before_its_first_step(returned,
     assert one.state.global_step == 0
 
 
-def test_tensors_and_arrays_are_rewards(tmp_path):
-    one = trainer(tmp_path, [lambda completions, **_: torch.ones(len(completions))])
-    one.train()
-    assert one.state.log_history[0]["reward"] == 1.0
-
-
 # What is shown, and what is kept.
 
 

@@ -65,24 +65,8 @@ CONTRACT = {
 
 
 def targets() -> dict[str, object]:
-    methods = (
-        "__init__",
-        "_calculate_rewards",
-        "_compute_loss",
-        "_generate",
-        "_generate_and_score_completions",
-        "_generate_single_turn",
-        "_get_eval_sampler",
-        "_get_per_token_logps_and_entropies",
-        "_load_optimizer_and_scheduler",
-        "_prepare_inputs",
-        "_save_checkpoint",
-        "compute_loss",
-        "get_high_entropy_mask",
-        "get_off_policy_mask",
-        "log",
-        "prediction_step",
-    )
+    own = {name for part in GRPOExtTrainer.__mro__ if part.__module__.startswith("grpo_ext.") for name in vars(part)}
+    methods = sorted(name for name, f in vars(trl.GRPOTrainer).items() if name in own and inspect.isfunction(f))
     functions = ["add_fused_lm_head", "create_model_from_path", "disable_dropout_in_model"]
     functions += ["nanmax", "nanmin", "nanstd"]
     found = {f"GRPOTrainer.{name}": getattr(trl.GRPOTrainer, name) for name in methods}
