@@ -508,10 +508,7 @@ def column(k, rewards=REWARDS):
 @pytest.mark.parametrize(
     ("missing", "expected"),
     [
-        (
-            "renormalize",
-            [[2.15, 1.05, 1 + 0.25], [0.3, None, 1 * 1.25 / 1 - 0.05]],
-        ),
+        ("renormalize", [[2.15, 1.05, 1 + 0.25], [0.3, None, 1 * 1.25 / 1 - 0.05]]),
         ("zero", [[2.15, 1.05, 1.25], [0.3, None, 0.95]]),
     ],
 )

@@ -139,12 +139,8 @@ def no_columns(completions):
 
 MISTAKES = [
     ({"rewards": ["acuracy"]}, ["reward_funcs[0]='acuracy': unknown reward", "'accuracy'"]),
-    ({"rewards": ["accuracy", {"name": "format", "kwargs": {"stile": "boxed"}}]}, ["reward_funcs[1]", "'style'"]),
-    ({"rewards": [5]}, ["reward_funcs[0]=5: neither a name nor a mapping"]),
-    ({"rewards": None}, ["reward_funcs=None"]),
     ({"rewards": []}, ["reward_funcs=[]: no source of rewards"]),
     ({"rewards": [no_columns]}, ["reward_funcs[0]='no_columns': it does not take **kwargs", "Add **kwargs"]),
-    ({"rewards": [{"func": digits, "kwargs": {"least": 1}}]}, ["kwargs.least=1: digits has no such option", "most"]),
     ({"rewards": [{"func": digits, "timeout": 3}]}, ["scored in this process", "'my_module:name'"]),
     ({"rewards": [digits, {"func": digits}]}, ["have the log name 'digits'"]),
     ({"rewards": [{"func": torch.nn.Linear(1, 1)}]}, ["List the model itself"]),
@@ -156,10 +152,8 @@ MISTAKES = [
     ),
     ({"rows": [{"text": "1+1="}] * 8}, ["no column 'prompt', only 'text'. Add it"]),
     ({"rows": [*ROWS, {"solution": "3"}]}, ["train_dataset, row 16 (from 0)", "null prompt"]),
-    ({"rows": [*ROWS, {"prompt": " "}]}, ["row 16 (from 0)", "empty prompt"]),
     ({"rows": [*ROWS, "1+1="]}, ["row 16 (from 0): '1+1='"]),
     ({"rows": [{"prompt": "a", "solution": 1}, {"prompt": "b", "solution": "x"}]}, ["table"]),
-    ({"rows": []}, ["rows", "2 prompts"]),
     ({"rows": "data.csv"}, ["train_dataset: 'data.csv'"]),
     ({"report_to": "wandb"}, ["report_to='wandb'", "pip install wandb"]),
     (

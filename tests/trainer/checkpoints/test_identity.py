@@ -9,15 +9,7 @@ from datasets import Dataset, IterableDataset
 from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.config.settings import Change, change_of
 from grpo_ext.recipe.parts import PARTS
-from grpo_ext.trainer.checkpoints.identity import (
-    SECRET,
-    Changes,
-    changes,
-    data_digest,
-    model_digest,
-    plain,
-    record_of,
-)
+from grpo_ext.trainer.checkpoints.identity import SECRET, Changes, changes, data_digest, model_digest, plain, record_of
 from support import tiny
 from support.trainers import build
 
