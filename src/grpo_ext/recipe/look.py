@@ -6,7 +6,6 @@ from typing import Any
 
 from datasets import Dataset
 from jinja2 import Environment, TemplateError, meta
-from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.config.batches import too_few
 from grpo_ext.config.broken import as_far_as_sound, is_broken
@@ -16,13 +15,13 @@ from grpo_ext.data.config import PROCEDURAL, QUICKSTART
 from grpo_ext.data.files import is_path
 from grpo_ext.data.held_out import shared_prompts
 from grpo_ext.data.mixture import check_mixture, is_local
-from grpo_ext.data.prepare import AnyDataset
+from grpo_ext.data.prepare import AnyDataset, Tokenizer
 from grpo_ext.data.rows import Row
 from grpo_ext.environments import fit
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.recipe.loading import datasets_of, rows_of
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.recipe.policies import Policy, inspect_policy
+from grpo_ext.recipe.policies import InspectedPolicy, inspect_policy
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.columns import absences, check_clash
 from grpo_ext.rewards.composition import RewardSpec
@@ -30,7 +29,6 @@ from grpo_ext.rewards.references import unreadable
 
 PROMPTS = 256
 """Number of prompts whose length is measured."""
-Tokenizer = PreTrainedTokenizerBase | None
 
 
 @dataclass
@@ -45,7 +43,7 @@ class Look:
     """
 
     data: bool = True
-    policy: Policy = field(default_factory=Policy)
+    policy: InspectedPolicy = field(default_factory=InspectedPolicy)
     train: AnyDataset | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -55,11 +53,17 @@ class Look:
         if all(problem.field != "model_name_or_path" for problem in problems):
             self.policy, found = inspect_policy(recipe.model, recipe.training)
             template = recipe.data.chat_template
-            if self.policy.tokenizer is not None and template and not any(chat_template.problems(template)):
+            if self.policy.tokenizer is not None and template and not any(chat_template.template_problems(template)):
                 self.policy.tokenizer.chat_template = chat_template.template_text(template)
         yield from found
         if (self.data or problems or found) and _is_local(recipe):
             yield from as_far_as_sound(self._data(recipe))
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest of the first prompts, where they can be counted."""
+        train, tokenizer = self.train, self.policy.tokenizer
+        return max(_lengths(train, tokenizer)) if isinstance(train, Dataset) and tokenizer is not None else None
 
     def _data(self, recipe: Recipe) -> Iterator[Problem]:
         tokenizer, evaluates = self.policy.tokenizer, recipe.training.eval_strategy
@@ -110,7 +114,7 @@ def findings(
         if not problems:
             notes += map(str, _too_long(train, tokenizer, training.max_completion_length, context))
         notes += trained_on(recipe, train, test)
-    problems += fit.data_problems(environments, train)
+    problems += fit.dataset_problems(environments, train)
     if train.column_names is not None:  # None for some streams
         found, warnings = _reward_findings(recipe.rewards, train)
         return problems + found, notes + warnings
@@ -179,17 +183,22 @@ def _unknown_options(template: str, options: Mapping[str, object]) -> Iterator[P
             yield Problem(f"chat_template_kwargs.{key}", value, "the chat template has no such option", cure)
 
 
+def _lengths(train: Dataset, tokenizer: Any) -> list[int]:
+    """Return the numbers of tokens of the first prompts."""
+    prompts = [
+        tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) if isinstance(p, list) else p
+        for p in train[:PROMPTS]["prompt"]
+    ]
+    return [len(ids) for ids in tokenizer(prompts)["input_ids"]]
+
+
 def _too_long(
     train: Dataset, tokenizer: Tokenizer, max_completion_length: int | None, context: int | None
 ) -> Iterator[Problem]:
     """Yield the longest of the first prompts if it and a completion exceed the model's positions."""
     if tokenizer is None or context is None or not max_completion_length:
         return
-    prompts = [
-        tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) if isinstance(p, list) else p
-        for p in train[:PROMPTS]["prompt"]
-    ]
-    lengths = [len(ids) for ids in tokenizer(prompts)["input_ids"]]
+    lengths = _lengths(train, tokenizer)
     longest = max(lengths)
     if longest + max_completion_length > context:
         reason = (

@@ -17,7 +17,7 @@ from grpo_ext.objective.advantages import LogMetric, extremes, group_means
 from grpo_ext.objective.combinations import weighted_total, weighted_turns
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.trajectory import Trajectory
-from grpo_ext.rewards.protocol import RIGHT, judge
+from grpo_ext.rewards.protocol import RIGHT, deciding_reward
 from grpo_ext.rollout.collected import Collected, TurnRewards
 
 PADDING = {"turns": -1, "states": -1, "turn_rewards": math.nan}
@@ -212,7 +212,7 @@ def group_shares(rewards: Float[Tensor, "groups completions functions"], names: 
     Mixed: the rest, with groups below 1 that partial credit ranks. An unscored completion beside scored ones is not
     right, as in an evaluation. Groups without a scored completion are left out.
     """
-    judged = rewards[..., list(names).index(judge(names))]
+    judged = rewards[..., list(names).index(deciding_reward(names))]
     judged = judged[~judged.isnan().all(dim=1)]
     if not len(judged):
         return {}
