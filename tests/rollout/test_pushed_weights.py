@@ -139,6 +139,13 @@ def test_all_active_adapters_are_summed_and_the_others_are_not():
         torch.testing.assert_close(value.double(), merged[key].double(), rtol=1e-6, atol=1e-6)
 
 
+def test_an_adapter_that_is_disabled_is_not_sent():
+    policy = adapted(tiny.model, lora(modules_to_save=["lm_head"]))
+    with policy.disable_adapter():
+        weights = sent(policy)
+    assert all(torch.equal(value, weights[name]) for name, value in tiny.model().named_parameters())
+
+
 def test_what_a_reference_adapter_keeps_of_a_module_is_not_sent():
     policy = adapted(tiny.model, lora(modules_to_save=["embed_tokens"]))
     before = sent(policy)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -294,7 +294,7 @@ def _adapter_problems(
         return
     else:
         try:
-            adapted = get_peft_model(empty, get_peft_config(model))
+            adapted = get_peft_model(empty, cast(Any, get_peft_config(model)))
         except Exception as error:
             if model.lora_target_modules is None and model.lora_target_parameters is None:
                 reason = f"PEFT has no default for model_type {empty.config.model_type!r}"

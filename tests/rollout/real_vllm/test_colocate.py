@@ -5,11 +5,11 @@ from importlib.util import find_spec
 from unittest.mock import patch
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from trl.generation.vllm_generation import VLLMGeneration, ensure_master_addr_port
 
 from grpo_ext.rollout.vllm.generation import Generation
+from support import tiny
 from support.interrupted import without_clocks
 from support.vllm_runs import DDP, drifts, steps, train
 
@@ -69,7 +69,7 @@ def test_runs_that_start_at_the_same_moment_take_ports_of_their_own(monkeypatch)
     for _ in range(2):
         with patch.dict(os.environ):
             run = Generation.__new__(Generation)
-            run.mode, run.dtype, run.model = "colocate", "float32", torch.nn.Identity()
+            run.mode, run.dtype, run.model = "colocate", "float32", tiny.model()
             run._init_vllm()
     assert ports[0] != ports[1]
 

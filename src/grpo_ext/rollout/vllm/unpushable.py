@@ -75,8 +75,7 @@ def _heads(base: nn.Module) -> Iterator[Problem]:
 def _own(module: Any) -> Any:
     """Return the module of the base model inside PEFT's."""
     while isinstance(module, AuxiliaryTrainingWrapper | BaseTunerLayer):
-        tuned = isinstance(module, BaseTunerLayer)
-        module = module.get_base_layer() if tuned else module.original_module
+        module = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module.original_module
     return module
 
 

@@ -87,7 +87,7 @@ def effective_weights(
                 with gather([parameter]):
                     yield prefix + name, whole(module, parameter, device)
         elif own:
-            with gather([*layers[0].parameters()]):
+            with gather([*cast(nn.Module, layers[0]).parameters()]):
                 for name, (exact, base) in _sums(layers, module, device).items():
                     pushed = exact.to(dtype)
                     rounding.add(pushed, exact, base)
@@ -96,7 +96,7 @@ def effective_weights(
 
 def base_model(model: nn.Module) -> nn.Module:
     """Return the model that PEFT has wrapped."""
-    return cast(nn.Module, model.get_base_model()) if isinstance(model, PeftModel) else model
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def places(
@@ -130,7 +130,7 @@ def whole(owner: nn.Module, parameter: Tensor, device: torch.device | None = Non
     if type(parameter).__name__ in PACKED:
         return _unpacked(owner, cast(nn.Parameter, parameter)).detach()
     if isinstance(parameter, DTensor):
-        return parameter.to(device).full_tensor().detach()
+        return cast(DTensor, parameter.to(device)).full_tensor().detach()
     return parameter.detach()
 
 
@@ -151,7 +151,8 @@ def _sums(
     with _in_float32(outermost, device) as bases:
         try:
             for layer in reversed(layers):
-                _merge(layer)
+                if not layer.disable_adapters:
+                    _merge(layer)
             merged = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
         finally:
             for layer in layers:
