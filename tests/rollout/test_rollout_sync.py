@@ -168,7 +168,9 @@ def test_padding_and_tokens_without_a_score_do_not_count():
 def drift_check(drifts=(), dtypes=(torch.float32, torch.float32), **settings):
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "bf16": False, "fp16": False}
     args = neutral | {"rollout_drift": 0.02, "rollout_drift_action": "warn"} | settings
-    sampler = SimpleNamespace(policy_dtype=dtypes[0], sampler_dtype=dtypes[1], sync_seconds=2.0, sync_bytes=2**20, push_rounding=None)
+    sampler = SimpleNamespace(
+        policy_dtype=dtypes[0], sampler_dtype=dtypes[1], sync_seconds=2.0, sync_bytes=2**20, push_rounding=None
+    )
     found = DriftCheck(SimpleNamespace(**args), sampler)
     for drift in drifts:
         found.add(drift)

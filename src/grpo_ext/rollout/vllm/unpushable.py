@@ -39,7 +39,9 @@ def _types(model: PeftModel) -> Iterator[Problem]:
     for name in model.active_adapters:
         kind = PeftType(model.peft_config[name].peft_type)
         if kind not in SUMMED:
-            reason = "vLLM samples from one weight per layer, to which adapters of this type have not been shown to add up"
+            reason = (
+                "vLLM samples from one weight per layer, to which adapters of this type have not been shown to add up"
+            )
             cure = "Train a LoRA (use_peft: true), or set use_vllm: false."
             yield Problem("peft_type", kind.value, reason, cure, _WITH_VLLM)
 
@@ -94,7 +96,9 @@ def _storage(parameter: nn.Parameter) -> int:
 def _packed(model: nn.Module) -> Iterator[Problem]:
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() and type(parameter).__name__ not in PACKED:
-            reason = f"weights of {parameter.dtype}, such as {name}, are sent to vLLM as they are, in their packed form"
+            reason = (
+                f"weights of {parameter.dtype}, such as {name}, are sent to vLLM as they are, in their packed form"
+            )
             cure = "Name the model before it was quantized, and set load_in_4bit: true to train a LoRA on it."
             yield Problem("model", ABSENT, reason, cure, _WITH_VLLM)
             return
