@@ -28,7 +28,7 @@ RESULT = Path(__file__).parent / "results" / "adapter_push.json"
 SIZES = (1e-4, 1e-3, 1e-2)
 """Standard deviations of the elements of B; a step of Adam at a learning rate of 1e-4 moves each by as much."""
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LENGTH, ROWS = 64, 16
+LENGTH, ROWS, PUSHES = 64, 16, 200
 
 
 def build() -> LlamaForCausalLM:
@@ -119,9 +119,14 @@ def main() -> None:
             push(llm, effective_weights(policy, torch.bfloat16, rounding))
             row["float32 sum"] = (engine_scores(llm, ids) - exact).abs().mean().item()
             row["push_rounding"] = rounding.share
+            policy.save_pretrained(f"{folder}/{size}")
             row["base residue"] = merged_in_place(policy, llm)
             row["bfloat16 merge"] = (engine_scores(llm, ids) - exact).abs().mean().item()
-            policy.save_pretrained(f"{folder}/{size}")
+            for _ in range(PUSHES):
+                policy.merge_adapter()
+                policy.unmerge_adapter()
+            merged_in_place(policy, llm)
+            row[f"bfloat16 merge, push {PUSHES}"] = (engine_scores(llm, ids) - exact).abs().mean().item()
             print(size, row, flush=True)
         RESULT.write_text(json.dumps(results, indent=2) + "\n")
         if "--adapter" in sys.argv:

@@ -6,27 +6,26 @@ each pair is kept, the median reported. Times are CPU seconds. `share` is the sh
 every step is logged, which is the most expensive case. Writes results/diagnosis_overhead.json.
 """
 
-import statistics
 import time
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 from step_overhead import RESULT as SIBLING
-from step_overhead import Lap, paired, share_of_a_step, timed
+from step_overhead import Lap, compared, share_of_a_step, timed
 
 import torch  # isort: skip
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.rollout.transformers_engine import _Batch
-from grpo_ext.trainer import grpo_trainer, metrics, nonfinite
-from grpo_ext.trainer.diagnosis.watching import Watching
+from grpo_ext.trainer import generating, grpo_trainer, loss_terms, nonfinite
+from grpo_ext.trainer.diagnosis.recording import Watching
 
 RESULT = SIBLING.with_name("diagnosis_overhead.json")
 RECORDING: dict[str, tuple[Any, str, Any]] = {
-    "tokens": (metrics, "token_figures", {}),
+    "tokens": (loss_terms, "token_figures", {}),
     "chi2": (grpo_trainer, "add_ess", None),
-    "row": (grpo_trainer, "row_record", None),
+    "row": (generating, "row_record", None),
     "rows": (grpo_trainer, "log_rows", None),
     "gradient": (nonfinite, "gradient_figures", {}),
     "weights": (Watching, "on_optimizer_step", None),
@@ -83,16 +82,7 @@ def compare(hidden: int, layers: int, pairs: int) -> dict:
     for seed in range(3):
         without(seed), recording(seed)
     recording.own.clear()
-    times, ratios = paired(without, recording, pairs)
-    return {
-        "hidden": hidden,
-        "layers": layers,
-        "pairs": pairs,
-        "without_seconds": statistics.median(t for t, _ in times),
-        "recording_seconds": statistics.median(t for _, t in times),
-        "share": sum(recording.own) / sum(t for _, t in times),
-        **ratios,
-    }
+    return compared(without, recording, pairs, "recording", recording.own)
 
 
 if __name__ == "__main__":

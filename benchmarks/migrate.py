@@ -18,7 +18,7 @@ from pathlib import Path
 from grpo_ext.commands.migrate import migrated, refusals
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.foreign.python import exchange
-from grpo_ext.recipe.foreign.writing import written
+from grpo_ext.recipe.foreign.writing import recipe_text
 
 EARLIER = "2026-01-20T00:00:00Z"
 SHELL, YAML = (".sh", ".bash", ".slurm"), (".yaml", ".yml")
@@ -30,7 +30,6 @@ REPOSITORIES = {
     ),
     "verl-project/verl": (SHELL, r"actor_rollout_ref\.\w+\.\w+"),
     "modelscope/ms-swift": ((*SHELL, *YAML), r"rlhf_type:?[ =]+grpo"),
-    "OpenRLHF/OpenRLHF": (SHELL, r"openrlhf\.cli\.train_ppo_ray"),
     "axolotl-ai-cloud/axolotl": ((*YAML, ".qmd"), r"(?m)^rl: (grpo|gdpo)"),
     "unslothai/notebooks": ((".ipynb",), r"GRPOTrainer\("),
 }
@@ -96,7 +95,7 @@ def tried(path: Path, title: str) -> dict:
         _, draft = migrated(path)
     except ConfigError as error:
         return {"outcome": "refused", "why": str(error.problems[0]).replace(str(path), title)}
-    text = written(draft, title, "recipe.yaml")
+    text = recipe_text(draft, title, "recipe.yaml")
     problems = [problem for problem in refusals(text) if not ELSEWHERE.search(str(problem))]
     return {
         "outcome": "recipe",

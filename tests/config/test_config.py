@@ -203,6 +203,7 @@ OURS = {
     "rollout_engine",
     "vllm_weight_transfer",
     "vllm_dtype",
+    "vllm_engine_kwargs",
     "rollout_drift",
     "rollout_drift_action",
 }
@@ -249,7 +250,9 @@ def test_the_table_classifies_changes_of_everything_on_record():
 
 @pytest.mark.parametrize("use", ["replay", "verify", "verify_without"])
 def test_what_replay_and_verify_fix_is_allowed(use):
-    GRPOExtConfig(**CPU | values_for(use))
+    values = values_for(use)
+    config = GRPOExtConfig(**CPU | values)
+    assert {name: getattr(config, name) for name in values} == values
 
 
 BOUNDED = {name: row.within for name, row in SETTINGS.items() if row.within and name in STOCK.keys() | OURS}

@@ -181,7 +181,7 @@ def test_mistakes_are_reported_before_the_model_is_loaded(given, told, tmp_path)
     ("returned", "told"),
     [
         (lambda n: [1.0] * (n - 1), "returned 7 values for 8 completions"),
-        (lambda n: 1.0, "it returned 1.0, a float. Return one number for each completion"),
+        (lambda n: 1.0, "it returned 1.0, which is not a list. Return a list of one number"),
         (lambda n: ["1"] * n, "it returned '1', which is not a number"),
         (lambda n: None, "it returned None"),
     ],
@@ -321,7 +321,7 @@ def test_a_stream_without_columns_is_taken_as_it_is(tmp_path, caplog):
 
 @pytest.mark.parametrize("said_by", ["quantization_config", "model"])
 def test_quantized_weights_are_refused_with_vllm(tmp_path, said_by):
-    """vLLM would be sent their packed bytes; a config that dequantizes them is none, and bitsandbytes' are unpacked."""
+    """vLLM would be sent their packed bytes; but not those that a config dequantizes, or bitsandbytes'."""
     model, given = tiny.model(), {}
     if said_by == "model":
         model.config.quantization_config = {"quant_method": "gptq", "bits": 4}

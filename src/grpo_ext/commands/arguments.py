@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 START, TRAIN, AFTER, REFERENCE = "Getting started", "Training", "After training", "Reference"
-KEYS = """
+_KEYS = """
 A key of the recipe may follow, such as --learning_rate 1e-6: it overrides the recipe. A list of all keys:
 grpo-ext train --help-all"""
 EXAMPLES = """
@@ -78,7 +78,6 @@ COMMANDS = {
     "losses": Command(REFERENCE, "list the values of `loss_type`, with formula and paper", module="lists"),
     "rewards": Command(REFERENCE, "list the values of `reward_funcs`, with their options", module="lists"),
     "env": Command(REFERENCE, "show versions and hardware, for a bug report"),
-    "completion": Command(REFERENCE, "print a script for shell completion"),
 }
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
@@ -149,8 +148,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "report": (
         Option("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run"),
         Option("--output", metavar="FILE", type=Path, help="default: report.html in RUN, or here for several"),
-        Option("--watch", action="store_true", help="serve the report on 127.0.0.1 until the runs end"),
-        Option("--port", metavar="P", type=int, default=0, help="port of --watch (default: any free one)"),
     ),
     "replay": (
         Option("dump", type=Path, metavar="DUMP", help="folder of a step in a run's batches/ or failures/"),
@@ -160,9 +157,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "diagnose": (
         Option("run", type=Path, metavar="RUN", help="output_dir of a run, finished or not"),
         Option("--json", action="store_true", help="print one JSON object"),
-    ),
-    "completion": (
-        Option("shell", nargs="?", choices=("bash", "zsh", "fish"), help="default: show how to install it"),
     ),
 }
 
@@ -176,7 +170,7 @@ def tree() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]
             name,
             help=command.summary,
             description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            epilog=command.further + (KEYS if command.keys else ""),
+            epilog=command.further + (_KEYS if command.keys else ""),
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -187,7 +181,7 @@ def tree() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]
     return parser, commands.choices
 
 
-def parsed(argv: Sequence[str]) -> argparse.Namespace:
+def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command line; `keys` holds the recipe and keys after it, `extra` what follows --.
 
     Wrong options end the process with exit code 2.

@@ -14,9 +14,9 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import read_yaml
 from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.foreign.engine import Draft
-from grpo_ext.recipe.foreign.python import SUFFIXES, exchange
+from grpo_ext.recipe.foreign.python import PYTHON_SUFFIXES, exchange
 from grpo_ext.recipe.foreign.shell import read_script
-from grpo_ext.recipe.foreign.writing import written
+from grpo_ext.recipe.foreign.writing import recipe_text
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 
@@ -32,17 +32,17 @@ def run(options: argparse.Namespace) -> int:
     output = options.output
     if output and Path(output).exists():
         raise ConfigError([Problem("--output", output, "it exists", "Name another file, or remove it.")])
-    if options.file.suffix in SUFFIXES:
+    if options.file.suffix in PYTHON_SUFFIXES:
         print(exchange(options.file), file=sys.stderr)
         return 2
     draft = migrated(options.file, options.version)[1]
-    text = written(draft, str(options.file), output or "RECIPE.yaml")
+    text = recipe_text(draft, str(options.file), output or "RECIPE.yaml")
     if output:
         Path(output).write_text(text, encoding="utf-8")
     else:
         print(text, end="")
     problems = refusals(text)
-    print(summary(draft, problems, output or "the recipe above"), file=sys.stderr)
+    print(_summary(draft, problems, output or "the recipe above"), file=sys.stderr)
     return DECISIONS if problems else 0
 
 
@@ -52,19 +52,18 @@ def migrated(path: Path, version: str = "") -> tuple[str, Draft]:
     Raises:
         ConfigError: it cannot be read, or is not a configuration of a run by rewards with groups of completions.
     """
-    known = frozenset(all_keys())
-    given, asked = _read(path)
-    kind = recognise.kind_of(given, known)
+    given, unsure = _read(path)
+    kind = recognise.kind_of(given)
     if kind in recognise.NO_RECIPES:
         raise ConfigError([recognise.not_a_recipe(str(kind), str(path))])
-    if kind is None and not given.keys() & known:
+    if kind is None and not given.keys() & {*all_keys()}:
         projects = ", ".join(project.title for project in recognise.PROJECTS.values())
         raise ConfigError(
             [Problem(str(path), ABSENT, "not a configuration of a known project", f"Known: {projects}.")]
         )
     project = recognise.PROJECTS[kind or "trl"]
     try:
-        return kind or "trl", project.convert({str(key): value for key, value in given.items()}, version, asked)
+        return kind or "trl", project.convert({str(key): value for key, value in given.items()}, version, unsure)
     except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -72,11 +71,11 @@ def migrated(path: Path, version: str = "") -> tuple[str, Draft]:
         raise ConfigError([Problem(str(path), ABSENT, reason, "Correct it.")]) from error
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
     if not path.is_file():
         raise ConfigError([Problem(str(path), ABSENT, "no such file", "Correct the path.")])
     try:
-        return read_script(path.read_text(encoding="utf-8")) if path.suffix in _SHELL else (read_yaml(path), {})
+        return read_script(path.read_text(encoding="utf-8")) if path.suffix in _SHELL else (read_yaml(path), [])
     except UnicodeDecodeError as error:
         raise ConfigError([Problem(str(path), ABSENT, f"cannot be read ({error})", "Save it as UTF-8.")]) from error
 
@@ -95,7 +94,7 @@ def refusals(text: str) -> Sequence[object]:
     return []
 
 
-def summary(draft: Draft, problems: Sequence[object], name: str) -> str:
+def _summary(draft: Draft, problems: Sequence[object], name: str) -> str:
     """Return what became of the keys, what a person must decide, and whether `check` accepts the recipe."""
     rest, total = sorted(draft.given.keys() - draft.converted), len(draft.given)
     if rest:

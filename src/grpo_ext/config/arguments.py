@@ -25,7 +25,7 @@ def _field(default: object, meaning: str) -> Any:
 class GRPOExtArguments(GRPOConfig):
     """`GRPOExtConfig` without its checks, for the rules that check it."""
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, *KWARGS]  # noqa: RUF012
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, *KWARGS, "vllm_engine_kwargs"]  # noqa: RUF012
 
     loss_type: str = _field(
         GRPOConfig.loss_type,
@@ -131,6 +131,11 @@ class GRPOExtArguments(GRPOConfig):
         "auto",
         "dtype of the sampler's weights: 'float32', 'bfloat16', 'float16' or 'auto' (default), the one "
         "that the trainer computes in.",
+    )
+    vllm_engine_kwargs: dict | str | None = _field(
+        None,
+        "Further options of vLLM's engine, as its `EngineArgs` names them, such as {'kv_cache_dtype': 'fp8'}. With "
+        "`vllm_mode` 'server' `grpo-ext serve` starts the server with them.",
     )
     rollout_drift: float | None = _field(
         None,

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 AnyDataset: TypeAlias = Union[Dataset, IterableDataset]  # noqa: UP007  mypy takes no other form
 Tokenizer: TypeAlias = PreTrainedTokenizerBase | None
-Place: TypeAlias = Callable[[int], str]
+_Place: TypeAlias = Callable[[int], str]
 """Maps the number of a row to its place in an error message."""
 
 
@@ -141,7 +141,7 @@ def _pick(
 
 def _keep_pass_rates(
     dataset: AnyDataset, names: Collection[str], config: DataConfig, split: Split
-) -> tuple[AnyDataset, Place]:
+) -> tuple[AnyDataset, _Place]:
     """Return the rows with a pass rate in the bounds, and the function that gives the place of one of them."""
     low, high, source = config.min_pass_rate, config.max_pass_rate, split.source
     if low is None and high is None:
@@ -151,11 +151,17 @@ def _keep_pass_rates(
         cure = "Set dataset_name to a file that `grpo-ext sample` has written, or remove both."
         raise DataError([Problem("min_pass_rate", low, f"{source} has no column pass_rate", cure, beside)])
     low, high = 0.0 if low is None else low, 1.0 if high is None else high
+
+    def fits(rate: object, index: int) -> bool:
+        if isinstance(rate, str):
+            raise DataError([RowError(f"{rate!r} is text", "Write numbers.", "pass_rate").at(split.place(index))])
+        return isinstance(rate, int | float) and low <= rate <= high
+
     if isinstance(dataset, IterableDataset):
-        kept = dataset.filter(lambda row: row["pass_rate"] is not None and low <= row["pass_rate"] <= high)
+        kept = dataset.filter(fits, with_indices=True, input_columns="pass_rate")
         return kept, lambda index: f"{source}, row {index} (from 0) of those kept by their pass_rate"
     rates = dataset["pass_rate"]
-    keep = [index for index, rate in enumerate(rates) if rate is not None and low <= rate <= high]
+    keep = [index for index, rate in enumerate(rates) if fits(rate, index)]
     if not keep:
         reason = f"no row of {source} has a pass_rate from {low:g} to {high:g}"
         raise DataError([Problem("min_pass_rate", low, reason, "Widen min_pass_rate, max_pass_rate.", beside)])
@@ -164,7 +170,7 @@ def _keep_pass_rates(
 
 
 def _convert_all(
-    dataset: AnyDataset, plan: Plan, source: str, place: Place, renamed: list[str], on_bad_row: str
+    dataset: AnyDataset, plan: Plan, source: str, place: _Place, renamed: list[str], on_bad_row: str
 ) -> AnyDataset:
     if isinstance(dataset, IterableDataset):
         if on_bad_row == "drop":
@@ -180,7 +186,7 @@ def _convert_all(
     return dataset.map(partial(convert, plan=plan), remove_columns=renamed, load_from_cache_file=False)
 
 
-def _check_rows(dataset: Dataset, plan: Plan, source: str, place: Place, on_bad_row: str) -> tuple[list[int], bool]:
+def _check_rows(dataset: Dataset, plan: Plan, source: str, place: _Place, on_bad_row: str) -> tuple[list[int], bool]:
     """Return the rows that can be used, and whether their prompts are conversations written as JSON text."""
     sound: list[int] = []
     bad: list[Problem] = []
@@ -220,7 +226,7 @@ def _report_bad(bad: list[Problem], count: int, rows: int, source: str, on_bad_r
     raise DataError(bad)
 
 
-def _is_sound(row: Row, index: int, *, plan: Plan, place: Place) -> bool:
+def _is_sound(row: Row, index: int, *, plan: Plan, place: _Place) -> bool:
     """Return whether a streamed row can be used; if not, log where it is."""
     try:
         convert(row, plan)
@@ -230,7 +236,7 @@ def _is_sound(row: Row, index: int, *, plan: Plan, place: Place) -> bool:
     return True
 
 
-def _convert_streamed(row: Row, index: int, *, plan: Plan, place: Place) -> Row:
+def _convert_streamed(row: Row, index: int, *, plan: Plan, place: _Place) -> Row:
     try:
         return convert(row, plan)
     except RowError as error:

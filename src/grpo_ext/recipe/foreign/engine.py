@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -16,7 +16,7 @@ from grpo_ext.recipe.parts import PARTS
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """One row of a table: how a foreign key, or all that match a pattern such as `critic.*`, are converted.
 
     Written as "name", "name = their default", "name | what differs", "- | why it is left out", "* names | how" where
@@ -31,7 +31,7 @@ class Rule:
     default: Any = None
 
     @classmethod
-    def read(cls, text: str) -> "Rule":
+    def read(cls, text: str) -> "KeyRule":
         """Parse the short form."""
         to, _, note = (part.strip() for part in text.partition("|"))
         to, _, default = to.partition(" = ")
@@ -40,29 +40,29 @@ class Rule:
         )
 
 
-_LEFT_OUT = Rule("")
+_LEFT_OUT = KeyRule("")
 
 
-def rules(table: Mapping[str, Any], section: str = "") -> dict[str, Rule]:
+def rules(table: Mapping[str, Any], section: str = "") -> dict[str, KeyRule]:
     """Read a table. A row may have several names, sections nest, and the row "=" lists `theirs=ours`, or `same`.
 
     >>> [(key, rule.to, rule.default) for key, rule in rules({"=": "seed lr=rate", "a": {"b c": "d = 2"}}).items()]
     [('seed', 'seed', None), ('lr', 'rate', None), ('a.b', 'd', 2), ('a.c', 'd', 2)]
     """
-    found: dict[str, Rule] = {}
+    found: dict[str, KeyRule] = {}
     for names, row in table.items():
         for name in (row if names == "=" else names).split():
             if names == "=":
                 theirs, _, ours = name.partition("=")
-                found[section + theirs] = Rule(ours or theirs)
+                found[section + theirs] = KeyRule(ours or theirs)
             elif isinstance(row, str):
-                found[section + name] = Rule.read(row)
+                found[section + name] = KeyRule.read(row)
             else:
                 found |= rules(row, f"{section}{name}.")
     return found
 
 
-def number(version: str) -> tuple[int, ...]:
+def version_key(version: str) -> tuple[int, ...]:
     """Return a version as a tuple that sorts."""
     return tuple(int(part) for part in version.split("."))
 
@@ -76,9 +76,9 @@ def defaults_at(table: Mapping[str, Any], version: str) -> dict[str, Any]:
     found = {}
     for key, default in table.items():
         values = default if isinstance(default, dict) else {"0": default}
-        reached = [since for since in values if number(since) <= number(version)]
+        reached = [since for since in values if version_key(since) <= version_key(version)]
         if reached:
-            found[key] = values[max(reached, key=number)]
+            found[key] = values[max(reached, key=version_key)]
     return found
 
 
@@ -103,14 +103,13 @@ class Translation:
         converters: foreign key -> function that returns our value of its value, or None where that has no effect.
         same: keys that have the same meaning in both.
         nested: True if its YAML is a tree, whose keys are written with dots.
-        aliases: name in another version, or the beginning of one that ends in "." or "_" -> name in the table.
-        version_of: returns the version that the keys of a file reveal, or "".
+        aliases: name in another version, or the beginning of one that ends in "." -> name in the table.
         finish: called after the table and the defaults were applied.
         describes_default: comment of a value that the file leaves unset.
     """
 
     title: str
-    table: Mapping[str, Rule]
+    table: Mapping[str, KeyRule]
     steps: tuple[Callable[["Draft"], None], ...]
     versions: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -118,7 +117,6 @@ class Translation:
     same: frozenset[str] = frozenset()
     nested: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)
-    version_of: Callable[[Mapping[str, Any]], str] = lambda given: ""
     finish: Callable[["Draft"], None] = lambda draft: None
     describes_default: str = "the default of {title} {version}"
 
@@ -128,13 +126,13 @@ class Translation:
         rows = (rule for rule in self.table.values() if rule.default is not None and not rule.computed)
         return {rule.to: rule.default for rule in rows} | dict(self.defaults)
 
-    def convert(self, given: Mapping[str, Any], version: str = "", asked: Mapping[str, str] | None = None) -> "Draft":
-        """Convert a configuration; `asked` holds sentences about keys whose value depends on a condition.
+    def convert(self, given: Mapping[str, Any], version: str = "", unsure: Sequence[str] = ()) -> "Draft":
+        """Convert a configuration; `unsure` are variables of its script whose value depends on a condition.
 
         Raises:
             ConfigError: it trains with a critic instead of groups, or the version is unknown.
         """
-        draft = Draft(self, self._resolved(given), self._version(given, version))
+        draft = Draft(self, self._resolved(given), self._version(version))
         unresolved = draft.set_unresolved_aside()
         for step in self.steps:
             step(draft)
@@ -144,22 +142,21 @@ class Translation:
         about_rewards = [sentence for sentence in draft.decisions if re.search("^reward|reward_funcs", sentence)]
         if "reward_funcs" not in draft.values and not about_rewards:
             draft.decide("reward_funcs: the file names no reward. Name some (docs/rewards.md), or your functions.")
-        for key, sentence in (asked or {}).items():
-            if key in draft.converted:
-                draft.decide(sentence)
+        if unsure:
+            draft.decide(f"The script sets {', '.join(unsure)} under a condition; the first value is written.")
         draft.settle(unresolved)
         return draft
 
-    def _version(self, given: Mapping[str, Any], version: str) -> str:
+    def _version(self, version: str) -> str:
         oldest = self.versions[0]
-        if version and (not re.fullmatch(r"\d+(\.\d+)*", version) or number(version) < number(oldest)):
+        if version and (not re.fullmatch(r"\d+(\.\d+)*", version) or version_key(version) < version_key(oldest)):
             reason = f"the defaults of {self.title} are known since {oldest}"
             raise ConfigError([Problem("--version", version, reason, f"Name one of {', '.join(self.versions)}.")])
-        return version or self.version_of(given) or self.versions[-1]
+        return version or self.versions[-1]
 
     def _resolved(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys that have a value, under their present names, with `${other.key}` filled in."""
-        values = flat(given) if self.nested else given
+        values = flattened(given) if self.nested else given
         found = {self._present(key): value for key, value in values.items() if value not in (None, "???")}
 
         def other(name: re.Match[str]) -> str:
@@ -173,20 +170,20 @@ class Translation:
         return found
 
     def _present(self, key: str) -> str:
-        start = next((old for old in self.aliases if old.endswith((".", "_")) and key.startswith(old)), key)
+        start = next((old for old in self.aliases if old.endswith(".") and key.startswith(old)), key)
         return self.aliases.get(key) or self.aliases.get(start, start) + key.removeprefix(start)
 
 
 _WHOLE = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "chat_template_kwargs", "generation_kwargs")
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a tree of keys as one level, with dots between the names."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}".removeprefix("++").removeprefix("+")
         is_section = isinstance(value, Mapping) and value and key not in _WHOLE
-        found |= flat(value, f"{name}.") if is_section else {name: value}
+        found |= flattened(value, f"{name}.") if is_section else {name: value}
     return found
 
 
@@ -219,7 +216,7 @@ class Draft:
     left: dict[str, str] = field(default_factory=dict)
     decisions: list[str] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
-    _rules: dict[str, Rule | None] = field(default_factory=dict)
+    _rules: dict[str, KeyRule | None] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -236,7 +233,7 @@ class Draft:
         """Foreign keys that a value of the recipe was made of."""
         return {source for key in self.values for source in self.sources.get(key, ())}
 
-    def rule(self, key: str) -> Rule | None:
+    def rule(self, key: str) -> KeyRule | None:
         """Return the rule of a foreign key."""
         if key not in self._rules:
             table = self.project.table

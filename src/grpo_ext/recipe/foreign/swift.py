@@ -8,7 +8,7 @@ from grpo_ext.recipe.parts import all_keys
 
 _MOVES = "- | how ms-swift moves weights between training and vLLM; vllm_enable_sleep_mode does it here"
 _CLASS = "? | write it as a class (docs/environments.md): environments: [{path: ./file.py:Class}]"
-TABLE = rules(
+_TABLE = rules(
     {
         "=": "use_rslora use_dora bnb_4bit_quant_type torch_dtype=dtype target_parameters=lora_target_parameters "
         "dataset_shuffle=shuffle_dataset streaming=dataset_streaming overlong_filter=mask_truncated_completions "
@@ -88,7 +88,6 @@ TABLE = rules(
         "min_lr": "* lr_scheduler_kwargs | min_lr, of cosine_with_min_lr",
         "global_batch_size": "* gradient_accumulation_steps | completions of an optimizer step, of all GPUs",
         "micro_batch_size": "per_device_train_batch_size",
-        "colocate_groups": "* vllm_mode | colocate",
         "cross_entropy_loss_fusion gradient_accumulation_fusion tensor_model_parallel_size moe_* finetune "
         "pipeline_model_parallel_size expert_model_parallel_size context_parallel_size no_save_optim no_save_rng "
         "recompute_granularity recompute_method recompute_num_layers offload_bridge sequence_parallel "
@@ -113,19 +112,12 @@ _ESTIMATORS = {"rloo": "loo", "reinforce_plus_plus": "reinforce_pp_baseline"}
 _FLASH = dict.fromkeys(("flash", "flash_attn"), "flash_attention_2")
 
 
-def _flatten(d: Draft) -> None:
-    """Bring the sections of its ray YAML to the top."""
-    for section in ("train", "rollout"):
-        if isinstance(inner := d.given.get(section), dict):
-            d.given = {k: v for k, v in d.given.items() if k != section} | inner
-
-
 def _launch(d: Draft) -> None:
     if "NPROC_PER_NODE" in d.given:
         of = "NPROC_PER_NODE", "NNODES"
         d.set("num_processes", int(d.get(of[0])) * int(d.get(of[1])), of=of)
-    elif processes := next((name for name in ("gpus", "nproc_per_node") if isinstance(d.get(name), int)), None):
-        d.copy("num_processes", processes)
+    elif isinstance(d.get("nproc_per_node"), int):
+        d.copy("num_processes", "nproc_per_node")
     shared.set_zero_stage(d, exact=True)
     size, step = d.get("micro_batch_size"), d.get("global_batch_size")
     if not size:  # its Megatron side counts a step in completions of all GPUs
@@ -151,7 +143,7 @@ def _model(d: Draft) -> None:
             d.values["lora_target_modules"] = modules[0]
         d.set("use_peft", True, of=of_tuner)
         if (saved := d.get("modules_to_save")) is not None:
-            d.set("lora_modules_to_save", shared.as_list(saved))
+            d.set("lora_modules_to_save", shared.to_list(saved))
     elif tuner == "full":
         d.set("use_peft", False, of=of_tuner)
     else:
@@ -170,7 +162,7 @@ def _model(d: Draft) -> None:
 
 
 def _data(d: Draft) -> None:
-    names = shared.as_list(d.get("dataset"))
+    names = shared.to_list(d.get("dataset"))
     if names:
         name, _, count = str(names[0]).partition("#")
         name, _, subset = name.partition(":")
@@ -229,10 +221,10 @@ def _loss(d: Draft) -> None:
 
 
 def _rewards(d: Draft) -> None:
-    names, weights, notes = shared.as_list(d.get("reward_funcs")), d.get("reward_weights"), []
+    names, weights, notes = shared.to_list(d.get("reward_funcs")), d.get("reward_weights"), []
     of = {"reward_funcs", "reward_model", "reward_weights"}
     entries: list[Any] = [entry for name in names if (entry := _reward(d, str(name), of)) is not None]
-    entries += shared.as_list(d.get("reward_model"))
+    entries += shared.to_list(d.get("reward_model"))
     if "accuracy" in names:
         notes.append("accuracy leaves a reference unscored that it cannot read, where ms-swift gives 0")
     if weights and len(weights) == len(entries) == len(names):
@@ -267,9 +259,9 @@ def _reward(d: Draft, name: str, of: set[str]) -> dict[str, Any] | None:
     if name == "soft_overlong":
         if d.get("soft_cache_length") is None:
             d.decide("reward soft_overlong: set its buffer (soft_cache_length there).")
-        return shared.soft_overlong(d.get("soft_max_length", longest), d.get("soft_cache_length"))
+        return shared.overlong_entry(d.get("soft_max_length", longest), d.get("soft_cache_length"))
     if name == "cosine":
-        return shared.cosine_length(d, d.get("cosine_max_len", longest), keys[:4])
+        return shared.cosine_entry(d, d.get("cosine_max_len", longest), keys[:4])
     where = f" of {d.get('external_plugins')}" if d.get("external_plugins") else ""
     cure = "a class registered there; here a function, {func: 'module:function'}"
     d.decide(f"reward {name!r}{where}: {cure}.", "external_plugins", "reward_funcs")
@@ -281,8 +273,6 @@ def _sampler(d: Draft) -> None:
         d.set("vllm_importance_sampling_correction", True, of="rollout_importance_sampling_mode")
         d.set("vllm_importance_sampling_mode", mode)
         d.copy("vllm_importance_sampling_clip_max", "rollout_importance_sampling_threshold")
-    if isinstance(groups := d.get("colocate_groups"), list) and groups:
-        d.set("vllm_mode", "colocate")
 
 
 def _finish(d: Draft) -> None:
@@ -310,8 +300,8 @@ def _finish(d: Draft) -> None:
 
 SWIFT = Translation(
     "ms-swift",
-    TABLE,
-    (_flatten, _launch, _model, _data, _loss, _rewards, _sampler),
+    _TABLE,
+    (_launch, _model, _data, _loss, _rewards, _sampler),
     versions=("4.0", "4.1", "4.6"),
     defaults={
         "lr_scheduler_type": "cosine",

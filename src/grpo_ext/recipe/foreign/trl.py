@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import recipes_folder
 from grpo_ext.recipe.foreign.engine import Draft, Translation, rules
-from grpo_ext.recipe.foreign.shared import as_list, cosine_length, soft_overlong, whole_groups
+from grpo_ext.recipe.foreign.shared import cosine_entry, overlong_entry, to_list, whole_groups
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parts import all_keys
 
@@ -29,6 +28,7 @@ OLDER = rules(
         "include_tokens_per_second": "- | num_tokens and step_time are logged",
         "use_liger_loss use_liger_kernel_loss": "- | log-probabilities are always computed without full logits",
         "vllm_device": "- | vllm_mode chooses where vLLM runs",
+        "tokenizer_name_or_path": "- | the tokenizer is the one in the model's folder",
     }
 )
 """Keys that transformers and TRL have renamed or dropped."""
@@ -80,17 +80,6 @@ DEFAULTS: Mapping[str, Any] = {
 """TRL's defaults; today's other defaults are those of every version."""
 _VERSIONS = ("0.16", "0.18", "0.19", "0.22", "0.23", "0.26", "0.28", "1.0", "1.10", "1.16")
 _OURS = {f.name for f in dataclasses.fields(GRPOExtConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
-
-
-@cache
-def other_trainers() -> dict[str, set[str]]:
-    """Return the fields of TRL's other configurations that no configuration of GRPO has."""
-    from trl import DPOConfig, RewardConfig, SFTConfig
-
-    kinds = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardConfig}
-    found = {kind: {f.name for f in dataclasses.fields(config)} - {*all_keys()} for kind, config in kinds.items()}
-    found["sft"] |= {"max_seq_length", "dataset_text_field", "dataset_num_proc"} - {*all_keys()}
-    return found
 
 
 def set_stock(
@@ -181,11 +170,11 @@ def _reward(d: Draft, name: str, keys: list[str]) -> dict[str, Any] | None:
             f"to max_completion_length={longest}; look at the lengths of your completions.",
             "cosine_max_len",
         )
-        return cosine_length(d, longest, keys)
+        return cosine_entry(d, longest, keys)
     if name == "repetition_penalty":
         return {"name": "repetition", "kwargs": {"n": values[0], "max_penalty": values[1]}}
     if name == "soft_overlong_punishment":
-        return soft_overlong(*values)
+        return overlong_entry(*values)
     if name == "tag_count":
         return {"name": "tags", "kwargs": {"newlines": True}}
     if name == "code_format":
@@ -205,7 +194,7 @@ def _reward(d: Draft, name: str, keys: list[str]) -> dict[str, Any] | None:
 
 def _data(d: Draft) -> None:
     d.copy("prompt_column", "prompt_column", "dataset_prompt_column", default="prompt")
-    callbacks = as_list(d.get("callbacks"))
+    callbacks = to_list(d.get("callbacks"))
     if "push_to_hub_revision" in callbacks:
         d.set("hub_strategy", "every_save", "each checkpoint is pushed, as Open-R1's callback does")
     if unknown := [name for name in callbacks if name != "push_to_hub_revision"]:

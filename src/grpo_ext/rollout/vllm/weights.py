@@ -19,7 +19,6 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-
 Gather: TypeAlias = Callable[[list[nn.Parameter]], AbstractContextManager[None]]
 """Context in which parameters that DeepSpeed ZeRO-3 has split are whole."""
 
