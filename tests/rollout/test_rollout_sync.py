@@ -21,6 +21,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rollout.vllm import plugin
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.drift import Drift, DriftCheck
+from grpo_ext.rollout.vllm.generation import Generation
 from grpo_ext.rollout.vllm.gloo import TensorSpec, open_group, open_store, receive, send, specs_of
 from grpo_ext.rollout.vllm.server import (
     ServerFacts,
