@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import BitsAndBytesConfig, LlamaForSequenceClassification, Mxfp4Config
+from transformers import BitsAndBytesConfig, LlamaForSequenceClassification, Mxfp4Config, QuantoConfig
 
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import RewardError
@@ -309,17 +309,16 @@ def test_a_stream_without_columns_is_taken_as_it_is(tmp_path, caplog):
 
 @pytest.mark.parametrize("said_by", ["quantization_config", "model"])
 def test_quantized_weights_are_refused_with_vllm(tmp_path, said_by):
-    """vLLM would be sent their packed bytes; a config that dequantizes them is none."""
+    """vLLM would be sent their packed bytes; but not those that a config dequantizes, or bitsandbytes'."""
     model, given = tiny.model(), {}
     if said_by == "model":
         model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     else:
-        given = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+        given = {"quantization_config": QuantoConfig(weights="int8")}
     args = GRPOExtConfig(str(tmp_path), **tiny.TRAINING, use_vllm=True, vllm_mode="server")
     with pytest.raises(ConfigError, match="packed weights of the quantized layers"):
         GRPOExtTrainer(model, tiny.count_a, args, tiny.prompts(), **given)
-    assert list(quantized_problems(args, model, Mxfp4Config(dequantize=True))) == [
-        *quantized_problems(args, model, None)
-    ]
+    for unpacked in (Mxfp4Config(dequantize=True), BitsAndBytesConfig(load_in_4bit=True)):
+        assert list(quantized_problems(args, model, unpacked)) == [*quantized_problems(args, model, None)]
     args.use_vllm = False
     assert list(quantized_problems(args, model, given.get("quantization_config"))) == []
