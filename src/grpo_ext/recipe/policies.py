@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -195,7 +195,7 @@ def _class_problems(name: str, config: PreTrainedConfig) -> Iterator[Problem]:
 @cache
 def _loading_options() -> set[str]:
     """Return the options of `from_pretrained` beside the fields of a model's configuration, as its source has them."""
-    methods = PreTrainedModel.from_pretrained, AutoModelForCausalLM.from_pretrained
+    methods: tuple[Callable[..., Any], ...] = PreTrainedModel.from_pretrained, AutoModelForCausalLM.from_pretrained
     taken = re.findall(r'kwargs\.(?:pop|get|setdefault)\(\s*"(\w+)"', "".join(map(inspect.getsource, methods)))
     named = (name for method in methods for name in inspect.signature(method).parameters)
     return {*taken, *named, "low_cpu_mem_usage", "offload_state_dict"}
