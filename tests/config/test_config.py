@@ -203,6 +203,8 @@ OURS = {
     "rollout_engine",
     "vllm_weight_transfer",
     "vllm_dtype",
+    "sampler_correction",
+    "old_logps",
     "rollout_drift",
     "rollout_drift_action",
 }

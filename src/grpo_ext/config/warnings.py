@@ -22,7 +22,11 @@ class _Switch(NamedTuple):
 
 
 _SWITCHES = (
-    _Switch("use_vllm: true", lambda c: c.use_vllm, ("vllm_", "rollout_drift", "rollout_drift_action")),
+    _Switch(
+        "use_vllm: true",
+        lambda c: c.use_vllm,
+        ("vllm_", "rollout_drift", "rollout_drift_action", "sampler_correction", "old_logps"),
+    ),
     _Switch(
         "vllm_mode: server",
         lambda c: not c.use_vllm or c.vllm_mode == "server",

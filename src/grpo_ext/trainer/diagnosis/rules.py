@@ -24,6 +24,8 @@ ROUNDING = 2e-5
 ALONE, ALONE_ONE_SIDED = 0.1, 1e-3
 """Nats per token above which a mismatch counts without earlier rows to compare with: rounding to bfloat16 stays below
 the first, and is never one-sided."""
+KEPT = 0.75
+"""Weight of long completions, as a share of that of short ones, below which the correction punishes length."""
 CUT = "completions/clipped_ratio"
 ANOTHER_TEXT = 0.2
 """Nats per token that appear at once where two models read different prompts."""
@@ -163,6 +165,14 @@ def _precision(history: History) -> str:
     if not values or _grows(values):
         return ""
     return f"{_mismatch(history, values)}, neither growing nor one-sided"
+
+
+def _loses_long(history: History) -> str:
+    """Completions differ in noise too, so a third has to lose a quarter of its weight in each log."""
+    short, long = (history.last(f"sampling/kept_{third}", ROWS) for third in ("short", "long"))
+    if not (short and long) or any(kept >= KEPT * usual for kept, usual in zip(long, short, strict=True)):
+        return ""
+    return f"sampling/kept_long {span(long)} in {ROWS} logs, sampling/kept_short {span(short)}"
 
 
 # Combinators.
@@ -403,8 +413,17 @@ RULES: tuple[Rule, ...] = (
         "`sampling/mismatch` leaps to a level, and is not one-sided",
         "the sampler has the weights in another precision, or computes by other kernels",
         "Give both sides one dtype (`vllm_dtype`, or merge an adapter in float32), or correct for it "
-        "(`vllm_importance_sampling_correction`).",
+        "(`sampler_correction`).",
         _precision,
+    ),
+    Rule(
+        "long completions dropped",
+        ("sampling/kept_short", "sampling/kept_long"),
+        "`sampling/kept_long` stays below three quarters of `sampling/kept_short`",
+        "the correction of the sampler takes the gradient of long completions: it bounds a product over their tokens, "
+        "which leaves the bounds by rounding alone",
+        "Leave `sampler_correction` unset, or set a `level` of token or geometric in place of sequence.",
+        _loses_long,
     ),
     Rule(
         "sign of a reward",
