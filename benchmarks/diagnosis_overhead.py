@@ -6,14 +6,13 @@ each pair is kept, the median reported. Times are CPU seconds. `share` is the sh
 every step is logged, which is the most expensive case. Writes results/diagnosis_overhead.json.
 """
 
-import statistics
 import time
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 from step_overhead import RESULT as SIBLING
-from step_overhead import Lap, paired, share_of_a_step, timed
+from step_overhead import Lap, compared, share_of_a_step, timed
 
 import torch  # isort: skip
 
@@ -83,16 +82,7 @@ def compare(hidden: int, layers: int, pairs: int) -> dict:
     for seed in range(3):
         without(seed), recording(seed)
     recording.own.clear()
-    times, ratios = paired(without, recording, pairs)
-    return {
-        "hidden": hidden,
-        "layers": layers,
-        "pairs": pairs,
-        "without_seconds": statistics.median(t for t, _ in times),
-        "recording_seconds": statistics.median(t for _, t in times),
-        "share": sum(recording.own) / sum(t for _, t in times),
-        **ratios,
-    }
+    return compared(without, recording, pairs, "recording", recording.own)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ in one process and on one thread; the ratio of each pair is kept, the median rep
 is the share of a step that the guard takes. Writes results/guard_overhead.json.
 """
 
-import statistics
 import time
 
 from step_overhead import RESULT as SIBLING
-from step_overhead import Lap, paired, share_of_a_step, timed
+from step_overhead import Lap, compared, share_of_a_step, timed
 
 import torch  # isort: skip
 from trl import GRPOTrainer
@@ -53,16 +52,7 @@ def compare(hidden: int, layers: int, pairs: int) -> dict:
     guard = guarded.trainer._guard
     for name in ("note", "watch", "_settle"):
         setattr(guard, name, timed(getattr(guard, name), own))
-    times, ratios = paired(without, guarded, pairs)
-    return {
-        "hidden": hidden,
-        "layers": layers,
-        "pairs": pairs,
-        "without_seconds": statistics.median(t for t, _ in times),
-        "guarded_seconds": statistics.median(t for _, t in times),
-        "share": sum(own) / sum(t for _, t in times),
-        **ratios,
-    }
+    return compared(without, guarded, pairs, "guarded", own)
 
 
 if __name__ == "__main__":

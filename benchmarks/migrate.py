@@ -30,7 +30,6 @@ REPOSITORIES = {
     ),
     "verl-project/verl": (SHELL, r"actor_rollout_ref\.\w+\.\w+"),
     "modelscope/ms-swift": ((*SHELL, *YAML), r"rlhf_type:?[ =]+grpo"),
-    "OpenRLHF/OpenRLHF": (SHELL, r"openrlhf\.cli\.train_ppo_ray"),
     "axolotl-ai-cloud/axolotl": ((*YAML, ".qmd"), r"(?m)^rl: (grpo|gdpo)"),
     "unslothai/notebooks": ((".ipynb",), r"GRPOTrainer\("),
 }

@@ -111,6 +111,13 @@ def write(result: Path, results: list[dict]) -> None:
     result.write_text(json.dumps({"machine": platform.machine(), **versions, "results": results}, indent=2) + "\n")
 
 
+def compared(without: Lap, ours: Lap, pairs: int, name: str, own: list[float]) -> dict:
+    """Compare paired steps; `own` collects the seconds that are ours, and `name` is the key of our steps' seconds."""
+    times, ratios = paired(without, ours, pairs)
+    seconds = {f"{key}_seconds": statistics.median(lap[i] for lap in times) for i, key in enumerate(("without", name))}
+    return {**seconds, "share": sum(own) / sum(t for _, t in times), **ratios}
+
+
 def share_of_a_step(compare: Callable[[int, int, int], dict], result: Path, description: str) -> None:
     """Compare a step with something and without it on three sizes of model, print and write."""
     parser = argparse.ArgumentParser(description=description)
@@ -118,7 +125,10 @@ def share_of_a_step(compare: Callable[[int, int, int], dict], result: Path, desc
     pairs = parser.parse_args().pairs
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    results = [compare(hidden, layers, pairs) for hidden, layers in ((64, 2), (128, 4), (256, 4))]
+    results = [
+        {"hidden": hidden, "layers": layers, "pairs": pairs} | compare(hidden, layers, pairs)
+        for hidden, layers in ((64, 2), (128, 4), (256, 4))
+    ]
     write(result, results)
     for r in results:
         model = f"{r['layers']} x {r['hidden']}"

@@ -8,8 +8,6 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import pytest
-
 from support.processes import PATIENCE
 
 ROOT = Path(__file__).parent.parent
@@ -65,17 +63,3 @@ def test_the_copied_files_make_the_package(tmp_path):
     }
     assert expected <= names
     assert "grpo_ext/train.py" in names
-
-
-@pytest.mark.slow
-def test_docker_builds_it():
-    if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
-        pytest.skip("no Docker here")
-    if subprocess.run(["docker", "pull", arguments()["BASE"]], capture_output=True, timeout=PATIENCE).returncode:
-        pytest.skip(f"{arguments()['BASE']} cannot be pulled here")
-    build = ["docker", "build", "--tag", "grpo-ext-test", str(ROOT)]
-    done = subprocess.run(build, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr[-3000:]
-    run = ["docker", "run", "--rm", "grpo-ext-test", "check", "--config", "quickstart/grpo"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr[-3000:]

@@ -20,7 +20,7 @@ def fresh(program: str) -> str:
 
 HEAVY = ("torch", "trl", "transformers", "accelerate", "peft", "datasets", "vllm", "numpy")
 TOLD_BY_CLI = [[name, "--help"] for name in COMMANDS]
-LISTS = [["--help"], ["--version"], ["recipes"], ["losses"], ["rewards"], ["env"], ["completion", "bash"]]
+LISTS = [["--help"], ["--version"], ["recipes"], ["losses"], ["rewards"], ["env"]]
 
 
 def test_a_command_that_only_tells_loads_nothing_heavy():

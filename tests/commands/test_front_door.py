@@ -1,9 +1,8 @@
-"""`grpo-ext` for a newcomer: help, lists, shell completion, a first project."""
+"""`grpo-ext` for a newcomer: help, lists, a first project."""
 
 import importlib
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from grpo_ext import __version__
 from grpo_ext.commands import env
 from grpo_ext.commands.arguments import COMMANDS
-from grpo_ext.commands.completion import SCRIPTS
 from grpo_ext.objective.losses import losses
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.recipe.files import packaged_recipes
@@ -95,38 +93,6 @@ def test_a_closed_pipe_is_not_an_error():
             env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
         )  # fmt: skip
         assert (done.stdout, done.stderr) == ("accuracy\n", "")
-
-
-@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["losses"], ["rewards"], ["recipes"], ["env"]])
-def test_lists_and_help_are_fast(argv):
-    """Half a second where nothing else runs; by the processor's time, with room for a slower one."""
-
-    def seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "grpo_ext", *argv], check=True, capture_output=True, timeout=PATIENCE)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    assert min(seconds() for _ in range(2)) < 1.5
-
-
-@pytest.mark.parametrize("shell", SCRIPTS)
-def test_completion_knows_commands_recipes_and_keys(shell, said):
-    code, script, _ = said("completion", shell)
-    assert code == 0
-    assert all(word in script for word in (*COMMANDS, *packaged_recipes(), "learning_rate", "num_processes"))
-
-
-def test_completion_completes(said):
-    script = said("completion", "bash")[1]
-    recipe = ("grpo-ext train --config quickstart/dr", "quickstart/dr_grpo")
-    for typed, expected in (("grpo-ext chec", "check"), recipe, ("grpo-ext train --loss_ty", "--loss_type")):
-        words = typed.split()
-        ask = f"COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _grpo_ext; echo ${{COMPREPLY[@]}}"
-        done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
-        assert done.stdout.split() == [expected], done.stderr
-    assert said("completion", "tcsh")[0] == 2
-    assert "~/.bashrc" in said("completion")[1]
 
 
 # A project to begin with.

@@ -91,12 +91,6 @@ def test_fsdp_on_a_cpu_is_refused_once_before_any_process_starts(monkeypatch, ca
     assert "--accelerate_config cpu_ddp" in err
 
 
-@pytest.mark.parametrize("count", ["0", "two", "-1"])
-def test_a_wrong_number_of_processes_is_refused(count, capsys):
-    assert command("train", f"--num_processes={count}") == 2
-    assert f"--num_processes: {count} is not a number of processes. Give 1 or more." in capsys.readouterr().err
-
-
 def test_a_run_that_lacks_a_process_ends_before_the_recipe_is_read(monkeypatch, capsys):
     monkeypatch.setenv(ASKED, "2")
     with pytest.raises(SystemExit, match="2"):

@@ -55,6 +55,7 @@ MISTAKES = {
     "a variable": {"WANDB_API_KEY": PLANTED},
     "a variable of env": {"env": {"OPENAI_API_KEY": {"value": PLANTED}}},
     "a header": {"generation_kwargs": {"X-API-Key": PLANTED}},
+    "an address of data": {"dataset_name": f"https://me:{PLANTED}@127.0.0.1:9/rows.jsonl"},
     "a server": {"use_vllm": True, "vllm_server_base_url": [URL]},
     "an environment": {"environments": [{"name": "openenv/x", "kwargs": {"api_key": PLANTED}, "url": URL}]},
     "an evaluation": {"eval_sets": [{"name": "a", "reward_funcs": [{"name": "remote", "password": PLANTED}]}]},

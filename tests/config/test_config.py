@@ -178,6 +178,7 @@ NOW_AS_THE_ROW_SAYS = {
     "scale_rewards",
     "multi_objective_aggregation",
     "disable_dropout",
+    "vllm_importance_sampling_mode",
 }
 """TRL's fields whose default is None here: "as the row says"."""
 OURS = {
@@ -205,6 +206,7 @@ OURS = {
     "vllm_dtype",
     "sampler_correction",
     "old_logps",
+    "vllm_engine_kwargs",
     "rollout_drift",
     "rollout_drift_action",
 }
@@ -251,7 +253,9 @@ def test_the_table_classifies_changes_of_everything_on_record():
 
 @pytest.mark.parametrize("use", ["replay", "verify", "verify_without"])
 def test_what_replay_and_verify_fix_is_allowed(use):
-    GRPOExtConfig(**CPU | values_for(use))
+    values = values_for(use)
+    config = GRPOExtConfig(**CPU | values)
+    assert {name: getattr(config, name) for name in values} == values
 
 
 BOUNDED = {name: row.within for name, row in SETTINGS.items() if row.within and name in STOCK.keys() | OURS}

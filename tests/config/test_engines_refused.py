@@ -4,7 +4,7 @@ import pytest
 from accelerate.parallelism_config import ParallelismConfig
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.config.engines import check_started, engine_problems
+from grpo_ext.config.engines import check_started
 from grpo_ext.errors import ConfigError
 
 LAUNCHES = {
@@ -47,7 +47,7 @@ def test_a_launch_that_splits_rows_is_refused(words, monkeypatch):
 def test_data_parallelism_is_allowed(launch, monkeypatch):
     for name, value in launch.items():
         monkeypatch.setenv(name, value)
-    assert list(engine_problems(config())) == []
+    config()
 
 
 def test_parallelism_in_the_config_is_refused():

@@ -1,8 +1,13 @@
 """The rules of settings for vLLM that the table of bad recipes does not hold."""
 
+import dataclasses
+import json
+from importlib.util import find_spec
+
 import pytest
 
 from grpo_ext import ConfigError, GRPOExtConfig
+from grpo_ext.config.engine_options import known_options
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True}
 
@@ -17,3 +22,22 @@ def test_a_correction_without_bounds_corrects_nothing(mode):
     GRPOExtConfig(**settings, vllm_importance_sampling_correction=False)
     for bound in ("clip_min", "clip_max"):
         GRPOExtConfig(**settings | {f"vllm_importance_sampling_{bound}": 0.5})
+
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm")
+
+
+@needs_vllm
+@pytest.mark.parametrize("given", [dict, json.dumps])
+def test_an_unknown_option_of_the_engine_is_answered_with_the_nearest_one(given):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtyp='fp8': .* no such option. Did you mean 'kv_cache_dtype'"):
+        GRPOExtConfig(**CPU, vllm_engine_kwargs=given({"kv_cache_dtyp": "fp8", "max_num_seqs": 4}))
+    GRPOExtConfig(**CPU, vllm_engine_kwargs=given({"kv_cache_dtype": "fp8", "max_num_seqs": 4}))
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_the_options_that_are_known_are_those_of_vllm():
+    from vllm import EngineArgs
+
+    assert set(known_options()) == {f.name for f in dataclasses.fields(EngineArgs) if f.name[0] != "_"}

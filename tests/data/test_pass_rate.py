@@ -61,3 +61,10 @@ def test_data_without_pass_rates_in_the_bounds_are_refused(rows, bounds, expecte
 def test_unusable_bounds_are_refused(bounds, expected):
     [problem] = value_problems(DataConfig(**bounds))
     assert expected in str(problem)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_pass_rate_that_is_text_is_named(streamed):
+    rows = Dataset.from_dict({"prompt": ["a", "b"], "pass_rate": ["0.5", None]})
+    with pytest.raises(DataError, match=r"row 0 \(from 0\), column 'pass_rate': '0.5' is text"):
+        list(prepare(rows.to_iterable_dataset() if streamed else rows, DataConfig(min_pass_rate=0.1)))

@@ -1,10 +1,7 @@
 """Recipes: each packaged one is what its header says; each bad one is refused with one sentence that helps."""
 
-import contextlib
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +24,6 @@ from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
-from support.processes import PATIENCE
 from support.run_folders import checkpoint
 
 PACKAGED = packaged_recipes()
@@ -138,13 +134,6 @@ def test_a_bad_recipe_has_one_problem_with_value_reason_and_cure(name, tmp_path,
     assert not [word for word in (*bad.refused, *bad.warned) if word not in messages[0]], messages[0]
 
 
-def test_the_bad_recipes_cover_what_they_should():
-    assert all(bool(bad.refused) != bool(bad.warned) for bad in BAD.values())
-    assert all(word for bad in BAD.values() for word in (*bad.refused, *bad.warned))
-    assert sum(bool(bad.refused) for bad in BAD.values()) > 100
-    assert sum(bool(bad.warned) for bad in BAD.values()) > 15
-
-
 def test_the_base_of_the_bad_recipes_is_sound(write, caplog):
     load_recipe(write())
     assert not [r for r in caplog.records if r.name.startswith("grpo_ext")]
@@ -185,40 +174,6 @@ def test_a_list_on_the_command_line_may_be_json(write):
     assert "reward_funcs=[]: no source of rewards" in empty
     [broken] = problems([*write(), "--reward_funcs", '["accuracy"'])
     assert "not a list in JSON" in broken
-
-
-def test_five_mistakes_of_five_kinds_are_reported_at_once(write):
-    found = problems(
-        write(
-            num_genrations=4,
-            gradient_accumulation_steps=1.5,
-            temperature=-1.0,
-            kl_estimator="k3+",
-            reward_funcs=["acuracy"],
-        )
-    )
-    assert len(found) == 5
-    for name in (
-        "num_genrations=4",
-        "gradient_accumulation_steps=1.5",
-        "temperature=-1.0",
-        "kl_estimator='k3+'",
-        "reward_funcs[0]='acuracy'",
-    ):
-        assert sum(problem.startswith(name) for problem in found) == 1, name
-
-
-def test_one_broken_field_hides_no_mistake_of_another_rule(write):
-    for num_generations in ("four", 2.5):
-        found = problems(
-            write(num_generations=num_generations, top_p=0, advantage_kwargs={"ddoff": 0}, sapo_temperature_pos=0.5)
-        )
-        assert [re.split("[=.]", problem)[0] for problem in found] == [
-            "num_generations",
-            "top_p",
-            "sapo_temperature_pos",
-            "advantage_kwargs",
-        ]
 
 
 def test_every_value_of_the_wrong_type_is_reported_at_once(write):
@@ -294,12 +249,6 @@ def test_a_quickstart_recipe_needs_no_gpu_and_no_hub(name):
     assert (recipe.model.model_name_or_path, recipe.script.dataset_name) == expected
 
 
-def test_the_plan_of_a_quickstart_knows_rows_and_parameters():
-    sections = planned(["--config", "quickstart/grpo"])[1]
-    assert dict(sections["Memory"])["parameters"].startswith("0.57 M")
-    assert dict(sections["Batch"])["training rows"] == "7979"
-
-
 def test_every_loss_of_the_quickstart_has_its_recipe():
     names = set(PACKAGED)
     assert {f"quickstart/{loss}" for loss in WITH_RECIPES} <= names
@@ -324,15 +273,6 @@ def test_the_name_of_a_gsm8k_recipe_tells_how_it_generates(name):
 
 def test_a_gpu_recipe_is_refused_where_there_is_no_gpu():
     assert problems(["--config", "gsm8k/qwen2.5-0.5b-grpo"])[0].startswith("bf16=True: this machine has no GPU")
-
-
-def test_the_list_of_recipes(capsys):
-    assert run("recipes") == 0
-    lines = capsys.readouterr().out.splitlines()
-    for name, path in PACKAGED.items():
-        first = path.read_text().splitlines()[0].removeprefix("# ")
-        assert any(line.split()[0] == name and line.endswith(first) for line in lines), name
-    assert len(lines) == len(PACKAGED)
 
 
 # Finding, parsing, precedence.
@@ -384,7 +324,7 @@ def test_json_on_the_command_line_is_checked_like_yaml(write):
     [
         (["quickstart/grpo"], "command line: 'quickstart/grpo' belongs to no key"),
         (["--temprature", "1.0"], "temprature: no such key. Did you mean 'temperature'"),
-        (["--kl_coef", "0.1"], "kl_coef: no such key. TRL calls it beta"),
+        (["--kl_coef", "0.1"], "kl_coef: no such key. It is beta here"),
         (
             ["--num_generations", "four"],
             "num_generations='four': text where a whole number is expected. Write num_generations: 8.",
@@ -511,11 +451,6 @@ def test_check_takes_the_launch_configuration_as_train_does(capsys):
     assert "accelerate has FSDP on GPUs only" in capsys.readouterr().err
 
 
-def test_check_plans_for_a_machine_with_gpus(capsys):
-    assert run("check", "--config", "gsm8k/qwen2.5-1.5b-grpo-vllm-colocate") == 0
-    assert "512 completions = 8 prompts x 64" in words(capsys.readouterr().out)
-
-
 def test_check_warns_once(capsys, caplog):
     assert run("check", "--config", "quickstart/bnpo", "--lora_r", "32", "--use_peft", "false") == 0
     out = words(capsys.readouterr().out)
@@ -553,36 +488,9 @@ def test_check_names_what_is_wrong_with_the_data(write, capsys, tmp_path, conten
     assert not captured.out
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"datasets": [{"path": 5}]}, "datasets[0].path=5: a whole number where text"),
-        (
-            {"datasets": [{"path": "owner/name", "split": None}]},
-            "datasets[0].split=None: null where text is expected. Write split: train.",
-        ),
-        ({"datasets": [{"path": "./d.jsonl", "columns": ["nope"]}]}, "columns: 'nope' is not a column"),
-    ],
-)
-def test_check_names_what_is_wrong_with_a_mixture(write, capsys, tmp_path, monkeypatch, changes, reason):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n')
-    assert run("check", *write(dataset_name=..., **changes)) == 2
-    assert reason in capsys.readouterr().err
-
-
 def test_train_ends_with_2_on_problems(capsys):
     assert run("train", "--config", "quickstart/grpo", "--temperature", "0") == 2
     assert "temperature=0.0: must be above 0" in capsys.readouterr().err
-
-
-def test_train_help_lists_every_key(capsys):
-    with contextlib.suppress(SystemExit):
-        cli.main(["train", "--help-all"])
-    out = capsys.readouterr().out
-    assert not [key for key in all_keys() if f"--{key}" not in out]
-    told = out.partition("The loss: ")[2].partition("package.module")[0]
-    assert not [name for name in losses if name not in re.findall(r"\w+", told)]
 
 
 # Launching.
@@ -603,18 +511,3 @@ def test_other_launch_configurations_are_trls():
     assert accelerate_config("fsdp1").name == "fsdp1.yaml"
     with pytest.raises(ConfigError, match=r"Did you mean .*'zero2'"):
         accelerate_config("zerro2")
-
-
-@pytest.mark.slow
-def test_cpu_ddp_starts_two_gloo_ranks(tmp_path):
-    script = tmp_path / "world.py"
-    script.write_text(
-        "from accelerate import PartialState\n"
-        "state = PartialState(cpu=True)\n"
-        "print(f'rank {state.process_index} of {state.num_processes} by {state.backend}\\n', end='')\n"
-        "state.destroy_process_group()\n"
-    )
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    config = ["--config_file", str(accelerate_config("cpu_ddp"))]
-    out = subprocess.run([*launch, *config, str(script)], capture_output=True, text=True, timeout=PATIENCE, check=True)
-    assert sorted(out.stdout.split("\n")[:2]) == ["rank 0 of 2 by gloo", "rank 1 of 2 by gloo"]

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import logging
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +16,6 @@ from grpo_ext.trainer.diagnosis.watching import Watching
 from support import tiny
 from support.commands import command
 from support.histories import history
-from support.processes import PATIENCE, run
 from support.run_folders import run_folder
 
 STALE = {"sampling/mismatch": lambda n: 2e-3 * n}
@@ -138,17 +135,3 @@ def test_a_rule_that_raises_does_not_end_a_run(caplog, monkeypatch):
         watching.on_log(None, state, None)
     (record,) = caplog.records
     assert "the diagnosis failed" in record.getMessage()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("option", "named"), [(["--top_p", "0.6"], "truncated sampling"), ([], "")])
-def test_truncated_sampling_is_found_in_a_run(option, named, tmp_path):
-    """Sampling that is truncated from the first step on is named on the console; a sound run is not bothered."""
-    recipe = ["--config", "quickstart/grpo", "--output_dir", tmp_path, "--max_steps", 5, "--logging_steps", 1]
-    recipe += ["--per_device_train_batch_size", 32, "--save_strategy", "no", "--report_to", "none", *option]
-    command = [sys.executable, "-m", "grpo_ext"]
-    console = run([*command, "train", *map(str, recipe)])
-    done = subprocess.run([*command, "diagnose", str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == bool(named)
-    assert ("step 3: truncated sampling" in console) == bool(named)
-    assert done.stdout.startswith("step 3: truncated sampling" if named else "No problem found in 5 logs")

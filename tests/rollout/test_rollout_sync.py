@@ -14,6 +14,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
 
 from grpo_ext.commands import serve
 from grpo_ext.errors import RolloutDrift
@@ -24,7 +26,14 @@ from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.drift import Drift, DriftCheck
 from grpo_ext.rollout.vllm.generation import Generation, merged_value
 from grpo_ext.rollout.vllm.gloo import TensorSpec, open_group, open_store, receive, send, specs_of
-from grpo_ext.rollout.vllm.server import ServerFacts, ServerUnreachable, Wanted, mismatches, server_facts
+from grpo_ext.rollout.vllm.server import (
+    ServerFacts,
+    ServerUnreachable,
+    Wanted,
+    engine_mismatches,
+    mismatches,
+    server_facts,
+)
 from support import tiny
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm")
@@ -188,6 +197,76 @@ def test_weights_that_are_being_sent_count_as_progress(sending, monkeypatch):
         pusher.join()
 
 
+# NCCL has no time limit of its own.
+
+
+class Communicator:
+    """Stands in for vLLM's NCCL communicator whose peer has died: a broadcast returns only once it is destroyed."""
+
+    def __init__(self):
+        self.destroyed = threading.Event()
+
+    def destroy(self):
+        self.destroyed.set()
+
+
+def nccl_client(monkeypatch, **stock):
+    for name, method in stock.items():
+        monkeypatch.setattr(VLLMClient, name, method)
+    client = Client.__new__(Client)
+    client.base_url, client.patience, client.engine, client.communicator = "http://server", 0.3, "nccl", Communicator()
+    client._sent = client._failures = 0
+    return client
+
+
+METADATA = [(f"w{i}", "float32", [2]) for i in range(4)]
+
+
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("request_fails", [True, False])
+def test_a_broadcast_by_nccl_to_a_dead_server_ends_within_the_limit(request_fails, raises, monkeypatch):
+    def send(client, metadata, named_params):
+        next(named_params)
+        client._failures += request_fails
+        assert client.communicator.destroyed.wait(60)
+        if raises:
+            raise RuntimeError("NCCL error: communicator was aborted")
+
+    client, start = nccl_client(monkeypatch, update_named_params=send), time.monotonic()
+    client.patience = 30.0 if request_fails else 0.3
+    with pytest.raises(ServerTrouble, match="http://server: weights did not arrive"):
+        client.update_named_params(METADATA, ((name, torch.zeros(2)) for name, _, _ in METADATA))
+    assert time.monotonic() - start < 20
+
+
+def test_a_slow_broadcast_by_nccl_is_not_aborted(monkeypatch):
+    def send(client, metadata, named_params):
+        for _ in named_params:
+            time.sleep(0.2)
+
+    client = nccl_client(monkeypatch, update_named_params=send)
+    client.patience = 0.6
+    client.update_named_params(METADATA, ((name, torch.zeros(2)) for name, _, _ in METADATA))
+    assert not client.communicator.destroyed.is_set()
+
+
+def test_errors_of_the_trainer_in_a_push_by_nccl_stay_what_they_are(monkeypatch):
+    def send(client, metadata, named_params):
+        raise KeyError("of the trainer")
+
+    with pytest.raises(KeyError, match="of the trainer"):
+        nccl_client(monkeypatch, update_named_params=send).update_named_params(METADATA, iter(()))
+
+
+def test_a_server_that_does_not_join_the_group_of_nccl_is_given_up(monkeypatch):
+    client = nccl_client(monkeypatch, init_communicator=lambda *_: threading.Event().wait(60))
+    client.transfer, client._updating, client._started = "nccl", False, None
+    client.get_server_info = lambda: {"weight_transfer_config": {"backend": "nccl"}}
+    client._start_time = lambda: None
+    with pytest.raises(ServerTrouble, match=r"did not join the NCCL transfer group within 0\.3 s"):
+        client.init_communicator("cuda:0")
+
+
 # Drift.
 
 ONE_PROCESS = SimpleNamespace(reduce=lambda x: x, gather=lambda x: x)
@@ -331,6 +410,28 @@ def test_each_mismatch_is_named(field, value, message):
     assert str(found).startswith(message)
 
 
+CONFIG = {
+    "cache_config": {"cache_dtype": "auto", "block_size": 16},
+    "scheduler_config": {"max_num_seqs": 8},
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "model": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "differing"),
+    [
+        ({"max_num_seqs": 8, "kv_cache_dtype": "auto", "enable_dbo": True}, []),
+        ({"kv_cache_dtype": "fp8"}, ["vllm_engine_kwargs.kv_cache_dtype='fp8': the server has 'auto'"]),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, []),
+        ({"speculative_config": {"method": "suffix"}, "max_num_seqs": 4}, ["the server has {", "the server has 8"]),
+    ],
+)
+def test_options_of_the_engine_are_compared_with_what_the_server_reports(options, differing):
+    found = list(map(str, engine_mismatches(options, CONFIG)))
+    assert len(found) == len(differing)
+    assert all(words in problem for words, problem in zip(differing, found, strict=True))
+
+
 def test_a_model_is_the_same_by_another_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     facts = ServerFacts(str(tmp_path / "model"), 512, "float32", "", None, ())
@@ -370,6 +471,33 @@ def test_a_server_gets_the_flags_that_its_recipe_needs(model):
     assert "--trust-remote-code" not in found
     assert serve.environment(recipe)["VLLM_SERVER_DEV_MODE"] == "1"
     assert serve.command(recipe, "127.0.0.1", 8000, ["--max-num-seqs", "4"])[-2:] == ["--max-num-seqs", "4"]
+
+
+@needs_vllm
+def test_options_of_the_engine_are_words_of_the_servers_command(model):
+    options = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "speculative_config": {"method": "suffix"}}
+    found = serve.command(packaged(model, vllm_engine_kwargs=json.dumps(options)), "127.0.0.1", 8000)
+    assert found[-5:] == [
+        *("--kv-cache-dtype", "fp8", "--no-enable-prefix-caching"),
+        *("--speculative-config", '{"method": "suffix"}'),
+    ]
+
+
+@needs_vllm
+def test_options_reach_a_colocated_engine_over_those_of_trl(monkeypatch):
+    given = []
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: given.append(options))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    accelerator = SimpleNamespace(num_processes=1, process_index=0, local_process_index=0)
+    accelerator.wait_for_everyone = lambda: None
+    accelerator.state, accelerator.distributed_type = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None), "NO"
+    options = {"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"}
+    policy = tiny.model()
+    Generation(policy, accelerator, None, max_num_seqs=8, dtype="bfloat16", engine_kwargs=options)
+    (found,) = given
+    assert options.items() <= found.items()
+    assert (found["dtype"], found["max_num_seqs"], found["logprobs_mode"]) == ("bfloat16", 8, "processed_logprobs")
 
 
 @needs_vllm

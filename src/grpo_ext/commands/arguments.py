@@ -78,7 +78,6 @@ COMMANDS = {
     "losses": Command(REFERENCE, "list the values of `loss_type`, with formula and paper", module="lists"),
     "rewards": Command(REFERENCE, "list the values of `reward_funcs`, with their options", module="lists"),
     "env": Command(REFERENCE, "show versions and hardware, for a bug report"),
-    "completion": Command(REFERENCE, "print a script for shell completion"),
 }
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
@@ -149,8 +148,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "report": (
         Option("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run"),
         Option("--output", metavar="FILE", type=Path, help="default: report.html in RUN, or here for several"),
-        Option("--watch", action="store_true", help="serve the report on 127.0.0.1 until the runs end"),
-        Option("--port", metavar="P", type=int, default=0, help="port of --watch (default: any free one)"),
     ),
     "replay": (
         Option("dump", type=Path, metavar="DUMP", help="folder of a step in a run's batches/ or failures/"),
@@ -160,9 +157,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "diagnose": (
         Option("run", type=Path, metavar="RUN", help="output_dir of a run, finished or not"),
         Option("--json", action="store_true", help="print one JSON object"),
-    ),
-    "completion": (
-        Option("shell", nargs="?", choices=("bash", "zsh", "fish"), help="default: show how to install it"),
     ),
 }
 

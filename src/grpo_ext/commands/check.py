@@ -11,6 +11,7 @@ from rich.table import Table
 
 from grpo_ext.commands.launching import asked, is_fsdp
 from grpo_ext.commands.serve import server_url, wanted
+from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
 from grpo_ext.config.machine import lacks
@@ -24,7 +25,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policies import Policy
 from grpo_ext.recipe.warnings import recipe_warnings
-from grpo_ext.rollout.vllm.server import ServerUnreachable, mismatches, server_facts
+from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts
 
 Section = list[tuple[str, str]]
 
@@ -153,7 +154,8 @@ def _check_server(recipe: Recipe) -> int:
     url = server_url(recipe)
     try:
         facts = server_facts(url)
-        problems = list(mismatches(wanted(recipe), facts))
+        problems = [*mismatches(wanted(recipe), facts)]
+        problems += engine_mismatches(given_options(recipe.training), facts.config)
     except ServerUnreachable as error:
         print(f"vLLM server: {error}.")
         return 0

@@ -52,19 +52,18 @@ def migrated(path: Path, version: str = "") -> tuple[str, Draft]:
     Raises:
         ConfigError: it cannot be read, or is not a configuration of a run by rewards with groups of completions.
     """
-    known = frozenset(all_keys())
-    given, asked = _read(path)
-    kind = recognise.kind_of(given, known)
+    given, unsure = _read(path)
+    kind = recognise.kind_of(given)
     if kind in recognise.NO_RECIPES:
         raise ConfigError([recognise.not_a_recipe(str(kind), str(path))])
-    if kind is None and not given.keys() & known:
+    if kind is None and not given.keys() & {*all_keys()}:
         projects = ", ".join(project.title for project in recognise.PROJECTS.values())
         raise ConfigError(
             [Problem(str(path), ABSENT, "not a configuration of a known project", f"Known: {projects}.")]
         )
     project = recognise.PROJECTS[kind or "trl"]
     try:
-        return kind or "trl", project.convert({str(key): value for key, value in given.items()}, version, asked)
+        return kind or "trl", project.convert({str(key): value for key, value in given.items()}, version, unsure)
     except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -72,11 +71,11 @@ def migrated(path: Path, version: str = "") -> tuple[str, Draft]:
         raise ConfigError([Problem(str(path), ABSENT, reason, "Correct it.")]) from error
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
     if not path.is_file():
         raise ConfigError([Problem(str(path), ABSENT, "no such file", "Correct the path.")])
     try:
-        return read_script(path.read_text(encoding="utf-8")) if path.suffix in _SHELL else (read_yaml(path), {})
+        return read_script(path.read_text(encoding="utf-8")) if path.suffix in _SHELL else (read_yaml(path), [])
     except UnicodeDecodeError as error:
         raise ConfigError([Problem(str(path), ABSENT, f"cannot be read ({error})", "Save it as UTF-8.")]) from error
 

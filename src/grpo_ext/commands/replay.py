@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from datasets import Dataset
 from peft import PeftModel
@@ -21,6 +21,7 @@ from trl import DatasetMixtureConfig, ModelConfig
 from grpo_ext.commands.runs import find
 from grpo_ext.config.adapters import base_of
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.mappings import holds
 from grpo_ext.data.config import DataConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import parse_value
@@ -84,7 +85,7 @@ def changes_in(keys: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: an unknown field, or a value without a key.
     """
-    names = [f.name for f in dataclasses.fields(GRPOExtConfig) if f.init]
+    names, hints = [f.name for f in dataclasses.fields(GRPOExtConfig) if f.init], get_type_hints(GRPOExtConfig)
     words = [part for word in keys for part in (word.split("=", 1) if word.startswith("--") else [word])]
     changes: dict[str, Any] = {}
     for before, word in zip(["", *words], words, strict=False):
@@ -93,7 +94,8 @@ def changes_in(keys: Sequence[str]) -> dict[str, Any]:
         if word.startswith("--"):
             changes[word[2:]] = True
         elif before.startswith("--"):
-            changes[before[2:]] = parse_value(word)
+            is_text = holds(str, hints[before[2:]])  # where `none` is a name
+            changes[before[2:]] = None if word.lower() == "none" and not is_text else parse_value(word)
         else:
             raise ConfigError([Problem(word, ABSENT, "a value without a key", "Give settings as --key value.")])
     return changes

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlparse
@@ -16,6 +16,7 @@ from urllib.parse import urlparse
 import requests
 import torch
 
+from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.loading import base_path, load_tokenizer
@@ -95,7 +96,18 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
     line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in flags.items():
         line += [name, str(value)] if value is not None else []
-    return [*line, *(name for name, on in switches.items() if on), *extra]
+    line += [name for name, on in switches.items() if on]
+    return [*line, *_flags(given_options(c)), *extra]
+
+
+def _flags(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words of a command line that set options of the engine."""
+    for key, value in options.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+        elif value is not None:
+            yield from (f"--{name}", value if isinstance(value, str) else json.dumps(value))
 
 
 def environment(recipe: Recipe) -> dict[str, str]:

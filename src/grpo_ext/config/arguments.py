@@ -26,7 +26,7 @@ def _field(default: object, meaning: str) -> Any:
 class GRPOExtArguments(GRPOConfig):
     """`GRPOExtConfig` without its checks, for the rules that check it."""
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, *KWARGS, "sampler_correction"]  # noqa: RUF012
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, *KWARGS, "vllm_engine_kwargs", "sampler_correction"]  # noqa: RUF012
 
     loss_type: str = _field(
         GRPOConfig.loss_type,
@@ -149,6 +149,11 @@ class GRPOExtArguments(GRPOConfig):
         "The log-probabilities that the loss's ratio is taken to: 'recomputed' (default), those of the policy that "
         "was pushed, by its own forward; 'sampler', those that vLLM returned, without that forward and without "
         "`sampler_correction`.",
+    )
+    vllm_engine_kwargs: dict | str | None = _field(
+        None,
+        "Further options of vLLM's engine, as its `EngineArgs` names them, such as {'kv_cache_dtype': 'fp8'}. With "
+        "`vllm_mode` 'server' `grpo-ext serve` starts the server with them.",
     )
     rollout_drift: float | None = _field(
         None,

@@ -21,15 +21,6 @@ SPREAD = {
 CURE = "Shard weights by FSDP2 (--accelerate_config fsdp2) or DeepSpeed ZeRO (zero3), which are tested"
 
 
-def engine_problems(config: "GRPOExtArguments") -> Iterator[Problem]:
-    """Yield the engines that split one row over processes, by the recipe or by `accelerate launch`.
-
-    Batches, denominators and metrics count each process's rows as its own.
-    """
-    for rule in ENGINE_RULES:
-        yield from rule(config)
-
-
 def _parallelism(config: "GRPOExtArguments") -> Iterator[Problem]:
     for name, size in _sizes(config).items():
         if size > 1:
@@ -54,6 +45,7 @@ def _tensor_parallel(config: "GRPOExtArguments") -> Iterator[Problem]:
 
 
 ENGINE_RULES: "tuple[Rule, ...]" = (_parallelism, _launched, _tensor_parallel)
+"""Refusals of engines that split one row over processes, each of which would count it as its own."""
 
 
 def check_started(distributed_type: str, reference: bool) -> None:

@@ -172,15 +172,8 @@ LOSS_RULES: tuple[Rule, ...] = (
     *(_surrogate, _ratio_level, _trl_defaults, _aggregation, _kl_names, _kl_level, _kl_of_lengths),
     *(_scale, _judged_by_advantages, _estimator_options),
     *(partial(_group_size, name) for name in ("num_generations", "num_generations_eval")),
-    *(
-        Conflict(
-            f"{name} beta",
-            lambda c, name=name: c.beta == 0.0 and getattr(c, name) is not None,  # type: ignore[misc]
-            "beta=0 means no KL term",
-            "Set beta > 0 or remove it.",
-        )
-        for name in ("kl_estimator", "kl_placement")
-    ),
+    Conflict.of("kl_estimator !beta", "beta=0 means no KL term", "Set beta > 0 or remove it."),
+    Conflict.of("kl_placement !beta", "beta=0 means no KL term", "Set beta > 0 or remove it."),
     Conflict(
         "top_entropy_quantile loss_type",
         lambda c: c.objective.one_term and c.top_entropy_quantile < 1,

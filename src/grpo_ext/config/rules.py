@@ -28,11 +28,23 @@ class Conflict:
     reason: str
     cure: str
 
+    @classmethod
+    def of(cls, settings: str, reason: str, cure: str) -> "Conflict":
+        """Return the rule that some settings exclude each other: `a`, which is set; `!a`, which is not; `a=x`."""
+        fields = " ".join(setting.strip("!").partition("=")[0] for setting in settings.split())
+        return cls(fields, lambda config: all(_holds(config, setting) for setting in settings.split()), reason, cure)
+
     def __call__(self, config: GRPOExtArguments) -> Iterator[Problem]:
         """Yield the problem, if there is one."""
         if self.when(config):
             (field, value), *others = ((name, plain(getattr(config, name))) for name in self.fields.split())
             yield Problem(field, value, self.reason.format(c=config), self.cure.format(c=config), dict(others))
+
+
+def _holds(config: GRPOExtArguments, setting: str) -> bool:
+    name, compared, value = setting.strip("!").partition("=")
+    found = plain(getattr(config, name))
+    return found == value if compared else bool(found) != setting.startswith("!")
 
 
 def plain(value: object) -> object:

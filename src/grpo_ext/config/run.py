@@ -115,52 +115,34 @@ RUN_RULES: tuple[Rule, ...] = (
     *(partial(_whole_steps, name) for name in ("logging_steps", "save_steps", "eval_steps")),
     *(partial(_no_steps, kind) for kind in ("logging", "save")),
     *(_replayed, _best, _schedule_options, _final_rate),
-    Conflict(
-        "do_eval eval_strategy",
-        lambda c: c.do_eval and c.eval_strategy == "no",
-        "it evaluates at no step",
-        "Remove it, or set eval_strategy: steps.",
+    Conflict.of("do_eval eval_strategy=no", "it evaluates at no step", "Remove it, or set eval_strategy: steps."),
+    Conflict.of("do_predict", "GRPO has no prediction", "Remove it."),
+    Conflict.of(
+        "sync_ref_model !beta", "without a KL term the run has no reference model", "Set beta > 0 or remove it."
     ),
-    Conflict("do_predict", lambda c: c.do_predict, "GRPO has no prediction", "Remove it."),
-    Conflict(
-        "sync_ref_model beta",
-        lambda c: c.sync_ref_model and c.beta == 0.0,
-        "without a KL term the run has no reference model",
-        "Set beta > 0 or remove it.",
-    ),
-    Conflict(
+    Conflict.of(
         "remove_unused_columns",
-        lambda c: c.remove_unused_columns,
         "it would remove the columns that rewards read, such as solution",
         "Set remove_unused_columns: false.",
     ),
-    Conflict(
+    Conflict.of(
         "auto_find_batch_size",
-        lambda c: c.auto_find_batch_size,
         "the generation batch must hold whole groups, which a batch size halved on the way would break",
         "Remove it, and lower per_device_train_batch_size by hand.",
     ),
-    Conflict(
-        "log_completions_hub_repo log_completions",
-        lambda c: c.log_completions_hub_repo is not None and not c.log_completions,
+    Conflict.of(
+        "log_completions_hub_repo !log_completions",
         "the log has no completions to upload",
         "Set log_completions: true, or remove it.",
     ),
-    Conflict(
-        "log_completions replay_batches",
-        lambda c: c.replay_batches is not None and c.log_completions,
-        "a replay generates no completions",
-        "Set log_completions: false.",
-    ),
-    Conflict(
-        "eval_on_start eval_strategy",
-        lambda c: c.eval_on_start and c.eval_strategy == "no",
+    Conflict.of("log_completions replay_batches", "a replay generates no completions", "Set log_completions: false."),
+    Conflict.of(
+        "eval_on_start eval_strategy=no",
         "the run has no evaluation set to load",
         "Set eval_strategy: steps or epoch, or remove it.",
     ),
-    Conflict(
-        "save_strategy metric_for_best_model",
-        lambda c: c.save_strategy == "best" and c.metric_for_best_model is None,
+    Conflict.of(
+        "save_strategy=best !metric_for_best_model",
         "the metric that decides which is best is not set",
         "Set metric_for_best_model, for example eval_reward.",
     ),
@@ -176,12 +158,7 @@ RUN_RULES: tuple[Rule, ...] = (
         "no engine is started that could evaluate",
         "Set eval_strategy: 'no', or use_vllm: false.",
     ),
-    Conflict(
-        "fp16 bf16",
-        lambda c: c.fp16 and c.bf16,
-        "a run has one precision",
-        "Set fp16: false, which trains more stably in bf16.",
-    ),
+    Conflict.of("fp16 bf16", "a run has one precision", "Set fp16: false, which trains more stably in bf16."),
     Conflict(
         "fp16 use_cpu",
         lambda c: c.fp16 and not c.bf16 and c.use_cpu,
@@ -206,15 +183,13 @@ RUN_RULES: tuple[Rule, ...] = (
         "it follows the metric of an evaluation",
         "Set eval_strategy: steps, or lr_scheduler_type: linear.",
     ),
-    Conflict(
-        "dataloader_persistent_workers dataloader_num_workers",
-        lambda c: c.dataloader_persistent_workers and not c.dataloader_num_workers,
+    Conflict.of(
+        "dataloader_persistent_workers !dataloader_num_workers",
         "the run has no workers to keep",
         "Remove it, or set dataloader_num_workers.",
     ),
-    Conflict(
-        "dataloader_prefetch_factor dataloader_num_workers",
-        lambda c: c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers,
+    Conflict.of(
+        "dataloader_prefetch_factor !dataloader_num_workers",
         "the run has no workers to fetch ahead",
         "Remove it, or set dataloader_num_workers.",
     ),
@@ -224,21 +199,15 @@ RUN_RULES: tuple[Rule, ...] = (
         "deepspeed is not installed",
         "Install it (pip install deepspeed), or remove the setting.",
     ),
-    Conflict(
-        "fsdp deepspeed",
-        lambda c: c.fsdp and c.deepspeed,
-        "only one of them can shard a model",
-        "Remove one.",
-    ),
+    Conflict.of("fsdp deepspeed", "only one of them can shard a model", "Remove one."),
     Conflict(
         "fsdp",
         lambda c: c.fsdp and not c.deepspeed and world_size() == 1,
         "one process has no other to share a model with",
         "Remove it, or launch several: --num_processes 2.",
     ),
-    Conflict(
+    Conflict.of(
         "enable_jit_checkpoint",
-        lambda c: c.enable_jit_checkpoint,
         "two processes may stop at different steps, and one exits with 0, as if done",
         "Remove it: SIGTERM, SIGHUP and Ctrl-C already save a checkpoint and exit with 75.",
     ),

@@ -158,7 +158,7 @@ SETTINGS: dict[str, Setting] = {
         Change.ANOTHER_RUN,
         *("ds3_gather_for_generation", "chat_template_kwargs", "cache_implementation", "use_transformers_paged"),
         *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
-        "vllm_structured_outputs_regex",
+        *("vllm_structured_outputs_regex", "vllm_engine_kwargs"),
         top_p=Setting(_SHARE),
         top_k=Setting(Within(least=0.0, because="0 switches it off")),
         min_p=Setting(_UNIT),

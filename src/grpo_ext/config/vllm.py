@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.engine_options import ENGINE_OPTION_RULES
 from grpo_ext.config.launch import world_size
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import Conflict, Rule
@@ -60,7 +61,7 @@ def _context(config: GRPOExtArguments) -> Iterator[Problem]:
 
 
 VLLM_RULES: tuple[Rule, ...] = (
-    *(_quantized, _context),
+    *(_quantized, _context, *ENGINE_OPTION_RULES),
     Conflict(
         "vllm_weight_transfer use_cpu",
         lambda c: c.use_cpu and c.vllm_weight_transfer == "nccl" and _server(c),

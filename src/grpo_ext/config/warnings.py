@@ -2,91 +2,56 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.mappings import reshaped_sampling
 from grpo_ext.config.rehearsal import rehearsal_warnings
-from grpo_ext.config.rules import Conflict, Rule, is_set
+from grpo_ext.config.rules import Conflict, Rule, is_set, plain
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
 
+_SWITCHES: dict[str, tuple[str, ...]] = {
+    "use_vllm: true": ("vllm_", "rollout_drift", "rollout_drift_action", "sampler_correction", "old_logps"),
+    "vllm_mode: server": ("vllm_server_", "vllm_group_port", "vllm_weight_transfer"),
+    "vllm_mode: colocate": ("vllm_enable_sleep_mode",),
+    "vllm_importance_sampling_correction: true": (
+        *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+    ),
+    "use_vllm: false": ("cache_implementation", "use_transformers_continuous_batching", "rollout_engine"),
+    "use_transformers_continuous_batching: false": ("rollout_engine",),
+    "dynamic_sampling: a reward's name": ("dynamic_sampling_max_rounds",),
+    "use_transformers_continuous_batching: true": ("transformers_continuous_batching_config",),
+    "use_adaptive_entropy: true": ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    "sync_ref_model: true": ("ref_model_",),
+    "log_completions: true": ("num_completions_to_print", "log_unique_prompts"),
+    "use_liger_kernel: true": ("liger_kernel_config",),
+    "gradient_checkpointing: true": ("gradient_checkpointing_kwargs",),
+    "logging_strategy: steps": ("logging_steps",),
+    "save_strategy: steps": ("save_steps",),
+    "eval_strategy: steps": ("eval_steps",),
+    "an lr_scheduler_type that warms up (constant_with_warmup, linear, cosine, ...)": ("warmup_steps",),
+    "rollout_drift above 0 (0 means not checked)": ("rollout_drift_action",),
+    "vllm_server_base_url left out, which names host and port itself,": ("vllm_server_host", "vllm_server_port"),
+    "push_to_hub: true": ("hub_", "push_to_hub_"),
+}
+"""Settings without which others have no effect; a name that ends in _ means all names that begin with it."""
+_ON: dict[str, Callable[[GRPOExtArguments], object]] = {
+    "dynamic_sampling": lambda c: c.dynamic_sampling is not None,
+    "eval_strategy": lambda c: c.eval_strategy in ("steps", "no"),
+    "an lr_scheduler_type": lambda c: c.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau"),
+    "rollout_drift": lambda c: c.rollout_drift != 0,
+    "vllm_server_base_url": lambda c: c.vllm_server_base_url is None,
+}
+"""When those are on that are not one value of a setting, by the beginnings of their names."""
 
-class _Switch(NamedTuple):
-    """A setting without which others have no effect; a name that ends in _ means all names that begin with it."""
 
-    needed: str
-    is_on: Callable[[GRPOExtArguments], object]
-    names: tuple[str, ...]
-
-
-_SWITCHES = (
-    _Switch(
-        "use_vllm: true",
-        lambda c: c.use_vllm,
-        ("vllm_", "rollout_drift", "rollout_drift_action", "sampler_correction", "old_logps"),
-    ),
-    _Switch(
-        "vllm_mode: server",
-        lambda c: not c.use_vllm or c.vllm_mode == "server",
-        ("vllm_server_", "vllm_group_port", "vllm_weight_transfer"),
-    ),
-    _Switch("vllm_mode: colocate", lambda c: not c.use_vllm or c.vllm_mode == "colocate", ("vllm_enable_sleep_mode",)),
-    _Switch(
-        "vllm_importance_sampling_correction: true",
-        lambda c: not c.use_vllm or c.vllm_importance_sampling_correction,
-        ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
-    ),
-    _Switch(
-        "use_vllm: false",
-        lambda c: not c.use_vllm,
-        ("cache_implementation", "use_transformers_continuous_batching", "rollout_engine"),
-    ),
-    _Switch(
-        "use_transformers_continuous_batching: false",
-        lambda c: not c.use_transformers_continuous_batching,
-        ("rollout_engine",),
-    ),
-    _Switch(
-        "dynamic_sampling: a reward's name",
-        lambda c: c.dynamic_sampling is not None,
-        ("dynamic_sampling_max_rounds",),
-    ),
-    _Switch(
-        "use_transformers_continuous_batching: true",
-        lambda c: c.use_transformers_continuous_batching,
-        ("transformers_continuous_batching_config",),
-    ),
-    _Switch(
-        "use_adaptive_entropy: true",
-        lambda c: c.use_adaptive_entropy,
-        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-    ),
-    _Switch("sync_ref_model: true", lambda c: c.sync_ref_model, ("ref_model_",)),
-    _Switch("log_completions: true", lambda c: c.log_completions, ("num_completions_to_print", "log_unique_prompts")),
-    _Switch("use_liger_kernel: true", lambda c: c.use_liger_kernel, ("liger_kernel_config",)),
-    _Switch("gradient_checkpointing: true", lambda c: c.gradient_checkpointing, ("gradient_checkpointing_kwargs",)),
-    _Switch("logging_strategy: steps", lambda c: c.logging_strategy == "steps", ("logging_steps",)),
-    _Switch("save_strategy: steps", lambda c: c.save_strategy == "steps", ("save_steps",)),
-    _Switch("eval_strategy: steps", lambda c: c.eval_strategy in ("steps", "no"), ("eval_steps",)),
-    _Switch(
-        "an lr_scheduler_type that warms up (constant_with_warmup, linear, cosine, ...)",
-        lambda c: c.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau"),
-        ("warmup_steps",),
-    ),
-    _Switch(
-        "rollout_drift above 0 (0 means not checked)",
-        lambda c: c.rollout_drift != 0 or not c.use_vllm,
-        ("rollout_drift_action",),
-    ),
-    _Switch(
-        "vllm_server_base_url left out, which names host and port itself,",
-        lambda c: c.vllm_server_base_url is None,
-        ("vllm_server_host", "vllm_server_port"),
-    ),
-    _Switch("push_to_hub: true", lambda c: c.push_to_hub, ("hub_", "push_to_hub_")),
-)
+def _is_on(config: GRPOExtArguments, needed: str) -> bool:
+    for beginning, is_on in _ON.items():
+        if needed.startswith(beginning):
+            return bool(is_on(config))
+    name, _, value = needed.partition(": ")
+    return str(plain(getattr(config, name))).lower() == value
 
 
 def warnings(config: GRPOExtArguments) -> list[Problem]:
@@ -97,12 +62,12 @@ def warnings(config: GRPOExtArguments) -> list[Problem]:
 
 def _without_effect(config: GRPOExtArguments) -> Iterator[Problem]:
     left = [f.name for f in dataclasses.fields(config) if is_set(config, f.name)]
-    for switch in _SWITCHES:
-        prefixes = tuple(name for name in switch.names if name.endswith("_"))
-        idle = [name for name in left if name in switch.names or name.startswith(prefixes)]
-        if idle and not switch.is_on(config):
-            left = [name for name in left if name not in idle]
-            yield no_effect(idle, switch.needed)
+    for needed, names in _SWITCHES.items():
+        prefixes = tuple(name for name in names if name.endswith("_"))
+        idle = [name for name in left if name in names or name.startswith(prefixes)]
+        if idle and not _is_on(config, needed):
+            left = [name for name in left if name not in idle]  # the first reason is enough
+            yield no_effect(idle, needed)
 
 
 def no_effect(names: list[str], needed: str) -> Problem:
@@ -203,10 +168,5 @@ _UNUSUAL: tuple[Rule, ...] = (
         "Set use_bias_correction_kl: false.",
     ),
     _off_policy,
-    Conflict(
-        "use_bias_correction_kl beta",
-        lambda c: c.use_bias_correction_kl and c.beta == 0.0,
-        "beta=0 means no KL term",
-        "Set beta > 0 or remove it.",
-    ),
+    Conflict.of("use_bias_correction_kl !beta", "beta=0 means no KL term", "Set beta > 0 or remove it."),
 )

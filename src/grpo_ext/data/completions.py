@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -152,7 +151,7 @@ def _as_trained(row: Row, config: DataConfig) -> Row:
         row["solution"] = extract_answer(row["solution"], Plan("prompt", "solution"))  # numbers become text
         with suppress(RowError):  # `log_completions` has written the answer itself
             row["solution"] = extract_answer(row["solution"], Plan("prompt", "solution", config.answer_format))
-    return {name: float(value) if isinstance(value, Decimal) else value for name, value in row.items()}
+    return row
 
 
 def _errors(row: Row) -> Iterator[RowError]:

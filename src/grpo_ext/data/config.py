@@ -11,10 +11,12 @@ from grpo_ext.data import chat_template, tasks
 from grpo_ext.data import files as local_files
 from grpo_ext.errors import DataError, Problem
 from grpo_ext.objective.options import Count, Within, option_defaults
+from grpo_ext.registry import did_you_mean
 
 PROCEDURAL, QUICKSTART = "reasoning_gym/", "quickstart/"
 GAME = f"{QUICKSTART}guess"
 """The quickstart's task that has no options."""
+_TASKS = (f"{QUICKSTART}addition", GAME)
 NaturalNumber = Annotated[int, Within(least=0.0)]
 Share = Annotated[float, Within(least=0.0, most=1.0)]
 
@@ -173,6 +175,8 @@ def _unused_kwargs(config: DataConfig, name: str) -> list[Problem]:
 
 def _procedural_problems(config: DataConfig, name: str, dataset_config: str | None, streaming: bool) -> list[Problem]:
     columns = {key: getattr(config, key) for key in ("prompt_column", "answer_column", "answer_format")}
+    if name.startswith(QUICKSTART) and name not in _TASKS:
+        return [Problem("dataset_name", name, "the quickstart has no such task", did_you_mean(name, _TASKS))]
     found = [
         Problem(key, value, f"{name!r} makes its own columns prompt and solution", f"Unset {key}.")
         for key, value in {**columns, "dataset_config": dataset_config}.items()

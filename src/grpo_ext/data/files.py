@@ -3,7 +3,6 @@
 import csv
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from decimal import Decimal
 from pathlib import Path
 
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
@@ -29,7 +28,8 @@ def path_problems(name: str, field: str = "dataset_name") -> list[Problem]:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings)  # a whole folder's names would be too many
         cure = hint if hint.startswith("Did") else "Paths count from the working directory."
-        return [Problem(field, name, f"no such file or folder ({path.absolute()})", cure)]
+        whole = "" if "://" in name else f" ({path.absolute()})"  # an address may hold a password
+        return [Problem(field, name, f"no such file or folder{whole}", cure)]
     if path.is_file() and path.suffix not in BUILDERS:
         reason = f"files ending in {path.suffix!r} cannot be read"
         return [Problem(field, name, reason, did_you_mean(path.suffix, BUILDERS))]
@@ -171,7 +171,7 @@ def _mixed_types(place: str, row: Row, kinds: dict[str, tuple[str, str]]) -> lis
 def _kind(value: object) -> str:
     if isinstance(value, bool):
         return "a boolean"
-    if isinstance(value, int | float | Decimal):
+    if isinstance(value, int | float):
         return "a number"
     return "text" if isinstance(value, str) else "a list" if isinstance(value, list) else "an object"
 

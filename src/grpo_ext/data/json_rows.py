@@ -8,38 +8,23 @@ from collections.abc import Iterator
 from decimal import Decimal
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
-from grpo_ext.data.rows import Row, RowError
+from grpo_ext.data.rows import Row, RowError, WrittenFloat
 
 MAX_DEPTH = 100
 EXACT_DIGITS = 15  # a float reproduces every number of at most so many digits
 
 
-class _Written(Decimal):
-    """A number that keeps its text."""
-
-    text: str
-
-    def __new__(cls, text: str) -> "_Written":
-        number = super().__new__(cls, text)
-        number.text = text
-        return number
-
-    def __str__(self) -> str:
-        return self.text
-
-
 class _Decoder:
     """A JSON decoder in which no value is lost.
 
-    A number of more digits than a float holds becomes a `Decimal`. Where Python would overwrite a key or round to
-    infinity, a `RowError` takes the place of the value.
+    A number of more digits than a float holds keeps its text. Where Python would overwrite a key or round to infinity,
+    a `RowError` takes the place of the value.
     """
 
     def __init__(self) -> None:
         self.plain = True
-        """Whether the last text held neither of these, nor half a surrogate pair."""
+        """Whether the last text held no `RowError` and no half of a surrogate pair."""
         self._decode = json.JSONDecoder(object_pairs_hook=self._object, parse_float=self._float).decode
 
     def __call__(self, text: str) -> object:
@@ -58,7 +43,7 @@ class _Decoder:
         repeated = next(key for key in keys if keys.count(key) > 1)
         return RowError(f"the key {repeated!r} occurs {keys.count(repeated)} times", "Keep one.", repeated)
 
-    def _float(self, text: str) -> float | Decimal | RowError:
+    def _float(self, text: str) -> float | RowError:
         value = float(text)
         doubtful = len(text) > EXACT_DIGITS or abs(value) < sys.float_info.min
         if not doubtful and math.isfinite(value):
@@ -66,11 +51,7 @@ class _Decoder:
         if math.isinf(value):
             self.plain = False
             return RowError(f"{text:.60} is larger than any float", "Write it as text, in quotes.")
-        exact = _Written(text)
-        if exact == Decimal(repr(value)):
-            return value
-        self.plain = False
-        return exact
+        return value if Decimal(text) == Decimal(repr(value)) else WrittenFloat(text)
 
 
 def jsonl_rows(file: Path) -> Iterator[tuple[str, Row | RowError]]:
@@ -124,7 +105,7 @@ def json_rows(file: Path) -> Iterator[tuple[str, Row | RowError]]:
 
 
 def _checked(row: object, cure: str) -> Row | RowError:
-    """Return a row without nested `Decimal`s, or what is wrong with it."""
+    """Return a row, or what is wrong with it."""
     if isinstance(row, RowError):
         return row
     if not isinstance(row, dict):
@@ -132,7 +113,7 @@ def _checked(row: object, cure: str) -> Row | RowError:
     for column, value in row.items():
         if found := _first_error(column) or _first_error(value):
             return RowError(found.reason, found.cure, column)
-    return {column: value if isinstance(value, Decimal) else _with_floats(value) for column, value in row.items()}
+    return row
 
 
 def _first_error(value: object) -> RowError | None:
@@ -145,14 +126,6 @@ def _first_error(value: object) -> RowError | None:
             return RowError(f"{value!r:.60} holds half a surrogate pair", "Write the whole character.")
     inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
     return next(filter(None, map(_first_error, inside)), None)
-
-
-def _with_floats(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_floats(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_with_floats(part) for part in value]
-    return float(value) if isinstance(value, Decimal) else value
 
 
 def _depth(text: str) -> int:

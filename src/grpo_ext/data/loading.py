@@ -106,7 +106,7 @@ def _collecting(found: list[Problem]) -> Iterator[None]:
 def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split]:
     from grpo_ext.quickstart import game, task
 
-    train, test = game.load() if name == GAME else task.load(name.removeprefix(QUICKSTART), **options(config))
+    train, test = game.load() if name == GAME else task.load(**options(config))
     return Split(train, f"{name}, split train"), Split(test, f"{name}, split test")
 
 

@@ -151,11 +151,17 @@ def _keep_pass_rates(
         cure = "Set dataset_name to a file that `grpo-ext sample` has written, or remove both."
         raise DataError([Problem("min_pass_rate", low, f"{source} has no column pass_rate", cure, beside)])
     low, high = 0.0 if low is None else low, 1.0 if high is None else high
+
+    def fits(rate: object, index: int) -> bool:
+        if isinstance(rate, str):
+            raise DataError([RowError(f"{rate!r} is text", "Write numbers.", "pass_rate").at(split.place(index))])
+        return isinstance(rate, int | float) and low <= rate <= high
+
     if isinstance(dataset, IterableDataset):
-        kept = dataset.filter(lambda row: row["pass_rate"] is not None and low <= row["pass_rate"] <= high)
+        kept = dataset.filter(fits, with_indices=True, input_columns="pass_rate")
         return kept, lambda index: f"{source}, row {index} (from 0) of those kept by their pass_rate"
     rates = dataset["pass_rate"]
-    keep = [index for index, rate in enumerate(rates) if rate is not None and low <= rate <= high]
+    keep = [index for index, rate in enumerate(rates) if fits(rate, index)]
     if not keep:
         reason = f"no row of {source} has a pass_rate from {low:g} to {high:g}"
         raise DataError([Problem("min_pass_rate", low, reason, "Widen min_pass_rate, max_pass_rate.", beside)])

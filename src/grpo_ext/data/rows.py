@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, TypeAlias
 
 from grpo_ext.errors import ABSENT, Problem
@@ -198,7 +197,7 @@ def extract_answer(value: object, plan: Plan) -> object:
         if plan.answer_required:
             raise RowError(f"missing answer ({value!r})", "Fill it in or remove the row.", column)
         return None
-    if isinstance(value, int | float | Decimal):
+    if isinstance(value, int | float):
         value = number_text(value)
     if plan.answer_format is None:
         return value
@@ -208,10 +207,17 @@ def extract_answer(value: object, plan: Plan) -> object:
     return ANSWER_FORMATS[plan.answer_format](value, column)
 
 
-def number_text(value: float | Decimal) -> str:
+class WrittenFloat(float):
+    """A number that keeps its text, which has more digits than a float holds."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def number_text(value: float) -> str:
     """Return a number as the text of an answer."""
-    if isinstance(value, Decimal):  # more digits than a float holds
-        return str(value)
+    if isinstance(value, WrittenFloat):
+        return value.text
     if type(value) is float and value.is_integer():
         value = int(value)  # a gap in a column of integers turns the others into floats
     return str(value)

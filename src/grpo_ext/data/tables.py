@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
-from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
 from typing import cast
@@ -12,7 +11,7 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 from grpo_ext.data.files import checked_rows, place_of
-from grpo_ext.data.rows import Row, RowError, check_finite, number_text
+from grpo_ext.data.rows import Row, RowError, WrittenFloat, check_finite, number_text
 from grpo_ext.errors import DataError
 
 STREAM_HEAD = 1000  # rows of a stream that show which columns it has
@@ -40,9 +39,8 @@ def _column(
     name: str, values: list[object], files: list[Path], *, text: bool
 ) -> tuple[pa.Array, datasets.features.features.FeatureType | None]:
     """Return the Arrow array, and its feature if the array's type does not imply it."""
-    as_text = text and any(isinstance(value, Decimal) for value in values)
+    as_text = text and any(isinstance(value, WrittenFloat) for value in values)
     if not as_text:
-        values = [float(value) if isinstance(value, Decimal) else value for value in values]
         try:
             array = pa.array(values)
             if not _has_empty_struct(array.type):
@@ -106,6 +104,6 @@ def _stream(files: list[Path], texts: Collection[str]) -> Iterator[Row]:
             if name not in columns:
                 reason = f"not in the first {STREAM_HEAD} rows"
                 raise DataError([RowError(reason, "Add it there, as null, or turn streaming off.", name).at(place)])
-            if isinstance(value, Decimal):
-                row[name] = number_text(value) if name in texts else float(value)
+            if name in texts and isinstance(value, WrittenFloat):
+                row[name] = value.text
         yield {**columns, **row}

@@ -71,7 +71,7 @@ def extremes(rewards: Rewards) -> tuple[Tensor, Tensor]:
     return highest, torch.where(scorable, rewards, math.inf).amin(dim=-1)
 
 
-def evened(values: Rewards, scale: Float[Tensor, "groups"]) -> Rewards:
+def evened(values: Rewards, scale: Float[Tensor, " groups"]) -> Rewards:
     """Make a group's values equal where they differ by at most the rounding of numbers of size `scale`."""
     highest, lowest = extremes(values)
     rounded = highest - lowest <= ROUNDING * scale

@@ -56,7 +56,7 @@ def step_totals(masks: list[Shaped[Tensor, "_ _"]]) -> StepTotals:
 
 
 def token_sums(
-    per_token_loss: Float[Tensor, "batch #time"], mask: Shaped[Tensor, "batch time"]
+    per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"]
 ) -> Float[Tensor, " batch"]:
     """Sum over the live tokens of each completion; values under the mask are ignored."""
     return torch.where(mask.bool(), per_token_loss, torch.zeros_like(per_token_loss)).sum(dim=-1)
@@ -64,7 +64,7 @@ def token_sums(
 
 @aggregations.register("seq-mean-token-mean", additive=True, completion_mean=True)
 def seq_mean_token_mean(
-    per_token_loss: Float[Tensor, "batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
+    per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
     r"""(1/B) sum_i (1/n_i) sum_t loss_it: every completion counts the same. GRPO, arXiv:2402.03300."""
     n = live_tokens(mask, per_token_loss.dtype).squeeze(-1)
@@ -73,7 +73,7 @@ def seq_mean_token_mean(
 
 @aggregations.register("token-mean", additive=True, token_mean=True)
 def token_mean(
-    per_token_loss: Float[Tensor, "batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
+    per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
     r"""(1/N) sum_it loss_it, N the live tokens of the step: every token counts the same. DAPO, arXiv:2503.14476."""
     return token_sums(per_token_loss, mask).sum() / totals.tokens.clamp(min=1)
@@ -81,7 +81,7 @@ def token_mean(
 
 @aggregations.register("seq-mean-token-sum", additive=True)
 def seq_mean_token_sum(
-    per_token_loss: Float[Tensor, "batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
+    per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
     r"""(1/B) sum_i sum_t loss_it: a completion is one action. RLOO, arXiv:2402.14740."""
     return token_sums(per_token_loss, mask).sum() / totals.sequences.clamp(min=1)
@@ -89,7 +89,7 @@ def seq_mean_token_sum(
 
 @aggregations.register("seq-mean-token-sum-norm", additive=True)
 def seq_mean_token_sum_norm(
-    per_token_loss: Float[Tensor, "batch #time"],
+    per_token_loss: Float[Tensor, " batch #time"],
     mask: Shaped[Tensor, "batch time"],
     totals: StepTotals,
     *,
@@ -101,7 +101,7 @@ def seq_mean_token_sum_norm(
 
 @aggregations.register("micro-batch-token-mean", local=True, token_mean=True)
 def micro_batch_token_mean(
-    per_token_loss: Float[Tensor, "batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
+    per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
     r"""Token mean over each micro-batch, averaged over micro-batches (TRL's `bnpo`).
 

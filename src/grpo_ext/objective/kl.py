@@ -45,7 +45,7 @@ def k2(log_ref_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"
 
 
 @kl_estimators.register("k3")
-def k3(log_ref_ratio: Float[Tensor, "batch #time"]) -> Float[Tensor, "batch #time"]:
+def k3(log_ref_ratio: Float[Tensor, " batch #time"]) -> Float[Tensor, " batch #time"]:
     """exp(d) - d - 1 >= 0, by expm1; gradient 1 - exp(d), the forward KL's in expectation. arXiv:2402.03300.
 
     d is cut at +20 before exp; below, where the pull towards the reference is 1, nothing can overflow.
@@ -63,7 +63,7 @@ def k3_plus(log_ref_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch 
 
 @kl_estimators.register("r_k3", in_reward=False, levels=("token",))
 def r_k3(
-    log_ref_ratio: Float[Tensor, "batch time"], log_ratio: Float[Tensor, "batch #time"]
+    log_ref_ratio: Float[Tensor, "batch time"], log_ratio: Float[Tensor, " batch #time"]
 ) -> Float[Tensor, "batch time"]:
     """r k3, unbiased off-policy with the token ratio; on-policy gradient -d. DeepSeek-V3.2, arXiv:2512.02556.
 

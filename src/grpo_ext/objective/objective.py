@@ -141,7 +141,7 @@ class Objective:
 
     def log_ratio(
         self, log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"]
-    ) -> Float[Tensor, "batch #time"]:
+    ) -> Float[Tensor, " batch #time"]:
         """Log-ratio at this objective's level, bounded."""
         return ratios[self.ratio](log_ratio, mask)
 
@@ -175,7 +175,7 @@ class Objective:
             tensors["log_ref_ratio"] = masked(full_precision(fixed["ref_per_token_logps"]) - per_token_logps, mask)
         return tensors
 
-    def surrogate_loss(self, tensors: Mapping[str, Any]) -> Float[Tensor, "batch #time"]:
+    def surrogate_loss(self, tensors: Mapping[str, Any]) -> Float[Tensor, " batch #time"]:
         """Compute the loss per token from a mapping of all `TENSORS`.
 
         Where advantages are given per token, the ratio of a completion is taken per token too (`on_tokens`), so that
@@ -186,7 +186,7 @@ class Objective:
             tensors = {**tensors, "log_ratio": on_tokens(log_ratio, logps, tensors["mask"], level=self.ratio)}
         return bind(self.row.function, tensors)(**self.options)
 
-    def kl_penalty(self, tensors: Mapping[str, Any]) -> Float[Tensor, "batch #time"]:
+    def kl_penalty(self, tensors: Mapping[str, Any]) -> Float[Tensor, " batch #time"]:
         """Estimate the KL per token (or per completion) from `log_ref_ratio`, `log_ratio` and `mask`."""
         return bind(kl_estimators[self.kl], tensors)()
 
@@ -201,7 +201,7 @@ class Objective:
 
     def aggregate(
         self,
-        per_token_loss: Float[Tensor, "batch #time"],
+        per_token_loss: Float[Tensor, " batch #time"],
         mask: Shaped[Tensor, "batch time"],
         totals: StepTotals,
     ) -> Float[Tensor, ""]:

@@ -40,7 +40,7 @@ class SurrogateTraits:
 
 surrogates: Registry = Registry("surrogate", SurrogateTraits)
 
-Regions = tuple[Bool[Tensor, "batch #time"], Bool[Tensor, "batch #time"]]
+Regions = tuple[Bool[Tensor, " batch #time"], Bool[Tensor, " batch #time"]]
 """Tokens whose gradient clipping has changed: (cut from below, cut from above)."""
 RatioCap = Annotated[
     float,
@@ -53,8 +53,8 @@ RatioCap = Annotated[
 
 
 def clip_regions(
-    log_ratio: Float[Tensor, "batch #time"],
-    advantages: Float[Tensor, "batch #time"],
+    log_ratio: Float[Tensor, " batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     *,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
@@ -75,13 +75,13 @@ def clip_conflict(*, epsilon_high: float, delta: float | None, **_: float) -> st
 
 @surrogates.register("clip", clip_regions=clip_regions, conflict=clip_conflict)
 def clip(
-    log_ratio: Float[Tensor, "batch #time"],
-    advantages: Float[Tensor, "batch #time"],
+    log_ratio: Float[Tensor, " batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     *,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     delta: float | None = None,
-) -> Float[Tensor, "batch #time"]:
+) -> Float[Tensor, " batch #time"]:
     r"""PPO's clipped surrogate, -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
 
     With `delta` the ratio is also capped where A < 0: -min(min(r, delta) A, clip(r) A), the dual clip.
@@ -98,7 +98,7 @@ def clip(
 
 @surrogates.register("reinforce")
 def reinforce(
-    advantages: Float[Tensor, "batch #time"], per_token_logps: Float[Tensor, "batch time"]
+    advantages: Float[Tensor, " batch #time"], per_token_logps: Float[Tensor, "batch time"]
 ) -> Float[Tensor, "batch time"]:
     r"""-exp(l - stopgrad(l)) A: value -A, gradient -A, no ratio and no clip.
 
@@ -108,16 +108,16 @@ def reinforce(
 
 
 def cispo_metrics(
-    log_ratio: Float[Tensor, "batch #time"], advantages: Float[Tensor, "batch #time"], *, epsilon_high: float = 5.0
-) -> dict[str, Float[Tensor, "batch #time"]]:
+    log_ratio: Float[Tensor, " batch #time"], advantages: Float[Tensor, " batch #time"], *, epsilon_high: float = 5.0
+) -> dict[str, Float[Tensor, " batch #time"]]:
     """Return `cispo_clip_ratio`, TRL's name for the tokens that the cap limits."""
     return {"cispo_clip_ratio": ((log_ratio.exp() > epsilon_high) & (advantages > 0)).float()}
 
 
 @surrogates.register("cispo", metrics=cispo_metrics)
 def cispo(
-    log_ratio: Float[Tensor, "batch #time"],
-    advantages: Float[Tensor, "batch #time"],
+    log_ratio: Float[Tensor, " batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     per_token_logps: Float[Tensor, "batch time"],
     *,
     epsilon_high: RatioCap = 5.0,
@@ -132,12 +132,12 @@ def cispo(
 
 @surrogates.register("sapo")
 def sapo(
-    log_ratio: Float[Tensor, "batch #time"],
-    advantages: Float[Tensor, "batch #time"],
+    log_ratio: Float[Tensor, " batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     *,
     temperature_pos: float = 1.0,
     temperature_neg: float = 1.05,
-) -> Float[Tensor, "batch #time"]:
+) -> Float[Tensor, " batch #time"]:
     r"""-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate instead of a clip.
 
     SAPO, arXiv:2511.20347.
@@ -147,8 +147,8 @@ def sapo(
 
 
 def _by_sign(
-    positive: Bool[Tensor, "batch #time"], like: Float[Tensor, "batch #time"], high: float, low: float
-) -> Float[Tensor, "batch #time"]:
+    positive: Bool[Tensor, " batch #time"], like: Float[Tensor, " batch #time"], high: float, low: float
+) -> Float[Tensor, " batch #time"]:
     """Return `high` where positive, else `low`, in the precision of `like`; Python numbers would become float32."""
     return torch.where(positive, torch.full_like(like, high), torch.full_like(like, low))
 
@@ -156,15 +156,15 @@ def _by_sign(
 @torch.no_grad()
 def vespo_weight(
     log_ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     mask: Shaped[Tensor, "batch time"],
-    importance_sampling_ratio: Float[Tensor, "batch #time"] | None = None,
+    importance_sampling_ratio: Float[Tensor, " batch #time"] | None = None,
     *,
     k_pos: float = 2.0,
     lambda_pos: float = 3.0,
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
-) -> Float[Tensor, "batch #time"]:
+) -> Float[Tensor, " batch #time"]:
     r"""phi(S) = exp(lambda + k log S - lambda S), 1 at S = 1. VESPO, arXiv:2602.10693."""
     floor = math.log(1e-8)
     log_s = torch.where(mask.bool(), log_ratio, 0.0).sum(dim=-1, keepdim=True)
@@ -178,11 +178,11 @@ def vespo_weight(
 
 def vespo_metrics(
     log_ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     mask: Shaped[Tensor, "batch time"],
-    importance_sampling_ratio: Float[Tensor, "batch #time"] | None = None,
+    importance_sampling_ratio: Float[Tensor, " batch #time"] | None = None,
     **options: float,
-) -> dict[str, Float[Tensor, "batch #time"]]:
+) -> dict[str, Float[Tensor, " batch #time"]]:
     """Return `vespo/phi_seq_mean`, TRL's name for the weight of each completion."""
     return {"vespo/phi_seq_mean": vespo_weight(log_ratio, advantages, mask, importance_sampling_ratio, **options)}
 
@@ -190,10 +190,10 @@ def vespo_metrics(
 @surrogates.register("vespo", metrics=vespo_metrics)
 def vespo(
     log_ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     per_token_logps: Float[Tensor, "batch time"],
     mask: Shaped[Tensor, "batch time"],
-    importance_sampling_ratio: Float[Tensor, "batch #time"] | None = None,
+    importance_sampling_ratio: Float[Tensor, " batch #time"] | None = None,
     *,
     k_pos: float = 2.0,
     lambda_pos: float = 3.0,
@@ -220,7 +220,7 @@ def vespo(
 
 def gmpo_regions(
     log_ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     *,
     epsilon_low: float = 0.4,
     epsilon_high: float = 0.4,
@@ -232,12 +232,12 @@ def gmpo_regions(
 @surrogates.register("gmpo", clip_regions=gmpo_regions)
 def gmpo(
     log_ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     mask: Shaped[Tensor, "batch time"],
     *,
     epsilon_low: float = 0.4,
     epsilon_high: float = 0.4,
-) -> Float[Tensor, "batch #time"]:
+) -> Float[Tensor, " batch #time"]:
     r"""-A exp(mean_t c_t); c_t = min(log r_t, eps_high) where A > 0, max(log r_t, -eps_low) where A < 0.
 
     The epsilons bound the log-ratio of each token. GMPO, arXiv:2507.20673.
@@ -249,8 +249,8 @@ def gmpo(
 
 @surrogates.register("topr")
 def topr(
-    log_ratio: Float[Tensor, "batch #time"],
-    advantages: Float[Tensor, "batch #time"],
+    log_ratio: Float[Tensor, " batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     per_token_logps: Float[Tensor, "batch time"],
 ) -> Float[Tensor, "batch time"]:
     r"""-c A l; c = 1 where A >= 0, stopgrad(min(S, 1)) where A < 0: positives imitated, negatives tapered.
@@ -263,7 +263,7 @@ def topr(
 
 @torch.no_grad()
 def dppo_regions(
-    advantages: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     per_token_logps: Float[Tensor, "batch time"],
     old_per_token_logps: Float[Tensor, "batch time"],
     *,
@@ -278,7 +278,7 @@ def dppo_regions(
 @surrogates.register("dppo", clip_regions=dppo_regions)
 def dppo(
     log_ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, "batch #time"],
+    advantages: Float[Tensor, " batch #time"],
     per_token_logps: Float[Tensor, "batch time"],
     old_per_token_logps: Float[Tensor, "batch time"],
     *,

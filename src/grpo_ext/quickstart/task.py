@@ -84,41 +84,24 @@ def demonstrations(seed: int, size: int) -> list[dict[str, Any]]:
 
 
 def load(
-    task: str = "addition",
     *,
     size: int | None = None,
     eval_size: int | None = 400,
     eval_split: Split = "held_out",
     seed: int = 0,
 ) -> tuple["Dataset", "Dataset"]:
-    """Return disjoint train and evaluation problems (see `split_of`).
+    """Return disjoint train and evaluation problems (see `split_of`); `data.config` checks the options.
 
     Args:
-        task: `addition`, the only one.
         size: number of training problems; None for all (about 8,000).
         eval_size: number of evaluation problems; None for all (about 1,000). The choice ignores `seed`.
         eval_split: `held_out` to report a result, `validation` to choose settings.
         seed: selects and orders the training problems.
-
-    Raises:
-        ValueError: another task or evaluation split, or a size outside of the split.
     """
     from datasets import Dataset
 
-    if task != "addition":
-        raise ValueError(f"task={task!r}: the quickstart has one task. Use task='addition'.")
-    if eval_split not in ("validation", "held_out"):
-        raise ValueError(f"eval_split={eval_split!r}: use 'held_out' or, to choose settings, 'validation'.")
     train = list(problems("train"))
     random.Random(seed).shuffle(train)
-    chosen = _take(train, size, "size"), _take(list(problems(eval_split)), eval_size, "eval_size")
+    chosen = train[:size], problems(eval_split)[:eval_size]
     train_set, eval_set = (Dataset.from_list([example(a, b) for a, b in pairs]) for pairs in chosen)
     return train_set, eval_set
-
-
-def _take(pairs: list[tuple[int, int]], size: int | None, name: str) -> list[tuple[int, int]]:
-    if size is not None and not 1 <= size <= len(pairs):
-        raise ValueError(
-            f"{name}={size}: there are {len(pairs)} problems to take from. Set 1 <= {name} <= {len(pairs)}."
-        )
-    return pairs[:size]

@@ -23,18 +23,15 @@ from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
 from grpo_ext.config.rules import is_set
 from grpo_ext.config.vllm import quantized_problem
-from grpo_ext.data.config import GAME, DataConfig
+from grpo_ext.data.config import DataConfig
 from grpo_ext.data.config import problems as data_problems
 from grpo_ext.environments import fit
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.recipe.parts import RecipeArguments
-from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rollout.dynamic_sampling import TOTAL, judge_problems
-
-QUICKSTART_TASKS = ("quickstart/addition", GAME)
 
 
 def part_problems(
@@ -175,9 +172,6 @@ def _data(script: RecipeArguments, data: DataConfig, mixture: DatasetMixtureConf
     if bool(name) == bool(mixture.datasets):
         both = "both dataset_name and datasets are" if mixture.datasets else "neither dataset_name nor datasets is"
         yield Problem("dataset_name", name, f"{both} set", "Set one of them.")
-    elif str(name).startswith("quickstart/") and name not in QUICKSTART_TASKS:
-        cure = did_you_mean(str(name), QUICKSTART_TASKS)
-        yield Problem("dataset_name", name, "the quickstart has no such task", cure)
     else:
         yield from data_problems(data, name, dataset_config=script.dataset_config, streaming=script.dataset_streaming)
 

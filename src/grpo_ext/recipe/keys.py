@@ -10,8 +10,17 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.parser import Parser
 from grpo_ext.recipe.parts import PARTS, all_keys
-from grpo_ext.recipe.replaced_keys import REPLACED
 from grpo_ext.registry import did_you_mean
+
+_USUAL = {
+    **dict.fromkeys(("kl_coef", "kl_coeff"), "beta"),
+    **dict.fromkeys(("group_size", "num_return_sequences"), "num_generations"),
+    **dict.fromkeys(("rewards", "reward_functions"), "reward_funcs"),
+    "cliprange": "epsilon",
+    "advantage_type": "advantage_estimator",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+}
+"""Names that are common elsewhere; `foreign` has those of one project."""
 
 
 def key_problems(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[Problem]:
@@ -35,8 +44,8 @@ def _unknown(key: str, value: object, known: Sequence[str]) -> tuple[str, str]:
         return f"{reason}, and it would be ignored", _negation(key.removeprefix("no_"))
     if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", key):
         return f"{reason}; it looks like an environment variable", f"Write env: {{{key}: ...}}."
-    if key in REPLACED:
-        return reason, REPLACED[key]
+    if key in _USUAL:
+        return reason, f"It is {_USUAL[key]} here. Write {_USUAL[key]}."
     if isinstance(value, Mapping) and set(value) & set(known):
         inside = ", ".join(map(str, value))
         return reason, f"A recipe is flat: write {inside} without {key} above."

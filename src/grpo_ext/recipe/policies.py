@@ -1,8 +1,10 @@
 """Check a policy before its weights are loaded: whether GRPO can train it, and with the settings of a recipe."""
 
+import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -189,22 +191,20 @@ def _class_problems(name: str, config: PreTrainedConfig) -> Iterator[Problem]:
         yield problem(f"a {architectures[0]} (an encoder, embedding model or classifier) has no text", cure)
 
 
-_LOADING_OPTIONS = (
-    *("adapter_kwargs", "adapter_name", "attn_implementation", "cache_dir", "code_revision", "config", "device_map"),
-    *("device_mesh", "distributed_config", "dtype", "experts_implementation", "force_download", "generation_config"),
-    *("gguf_file", "ignore_mismatched_sizes", "kernel_config", "key_mapping", "local_files_only"),
-    *("low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder", "offload_state_dict"),
-    *("output_loading_info", "proxies", "quantization_config", "revision", "state_dict", "subfolder", "token"),
-    *("torch_dtype", "tp_plan", "tp_size", "trust_remote_code", "use_kernels", "use_safetensors", "variant"),
-    *("weights_only"),
-)
-"""Options of `from_pretrained` beside the fields of a model's configuration."""
+@cache
+def _loading_options() -> set[str]:
+    """Return the options of `from_pretrained` beside the fields of a model's configuration, as its source has them."""
+    methods = PreTrainedModel.from_pretrained, AutoModelForCausalLM.from_pretrained
+    taken = re.findall(r'kwargs\.(?:pop|get|setdefault)\(\s*"(\w+)"', "".join(map(inspect.getsource, methods)))
+    named = (name for method in methods for name in inspect.signature(method).parameters)
+    return {*taken, *named, "low_cpu_mem_usage", "offload_state_dict"}
 
 
 def _unknown_init_kwargs(training: GRPOExtConfig, config: PreTrainedConfig) -> Iterator[Problem]:
+    known = _loading_options()
     for key, value in as_mapping(training.model_init_kwargs).items():
-        if key not in _LOADING_OPTIONS and not hasattr(config, key):
-            close = did_you_mean(key, [*_LOADING_OPTIONS, *config.to_dict()])
+        if key not in known and not hasattr(config, key):
+            close = did_you_mean(key, sorted({*known, *config.to_dict()}))
             cure = close if close.startswith("Did") else "Remove it."
             if "flash" in key:
                 cure = "Remove it, and set attn_implementation: flash_attention_2."

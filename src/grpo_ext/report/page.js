@@ -4,8 +4,6 @@
 (() => {
   const place = document.getElementById("completions-data");
   if (place) browse(JSON.parse(place.textContent));
-  const over = document.getElementById("watched");
-  if (over) watch(over);
 
   function browse(data) {
     const PAGE = 20;
@@ -211,19 +209,5 @@
       if (text !== undefined) made.textContent = text;
       return made;
     }
-  }
-
-  // Served while a run goes on: loads itself anew when there is something new.
-  function watch(said) {
-    const mine = said.dataset.version;
-    const timer = setInterval(async () => {
-      try {
-        const answer = await fetch("/version", { cache: "no-store" });
-        if ((await answer.text()) !== mine) location.reload();
-      } catch {
-        clearInterval(timer);
-        said.textContent = "The run is no longer watched: this is how it stood last.";
-      }
-    }, 3000);
   }
 })();

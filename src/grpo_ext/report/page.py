@@ -52,11 +52,11 @@ def write_report(paths: Sequence[str | Path], output: Path) -> Path:
     return output
 
 
-def html(runs: Sequence[RunFolder], watched: str = "") -> str:
-    """Return the page; `watched` is the version of a page that is served and reloads itself."""
-    content = {**_curves(runs), **_tables(runs), "title": ", ".join(run.name for run in runs), "watched": watched}
+def html(runs: Sequence[RunFolder]) -> str:
+    """Return the page."""
+    content = {**_curves(runs), **_tables(runs), "title": ", ".join(run.name for run in runs)}
     content["sections"] = {name: title for name, title in SECTIONS.items() if content.get(name, True)}
-    content["policy"] = _policy(bool(watched))
+    content["policy"] = _policy()
     used = len(_template().render(content).encode())
     content["browser"] = _browser(runs, min(_FOR_COMPLETIONS, MAX_SIZE - 200_000 - used))
     content["notes"] = list(_notes(runs))  # last: what could not be read is known by now
@@ -91,11 +91,11 @@ def _script() -> str:
     return _own("page.js") + _own("curves.js")
 
 
-def _policy(watched: bool) -> Markup:
+def _policy() -> Markup:
     """Return a policy that blocks network access and every script but ours, so that completions are inert."""
     digest = base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()
     rules = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; form-action 'none'"
-    return Markup(rules + "; base-uri 'none'" + ("; connect-src 'self'" if watched else ""))
+    return Markup(f"{rules}; base-uri 'none'")
 
 
 def _tables(runs: Sequence[RunFolder]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -93,15 +93,3 @@ def _holder(file: TextIO) -> str:
         return f"process {held['pid']} on {held['host']}, since {held['since']}"
     except (OSError, ValueError, KeyError):
         return "its process is unknown"
-
-
-def is_held(folder: Path) -> bool:
-    """Return whether a run has locked the folder; without file locks, whether a run there has not ended properly."""
-    with suppress(OSError), (folder / LOCK_FILE).open(encoding="utf-8") as file:
-        if fcntl is None:
-            return bool(file.read())
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

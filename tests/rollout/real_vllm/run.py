@@ -115,6 +115,11 @@ def main(output: Path, settings: dict) -> None:
         environments=settings.get("environments"),
     )
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+    if settings["mode"] == "colocate":
+        config = trainer.vllm_generation.llm.llm_engine.vllm_config
+        spec = config.speculative_config
+        found = {"cache": config.cache_config.cache_dtype, "batched": config.scheduler_config.max_num_batched_tokens}
+        (output / "engine.json").write_text(json.dumps(found | {"spec": spec and spec.method}))
     if settings.get("sync") is False:
         trainer.vllm_generation.sync_weights = lambda: None
     if "faults" in settings:

@@ -1,5 +1,6 @@
 """vLLM inside the training process."""
 
+import json
 import os
 from unittest.mock import patch
 
@@ -34,6 +35,15 @@ def test_weights_that_do_not_arrive_are_noticed_within_three_steps(tied, tmp_pat
 def test_lora_is_merged_for_the_sampler_alone(tied, tmp_path):
     log, _, _ = train(tmp_path, "colocate", tied, lora=True, config={"max_steps": 5, "learning_rate": 1e-2})
     assert max(drifts(log)) < FLOAT32  # run.py asserts that the base weights are the same to the last bit
+
+
+def test_options_reach_the_engine_and_speculative_decoding_keeps_the_distribution(tied, tmp_path):
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    config = {"max_steps": 4, "vllm_engine_kwargs": {"speculative_config": drafts, "max_num_batched_tokens": 512}}
+    log, _, _ = train(tmp_path, "colocate", tied, config=config)
+    found = json.loads((tmp_path / "engine.json").read_text())
+    assert found == {"cache": "auto", "batched": 512, "spec": "ngram"}
+    assert max(drifts(log)) < FLOAT32
 
 
 def test_two_processes_have_an_engine_each(untied, tmp_path):

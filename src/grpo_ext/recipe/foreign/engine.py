@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -103,8 +103,7 @@ class Translation:
         converters: foreign key -> function that returns our value of its value, or None where that has no effect.
         same: keys that have the same meaning in both.
         nested: True if its YAML is a tree, whose keys are written with dots.
-        aliases: name in another version, or the beginning of one that ends in "." or "_" -> name in the table.
-        version_of: returns the version that the keys of a file reveal, or "".
+        aliases: name in another version, or the beginning of one that ends in "." -> name in the table.
         finish: called after the table and the defaults were applied.
         describes_default: comment of a value that the file leaves unset.
     """
@@ -118,7 +117,6 @@ class Translation:
     same: frozenset[str] = frozenset()
     nested: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)
-    version_of: Callable[[Mapping[str, Any]], str] = lambda given: ""
     finish: Callable[["Draft"], None] = lambda draft: None
     describes_default: str = "the default of {title} {version}"
 
@@ -128,13 +126,13 @@ class Translation:
         rows = (rule for rule in self.table.values() if rule.default is not None and not rule.computed)
         return {rule.to: rule.default for rule in rows} | dict(self.defaults)
 
-    def convert(self, given: Mapping[str, Any], version: str = "", asked: Mapping[str, str] | None = None) -> "Draft":
-        """Convert a configuration; `asked` holds sentences about keys whose value depends on a condition.
+    def convert(self, given: Mapping[str, Any], version: str = "", unsure: Sequence[str] = ()) -> "Draft":
+        """Convert a configuration; `unsure` are variables of its script whose value depends on a condition.
 
         Raises:
             ConfigError: it trains with a critic instead of groups, or the version is unknown.
         """
-        draft = Draft(self, self._resolved(given), self._version(given, version))
+        draft = Draft(self, self._resolved(given), self._version(version))
         unresolved = draft.set_unresolved_aside()
         for step in self.steps:
             step(draft)
@@ -144,18 +142,17 @@ class Translation:
         about_rewards = [sentence for sentence in draft.decisions if re.search("^reward|reward_funcs", sentence)]
         if "reward_funcs" not in draft.values and not about_rewards:
             draft.decide("reward_funcs: the file names no reward. Name some (docs/rewards.md), or your functions.")
-        for key, sentence in (asked or {}).items():
-            if key in draft.converted:
-                draft.decide(sentence)
+        if unsure:
+            draft.decide(f"The script sets {', '.join(unsure)} under a condition; the first value is written.")
         draft.settle(unresolved)
         return draft
 
-    def _version(self, given: Mapping[str, Any], version: str) -> str:
+    def _version(self, version: str) -> str:
         oldest = self.versions[0]
         if version and (not re.fullmatch(r"\d+(\.\d+)*", version) or number(version) < number(oldest)):
             reason = f"the defaults of {self.title} are known since {oldest}"
             raise ConfigError([Problem("--version", version, reason, f"Name one of {', '.join(self.versions)}.")])
-        return version or self.version_of(given) or self.versions[-1]
+        return version or self.versions[-1]
 
     def _resolved(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys that have a value, under their present names, with `${other.key}` filled in."""
@@ -173,7 +170,7 @@ class Translation:
         return found
 
     def _present(self, key: str) -> str:
-        start = next((old for old in self.aliases if old.endswith((".", "_")) and key.startswith(old)), key)
+        start = next((old for old in self.aliases if old.endswith(".") and key.startswith(old)), key)
         return self.aliases.get(key) or self.aliases.get(start, start) + key.removeprefix(start)
 
 

@@ -4,17 +4,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpo_ext.errors import ABSENT, Problem
-from grpo_ext.recipe.foreign import axolotl, openrlhf, swift, trl, verl
+from grpo_ext.recipe.foreign import axolotl, swift, trl, verl
 from grpo_ext.recipe.foreign.engine import Rule
 
 PROJECTS = {
     "trl": trl.TRL,
     "open-r1": trl.OPEN_R1,
     "verl": verl.VERL,
-    "openrlhf": openrlhf.OPENRLHF,
     "swift": swift.SWIFT,
     "axolotl": axolotl.AXOLOTL,
 }
+_BEGIN = "Begin with a packaged recipe: `grpo-ext recipes`."
 NO_RECIPES = {
     "accelerate": (
         "a launch configuration of accelerate",
@@ -23,11 +23,8 @@ NO_RECIPES = {
     "deepspeed": ("a configuration of DeepSpeed", "Write deepspeed: FILE into a recipe, or accelerate_config: zero2."),
     "sft": ("an SFT recipe (supervised fine-tuning)", "Train it by `trl sft`, then its result by a recipe."),
     "dpo": ("a DPO recipe (pairs of preferences)", "Train it by `trl dpo`, then its result by a recipe."),
-    "reward": ("a recipe for a reward model", "Train it by `trl reward`, and name the model in reward_funcs."),
-    "llama-factory": (
-        "a LLaMA-Factory configuration (SFT, DPO, PPO, reward models)",
-        "Begin with a packaged recipe: `grpo-ext recipes`.",
-    ),
+    "llama-factory": ("a LLaMA-Factory configuration (SFT, DPO, PPO, reward models)", _BEGIN),
+    "openrlhf": ("an OpenRLHF configuration, which is not converted", _BEGIN),
     "unsloth-studio": ("a configuration of unsloth's SFT", "Train it there, then its result by a recipe."),
 }
 """Kinds of files that do not configure a run by rewards, each with what to do."""
@@ -46,7 +43,6 @@ _SIGNS: tuple[tuple[str, Callable[[Config], bool]], ...] = (
 )
 _OWN_MODEL_KEY = ("axolotl", "swift", "openrlhf", "unsloth-studio")
 """Projects without `model_name_or_path`, which therefore shows a recipe with a stray key of theirs."""
-_BY_REWARDS = ("reward_funcs", "num_generations", "max_completion_length", "reward_model_name_or_path", "use_vllm")
 _ANSWERED_TOGETHER = 3
 """From so many unknown keys of Open-R1 on, a recipe is taken for one of Open-R1."""
 
@@ -55,8 +51,8 @@ def _has_actor(config: Config) -> bool:
     return isinstance(config.get("actor"), Mapping) and "model_name_or_path" in config["actor"]
 
 
-def kind_of(config: Config, known: frozenset[str]) -> str | None:
-    """Return the project, or the kind of other file; None for a recipe of ours or TRL's (whose keys are `known`)."""
+def kind_of(config: Config) -> str | None:
+    """Return the project, or the kind of other file; None for a recipe of ours or TRL's."""
     keys = {str(key): value for key, value in config.items()}
     signs = (name for name, sign in _SIGNS if sign(keys))
     kind = next((name for name in signs if "model_name_or_path" not in keys or name not in _OWN_MODEL_KEY), None)
@@ -64,24 +60,15 @@ def kind_of(config: Config, known: frozenset[str]) -> str | None:
         algorithm = keys.get("rl" if kind == "axolotl" else "rlhf_type")
         if algorithm != "grpo" and (kind, algorithm) != ("axolotl", "gdpo"):
             return "dpo" if algorithm else "sft"
-    if kind is not None or any(key in keys for key in _BY_REWARDS):
-        return kind
-    return _other_trainer(keys.keys() - known)
-
-
-def _other_trainer(unknown: set[str]) -> str | None:
-    """Return which of TRL's other trainers has two of the keys, or one that no other trainer has."""
-    trainers = trl.other_trainers() if unknown else {}
-    for kind, own in trainers.items():
-        others = set().union(*(keys for name, keys in trainers.items() if name != kind))
-        if len(unknown & own) >= 2 or unknown & (own - others):
-            return kind
-    return None
+    return kind
 
 
 def foreign_file(config: Config, name: str, known: frozenset[str]) -> Problem | None:
-    """Return the one problem of a file that is not a recipe; None for a recipe, also with a few keys of Open-R1."""
-    kind = kind_of(config, known)
+    """Return the one problem of a file that is not a recipe; None for a recipe, also with a few keys of Open-R1.
+
+    `known` holds the keys of a recipe.
+    """
+    kind = kind_of(config)
     if kind is None or (kind == "open-r1" and len(config.keys() - known) < _ANSWERED_TOGETHER):
         return None
     return not_a_recipe(kind, name)

@@ -29,29 +29,19 @@ _OF_THE_RUN = (
 """Environment variables of the command that configure the run."""
 
 
-class Word(str):
-    """A word of a command, and the variables in it that the script sets in one of several branches."""
+def read_script(text: str) -> tuple[dict[str, Any], list[str]]:
+    """Return key to value of the command with the most arguments, and the variables that depend on a condition.
 
-    unsure: frozenset[str] = frozenset()
-
-
-def read_script(text: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return key to value of the command with the most arguments, and a sentence for each that depends on a condition.
-
-    A key that occurs twice has its last value; one without a value is true, one with several is a list.
+    A key that occurs twice has its last value; one without a value is true, one with several is a list. Under a
+    condition the first value of a variable counts.
     """
     shell = _Shell(text, {})
-    commands = [_arguments(words) for words in _with_quoted(shell)]
-    found, unsure = max(commands, key=lambda command: len(command[0]), default=({}, {}))
+    found = max(map(_arguments, _with_quoted(shell)), key=len, default={})
     exported = {name: _value(shell.variables[name][0]) for name in _OF_THE_RUN if shell.variables.get(name)}
-    asked = {
-        key: f"{key}: the script sets {', '.join(sorted(names))} under a condition; {found[key]!r} comes first."
-        for key, names in unsure.items()
-    }
-    return {**exported, **found}, asked
+    return {**exported, **found}, sorted(shell.branched & shell.used)
 
 
-def _with_quoted(shell: "_Shell") -> Iterator[list[Word]]:
+def _with_quoted(shell: "_Shell") -> Iterator[list[str]]:
     """Return all commands, also those inside a quoted one (`srun bash -c "..."`)."""
     for words in shell.commands():
         yield words
@@ -60,34 +50,28 @@ def _with_quoted(shell: "_Shell") -> Iterator[list[Word]]:
                 yield from _Shell(word, shell.variables).commands()
 
 
-def _arguments(words: list[Word]) -> tuple[dict[str, Any], dict[str, frozenset[str]]]:
-    """Return the arguments of a command, and the uncertain variables of each."""
+def _arguments(words: list[str]) -> dict[str, Any]:
+    """Return the arguments of a command."""
     found: dict[str, Any] = {}
-    unsure: dict[str, frozenset[str]] = {}
     words, i = _after_launcher(words), 0
     while i < len(words):
-        word, values = words[i], [words[i]]
+        word = words[i]
         i += 1
         if hydra := _HYDRA.fullmatch(word):
-            key, found[key] = hydra[1], _value(hydra[2])
+            found[hydra[1]] = _value(hydra[2])
         elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             read = [_value(value)]
             if not equals:
                 end = next((n for n in range(i, len(words)) if _is_key(words[n])), len(words))
-                values, i = _before_program(words[i:end]), end
-                read = [_value(v) for v in values]
-            key = name.replace("-", "_")
-            found[key] = True if not read else read[0] if len(read) == 1 else read
+                read, i = [_value(value) for value in _before_program(words[i:end])], end
+            found[name.replace("-", "_")] = True if not read else read[0] if len(read) == 1 else read
         elif (assigned := _ASSIGNMENT.match(word)) and assigned[1] in _OF_THE_RUN:
-            key, found[key] = assigned[1], _value(word[assigned.end() :])
-        else:
-            continue
-        unsure[key] = frozenset().union(*(v.unsure for v in values))
-    return found, {key: names for key, names in unsure.items() if names}
+            found[assigned[1]] = _value(word[assigned.end() :])
+    return found
 
 
-def _after_launcher(words: list[Word]) -> list[Word]:
+def _after_launcher(words: list[str]) -> list[str]:
     """Drop the options of `uv run`, of `hf jobs`, and of a launcher whose options end in `--`."""
     end = max((n + 1 for n, word in enumerate(words) if word == "--"), default=0)
     if words[:1] in (["uv"], ["hf"]):
@@ -95,7 +79,7 @@ def _after_launcher(words: list[Word]) -> list[Word]:
     return [word for word in words[:end] if _ASSIGNMENT.match(word)] + words[end:]
 
 
-def _before_program(values: list[Word]) -> list[Word]:
+def _before_program(values: list[str]) -> list[str]:
     """Drop the program behind the last option of its launcher."""
     return values[: next((n for n, word in enumerate(values) if n and word.endswith(".py")), len(values))]
 
@@ -123,11 +107,12 @@ class _Shell:
         self.branched: set[str] = set()
         """Variables for which the script has another value under a condition."""
         self.used: set[str] = set()
+        """Variables whose value was filled in."""
 
-    def commands(self) -> Iterator[list[Word]]:
+    def commands(self) -> Iterator[list[str]]:
         """Return the words of each command; assignments take effect on the way."""
         depth, guarded = 0, False
-        words: list[Word] = []
+        words: list[str] = []
         while self.at < len(self.text):
             if self._skip(_BLANK):
                 continue
@@ -141,7 +126,7 @@ class _Shell:
                 self.at = assigned.end()
                 value = self._assigned()
                 if self.text[self.at : self.at + 1] in (" ", "\t") and not _ENDS.match(self.text, self.at):
-                    words = [self._word(f"{assigned[1]}={' '.join(value)}")]  # VARIABLE=value command
+                    words = [f"{assigned[1]}={' '.join(value)}"]  # VARIABLE=value command
                 else:
                     self._assign(assigned[1], bool(assigned[2]), value, unsure=depth > 0 or guarded)
             else:
@@ -163,9 +148,7 @@ class _Shell:
 
     def _assigned(self) -> list[str]:
         if not self.text.startswith("(", self.at):
-            words = self._words()
-            self.used |= frozenset().union(*(word.unsure for word in words))
-            return [self._word(" ".join(words))]
+            return [" ".join(self._words())]
         self.at += 1
         values: list[str] = []
         while self.at < len(self.text) and self.text[self.at] != ")":
@@ -196,13 +179,7 @@ class _Shell:
         self.at = stop + len(end)
         return self.text[start:stop]
 
-    def _word(self, text: str) -> Word:
-        word = Word(text)
-        word.unsure = frozenset(self.used & self.branched) | getattr(text, "unsure", frozenset())
-        self.used = set()
-        return word
-
-    def _words(self) -> list[Word]:
+    def _words(self) -> list[str]:
         """Read to the next white space or operator: usually one word, for an array its entries."""
         parts, quoted = [""], False
         while self.at < len(self.text) and (
@@ -227,7 +204,7 @@ class _Shell:
                 parts[-1] += char
         if parts == ["2"] and self.text[self.at : self.at + 1] == ">":
             return []
-        return [self._word(part) for part in parts if part or (quoted and len(parts) == 1)]
+        return [part for part in parts if part or (quoted and len(parts) == 1)]
 
     def _quoted(self) -> list[str]:
         """Read to the closing quote."""
@@ -273,7 +250,6 @@ class _Shell:
             return unknown if default is None else _Shell(default.replace('"', "") + '"', self.variables)._quoted()
         if not whole:
             value = value[:1] or [""]
-            self.used |= getattr(value[0], "unsure", frozenset())
         return [text.lower() for text in value] if lower else value
 
     def _close(self, opening: str, closing: str) -> None:

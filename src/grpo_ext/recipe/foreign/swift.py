@@ -88,7 +88,6 @@ TABLE = rules(
         "min_lr": "* lr_scheduler_kwargs | min_lr, of cosine_with_min_lr",
         "global_batch_size": "* gradient_accumulation_steps | completions of an optimizer step, of all GPUs",
         "micro_batch_size": "per_device_train_batch_size",
-        "colocate_groups": "* vllm_mode | colocate",
         "cross_entropy_loss_fusion gradient_accumulation_fusion tensor_model_parallel_size moe_* finetune "
         "pipeline_model_parallel_size expert_model_parallel_size context_parallel_size no_save_optim no_save_rng "
         "recompute_granularity recompute_method recompute_num_layers offload_bridge sequence_parallel "
@@ -113,19 +112,12 @@ _ESTIMATORS = {"rloo": "loo", "reinforce_plus_plus": "reinforce_pp_baseline"}
 _FLASH = dict.fromkeys(("flash", "flash_attn"), "flash_attention_2")
 
 
-def _flatten(d: Draft) -> None:
-    """Bring the sections of its ray YAML to the top."""
-    for section in ("train", "rollout"):
-        if isinstance(inner := d.given.get(section), dict):
-            d.given = {k: v for k, v in d.given.items() if k != section} | inner
-
-
 def _launch(d: Draft) -> None:
     if "NPROC_PER_NODE" in d.given:
         of = "NPROC_PER_NODE", "NNODES"
         d.set("num_processes", int(d.get(of[0])) * int(d.get(of[1])), of=of)
-    elif processes := next((name for name in ("gpus", "nproc_per_node") if isinstance(d.get(name), int)), None):
-        d.copy("num_processes", processes)
+    elif isinstance(d.get("nproc_per_node"), int):
+        d.copy("num_processes", "nproc_per_node")
     shared.set_zero_stage(d, exact=True)
     size, step = d.get("micro_batch_size"), d.get("global_batch_size")
     if not size:  # its Megatron side counts a step in completions of all GPUs
@@ -281,8 +273,6 @@ def _sampler(d: Draft) -> None:
         d.set("vllm_importance_sampling_correction", True, of="rollout_importance_sampling_mode")
         d.set("vllm_importance_sampling_mode", mode)
         d.copy("vllm_importance_sampling_clip_max", "rollout_importance_sampling_threshold")
-    if isinstance(groups := d.get("colocate_groups"), list) and groups:
-        d.set("vllm_mode", "colocate")
 
 
 def _finish(d: Draft) -> None:
@@ -311,7 +301,7 @@ def _finish(d: Draft) -> None:
 SWIFT = Translation(
     "ms-swift",
     TABLE,
-    (_flatten, _launch, _model, _data, _loss, _rewards, _sampler),
+    (_launch, _model, _data, _loss, _rewards, _sampler),
     versions=("4.0", "4.1", "4.6"),
     defaults={
         "lr_scheduler_type": "cosine",

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ OLDER = rules(
         "include_tokens_per_second": "- | num_tokens and step_time are logged",
         "use_liger_loss use_liger_kernel_loss": "- | log-probabilities are always computed without full logits",
         "vllm_device": "- | vllm_mode chooses where vLLM runs",
+        "tokenizer_name_or_path": "- | the tokenizer is the one in the model's folder",
     }
 )
 """Keys that transformers and TRL have renamed or dropped."""
@@ -80,17 +80,6 @@ DEFAULTS: Mapping[str, Any] = {
 """TRL's defaults; today's other defaults are those of every version."""
 _VERSIONS = ("0.16", "0.18", "0.19", "0.22", "0.23", "0.26", "0.28", "1.0", "1.10", "1.16")
 _OURS = {f.name for f in dataclasses.fields(GRPOExtConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
-
-
-@cache
-def other_trainers() -> dict[str, set[str]]:
-    """Return the fields of TRL's other configurations that no configuration of GRPO has."""
-    from trl import DPOConfig, RewardConfig, SFTConfig
-
-    kinds = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardConfig}
-    found = {kind: {f.name for f in dataclasses.fields(config)} - {*all_keys()} for kind, config in kinds.items()}
-    found["sft"] |= {"max_seq_length", "dataset_text_field", "dataset_num_proc"} - {*all_keys()}
-    return found
 
 
 def set_stock(

@@ -4,7 +4,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlparse
 
@@ -17,6 +19,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_ext.rollout.vllm.gloo import BACKEND, TRAINER_RANK, open_group, open_store, send, specs_of
 from grpo_ext.rollout.vllm.server import CONNECTIONS
+from grpo_ext.rollout.vllm.watchdog import abort_when_stalled
 
 T = TypeVar("T")
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
@@ -76,6 +79,8 @@ class Client(VLLMClient):
         self._updating = False
         self._sent = 0
         """Weights handed to the transfer, which count as progress."""
+        self._failures = 0
+        """Requests that failed: what NCCL then waits for does not come."""
         super().__init__(base_url=base_url, group_port=group_port, connection_timeout=timeout)
         self.session.mount("http://", HTTPAdapter(pool_maxsize=CONNECTIONS))  # no retries: a push must not be repeated
         self.session.mount("https://", HTTPAdapter(pool_maxsize=CONNECTIONS))
@@ -109,7 +114,11 @@ class Client(VLLMClient):
         return self._request(lambda: self.session.get(url, **kwargs))
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self._request(lambda: self.session.post(url, **kwargs))
+        try:
+            return self._request(lambda: self.session.post(url, **kwargs))
+        except Exception:
+            self._failures += 1
+            raise
 
     def _request(self, send_request: Callable[[], requests.Response]) -> dict[str, Any]:
         """Return the answer to a request, however long it takes while the server makes progress.
@@ -199,9 +208,44 @@ class Client(VLLMClient):
         self._updating &= started == self._started  # a restarted server has no unfinished push
         self._started = started
         if wanted == "nccl":
-            super().init_communicator(device)
+            self._open_nccl(torch.device(device))
         else:
             self._open_gloo()
+
+    def _open_nccl(self, device: torch.device) -> None:
+        """Join NCCL's group in another thread: the rendezvous waits for a dead server without end."""
+        if device.index is None:  # another thread has another current device
+            device = torch.device("cuda", torch.cuda.current_device())
+        joined = in_thread(partial(super().init_communicator, device))
+        try:
+            joined.result(timeout=self.patience)
+        except FutureTimeout as error:
+            raise ServerTrouble(
+                f"{self.base_url} did not join the NCCL transfer group within {self.patience:g} s"
+            ) from error
+
+    def _send_by_nccl(
+        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        """Broadcast all weights; NCCL itself waits without end for a server that has died.
+
+        Raises:
+            ServerTrouble: a request failed, or no tensor was sent for `patience` seconds; the group is closed.
+        """
+        communicator, failures = self.communicator, self._failures
+        send = super().update_named_params
+        with abort_when_stalled(
+            lambda: communicator.destroy(), lambda: self._sent, lambda: self._failures != failures, self.patience
+        ) as aborted:
+            try:
+                send(metadata, self._counted(named_params))
+            except ServerTrouble:
+                raise
+            except Exception:
+                if not aborted.is_set():
+                    raise
+        if aborted.is_set():
+            raise ServerTrouble(f"{self.base_url}: weights did not arrive: NCCL was aborted after no progress")
 
     def _open_gloo(self) -> None:
         address = "127.0.0.1"
@@ -283,7 +327,7 @@ class Client(VLLMClient):
         specs = specs_of(metadata)
         self.bytes_sent = sum(spec.nbytes for spec in specs)
         if self.engine == "nccl":
-            super().update_named_params(metadata, named_params)
+            self._send_by_nccl(metadata, named_params)
             return
         if self._group is None:
             raise ServerTrouble(f"{self.base_url}: no transfer group is open")

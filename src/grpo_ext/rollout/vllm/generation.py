@@ -3,10 +3,11 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -22,7 +23,14 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ServerLost
 from grpo_ext.rollout.vllm.client import EMPTY_ANSWER, Client, ServerTrouble
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
-from grpo_ext.rollout.vllm.server import CONNECTIONS, PROBE, Wanted, mismatches, server_facts
+from grpo_ext.rollout.vllm.server import (
+    CONNECTIONS,
+    PROBE,
+    Wanted,
+    engine_mismatches,
+    mismatches,
+    server_facts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +42,11 @@ LONGEST_PAUSE = 5.0
 
 
 @contextmanager
-def _engine_settings(dtype: str) -> Iterator[None]:
-    """Let TRL build its engine with our dtype; on a CPU keep weights in place, threads and memory small."""
+def _engine_settings(dtype: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Let TRL build its engine with our dtype and options; on a CPU keep weights in place, threads and memory small.
+
+    `options` replace those that TRL gives, such as `max_num_batched_tokens`.
+    """
     from vllm.platforms import current_platform
 
     settings: dict[str, Any] = {"dtype": dtype}
@@ -44,8 +55,8 @@ def _engine_settings(dtype: str) -> Iterator[None]:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM must not bind the trainer's threads
         settings["enforce_eager"] = True
         keep_weights_in_place()
-    threads = torch.get_num_threads()
-    with temporarily(vllm_generation, LLM=partial(vllm_generation.LLM, **settings)):
+    threads, engine = torch.get_num_threads(), vllm_generation.LLM
+    with temporarily(vllm_generation, LLM=lambda **given: engine(**given | settings | options)):
         yield
     torch.set_num_threads(threads)
 
@@ -56,6 +67,7 @@ class Generation(vllm_generation.VLLMGeneration):
     Args:
         weight_transfer: 'auto', 'nccl' or 'gloo'.
         dtype: of the sampler's weights in colocate mode.
+        engine_kwargs: further options of the engine, `vllm_engine_kwargs`.
 
     Raises:
         ServerLost: no server within `vllm_server_timeout`; on all processes.
@@ -65,9 +77,17 @@ class Generation(vllm_generation.VLLMGeneration):
     _weight_metadata: Any
     server_base_url: str | None
 
-    def __init__(self, *args: Any, weight_transfer: str = "auto", dtype: str = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        weight_transfer: str = "auto",
+        dtype: str = "auto",
+        engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        **kwargs: Any,
+    ) -> None:
         self.weight_transfer = weight_transfer
         self.dtype = dtype
+        self.engine_kwargs = engine_kwargs
         self.sync_seconds = 0.0
         self.sync_bytes = 0
         self.pushing: Callable[[], AbstractContextManager[None]] = nullcontext  # the trainer's timer
@@ -97,7 +117,7 @@ class Generation(vllm_generation.VLLMGeneration):
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
         os.environ.setdefault("MASTER_PORT", str(get_free_port()))
-        with _engine_settings(dtype):
+        with _engine_settings(dtype, self.engine_kwargs):
             super()._init_vllm()
 
     def _connect(self) -> None:
@@ -119,7 +139,7 @@ class Generation(vllm_generation.VLLMGeneration):
         facts = server_facts(url)
         if broken := [str(problem) for problem in mismatches(needed, facts)]:
             raise RuntimeError("\n".join([f"the one at {url} does not suit this run:", *broken]))
-        for problem in mismatches(better, facts):
+        for problem in (*mismatches(better, facts), *engine_mismatches(self.engine_kwargs, facts.config)):
             logger.warning(f"vLLM server at {url}: {problem}")
 
     # The main process talks to the server; every process gets the result.

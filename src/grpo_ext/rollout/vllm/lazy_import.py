@@ -12,6 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 
@@ -50,6 +51,11 @@ def with_our_generation(args: GRPOExtConfig) -> Iterator[None]:
         return
     from grpo_ext.rollout.vllm.generation import Generation
 
-    ours = partial(Generation, weight_transfer=args.vllm_weight_transfer, dtype=args.sampler_dtype)
+    ours = partial(
+        Generation,
+        weight_transfer=args.vllm_weight_transfer,
+        dtype=args.sampler_dtype,
+        engine_kwargs=given_options(args),
+    )
     with temporarily(grpo_trainer, VLLMGeneration=ours):
         yield

@@ -1,8 +1,8 @@
 """What a running vLLM server is, compared with what a recipe needs."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class ServerFacts:
     logprobs_mode: str
     weight_transfer: str | None
     probe_ids: tuple[int, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The whole configuration, as the server reports it."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def server_facts(url: str) -> ServerFacts:
         logprobs_mode=model["logprobs_mode"],
         weight_transfer=(config["weight_transfer_config"] or {}).get("backend"),
         probe_ids=tuple(ids),
+        config=config,
     )
 
 
@@ -100,10 +103,34 @@ _CURE = "Start the server by `grpo-ext serve --config RECIPE`, or correct the re
 
 def mismatches(want: Wanted, have: ServerFacts) -> Iterator[Problem]:
     """Yield a problem for each fact of the server that does not fit."""
-    for field in dataclasses.fields(want):
-        wanted, found = getattr(want, field.name), getattr(have, field.name)
-        if wanted is not None and not _FITS.get(field.name, lambda a, b: a == b)(wanted, found):
-            yield Problem(field.name, _shortened(found), _REASONS[field.name].format(_shortened(wanted)), _CURE)
+    for name in (f.name for f in dataclasses.fields(want)):
+        wanted, found = getattr(want, name), getattr(have, name)
+        if wanted is not None and not _FITS.get(name, lambda a, b: a == b)(wanted, found):
+            yield Problem(name, _shortened(found), _REASONS[name].format(_shortened(wanted)), _CURE)
+
+
+_REPORTED_AS = {"kv_cache_dtype": "cache_dtype"}
+"""Options that a server reports by another name."""
+
+
+def engine_mismatches(options: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each option of a recipe that a server reports with another value.
+
+    Its report has the options of the engine in sections; those that it does not have are not compared.
+    """
+    sections = [config, *(section for section in config.values() if isinstance(section, Mapping))]
+    for key, wanted in options.items():
+        name = _REPORTED_AS.get(key, key)
+        found = next((section[name] for section in sections if name in section), wanted)
+        if not _covers(found, wanted):
+            yield Problem(f"vllm_engine_kwargs.{key}", wanted, f"the server has {found!r}", _CURE)
+
+
+def _covers(found: object, wanted: object) -> bool:
+    """Return whether a reported value is the wanted one; a mapping may have more keys."""
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        return all(key in found and _covers(found[key], value) for key, value in wanted.items())
+    return found == wanted or str(found) == str(wanted)
 
 
 def _shortened(value: object) -> object:

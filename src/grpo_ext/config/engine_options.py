@@ -1,0 +1,87 @@
+"""Options of vLLM's engine that a recipe passes through, `vllm_engine_kwargs`: which keys it may have."""
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.rules import Rule
+from grpo_ext.errors import Problem
+from grpo_ext.registry import did_you_mean
+
+SETTINGS_OF = {
+    **dict.fromkeys(("model", "tokenizer", "hf_config_path"), "model_name_or_path"),
+    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), "model_revision"),
+    "trust_remote_code": "trust_remote_code",
+    "dtype": "vllm_dtype",
+    "seed": "seed",
+    "max_model_len": "vllm_max_model_length",
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "enable_sleep_mode": "vllm_enable_sleep_mode",
+    "model_impl": "vllm_model_impl",
+    "weight_transfer_config": "vllm_weight_transfer",
+    **dict.fromkeys(("max_logprobs", "return_sampling_mask"), "top_k"),
+    **dict.fromkeys(("generation_config", "override_generation_config", "logits_processors"), "generation_kwargs"),
+}
+"""Options of the engine that a setting controls."""
+_OF_PROCESSES = ("distributed_executor_backend", "pipeline_parallel_size", "nnodes", "node_rank")
+"""Options of the processes of an engine; a colocated one runs in the trainer's."""
+QUANTIZES = ("quantization", "quantization_config")
+"""Options that quantize the weights of the engine."""
+
+
+def given_options(config: GRPOExtArguments) -> Mapping[str, Any]:
+    """Return the options that a recipe passes to the engine."""
+    return as_mapping(config.vllm_engine_kwargs)
+
+
+@cache
+def known_options() -> tuple[str, ...]:
+    """Return the fields of vLLM's `EngineArgs`, or nothing where vLLM is not installed.
+
+    They are read from its source, because an import of vLLM takes seconds and 200 MB.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return ()
+    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    classes = (node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef))
+    body = next(node.body for node in classes if node.name == "EngineArgs")
+    annotated = (line.target for line in body if isinstance(line, ast.AnnAssign))
+    return tuple(name.id for name in annotated if isinstance(name, ast.Name) and name.id[0] != "_")
+
+
+def _options(config: GRPOExtArguments) -> Iterator[Problem]:
+    known = known_options()
+    for key, value in given_options(config).items():
+        if found := _refused(key, config):
+            yield Problem(f"vllm_engine_kwargs.{key}", value, *found)
+        elif known and key not in known:
+            yield Problem(
+                f"vllm_engine_kwargs.{key}", value, "vLLM's engine has no such option", did_you_mean(key, known)
+            )
+
+
+def _refused(key: str, config: GRPOExtArguments) -> tuple[str, str] | None:
+    """Return why a recipe may not pass this option, and the cure."""
+    colocated = config.vllm_mode == "colocate"
+    if setting := SETTINGS_OF.get(key):
+        return f"{setting} controls it", f"Set {setting} instead."
+    if key == "logprobs_mode":
+        return "the correction needs log-probabilities after temperature and truncation", "Remove it."
+    if colocated and (key in _OF_PROCESSES or key.startswith("data_parallel_")):
+        return "a colocated engine runs in the trainer's processes", "Remove it, or set vllm_mode: server."
+    if key in QUANTIZES and (colocated or config.use_cpu):
+        reason = "a push to a colocated engine, or on a CPU, writes weights in place, and quantized layers have others"
+        cure = "Remove it." if config.use_cpu else "Set vllm_mode: server: a server quantizes each push again."
+        return reason, cure
+    return None
+
+
+ENGINE_OPTION_RULES: tuple[Rule, ...] = (_options,)
+"""Options that vLLM does not have, or that a setting controls."""
