@@ -176,11 +176,15 @@ def gradient(model, probabilities, weights):
 
 
 def bias(*rules, noise=0.3):
+    return bias_of([SamplerRule(**rule) for rule in rules], noise)
+
+
+def bias_of(rules, noise):
     """Relative error of the expected gradient, by enumeration of all completions."""
     policy, sampler = logits(0), logits(0) + noise * logits(1)
     logps, drawn = log_probs(policy), log_probs(sampler)
     truth = gradient(policy, logps.sum(1).exp(), torch.ones(len(IDS), 1, dtype=torch.float64))
-    weights = corrected([SamplerRule(**rule) for rule in rules], logps, drawn, torch.ones_like(IDS)).weights
+    weights = corrected(rules, logps, drawn, torch.ones_like(IDS)).weights
     return ((gradient(policy, drawn.sum(1).exp(), weights) - truth).norm() / truth.norm()).item()
 
 

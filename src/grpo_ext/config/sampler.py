@@ -111,8 +111,8 @@ def _once(config: GRPOExtArguments) -> Iterator[Problem]:
     if given is not None and of_trl:
         yield Problem(FIELD, given, "TRL's names set a correction too", "Keep one of them.", of_trl)
     if given is not None and not config.vllm_importance_sampling_correction:
-        beside = {"vllm_importance_sampling_correction": False}
-        yield Problem(FIELD, given, "the correction is switched off", "Remove one of them.", beside)
+        switch: dict[str, object] = {"vllm_importance_sampling_correction": False}
+        yield Problem(FIELD, given, "the correction is switched off", "Remove one of them.", switch)
     if old == "sampler" and (given is not None or of_trl):
         beside = {FIELD: given} if given is not None else of_trl
         reason = "the loss's own ratio is then the one to the sampler, and a correction would count it twice"

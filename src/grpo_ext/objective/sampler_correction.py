@@ -9,14 +9,14 @@ A rule looks at units: at level `token` each token, at the other levels each com
 | --- | --- | --- | --- | --- |
 | `ratio` | exp(d_t) | exp(sum_t d_t) | exp((1/n) sum_t d_t) | |
 | `k1`, `k2`, `k3` | -d_t, d_t^2 / 2, exp(d_t) - 1 - d_t | sum | mean | maximum |
-| `binary_kl` | max(KL(b_mu, b_pi), KL(b_pi, b_mu)), b_p the Bernoulli distribution of drawing y_t | sum | mean | maximum |
+| `binary_kl` | max(KL(b_mu, b_pi), KL(b_pi, b_mu)), b_p: y_t is drawn or not | sum | mean | maximum |
 | `m2` | d_t^2; the largest leave until the mean of the rest is at most `upper` | | | |
 
 A rule on the ratio weighs the loss by it. The other statistics only select: the weight of what they keep is 1.
 
 A bound on the product keeps fewer long completions. Let log mu(y_t) be off by normal noise of deviation s, so that
-exp(d_t) has a mean of 1: d_t ~ N(-s^2/2, s^2) under mu, and N(s^2/2, s^2) where tokens count by their ratio, as they do
-in the gradient. Of the gradient of n tokens a bound C leaves Phi((log C - n s^2/2) / (s sqrt(n))), which tends to 0.
+exp(d_t) has a mean of 1: d_t ~ N(-s^2/2, s^2) under mu, and N(s^2/2, s^2) where tokens count by their ratio, as in the
+gradient. A bound C leaves Phi((log C - n s^2/2) / (s sqrt(n))) of the gradient of n tokens, which tends to 0.
 
 Sources: truncated importance sampling, fengyao.notion.site/off-policy-rl; masks by ratio (IcePop), arXiv:2510.18855;
 geometric mean and k1 to k3, verl's rollout correction and richardli.xyz/rl-collapse; the second moment (M2PO),
@@ -87,7 +87,7 @@ class Corrected:
         counted: live tokens that no rule rejects: those of the loss's denominators.
     """
 
-    weights: Float[Tensor, "batch #time"]
+    weights: Float[Tensor, " batch #time"]
     counted: Bool[Tensor, "batch time"]
 
 
@@ -123,10 +123,10 @@ def corrected(
 def _weights(
     rule: SamplerRule,
     log_ratio: Float[Tensor, "batch time"],
-    within: Bool[Tensor, "batch #time"],
+    within: Bool[Tensor, " batch #time"],
     live: Bool[Tensor, "batch time"],
     gather: Gather,
-) -> Float[Tensor, "batch #time"]:
+) -> Float[Tensor, " batch #time"]:
     if rule.statistic != "ratio":
         return within.to(log_ratio.dtype)
     ratio = ratio_of(rule.level, log_ratio, live)
@@ -142,7 +142,7 @@ def _weights(
     return ratio * number / total if total > 0 else ratio
 
 
-def _units(live: Bool[Tensor, "batch time"], values: Float[Tensor, "batch #time"]) -> Bool[Tensor, "batch #time"]:
+def _units(live: Bool[Tensor, "batch time"], values: Float[Tensor, " batch #time"]) -> Bool[Tensor, " batch #time"]:
     """Live tokens, or completions that have one, by the shape of `values`."""
     return live if values.shape[1] == live.shape[1] else live.any(dim=1, keepdim=True)
 
@@ -154,7 +154,7 @@ def _within(
     sampler_logps: Float[Tensor, "batch time"],
     live: Bool[Tensor, "batch time"],
     gather: Gather,
-) -> Bool[Tensor, "batch #time"]:
+) -> Bool[Tensor, " batch #time"]:
     """Units whose statistic lies within the bounds; all of them under `truncate`."""
     if rule.action == "truncate":
         return torch.ones_like(log_ratio[:, :1], dtype=torch.bool)
@@ -168,7 +168,7 @@ def _within(
 
 def ratio_of(
     level: Level, log_ratio: Float[Tensor, "batch time"], live: Bool[Tensor, "batch time"]
-) -> Float[Tensor, "batch #time"]:
+) -> Float[Tensor, " batch #time"]:
     """Ratio of each unit, at most exp(20); `log_ratio` is zero where `live` is not."""
     if level != "token":
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
@@ -183,7 +183,7 @@ def statistic(
     policy_logps: Float[Tensor, "batch time"],
     sampler_logps: Float[Tensor, "batch time"],
     live: Bool[Tensor, "batch time"],
-) -> Float[Tensor, "batch #time"]:
+) -> Float[Tensor, " batch #time"]:
     """Return the statistic of each unit; the tensors are zero where `live` is not."""
     if rule.statistic == "ratio":
         return ratio_of(rule.level, log_ratio, live)

@@ -1,6 +1,7 @@
 """The correction of a sampler that is not the policy, for the rows of a generation, and its metrics."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -81,4 +82,4 @@ def weight_figures(found: Corrected, mask: Tensor, accelerator: Accelerator) -> 
 
 def _thirds(rows: Tensor) -> list[Tensor]:
     bounds = [len(rows) * i // 3 for i in range(4)]
-    return [rows[first:last] for first, last in zip(bounds, bounds[1:], strict=False)]
+    return [rows[first:last] for first, last in pairwise(bounds)]

@@ -375,7 +375,9 @@ def _correction(d: Draft) -> None:
     if level := d.get(weighs[0]):
         *lower, upper = (float(part) for part in str(d.get(weighs[1])).split("_"))
         block = {"level": level, "upper": upper, "action": "mask" if lower else "truncate"}
-        blocks.append(block | ({"lower": lower[0]} if lower else {}) | ({"normalize": True} if d.get(weighs[2]) else {}))
+        blocks.append(
+            block | ({"lower": lower[0]} if lower else {}) | ({"normalize": True} if d.get(weighs[2]) else {})
+        )
     options, bounds = (str(d.get(name) or "").replace(" ", "").split(",") for name in _SELECTS)
     if options != [""]:
         each = bounds * len(options) if len(bounds) == 1 else bounds
@@ -393,7 +395,10 @@ def _rejects(option: str, bound: str) -> dict[str, Any]:
     if statistic != "k1":
         return block | {"upper": float(bound)}
     *lower, upper = (float(part) for part in bound.split("_"))
-    return block | {"lower": round(math.log(lower[0] if lower else 1 / upper), 12), "upper": round(math.log(upper), 12)}
+    return block | {
+        "lower": round(math.log(lower[0] if lower else 1 / upper), 12),
+        "upper": round(math.log(upper), 12),
+    }
 
 
 VERL = Translation(
