@@ -18,14 +18,14 @@ import torch  # isort: skip
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.rollout.transformers_engine import _Batch
-from grpo_ext.trainer import grpo_trainer, metrics, nonfinite
-from grpo_ext.trainer.diagnosis.watching import Watching
+from grpo_ext.trainer import generating, grpo_trainer, loss_terms, nonfinite
+from grpo_ext.trainer.diagnosis.recording import Watching
 
 RESULT = SIBLING.with_name("diagnosis_overhead.json")
 RECORDING: dict[str, tuple[Any, str, Any]] = {
-    "tokens": (metrics, "token_figures", {}),
+    "tokens": (loss_terms, "token_figures", {}),
     "chi2": (grpo_trainer, "add_ess", None),
-    "row": (grpo_trainer, "row_record", None),
+    "row": (generating, "row_record", None),
     "rows": (grpo_trainer, "log_rows", None),
     "gradient": (nonfinite, "gradient_figures", {}),
     "weights": (Watching, "on_optimizer_step", None),

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from grpo_ext.rewards.workers.child import FOLDER
+from grpo_ext.rewards.workers.child import FOLDER_PREFIX
 from grpo_ext.rollout.seeds import Source, numbered
 from support import tiny, worlds
 
@@ -71,7 +71,7 @@ def left() -> dict:
     me, end = psutil.Process(), time.monotonic() + 20
     while len(me.children(recursive=True)) > 2 and time.monotonic() < end:
         time.sleep(0.1)
-    mine = Path(tempfile.gettempdir()).glob(f"{FOLDER}*_{me.pid}_*")
+    mine = Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*_{me.pid}_*")
     return {
         "processes": len(me.children(recursive=True)),
         "descriptors": me.num_fds(),

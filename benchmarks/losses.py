@@ -31,8 +31,7 @@ def run(loss: str, seed: int) -> dict:
     from datasets.utils.logging import disable_progress_bar
 
     from grpo_ext.data.eval_sets import EvalSet
-    from grpo_ext.evaluation.results import FOLDER as EVALUATION
-    from grpo_ext.evaluation.results import Result
+    from grpo_ext.evaluation.results import EVALUATION, Result
     from grpo_ext.quickstart.model import ensure_model
     from grpo_ext.recipe.parsing import load_recipe
     from grpo_ext.train import train

@@ -18,7 +18,7 @@ from pathlib import Path
 from grpo_ext.commands.migrate import migrated, refusals
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.foreign.python import exchange
-from grpo_ext.recipe.foreign.writing import written
+from grpo_ext.recipe.foreign.writing import recipe_text
 
 EARLIER = "2026-01-20T00:00:00Z"
 SHELL, YAML = (".sh", ".bash", ".slurm"), (".yaml", ".yml")
@@ -95,7 +95,7 @@ def tried(path: Path, title: str) -> dict:
         _, draft = migrated(path)
     except ConfigError as error:
         return {"outcome": "refused", "why": str(error.problems[0]).replace(str(path), title)}
-    text = written(draft, title, "recipe.yaml")
+    text = recipe_text(draft, title, "recipe.yaml")
     problems = [problem for problem in refusals(text) if not ELSEWHERE.search(str(problem))]
     return {
         "outcome": "recipe",

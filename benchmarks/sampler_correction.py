@@ -2,8 +2,8 @@
 
 The model that trains is a network of two layers over the token before; its sampler has the same weights in int8.
 Answers are 8 or 1,024 tokens long, and a reward is the share of tokens that are the right ones behind the one before.
-Advantages are GRPO's over groups of 16, the loss is a token mean, one Adam step for each generation. The bias needs the
-tests' enumerable model: run it in a checkout.
+Advantages are GRPO's over groups of 16, the loss is a token mean, one Adam step for each generation. The bias needs
+the tests' enumerable model: run it in a checkout.
 """
 
 import argparse

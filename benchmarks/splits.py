@@ -36,7 +36,7 @@ from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.objective.losses import losses
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.verification.row_by_row import RowByRow, Terms, differences
-from grpo_ext.trainer.verification.rows import Rows
+from grpo_ext.trainer.verification.small import Rows
 from grpo_ext.trainer.verification.watched import Watched
 from support import formulas, tiny
 from support.float64 import float64_throughout

@@ -16,7 +16,7 @@ from pathlib import Path
 import textarena
 from textarena.envs.registration import ENV_REGISTRY
 
-from grpo_ext.environments.composition import parse
+from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.observations import opened, stepped
 from grpo_ext.environments.session import Session
 
@@ -26,7 +26,7 @@ MOVE = re.compile(r"\[[^\[\]\n]{1,24}\]")
 
 def played(game: str, moves: int) -> dict:
     """Return the outcome of one game."""
-    specs, problems = parse([f"textarena/{game}"])
+    specs, problems = parse_environments([f"textarena/{game}"])
     return {"refused": reason(problems[0])} if problems else episode(specs[0], moves)
 
 

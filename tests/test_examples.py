@@ -14,7 +14,7 @@ from grpo_ext import GRPOExtConfig
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.losses import find
 from grpo_ext.quickstart.model import ensure_model
-from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.composition import parse_rewards
 from support.processes import PATIENCE
 
 ROOT = Path(__file__).parent.parent
@@ -80,7 +80,7 @@ def test_the_advantage_by_hand():
 
 def test_the_reward_by_hand():
     entry = {"name": "digits", "func": "examples.custom_reward:digits", "weight": 0.5, "kwargs": {"tag": "sum"}}
-    specs, problems = parse([entry, "accuracy"])
+    specs, problems = parse_rewards([entry, "accuracy"])
     assert problems == []
     assert [spec.name for spec in specs] == ["digits", "accuracy"]
     from examples.custom_reward import digits

@@ -65,7 +65,7 @@ def without_posix(name, globals=None, *args, real=builtins.__import__, **named):
 
 builtins.__import__ = without_posix
 for module in pkgutil.walk_packages(grpo_ext.__path__, "grpo_ext."):
-    if not module.name.endswith(("sandbox_child", "vllm.engine", "verifiers_client")):  # the others need an extra
+    if not module.name.endswith(("sandbox_child", "vllm.engine")):  # the other needs an extra
         importlib.import_module(module.name)
 print("all")
 """

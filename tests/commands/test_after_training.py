@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from grpo_ext import ConfigError
 from grpo_ext.commands.chat import Speaker
 from grpo_ext.commands.merge import merge
-from grpo_ext.commands.runs import Trained, find
+from grpo_ext.commands.runs import Trained, find_trained
 from grpo_ext.commands.sample import pass_rate
 from grpo_ext.data.completions import read_completions
 from grpo_ext.recipe.loading import datasets_of
@@ -68,13 +68,13 @@ def logits(model) -> torch.Tensor:
 
 
 def test_runs_checkpoints_models_and_hub_ids_are_found(chat, project, tmp_path):
-    assert find(str(project / "chat")).model == str(project / "chat")
-    assert find(str(project / "chat")).record["temperature"] == 0.7
-    assert find(str(project / "chat" / "checkpoint-1")).record["temperature"] == 0.7
+    assert find_trained(str(project / "chat")).model == str(project / "chat")
+    assert find_trained(str(project / "chat")).record["temperature"] == 0.7
+    assert find_trained(str(project / "chat" / "checkpoint-1")).record["temperature"] == 0.7
     shutil.copytree(project / "chat" / "checkpoint-1", tmp_path / "unfinished" / "checkpoint-1")
-    assert find(str(tmp_path / "unfinished")).model == str(tmp_path / "unfinished" / "checkpoint-1")
-    assert find(str(project / "base")) == Trained(str(project / "base"), {})
-    assert find("org/model") == Trained("org/model", {})
+    assert find_trained(str(tmp_path / "unfinished")).model == str(tmp_path / "unfinished" / "checkpoint-1")
+    assert find_trained(str(project / "base")) == Trained(str(project / "base"), {})
+    assert find_trained("org/model") == Trained("org/model", {})
 
 
 @pytest.mark.parametrize(("name", "expected"), [("./gone", "no such folder"), ("{tmp}", "holds neither a model")])
@@ -89,7 +89,7 @@ def test_a_folder_without_a_model_is_refused(what, name, expected, tmp_path, cap
 
 @pytest.mark.parametrize("run", ["chat", "text"])
 def test_a_question_and_its_sampling_are_those_of_training(run, request, project):
-    trainer, trained = request.getfixturevalue(run), find(str(project / run))
+    trainer, trained = request.getfixturevalue(run), find_trained(str(project / run))
     tokenizer = trainer.processing_class
     row = trainer.train_dataset[3]
     asked, _, _ = trainer._tokenize_prompts([row["prompt"]])
@@ -102,7 +102,7 @@ def test_a_question_and_its_sampling_are_those_of_training(run, request, project
 
 
 def test_compare_shows_the_answer_before_training_too(chat, project, capsys):
-    trained, tokenizer = find(str(project / "chat")), chat.processing_class
+    trained, tokenizer = find_trained(str(project / "chat")), chat.processing_class
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
     after, before = (
         Speaker(model, trained, tokenizer, **greedy).answer("c2:") for model in (trained.model, trained.before)
@@ -139,7 +139,7 @@ def test_compare_needs_the_record_of_a_run(project, capsys):
 @pytest.mark.parametrize("run", ["sft", "chat"])
 def test_a_merged_model_is_adapter_and_base(run, chat, project, tmp_path):
     """In float64 throughout, so that what is left is the rounding of the sums to float32."""
-    difference, largest = merge(find(str(project / run)), tmp_path / "merged")
+    difference, largest = merge(find_trained(str(project / run)), tmp_path / "merged")
     assert difference < 1e-6 * largest
     adapter = PeftModel.from_pretrained(tiny.load(str(project / "base")), str(project / run)).double()
     merged = tiny.load(str(tmp_path / "merged")).double()
@@ -194,7 +194,7 @@ def test_a_merged_model_with_other_logits_is_deleted(tmp_path):
     lora = LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
     get_peft_model(tiny.load(str(tmp_path / "tied")), lora).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ConfigError, match="so it was not kept"):
-        merge(find(str(tmp_path / "adapter")), tmp_path / "merged")
+        merge(find_trained(str(tmp_path / "adapter")), tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 

@@ -18,8 +18,8 @@ from grpo_ext.data.loading import load_datasets
 from grpo_ext.errors import DataError
 from grpo_ext.recipe import scoring
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.recipe.scoring import explain, grouped, score, summary
-from grpo_ext.rewards.composition import parse
+from grpo_ext.recipe.scoring import explain, grouped, score_rows, summary
+from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.train import train
 from support import tiny
@@ -48,7 +48,7 @@ def recipe():
 @pytest.fixture
 def scored(recipe, file):
     runtime = Runtime(recipe.rewards, workers=1)
-    yield score(recipe, read_completions(file), runtime)
+    yield score_rows(recipe, read_completions(file), runtime)
     runtime.close()
 
 
@@ -130,14 +130,14 @@ def takes_an_option(completions, *, solution="", **_):
 
 
 def scored_by(tmp_path, *entries):
-    specs, problems = parse(entries)
+    specs, problems = parse_rewards(entries)
     assert problems == []
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS[1]))
     recipe = load_recipe(["--config", "quickstart/dr_grpo"])
     recipe = dataclasses.replace(recipe, rewards=specs)
     with contextlib.closing(Runtime(specs, workers=0)) as runtime:
-        scored = score(recipe, read_completions(path), runtime)
+        scored = score_rows(recipe, read_completions(path), runtime)
     return scored, dict(explain(scored, 0, recipe))
 
 
@@ -241,7 +241,7 @@ def test_rows_of_two_steps_are_two_groups_and_batches_are_joined(recipe, monkeyp
     monkeypatch.setattr(scoring, "BATCH", 3)
     rows = [row | {"step": step} for step in (1, 2) for row in ROWS if row["prompt"] == "1+1="]
     with contextlib.closing(Runtime(recipe.rewards, workers=0)) as runtime:
-        scored = score(recipe, [*rows, ROWS[1]], runtime)
+        scored = score_rows(recipe, [*rows, ROWS[1]], runtime)
     assert scored.rewards["accuracy"] == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
     assert scored.advantages[:3] == scored.advantages[3:6]
     assert scored.extras["answer_parsed"] == ["2", "3", "2", "2", "3", "2", "4"]

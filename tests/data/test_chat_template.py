@@ -6,7 +6,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from grpo_ext.data.chat_template import problems, template_text
+from grpo_ext.data.chat_template import template_problems, template_text
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
@@ -32,7 +32,7 @@ LOST_SYSTEM = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{
     ],
 )
 def test_a_template_is_rendered_before_anything_is_loaded(template, with_system, expected):
-    found = list(problems(template, with_system=with_system))
+    found = list(template_problems(template, with_system=with_system))
     assert len(found) == bool(expected)
     assert all(words in str(found[0]) for words in expected)
 
@@ -41,9 +41,9 @@ def test_a_template_may_be_a_file(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text(PLAIN)
     assert template_text(str(path)) == template_text(PLAIN) == PLAIN
-    assert not list(problems(str(path)))
+    assert not list(template_problems(str(path)))
     path.write_text("{{ broken")
-    (problem,) = problems(str(path))
+    (problem,) = template_problems(str(path))
     assert f"{str(path)!r}: does not render" in str(problem)
 
 

@@ -14,18 +14,18 @@ import psutil
 import pytest
 from tokenizers import decoders
 
-from grpo_ext.environments.composition import parse
+from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import Attempts, Limits, Task
+from grpo_ext.environments.loop import AttemptLimits, Attempts, Task
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.session import EnvironmentFailed
 from grpo_ext.objective.trajectory import Sample
-from grpo_ext.rewards.workers.child import FOLDER, LOADING_SECONDS
+from grpo_ext.rewards.workers.child import FOLDER_PREFIX, LOADING_SECONDS
 from support import tiny, worlds
 from support.processes import PATIENCE
 
 EOS, LETTERS = 1, range(3, 29)
-LIMITS = Limits(completion=200, counts_all=True, context=None, ends=frozenset([EOS]))
+LIMITS = AttemptLimits(completion=200, counts_all=True, context=None, ends=frozenset([EOS]))
 HERE = Path(worlds.__file__)
 
 
@@ -87,7 +87,7 @@ class Requests(Scripted):
 
 def spec(name="Faulty", **settings):
     entry = {"path": f"{HERE}:{name}", "turn_timeout": PATIENCE, **settings}
-    [found], problems = parse([entry])
+    [found], problems = parse_environments([entry])
     assert not problems
     return found
 
@@ -171,7 +171,7 @@ def test_on_error_may_name_a_reward(hosts):
 
 def test_each_attempt_fails_if_the_class_cannot_be_imported(hosts, tmp_path):
     (tmp_path / "vanishing.py").write_text((HERE).read_text())
-    [found], problems = parse([f"{tmp_path}/vanishing.py:Faulty"])
+    [found], problems = parse_environments([f"{tmp_path}/vanishing.py:Faulty"])
     assert not problems
     (tmp_path / "vanishing.py").write_text("raise RuntimeError('gone')")
     lost, _ = run(hosts, tasks(found, [{"fault": None}] * 2))
@@ -207,7 +207,7 @@ def test_an_attempt_fails_if_its_environment_cannot_be_started(hosts, monkeypatc
 def test_temporary_files_and_open_environments_are_removed(hosts):
     [littered], _ = run(hosts, tasks(spec("Litters"), [{}]))
     file = Path(littered.messages[-1]["content"])
-    assert file.parent.parent.name.startswith(FOLDER)
+    assert file.parent.parent.name.startswith(FOLDER_PREFIX)
 
     def broken(*_):
         raise MemoryError
@@ -285,11 +285,6 @@ def test_waves_of_turns_do_not_depend_on_the_time_that_environments_take(hosts):
     assert engine.waves == [[0, 1, 2]] * 3
 
 
-def test_environments_run_in_parallel(hosts, tmp_path):
-    done, _ = run(hosts, tasks(spec("Meets"), meeting(tmp_path, *[(1, 1, 30)] * 30)))
-    assert [t.failure for t in done] == [None] * 30
-
-
 def test_completions_of_a_prompt_play_the_same_game(hosts):
     done, _ = run(hosts, tasks(spec(), [{"fault": None}] * 4))
     said = [[m["content"] for m in t.messages if m["role"] == "user"] for t in done]
@@ -328,16 +323,11 @@ def test_a_template_that_rewrites_the_history_makes_another_row(hosts):
 
 
 def test_special_tokens_in_observations_are_text(hosts):
-    tokenizer = tiny.tokenizer()
-    news = Renderer(tokenizer, {}).harmless([{"role": "user", "content": "a<eos>b\ud800"}])
-    assert news == [{"role": "user", "content": "a< eos>b?"}]
-    news = Renderer(tokenizer, {}).harmless([{"role": "<eos>", "content": "", "name": "<eos>"}])
-    assert news == [{"role": "< eos>", "content": "", "name": "< eos>"}]
-
-
-def test_text_that_a_tokenizer_refuses_fails_one_attempt(hosts):
+    given = [{"role": "user", "content": "a<eos>b\ud800"}, {"role": "<eos>", "content": "", "name": "<eos>"}]
+    split = [{"role": "user", "content": "a< eos>b?"}, {"role": "< eos>", "content": "", "name": "< eos>"}]
+    assert Renderer(tiny.tokenizer(), {}).harmless(given) == split
     todo = tasks(spec(), [{"fault": None}] * 2)
-    todo[0] = replace(todo[0], prompt=[{"role": "user", "content": "\ud800"}])
+    todo[0] = replace(todo[0], prompt=[{"role": "user", "content": "\ud800"}])  # which the tokenizer refuses
     done, _ = run(hosts, todo)
     assert [t.failure and t.failure.partition(":")[0] for t in done] == ["template", None]
 
@@ -366,28 +356,26 @@ def test_the_limit_counts_all_tokens_or_those_of_the_policy(hosts, counts_all, t
     assert t.truncated == counts_all
 
 
-def test_a_turn_that_does_not_end_is_the_last(hosts):
-    [t], _ = run(hosts, tasks(spec(), [{"fault": None}]), Scripted(lambda *_: [5] * 9), replace(LIMITS, completion=4))
-    assert ([turn.sampled for turn in t.turns], t.truncated, t.failure) == ([[5] * 4], True, None)
-
-
-def test_max_turns_ends_an_attempt_after_the_environment_has_judged_it(hosts):
-    [t], _ = run(hosts, tasks(spec(max_turns=2), [{"fault": None}]))
-    assert ([turn.reward for turn in t.turns], t.truncated) == ([0.25, 0.25], True)
+def test_a_turn_that_does_not_end_is_the_last_and_so_is_that_of_max_turns(hosts):
+    todo = [*tasks(spec(), [{"fault": None}]), *tasks(spec(max_turns=2), [{"fault": None}])]
+    script = Scripted(lambda attempt, turn: [5, EOS] if attempt else [5] * 9)
+    (endless, ended), _ = run(hosts, todo, script, replace(LIMITS, completion=20))
+    assert ([turn.sampled for turn in endless.turns], endless.truncated, endless.failure) == ([[5] * 9], True, None)
+    assert ([turn.reward for turn in ended.turns], ended.truncated) == ([0.25, 0.25], True)  # it was judged
 
 
 # Here and now, and in threads.
 
 
-@pytest.mark.parametrize("where", [{"environment": worlds.Meets}, {"isolate": False}])
-def test_environments_in_threads_run_in_parallel_too(hosts, where, tmp_path):
+@pytest.mark.parametrize("where", [{}, {"environment": worlds.Meets}, {"isolate": False}])
+def test_environments_in_processes_and_threads_run_in_parallel(hosts, where, tmp_path):
     rows = meeting(tmp_path, *[(2, 1, 20)] * 20)
     done, _ = run(hosts, tasks(replace(spec("Meets"), **where), rows))
     assert [(t.failure, sum(turn.reward for turn in t.turns)) for t in done] == [(None, 2.0)] * 20
 
 
 def test_environments_in_this_process_are_played_in_waves(hosts):
-    [guess], _ = parse([{"name": "guess", "kwargs": {"high": 9, "guesses": 3}}])
+    [guess], _ = parse_environments([{"name": "guess", "kwargs": {"high": 9, "guesses": 3}}])
     nine = tiny.WORDS.index("9")
     script = Scripted(lambda attempt, turn: [nine - (attempt == 1), EOS])
     done, engine = run(hosts, tasks(guess, [{"solution": "9"}, {"solution": "9"}, {"solution": "1"}]), script)

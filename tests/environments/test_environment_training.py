@@ -211,14 +211,12 @@ def test_settings_of_environments_without_any_are_refused(setting, tmp_path):
         trained(tmp_path, None, tiny.prompts(16), rewards=[tiny.count_a], **setting)
 
 
-def test_images_are_refused_in_the_rows_of_an_evaluation_too(tmp_path):
-    args = GRPOExtConfig(str(tmp_path), **tiny.TRAINING)
-    seen = [row | {"images": ["owl.png"]} for row in asked()]
-    with pytest.raises(ConfigError, match="column 'images': environments carry text only"):
-        GRPOExtTrainer(tiny.model(), None, args, asked(), {"seen": seen}, environments=[GUESS])
-
-
 def test_what_does_not_suit_is_told_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ConfigError) as error:
         trained(tmp_path, [GUESS | {"max_turns": 0}, {"path": "support.worlds:Solved"}], [{"prompt": "text"}] * 16)
     assert len(error.value.problems) == 3
+    seen = {"seen": [row | {"images": ["owl.png"]} for row in asked()]}
+    with pytest.raises(ConfigError, match="column 'images': environments carry text only"):
+        GRPOExtTrainer(
+            tiny.model(), None, GRPOExtConfig(str(tmp_path), **tiny.TRAINING), asked(), seen, environments=[GUESS]
+        )

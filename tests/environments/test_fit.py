@@ -5,7 +5,7 @@ from datasets import Dataset
 from trl.chat_template_utils import qwen3_chat_template
 
 from grpo_ext.environments import fit
-from grpo_ext.environments.composition import parse
+from grpo_ext.environments.composition import parse_environments
 from support import tiny
 
 ASKED = [{"role": "user", "content": "go"}]
@@ -14,7 +14,7 @@ COUNTER, SOLVED = "support.worlds:Counter", "support.worlds:Solved"
 
 
 def specs(*entries):
-    found, problems = parse(list(entries))
+    found, problems = parse_environments(list(entries))
     assert not problems
     return found
 
@@ -47,7 +47,7 @@ def data(prompt=ASKED, **columns):
     ],
 )
 def test_data_that_do_not_fit_are_refused(entries, rows, message):
-    problems = [str(problem) for problem in fit.data_problems(specs(*entries), rows)]
+    problems = [str(problem) for problem in fit.dataset_problems(specs(*entries), rows)]
     assert len(problems) == (message is not None)
     assert all(message in problem for problem in problems)
 

@@ -14,7 +14,7 @@ import pytest
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.hosts import Connection, answers
 from grpo_ext.environments.protocol import Conversation
-from grpo_ext.environments.session import Session, serve
+from grpo_ext.environments.session import Session, serve_session
 from grpo_ext.rewards.workers.frames import HEADER, frame, read_frame
 from support.processes import PATIENCE
 
@@ -119,5 +119,5 @@ def test_a_session_whose_client_leaves_closes_its_event_loop():
     session = Session(Waits, (), 0)
     with ours:
         ours.sendall(frame(pickle.dumps(("reset", {}))))
-    serve(theirs, session)
+    serve_session(theirs, session)
     assert session._loop.is_closed()

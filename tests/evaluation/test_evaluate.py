@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
-from grpo_ext.data.eval_sets import EvalSet, parse
+from grpo_ext.data.eval_sets import EvalSet, parse_eval_sets
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.evaluation.evaluate import evaluate, prompts_at_a_time
-from grpo_ext.evaluation.results import Result, difference, flat, per_prompt, result
+from grpo_ext.evaluation.results import Result, difference, logged_figures, per_prompt, result
 from grpo_ext.evaluation.sampling import evaluating
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
@@ -227,7 +227,7 @@ def test_figures_by_hand():
     assert means["answered"] == pytest.approx((3 / 4 + 1) / 2)
     assert found.left_out == 1
     assert found.by_source["b"]["avg@4"].mean == 0.25
-    assert flat(found)["eval_set/a/avg@4"] == 0.5
+    assert logged_figures(found)["eval_set/a/avg@4"] == 0.5
     assert found.figures["rewards/judge"].mean == pytest.approx((2 / 3 + 1 / 4) / 2)
 
 
@@ -278,7 +278,7 @@ def test_prompts_of_the_same_text_are_two():
     ],
 )
 def test_a_mistake_in_a_set_is_told(entry, words):
-    sets, problems = parse([entry], [RewardSpec("accuracy", "accuracy")])
+    sets, problems = parse_eval_sets([entry], [RewardSpec("accuracy", "accuracy")])
     assert not sets
     assert any(words in str(problem) for problem in problems), problems
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 from grpo_ext.commands import demo
 from grpo_ext.quickstart import model as quickstart_model
 from grpo_ext.quickstart import task
-from grpo_ext.quickstart.model import TAGS, build_model, build_tokenizer, ensure_model
+from grpo_ext.quickstart.model import ANSWER_TAGS, build_model, build_tokenizer, ensure_model
 from support.commands import command
 
 SPLITS = ("train", "validation", "held_out")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 
 def test_no_problem_or_its_mirror_is_in_two_splits():
-    pairs = [{frozenset(pair) for pair in task.problems(split)} for split in SPLITS]
+    pairs = [{frozenset(pair) for pair in task.addition_pairs(split)} for split in SPLITS]
     assert len(set.union(*pairs)) == sum(map(len, pairs))
     assert all(len(found) > 900 for found in pairs)
 
@@ -45,9 +45,9 @@ def test_the_seed_shuffles_training_problems_only_and_splits_are_disjoint(split)
 
 
 def test_every_demonstration_is_right():
-    for a, b in (pair for split in SPLITS for pair in task.problems(split)):
+    for a, b in (pair for split in SPLITS for pair in task.addition_pairs(split)):
         text = task.demonstration(a, b)
-        assert task.FORMAT.fullmatch(text)
+        assert task.COMPLETION_FORMAT.fullmatch(text)
         assert int(task.ANSWER.search(text)[1]) == a + b
         for x, y, z in re.findall(r"(\d+)\+(\d+)=(\d+)", text):
             assert int(x) + int(y) == int(z)
@@ -78,7 +78,7 @@ def test_tokenizer_round_trips_and_keeps_tags_whole(folder):
     for tokenizer in (build_tokenizer(), AutoTokenizer.from_pretrained(folder), AutoProcessor.from_pretrained(folder)):
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
-        assert all(len(tokenizer(tag)["input_ids"]) == 1 for tag in (*TAGS, "\n", "<eos>", "<pad>"))
+        assert all(len(tokenizer(tag)["input_ids"]) == 1 for tag in (*ANSWER_TAGS, "\n", "<eos>", "<pad>"))
         assert tokenizer.unk_token_id not in ids
 
 

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from grpo_ext.data.config import GAME, DataConfig
-from grpo_ext.data.config import problems as data_problems
+from grpo_ext.data.config import GAME, DataConfig, data_problems
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.environments.library.guess import Guess
 from grpo_ext.quickstart import game
@@ -17,7 +16,7 @@ RECIPE = ["--config", GAME]
 
 
 def played():
-    return game.demonstrations(0, 400)
+    return game.game_demonstrations(0, 400)
 
 
 def test_the_teacher_plays_by_the_environments_rules():
@@ -27,7 +26,7 @@ def test_the_teacher_plays_by_the_environments_rules():
     for secret in random.Random(1).choices(range(1, game.HIGH + 1), k=400):
         messages = game.clumsy_game(secret, random.Random(secret))
         environment = Guess(**spec.kwargs)
-        environment.reset(game.example(secret))
+        environment.reset(game.game_row(secret))
         steps = [environment.step(message) for message in messages[::2]]
         assert [step.observation for step in steps[:-1]] == [message["content"] for message in messages[1::2]]
         assert [step.done for step in steps] == [False] * (len(steps) - 1) + [True]

@@ -15,10 +15,10 @@ from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import resolve
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
 from grpo_ext.recipe.foreign import recognise
-from grpo_ext.recipe.foreign.engine import Draft, Rule, defaults_at, number, own_default
+from grpo_ext.recipe.foreign.engine import Draft, KeyRule, defaults_at, own_default, version_key
 from grpo_ext.recipe.foreign.shared import split_batch
 from grpo_ext.recipe.foreign.shell import read_script
-from grpo_ext.recipe.foreign.writing import written
+from grpo_ext.recipe.foreign.writing import recipe_text
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from support.commands import command
@@ -54,7 +54,7 @@ EXPECTED = yaml.safe_load((FOLDER.parent / "foreign_expected.yaml").read_text())
 def test_a_whole_file_becomes_a_recipe(name):
     kind, values, left, decisions = EXPECTED[name].values()
     found, draft = migrate.migrated(FOLDER / name)
-    text = written(draft, name, "recipe.yaml")
+    text = recipe_text(draft, name, "recipe.yaml")
     assert found == kind
     assert {key: draft.values.get(key) for key in values} == values
     assert sorted(draft.left) == left
@@ -93,7 +93,7 @@ def test_a_converted_key_changes_the_recipe(name):
             found = draft_of(kind, given, draft.version)
         except (ValueError, ArithmeticError):
             return None
-        return written(found, "x", "z").partition("# Left out")[0]
+        return recipe_text(found, "x", "z").partition("# Left out")[0]
 
     before = outcome(draft.given)
     same = [
@@ -142,7 +142,7 @@ def test_a_default_that_differs_from_ours_is_written_with_its_origin(kind, proje
     assert [key for key in wanted if draft.values[key] == wanted[key] and not draft.notes.get(key)] == []
     versioned = (values for values in project.defaults.values() if isinstance(values, dict))
     known = {version for values in versioned for version in values}
-    assert list(project.versions) == sorted(project.versions, key=number)
+    assert list(project.versions) == sorted(project.versions, key=version_key)
     assert kind == "open-r1" or known <= set(project.versions)
 
 
@@ -242,11 +242,11 @@ def test_tables_name_keys_of_a_recipe(project):
 
 
 def test_a_rule_in_its_short_forms():
-    assert Rule.read("beta") == Rule("beta")
-    assert Rule.read("beta | a | b") == Rule("beta", "a | b")
-    assert Rule.read("- | why") == Rule("", "why")
-    assert Rule.read("* beta, epsilon | how") == Rule("beta, epsilon", "how", computed=True)
-    assert Rule.read("* - | not here") == Rule("", "not here", computed=True)
+    assert KeyRule.read("beta") == KeyRule("beta")
+    assert KeyRule.read("beta | a | b") == KeyRule("beta", "a | b")
+    assert KeyRule.read("- | why") == KeyRule("", "why")
+    assert KeyRule.read("* beta, epsilon | how") == KeyRule("beta, epsilon", "how", computed=True)
+    assert KeyRule.read("* - | not here") == KeyRule("", "not here", computed=True)
 
 
 def test_an_unknown_key_is_left_out_and_asked_about(tmp_path):

@@ -5,7 +5,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from grpo_ext.commands import verify
-from grpo_ext.commands.arguments import parsed
+from grpo_ext.commands.arguments import parse_command_line
 from grpo_ext.config import machine
 from grpo_ext.config.launch import ASKED, EXIT_CODE_FILE
 from grpo_ext.errors import ConfigError
@@ -116,7 +116,7 @@ ON_TWO = {"num_processes": 2, "per_device_train_batch_size": 2, "num_generations
 
 def test_verify_launches_as_the_recipe_says(recipe):
     def launcher(*argv):
-        return verify.launcher(parsed(["verify", *argv]))
+        return verify.launcher(parse_command_line(["verify", *argv]))
 
     several, line = launcher(*recipe(**ON_TWO, machine_rank=0))
     assert (several, line[-2:]) == (2, ["--machine_rank", "0"])

@@ -1,6 +1,5 @@
 """`grpo-ext diagnose`: output and exit codes, and the warnings during training."""
 
-import dataclasses
 import json
 import logging
 import re
@@ -12,7 +11,8 @@ import torch
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.report.page import write_report
 from grpo_ext.trainer.diagnosis import rules
-from grpo_ext.trainer.diagnosis.watching import Watching
+from grpo_ext.trainer.diagnosis.evidence import EVIDENCE
+from grpo_ext.trainer.diagnosis.recording import Watching
 from support import tiny
 from support.commands import command
 from support.histories import history
@@ -117,7 +117,7 @@ def test_training_warns_once_about_each_finding(trainer, named, tmp_path, caplog
     training = trainer(tiny.model(), tiny.count_a, args, tiny.prompts(64), processing_class=tiny.tokenizer())
     with caplog.at_level(logging.WARNING):
         training.train()
-    warned = [r.getMessage() for r in caplog.records if r.name == "grpo_ext.trainer.diagnosis.watching"]
+    warned = [r.getMessage() for r in caplog.records if r.name == "grpo_ext.trainer.diagnosis.recording"]
     assert [text.partition(". ")[0] for text in warned] == [f"step 5: {name}" for name in named]
     capsys.readouterr()
     code, out, _ = asked(tmp_path, "--json", capsys=capsys)
@@ -128,7 +128,7 @@ def test_a_rule_that_raises_does_not_end_a_run(caplog, monkeypatch):
     def fails(history):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(rules, "RULES", (dataclasses.replace(rules.RULES[0], evidence=fails),))
+    monkeypatch.setitem(EVIDENCE, rules.RULES[0].name, fails)
     watching, state = Watching({}), SimpleNamespace(is_world_process_zero=True, log_history=history())
     with caplog.at_level(logging.WARNING):
         watching.on_log(None, state, None)

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ def temp(tmp_path, monkeypatch):
 
 
 def folder(temp: Path, process: int, namespace: int) -> Path:
-    made = temp / f"{child.FOLDER}{namespace}_{process}_abc"
+    made = temp / f"{child.FOLDER_PREFIX}{namespace}_{process}_abc"
     made.mkdir()
     (made / "file").write_text("")
     return made
@@ -45,16 +46,16 @@ def test_only_what_belongs_to_nobody_is_removed(temp):
 
 def test_all_workers_of_a_process_end_at_once_and_none_is_started_for_them(temp, monkeypatch):
     monkeypatch.setattr(child, "_starting", threading.Lock())  # which is kept
-    with Pool(2) as workers:
+    with closing(Pool(2)) as workers:
         workers.run([Job("support.faulty:letters", {"completions": ["a"]}, 60.0)] * 2)
         processes = [worker.process for worker in workers._workers]
-        assert len(list(temp.glob(f"{child.FOLDER}*"))) == len(processes) > 0
+        assert len(list(temp.glob(f"{child.FOLDER_PREFIX}*"))) == len(processes) > 0
         kill_children()
         assert all(process.poll() is not None for process in processes)
         late = threading.Thread(target=Worker, args=(1.0,), daemon=True)
         late.start()
         late.join(0.5)
-        assert not list(temp.glob(f"{child.FOLDER}*"))
+        assert not list(temp.glob(f"{child.FOLDER_PREFIX}*"))
 
 
 def test_the_time_in_which_the_end_of_a_worker_is_awaited_is_not_counted_for_others(monkeypatch):

@@ -3,9 +3,7 @@
 import logging
 import os
 import pickle
-import subprocess
 import sys
-import textwrap
 import threading
 
 import pytest
@@ -22,7 +20,7 @@ from transformers import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
 
 from grpo_ext.rewards.catalogue import rewards
-from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.models import loaded_model
 from grpo_ext.rewards.models.reward_model import RewardModelScorer, scorer_from
 from support import tiny
@@ -33,14 +31,7 @@ VOCAB, PAD, EOS = len(tiny.WORDS), 0, 1
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 CHATS = [
     [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    for prompt, answer in [
-        ("a", "b"),
-        ("what is 1 + 1?", "2"),
-        ("x" * 40, "y" * 30),
-        ("a", "c"),
-        ("", "z"),
-        ("q", "a b c"),
-    ]
+    for prompt, answer in [("a", "b"), ("what is 1 + 1?", "2"), ("x" * 40, "y" * 30), ("", "z"), ("q", "a b c")]
     + [("n" * i, "m" * (9 - i)) for i in range(1, 9)]
 ]
 
@@ -50,26 +41,18 @@ def _nothing_loaded(monkeypatch):
     monkeypatch.setattr(loaded_model, "_models", {})
 
 
-def llama(**overrides):
-    config = {"vocab_size": VOCAB, "num_labels": 1, "max_position_embeddings": 128, "pad_token_id": PAD, **SIZES}
-    return LlamaForSequenceClassification(LlamaConfig(**(config | {"initializer_range": 0.5} | overrides)))
+def llama(kind=LlamaForSequenceClassification, config=LlamaConfig, sizes=SIZES, **overrides):
+    shared = {"vocab_size": VOCAB, "num_labels": 1, "max_position_embeddings": 128, "pad_token_id": PAD}
+    return kind(config(**(shared | sizes | {"initializer_range": 0.5} | overrides)))
 
 
 def gpt2(**overrides):  # absolute positions: a left-padded row is wrong without its own
-    config = {
-        "vocab_size": VOCAB,
-        "num_labels": 1,
-        "n_positions": 128,
-        "pad_token_id": PAD,
-        "n_embd": 16,
-        "n_layer": 2,
-    }
-    return GPT2ForSequenceClassification(GPT2Config(**(config | {"n_head": 2, "initializer_range": 0.5} | overrides)))
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2}
+    return llama(GPT2ForSequenceClassification, GPT2Config, sizes, **overrides)
 
 
 def bert(**overrides):  # sees its padding, unless masked
-    config = {"vocab_size": VOCAB, "num_labels": 1, "max_position_embeddings": 128, "pad_token_id": PAD, **SIZES}
-    return BertForSequenceClassification(BertConfig(**(config | {"initializer_range": 0.5} | overrides)))
+    return llama(BertForSequenceClassification, BertConfig, **overrides)
 
 
 def save(folder, build=llama, side="right", **overrides):
@@ -126,9 +109,9 @@ def test_scores_depend_on_neither_micro_batch_nor_padding(tmp_path, build, side,
 def test_a_text_prompt_is_a_chat_and_the_policy_has_no_say(tmp_path):
     folder = save(tmp_path)
     reward = reward_model(
-        prompts=["a", [{"role": "user", "content": "q"}]], completions=["b", CHATS[5][1:]], model=folder
+        prompts=["a", [{"role": "user", "content": "q"}]], completions=["b", CHATS[4][1:]], model=folder
     )
-    assert reward == pytest.approx([alone(folder)[0], alone(folder)[5]], abs=1e-5)
+    assert reward == pytest.approx([alone(folder)[0], alone(folder)[4]], abs=1e-5)
     blocks = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
     assert reward_model(prompts=["q"], completions=[[{"content": blocks}]], model=folder) == pytest.approx(reward[1:])
 
@@ -191,10 +174,10 @@ def test_one_load_for_all_threads_and_rewards_with_the_same_settings(tmp_path, m
     assert (first.dtype, second.dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_evaluation_mode_and_no_gradient(tmp_path):
+def test_evaluation_mode_and_no_gradient_and_the_same_in_another_process(tmp_path):
     folder = save(tmp_path, attention_dropout=0.9)
     scorer = RewardModelScorer(folder, device="cpu")
-    assert scorer(CHATS) == scorer(CHATS)
+    assert scorer(CHATS) == scorer(CHATS) == pickle.loads(pickle.dumps(scorer))(CHATS)
     [loaded] = loaded_model._models.values()
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
@@ -276,7 +259,7 @@ def test_out_of_memory_halves_the_micro_batch_and_loses_nothing(tmp_path, monkey
     monkeypatch.setattr(loaded.model, "forward", forward)
     with caplog.at_level(logging.WARNING, "grpo_ext"):
         scores = scorer(CHATS)
-    assert sizes == [8, 4, 2, 2, 2, 2, 2, 2, 2]
+    assert sizes == [8, 4, 2, 2, 2, 2, 2, 2, 1]
     assert scores == pytest.approx(alone(folder), abs=1e-5)
     assert "micro-batches of 2 now" in caplog.text
     sizes.clear()
@@ -364,8 +347,8 @@ def test_get_score_with_code_of_its_own_only_where_it_is_trusted(tmp_path, monke
 
 def test_a_recipe_writes_its_options_under_minimind():
     kwargs = {"reward_model": {"model": "org/model", "dtype": "bfloat16", "micro_batch_size": 4}}
-    assert parse([{"name": "minimind", "kwargs": kwargs}])[1] == []
-    assert parse([{"name": "reward_model", "kwargs": kwargs["reward_model"]}])[1] == []
+    assert parse_rewards([{"name": "minimind", "kwargs": kwargs}])[1] == []
+    assert parse_rewards([{"name": "reward_model", "kwargs": kwargs["reward_model"]}])[1] == []
     for options, words in [
         ({"model": "m", "dtyp": "float16"}, "reward_model.dtyp='float16'.* Did you mean 'dtype'"),
         ({"dtype": "float16"}, "it has no model"),
@@ -374,36 +357,15 @@ def test_a_recipe_writes_its_options_under_minimind():
         with pytest.raises(ValueError, match=words):
             scorer_from(options)
         for name in ("minimind", "minimind_current"):
-            assert parse([{"name": name, "kwargs": {"reward_model": options}}])[1] != []
+            assert parse_rewards([{"name": name, "kwargs": {"reward_model": options}}])[1] != []
     with pytest.raises(ValueError, match="two scorers"):
         minimind(prompts=[], completions=[], scorer=len, reward_model={"model": "m"})
 
 
 def test_models_are_not_copied_into_worker_processes():
-    entries = [
-        {"name": "reward_model", "kwargs": {"model": "m"}},
-        {"name": "minimind", "kwargs": {"reward_model": {"model": "m"}}},
-        {"name": "minimind_current", "kwargs": {"reward_model": {"model": "m"}}},
-        {"name": "remote", "kwargs": {"url": "http://h", "protocol": "score"}},
-    ]
-    specs, problems = parse(entries)
-    assert problems == []
+    own = {"model": "m"}
+    kwargs = {"reward_model": own, "minimind": {"reward_model": own}, "minimind_current": {"reward_model": own}}
+    kwargs["remote"] = {"url": "http://h", "protocol": "score"}
+    specs, _ = parse_rewards([{"name": name, "kwargs": given} for name, given in kwargs.items()])
     assert [spec.isolated for spec in specs] == [False] * 4
-    specs, problems = parse(["minimind", "minimind_current"])
-    assert problems == []
-    assert [spec.isolated for spec in specs] == [True] * 2
-
-
-def test_a_scorer_travels_to_another_process(tmp_path):
-    scorer = RewardModelScorer(save(tmp_path))
-    scores = scorer(CHATS[:3])
-    assert pickle.loads(pickle.dumps(scorer))(CHATS[:3]) == scores
-
-
-def test_importing_the_rewards_imports_no_torch():
-    code = """
-        import sys, grpo_ext.rewards
-        print([name for name in ("torch", "transformers", "httpx") if name in sys.modules])
-    """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert [spec.isolated for spec in parse_rewards(["minimind", "minimind_current"])[0]] == [True] * 2

@@ -19,7 +19,7 @@ TAG_SOUP = st.lists(st.sampled_from([*TAGS, "\n", "a", " "]), max_size=25).map("
 
 
 def test_importing_rewards_loads_nothing_heavy():
-    heavy = ("torch", "trl", "transformers", "math_verify", "sympy", "reasoning_gym")
+    heavy = ("torch", "trl", "transformers", "math_verify", "sympy", "reasoning_gym", "httpx")
     code = f"import sys, grpo_ext.rewards; print([m for m in {heavy!r} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
@@ -119,14 +119,37 @@ def test_format_by_hand(style, text, expected):
 
 @given(TAG_SOUP)
 def test_a_full_format_has_every_tag_once(text):
-    for style in ("think_answer", "think_answer_inline"):
-        if rewards["format"](completions=[text], style=style) == [1.0]:
-            assert rewards["tags"](completions=[text]) == [1.0]
-            assert [text.find(tag) for tag in TAGS] == sorted(text.find(tag) for tag in TAGS)
-    strict, inline = (
-        rewards["format"](completions=[text], style=s)[0] for s in ("think_answer", "think_answer_inline")
-    )
-    assert strict <= inline
+    strict, inline = (rewards["format"](completions=[text], style=s) for s in ("think_answer", "think_answer_inline"))
+    assert strict <= inline <= rewards["tags"](completions=[text])
+    assert inline == [0.0] or [text.find(tag) for tag in TAGS] == sorted(text.find(tag) for tag in TAGS)
+
+
+PYTHON = GOOD.replace("42", "```python\nprint(1)\n```")
+CPP = PYTHON.replace("python", "cpp")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "value"),
+    [
+        (PYTHON, {}, 1.0),
+        (
+            PYTHON.replace("```python", "text\n```python").replace("```\n<", "``` more\n<"),
+            {"language": ["python"]},
+            1.0,
+        ),
+        (CPP, {}, 0.0),
+        (CPP, {"language": ["cpp"]}, 1.0),
+        (CPP, {"language": [None], "default_language": "cpp"}, 1.0),
+        (CPP, {"language": ["java"], "default_language": "cpp"}, 0.0),
+        (PYTHON.replace("\n```\n", "\n"), {}, 0.0),  # never closed
+        (PYTHON + "\nmore", {}, 1.0),  # as Open-R1's $ lets it
+        (PYTHON + " more", {}, 0.0),
+        ("x" + PYTHON, {}, 0.0),
+        ("```python\nprint(1)\n```", {}, 0.0),
+    ],
+)
+def test_code_format_by_hand(text, options, value):
+    assert rewards["code_format"](completions=[text], **options) == [value]
 
 
 # tags, steps, lengths, repetition
@@ -217,7 +240,9 @@ def test_trl_names_are_trls_functions():
     ]
     columns = {"prompts": ["q", "q"], "completions": conversations, "completion_ids": [[1] * 1152, [1]]}
     for name in ("accuracy_reward", "reasoning_accuracy_reward"):
-        assert rewards[name](**columns, solution=["$72$", "$72$"]) == [1.0, 0.0]
+        logged = {}
+        assert rewards[name](**columns, solution=["$72$"] * 2, log_extra=logged.__setitem__) == [1.0, 0.0]
+        assert "gold_parsed" in logged
     assert rewards["think_format_reward"](**columns) == [1.0, 1.0]
     delimited = rewards["reasoning_accuracy_reward"](**columns, solution=["$72$"] * 2, reasoning_delimiters=["[/T]"])
     assert delimited == [0.0, 0.0]
@@ -225,14 +250,6 @@ def test_trl_names_are_trls_functions():
     assert punishment(**columns) == [-0.5, 0.0]  # 1280 - 256 = 1024 tokens are free
     assert punishment(**columns, max_completion_len=1152, soft_punish_cache=128) == [-1.0, 0.0]
     assert punishment.__name__ == trl.rewards.get_soft_overlong_punishment(1, 1).__name__
-
-
-def test_trl_names_pass_on_the_logging_column():
-    logged = []
-    rewards["accuracy_reward"](
-        completions=[[{"content": r"\boxed{1}"}]], solution=["$1$"], log_extra=lambda name, _: logged.append(name)
-    )
-    assert "gold_parsed" in logged
 
 
 # reasoning-gym

@@ -2,8 +2,7 @@
 
 import json
 import random
-import threading
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -95,9 +94,7 @@ FORMULAS = {
     "4": (["sqrt(16)"], []),
     "15": ([], [r"x \to 15"]),
 }
-# fmt: on
 # Where the answer stands in a longer text; the first group is read as running text only, not as a marked answer.
-# fmt: off
 PLACES = {
     "72": (
         ["She has 48 + 24 = 72 clips.", "The answer is 72.", "The answer is $72 for 3 people.",
@@ -165,11 +162,6 @@ MARKED_TOO = cases(NUMBERS, UNITS, FRACTIONS_AND_PERCENTAGES, FORMULAS)
 TABLE = MARKED_TOO + cases(PLACES)
 
 
-def test_the_table_is_large_and_has_both_outcomes():
-    assert len(TABLE) >= 100
-    assert sum(expected == 0.0 for *_, expected in TABLE) >= 50
-
-
 @pytest.mark.parametrize(("text", "gold", "expected"), TABLE)
 def test_answers_as_written(text, gold, expected):
     assert accuracy(completions=[text], solution=[gold]) == [expected]
@@ -196,60 +188,84 @@ def test_conversational_completions_and_ignored_columns():
 
 
 def test_off_the_main_thread_where_signals_cannot_be_set():
-    cases = [(r"\frac{\pi}{2}", r"\pi/2"), ("72", "72"), (r"2\sqrt{3}", r"\sqrt{11}")]
-    results = []
-    thread = threading.Thread(
-        target=lambda: results.extend(accuracy(completions=[a for a, _ in cases], solution=[g for _, g in cases]))
-    )
-    thread.start()
-    thread.join()
-    assert results == [1.0, 1.0, 0.0]
+    answers, golds = [r"\frac{\pi}{2}", "72", r"2\sqrt{3}"], [r"\pi/2", "72", r"\sqrt{11}"]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(accuracy, answers, golds).result() == [1.0, 1.0, 0.0]
+
+
+QUESTION, QUOTIENT = "What is 876 + 530?", "What is 12 divided by 4?"
+COPIES = {
+    (QUESTION, "1406"): [
+        *("<answer>876+530</answer>", "<answer> 530 + 876 </answer>", "<answer>(876)+(530)*1</answer>"),
+        *(r"\boxed{876\,+\,530}", "#### 876+530", "876+530", "The answer is 876+530.", "<think>hm</think>\n876 + 530"),
+    ],
+    ("1,000 plus 406?", "1,406"): ["#### 1,000+406"],
+    (QUOTIENT, "3"): [r"\boxed{12/4}", r"\boxed{12 ÷ 4}", r"\boxed{\frac{12}{4}}", r"\boxed{12 \div 4}"],
+}
+
+
+@pytest.mark.parametrize(("asked", "answer"), [(asked, answer) for asked, given in COPIES.items() for answer in given])
+def test_the_questions_own_calculation_is_no_answer(asked, answer):
+    question, gold = asked
+    assert accuracy([answer], [gold], prompts=[question]) == [0.0]
+    assert accuracy([answer], [gold], prompts=[[{"role": "user", "content": question}]]) == [0.0]
+    assert accuracy([answer], [gold]) == [1.0]  # without the question it cannot be known
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "solution"),
+    [
+        *((QUESTION, answer, "1406") for answer in ("<answer>876+530=1406</answer>", r"\boxed{\frac{2812}{2}}")),
+        ("Which is larger, 1/2 or 1/3?", "<answer>1/2</answer>", "1/2"),
+        ("What is 3 - 8, and not 5?", "<answer>-5</answer>", "-5"),
+        ("Factor x^2 + 3x + 2.", "<answer>(x+1)(x+2)</answer>", "(x+1)(x+2)"),
+        ("Between 2 and 7?", r"\boxed{[2, 7]}", "[2, 7]"),
+    ],
+)
+def test_what_was_worked_out_is_an_answer(question, answer, solution):
+    assert accuracy([answer], [solution], prompts=[question]) == [1.0]
+
+
+HOSTILE = [
+    "9^{9^{9^9}}", "1e999999999", "9" * 50_000, "(" * 20_000, r"\boxed{" * 20_000, "<answer>" * 20_000,
+    "1 " * 20_000, "a" * 50_000 + " 7", "*" * 20_000, "100000!", "10^{9999999}", "1,234" * 10_000,
+    "answer is " * 10_000, "$\\" * 10_000, "-1+" * 10_000, "1/0", "<<" * 20_000, "**" * 20_000, "####1" * 10_000,
+    "\\frac{" * 10_000, "x = " * 400, "x = 1\n" * 300, "a b " * 500 + "= 1", "because " * 200, "1 or " * 400,
+    "(x+1)^{99}" * 9 + "= 0", "x^{999} = y^{999}", "word, " * 300 + "= 1", r"\sum_{i=1}^{999999999} i^i = x",
+    "x' " * 500, "10^10^10", "10^{10^{10}}", "(10^{999})^{999}", "999!!", r"\binom{99999999}{5}", "2^" * 60 + "2",
+    "-" * 150 + "7", r"\frac{" * 30 + "1" + "}{2}" * 30, "(" * 90 + "7" + ")" * 90, "{" * 90 + "7" + "}" * 90,
+    "(" * 11 + "7" + ")" * 11, r"\sqrt{" * 40 + "7" + "}" * 40, r"\begin{pmatrix}" * 20,
+    r"\begin{pmatrix}" + r"1 & " * 60 + r"1\end{pmatrix}", r"\begin{pmatrix}9^{9^{9^9}}\end{pmatrix}",
+    r"\begin{pmatrix}10^{99999}\end{pmatrix}", "7 and " * 300 + "7", "1:" * 900 + "1", r"\boxed{7} and " * 900,
+    "a = 1, b = 2, " * 100, "1 000" + " 000" * 400, "x_1=" * 200, "word " * 400, r"\pm 1, " * 25,
+    "71<|im_end|>" * 3000, "\u0667" * 3000, "(x+y)^{999} = 1", "(x+y)^{99}" * 9 + "= 0",
+    r"\int_0^y x^{x^2} dx = y", "1/0 = x", "x/0 = y", "0/0 = 0/0", "x = ", "= x", "==", "=, =", "= and =",
+    "f(x) + f(y) = 1", r"x = \infty", "x^y = y^x",
+]  # fmt: skip
+GOLDS = ("72", "x + y - z + 1 = 0", r"\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}", "odd", "2:3", "a=4, b=5", "[-2,7]")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "9^{9^{9^9}}", "1e999999999", "9" * 50_000, "(" * 20_000, r"\boxed{" * 20_000, "<answer>" * 20_000,
-        "1 " * 20_000, "a" * 50_000 + " 7", "*" * 20_000,
-        "100000!", "10^{9999999}", "1,234" * 10_000, "answer is " * 10_000, "$\\" * 10_000, "-1+" * 10_000, "1/0",
-        "<<" * 20_000, "**" * 20_000, "####1" * 10_000, "\\frac{" * 10_000,
-        "x = " * 400, "x = 1\n" * 300, "a b " * 500 + "= 1", "because " * 200, "1 or " * 400, "(x+1)^{99}" * 9 + "= 0",
-        "x^{999} = y^{999}", "word, " * 300 + "= 1", r"\sum_{i=1}^{999999999} i^i = x", "x' " * 500,
-    ],
-    ids=lambda text: text[:12],
-)  # fmt: skip
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
 def test_hostile_texts_are_wrong_quickly(text):
     for wrapped in (text, f"<answer>{text}</answer>", f"{text} "):
-        assert accuracy(completions=[wrapped], solution=["72"]) == [0.0]
+        assert accuracy([wrapped], ["72"]) == [0.0]
+    assert accuracy([rf"\boxed{{{text}}}"] * len(GOLDS), GOLDS) == [0.0] * len(GOLDS)
+    assert set(accuracy(["72", GOLDS[1]], [text] * 2)) <= {0.0, None}
 
 
-def gsm8k_problems(count):
-    for folder in Path(__file__).resolve().parents:
-        files = [folder / "shared" / "data" / "gsm8k" / f"{split}.jsonl" for split in ("train", "test")]
-        if all(file.is_file() for file in files):
-            lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-            return [json.loads(line) for line in random.Random(0).sample(lines, count)]
-    return pytest.skip("no shared/data/gsm8k/{train,test}.jsonl above this folder")
-
-
-def test_gsm8k_solutions_score_one_and_perturbed_ones_zero():
-    problems = gsm8k_problems(500)
-    golds = [problem["answer"].rpartition("#### ")[2] for problem in problems]
+def test_perturbed_solutions_of_gsm8k_score_zero(gsm8k):
+    lines = (gsm8k / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    full = [json.loads(line)["answer"] for line in random.Random(0).sample(lines, 500)]
+    bodies, golds = zip(
+        *((body, gold) for body, _, gold in (text.rpartition("\n#### ") for text in full)), strict=True
+    )
     numbers = [int(gold.replace(",", "")) for gold in golds]
-    bodies = [problem["answer"].rpartition("\n####")[0] for problem in problems]
-    full = [problem["answer"] for problem in problems]
-    for solution in (golds, full):
-        assert accuracy(completions=full, solution=solution) == [1.0] * 500
-        tagged = [
-            f"<think>\n{body}\n</think>\n<answer>\n{gold}\n</answer>" for body, gold in zip(bodies, golds, strict=True)
-        ]
-        assert accuracy(completions=tagged, solution=solution) == [1.0] * 500
+    assert accuracy(full, full) == [1.0] * 500
     for wrong in (lambda n: n + 1, lambda n: n * 10 + (n == 0), lambda n: -n - 1, lambda n: n + 0.5):
         hashes = [f"{body}\n#### {wrong(n)}" for body, n in zip(bodies, numbers, strict=True)]
-        assert accuracy(completions=hashes, solution=golds) == [0.0] * 500
         tagged = [f"{text}\n<answer>{wrong(n)}</answer>" for text, n in zip(full, numbers, strict=True)]
-        assert accuracy(completions=tagged, solution=golds) == [0.0] * 500
+        assert accuracy([*hashes, *tagged], [*golds] * 2) == [0.0] * 1000
 
 
 def test_every_solution_of_gsm8ks_test_set_is_read_right_in_four_forms(gsm8k):

@@ -11,8 +11,7 @@ from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.code import reward as module
 from grpo_ext.rewards.code import sandbox
 from grpo_ext.rewards.code.peers import Peer
-from support.code_programs import FORGERIES, HONEST
-from support.hostile import ATTEMPTS, ENDLESS, KILLERS, TRY
+from support.code_programs import HONEST
 
 code = rewards["code"]
 try:
@@ -180,29 +179,6 @@ def test_programs_that_expect_an_ordinary_python(source):
 
 # programs that would rather not answer
 
-TESTS = [
-    "assert f(2) == 4",
-    "assert not f(2) != 4",
-    "assert 4 == f(2)",
-    "assert abs(f(2) - 4) < 1e-6",
-    "import math\nassert math.isclose(f(2), 4)",
-    "assert math.isclose(f(2), 4)",
-    "assert f(2) in [4]",
-    "assert set([f(2)]) == {4}",
-    "assert all(f(2) == y for y in [4])",
-    "assert round(f(2)) == 4 and sum([f(2)]) == 4 and sorted([f(2)]) == [4]",
-    "assert [f(2)] == [4]",
-    "assert f(2) + 1 == 5 or False",
-]
-
-
-@pytest.mark.parametrize("name", FORGERIES)
-def test_no_test_is_forged(name):
-    start = time.monotonic()
-    assert score(FORGERIES[name], TESTS, timeout=3.0, partial=True) == 0.0
-    assert time.monotonic() - start < 120
-    assert score(FORGERIES[name], UNITTEST.format(expected=4), timeout=3.0) == 0.0
-
 
 @pytest.mark.parametrize("look", ["g.__globals__['WANTED']", "g.__code__.co_consts", "g.__closure__[0].cell_contents"])
 def test_a_callback_can_be_called_and_not_looked_into(look):
@@ -256,28 +232,6 @@ def test_an_iterator_can_be_asked_for_its_items_and_nothing_else(attempt):
     assert score(source, ["assert f(x for x in [1, 2]) == 3"]) == ("next" not in attempt)
 
 
-def test_leaving_a_with_block_does_not_silence_the_test():
-    source = "class M:\n    def __enter__(s): return 4\n    def __exit__(s, *e): return True"
-    assert score(source, ["with M() as x: assert x == 4", "with M() as x: assert x == 5"]) == 0.5
-
-
-def test_the_honest_program_passes_the_tests_that_forgers_fail():
-    assert score(DOUBLE, [t for t in TESTS if t != "assert math.isclose(f(2), 4)"]) == 1.0
-    assert score("import math\n" + DOUBLE, TESTS) == 1.0
-
-
-FIELDS = {
-    "home": ["/root"], "secret": "/nonexistent", "outside": "/nonexistent", "shown": "/usr/bin/env", "port": 9,
-    "parent": 1, "unix": "/nonexistent", "abstract": "none",
-}  # fmt: skip
-HOSTILE = {**ATTEMPTS, **ENDLESS, **KILLERS}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_programs_score_zero(name):
-    assert score(TRY + HOSTILE[name].format(**FIELDS), ["assert f(2) == 4"], timeout=0.7) == 0.0
-
-
 def test_a_test_that_kills_or_hangs_costs_only_itself():
     source = (
         "import os, time\ndef f(x):\n    if x == 1: time.sleep(1e6)\n    if x == 2: os._exit(0)\n"
@@ -309,12 +263,6 @@ def test_all_tests_of_a_program_have_a_limit_together():
     assert score("while True: pass", pairs, timeout=1.0, total_timeout=2.5) == 0.0
     assert time.monotonic() - start < 15
     assert score(DOUBLE, ["assert f(1) == 2"], total_timeout=0.0) == 1.0  # one test has its own time
-
-
-def test_packages_on_request():
-    source = "import yaml\ndef f(t): return yaml.safe_load(t)"
-    assert score(source, ["assert f('[1]') == [1]"]) == 0.0
-    assert score(source, ["assert f('[1]') == [1]"], packages=True) == 1.0
 
 
 def test_memory_is_limited():

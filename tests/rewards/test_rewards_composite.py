@@ -7,8 +7,9 @@ import pytest
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from grpo_ext.rewards.catalogue import rewards
-from grpo_ext.rewards.composition import RewardSpec, parse
-from grpo_ext.rewards.runtime import build
+from grpo_ext.rewards.composition import RewardSpec, parse_rewards
+from grpo_ext.rewards.containment import for_trl
+from grpo_ext.rewards.runtime import Runtime
 
 MODULE = """
 import functools
@@ -54,7 +55,7 @@ def my_rewards(tmp_path, monkeypatch):
 
 
 def problems_of(*entries, **options):
-    specs, problems = parse(list(entries), **options)
+    specs, problems = parse_rewards(list(entries), **options)
     assert len(specs) < len(entries) or problems[0].field.startswith("reward_weights") or "log name" in str(problems)
     return problems
 
@@ -69,7 +70,7 @@ def run(coroutine):
 
 
 def test_names_paths_and_mappings(my_rewards):
-    specs, problems = parse(
+    specs, problems = parse_rewards(
         [
             "tags",
             {"name": "format", "weight": 0.5, "kwargs": {"style": "think"}},
@@ -99,19 +100,19 @@ def test_every_registered_name_without_required_options_parses():
     names = [
         n for n, ps in options.items() if all(p.kind is not p.KEYWORD_ONLY or p.default is not p.empty for p in ps)
     ]
-    specs, problems = parse(names)
+    specs, problems = parse_rewards(names)
     assert problems == []
     assert [spec.function for spec in specs] == names
 
 
 def test_reward_weights_replace_the_weights():
-    specs, problems = parse(["tags", "format"], reward_weights=[0.25, -1])
+    specs, problems = parse_rewards(["tags", "format"], reward_weights=[0.25, -1])
     assert problems == []
     assert [spec.weight for spec in specs] == [0.25, -1.0]
 
 
 def test_callable_objects_and_partials_get_trls_names(my_rewards):
-    specs, problems = parse([f"{my_rewards}:instance", f"{my_rewards}:partial"])
+    specs, problems = parse_rewards([f"{my_rewards}:instance", f"{my_rewards}:partial"])
     assert problems == []
     assert [spec.name for spec in specs] == ["Callable_", "scaled"]
 
@@ -152,6 +153,18 @@ def test_callable_objects_and_partials_get_trls_names(my_rewards):
         ({"name": "mine", "func": "org/model"}, ".name", ["under its own id"]),
         ({"name": "org/model", "kwargs": {"a": 1}}, ".kwargs", ["Remove kwargs"]),
         ({"name": "org/model", "scale": 2.0}, ".scale", ["Use the reward reward_model"]),
+        ({"name": "tags", "weight_schedule": "linear"}, ".weight_schedule", ["Write {kind: linear, to: 0.0}"]),
+        ({"name": "tags", "weight_schedule": {"kind": "cosin", "to": 0}}, ".weight_schedule.kind", ["mean 'cosine'"]),
+        ({"name": "tags", "weight_schedule": {"kind": "linear"}}, ".weight_schedule.to", ["weight_schedule.to=None"]),
+        ({"name": "tags", "weight_schedule": [[5, 1.0], [2, 1.0]]}, ".weight_schedule", ["do not rise"]),
+        ({"name": "tags", "clip": [3, -3]}, ".clip", []),
+        ({"name": "tags", "scale": 0}, ".scale", []),
+        ({"name": "tags", "timeout": -1}, ".timeout", []),
+        ({"name": "tags", "retries": 1.5}, ".retries", []),
+        ({"name": "tags", "on_error": "nil"}, ".on_error", []),
+        ({"name": "tags", "isolate": False, "timeout": 3}, ".timeout", ["a call cannot be stopped"]),
+        ({"name": "tags", "independent": "yes"}, ".independent", ["text where true or false"]),
+        ({"name": "tags", "time_out": 3}, ".time_out", ["Did you mean 'timeout'"]),
     ],
 )
 def test_a_mistake_in_an_entry_is_a_problem_with_field_reason_and_cure(my_rewards, entry, field, words):
@@ -162,7 +175,7 @@ def test_a_mistake_in_an_entry_is_a_problem_with_field_reason_and_cure(my_reward
 
 
 def test_all_problems_come_together():
-    specs, problems = parse(
+    specs, problems = parse_rewards(
         ["tags", "acuracy", {"name": "repetition", "weight": "x", "kwargs": {"n": "3", "m": 1}, "wait": 0}, "tags"],
         reward_weights=[1.0, "a"],
     )
@@ -182,7 +195,7 @@ def test_all_problems_come_together():
     + [(entries, "not a list") for entries in ("tags", {"name": "tags"}, 3, iter(["tags"]))],
 )
 def test_reward_funcs_must_be_a_list_with_entries(entries, reason):
-    specs, [problem] = parse(entries)
+    specs, [problem] = parse_rewards(entries)
     assert (specs, problem.field, problem.reason) == ([], "reward_funcs", reason)
 
 
@@ -211,34 +224,40 @@ def test_refused_reward_weights(entries, weights, words):
 
 def test_hints_that_cannot_be_resolved_are_not_checked(my_rewards):
     entries = [f"{my_rewards}:hinted", {"name": f"{my_rewards}:untyped", "kwargs": {"anything": object}}]
-    assert parse([{"name": entries[0], "kwargs": {"value": "x"}}, entries[1]])[1] == []
+    assert parse_rewards([{"name": entries[0], "kwargs": {"value": "x"}}, entries[1]])[1] == []
 
 
 # What TRL gets
 
 
+def build(*specs):
+    return Runtime(specs, workers=0).functions
+
+
 def test_built_rewards_have_log_names_options_and_model_ids(my_rewards):
     entries = [{"name": "length", "func": f"{my_rewards}:scaled", "kwargs": {"scale": 0.5}}, "./rm/model", "tags"]
-    length, model, tags = build(parse(entries)[0])
+    length, model, tags = build(*parse_rewards(entries)[0])
     assert (length.__name__, model, tags.__name__) == ("length", "./rm/model", "tags")
-    assert (get_callable_name(length), is_async_callable(length)) == ("length", False)
     assert length(prompts=["", ""], completions=["abcd", ""], log_extra=print, trainer_state=None) == [2.0, 0.0]
 
 
-@pytest.mark.parametrize(("name", "value"), [("later", 5.0), ("async_instance", 4.0)])
+@pytest.mark.parametrize(("name", "value"), [("later", 5.0), ("async_instance", 4.0), ("plain", 1.0)])
 def test_async_functions_stay_async(my_rewards, name, value):
     kwargs = {"value": 5.0} if name == "later" else {}
-    [reward] = build([RewardSpec("late", f"{my_rewards}:{name}", kwargs=kwargs)])
-    assert (get_callable_name(reward), is_async_callable(reward)) == ("late", True)
-    assert run(reward(prompts=[""], completions=["a"])) == [value]
+    [component] = build(RewardSpec("late", f"{my_rewards}:{name}", kwargs=kwargs))
+    reward = for_trl(component, lambda *_: None)
+    assert (get_callable_name(reward), is_async_callable(reward)) == ("late", name != "plain")
+    for function in (component, reward):
+        given = function(prompts=[""], completions=["a"])
+        assert (given if name == "plain" else run(given)) == [value]
 
 
 def test_the_recipes_options_win_over_columns_of_the_same_name():
-    [reward] = build([RewardSpec("repetition", "repetition", kwargs={"n": 1})])
+    [reward] = build(RewardSpec("repetition", "repetition", kwargs={"n": 1}))
     assert reward(completions=["a a"], n=[7]) == [-0.5]
 
 
 def test_a_column_never_becomes_an_option_silently():
-    [reward] = build([RewardSpec("tags", "tags")])
+    [reward] = build(RewardSpec("tags", "tags"))
     with pytest.raises(ValueError, match="dataset column 'newlines': it has the name of an option of reward 'tags'"):
         reward(completions=["<think>"], newlines=[True])

@@ -7,12 +7,9 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +19,7 @@ from test_rewards_runtime import BATCH, spec
 
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.columns import absences
-from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.containment import for_trl
 from grpo_ext.rewards.workers import child, pool
 from support import faulty
@@ -42,15 +39,6 @@ def ignore(name, scores):
 
 
 # Values.
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("fault", "reason"), [("huge", "int too large to convert to float"), ("stubborn", "not a number")]
-)
-def test_what_cannot_become_a_float_costs_itself(fault, reason, workers, runtime, caplog):
-    assert score(runtime(spec(fault), workers=workers)) == [1.0, 1.0, None, 1.0]
-    assert reason in caplog.text
 
 
 @BOTH
@@ -113,24 +101,6 @@ def test_a_column_that_does_not_reach_the_worker_is_named(column, reason, on_err
     assert score(rewards) == [3.0] * 4  # prompts and two callbacks, in a worker that is still there
 
 
-def test_a_class_of_main_is_named_too(tmp_path):
-    """It was told as a death by SIGKILL."""
-    code = (
-        "import logging, sys; logging.basicConfig(stream=sys.stdout)\n"
-        "from grpo_ext.rewards.composition import RewardSpec\n"
-        "from grpo_ext.rewards.runtime import Runtime\n"
-        "class Mine: pass\n"
-        "spec = RewardSpec('c', 'support.faulty:curious')\n"
-        "print(Runtime([spec], workers=1).functions[0](completions=['x'], k=[Mine()]))\n"
-    )
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(faulty.__file__).parents[1]), *sys.path]))
-    }
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=PATIENCE)
-    assert "[None]" in done.stdout
-    assert "'k' cannot be read in a worker process (AttributeError" in done.stdout
-
-
 @BOTH
 def test_when_looks_at_columns_of_any_type(workers, runtime):
     arrays = [np.zeros(2), None, np.ones(3), ""]
@@ -155,15 +125,15 @@ def test_what_a_reward_logs_stands_beside_its_rows(workers, runtime):
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["choke", "choke_later"])
-def test_a_failed_call_is_split_where_scores_are_independent(name, workers, runtime, caplog):
+@pytest.mark.parametrize(("name", "lost"), [("choke", 1), ("choke_later", 1), ("crowded", 0)])
+def test_a_failed_call_is_split_where_scores_are_independent(name, lost, workers, runtime, caplog):
     metrics = {}
     rewards = runtime(spec(name, independent=True), workers=workers)
-    assert score(rewards, log_metric=metrics.__setitem__) == [1.0, 1.0, None, 1.0]
+    assert score(rewards, log_metric=metrics.__setitem__) == [1.0, 1.0, None if lost else 1.0, 1.0]
     [record] = caplog.records
-    assert "first: 'bad'" in record.message
+    assert ("first: 'bad'" in record.message) == lost
     assert "4 completions were scored one by one, since their call failed: " in record.message
-    assert metrics[f"rewards/{name}/rescored"] == 4
+    assert (metrics[f"rewards/{name}/errors"], metrics[f"rewards/{name}/rescored"]) == (lost, 4)
 
 
 @BOTH
@@ -179,16 +149,6 @@ def test_a_reward_that_compares_its_batch_never_becomes_another_one(on_error, va
     assert "JSONDecodeError" in record.message
     assert "set independent: true" in record.message
     assert (metrics["rewards/novelty/errors"], metrics["rewards/novelty/rescored"]) == (4, 0)
-
-
-@BOTH
-def test_what_succeeds_one_by_one_is_logged_and_counted(workers, runtime, caplog):
-    metrics = {}
-    rewards = runtime(spec("crowded", independent=True), workers=workers)
-    assert score(rewards, log_metric=metrics.__setitem__) == [1.0] * 4
-    [record] = caplog.records
-    assert "4 completions were scored one by one, since their call failed" in record.message
-    assert (metrics["rewards/crowded/errors"], metrics["rewards/crowded/rescored"]) == (0, 4)
 
 
 @BOTH
@@ -241,8 +201,8 @@ def test_retries_are_made_wherever_it_is_scored(name, workers, runtime, tmp_path
     ],
 )
 def test_a_timeout_that_nothing_applies_is_refused(entry, cure):
-    assert parse([entry])[1] == []
-    specs, [problem] = parse([entry | {"timeout": 5}])
+    assert parse_rewards([entry])[1] == []
+    specs, [problem] = parse_rewards([entry | {"timeout": 5}])
     assert specs == []
     assert (problem.field, problem.value) == ("reward_funcs[0].timeout", 5)
     assert cure in problem.cure
@@ -251,27 +211,23 @@ def test_a_timeout_that_nothing_applies_is_refused(entry, cure):
 # Workers and their machine.
 
 
-@pytest.mark.parametrize("size", [1, 1 << 20])
-def test_a_worker_that_stops_reading_is_replaced(size, runtime, monkeypatch):
+def test_a_worker_that_stops_reading_is_replaced(runtime, monkeypatch):
     monkeypatch.setattr(child, "LOADING_SECONDS", 5.0)
     rewards = runtime(spec("doze", timeout=1.0, independent=True), workers=1)
     assert score(rewards, ["stop"], big=["x"]) == [1.0]
     time.sleep(0.5)
-    start = time.monotonic()
-    assert score(rewards, ["a", "b"], big=["x" * size, "yy"]) == [size, 2.0]
-    assert time.monotonic() - start < 60
+    assert score(rewards, ["a", "b"], big=["x" * (1 << 20), "yy"]) == [1 << 20, 2.0]
 
 
-def test_a_worker_that_hangs_before_it_reads_is_given_up(runtime, monkeypatch):
-    monkeypatch.setattr(child, "LOADING_SECONDS", 0.5)
-    monkeypatch.setattr(pool, "PROGRAM", "import time; time.sleep(1e6)")
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("import time; time.sleep(1e6)", "did not answer"), ("raise SystemExit(3)", "exit code 3")],
+)
+def test_a_worker_that_never_reads_is_given_up(program, reason, runtime, monkeypatch, caplog):
+    monkeypatch.setattr(child, "LOADING_SECONDS", 0.5 if "sleep" in program else PATIENCE)
+    monkeypatch.setattr(pool, "PROGRAM", program)
     assert score(runtime(spec("doze", timeout=0.5), workers=1), ["a"], big=["x" * (1 << 20)]) == [None]
-
-
-def test_a_worker_that_cannot_start_is_no_endless_loop(runtime, monkeypatch, caplog):
-    monkeypatch.setattr(pool, "PROGRAM", "raise SystemExit(3)")
-    assert score(runtime(spec("doze"), workers=1), ["a"], big=["x" * (1 << 20)]) == [None]
-    assert "exit code 3" in caplog.text
+    assert reason in caplog.text
 
 
 def test_a_machine_without_room_for_a_process_fails_the_batch(runtime, monkeypatch, tmp_path, caplog):
@@ -380,19 +336,15 @@ def test_no_exception_of_a_function_leaves_it(error, where, runtime, monkeypatch
     assert len(errors) == 1
 
 
-@pytest.fixture
-def ctrl_c_raises():
-    """Python's own handler of SIGINT, which a shell's background job does not begin with."""
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, earlier)
-
-
-def test_ctrl_c_is_not_contained_where_it_raises(runtime, monkeypatch, ctrl_c_raises):
+def test_ctrl_c_is_not_contained_where_it_raises(runtime, monkeypatch):
     monkeypatch.setattr(faulty, "ERROR", KeyboardInterrupt())
-    for where in ("call", "value"):
-        with pytest.raises(KeyboardInterrupt):
-            score(runtime(spec(f"raises_in_{where}", isolate=False)), ["bad"])
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has none
+    try:
+        for where in ("call", "value"):
+            with pytest.raises(KeyboardInterrupt):
+                score(runtime(spec(f"raises_in_{where}", isolate=False)), ["bad"])
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 # What workers answer, and from what they draw.
@@ -410,7 +362,7 @@ def test_nothing_that_a_function_writes_to_its_pipe_is_executed_or_ends_the_run(
 
 
 def test_an_answer_beyond_the_limit_is_not_read(runtime, monkeypatch, caplog):
-    monkeypatch.setattr(child, "LARGEST", 1000)
+    monkeypatch.setattr(child, "LARGEST_ANSWER", 1000)
     assert score(runtime(spec("annotated"), workers=1), ["x" * 1000]) == [None]
     assert "at most 1000 are read" in caplog.text
 
@@ -461,17 +413,6 @@ def test_a_function_stays_in_one_worker_with_what_it_keeps(runtime):
     assert [[values[1] for values in seen], [values[0] + values[2] for values in seen]] == [[1, 2, 3], [3, 7, 11]]
 
 
-def test_a_scorer_of_a_packaged_reward_stays_in_one_worker_too(runtime):
-    """It moved to a worker that another reward had left free, and loaded its model there again."""
-    kwargs = {"scorer": "support.faulty:counts_chats", "reasoning": False, "score_clip": 9.0}
-    rewards = runtime(
-        replace(spec("counts"), when="asked"), spec("minimind", function="minimind", kwargs=kwargs), workers=2
-    )
-    for call, asked in enumerate(["yes", "", "yes"], start=1):
-        columns = {"prompts": ["q"] * 2, "completions": [f"{call}"] * 2, "asked": [asked] * 2}
-        assert [function(**columns) for function in rewards.functions][1] == [call] * 2
-
-
 def test_a_reward_that_no_row_can_be_scored_by_is_told():
     entries = [
         {"name": "accuracy", "when": "solutoin"},
@@ -479,7 +420,7 @@ def test_a_reward_that_no_row_can_be_scored_by_is_told():
         "multiple_choice",
         {"name": "tags", "when": "level"},
     ]
-    specs, problems = parse(entries)
+    specs, problems = parse_rewards(entries)
     assert problems == []
     found = list(absences(specs, ["prompt", "answer", "level"]))
     assert [(problem.value, problem.reason.split("no column ")[1]) for problem in found] == [

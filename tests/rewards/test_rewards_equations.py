@@ -32,9 +32,7 @@ EQUATIONS = {
     "x > 3": (["x > 3", "3 < x"], ["x < 3", "3"]),
     "3": ([], ["x > 3", r"x \ne 3", r"\ge 3"]),
 }
-# fmt: on
 # one symbol on the left: its right side
-# fmt: off
 SOLVED = {
     "5": (["x=5", "x_1=5", r"x = 5\text{ cm}"], []),
     "x=5": (["5", "x = 2+3 = 5"], ["x=6", "y=5"]),
@@ -42,9 +40,7 @@ SOLVED = {
     "1/2": ([r"P(A)=\frac{1}{2}"], []),
     "(3,5]": ([r"x \in (3,5]"], [r"x \in (3,6]"]),
 }
-# fmt: on
 # a list is never cut
-# fmt: off
 LISTS = {
     "a=3, b=5": (
         ["a=3, b=5", "b=5, a=3", r"a=3 \text{ and } b=5", r"a=3,\ b=5"],
@@ -64,9 +60,7 @@ LISTS = {
     "[1,2)": ([], ["(1,2]"]),
     r"(-\infty,3)\cup[5,7]": ([], [r"[5,7]"]),
 }
-# fmt: on
 # a number and what stands around it
-# fmt: off
 NUMBERS = {
     "1/x": ([], ["1"]),
     "5 - x": ([], ["5"]),
@@ -90,9 +84,7 @@ NUMBERS = {
     "x": ([], ["cot x"]),
     "x^2y^3": (["x^{2}y^{3}"], []),
 }
-# fmt: on
 # words beside a number: (answer, gold, expected)
-# fmt: off
 WORDS = {
     "5": (
         ["5 or so", "$5 a day", "about 5", "Total = 5 dollars", r"2x = 10 \implies x = 5", "2x = 10\nx = 5"],
@@ -112,9 +104,7 @@ WORDS = {
     "x = 5": (["x + 2 = 7, so x = 5"], []),
     "15": ([r"\sum_{i=1}^{5} i = 15"], []),
 }
-# fmt: on
 # running text, in no box
-# fmt: off
 RUNNING = {
     PLANE: ([], ["I have no idea, 0"]),
     "0": ([], ["So 5x + 7y = 0", "We add.\nSo 5x + 7y = 0.", "The answer is 5x + 7y = 0."]),
@@ -184,17 +174,3 @@ def test_what_trl_pays_and_accuracy_does_not(answer, gold):
 @pytest.mark.parametrize(("answer", "gold"), [("2x=10", "x=5"), ("2x+3=13", "x=5"), ("2x+1>7", "x>3")])
 def test_a_problem_is_not_its_solution(answer, gold):
     assert accuracy(completions=[rf"\boxed{{{answer}}}"], solution=[gold]) == [0.0]
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "(x+y)^{999} = 1", "(x+y)^{99}" * 9 + "= 0", r"\sum_{i=1}^{999999999} i^i = x", r"\int_0^y x^{x^2} dx = y",
-        "1/0 = x", "x/0 = y", "0/0 = 0/0", "x = ", "= x", "==", "=, =", "= and =", "f(x) + f(y) = 1", r"x = \infty",
-        "x^y = y^x",
-    ],
-)  # fmt: skip
-def test_hostile_equations_are_wrong_quickly(text):
-    assert accuracy(completions=[rf"\boxed{{{text}}}", text], solution=[PLANE] * 2) == [0.0] * 2
-    assert accuracy(completions=[PLANE, "0"], solution=[text] * 2) in ([0.0] * 2, [None] * 2)

@@ -34,15 +34,7 @@ def test_cosine_length_by_hand():
     assert cosine_length(completions=["It is 73."] * 6, **columns) == pytest.approx(
         [-1.0, -0.7 - 0.3 * half, -0.7, -0.7 + 0.3 * half, -0.4, -0.4]
     )
-
-
-def test_cosine_length_is_none_where_accuracy_is():
-    assert cosine_length(
-        completions=["72", "72"], solution=[None, "72"], completion_ids=tokens(1, 0), max_length=9
-    ) == [
-        None,
-        1.0,
-    ]
+    assert cosine_length(completions=["72"], solution=[None], completion_ids=tokens(1), max_length=9) == [None]
 
 
 @given(st.lists(st.integers(0, 300), min_size=1), st.integers(1, 200))
@@ -185,26 +177,11 @@ def test_the_solution_needs_a_letter(gold, choices, expected):
     assert multiple_choice(completions=["The answer is B"], solution=[gold], choices=choices) == [expected]
 
 
-@given(
-    st.sampled_from("ABCDE"),
-    st.sampled_from(["{}", "({})", "{}) x", "Answer: {}", r"\boxed{{{}}}", "answer is **{}**"]),
-)
-def test_every_letter_in_every_form(letter, form):
-    assert choice(form.format(letter)) == letter
-    assert choice(form.format(letter.lower())) == letter
-
-
 # json_schema
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 
 
-@pytest.fixture
-def _jsonschema():
-    pytest.importorskip("jsonschema")
-
-
-@pytest.mark.usefixtures("_jsonschema")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -232,7 +209,6 @@ def test_json_schema_by_hand(text, expected):
     assert json_schema(completions=[text], default_schema=POINT) == [float(expected == 1)]
 
 
-@pytest.mark.usefixtures("_jsonschema")
 def test_the_rows_schema_comes_before_the_default():
     texts = ['{"x": 1}', '{"x": 1}', "7"]
     schemas = [{"type": "array"}, None, {"type": "integer"}]
@@ -240,7 +216,6 @@ def test_the_rows_schema_comes_before_the_default():
     assert json_schema(completions=texts, schema=schemas) == [0.0, None, 1.0]
 
 
-@pytest.mark.usefixtures("_jsonschema")
 @pytest.mark.parametrize(
     "schema",
     [{"type": "no such type"}, "{", "3", {"$ref": "http://localhost/x.json"}, {"pattern": "("}, {"$ref": "#/nowhere"}],
@@ -249,7 +224,6 @@ def test_json_schema_gives_none_for_a_schema_it_cannot_use(schema):
     assert json_schema(completions=['"text"'], schema=[schema]) == [None]
 
 
-@pytest.mark.usefixtures("_jsonschema")
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)

@@ -1,12 +1,9 @@
 """MiniMind's composite rewards against values worked out by hand."""
 
-import math
 import random
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo_ext.errors import UnknownNameError
 from grpo_ext.rewards.catalogue import rewards
@@ -14,10 +11,9 @@ from grpo_ext.rewards.library.minimind import (
     minimind_format,
     minimind_lengths,
     minimind_repetition,
-    minimind_tags,
     one_question,
 )
-from grpo_ext.rewards.models.scoring import blend, clipped_score
+from grpo_ext.rewards.models.scoring import clipped_score
 from grpo_ext.rewards.text import TAGS
 
 minimind, minimind_current = rewards["minimind"], rewards["minimind_current"]
@@ -34,7 +30,8 @@ TABLE = [
     # well-formed: .5 + 1 + .4 f + .6 a | length .5 (46 chars), thinking "<think>\nreason" 14 chars: -.5, one tag .25
     (GOOD, 1.0, 2.0, 1.5 + 1.6, 0.25 + 2.0),
     (BLANK, 1.0, 2.0, 1.5 + 1.6, 0.25 + 2.0),
-    (GOOD, 9.0, 9.0, 4.5, 0.25 + 3.0),
+    (GOOD, 9.0, 9.0, 4.5, 0.25 + 3.0),  # the most
+    ("", -9.0, 1.0, -3.0, -0.5 + 1.0),  # the least
     (GOOD, -9.0, -9.0, -1.5, 0.25 - 3.0),
     (GOOD, 9.0, -9.0, 1.5 + 1.2 - 1.8, 0.25 - 3.0),
     (GOOD, -9.0, 1.0, 1.5 - 1.2 + 0.6, 0.25 + 1.0),
@@ -106,11 +103,6 @@ def test_current_version_by_hand(completion, _, score, __, expected):
     assert reward == (None if expected is None else pytest.approx(expected))
 
 
-def test_without_a_scorer_the_score_part_is_zero():
-    assert minimind(prompts=["q", "q"], completions=[GOOD, "42"]) == [1.5, 0.0]
-    assert minimind_current(prompts=["q"], completions=[T20]) == [0.5]
-
-
 def test_without_reasoning_only_the_full_score_counts():
     seen = []
     rewards_ = minimind(
@@ -166,17 +158,11 @@ def test_a_scorer_that_miscounts_is_an_error(version):
 
 def test_the_parts_by_hand():
     texts = (GOOD, BLANK, ALL_TAGS, GOOD + "\n", GOOD + GOOD)
-    assert [minimind_format(t) for t in texts] == [0.5, 0.5, 0, 0.5, 0.5]
     assert [minimind_format(t, strict=True) for t in texts] == [0.5, 0.5, 0, 0, 0]
-    assert [minimind_tags(t) for t in (GOOD, GOOD + GOOD, "<think></think></think>", "")] == [1.0, 0, 0.25, 0]
     assert [clipped_score(s) for s in (-4, -3, 0.5, 3, 4, None, NAN, -INF)] == [-3, -3, 0.5, 3, 3, None, None, None]
-    assert blend(1.0, 2.0) == pytest.approx(1.6)
-    assert (blend(None, 1.0), blend(1.0, None)) == (None, None)
-    assert minimind_lengths("short") == -0.5
     assert minimind_lengths("</think></think>") == -0.5 - 0.5 - 0.25
-    assert minimind_repetition("a a a") == 0.0
-    assert minimind_repetition("A, a, A, a,") == pytest.approx(0.5)  # 8 tokens, 6 trigrams, 2 unique: min(.5, 4/6)
-    assert minimind_repetition("a b") == 0.0
+    assert [minimind_repetition(t) for t in ("a a a", "a b", "A, a, A, a,")] == [0.0, 0.0, 0.5]
+    assert minimind_current(prompts=["q"], completions=[T20]) == [0.5]  # without a scorer
 
 
 def widely_read(text):
@@ -195,7 +181,7 @@ def random_text(rng):
     return "".join(pieces)
 
 
-def test_the_widely_read_version_to_the_letter_on_ten_thousand_random_texts():
+def test_the_widely_read_version_without_a_scorer_to_the_letter_on_ten_thousand_random_texts():
     rng = random.Random(0)
     texts = [random_text(rng) for _ in range(10_000)]
     expected = [widely_read(text) for text in texts]
@@ -223,20 +209,3 @@ def test_the_layout_takes_linear_time():
 )
 def test_the_current_version_asks_the_reward_model_one_question(prompt, question):
     assert one_question(prompt) == question
-
-
-PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "\n", "a b", "c "]), max_size=30)
-
-
-@given(PIECES.map("".join), st.floats(), st.floats())
-def test_ranges(text, full, answer):
-    [reward] = minimind(prompts=["q"], completions=[text], scorer=scorer_of(full, answer, text))
-    assert reward is None or -3 <= reward <= 4.5
-    assert (reward is None) >= (not math.isfinite(full))
-    [reward] = minimind_current(prompts=["q"], completions=[text], scorer=lambda chats: [full])
-    assert reward is None or -4.75 <= reward <= 4.75
-
-
-def test_the_ends_of_the_range_are_reached():
-    assert minimind(prompts=["q"], completions=[GOOD], scorer=lambda c: [3.0] * len(c)) == [4.5]
-    assert minimind(prompts=["q"], completions=[""], scorer=lambda c: [-3.0] * len(c)) == [-3.0]

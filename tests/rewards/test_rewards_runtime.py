@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_ext.errors import RewardError
-from grpo_ext.rewards.composition import RewardSpec, parse
-from grpo_ext.rewards.outcomes import to_number
+from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.schedule import schedule_problems, weight_at
 from support import faulty
@@ -121,10 +120,7 @@ def test_components_of_every_kind_together(runtime):
         spec("here", function="support.faulty:pid", isolate=False),
         spec("patient"),
     )
-    columns = {"number": [1.0, -2.5, None, 0.25]}
-    with pytest.raises(TypeError):
-        faulty.numbers(BATCH, columns["number"])
-    columns["number"][2] = 7
+    columns = {"number": [1.0, -2.5, 7, 0.25]}
     metrics = {}
     values = score(rewards, ["<think>", "<answer></answer>", "", "x"], log_metric=metrics.__setitem__, **columns)
     assert values["tags"] == [0.25, 0.5, 0.0, 0.0]
@@ -162,15 +158,6 @@ def test_workers_score_in_parallel(runtime):
     assert set(values["pid"]) != set(values["other"])
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [(1, 1.0), (True, 1.0), (None, None), ("1", None), (float("inf"), None), ([1], None)]
-)
-def test_what_counts_as_a_number(value, expected):
-    number, problem = to_number(value)
-    assert number == expected
-    assert bool(problem) == (expected is None and value is not None)
-
-
 # Schedules.
 
 
@@ -195,33 +182,10 @@ def test_a_cosine_starts_and_ends_gently():
     assert w == pytest.approx([1.0, 0.85355339, 0.14644661, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("entry", "expected"),
-    [
-        ({"weight_schedule": "linear"}, "Write {kind: linear, to: 0.0}"),
-        ({"weight_schedule": {"kind": "cosin", "to": 0}}, "Did you mean 'cosine'"),
-        ({"weight_schedule": {"kind": "linear"}}, "weight_schedule.to=None"),
-        ({"weight_schedule": [[5, 1.0], [2, 1.0]]}, "do not rise"),
-        ({"clip": [3, -3]}, "clip=[3, -3]"),
-        ({"scale": 0}, "scale=0"),
-        ({"timeout": -1}, "timeout=-1"),
-        ({"retries": 1.5}, "retries=1.5"),
-        ({"on_error": "nil"}, "on_error='nil'"),
-        ({"isolate": False, "timeout": 3}, "a call cannot be stopped"),
-        ({"independent": "yes"}, "independent='yes': text where true or false"),
-        ({"time_out": 3}, "Did you mean 'timeout'"),
-    ],
-)
-def test_a_mistake_in_a_setting_is_a_problem(entry, expected):
-    specs, [problem] = parse([{"name": "tags", **entry}])
-    assert specs == []
-    assert expected in str(problem)
-
-
 def test_a_full_entry():
     entry = {"name": "short", "func": "tags", "weight": 0.5, "weight_schedule": {"kind": "linear", "to": 0.0}}
     entry |= {"clip": [0, 1], "scale": 2, "when": "solution", "timeout": 5, "on_error": "zero", "retries": 2}
-    [parsed], problems = parse([entry])
+    [parsed], problems = parse_rewards([entry])
     assert problems == []
     assert parsed == RewardSpec(
         "short", "tags", 0.5, {}, {"kind": "linear", "to": 0.0}, 2, (0.0, 1.0), "solution", 5, "zero", 2, None

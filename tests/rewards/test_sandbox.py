@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -103,7 +102,7 @@ def world(tmp_path, monkeypatch):
     assert [path for path in WRITTEN if path.exists()] == there
 
 
-def attack(program: str, world: dict, method: str, limits: Limits) -> sandbox.Outcome:
+def attack(program: str, world: dict, method: str, limits: Limits) -> sandbox.ProgramOutcome:
     outcome = run(TRY + program.format(**world), method=method, limits=limits, readable=[world["shown"]])
     assert b"BREACH" not in outcome.stdout + outcome.stderr, outcome
     assert b"SyntaxError" not in outcome.stderr, outcome
@@ -142,13 +141,10 @@ def test_what_kills_kills_itself_at_most(name, method, world):
     assert run("print(1)", method=method, limits=PATIENT).stdout == b"1\n"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("read the home directory", "spoil what it may read", "tcp", "unix sockets", "environment"),
-        "names of files by a watch",
-    ],
-)
+OPEN = ("read the home directory", "spoil what it may read", "tcp", "unix sockets", "environment")
+
+
+@pytest.mark.parametrize("name", [*OPEN, "names of files by a watch"])
 def test_the_attacks_succeed_outside_the_sandbox(name, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_EXT_TEST_SECRET", "1")
     (tmp_path / "secret").touch()
@@ -217,12 +213,7 @@ def reaped() -> bool:
         ("import tempfile; f = tempfile.TemporaryFile(); f.write(b'x'); print(1)", "", "1\n", 0),
         ("import asyncio; print(asyncio.run(asyncio.sleep(0, 7)))", "", "7\n", 0),
         ("import concurrent.futures as c; print(list(c.ThreadPoolExecutor(8).map(abs, [-1, 2])))", "", "[1, 2]\n", 0),
-        (
-            "import random, hashlib, decimal, re, json, heapq, datetime, uuid; print(len(str(uuid.uuid4())))",
-            "",
-            "36\n",
-            0,
-        ),
+        ("import random, hashlib, decimal, re, json, datetime, uuid; print(len(str(uuid.uuid4())))", "", "36\n", 0),
         ("print(sum(map(int, input().split())))", " ".join(map(str, range(100_000))), "4999950000\n", 0),
     ],
 )
@@ -281,14 +272,6 @@ def test_exit_codes_are_a_shells(method):
     assert (cpu.returncode, cpu.stopped) == (128 + signal.SIGKILL, "")
 
 
-def test_a_run_is_safe_from_a_thread():
-    outcomes = []
-    thread = threading.Thread(target=lambda: outcomes.append(run("print(1)")))
-    thread.start()
-    thread.join()
-    assert outcomes[0].ok
-
-
 @on_each_method
 def test_the_callers_signals_and_limits_do_not_matter(method):
     code = (
@@ -324,7 +307,7 @@ def test_too_little_protection_is_refused(found, monkeypatch):
 def test_a_launcher_that_fails_is_an_error_not_an_outcome(monkeypatch):
     if not works("namespaces"):
         pytest.skip("no namespaces here")
-    monkeypatch.setattr(sandbox.job, "FOLDER", "/dev/null/folder")
+    monkeypatch.setattr(sandbox.job, "WORKING_FOLDER", "/dev/null/folder")
     with pytest.raises(SandboxError, match="sandbox 'namespaces': "):
         run("print(1)", method="namespaces")
 

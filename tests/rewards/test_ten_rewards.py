@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import test_reward_model
 import yaml
 from test_remote import serve  # noqa: F401  (a fixture)
@@ -67,15 +68,8 @@ def test_a_recipe_of_ten_components_trains(serve, tmp_path):  # noqa: F811
     assert log[0]["rewards/code/none_frac"] == 1.0
     assert log[0]["rewards/judge/mean"] is not None
     assert log[0]["rewards/rm/std"] > 0
-    named = dict(zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True))
-    assert abs(named["format"] - 0.3) < 1e-6
-    assert abs(named["tags"] - 0.25) < 1e-6
-    total = sum(
-        log[1][f"rewards/{name}/mean"] * weight
-        for name, weight in named.items()
-        if log[1][f"rewards/{name}/none_frac"] == 0
-    )
-    present = sum(abs(w) for name, w in named.items() if name != "code")
-    assert (
-        abs(log[1]["reward"] - total * (present + 0.2) / present) < 1e-4
-    )  # code scored nothing: the rest is scaled up
+    weights = dict(zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True))
+    assert [weights["format"], weights["tags"]] == pytest.approx([0.3, 0.25])
+    scored = {name: w for name, w in weights.items() if name != "code"}  # it scored nothing: the rest is scaled up
+    total = sum(log[1][f"rewards/{name}/mean"] * w for name, w in scored.items())
+    assert log[1]["reward"] == pytest.approx(total * sum(weights.values()) / sum(scored.values()), abs=1e-4)

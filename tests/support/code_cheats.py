@@ -298,4 +298,34 @@ for fd in range(1, 64):
         except OSError: pass
 {_ALL} = lambda *a, **k: 5
 """,
+    "exits at once": "import sys; sys.exit(0)",
+    "ends at once": "import os; os._exit(0)",
+    "ends when it is called": f"import os\n{_ALL} = lambda *a, **k: os._exit(0)",
+    "raises KeyboardInterrupt": f"def fail(*a, **k): raise KeyboardInterrupt\n{_ALL} = fail",
+    "raises its own": f"class Mine(BaseException): pass\ndef fail(*a, **k): raise Mine\n{_ALL} = fail",
+    "nested without end": f"""
+def nest(*a, **k):
+    found = []
+    for _ in range(10**5): found = [found]
+    return found
+{_ALL} = nest
+""",
+    "contains itself": f"found = []; found.append(found)\n{_ALL} = lambda *a, **k: found",
+    "writes garbage": """
+import os
+for fd in range(3, 64):
+    try: os.write(fd, b'{' * 60000 + b'\\n')
+    except OSError: pass
+""",
+    "hands out another's module": """
+import os
+for fd in range(3, 64):
+    for module in ('"x"', '{"d": []}', '{"yours": 0}', '{"k": "object"}'):
+        try: os.write(fd, f'["ready", {module}]\\n["value", {{"k": "object"}}]\\n'.encode())
+        except OSError: pass
+""",
+    "gives a class": f"{_ALL} = object",
+    "has every name": "from unittest.mock import MagicMock\ndef __getattr__(name): return MagicMock()",
+    "does not compile": "def fact(x) return 5040",
+    "has no name": "",
 }

@@ -18,7 +18,9 @@ def _is_bad(completion) -> bool:
     return text.replace(" ", "") == "bad" and rank == os.environ.get("FAULT_RANK", rank)
 
 
-def _make(act):
+def _on_bad(act):
+    """A reward that gives 1.0, and for a bad completion what `act` does."""
+
     def reward(completions, **_):
         return [act() if _is_bad(completion) else 1.0 for completion in completions]
 
@@ -26,60 +28,26 @@ def _make(act):
     return reward
 
 
-def _loop():
+@_on_bad
+def loop():
     while True:
         pass
 
 
-def _sleep():
-    time.sleep(1e6)
-
-
-def _hang():
-    ctypes.PyDLL(None).sleep(100_000)  # in C, without giving the GIL back
-
-
-def _raise():
+@_on_bad
+def choke():
     raise RuntimeError("the parser choked")
 
 
-def _exit():
-    os._exit(1)
-
-
-def _segfault():
-    ctypes.string_at(0)
-
-
-def _hog():
-    return float(len(bytearray(20 * 2**30)))
-
-
-def _text():
-    return "seven"
-
-
-def _nan():
-    return float("nan")
-
-
-def _inf():
-    return float("inf")
-
-
-def _none():
-    return None
-
-
-loop, sleep, hang, choke, leave = _make(_loop), _make(_sleep), _make(_hang), _make(_raise), _make(_exit)
-segfault, hog, text, nan, inf, none = (
-    _make(_segfault),
-    _make(_hog),
-    _make(_text),
-    _make(_nan),
-    _make(_inf),
-    _make(_none),
-)
+sleep = _on_bad(lambda: time.sleep(1e6))
+hang = _on_bad(lambda: ctypes.PyDLL(None).sleep(100_000))  # in C, without giving the GIL back
+leave = _on_bad(lambda: os._exit(1))
+segfault = _on_bad(lambda: ctypes.string_at(0))
+hog = _on_bad(lambda: float(len(bytearray(20 * 2**30))))
+text = _on_bad(lambda: "seven")
+nan = _on_bad(lambda: float("nan"))
+inf = _on_bad(lambda: float("inf"))
+none = _on_bad(lambda: None)
 
 
 def short(completions, **_):
@@ -106,6 +74,8 @@ RETURNED = {
     "text": (lambda numpy, torch: ["1.0", 0.5], [None, 0.5], f"it returned '1.0', which is not a number. {CURE}"),
     "a list": (lambda numpy, torch: [[1.0], 0.5], [None, 0.5], "which is not a number"),
     "nan": (lambda numpy, torch: [1.0, numpy.float64("nan")], [1.0, None], ""),
+    "huge": (lambda numpy, torch: [10**400, 1], [None, 1.0], "int too large to convert to float"),
+    "stubborn": (lambda numpy, torch: [Stubborn(), 1.0], [None, 1.0], "not a number"),
     "-inf": (lambda numpy, torch: [-float("inf"), 0.5], [None, 0.5], f"it returned -inf. {CURE}"),
 }
 """Name -> what is returned, what it is worth, what the log says."""
@@ -188,14 +158,6 @@ class Tree(Exception):
 
     def __init__(self, left, right):
         super().__init__(f"{left}{right}")
-
-
-def huge(completions, **_):
-    return [10**400 if _is_bad(c) else 1 for c in completions]
-
-
-def stubborn(completions, **_):
-    return [Stubborn() if _is_bad(c) else 1.0 for c in completions]
 
 
 # Rewards that look at their columns, and that leave something behind.
@@ -326,8 +288,3 @@ def counts(completions, **_):
 
 def draws_alone(completions, **_):
     return [value + random.random() for value in crowded(completions)]
-
-
-def counts_chats(chats):
-    """A scorer."""
-    return counts(chats)

@@ -10,9 +10,8 @@ from transformers import TrainerCallback
 
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.train import main
-from grpo_ext.trainer.findings import BadTensor, ObservedBatch, in_order
+from grpo_ext.trainer.findings import BadTensor, ObservedBatch, check_weights, in_order
 from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT
-from grpo_ext.trainer.overflow import check_weights
 from grpo_ext.trainer.recording import read
 from support import poisoned, tiny
 from support.commands import command

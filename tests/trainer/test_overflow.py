@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from grpo_ext.trainer.overflow import LARGEST, overflowed
+from grpo_ext.trainer.findings import LARGEST_WEIGHT, overflowed
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -2 * LARGEST])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -2 * LARGEST_WEIGHT])
 def test_the_first_weight_that_overflowed_is_named(kind, value):
     weights = [("a", torch.ones(2, dtype=kind)), ("b", torch.tensor([1.0, value]).to(kind)), ("c", torch.ones(0))]
     assert overflowed(weights) == "b"

@@ -181,7 +181,7 @@ def test_mistakes_are_reported_before_the_model_is_loaded(given, told, tmp_path)
     ("returned", "told"),
     [
         (lambda n: [1.0] * (n - 1), "returned 7 values for 8 completions"),
-        (lambda n: 1.0, "it returned 1.0, a float. Return one number for each completion"),
+        (lambda n: 1.0, "it returned 1.0, which is not a list. Return a list of one number"),
         (lambda n: ["1"] * n, "it returned '1', which is not a number"),
         (lambda n: None, "it returned None"),
     ],

@@ -11,11 +11,11 @@ from grpo_ext.trainer.diagnosis.recording import (
     DRAWN,
     FIGURES,
     ROWS,
+    Watching,
     log_rows,
     row_record,
     token_figures,
 )
-from grpo_ext.trainer.diagnosis.watching import Watching
 from support import tiny
 from support.trainers import build
 

@@ -10,9 +10,9 @@ from peft import LoraConfig
 from grpo_ext.commands import replay
 from grpo_ext.errors import ConfigError
 from grpo_ext.trainer import recording
+from grpo_ext.trainer.batches import check_credit, whole
 from grpo_ext.trainer.one_step import block_of
 from grpo_ext.trainer.recording import read, runs_of
-from grpo_ext.trainer.replaying import check_credit, whole
 from support import tiny
 from support.commands import command
 from support.pure import objective

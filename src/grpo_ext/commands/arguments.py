@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 START, TRAIN, AFTER, REFERENCE = "Getting started", "Training", "After training", "Reference"
-KEYS = """
+_KEYS = """
 A key of the recipe may follow, such as --learning_rate 1e-6: it overrides the recipe. A list of all keys:
 grpo-ext train --help-all"""
 EXAMPLES = """
@@ -170,7 +170,7 @@ def tree() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]
             name,
             help=command.summary,
             description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            epilog=command.further + (KEYS if command.keys else ""),
+            epilog=command.further + (_KEYS if command.keys else ""),
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -181,7 +181,7 @@ def tree() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]
     return parser, commands.choices
 
 
-def parsed(argv: Sequence[str]) -> argparse.Namespace:
+def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command line; `keys` holds the recipe and keys after it, `extra` what follows --.
 
     Wrong options end the process with exit code 2.

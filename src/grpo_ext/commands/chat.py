@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_ext.commands.runs import GREEDY, Trained, find
+from grpo_ext.commands.runs import GREEDY, Trained, find_trained
 from grpo_ext.recipe.policy import load_policy, load_tokenizer_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def questions(prompt: str | None) -> Iterator[str]:
 def run(options: argparse.Namespace) -> int:
     """Answer questions until the input ends."""
     disable_progress_bar()
-    trained = find(options.run)
+    trained = find_trained(options.run)
     sampling = GREEDY.copy() if options.greedy else {}
     if options.max_new_tokens is not None:
         sampling["max_new_tokens"] = options.max_new_tokens

@@ -9,7 +9,7 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 
-from grpo_ext.commands.launching import asked, is_fsdp
+from grpo_ext.commands.launching import is_fsdp, wanted_launch
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.engines import fsdp_on_cpu
@@ -23,7 +23,7 @@ from grpo_ext.recipe.launching import Launch
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.recipe.policies import Policy
+from grpo_ext.recipe.policies import InspectedPolicy
 from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: the recipe has mistakes.
     """
-    launch = asked(options) or Launch()
+    launch = wanted_launch(options) or Launch()
     with planned_processes(launch.planned, here=options.num_processes is None):
         datasets.disable_progress_bars()
         look = Look()
@@ -124,7 +124,7 @@ def _batch(recipe: Recipe, rows: int | None) -> Section:
     ]
 
 
-def _memory(recipe: Recipe, policy: Policy) -> Section:
+def _memory(recipe: Recipe, policy: InspectedPolicy) -> Section:
     """Return an estimate of weights, gradients and optimizer, from the model's configuration only."""
     if policy.unknown:
         return [("memory", f"not known: {policy.unknown}")]

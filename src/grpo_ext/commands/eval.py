@@ -11,16 +11,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from grpo_ext.commands.arguments import parsed
-from grpo_ext.commands.launching import asked, call, launch
-from grpo_ext.commands.runs import find
+from grpo_ext.commands.arguments import parse_command_line
+from grpo_ext.commands.launching import call, launch, wanted_launch
+from grpo_ext.commands.runs import find_trained
 from grpo_ext.commands.sample import model_keys, sampler
 from grpo_ext.config.launch import check_announced
 from grpo_ext.data.eval_sets import EvalSet, problems_of
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, ServerLost
 from grpo_ext.evaluation.evaluate import evaluate
-from grpo_ext.evaluation.results import FOLDER, Result, difference, result, table
+from grpo_ext.evaluation.results import EVALUATION, Result, difference, result, table
 from grpo_ext.recipe.loading import rows_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -29,7 +29,7 @@ from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 
 SAMPLES = 4
 """Completions per prompt of the test split, for a recipe without `eval_sets`."""
-SAMPLING = ("samples", "limit", "temperature")
+_SAMPLING = ("samples", "limit", "temperature")
 MODULE = "grpo_ext.commands.eval"
 
 
@@ -39,13 +39,13 @@ def run(options: argparse.Namespace) -> int:
     Several models are evaluated in one process each, because an engine does not free its memory.
     """
     models: list[str | None] = options.model or [None]
-    wanted = asked(options)
+    wanted = wanted_launch(options)
     if len(models) == 1 and wanted is None:
         _evaluate_one(options)
         return 0
     recipe = load_recipe([*options.keys, *model_keys(models[0])])  # all mistakes, before any process starts
     for other in filter(None, models[1:]):
-        find(other)
+        find_trained(other)
     sets = _sets(recipe, options)
     for model in models:
         arguments = list(_arguments(options, model))
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 def _arguments(options: argparse.Namespace, model: str | None) -> Iterator[str]:
     """Yield the command line of one model's evaluation."""
     yield from options.keys
-    for name in ("output", *SAMPLING):
+    for name in ("output", *_SAMPLING):
         if (value := getattr(options, name)) is not None:
             yield from (f"--{name}", str(value))
     if model is not None:
@@ -73,7 +73,7 @@ def _arguments(options: argparse.Namespace, model: str | None) -> Iterator[str]:
 
 def _sets(recipe: Recipe, options: argparse.Namespace) -> list[EvalSet]:
     """Return the recipe's sets, or its test split as one, with the sampling of the command line."""
-    changes = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
+    changes = {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
     temperature, plays = recipe.training.temperature, any_pays(recipe.environments)
     test_split = EvalSet("test", rewards=recipe.rewards, samples=SAMPLES, temperature=temperature, plays=plays)
     sets = [dataclasses.replace(chosen, **changes) for chosen in recipe.eval_sets or [test_split]]
@@ -122,7 +122,7 @@ def _weights(model: str) -> list[tuple[str, int, int]]:
 
 
 def _file(recipe: Recipe, options: argparse.Namespace, chosen: EvalSet, model: str | None) -> Path:
-    folder = options.output or Path(recipe.training.output_dir or ".") / FOLDER
+    folder = options.output or Path(recipe.training.output_dir or ".") / EVALUATION
     name = re.sub(r"[^\w.-]+", "_", str(model or recipe.model.model_name_or_path)).strip("_.")
     return folder / chosen.name / f"{name[-100:]}.json"
 
@@ -139,7 +139,7 @@ def _main(argv: Sequence[str]) -> int:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     try:
         check_announced()
-        _evaluate_one(parsed(["eval", *argv]))
+        _evaluate_one(parse_command_line(["eval", *argv]))
     except (ConfigError, DataError, NonFiniteError, RewardError, ServerLost) as error:
         print(error, file=sys.stderr)
         return 2

@@ -17,7 +17,7 @@ from grpo_ext.recipe.launching import Launch, accelerate_config, launch_of
 from grpo_ext.trainer.signals import SIGNALS
 
 
-def asked(options: argparse.Namespace) -> Launch | None:
+def wanted_launch(options: argparse.Namespace) -> Launch | None:
     """Return the launch that a command asks for; None for this process. The command line overrides the recipe."""
     recipe = launch_of(options.keys)
     name, given = options.accelerate_config, options.num_processes

@@ -8,7 +8,7 @@ from typing import TypeVar
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes
 from grpo_ext.rewards.catalogue import rewards
-from grpo_ext.rewards.signatures import needs, options
+from grpo_ext.rewards.signatures import function_options, needs
 
 T = TypeVar("T")
 
@@ -51,5 +51,5 @@ def _rewards() -> None:
 def _options(function: Callable[..., object]) -> list[str]:
     return [
         f"{name} (must be set)" if option.default is option.empty else f"{name}={option.default!r}"
-        for name, option in (options(function) or {}).items()
+        for name, option in (function_options(function) or {}).items()
     ]

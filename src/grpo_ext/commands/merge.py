@@ -9,13 +9,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_ext.commands.runs import Trained, find
+from grpo_ext.commands.runs import Trained, find_trained
 from grpo_ext.config.adapters import Base, base_of
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.policy import load_policy, load_tokenizer_of
 from grpo_ext.trainer.checkpoints.identity import write_record
 
-TOLERANCE = 1e-4
+_TOLERANCE = 1e-4
 """Largest difference between logits, relative to the largest logit, of a merged model that is kept."""
 FLOAT64_PARAMETERS = 1e9
 """Largest number of parameters for which logits are compared in float64, free of rounding by the forward pass."""
@@ -50,7 +50,7 @@ def merge(trained: Trained, output: Path, dtype: str = "float32") -> tuple[float
     del model, merged
     written = AutoModelForCausalLM.from_pretrained(output, dtype=wide, **trained.loading).eval()
     difference, largest = (_logits(written, ids) - expected).abs().max().item(), expected.abs().max().item()
-    if dtype == "float32" and not difference <= TOLERANCE * largest:
+    if dtype == "float32" and not difference <= _TOLERANCE * largest:
         shutil.rmtree(output)
         reason = (
             f"the logits of the merged model differ by {difference:.1e} from those of adapter and base (the largest "
@@ -76,7 +76,7 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 def run(options: argparse.Namespace) -> int:
     """Merge, and print what was checked."""
     disable_progress_bar()
-    trained = find(options.run)
+    trained = find_trained(options.run)
     output = options.output or Path(f"{options.run.rstrip('/').rsplit('/', 1)[-1]}-merged")
     if options.output is None and Path(options.run).expanduser().is_dir():
         output = Path(options.run).expanduser().resolve().parent / output.name

@@ -14,9 +14,9 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import read_yaml
 from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.foreign.engine import Draft
-from grpo_ext.recipe.foreign.python import SUFFIXES, exchange
+from grpo_ext.recipe.foreign.python import PYTHON_SUFFIXES, exchange
 from grpo_ext.recipe.foreign.shell import read_script
-from grpo_ext.recipe.foreign.writing import written
+from grpo_ext.recipe.foreign.writing import recipe_text
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 
@@ -32,17 +32,17 @@ def run(options: argparse.Namespace) -> int:
     output = options.output
     if output and Path(output).exists():
         raise ConfigError([Problem("--output", output, "it exists", "Name another file, or remove it.")])
-    if options.file.suffix in SUFFIXES:
+    if options.file.suffix in PYTHON_SUFFIXES:
         print(exchange(options.file), file=sys.stderr)
         return 2
     draft = migrated(options.file, options.version)[1]
-    text = written(draft, str(options.file), output or "RECIPE.yaml")
+    text = recipe_text(draft, str(options.file), output or "RECIPE.yaml")
     if output:
         Path(output).write_text(text, encoding="utf-8")
     else:
         print(text, end="")
     problems = refusals(text)
-    print(summary(draft, problems, output or "the recipe above"), file=sys.stderr)
+    print(_summary(draft, problems, output or "the recipe above"), file=sys.stderr)
     return DECISIONS if problems else 0
 
 
@@ -94,7 +94,7 @@ def refusals(text: str) -> Sequence[object]:
     return []
 
 
-def summary(draft: Draft, problems: Sequence[object], name: str) -> str:
+def _summary(draft: Draft, problems: Sequence[object], name: str) -> str:
     """Return what became of the keys, what a person must decide, and whether `check` accepts the recipe."""
     rest, total = sorted(draft.given.keys() - draft.converted), len(draft.given)
     if rest:

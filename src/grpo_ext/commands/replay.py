@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 from trl import DatasetMixtureConfig, ModelConfig
 
-from grpo_ext.commands.runs import find
+from grpo_ext.commands.runs import find_trained
 from grpo_ext.config.adapters import base_of
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import holds
@@ -29,18 +29,15 @@ from grpo_ext.recipe.parts import Recipe, RecipeArguments
 from grpo_ext.recipe.policy import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
 from grpo_ext.train import adapted_policy
+from grpo_ext.trainer.batches import whole
 from grpo_ext.trainer.checkpoints.finish import holds_weights
 from grpo_ext.trainer.one_step import Computed, OneStep, Token, config_of
-from grpo_ext.trainer.recording import FOLDER, ranks_in, read, steps_in, texts
-from grpo_ext.trainer.replaying import whole
+from grpo_ext.trainer.recording import FOLDER, Content, ranks_in, read, steps_in, texts
 
-SHOWN = 10
+_SHOWN = 10
 """Number of tokens that the terminal shows."""
 SAME = 1e-4
 """Relative difference between losses that another machine may cause."""
-
-Content = dict[str, Any]
-"""One process's part of a recorded step."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -148,7 +145,7 @@ def _loaded(
     contents: Sequence[Content], model: str, args: GRPOExtConfig
 ) -> tuple[PeftModel | str, PreTrainedTokenizerBase]:
     """Return the policy (an adapter on its base, else the path) and its tokenizer."""
-    path = find(model).model
+    path = find_trained(model).model
     try:
         tokenizer = load_tokenizer_of(path, trust_remote_code=args.trust_remote_code)
         _check_tokenizer(contents, tokenizer, model)
@@ -207,7 +204,7 @@ def _show(
     console.print(_verdict(logged["loss"], computed["recorded loss"].loss), markup=False)
     name, last = list(computed.items())[-1]
     terms = Table("row", "token", "text", "advantage", "ratio", "entropy", "term", box=None)
-    for token in _largest(last.tokens)[:SHOWN]:
+    for token in _largest(last.tokens)[:_SHOWN]:
         numbers = (token.advantage, token.ratio, token.entropy, token.term)
         text = repr(first["tokens"].get(str(token.id), "?"))
         terms.add_row(str(token.row), str(token.place), text.replace("[", "\\["), *map(_short, numbers))

@@ -17,7 +17,7 @@ from grpo_ext.trainer.checkpoints.choice import newest_sound
 from grpo_ext.trainer.checkpoints.finish import finished, holds_weights
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
 
 
@@ -48,7 +48,7 @@ class Trained:
         """Return options of `generate`: those of the training rollouts, or the model's own."""
         if not self.record:
             return {"max_new_tokens": 512}
-        given = {name: self.record[name] for name in SAMPLING if self.record.get(name) is not None}
+        given = {name: self.record[name] for name in _SAMPLING if self.record.get(name) is not None}
         longest = {"do_sample": True, "max_new_tokens": self.record["max_completion_length"]}
         return longest | given | (self.record.get("generation_kwargs") or {})
 
@@ -78,7 +78,7 @@ class Trained:
         return found or torch.device("cpu")
 
 
-def find(name: str) -> Trained:
+def find_trained(name: str) -> Trained:
     """Return the model of an output_dir (else its newest sound checkpoint), a checkpoint, a model or a hub id.
 
     Raises:

@@ -9,10 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from grpo_ext.commands.runs import find
+from grpo_ext.commands.runs import find_trained
 from grpo_ext.config.launch import planned_processes
-from grpo_ext.data.completions import check_output, with_rewards, write_completions
-from grpo_ext.data.rows import WRITTEN
+from grpo_ext.data.completions import check_output, row_with_rewards, write_completions
+from grpo_ext.data.rows import WRITTEN, Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.combinations import weighted_total
@@ -26,8 +26,6 @@ from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rollout.seeds import Source, numbered
 from grpo_ext.train import build_trainer
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
-
-Row = dict[str, Any]
 
 SAMPLING_ONLY: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
@@ -84,14 +82,14 @@ def sample(trainer: GRPOExtTrainer, num: int, prompts: int) -> Iterator[list[Row
         completions, rewards = collected.generated.completions, collected.rewards.double().cpu()
         totals = weighted_total(rewards[None], weights.cpu(), missing=missing)[0].tolist()
         scored = [
-            with_rewards({**written(example), "completion": text}, dict(zip(names, each, strict=True)), total)
+            row_with_rewards({**as_json_row(example), "completion": text}, dict(zip(names, each, strict=True)), total)
             for example, text, each, total in zip(collected.rows, completions, rewards.tolist(), totals, strict=True)
         ]
         for start in range(0, len(scored), num):
             yield scored[start : start + num]
 
 
-def written(example: Mapping[str, Any]) -> Row:
+def as_json_row(example: Mapping[str, Any]) -> Row:
     """Return a row in JSON's types: its trajectory becomes the rewards of its turns and its failure."""
     attempt = example.get(TRAJECTORY)
     if not isinstance(attempt, Trajectory):
@@ -117,7 +115,7 @@ def prompt_row(row: Row, answer_format: str | None, rate: float | None) -> Row:
 
 def model_keys(run: str | None) -> list[str]:
     """Return the command line keys that give a recipe another model."""
-    return [] if run is None else ["--model_name_or_path", find(run).model, "--use_peft", "false"]
+    return [] if run is None else ["--model_name_or_path", find_trained(run).model, "--use_peft", "false"]
 
 
 def run(options: argparse.Namespace) -> int:

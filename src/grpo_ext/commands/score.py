@@ -14,11 +14,11 @@ from grpo_ext.data.completions import check_output, read_completions, write_comp
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.recipe.scoring import Scored, explain, score, summary
+from grpo_ext.recipe.scoring import Scored, explain, score_rows, summary
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.runtime import Runtime
 
-SHOWN = 30
+_SHOWN = 30
 """Largest number of rows that are printed in full; of more, only the best and the worst."""
 
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         print(problem, file=sys.stderr)
     runtime = Runtime(recipe.rewards, workers=recipe.script.reward_workers, seed=recipe.training.seed)
     with closing(runtime):
-        scored = score(recipe, rows, runtime)
+        scored = score_rows(recipe, rows, runtime)
     if options.output is not None:
         write_completions(options.output, list(scored.written()))
     if options.explain is None:
@@ -68,7 +68,7 @@ def _print_scores(scored: Scored) -> None:
 
 def shown_rows(total: list[float]) -> tuple[list[int], str]:
     """Return the numbers of the rows to print, and a title."""
-    if len(total) <= SHOWN:
+    if len(total) <= _SHOWN:
         return list(range(len(total))), "Rows"
     ranked = sorted((i for i, value in enumerate(total) if not math.isnan(value)), key=lambda i: -total[i])
     best, worst = ranked[:5], ranked[5:][-5:]

@@ -118,7 +118,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
     return os.environ | added
 
 
-def serve(recipe: Recipe, host: str, port: int | None, extra: Sequence[str] = (), *, hint: str) -> int:
+def run_server(recipe: Recipe, host: str, port: int | None, extra: Sequence[str] = (), *, hint: str) -> int:
     """Run the server until Ctrl-C or until it ends, and return its exit code.
 
     A port of None is the recipe's; `extra` are flags of vLLM; `hint` is printed when the server is up.
@@ -177,4 +177,4 @@ def run(options: argparse.Namespace) -> int:
         hint += f" --vllm_server_host {socket.gethostname() if host == '0.0.0.0' else host}"
     if port is not None:
         hint += f" --vllm_server_port {port}"
-    return serve(recipe, host, port, options.extra, hint=hint)
+    return run_server(recipe, host, port, options.extra, hint=hint)

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from grpo_ext.commands.launching import asked, launch
+from grpo_ext.commands.launching import launch, wanted_launch
 from grpo_ext.trainer.signals import signals
 
 
@@ -14,7 +14,7 @@ def run(options: argparse.Namespace) -> int:
 
         print_help()
         return 0
-    wanted = asked(options)
+    wanted = wanted_launch(options)
     if wanted is not None:
         return launch(wanted, options.keys)
     _train_here(options.keys)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from trl import get_peft_config
 
-from grpo_ext.commands.launching import accelerate_command, asked
+from grpo_ext.commands.launching import accelerate_command, wanted_launch
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import ASKED, planned_processes
 from grpo_ext.config.settings import values_for
@@ -31,13 +31,12 @@ from grpo_ext.recipe.parts import Recipe
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.verification.row_by_row import RowByRow, Terms, differences
-from grpo_ext.trainer.verification.rows import Rows
-from grpo_ext.trainer.verification.small import VOCABULARY, load_small, save_small, tokenizer
+from grpo_ext.trainer.verification.small import VOCABULARY, Rows, load_small, save_small, tokenizer
 from grpo_ext.trainer.verification.watched import Watched
 
-FOLDER = "GRPO_EXT_VERIFY_FOLDER"
+_FOLDER = "GRPO_EXT_VERIFY_FOLDER"
 """Environment variable with the folder of the plan and of the recorded steps."""
-TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1}
+_TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1}
 """Allowed relative difference of a gradient; float32 has room for the rounding of an update with rate `RATE`."""
 MAX_ROWS = 64
 LEFT_OUT: dict[str, Any] = values_for("verify_without")
@@ -47,7 +46,7 @@ RATE: float = FIXED["learning_rate"]
 
 
 @dataclass(frozen=True)
-class Split:
+class BatchSplit:
     """A division of the rows of an optimizer step."""
 
     name: str
@@ -64,7 +63,7 @@ class Split:
         return f"{self.rows}x{self.accumulation}.pt"
 
 
-def splits(processes: int, rows: int, accumulation: int, group: int) -> Iterator[Split]:
+def splits(processes: int, rows: int, accumulation: int, group: int) -> Iterator[BatchSplit]:
     """Yield the recipe's split, made small, and others of the same rows."""
     accumulation = max(1, min(accumulation, MAX_ROWS // (processes * rows) or 1))
     rows = max(1, min(rows, MAX_ROWS // processes))
@@ -77,7 +76,7 @@ def splits(processes: int, rows: int, accumulation: int, group: int) -> Iterator
     halves = next((size for size in range(each // 2, 0, -1) if each % size == 0), each)
     found.setdefault((halves, each // halves), "fewer, larger")
     found.setdefault((smallest, each), "row by row")
-    return (Split(name, processes, *sizes) for sizes, name in found.items())
+    return (BatchSplit(name, processes, *sizes) for sizes, name in found.items())
 
 
 def run(options: argparse.Namespace) -> int:
@@ -105,15 +104,15 @@ def run(options: argparse.Namespace) -> int:
 
 def launcher(options: argparse.Namespace) -> tuple[int, list[str]]:
     """Return the processes that `grpo-ext train` would start, and its launcher: accelerate, or plain Python."""
-    wanted = asked(options)
+    wanted = wanted_launch(options)
     if wanted is None:
         return 1, [sys.executable]
     return wanted.planned or 1, accelerate_command(wanted)
 
 
-def _print(recipe: Recipe, precision: str, found: Mapping[Split, float], off: float) -> int:
+def _print(recipe: Recipe, precision: str, found: Mapping[BatchSplit, float], off: float) -> int:
     """Print the comparison and return the exit code."""
-    allowed, console = TOLERANCES[precision], Console()
+    allowed, console = _TOLERANCES[precision], Console()
     heads = ("split", "processes x rows x accumulation", "relative difference of the gradient", "verdict")
     table = Table(*heads, box=None)
     for split, worst in found.items():
@@ -128,7 +127,7 @@ def _print(recipe: Recipe, precision: str, found: Mapping[Split, float], off: fl
     return 0 if not off and all(worst <= allowed for worst in found.values()) else 1
 
 
-def _training(recipe: Recipe, split: Split, half: bool, folder: Path, **changes: Any) -> GRPOExtConfig:
+def _training(recipe: Recipe, split: BatchSplit, half: bool, folder: Path, **changes: Any) -> GRPOExtConfig:
     """Return the recipe's settings with another split and plain SGD, without those of `LEFT_OUT`."""
     c = recipe.training
     windows = max(1, int(c.steps_per_generation or 1) // c.gradient_accumulation_steps)
@@ -147,7 +146,7 @@ def _training(recipe: Recipe, split: Split, half: bool, folder: Path, **changes:
     return dataclasses.replace(c, **LEFT_OUT | FIXED | own | changes)
 
 
-def _difference(recipe: Recipe, split: Split, half: bool, folder: Path) -> float:
+def _difference(recipe: Recipe, split: BatchSplit, half: bool, folder: Path) -> float:
     """Return the largest relative difference of a step's gradient from that of one row at a time."""
     training = _training(recipe, split, half, folder)
     recorded = torch.load(folder / split.file)
@@ -164,7 +163,7 @@ def _rows(recipe: Recipe) -> Rows:
 
 def _launch(command: list[str], folder: Path) -> None:
     """Run `main` of this module by the user's launcher."""
-    environment = {k: v for k, v in os.environ.items() if k != ASKED} | {FOLDER: str(folder)}
+    environment = {k: v for k, v in os.environ.items() if k != ASKED} | {_FOLDER: str(folder)}
     command = [*command, "-m", "grpo_ext.commands.verify"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -176,9 +175,9 @@ def main() -> None:
     """Train every split in one process of the launch, then a run that is interrupted and resumed."""
     warnings.filterwarnings("ignore")
     logging.getLogger("grpo_ext").setLevel("ERROR")
-    folder = Path(os.environ[FOLDER])
+    folder = Path(os.environ[_FOLDER])
     plan = json.loads((folder / "plan.json").read_text())
-    recipe, chosen = load_recipe(plan["keys"]), [Split(**split) for split in plan["splits"]]
+    recipe, chosen = load_recipe(plan["keys"]), [BatchSplit(**split) for split in plan["splits"]]
     for split in chosen:
         trainer = _trainer(recipe, _training(recipe, split, plan["half"], folder), folder)
         trainer.train()
@@ -204,7 +203,7 @@ def _trainer(recipe: Recipe, training: GRPOExtConfig, folder: Path) -> WatchedTr
     )
 
 
-def _interrupted(recipe: Recipe, split: Split, half: bool, folder: Path) -> None:
+def _interrupted(recipe: Recipe, split: BatchSplit, half: bool, folder: Path) -> None:
     """Train a run in windows of two steps, and again from its first checkpoint."""
     changes = {
         "steps_per_generation": 2 * split.accumulation,

@@ -12,35 +12,35 @@ if TYPE_CHECKING:  # trl takes seconds to import
     from grpo_ext.config.arguments import GRPOExtArguments
     from grpo_ext.config.rules import Rule
 
-SPREAD = {
+_SPREAD = {
     "tp_size": "tensor parallelism",
     "cp_size": "context parallelism",
     "sp_size": "sequence parallelism (DeepSpeed Ulysses)",
 }
 """Sizes of accelerate's `ParallelismConfig` beyond those of data parallelism."""
-CURE = "Shard weights by FSDP2 (--accelerate_config fsdp2) or DeepSpeed ZeRO (zero3), which are tested"
+_CURE = "Shard weights by FSDP2 (--accelerate_config fsdp2) or DeepSpeed ZeRO (zero3), which are tested"
 
 
 def _parallelism(config: "GRPOExtArguments") -> Iterator[Problem]:
     for name, size in _sizes(config).items():
         if size > 1:
-            reason = f"{SPREAD[name]} splits one row over several processes, and each would count it as its own"
-            yield Problem(f"parallelism_config.{name}", size, reason, f"{CURE}, and leave {name} at 1.")
+            reason = f"{_SPREAD[name]} splits one row over several processes, and each would count it as its own"
+            yield Problem(f"parallelism_config.{name}", size, reason, f"{_CURE}, and leave {name} at 1.")
 
 
 def _launched(_: "GRPOExtArguments") -> Iterator[Problem]:
     if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
         reason = "TRL cannot train with Megatron-LM (tensor and pipeline parallelism)"
-        yield Problem("ACCELERATE_USE_MEGATRON_LM", ABSENT, reason, f"{CURE}.")
+        yield Problem("ACCELERATE_USE_MEGATRON_LM", ABSENT, reason, f"{_CURE}.")
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and (version := os.environ.get("FSDP_VERSION", "1")) == "1":
-        yield Problem("FSDP_VERSION", version, "gradients of FSDP 1 are untested", f"{CURE}: fsdp_version: 2.")
+        yield Problem("FSDP_VERSION", version, "gradients of FSDP 1 are untested", f"{_CURE}: fsdp_version: 2.")
 
 
 def _tensor_parallel(config: "GRPOExtArguments") -> Iterator[Problem]:
     given = config.model_init_kwargs
     if isinstance(given, Mapping) and (plan := given.get("tp_plan")) is not None:
         yield Problem(
-            "model_init_kwargs.tp_plan", plan, "it splits each row over processes", f"{CURE}, and remove it."
+            "model_init_kwargs.tp_plan", plan, "it splits each row over processes", f"{_CURE}, and remove it."
         )
 
 
@@ -75,7 +75,7 @@ def fsdp_on_cpu(found: str) -> Problem:
 def _sizes(config: "GRPOExtArguments") -> dict[str, int]:
     """Return the sizes in the config, else those that `accelerate launch` announces."""
     if config.parallelism_config is not None:
-        return {name: getattr(config.parallelism_config, name, None) or 1 for name in SPREAD}
+        return {name: getattr(config.parallelism_config, name, None) or 1 for name in _SPREAD}
     if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return {}
-    return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in SPREAD}
+    return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in _SPREAD}

@@ -16,7 +16,7 @@ def template_text(value: str) -> str:
     return Path(value).expanduser().read_text(encoding="utf-8") if value.endswith(_FILES) else value
 
 
-def problems(value: str, *, with_system: bool = False) -> Iterator[Problem]:
+def template_problems(value: str, *, with_system: bool = False) -> Iterator[Problem]:
     """Yield what is wrong with a template before any tokenizer is loaded: a question is rendered as training does.
 
     `with_system` puts a system message in front, as `system_prompt` does.

@@ -97,7 +97,7 @@ def _without_nan(value: object) -> object:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def with_rewards(
+def row_with_rewards(
     row: Mapping[str, object],
     rewards: Mapping[str, float | None],
     reward: float | None,

@@ -104,7 +104,7 @@ class DataConfig:
     )
 
 
-def problems(
+def data_problems(
     config: DataConfig,
     dataset_name: str | None = None,
     *,
@@ -125,7 +125,7 @@ def problems(
         return found + _procedural_problems(config, dataset_name, dataset_config, streaming)
     found += _unused_kwargs(config, dataset_name)
     if local_files.is_path(dataset_name):
-        found += local_files.path_problems(dataset_name)
+        found += local_files.data_path_problems(dataset_name)
         if dataset_config is not None and Path(dataset_name).expanduser().is_file():
             reason = f"{dataset_name!r} is one file"
             found.append(Problem("dataset_config", dataset_config, reason, "Unset dataset_config."))
@@ -158,9 +158,9 @@ def value_problems(config: DataConfig) -> list[Problem]:
         beside = {"max_pass_rate": high}
         found.append(Problem("min_pass_rate", low, "the range is empty", "Exchange the two bounds.", beside))
     if isinstance(config.chat_template, str) and config.chat_template.strip():
-        found += chat_template.problems(config.chat_template, with_system=config.system_prompt is not None)
+        found += chat_template.template_problems(config.chat_template, with_system=config.system_prompt is not None)
     try:
-        options(config)
+        task_options(config)
     except DataError as error:
         found += error.problems
     return found
@@ -191,12 +191,12 @@ def _procedural_problems(config: DataConfig, name: str, dataset_config: str | No
     if name == GAME:
         return found + _unused_kwargs(config, name)
     try:
-        given = options(config)
+        given = task_options(config)
     except DataError:  # `value_problems` reports it
         return found
     if name.startswith(QUICKSTART):
         return found + _quickstart_problems(given)
-    return found + tasks.option_problems(name.removeprefix(PROCEDURAL), given)
+    return found + tasks.task_problems(name.removeprefix(PROCEDURAL), given)
 
 
 def split_problems(dataset_name: str, train_split: str, test_split: str) -> list[Problem]:
@@ -214,11 +214,12 @@ def split_problems(dataset_name: str, train_split: str, test_split: str) -> list
 
 
 def _quickstart_problems(given: dict[str, Any]) -> list[Problem]:
-    from grpo_ext.quickstart.task import load, problems
+    from grpo_ext.quickstart.task import addition_pairs, load
 
     pools = {"size": "train", "eval_size": "validation" if given.get("eval_split") == "validation" else "held_out"}
     hints: dict[str, Any] = {
-        name: Annotated[int, Within(least=1.0, most=float(len(problems(pool))))] | None for name, pool in pools.items()
+        name: Annotated[int, Within(least=1.0, most=float(len(addition_pairs(pool))))] | None
+        for name, pool in pools.items()
     }
     hints |= {"eval_split": Literal["held_out", "validation"], "seed": NaturalNumber}
     defaults = option_defaults(load)
@@ -226,7 +227,7 @@ def _quickstart_problems(given: dict[str, Any]) -> list[Problem]:
     return [*spec.problems("dataset_kwargs", given)]
 
 
-def options(config: DataConfig) -> dict[str, Any]:
+def task_options(config: DataConfig) -> dict[str, Any]:
     """Return `dataset_kwargs` as a mapping; the command line gives JSON text.
 
     Raises:

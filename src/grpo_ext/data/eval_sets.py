@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from grpo_ext.config.spec import Spec
-from grpo_ext.data.config import DataConfig
-from grpo_ext.data.config import problems as data_problems
+from grpo_ext.data.config import DataConfig, data_problems
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.objective.options import Count, Within
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.composition import parse as parse_rewards
+from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 from grpo_ext.rewards.protocol import ENVIRONMENT, RIGHT
 
 DATA_KEYS = tuple(f.name for f in dataclasses.fields(DataConfig))
@@ -94,7 +92,7 @@ _SPEC = Spec.of(
 KEYS = tuple(_SPEC.hints)
 
 
-def parse(
+def parse_eval_sets(
     entries: object, recipe_rewards: Sequence[RewardSpec], folder: Path | None = None, *, plays: bool = False
 ) -> tuple[list[EvalSet], list[Problem]]:
     """Return the sets of the entries that have no problem, and all problems; `folder` is the recipe's."""

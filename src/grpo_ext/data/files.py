@@ -21,7 +21,7 @@ def is_path(name: str) -> bool:
     return name.startswith(("./", "../", "/", "~", ".\\")) or Path(name).suffix in BUILDERS or Path(name).exists()
 
 
-def path_problems(name: str, field: str = "dataset_name") -> list[Problem]:
+def data_path_problems(name: str, field: str = "dataset_name") -> list[Problem]:
     """Return what is wrong with a local path, the value of `field`."""
     path = Path(name).expanduser()
     if not path.exists():

@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from grpo_ext.data import files as local_files
 from grpo_ext.data import tables, tasks
-from grpo_ext.data.config import GAME, PROCEDURAL, QUICKSTART, DataConfig, options, problems, split_problems
+from grpo_ext.data.config import GAME, PROCEDURAL, QUICKSTART, DataConfig, data_problems, split_problems, task_options
 from grpo_ext.data.held_out import hold_out
 from grpo_ext.data.prepare import AnyDataset, Split, Tokenizer, prepare_split
 from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, Row
@@ -47,7 +47,7 @@ def load_datasets(
     Raises:
         DataError: a setting, a file, a split, a column or rows cannot be used; the message names each with its cure.
     """
-    found = problems(config, dataset_name, dataset_config=dataset_config, streaming=streaming)
+    found = data_problems(config, dataset_name, dataset_config=dataset_config, streaming=streaming)
     found += split_problems(dataset_name, train_split, test_split)
     if found:
         raise DataError(found)
@@ -106,13 +106,13 @@ def _collecting(found: list[Problem]) -> Iterator[None]:
 def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split]:
     from grpo_ext.quickstart import game, task
 
-    train, test = game.load() if name == GAME else task.load(**options(config))
+    train, test = game.load_game() if name == GAME else task.load(**task_options(config))
     return Split(train, f"{name}, split train"), Split(test, f"{name}, split test")
 
 
 def _load_procedural(name: str, config: DataConfig, eval_wanted: bool) -> list[Split | None]:
     size = (PROCEDURAL_EVAL_FRACTION if config.test_size is None else config.test_size) if eval_wanted else None
-    train, test = tasks.generate(name.removeprefix(PROCEDURAL), options(config), size)
+    train, test = tasks.generate(name.removeprefix(PROCEDURAL), task_options(config), size)
     text = datasets.Value("string")
     features = datasets.Features(
         {"prompt": [{"role": text, "content": text}], "solution": text, "reasoning_gym_entry": text}
@@ -173,7 +173,9 @@ def load_files(files: list[Path], config: DataConfig, streaming: bool, split: st
     if kind in (".json", ".jsonl") and streaming:
         return Split(tables.stream(files, texts), source, places)
     if kind in (".json", ".jsonl"):
-        return Split(call_loader(tables.select, tables.read(files, texts), key, split, source=source), source, places)
+        return Split(
+            call_loader(tables.select, tables.read_rows(files, texts), key, split, source=source), source, places
+        )
     reading: dict[str, Any] = {}
     if kind == ".csv":
         # pandas would read the answer 007 as 7 and the word None as a missing value

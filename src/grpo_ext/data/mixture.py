@@ -24,7 +24,9 @@ from grpo_ext.objective.options import Within
 from grpo_ext.registry import did_you_mean
 
 _ENTRY = Spec.of(DatasetConfig, example="{path: ..., split: train}")
-ENTRY = replace(_ENTRY, hints={**_ENTRY.hints, "split": str, "fraction": Annotated[float, Within(above=0.0)] | None})
+DATASET_ENTRY = replace(
+    _ENTRY, hints={**_ENTRY.hints, "split": str, "fraction": Annotated[float, Within(above=0.0)] | None}
+)
 """An entry of `datasets`."""
 
 
@@ -57,12 +59,12 @@ def _entry_problems(number: int, entry: DatasetConfig) -> Iterator[Problem]:
         yield Problem(
             "datasets", entry.path, "a mixture cannot be given on the command line", "Write it in the recipe."
         )
-    elif found := [*ENTRY.problems(place, vars(entry))]:
+    elif found := [*DATASET_ENTRY.problems(place, vars(entry))]:
         yield from found
     elif not entry.path or not entry.split or entry.columns == []:
-        yield Problem(place, ABSENT, "path, split or columns is empty", f"Write {ENTRY.example}.")
+        yield Problem(place, ABSENT, "path, split or columns is empty", f"Write {DATASET_ENTRY.example}.")
     elif _is_plain(entry) and local_files.is_path(entry.path):
-        yield from local_files.path_problems(entry.path, f"{place}.path")
+        yield from local_files.data_path_problems(entry.path, f"{place}.path")
 
 
 def _fraction_problems(fractions: list[float | None], streaming: bool) -> Iterator[Problem]:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 AnyDataset: TypeAlias = Union[Dataset, IterableDataset]  # noqa: UP007  mypy takes no other form
 Tokenizer: TypeAlias = PreTrainedTokenizerBase | None
-Place: TypeAlias = Callable[[int], str]
+_Place: TypeAlias = Callable[[int], str]
 """Maps the number of a row to its place in an error message."""
 
 
@@ -141,7 +141,7 @@ def _pick(
 
 def _keep_pass_rates(
     dataset: AnyDataset, names: Collection[str], config: DataConfig, split: Split
-) -> tuple[AnyDataset, Place]:
+) -> tuple[AnyDataset, _Place]:
     """Return the rows with a pass rate in the bounds, and the function that gives the place of one of them."""
     low, high, source = config.min_pass_rate, config.max_pass_rate, split.source
     if low is None and high is None:
@@ -170,7 +170,7 @@ def _keep_pass_rates(
 
 
 def _convert_all(
-    dataset: AnyDataset, plan: Plan, source: str, place: Place, renamed: list[str], on_bad_row: str
+    dataset: AnyDataset, plan: Plan, source: str, place: _Place, renamed: list[str], on_bad_row: str
 ) -> AnyDataset:
     if isinstance(dataset, IterableDataset):
         if on_bad_row == "drop":
@@ -186,7 +186,7 @@ def _convert_all(
     return dataset.map(partial(convert, plan=plan), remove_columns=renamed, load_from_cache_file=False)
 
 
-def _check_rows(dataset: Dataset, plan: Plan, source: str, place: Place, on_bad_row: str) -> tuple[list[int], bool]:
+def _check_rows(dataset: Dataset, plan: Plan, source: str, place: _Place, on_bad_row: str) -> tuple[list[int], bool]:
     """Return the rows that can be used, and whether their prompts are conversations written as JSON text."""
     sound: list[int] = []
     bad: list[Problem] = []
@@ -226,7 +226,7 @@ def _report_bad(bad: list[Problem], count: int, rows: int, source: str, on_bad_r
     raise DataError(bad)
 
 
-def _is_sound(row: Row, index: int, *, plan: Plan, place: Place) -> bool:
+def _is_sound(row: Row, index: int, *, plan: Plan, place: _Place) -> bool:
     """Return whether a streamed row can be used; if not, log where it is."""
     try:
         convert(row, plan)
@@ -236,7 +236,7 @@ def _is_sound(row: Row, index: int, *, plan: Plan, place: Place) -> bool:
     return True
 
 
-def _convert_streamed(row: Row, index: int, *, plan: Plan, place: Place) -> Row:
+def _convert_streamed(row: Row, index: int, *, plan: Plan, place: _Place) -> Row:
     try:
         return convert(row, plan)
     except RowError as error:

@@ -17,7 +17,7 @@ from grpo_ext.errors import DataError
 STREAM_HEAD = 1000  # rows of a stream that show which columns it has
 
 
-def read(files: list[Path], texts: Collection[str]) -> Dataset:
+def read_rows(files: list[Path], texts: Collection[str]) -> Dataset:
     """Return all rows, in memory; a column of `texts` whose numbers Arrow would round becomes text.
 
     Raises:

@@ -25,7 +25,7 @@ ROWS_SCORED = 16  # rows whose score is compared before and after the JSON round
 DEFAULT_SEED = 0  # the tasks' own default is a random seed: another dataset on every rank
 
 
-def option_problems(task: str, given: Mapping[str, Any]) -> list[Problem]:
+def task_problems(task: str, given: Mapping[str, Any]) -> list[Problem]:
     """Return what is wrong with a task's name and its options."""
     name = f"reasoning_gym/{task}"
     try:
@@ -61,7 +61,7 @@ def _validation_problems(task: str, config_class: Callable[..., Any], given: Map
         reason = f"refused by reasoning_gym's {task!r}: {error!s:.300}" if str(error) else f"refused: {error!r}"
         return [Problem("dataset_kwargs", dict(given), reason, "Change that option.")]
     if task == "composite":
-        return [problem for spec in config.datasets for problem in option_problems(spec.name, spec.config)]
+        return [problem for spec in config.datasets for problem in task_problems(spec.name, spec.config)]
     return []
 
 

@@ -1,6 +1,6 @@
 """The registry with all packaged environments."""
 
-from grpo_ext.environments.library import calculator, guess, python, retry, search
+from grpo_ext.environments.library import calculator, guess, python, retry
 from grpo_ext.environments.protocol import environments
 
-__all__ = ["calculator", "environments", "guess", "python", "retry", "search"]
+__all__ = ["calculator", "environments", "guess", "python", "retry"]

@@ -19,7 +19,6 @@ from grpo_ext.registry import import_path, located
 
 ADAPTERS = {
     "textarena/": ("grpo_ext.environments.textarena:TextArena", "game"),
-    "verifiers/": ("grpo_ext.environments.verifiers:Verifiers", "name"),
     "openenv/": ("grpo_ext.environments.openenv:OpenEnv", "base_url"),
 }
 """Prefixes of the names of other packages' environments: the class, and the option that the rest of the name sets."""
@@ -86,7 +85,7 @@ class EnvironmentSpec:
 Entry: TypeAlias = str | type | Mapping[str, Any] | EnvironmentSpec
 _KEYS = {"name": str, "path": str | type, "tools": list | tuple}
 _EXAMPLE = "{path: ./file.py:Class, max_turns: 4}"
-ENTRY = Spec.of(EnvironmentSpec, "name", "environment", "tools", example=_EXAMPLE, **_KEYS)
+_ENTRY = Spec.of(EnvironmentSpec, "name", "environment", "tools", example=_EXAMPLE, **_KEYS)
 
 
 def any_pays(specs: Iterable[EnvironmentSpec]) -> bool:
@@ -104,7 +103,7 @@ def functions_of(tools: Sequence[str | Tool]) -> list[Tool]:
     return [import_path(tool) if isinstance(tool, str) else tool for tool in tools]
 
 
-def parse(
+def parse_environments(
     entries: Sequence[Entry] | None, folder: Path | None = None
 ) -> tuple[list[EnvironmentSpec], list[Problem]]:  # fmt: skip
     """Return specs of the valid entries, and all problems.
@@ -135,7 +134,7 @@ def _parse_entry(place: str, entry: str | type | Mapping[str, Any], folder: Path
     """Return the spec of an entry, or its problems."""
     if isinstance(entry, str | type):
         entry = {"path" if isinstance(entry, type) or ":" in entry else "name": entry}
-    problems = list(ENTRY.problems(place, entry))
+    problems = list(_ENTRY.problems(place, entry))
     if not isinstance(entry, Mapping) or any(p.field in (f"{place}.name", f"{place}.path") for p in problems):
         return problems
     kwargs = given if isinstance(given := entry.get("kwargs"), Mapping) else {}

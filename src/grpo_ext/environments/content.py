@@ -6,7 +6,7 @@ MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio
 """Types of parts that are not text."""
 COLUMNS = ("image", "images")
 """Dataset columns in which TRL looks for a prompt's images."""
-CURE = (
+TEXT_ONLY_CURE = (
     "Use text only, or train in Python with the class as environment_factory, which keeps TRL's own loop and its "
     "images."
 )
@@ -28,6 +28,6 @@ def medium(content: Any) -> str | None:
     return next((part["type"] for part in content if part["type"] != "text"), None) if is_parts(content) else None
 
 
-def text_of(parts: list[dict[str, Any]]) -> str:
+def parts_text(parts: list[dict[str, Any]]) -> str:
     """Return the text of content parts, concatenated as chat templates do."""
     return "".join(part["text"] for part in parts)

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.environments.content import COLUMNS, CURE, medium
-from grpo_ext.environments.protocol import COLUMN, RESET, is_conversation
+from grpo_ext.environments.content import COLUMNS, TEXT_ONLY_CURE, medium
+from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, RESET, is_conversation
 from grpo_ext.environments.rendering import CannotRender, Renderer
 from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ABSENT, Problem
@@ -39,7 +39,7 @@ def beside_problems(specs: Sequence[EnvironmentSpec], given: Mapping[str, object
             yield Problem(name, ABSENT, "both would make the rollouts", "Remove one of them.", {"environments": names})
 
 
-def data_problems(specs: Sequence[EnvironmentSpec], dataset: Dataset | IterableDataset | Any) -> Iterator[Problem]:
+def dataset_problems(specs: Sequence[EnvironmentSpec], dataset: Dataset | IterableDataset | Any) -> Iterator[Problem]:
     """Yield columns that environments need and the data lack, or that they cannot take."""
     columns = getattr(dataset, "column_names", None)
     if not specs or not columns:
@@ -49,12 +49,12 @@ def data_problems(specs: Sequence[EnvironmentSpec], dataset: Dataset | IterableD
         yield Problem(f"column {TRAJECTORY!r}", ABSENT, reason, "Rename the column.")
     if len(specs) > 1:
         yield from _mixture_problems(specs, dataset, columns)
-    given = [column for column in columns if len(specs) == 1 or column != COLUMN]
+    given = [column for column in columns if len(specs) == 1 or column != ENVIRONMENT_COLUMN]
     for spec in specs:
         yield from _reset_problems(spec, given)
     for column in COLUMNS:
         if column in columns:
-            yield Problem(f"column {column!r}", ABSENT, TEXT_ONLY, CURE)
+            yield Problem(f"column {column!r}", ABSENT, TEXT_ONLY, TEXT_ONLY_CURE)
             break
     yield from _prompt_problems(dataset)
 
@@ -70,19 +70,19 @@ def _prompt_problems(dataset: object) -> Iterator[Problem]:
         return
     kinds = [medium(message.get("content")) for message in prompt] if isinstance(prompt, list) else []
     if kind := next(filter(None, kinds), None):
-        yield Problem("prompt", ABSENT, f"the first has content of type {kind!r}; {TEXT_ONLY}", CURE)
+        yield Problem("prompt", ABSENT, f"the first has content of type {kind!r}; {TEXT_ONLY}", TEXT_ONLY_CURE)
 
 
 def _mixture_problems(
     specs: Sequence[EnvironmentSpec], dataset: object, columns: Collection[str]
 ) -> Iterator[Problem]:  # fmt: skip
     names = [spec.name for spec in specs]
-    place = f"column {COLUMN!r}"
-    if COLUMN not in columns:
+    place = f"column {ENVIRONMENT_COLUMN!r}"
+    if ENVIRONMENT_COLUMN not in columns:
         reason = f"missing, so no row has one of the {len(specs)} environments"
         yield Problem(place, ABSENT, reason, f"Add it, with {' or '.join(map(repr, names))}.")
     elif isinstance(dataset, Dataset):
-        for value in dict.fromkeys(dataset[COLUMN]):
+        for value in dict.fromkeys(dataset[ENVIRONMENT_COLUMN]):
             if value not in names:
                 yield Problem(place, value, "not an entry of environments", did_you_mean(str(value), names))
 
@@ -151,7 +151,7 @@ def reader_of(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return add_response_schema(copy.deepcopy(tokenizer))
 
 
-def reward_problems(specs: Sequence[EnvironmentSpec], rewards: Collection[object]) -> Iterator[Problem]:
+def unpaid_problems(specs: Sequence[EnvironmentSpec], rewards: Collection[object]) -> Iterator[Problem]:
     """Yield the problem of a run without any reward."""
     if specs and not rewards and not any(spec.owns_reward and spec.weight for spec in specs):
         names = [spec.name for spec in specs]

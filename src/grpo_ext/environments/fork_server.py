@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of, maker_of
-from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, serve
+from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, serve_session
 from grpo_ext.rewards.workers.child import (
     EXIT_SECONDS,
     LOADING_SECONDS,
@@ -33,10 +33,10 @@ from grpo_ext.rewards.workers.child import (
     describe_exit,
     die_with_parent,
 )
-from grpo_ext.rewards.workers.frames import FrameError, parsed, read_frame, wait
-from grpo_ext.rewards.workers.worker import pack, seed_all, send, traceback_tail, unpack
+from grpo_ext.rewards.workers.frames import FrameError, parsed_json, read_frame, wait
+from grpo_ext.rewards.workers.worker import packed_call, seed_all, send_answer, traceback_tail, unpacked_arguments
 
-PROGRAM = "from grpo_ext.environments.fork_server import main; main()"
+_PROGRAM = "from grpo_ext.environments.fork_server import main; main()"
 PRELOAD = "preload"
 """Class method of an environment, called once with its options before processes are forked: loads what they share."""
 
@@ -51,11 +51,11 @@ class ForkServer:
     def __init__(self, spec: EnvironmentSpec, memory_gib: float) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         with theirs:
-            self._child = Child(PROGRAM, memory_gib, (theirs.fileno(),))
+            self._child = Child(_PROGRAM, memory_gib, (theirs.fileno(),))
         self._codes: dict[int, int | None] = {}
         self._running: set[int] = set()
         arguments = {"tools": list(spec.tools), "kwargs": dict(spec.kwargs)}
-        self._child.stream.send(pack(str(spec.environment or ""), arguments))
+        self._child.stream.send(packed_call(str(spec.environment or ""), arguments))
         self._ended = False
         answer = self._next(LOADING_SECONDS)
         if answer is None or answer[0] != "loaded":
@@ -74,7 +74,7 @@ class ForkServer:
                     body = stream.receive()
                 elif time.monotonic() >= end:
                     return None
-            answer = parsed(body)
+            answer = parsed_json(body)
             if not isinstance(answer, list) or not answer:
                 raise FrameError
         except EOFError:
@@ -154,11 +154,11 @@ def main() -> None:
     with open(int(sys.argv[1]), "rb") as requests, open(int(sys.argv[2]), "wb") as answers:
         path, arguments = pickle.loads(read_frame(requests))
         try:
-            make_session = _load(path or None, **unpack(arguments))
+            make_session = _load(path or None, **unpacked_arguments(arguments))
         except BaseException as error:
-            send(answers, ["failed", traceback_tail(error)])
+            send_answer(answers, ["failed", traceback_tail(error)])
             return
-        send(answers, ["loaded"])
+        send_answer(answers, ["loaded"])
         _serve_commands(control, requests, answers, make_session)
 
 
@@ -197,7 +197,7 @@ def _serve_commands(
             try:
                 forks[_fork(descriptors[0], make_session, number, seed, ours)] = number
             except OSError:  # too many processes: only this attempt is lost
-                send(answers, ["ended", number, None])
+                send_answer(answers, ["ended", number, None])
             os.close(descriptors[0])
         elif command == "kill":
             for process in [pid for pid, number in forks.items() if number == int(numbers[0])]:
@@ -207,7 +207,7 @@ def _serve_commands(
         for process, code in list(_ended(forks)):
             number = forks.pop(process)
             shutil.rmtree(_folder(number), ignore_errors=True)
-            send(answers, ["ended", number, code])
+            send_answer(answers, ["ended", number, code])
             if not forks:
                 _end_strays()
 
@@ -234,7 +234,7 @@ def _fork(
         folder = _folder(number)
         folder.mkdir()
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-        serve(socket.socket(fileno=descriptor), make_session(seed))
+        serve_session(socket.socket(fileno=descriptor), make_session(seed))
         code = 0
     finally:
         sys.stdout.flush()

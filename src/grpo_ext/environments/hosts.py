@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of
 from grpo_ext.environments.fork_server import ForkServer
-from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Request, Session, serve
+from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, SessionRequest, serve_session
 from grpo_ext.rewards.workers.child import describe_exit
-from grpo_ext.rewards.workers.frames import FrameError, FrameStream, parsed, pickled, wait
+from grpo_ext.rewards.workers.frames import FrameError, FrameStream, parsed_json, pickled, wait
 
-LARGEST = 2**26
+_LARGEST = 2**26
 """Most bytes of an answer."""
 GRACE = 5.0
 """Seconds by which the deadline is extended for an answer that has begun to arrive."""
@@ -53,10 +53,10 @@ class Connection:
     ) -> None:
         self.spec, self.number, self.channel, self.server, self.session = spec, number, channel, server, session
         fd = -1 if channel is None else channel.fileno()
-        self.stream = FrameStream(fd, fd, LARGEST, channel)
+        self.stream = FrameStream(fd, fd, _LARGEST, channel)
         self.asked, self.seconds, self.extended_until = 0.0, math.inf, 0.0
 
-    def ask(self, request: Request, seconds: float) -> Answer | None:
+    def ask(self, request: SessionRequest, seconds: float) -> Answer | None:
         """Begin to send a request, to be answered in `seconds`. Return the answer if it is immediate."""
         self.asked, self.seconds, self.extended_until = time.monotonic(), seconds, 0.0
         self.stream.sent_at = self.asked
@@ -89,7 +89,7 @@ class Connection:
         if body is None:
             return None
         self.stream.received.clear()
-        answer = parsed(body)
+        answer = parsed_json(body)
         if not isinstance(answer, dict):
             raise EnvironmentFailed(f"{FailureKind.GARBAGE}: it sent something that is not an answer: {body[:80]!r}")
         if isinstance(failed := answer.get("failed"), list):
@@ -153,7 +153,8 @@ class EnvironmentHost:
             return Connection(spec, number, None, session=session)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        threading.Thread(target=serve, args=(theirs, session), daemon=True, name=f"environment {spec.name}").start()
+        name = f"environment {spec.name}"
+        threading.Thread(target=serve_session, args=(theirs, session), daemon=True, name=name).start()
         return Connection(spec, number, ours)
 
     def _server(self, spec: EnvironmentSpec) -> ForkServer:

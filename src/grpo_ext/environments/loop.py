@@ -54,7 +54,7 @@ class Engine(Protocol):
         """Return whether any process that generates together with this one still has an attempt."""
 
 
-class Parser(Protocol):
+class MessageParser(Protocol):
     """Parses a sampled message."""
 
     def __call__(self, ids: list[int], context: list[int], tools: list[dict] | None) -> Message:
@@ -62,7 +62,7 @@ class Parser(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class AttemptLimits:
     """Limits of each attempt."""
 
     completion: int
@@ -88,7 +88,7 @@ class Task:
 
 
 @dataclass
-class Figures:
+class AttemptFigures:
     """Turns, tool calls, refused tool calls and seconds of an attempt."""
 
     turns: int = 0
@@ -111,7 +111,7 @@ class _Attempt:
     """Messages after the prompt, as rewards see them."""
     parsed: Message = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
-    figures: Figures = field(default_factory=Figures)
+    figures: AttemptFigures = field(default_factory=AttemptFigures)
     request: str = ""
     spent: int = 0
     truncated: bool = False
@@ -134,19 +134,19 @@ class Attempts:
         engine: Engine,
         host: EnvironmentHost,
         renderer: Renderer,
-        parse: Parser,
-        limits: Limits,
+        parse: MessageParser,
+        limits: AttemptLimits,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.engine, self.host, self.renderer, self.parse, self.limits = engine, host, renderer, parse, limits
         self.waiting = waiting
-        self._done: dict[int, tuple[Trajectory, Figures]] = {}
+        self._done: dict[int, tuple[Trajectory, AttemptFigures]] = {}
         self._ready: list[_Attempt] = []
         self._computing: dict[Connection, _Attempt] = {}
         self._sampling: dict[int, _Attempt] = {}
         self._answered: deque[tuple[_Attempt, Answer]] = deque()
 
-    def run(self, tasks: Sequence[Task]) -> list[tuple[Trajectory, Figures]]:
+    def run(self, tasks: Sequence[Task]) -> list[tuple[Trajectory, AttemptFigures]]:
         """Return trajectory and figures of each task, in order; a failed environment fails its attempt only."""
         attempts = [_Attempt(number, task) for number, task in enumerate(tasks)]
         try:

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from grpo_ext.environments.content import CURE, is_parts, medium, text_of
+from grpo_ext.environments.content import TEXT_ONLY_CURE, is_parts, medium, parts_text
 from grpo_ext.environments.protocol import Message
 from grpo_ext.environments.session import InvalidResult
 from grpo_ext.rewards.workers.worker import safe_repr
 
 LONGEST = 2**20
 """Most characters of an observation."""
-LARGEST = 1e30
+LARGEST_REWARD = 1e30
 """Largest absolute reward; sums of such rewards still fit into a float32."""
 
 
@@ -75,7 +75,7 @@ def final_reward(answer: Mapping[str, object]) -> float | None:
     value = answer.get("reward")
     if value is None:
         return None
-    if not isinstance(value, int | float) or not abs(value) <= LARGEST:
+    if not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD:
         raise InvalidResult(f"a reward of {safe_repr(value)}. Return a finite number or None.")
     return float(value)
 
@@ -100,12 +100,12 @@ def _as_text(content: object) -> object:
         InvalidResult: a part is not text.
     """
     _require_text(content, "it returned")
-    return text_of(content) if isinstance(content, list) and is_parts(content) else content
+    return parts_text(content) if isinstance(content, list) and is_parts(content) else content
 
 
 def _require_text(content: object, who: str) -> None:
     if (kind := medium(content)) is not None:
-        raise InvalidResult(f"{who} content of type {kind!r}, and environments carry text only. {CURE}")
+        raise InvalidResult(f"{who} content of type {kind!r}, and environments carry text only. {TEXT_ONLY_CURE}")
 
 
 def _is_message(message: object) -> bool:

@@ -9,7 +9,7 @@ Message: TypeAlias = dict[str, Any]
 Opening: TypeAlias = str | list[Message] | None
 environments: Registry[type] = Registry("environment")
 """Environments that a recipe can name; `catalogue` registers the packaged ones."""
-COLUMN = "environment"
+ENVIRONMENT_COLUMN = "environment"
 """Dataset column with the name of the row's environment, as in TRL."""
 RESET, REWARD = "reset", "get_reward"
 """Methods of TRL's classes that are not tools."""

@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from enum import StrEnum
 from typing import Any, SupportsFloat, cast
 
-from grpo_ext.environments.content import CURE, is_parts, medium, text_of
+from grpo_ext.environments.content import TEXT_ONLY_CURE, is_parts, medium, parts_text
 from grpo_ext.environments.protocol import REWARD, Conversation, Message, Step
 from grpo_ext.environments.tools import methods_of
 from grpo_ext.rewards.workers.frames import frame, read_frame
@@ -25,7 +25,7 @@ from grpo_ext.rewards.workers.worker import safe_repr, traceback_tail
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]{4,}")
 """How Python shows an object that has no text of its own; the number differs from run to run."""
 
-Request = tuple[str, Any]
+SessionRequest = tuple[str, Any]
 """reset with a row, step with a message, or finish with None."""
 
 
@@ -64,7 +64,7 @@ class Session:
         self._tools: dict[str, Callable[..., Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def answer(self, request: Request) -> dict[str, Any]:
+    def answer(self, request: SessionRequest) -> dict[str, Any]:
         """Return the fields of the answer, or `failed` with the kind of failure and its reason."""
         name, value = request
         process = os.getpid()
@@ -144,7 +144,7 @@ class Session:
             self._loop.close()
 
 
-def serve(channel: socket.socket, session: Session) -> None:
+def serve_session(channel: socket.socket, session: Session) -> None:
     """Answer requests until the other end is closed."""
     with closing(session), channel, channel.makefile("rb") as requests, suppress(OSError, EOFError):
         while True:
@@ -174,8 +174,10 @@ def _text(result: object, who: str) -> str:
         InvalidResult: an image, or an object that has no text of its own.
     """
     if (kind := medium(result)) is not None:
-        raise InvalidResult(f"{who} returned content of type {kind!r}, and environments carry text only. {CURE}")
-    text = text_of(cast(list[dict[str, Any]], result)) if is_parts(result) else str(result)
+        raise InvalidResult(
+            f"{who} returned content of type {kind!r}, and environments carry text only. {TEXT_ONLY_CURE}"
+        )
+    text = parts_text(cast(list[dict[str, Any]], result)) if is_parts(result) else str(result)
     if _shows_address(result):
         raise InvalidResult(
             f"{who} returned {text:.200}, which shows an address in memory that differs from run to run. Return text, "

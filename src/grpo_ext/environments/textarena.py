@@ -61,13 +61,6 @@ class TextArena(Conversation):
             return Step(self._transcript(), None, False, True)
         return Step(None, _final_reward(*self._game.close()), True)
 
-    @property
-    def is_single(self) -> bool:
-        """Whether it is for one player; some games for several players begin with one, and never end."""
-        import textarena
-
-        return isinstance(self._game.state, textarena.SinglePlayerState)
-
     def _transcript(self) -> list[Message]:
         _, observation = self._game.get_observation()
         text = observation if isinstance(observation, str) else "\n".join(str(part) for _, part, *_ in observation)
@@ -82,7 +75,9 @@ def _obstacle(game: str, options: Mapping[str, object]) -> str | None:
         try:
             made = TextArena(game, **options)
             made.reset({})
-            if not made.is_single:
+            from textarena import SinglePlayerState
+
+            if not isinstance(made._game.state, SinglePlayerState):  # some games for several begin, and never end
                 problems.append("it is for several")
         except BaseException as error:  # such as a second player that it needs, or a download
             problems.append(f"{type(error).__name__}: {error}")

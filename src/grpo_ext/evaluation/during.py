@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.evaluation.evaluate import evaluate
-from grpo_ext.evaluation.results import FOLDER, flat, result, table
+from grpo_ext.evaluation.results import EVALUATION, logged_figures, result, table
 from grpo_ext.evaluation.sampling import HasEngine
 
 
@@ -43,7 +43,7 @@ class DuringTraining(TrainerCallback):
 
     def _evaluate(self, chosen: EvalSet, rows: list[Row]) -> None:
         trainer, step = self.trainer, self.trainer.state.global_step
-        folder = Path(str(trainer.args.output_dir)) / FOLDER / chosen.name
+        folder = Path(str(trainer.args.output_dir)) / EVALUATION / chosen.name
         model = trainer.model.config._name_or_path
         identity = {"model": model, "step": step, "set": chosen}
         kept = folder / f"step_{step}_samples.jsonl"
@@ -53,5 +53,5 @@ class DuringTraining(TrainerCallback):
             found.write(folder / f"step_{step}.json")
             Console().print(table([found]))
         due = trainer.control.should_log  # the step's own log; any log resets this flag
-        Trainer.log(cast(Trainer, trainer), flat(found))
+        Trainer.log(cast(Trainer, trainer), logged_figures(found))
         trainer.control.should_log = due

@@ -25,7 +25,7 @@ from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.seeds import Source, numbered
 
 TURNS, FAILED = f"{ENVIRONMENT}/turns", f"{ENVIRONMENT}/failed"
-READ = "answer_parsed"
+ANSWER_READ = "answer_parsed"
 """Column of the answer that `accuracy` (or another judge, by `log_extra`) has read, empty if none: a vote of maj@k."""
 
 

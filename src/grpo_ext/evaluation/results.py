@@ -14,13 +14,13 @@ from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.errors import redacted
 from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
-from grpo_ext.evaluation.evaluate import FAILED, READ, TURNS
+from grpo_ext.evaluation.evaluate import ANSWER_READ, FAILED, TURNS
 from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
-from grpo_ext.rewards.protocol import judge as default_judge
+from grpo_ext.rewards.protocol import deciding_reward as default_judge
 
-FOLDER = "evaluation"
+EVALUATION = "evaluation"
 """In a run's folder: <set>/<model or step>.json and the samples beside it."""
-Figures = dict[str, Mean]
+_Figures = dict[str, Mean]
 _NO_ANSWER = re.compile(r"|None|\[[A-Za-z ]+\]")
 """Answers that mean that none was found, such as `accuracy`'s [no answer] and [cut off]."""
 
@@ -44,8 +44,8 @@ class Result:
     model: str
     step: int | None
     settings: dict[str, Any]
-    figures: Figures
-    by_source: dict[str, Figures] = field(default_factory=dict)
+    figures: _Figures
+    by_source: dict[str, _Figures] = field(default_factory=dict)
     left_out: int = 0
     right: dict[str, float] = field(default_factory=dict)
 
@@ -71,11 +71,11 @@ class Result:
             raise ValueError(f"{path}: not a result of an evaluation ({error}). Evaluate again.") from None
 
 
-def _as_json(found: Figures) -> dict[str, dict[str, float | None]]:
+def _as_json(found: _Figures) -> dict[str, dict[str, float | None]]:
     return {name: {k: None if math.isinf(v) else v for k, v in mean._asdict().items()} for name, mean in found.items()}
 
 
-def _from_json(plain: Mapping[str, Mapping[str, Any]]) -> Figures:
+def _from_json(plain: Mapping[str, Mapping[str, Any]]) -> _Figures:
     infinite: dict[str, Any] = {"low": -math.inf, "high": math.inf}
     return {
         name: Mean(**{end: infinite[end] if value is None else value for end, value in mean.items()})
@@ -88,7 +88,7 @@ def result(chosen: EvalSet, samples: Sequence[Row], *, model: str, step: int | N
     prompts = per_prompt(chosen, samples)
     sources = sorted({str(prompt["source"]) for prompt in prompts if prompt["source"] is not None})
     settings = {name: value for name, value in asdict(chosen).items() if name not in ("name", "rewards", "plays")}
-    settings |= {"rewards": [asdict(spec) for spec in chosen.rewards], "judge": judge(chosen), "k": chosen.ks}
+    settings |= {"rewards": [asdict(spec) for spec in chosen.rewards], "judge": judge_of(chosen), "k": chosen.ks}
     return Result(
         chosen.name,
         model,
@@ -101,7 +101,7 @@ def result(chosen: EvalSet, samples: Sequence[Row], *, model: str, step: int | N
     )
 
 
-def judge(chosen: EvalSet) -> str:
+def judge_of(chosen: EvalSet) -> str:
     """Name of the reward that decides what is right."""
     return chosen.judge or default_judge(chosen.reward_names)
 
@@ -114,7 +114,7 @@ def per_prompt(chosen: EvalSet, samples: Sequence[Row]) -> list[Row]:
     groups: dict[int, list[Row]] = {}
     for sample in samples:
         groups.setdefault(sample["index"], []).append(sample)
-    column = f"rewards/{judge(chosen)}"
+    column = f"rewards/{judge_of(chosen)}"
     found = []
     for group in groups.values():
         values = [sample[column] for sample in group]
@@ -129,8 +129,11 @@ def _shares(chosen: EvalSet, group: Sequence[Row], right: Sequence[bool]) -> dic
     shares = {f"avg@{len(group)}": sum(right) / len(right)}
     ks = [k for k in chosen.ks if k > 1]
     shares |= {f"pass@{k}": pass_at_k(len(group), sum(right), k) for k in ks}
-    if any(READ in sample for sample in group):
-        answers = [None if _NO_ANSWER.fullmatch(str(sample.get(READ) or "")) else sample[READ] for sample in group]
+    if any(ANSWER_READ in sample for sample in group):
+        answers = [
+            None if _NO_ANSWER.fullmatch(str(sample.get(ANSWER_READ) or "")) else sample[ANSWER_READ]
+            for sample in group
+        ]
         shares |= {f"maj@{k}": maj_at_k(answers, right, k) for k in ks}
         shares["answered"] = sum(answer is not None for answer in answers) / len(answers)
     return shares
@@ -145,7 +148,7 @@ def _group_means(chosen: EvalSet, group: Sequence[Row]) -> dict[str, float]:
     return means
 
 
-def figures(prompts: Sequence[Row]) -> Figures:
+def figures(prompts: Sequence[Row]) -> _Figures:
     """Return the means over prompts with their intervals."""
     found = {}
     for kind, mean in (("shares", mean_of_shares), ("means", mean_of)):
@@ -154,7 +157,7 @@ def figures(prompts: Sequence[Row]) -> Figures:
     return found
 
 
-def flat(found: Result) -> dict[str, float]:
+def logged_figures(found: Result) -> dict[str, float]:
     """Return the figures as a tracker gets them, `eval_<set>/<figure>`, with both ends of the intervals of shares."""
     logs = {}
     for name, mean in found.figures.items():

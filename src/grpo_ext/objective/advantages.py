@@ -50,11 +50,11 @@ UnitRange = Annotated[list[float], Ascending(because="it is the reward's own ran
 Cap = Annotated[float, Within(above=0.0, because="at 0 every advantage is 0")]
 TokenRewards = Float[Tensor, "groups completions #time"]
 Mask = Shaped[Tensor, "groups completions time"]
-GroupMeans = Float[Tensor, " past_groups"]
+PastGroupMeans = Float[Tensor, " past_groups"]
 LogMetric = Callable[[str, float], None]
 
 
-ROUNDING = 1e-6
+_ROUNDING = 1e-6
 """Relative error of a sum of rewards: they and their weights arrive in float32."""
 
 
@@ -74,7 +74,7 @@ def extremes(rewards: Rewards) -> tuple[Tensor, Tensor]:
 def evened(values: Rewards, scale: Float[Tensor, " groups"]) -> Rewards:
     """Make a group's values equal where they differ by at most the rounding of numbers of size `scale`."""
     highest, lowest = extremes(values)
-    rounded = highest - lowest <= ROUNDING * scale
+    rounded = highest - lowest <= _ROUNDING * scale
     return torch.where(rounded[:, None] & ~values.isnan(), highest[:, None], values)
 
 
@@ -104,7 +104,7 @@ def _centred(rewards: Rewards) -> Rewards:
 
 def _in_unit_interval(rewards: Rewards, estimator: str, cure: str) -> Rewards:
     """Clamp rewards that exceed [0, 1] by rounding only; raise for others."""
-    outside = rewards[(rewards < -ROUNDING) | (rewards > 1 + ROUNDING)]
+    outside = rewards[(rewards < -_ROUNDING) | (rewards > 1 + _ROUNDING)]
     if len(outside):
         raise ValueError(
             f"advantage_estimator={estimator}: a reward of {outside[0].item():g} lies outside [0, 1], and "
@@ -230,7 +230,9 @@ def fit_beta(means: Float[Tensor, " prompts"], *, flatten: float = 3.0) -> BetaF
     return BetaFit(max(1 + c * m / flatten, 1.0), max(1 + c * (1 - m) / flatten, 1.0), degenerate=False)
 
 
-def _unit_rewards(rewards: Rewards, history: GroupMeans | None, reward_range: list[float], estimator: str) -> tuple:
+def _unit_rewards(
+    rewards: Rewards, history: PastGroupMeans | None, reward_range: list[float], estimator: str
+) -> tuple:
     """Rewards and the group means of the window, mapped affinely from `reward_range` to [0, 1]."""
     low, high = reward_range
     cure = f"advantage_kwargs.reward_range is {list(reward_range)}: set it to the reward's own range."
@@ -244,7 +246,7 @@ def _unit_rewards(rewards: Rewards, history: GroupMeans | None, reward_range: li
 @estimators.register("beta", unit_rewards=True)
 def beta(
     rewards: Rewards,
-    history: GroupMeans | None = None,
+    history: PastGroupMeans | None = None,
     log_metric: LogMetric | None = None,
     *,
     reward_range: UnitRange = [0.0, 1.0],  # noqa: B006 (read only; a list because YAML has no tuples)
@@ -279,7 +281,7 @@ def _log_beta(alpha: float, beta: float) -> float:
 @estimators.register("bernoulli", unit_rewards=True)
 def bernoulli(
     rewards: Rewards,
-    history: GroupMeans | None = None,
+    history: PastGroupMeans | None = None,
     log_metric: LogMetric | None = None,
     *,
     reward_range: UnitRange = [0.0, 1.0],  # noqa: B006
@@ -321,7 +323,7 @@ def pass_at_k(rewards: Rewards, *, k: Count = 2) -> Rewards:
         ValueError: a reward that is neither 0 nor 1.
     """
     binary = rewards.round()
-    other = rewards[((rewards - binary).abs() > ROUNDING) | (binary < 0) | (binary > 1)]
+    other = rewards[((rewards - binary).abs() > _ROUNDING) | (binary < 0) | (binary > 1)]
     if len(other):
         raise ValueError(
             f"advantage_estimator=pass_at_k: a reward of {other[0].item():g} is neither 0 nor 1. "

@@ -8,11 +8,11 @@ if TYPE_CHECKING:
 
 HIGH, GUESSES = 15, 5
 """Largest number, and number of guesses; bisection finds every number in time."""
-FORGETFULNESS = 0.4
+_FORGETFULNESS = 0.4
 WORDS = ("higher", "lower", *map(str, range(1, HIGH + 1)))
 
 
-def example(secret: int) -> dict[str, Any]:
+def game_row(secret: int) -> dict[str, Any]:
     """Return a dataset row: a constant `prompt`, and the secret number as `solution`."""
     return {"prompt": [_message("user", f"guess 1-{HIGH}")], "solution": str(secret)}
 
@@ -22,24 +22,24 @@ def clumsy_game(secret: int, draw: random.Random) -> list[dict[str, str]]:
     messages: list[dict[str, str]] = []
     low, high, guess = 1, HIGH, 0
     while guess != secret and len(messages) < 2 * GUESSES:
-        guess = draw.randint(1, HIGH) if draw.random() < FORGETFULNESS else draw.randint(low, high)
+        guess = draw.randint(1, HIGH) if draw.random() < _FORGETFULNESS else draw.randint(low, high)
         low, high = max(low, guess + 1) if guess < secret else low, min(high, guess - 1) if guess > secret else high
         messages += [_message("assistant", str(guess)), _message("user", "higher" if guess < secret else "lower")]
     return messages[:-1]
 
 
-def demonstrations(seed: int, size: int) -> list[dict[str, Any]]:
+def game_demonstrations(seed: int, size: int) -> list[dict[str, Any]]:
     """Return `size` rows of prompt and completion: games for random numbers."""
     draw = random.Random(seed)
     secrets = [draw.randint(1, HIGH) for _ in range(size)]
-    return [{"prompt": example(n)["prompt"], "completion": clumsy_game(n, draw)} for n in secrets]
+    return [{"prompt": game_row(n)["prompt"], "completion": clumsy_game(n, draw)} for n in secrets]
 
 
-def load() -> tuple["Dataset", "Dataset"]:
+def load_game() -> tuple["Dataset", "Dataset"]:
     """Return every number once, for training and for evaluation: a row does not reveal how a game goes."""
     from datasets import Dataset
 
-    rows = [example(secret) for secret in range(1, HIGH + 1)]
+    rows = [game_row(secret) for secret in range(1, HIGH + 1)]
     return Dataset.from_list(rows), Dataset.from_list(rows)
 
 

@@ -16,7 +16,7 @@ from grpo_ext.quickstart import game, task
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<system>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
@@ -54,11 +54,11 @@ class Lesson(NamedTuple):
     steps: int
 
 
-NAME = "quickstart"
+ADDITION_MODEL = "quickstart"
 """Name of the model that adds."""
 LESSONS = {
-    NAME: Lesson("addition", TAGS, task.demonstrations, steps=500),
-    "quickstart/guess": Lesson("guess", game.WORDS, game.demonstrations, steps=400),
+    ADDITION_MODEL: Lesson("addition", ANSWER_TAGS, task.demonstrations, steps=500),
+    "quickstart/guess": Lesson("guess", game.WORDS, game.game_demonstrations, steps=400),
 }
 """By name of the model."""
 
@@ -73,7 +73,7 @@ def ensure_model(
     directory: str | os.PathLike[str] | None = None,
     *,
     steps: int | None = None,
-    lesson: Lesson = LESSONS[NAME],
+    lesson: Lesson = LESSONS[ADDITION_MODEL],
 ) -> Path:
     """Return the folder of the warm model of a lesson and seed, trained on first use and kept in `directory`.
 
@@ -95,7 +95,7 @@ def ensure_model(
     return target
 
 
-def ensure_once(name: str = NAME) -> Path:
+def ensure_once(name: str = ADDITION_MODEL) -> Path:
     """Return `ensure_model` of a name in `LESSONS`; the main process trains it while the others wait."""
     from accelerate import PartialState
 
@@ -111,7 +111,7 @@ def _fingerprint(seed: int, steps: int) -> str:
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
-def build_tokenizer(words: Sequence[str] = TAGS) -> "PreTrainedTokenizerFast":
+def build_tokenizer(words: Sequence[str] = ANSWER_TAGS) -> "PreTrainedTokenizerFast":
     """Return a tokenizer of printable ASCII and newline; each of `words` is one ordinary token."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -152,7 +152,11 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "PreTrai
 
 
 def warm_up(
-    directory: str | os.PathLike[str], seed: int = 0, *, steps: int | None = None, lesson: Lesson = LESSONS[NAME]
+    directory: str | os.PathLike[str],
+    seed: int = 0,
+    *,
+    steps: int | None = None,
+    lesson: Lesson = LESSONS[ADDITION_MODEL],
 ) -> Path:
     """Train a new model for `steps` supervised steps on a teacher's demonstrations, and save it.
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Split = Literal["train", "validation", "held_out"]
+_Split = Literal["train", "validation", "held_out"]
 
-FORMAT = re.compile(r"<think>\n.*\n</think>\n<answer>\n.*\n</answer>", re.DOTALL)
+COMPLETION_FORMAT = re.compile(r"<think>\n.*\n</think>\n<answer>\n.*\n</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>\n(.*)\n</answer>", re.DOTALL)
 DIGITS = 3
 POOL_SIZE = 10_000
 FORGETFULNESS = 0.6
 
 
-def split_of(a: int, b: int) -> Split:
+def split_of(a: int, b: int) -> _Split:
     """Return the split of a + b: 80 % train, 10 % validation, 10 % held out.
 
     A hash of the unordered pair decides, so that b + a is in the same split, for every seed and size.
@@ -31,7 +31,7 @@ def split_of(a: int, b: int) -> Split:
 
 
 @cache
-def problems(split: Split) -> tuple[tuple[int, int], ...]:
+def addition_pairs(split: _Split) -> tuple[tuple[int, int], ...]:
     """Return the problems (a, b) of a split, from a fixed pool of 10,000, in a fixed random order."""
     draw = random.Random(0)
     low, high = 10 ** (DIGITS - 1), 10**DIGITS
@@ -72,7 +72,7 @@ def example(a: int, b: int) -> dict[str, Any]:
 def demonstrations(seed: int, size: int) -> list[dict[str, Any]]:
     """Return `size` rows of prompt and completion; the train split is repeated if it is smaller."""
     draw = random.Random(seed)
-    pairs = list(problems("train"))
+    pairs = list(addition_pairs("train"))
     draw.shuffle(pairs)
     return [
         {
@@ -87,7 +87,7 @@ def load(
     *,
     size: int | None = None,
     eval_size: int | None = 400,
-    eval_split: Split = "held_out",
+    eval_split: _Split = "held_out",
     seed: int = 0,
 ) -> tuple["Dataset", "Dataset"]:
     """Return disjoint train and evaluation problems (see `split_of`); `data.config` checks the options.
@@ -100,8 +100,8 @@ def load(
     """
     from datasets import Dataset
 
-    train = list(problems("train"))
+    train = list(addition_pairs("train"))
     random.Random(seed).shuffle(train)
-    chosen = train[:size], problems(eval_split)[:eval_size]
+    chosen = train[:size], addition_pairs(eval_split)[:eval_size]
     train_set, eval_set = (Dataset.from_list([example(a, b) for a, b in pairs]) for pairs in chosen)
     return train_set, eval_set

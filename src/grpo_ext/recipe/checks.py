@@ -23,8 +23,7 @@ from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
 from grpo_ext.config.rules import is_set
 from grpo_ext.config.vllm import quantized_problem
-from grpo_ext.data.config import DataConfig
-from grpo_ext.data.config import problems as data_problems
+from grpo_ext.data.config import DataConfig, data_problems
 from grpo_ext.environments import fit
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.errors import ABSENT, Problem
@@ -176,11 +175,11 @@ def _data(script: RecipeArguments, data: DataConfig, mixture: DatasetMixtureConf
         yield from data_problems(data, name, dataset_config=script.dataset_config, streaming=script.dataset_streaming)
 
 
-def reward_problems(
+def unrewarded(
     rewards: list[RewardSpec], training: GRPOExtConfig, environments: Sequence[EnvironmentSpec] = ()
 ) -> Iterator[Problem]:
     """Yield why no completion would be rewarded, and settings that name a reward which does not exist."""
-    yield from fit.reward_problems(environments, [spec for spec in rewards if spec.weight])
+    yield from fit.unpaid_problems(environments, [spec for spec in rewards if spec.weight])
     paid = [ENVIRONMENT] if any_pays(environments) else []
     if rewards and not paid and not any(spec.weight for spec in rewards):
         yield Problem("reward_funcs", ABSENT, "every reward has the weight 0", "Give at least one another weight.")

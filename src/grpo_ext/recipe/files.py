@@ -79,7 +79,7 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def as_list(key: str, value: object, problems: list[Problem]) -> object:
+def read_list(key: str, value: object, problems: list[Problem]) -> object:
     """Return a list that the command line gives as one word in JSON, or whose entries it gives so, as a list.
 
     `--reward_funcs '["accuracy", {"name": "format", "weight": 0.2}]'`; any other value is returned as it is. Text that

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.foreign import recognise
-from grpo_ext.recipe.parser import Parser
+from grpo_ext.recipe.parser import RecipeParser
 from grpo_ext.recipe.parts import PARTS, all_keys
 from grpo_ext.registry import did_you_mean
 
@@ -26,7 +26,7 @@ _USUAL = {
 def key_problems(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[Problem]:
     """Yield what is wrong with the keys of a recipe's values and its command line."""
     known, written = all_keys(), flags(args)
-    options = Parser(PARTS)._option_string_actions if written else {}
+    options = RecipeParser(PARTS)._option_string_actions if written else {}
     for key in [*values, *(key for key in written if f"--{key}" not in options)]:
         if key not in known:
             reason, cure = _unknown(str(key), values.get(key), known)
@@ -63,7 +63,7 @@ def flags(args: Sequence[str]) -> list[str]:
 def _stray_values(args: Sequence[str]) -> Iterator[Problem]:
     """Yield values on the command line that belong to no key; argparse would ignore them."""
     try:
-        _, rest = Parser(PARTS).parse_known_args(list(args)) if args else (None, [])
+        _, rest = RecipeParser(PARTS).parse_known_args(list(args)) if args else (None, [])
     except ConfigError:  # the part that the value belongs to reports it
         return
     for before, value in zip(["", *rest], rest, strict=False):
@@ -85,7 +85,7 @@ def _switched_off(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[Pr
     given = [name for name in ("do_train", "do_eval") if name in values or any(name in arg for arg in args)]
     if not given:
         return
-    parser = Parser(GRPOExtConfig)
+    parser = RecipeParser(GRPOExtConfig)
     parser.set_defaults(**{name: values[name] for name in (*given, "eval_strategy") if name in values})
     parsed, _ = parser.parse_known_args(list(args))
     if "do_train" in given and parsed.do_train is False:

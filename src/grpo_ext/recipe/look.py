@@ -6,7 +6,6 @@ from typing import Any
 
 from datasets import Dataset
 from jinja2 import Environment, TemplateError, meta
-from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.config.batches import too_few
 from grpo_ext.config.broken import as_far_as_sound, is_broken
@@ -16,13 +15,13 @@ from grpo_ext.data.config import PROCEDURAL, QUICKSTART
 from grpo_ext.data.files import is_path
 from grpo_ext.data.held_out import shared_prompts
 from grpo_ext.data.mixture import check_mixture, is_local
-from grpo_ext.data.prepare import AnyDataset
+from grpo_ext.data.prepare import AnyDataset, Tokenizer
 from grpo_ext.data.rows import Row
 from grpo_ext.environments import fit
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.recipe.loading import datasets_of, rows_of
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.recipe.policies import Policy, inspect_policy
+from grpo_ext.recipe.policies import InspectedPolicy, inspect_policy
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.columns import absences, check_clash
 from grpo_ext.rewards.composition import RewardSpec
@@ -30,7 +29,6 @@ from grpo_ext.rewards.references import unreadable
 
 PROMPTS = 256
 """Number of prompts whose length is measured."""
-Tokenizer = PreTrainedTokenizerBase | None
 
 
 @dataclass
@@ -45,7 +43,7 @@ class Look:
     """
 
     data: bool = True
-    policy: Policy = field(default_factory=Policy)
+    policy: InspectedPolicy = field(default_factory=InspectedPolicy)
     train: AnyDataset | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -55,7 +53,7 @@ class Look:
         if all(problem.field != "model_name_or_path" for problem in problems):
             self.policy, found = inspect_policy(recipe.model, recipe.training)
             template = recipe.data.chat_template
-            if self.policy.tokenizer is not None and template and not any(chat_template.problems(template)):
+            if self.policy.tokenizer is not None and template and not any(chat_template.template_problems(template)):
                 self.policy.tokenizer.chat_template = chat_template.template_text(template)
         yield from found
         if (self.data or problems or found) and _is_local(recipe):
@@ -110,7 +108,7 @@ def findings(
         if not problems:
             notes += map(str, _too_long(train, tokenizer, training.max_completion_length, context))
         notes += trained_on(recipe, train, test)
-    problems += fit.data_problems(environments, train)
+    problems += fit.dataset_problems(environments, train)
     if train.column_names is not None:  # None for some streams
         found, warnings = _reward_findings(recipe.rewards, train)
         return problems + found, notes + warnings

@@ -21,7 +21,7 @@ from grpo_ext.config.paths import PATHS, expand, unknown
 from grpo_ext.config.settings import FUNCTIONS
 from grpo_ext.data.config import DataConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
-from grpo_ext.recipe.files import as_list
+from grpo_ext.recipe.files import read_list
 from grpo_ext.recipe.parts import PARTS, RecipeArguments
 from grpo_ext.registry import located
 
@@ -31,7 +31,7 @@ _ALSO: Mapping[str, Any] = {"lora_target_modules": str, "answer_format": str, "o
 """Fields of the parts that may have another type too, or whose own checks report their type."""
 
 
-class Parser(TrlParser):
+class RecipeParser(TrlParser):
     """TRL's parser, which leaves text that is not a number or bool to the checks, so that all is reported at once."""
 
     def __init__(self, parts: Any) -> None:
@@ -98,13 +98,13 @@ def parse_parts(values: Mapping[str, Any], args: Sequence[str], folder: Path | N
 
 def _given(part: Any, values: Mapping[str, Any], args: Sequence[str], unread: list[Problem]) -> dict[str, Any]:
     """Return the values of a part's fields, with lists read and paths expanded."""
-    parser, fields = Parser(part), {f.name for f in dataclasses.fields(part)}
+    parser, fields = RecipeParser(part), {f.name for f in dataclasses.fields(part)}
     parser.set_defaults_with_config(**{key: value for key, value in values.items() if key in fields})
     given = vars(parser.parse_known_args(list(args))[0])
     lists = {name for name, hint in typing.get_type_hints(part).items() if holds(list, hint)}
     for key, value in given.items():
         is_word = key in lists and isinstance(value, str) and value.startswith("[")
-        given[key] = as_list(key, [value] if is_word else value, unread)
+        given[key] = read_list(key, [value] if is_word else value, unread)
     for key in given.keys() & PATHS:
         unread += unknown(key, given[key])
         given[key] = expand(key, given[key])

@@ -11,14 +11,12 @@ from grpo_ext.config.broken import as_far_as_sound, is_broken
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import planning, rank
 from grpo_ext.config.spec import WrongType
-from grpo_ext.data.eval_sets import EvalSet
-from grpo_ext.data.eval_sets import parse as parse_eval_sets
-from grpo_ext.data.mixture import ENTRY
-from grpo_ext.environments.composition import EnvironmentSpec, any_pays
-from grpo_ext.environments.composition import parse as parse_environments
+from grpo_ext.data.eval_sets import EvalSet, parse_eval_sets
+from grpo_ext.data.mixture import DATASET_ENTRY
+from grpo_ext.environments.composition import EnvironmentSpec, any_pays, parse_environments
 from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ConfigError, Problem
-from grpo_ext.recipe.checks import part_problems, reward_problems
+from grpo_ext.recipe.checks import part_problems, unrewarded
 from grpo_ext.recipe.env import take_env
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
 from grpo_ext.recipe.foreign import recognise
@@ -29,8 +27,7 @@ from grpo_ext.recipe.parser import Parts, parse_parts
 from grpo_ext.recipe.parts import Recipe, RecipeArguments
 from grpo_ext.recipe.parts import all_keys as all_keys
 from grpo_ext.recipe.warnings import recipe_warnings
-from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.composition import parse as parse_rewards
+from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ def load_recipe(
     os.environ.update(take_env(source.values, problems))
     take_launch(source.values, problems)
     problems += key_problems(source.values, source.args)
-    if mixture_problems := list(ENTRY.list_problems("datasets", source.values.get("datasets", []))):
+    if mixture_problems := list(DATASET_ENTRY.list_problems("datasets", source.values.get("datasets", []))):
         problems += mixture_problems
         del source.values["datasets"]
     parts = parse_parts(source.values, source.args, source.folder)
@@ -64,7 +61,7 @@ def load_recipe(
         problems += ignored({*source.values, *flags(source.args)} - refused, parts.model)
     lists, found = _parse_lists(parts, source.folder)
     problems += found
-    problems += reward_problems(lists.rewards, parts.training, lists.environments)
+    problems += unrewarded(lists.rewards, parts.training, lists.environments)
     problems += as_far_as_sound(setting_problems(lists.environments, parts.training))
     model, mixture = (None, None) if rewards_only else (parts.model, None if mixture_problems else parts.mixture)
     problems += part_problems(parts.script, parts.data, parts.training, model, mixture)

@@ -42,7 +42,7 @@ from grpo_ext.rewards.models.loaded_model import own_weights
 
 
 @dataclass
-class Policy:
+class InspectedPolicy:
     """A policy without its weights, as far as it is known.
 
     Args:
@@ -62,12 +62,12 @@ class Policy:
     unknown: str = ""
 
 
-def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[Policy, list[Problem]]:
+def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[InspectedPolicy, list[Problem]]:
     """Return the policy of a recipe and all that is wrong with it; an unreachable hub is not a problem.
 
     `training` may hold values that are refused already (`config.broken`).
     """
-    policy, problems = Policy(), list(folder_problems(str(model.model_name_or_path)))
+    policy, problems = InspectedPolicy(), list(folder_problems(str(model.model_name_or_path)))
     if problems:
         policy.unknown = "see above"
         return policy, problems
@@ -90,7 +90,7 @@ def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[Policy,
 # The model's configuration, its class and its tokenizer.
 
 
-def _load(policy: Policy, model: ModelConfig, training: GRPOExtConfig) -> Iterator[Problem]:
+def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) -> Iterator[Problem]:
     """Load what is known without weights into `policy`, and yield what is wrong."""
     name, trust = str(Path(str(model.model_name_or_path)).expanduser()), bool(training.trust_remote_code)
     problem = partial(Problem, "model_name_or_path", model.model_name_or_path)
@@ -238,7 +238,7 @@ def _model_problems(empty: PreTrainedModel, model: ModelConfig, training: GRPOEx
         yield quantized_problem("model_name_or_path", model.model_name_or_path)
 
 
-def _tokenizer_problems(policy: Policy, model: ModelConfig) -> Iterator[Problem]:
+def _tokenizer_problems(policy: InspectedPolicy, model: ModelConfig) -> Iterator[Problem]:
     tokenizer, problem = policy.tokenizer, partial(Problem, "model_name_or_path", model.model_name_or_path)
     if tokenizer is None or policy.empty is None:
         return
@@ -272,7 +272,7 @@ def _context_problems(context: int | None, training: GRPOExtConfig) -> Iterator[
         yield Problem("max_completion_length", longest, reason, cure)
 
 
-def _adapter_problems(policy: Policy, empty: PreTrainedModel, model: ModelConfig) -> Iterator[Problem]:
+def _adapter_problems(policy: InspectedPolicy, empty: PreTrainedModel, model: ModelConfig) -> Iterator[Problem]:
     """Put the adapter that is trained on the model, and yield why that is not possible."""
     name = str(model.model_name_or_path)
     if is_adapter(name):

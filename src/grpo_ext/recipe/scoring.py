@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grpo_ext.data.completions import with_rewards
+from grpo_ext.data.completions import row_with_rewards
 from grpo_ext.data.rows import Row
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.combinations import weighted_total
@@ -50,10 +50,10 @@ class Scored:
         for i, row in enumerate(self.rows):
             extras = {name: values[i] for name, values in self.extras.items()}
             rewards = {name: values[i] for name, values in self.rewards.items()}
-            yield with_rewards({**row, **extras}, rewards, self.total[i], self.advantages[i])
+            yield row_with_rewards({**row, **extras}, rewards, self.total[i], self.advantages[i])
 
 
-def score(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> Scored:
+def score_rows(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> Scored:
     """Score all rows; those of one prompt (and of one step, if the rows have steps) are a group.
 
     Raises:

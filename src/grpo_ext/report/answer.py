@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from grpo_ext.report.reading import RunFolder
 
 
-class Value(NamedTuple):
+class _Value(NamedTuple):
     """A figure at a step, with its interval if it is known."""
 
     step: float
@@ -22,12 +22,12 @@ class Value(NamedTuple):
         return f"{self.mean:.4g}{f' ({self.low:.3g} to {self.high:.3g})' if known else ''} at step {self.step:g}"
 
 
-class Change(NamedTuple):
+class _Change(NamedTuple):
     """A figure before and after training."""
 
     name: str
-    before: Value
-    after: Value
+    before: _Value
+    after: _Value
 
     @property
     def verdict(self) -> str:
@@ -43,7 +43,7 @@ class Change(NamedTuple):
         return f"{self.name} {verb} from {self.before} to {self.after}"
 
 
-def held_out(run: RunFolder) -> list[Change]:
+def held_out(run: RunFolder) -> list[_Change]:
     """Return the first and the last result of each evaluation set, else of `eval_reward`."""
     by_set: dict[str, list[dict[str, Any]]] = {}
     for found in run.evaluations:
@@ -54,16 +54,16 @@ def held_out(run: RunFolder) -> list[Change]:
         results.sort(key=lambda found: found["step"])
         figure = next((f for f in results[0]["figures"] if f.startswith("avg@")), next(iter(results[0]["figures"])))
         ends = [_value(found["step"], found["figures"][figure]) for found in results if figure in found["figures"]]
-        changes += [Change(f"{name} {figure}", ends[0], ends[-1])] if len(ends) > 1 else []
+        changes += [_Change(f"{name} {figure}", ends[0], ends[-1])] if len(ends) > 1 else []
     known = _known(run, "eval_reward")
     if not changes and len(known) > 1:
-        return [Change("eval_reward", Value(*known[0]), Value(*known[-1]))]
+        return [_Change("eval_reward", _Value(*known[0]), _Value(*known[-1]))]
     return changes
 
 
-def _value(step: float, figure: Mapping[str, float]) -> Value:
+def _value(step: float, figure: Mapping[str, float]) -> _Value:
     ends = (figure.get(side) for side in ("low", "high"))
-    return Value(step, figure["mean"], *(end if isinstance(end, int | float) else math.nan for end in ends))
+    return _Value(step, figure["mean"], *(end if isinstance(end, int | float) else math.nan for end in ends))
 
 
 def _known(run: RunFolder, name: str) -> list[tuple[float, float]]:
@@ -71,22 +71,22 @@ def _known(run: RunFolder, name: str) -> list[tuple[float, float]]:
     return [(s, v) for s, v in zip(*run.series().get(name, ([], [])), strict=True) if not math.isnan(v)]
 
 
-def in_training(run: RunFolder) -> Change | None:
+def in_training(run: RunFolder) -> _Change | None:
     """Return the mean reward of the first and the last tenth of the logs, each with two standard errors."""
     known = _known(run, "reward")
     if len(known) < 2:
         return None
     count = max(1, len(known) // 10)
-    return Change("reward in training", _mean(known[0][0], known[:count]), _mean(known[-1][0], known[-count:]))
+    return _Change("reward in training", _mean(known[0][0], known[:count]), _mean(known[-1][0], known[-count:]))
 
 
-def _mean(step: float, rows: Sequence[tuple[float, float]]) -> Value:
+def _mean(step: float, rows: Sequence[tuple[float, float]]) -> _Value:
     values = [value for _, value in rows]
     mean = statistics.fmean(values)
     if len(values) < 3:
-        return Value(step, mean)
+        return _Value(step, mean)
     error = statistics.stdev(values) / math.sqrt(len(values))
-    return Value(step, mean, mean - 2 * error, mean + 2 * error)
+    return _Value(step, mean, mean - 2 * error, mean + 2 * error)
 
 
 def sentence(run: RunFolder) -> str:

@@ -11,18 +11,18 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
+from grpo_ext.data.rows import Row
 from grpo_ext.report.reading import COMPLETIONS, RunFolder
-from grpo_ext.report.tokens import KINDS, Completion, Recorded, evenly, recordings
+from grpo_ext.report.tokens import TOKEN_VALUES, RecordedCompletion, RunRecordings, evenly, recordings
 
 STEPS, ROWS = 40, 1200
 """Largest number of steps per run, and of completions of all runs."""
 CLIPS = (6000, 2000, 700, 250)
 """Largest lengths of a text; the first is used with which all completions fit."""
-EXTRAS = 12
+_EXTRAS = 12
 _OWN = ("step", "prompt", "completion", "advantage", "reward", "total")
 
-Row = dict[str, Any]
-Weights = Mapping[str, float | None]
+_Weights = Mapping[str, float | None]
 
 
 def browsed(runs: Sequence[RunFolder], room: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _with_tokens(shown: Sequence[Row], rows: Sequence[Row], room: int) -> list[s
         if (size := len(embedded(values))) <= room:
             into["tokens"] = values
             room -= size
-    return list(KINDS) if any("tokens" in row for row in shown) else []
+    return list(TOKEN_VALUES) if any("tokens" in row for row in shown) else []
 
 
 def embedded(content: object) -> str:
@@ -131,12 +131,12 @@ def _step_of(path: Path) -> int:
     return int(re.sub(r"\D", "", path.stem)[:15] or 0)
 
 
-def _rows(path: Path, most: int, run: RunFolder, recorded: Recorded) -> list[Row]:
+def _rows(path: Path, most: int, run: RunFolder, recorded: RunRecordings) -> list[Row]:
     file = parquet.read_table(path)
     if missing := [name for name in ("prompt", "completion") if name not in file.column_names]:
         run.notes.append(f"{COMPLETIONS}/{path.name}: no column {' nor '.join(missing)}; it was left out.")
         return []
-    indices = _whole_groups([text_of(prompt) for prompt in file["prompt"].to_pylist()], most, path.name)
+    indices = _whole_groups([as_text(prompt) for prompt in file["prompt"].to_pylist()], most, path.name)
     parts = _reward_columns(file, run)
     rows = [_from_table(row, parts, path, run.rewards) for row in file.take(indices).to_pylist()]
     for place, row in zip(indices, rows, strict=True):
@@ -168,22 +168,22 @@ def _reward_columns(file: pyarrow.Table, run: RunFolder) -> dict[str, str]:
     return {f.name: f.name for f in file.schema if pyarrow.types.is_floating(f.type) and f.name not in _OWN}
 
 
-def _from_table(row: Mapping[str, Any], parts: Mapping[str, str], path: Path, weights: Weights) -> Row:
+def _from_table(row: Mapping[str, Any], parts: Mapping[str, str], path: Path, weights: _Weights) -> Row:
     scores = {name: _finite(row[column]) for name, column in parts.items()}
     extras = {k: v for k, v in row.items() if k not in (*_OWN, *parts.values()) and v is not None}
     step = _finite(row.get("step"))
     shown = _row(step if step is not None else _step_of(path), row["prompt"], row["completion"], scores, weights)
     shown["advantage"] = _finite(row.get("advantage"))
-    shown["extras"] = {clipped(k, 80): clipped(text_of(v), 300) for k, v in list(extras.items())[:EXTRAS]}
+    shown["extras"] = {clipped(k, 80): clipped(as_text(v), 300) for k, v in list(extras.items())[:_EXTRAS]}
     return shown
 
 
-def _from_recording(step: int, completion: Completion, weights: Weights) -> Row:
+def _from_recording(step: int, completion: RecordedCompletion, weights: _Weights) -> Row:
     shown = _row(step, completion.prompt, completion.text, completion.rewards, weights)
     return shown | {"advantage": _finite(completion.advantage), "extras": {}, "tokens": completion.values}
 
 
-def _row(step: float, prompt: object, completion: object, scores: Weights, weights: Weights) -> Row:
+def _row(step: float, prompt: object, completion: object, scores: _Weights, weights: _Weights) -> Row:
     """Return what tables and recordings have in common; the reward is the weighted sum of the known scores."""
     known = {name: score for name, score in scores.items() if score is not None}
     total = sum(score * (1.0 if (w := weights.get(name)) is None else w) for name, score in known.items())
@@ -194,7 +194,7 @@ def _row(step: float, prompt: object, completion: object, scores: Weights, weigh
 
 def _kept(value: object) -> tuple[str, int]:
     """Return as much of a text as may be shown, and its length; a run may have gigabytes."""
-    text, most = text_of(value), CLIPS[0]
+    text, most = as_text(value), CLIPS[0]
     return (text if len(text) <= 2 * most else text[:most] + text[-most:]), len(text)
 
 
@@ -204,7 +204,7 @@ def _finite(value: object) -> float | None:
     return round(float(value), 6)
 
 
-def text_of(value: object) -> str:
+def as_text(value: object) -> str:
     """Return a text unchanged; several messages with their roles, a single one without."""
     if isinstance(value, str):
         return value

@@ -10,7 +10,7 @@ from grpo_ext.report.reading import RunFolder
 _OWN_PATH = re.compile(r"(?<![\w.])(?:~|/)[^\s'\",]*/([^/\s'\",]+)")
 """A path of the machine; only its last part is shown."""
 
-Record = Mapping[str, Any]
+_Record = Mapping[str, Any]
 
 
 def facts(run: RunFolder) -> dict[str, str]:
@@ -64,7 +64,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _named(content: Record, keys: Sequence[str]) -> str:
+def _named(content: _Record, keys: Sequence[str]) -> str:
     return ", ".join(f"{key} {content[key]}" for key in keys if content.get(key) is not None)
 
 
@@ -77,14 +77,14 @@ def _reward(run: RunFolder, name: str, weight: float | None) -> str:
     return name + ("" if weight is None else f" x {weight:g}") + (f" ({options})" if options else "")
 
 
-def _data(record: Record) -> str:
+def _data(record: _Record) -> str:
     mixed = [str(part.get("path")) for part in record.get("datasets") or () if isinstance(part, Mapping)]
     names = mixed or [str(record[key]) for key in ("dataset_name", "dataset_config") if record.get(key)]
     rows = str(record.get("data") or "").partition(",")[0]
     return ", ".join([*names, *([rows] if rows else [])])
 
 
-def _machine(record: Record) -> str:
+def _machine(record: _Record) -> str:
     """Return processes, device and engine of a run."""
     if not record:
         return ""

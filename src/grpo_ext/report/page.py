@@ -24,7 +24,7 @@ MAX_SIZE = 5_000_000
 _FOR_COMPLETIONS = 2_800_000
 ANSWERS = "reward"
 """The curve beside the answer; it is not repeated among the others."""
-SECTIONS = {
+_SECTIONS = {
     "answer": "Did it learn?",
     "findings": "Likely problems",
     "run": "What was run",
@@ -36,7 +36,7 @@ SECTIONS = {
 _COLUMNS = 12
 """Largest number of results side by side: the first and the last ones."""
 
-Rows = list[list[str]]
+_Rows = list[list[str]]
 
 
 def write_report(paths: Sequence[str | Path], output: Path) -> Path:
@@ -55,7 +55,7 @@ def write_report(paths: Sequence[str | Path], output: Path) -> Path:
 def html(runs: Sequence[RunFolder]) -> str:
     """Return the page."""
     content = {**_curves(runs), **_tables(runs), "title": ", ".join(run.name for run in runs)}
-    content["sections"] = {name: title for name, title in SECTIONS.items() if content.get(name, True)}
+    content["sections"] = {name: title for name, title in _SECTIONS.items() if content.get(name, True)}
     content["policy"] = _policy()
     used = len(_template().render(content).encode())
     content["browser"] = _browser(runs, min(_FOR_COMPLETIONS, MAX_SIZE - 200_000 - used))
@@ -120,7 +120,7 @@ def _heads(runs: Sequence[RunFolder], first: str) -> list[str]:
     return [first, *(run.name for run in runs)]
 
 
-def _joined(by_run: Sequence[Mapping[str, str]]) -> Rows:
+def _joined(by_run: Sequence[Mapping[str, str]]) -> _Rows:
     """Return a row per name, with the values of all runs."""
     names = dict.fromkeys(name for found in by_run for name in found)
     return [[name, *(found.get(name, "") for found in by_run)] for name in names]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.errors import ABSENT, ConfigError, Problem
-from grpo_ext.evaluation.results import FOLDER as EVALUATION
+from grpo_ext.evaluation.results import EVALUATION
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, METRICS_FILE
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE

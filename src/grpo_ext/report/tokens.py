@@ -10,7 +10,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.packing.micro_batches import live_mask
 from grpo_ext.trainer.recording import FOLDER, ranks_in, read, runs_of, steps_in, tokens_of, unpacked
 
-KINDS = ("advantage", "ratio", "entropy")
+TOKEN_VALUES = ("advantage", "ratio", "entropy")
 """Values by which tokens can be coloured."""
 STEPS, TOKENS = 12, 800
 """Largest number of recordings that are read, and of tokens per completion."""
@@ -22,7 +22,7 @@ Values = dict[str, Any]
 
 
 @dataclass
-class Completion:
+class RecordedCompletion:
     """A completion of a recorded step."""
 
     prompt: str
@@ -33,14 +33,14 @@ class Completion:
 
 
 @dataclass
-class Recorded:
+class RunRecordings:
     """The recordings of a run, each read on first use."""
 
     folders: dict[int, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _read: dict[int, dict[int, Completion]] = field(default_factory=dict)
+    _read: dict[int, dict[int, RecordedCompletion]] = field(default_factory=dict)
 
-    def of(self, step: int) -> dict[int, Completion]:
+    def of(self, step: int) -> dict[int, RecordedCompletion]:
         """Return a step's completions by their row in the generation; empty for a step without a recording."""
         if step in self.folders and step not in self._read:
             self._read[step] = {}
@@ -53,9 +53,9 @@ class Recorded:
         return self._read.get(step, {})
 
 
-def recordings(run_folder: Path, notes: list[str]) -> Recorded:
+def recordings(run_folder: Path, notes: list[str]) -> RunRecordings:
     """Return at most `STEPS` recordings of a run, evenly spaced, including the first and the last."""
-    return Recorded(dict(evenly(list(steps_in(run_folder / FOLDER).items()), STEPS)), notes)
+    return RunRecordings(dict(evenly(list(steps_in(run_folder / FOLDER).items()), STEPS)), notes)
 
 
 def evenly(things: Sequence[T], most: int) -> list[T]:
@@ -65,8 +65,8 @@ def evenly(things: Sequence[T], most: int) -> list[T]:
     return [things[i * (len(things) - 1) // (most - 1)] for i in range(most)]
 
 
-def _completions(content: Mapping[str, Any]) -> dict[int, Completion]:
-    found: dict[int, Completion] = {}
+def _completions(content: Mapping[str, Any]) -> dict[int, RecordedCompletion]:
+    found: dict[int, RecordedCompletion] = {}
     for kept in content["micro_batches"]:
         batch = unpacked(kept)
         logps = batch["per_token_logps"].float()
@@ -82,7 +82,7 @@ def _completions(content: Mapping[str, Any]) -> dict[int, Completion]:
             known = {name: values[written[i]].tolist() for name, values in masked.items()}
             rewards = batch["group_rewards"][i, row % batch["group_rewards"].shape[1]].tolist()
             pieces = _pieces(completions[i], content["tokens"])
-            found[row] = Completion(
+            found[row] = RecordedCompletion(
                 prompt="".join(text for text, _ in _pieces(prompts[i], content["tokens"])),
                 text="".join(text for text, _ in pieces),
                 rewards={n: _number(r) for n, r in zip(content["reward_names"], rewards, strict=True)},

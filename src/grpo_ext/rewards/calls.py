@@ -5,27 +5,27 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from grpo_ext.rewards.columns import Columns, asked, scorable_rows, take
+from grpo_ext.rewards.columns import Columns, readable_columns, scorable_rows, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import from_outside
 from grpo_ext.rewards.outcomes import Part, failure
 from grpo_ext.rewards.signatures import is_async
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Status
-from grpo_ext.rewards.workers.worker import NotAList, as_list, logging_callbacks, traceback_tail
+from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards, logging_callbacks, traceback_tail
 
 ISOLATION_BUDGET = 2.0
 """Time, in timeouts, for scoring the completions of a failed batch one by one."""
 
 
-class Run(Protocol):
+class RunBatches(Protocol):
     """Makes calls of one reward, one for each list of rows; those not begun by the deadline time out."""
 
     async def __call__(self, batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
         """Return their outcomes, in order."""
 
 
-async def recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: Run) -> list[Part]:
+async def recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: RunBatches) -> list[Part]:
     """Retry a failed call; then score its completions one by one, where the reward scores them independently.
 
     A reward that compares the completions of a batch cannot score them one by one: its call fails as a whole. So does
@@ -49,7 +49,7 @@ async def recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: Ru
 
 def job(spec: RewardSpec, columns: Columns, rows: list[int], seed: int, place: int | None = None) -> Job:
     """Return the call of a reward on some rows, for a worker."""
-    arguments = {**asked(spec, take(columns, rows)), **spec.kwargs}
+    arguments = {**readable_columns(spec, take(columns, rows)), **spec.kwargs}
     return Job(str(spec.function), arguments, spec.timeout, call_seed(seed, spec.name, columns, rows), place)
 
 
@@ -84,8 +84,8 @@ async def _call(spec: RewardSpec, columns: Columns, deadline: float | None) -> O
         values = spec.callable(**{**columns, **callbacks, **spec.kwargs})
         if is_async(spec.callable):
             values = await values
-        outcome = Outcome(Status.SCORED, as_list(values), extras, metrics)
-    except NotAList as error:
+        outcome = Outcome(Status.SCORED, listed_rewards(values), extras, metrics)
+    except NotRewards as error:
         outcome = Outcome(Status.MISSHAPEN, reason=str(error))
     except BaseException as error:  # the reward is the user's: it may raise anything
         if from_outside(error):

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.signatures import asks, needs, options
+from grpo_ext.rewards.signatures import asks, function_options, needs
 
 CALLBACKS = ("log_extra", "log_metric")
 PLURALS = {"prompts": "prompt", "completions": "completion"}
@@ -24,7 +24,7 @@ def check_clash(spec: RewardSpec, columns: Columns) -> None:
     Raises:
         ConfigError: there is one.
     """
-    known = options(spec.callable) or {}
+    known = function_options(spec.callable) or {}
     clash = sorted(known.keys() & columns.keys() - spec.kwargs.keys())
     if clash:
         name = clash[0]
@@ -74,7 +74,7 @@ def take(columns: Columns, rows: list[int]) -> dict[str, Any]:
     }
 
 
-def asked(spec: RewardSpec, columns: Columns) -> dict[str, Any]:
+def readable_columns(spec: RewardSpec, columns: Columns) -> dict[str, Any]:
     """Return the columns that the function may read, without callbacks: a worker has its own."""
     return {name: v for name, v in columns.items() if name not in CALLBACKS and asks(spec.callable, name)}
 

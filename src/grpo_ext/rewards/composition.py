@@ -16,7 +16,7 @@ from grpo_ext.registry import did_you_mean, located
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.protocol import OptionError, Reward
 from grpo_ext.rewards.schedule import Schedule, is_finite, schedule_problems
-from grpo_ext.rewards.signatures import callable_name, is_async, options
+from grpo_ext.rewards.signatures import callable_name, function_options, is_async
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ _ENTRY = Spec.of(
 NO_REWARD = "Name at least one reward, such as accuracy, or environments that have a reward."
 
 
-def parse(
+def parse_rewards(
     entries: object, reward_weights: object = None, folder: Path | None = None
 ) -> tuple[list[RewardSpec], list[Problem]]:
     """Return the specs of the valid entries, and every problem. Never raises.
@@ -172,7 +172,7 @@ class _Entry:
         """Yield the problems of all keys, except for those of the function and its options."""
         own = isinstance(self.function, str) and self.function in rewards
         target = rewards[self.function] if own else self.function
-        known = (options(target) or {}) if callable(target) else {}
+        known = (function_options(target) or {}) if callable(target) else {}
         for key, value in self.given.items():
             if key in _ENTRY.hints:
                 yield from _ENTRY.value_problems(f"{self.place}.{key}", key, value)
@@ -220,7 +220,7 @@ class _Entry:
         yield from self._process_problems(target)
 
     def _option_problems(self, target: Reward) -> Iterator[Problem]:
-        known = options(target)
+        known = function_options(target)
         if known is None:
             return
         name = self.function if isinstance(self.function, str) else callable_name(self.function)
@@ -258,7 +258,7 @@ class _Entry:
             reason = "in this process a call cannot be stopped"
             yield Problem(f"{self.place}.timeout", timeout, reason, cure, beside={"isolate": False})
         elif timeout is not None and isolate is None and _stays_here(target, self.kwargs):
-            takes = "timeout" in (options(target) or {})
+            takes = "timeout" in (function_options(target) or {})
             cure = "Put it into kwargs, as the limit of one request." if takes else "Remove it."
             reason = f"{self.function!r} is scored in this process, where a call cannot be stopped"
             yield self._problem("timeout", timeout, reason, cure)

@@ -73,7 +73,9 @@ def merged(spec: RewardSpec, turns: Sequence[int | None], parts: Sequence[Part])
             scores.as_a_whole |= len(rows) > 1
             continue
         for row, value in zip(rows, outcome.values, strict=True):
-            number, by_turn, problem = _numbers(value, turns[row])
+            number, by_turn, problem = read_value(value, turns[row])
+            if number is not None and math.isinf(number):
+                number, problem = None, f"it returned {number}. {_CURE}"
             scores.failed += [(row, problem)] if problem else []
             if number is not None and math.isnan(number):
                 scores.nans += 1
@@ -95,9 +97,12 @@ def failure(outcome: Outcome, rows: int) -> str:
     """Return why a call gives no values, or "" if it does."""
     if outcome.status != Status.SCORED:
         return outcome.reason
-    if len(outcome.values) != rows:
-        return f"it returned {len(outcome.values)} values for {rows} completions. Return one number or None for each"
-    return ""
+    return "" if len(outcome.values) == rows else wrong_length(len(outcome.values), rows)
+
+
+def wrong_length(values: int, rows: int) -> str:
+    """Return the reason of a failure: a reward did not return one value for each completion."""
+    return f"it returned {values} values for {rows} completions. Return one number or None for each"
 
 
 def turn_counts(columns: Columns) -> list[int | None]:
@@ -106,47 +111,25 @@ def turn_counts(columns: Columns) -> list[int | None]:
     return [None] * len(columns["completions"]) if trajectories is None else [len(t.turns) for t in trajectories]
 
 
-def split(value: Any, turns: int | None) -> tuple[Any, list[float] | None]:
-    """Return the sum of a list, and the list with 0 in place of None; any other value as it is, and None.
+def read_value(value: Any, turns: int | None) -> tuple[float | None, list[float] | None, str]:
+    """Return a reward as a float or None, its parts by turn if it is a list of them, and the problem if it is neither.
 
-    A list is also returned as it is for a row without turns.
-
-    Raises:
-        ValueError: a list of another length, or with other values than numbers and None.
+    The float may be NaN or inf. The reward of a list is its sum; None counts as 0 in it, unless all are None.
     """
     if turns is None or not isinstance(value, list | tuple):
-        return value, None
+        number, problem = _to_float(value)
+        return number, None, problem
     if len(value) != turns:
-        raise ValueError(
-            f"it returned {len(value)} rewards for a trajectory of {turns} turns. Return one number for each turn, in "
-            "a list, or one for the whole trajectory."
-        )
+        reason = f"it returned {len(value)} rewards for a trajectory of {turns} turns"
+        return None, None, f"{reason}. Return one number for each turn, in a list, or one for the whole trajectory."
     try:
         rewards = [0.0 if reward is None else float(reward) for reward in value]
     except (TypeError, ValueError):
-        raise ValueError(f"it returned {value!r:.200}. Return a number for each turn, or None.") from None
-    return (None if all(reward is None for reward in value) else sum(rewards)), rewards
+        return None, None, f"it returned {value!r:.200}. Return a number for each turn, or None."
+    return (None if all(reward is None for reward in value) else sum(rewards)), rewards, ""
 
 
-def _numbers(value: object, turns: int | None) -> tuple[float | None, list[float] | None, str]:
-    try:
-        value, by_turn = split(value, turns)
-    except ValueError as error:
-        return None, None, str(error)
-    number, problem = to_number(value)
-    return number, by_turn, problem
-
-
-def to_number(value: object) -> tuple[float | None, str]:
-    """Return a reward as a float, finite or NaN (None stays None), or None and the problem."""
-    number, problem = to_float(value)
-    if number is None or not math.isinf(number):
-        return number, problem
-    return None, f"it returned {number}. {_CURE}"
-
-
-def to_float(value: object) -> tuple[float | None, str]:
-    """Return a reward as a float, which may be inf, or None and the problem."""
+def _to_float(value: object) -> tuple[float | None, str]:
     if value is None:
         return None, ""
     if isinstance(value, str) or not hasattr(value, "__float__"):

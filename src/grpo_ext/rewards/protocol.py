@@ -35,6 +35,6 @@ class OptionError(ValueError):
         super().__init__(str(self.problem))
 
 
-def judge(names: Sequence[str]) -> str:
+def deciding_reward(names: Sequence[str]) -> str:
     """Return the reward that decides by default whether a completion is right: `accuracy`, or the first."""
     return "accuracy" if "accuracy" in names else names[0]

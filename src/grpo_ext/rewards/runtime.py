@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from grpo_ext.config.launch import local_world_size
 from grpo_ext.errors import RewardError
-from grpo_ext.rewards.calls import Run, in_process, job, lost, recovered
+from grpo_ext.rewards.calls import RunBatches, in_process, job, lost, recovered
 from grpo_ext.rewards.columns import CALLBACKS, Columns, check_clash, scorable_rows, with_plain_state
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import nan_warning, report
@@ -58,7 +58,7 @@ class Runtime:
         self.pool = Pool(self.size, memory_gib=memory_gib)
         self.failures = None if failures is None else Path(failures)
         self.seed = seed
-        self.functions: list[Any] = [spec.function if spec.is_model else self._component(spec) for spec in self.specs]
+        self.functions: list[Any] = [s.function if s.is_model else self._component(s) for s in self.specs]
         self._batch: Any = None
         self._scores: dict[str, Scores] = {}
         users = [spec.name for spec in self.specs if not (spec.is_registered and spec.is_independent)]
@@ -117,7 +117,7 @@ class Runtime:
             parts[spec.name] += _at_once(recovered(spec, rows, outcome, self._pooled(spec, columns)))
         return parts
 
-    def _pooled(self, spec: RewardSpec, columns: Columns) -> Run:
+    def _pooled(self, spec: RewardSpec, columns: Columns) -> RunBatches:
         async def run(batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
             place = self._places.get(spec.name) if len(batches) == 1 else None
             jobs = [job(spec, columns, rows, self.seed, place) for rows in batches]
@@ -215,11 +215,7 @@ class AsyncComponent(Component):
         return asyncio.run(self.scores_async(columns))
 
     async def __call__(self, **columns: Any) -> list[float | None]:  # type: ignore[override]
-        """Return the rewards of one batch.
-
-        Raises:
-            RewardError: the reward failed, and its failure ends the run.
-        """
+        """Return the rewards of one batch, as `Component` does."""
         return values_of(await self.scores_async(columns))
 
 
@@ -241,8 +237,3 @@ def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as done:
         return done.value
     raise AssertionError("it waits")
-
-
-def build(specs: Sequence[RewardSpec]) -> list[Any]:
-    """Return TRL's `reward_funcs`, scored in this process: callables under their log names, model ids as strings."""
-    return Runtime(specs, workers=0).functions

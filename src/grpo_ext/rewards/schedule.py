@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from grpo_ext.errors import Problem
 from grpo_ext.registry import did_you_mean
 
-KINDS = ("constant", "linear", "cosine")
+_KINDS = ("constant", "linear", "cosine")
 
 Schedule = str | Mapping[str, object] | Sequence[Sequence[float]] | None
 """None or "constant"; {kind: linear or cosine, to: w}; or steps [[step, w], ...], each holding from its step on."""
@@ -36,14 +36,14 @@ def schedule_problems(schedule: object) -> Iterator[Problem]:
     if schedule is None or schedule == "constant":
         return
     if isinstance(schedule, str):
-        cure = f"Write {{kind: {schedule}, to: 0.0}}." if schedule in KINDS else did_you_mean(schedule, KINDS)
+        cure = f"Write {{kind: {schedule}, to: 0.0}}." if schedule in _KINDS else did_you_mean(schedule, _KINDS)
         yield Problem(name, schedule, "it does not give the weight at the end of training", cure)
     elif isinstance(schedule, Mapping):
         for key in schedule.keys() - {"kind", "to"}:
             yield Problem(f"{name}.{key}", schedule[key], "no such key", did_you_mean(str(key), ("kind", "to")))
         kind, to = schedule.get("kind"), schedule.get("to")
-        if kind not in KINDS:
-            yield Problem(f"{name}.kind", kind, "no such kind", did_you_mean(str(kind), KINDS))
+        if kind not in _KINDS:
+            yield Problem(f"{name}.kind", kind, "no such kind", did_you_mean(str(kind), _KINDS))
         elif kind != "constant" and not is_finite(to):
             yield Problem(f"{name}.to", to, "not a finite number", "Give the weight at the end of training.")
     elif not isinstance(schedule, Sequence) or not all(map(_is_step, schedule)) or not schedule:

@@ -12,7 +12,7 @@ TRL_ARGUMENTS = (
 """Arguments that TRL passes besides the dataset's columns: never options of a recipe, even behind the star."""
 
 
-def options(function: Reward) -> dict[str, inspect.Parameter] | None:
+def function_options(function: Reward) -> dict[str, inspect.Parameter] | None:
     """Return the keyword-only parameters, which a recipe may set; None if the signature cannot be read."""
     parameters = _parameters(function)
     if parameters is None:

@@ -4,9 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-Message: TypeAlias = Mapping[str, Any]
-Completion: TypeAlias = str | Sequence[Message]
-Content: TypeAlias = str | Sequence[str | Mapping[str, Any]] | None
+Completion: TypeAlias = str | Sequence[Mapping[str, Any]]
+_Content: TypeAlias = str | Sequence[str | Mapping[str, Any]] | None
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # The innermost block: a second <answer> opened inside the first must not become part of the content.
@@ -27,7 +26,7 @@ def completion_text(completion: Completion) -> str:
     return ""
 
 
-def content_text(content: Content) -> str:
+def content_text(content: _Content) -> str:
     """Return the text of a message's content: itself, its text blocks joined, "" for None."""
     if content is None or isinstance(content, str):
         return content or ""

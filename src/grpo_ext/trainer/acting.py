@@ -20,8 +20,8 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import Attempts, Figures, Limits, Task
-from grpo_ext.environments.protocol import COLUMN, Message
+from grpo_ext.environments.loop import AttemptFigures, AttemptLimits, Attempts, Task
+from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, Message
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
@@ -33,7 +33,7 @@ from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 
 logger = logging.getLogger(__name__)
 
-Played = Sequence[tuple[Trajectory, Figures]]
+Played = Sequence[tuple[Trajectory, AttemptFigures]]
 """Attempts with what each took."""
 
 
@@ -125,7 +125,7 @@ class Acting:
         """Play one attempt for each row; `ends` are the tokens that end a turn."""
         engine, args = engine_of(sampling, collected.attempts), sampling.args
         length, counts_all = args.max_completion_length or 0, args.completion_length_counts == "all"
-        limits = Limits(completion=length, counts_all=counts_all, context=sampling.positions, ends=ends)
+        limits = AttemptLimits(completion=length, counts_all=counts_all, context=sampling.positions, ends=ends)
         attempts = Attempts(engine, self.hosts, renderer, self._parsed, limits, self.waiting)
         rows = zip(collected.rows, collected.attempts, strict=True)
         with closing(engine):
@@ -133,8 +133,8 @@ class Acting:
 
     def _task(self, row: Mapping[str, Any], seed: int) -> Task:
         several = len(self.specs) > 1
-        spec = self.specs[row[COLUMN]] if several else next(iter(self.specs.values()))
-        left_out = (TRAJECTORY, COLUMN) if several else (TRAJECTORY,)
+        spec = self.specs[row[ENVIRONMENT_COLUMN]] if several else next(iter(self.specs.values()))
+        left_out = (TRAJECTORY, ENVIRONMENT_COLUMN) if several else (TRAJECTORY,)
         given = {name: value for name, value in row.items() if name not in left_out}
         prompt = [{key: value for key, value in message.items() if value is not None} for message in row["prompt"]]
         return Task(spec, given, prompt, self._tools[spec.name], seed)
@@ -204,7 +204,7 @@ def _figures(
     """Means over the attempts at one environment: whether truncated, failure, reward, and what each took."""
     count = len(attempts)
     rewards = [reward for _, _, reward, _ in attempts if reward is not None]
-    took = {key: sum(took[key] for *_, took in attempts) for key in vars(Figures())}
+    took = {key: sum(took[key] for *_, took in attempts) for key in vars(AttemptFigures())}
     return {
         "turns": took["turns"] / count,
         "tool_calls": took["calls"] / count,

@@ -24,7 +24,7 @@ Metrics = MutableMapping[str, list[float]]
 
 # Progress lines.
 
-SHOWN = {"kl": "kl", "entropy": "entropy", "completions/mean_length": "length"}
+_SHOWN = {"kl": "kl", "entropy": "entropy", "completions/mean_length": "length"}
 """Metrics that a line shows after the rewards, with their short names."""
 
 
@@ -81,7 +81,7 @@ def line(logs: Logs, step: int, steps: int, seconds_left: float = 0.0) -> str:
     prefix = "" if total is None else total.removesuffix("reward")
     place += f"   {prefix.strip('_')}" if prefix else ""
     first = f"reward {short(logs[total])}" if total else f"loss {short(logs['loss'])}"  # a step without rollouts
-    shown = {key: name for key, name in SHOWN.items() if prefix + key in logs} | _turns(logs, prefix)
+    shown = {key: name for key, name in _SHOWN.items() if prefix + key in logs} | _turns(logs, prefix)
     metrics = [f"{name} {short(logs[prefix + key])}" for key, name in shown.items()]
     speed = [f"{logs[THROUGHPUT]:,.0f} tokens/s"] if THROUGHPUT in logs else []
     left = [f"{clock(seconds_left)} left"] if seconds_left and not prefix and not over else []

@@ -3,7 +3,8 @@
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.resources import files
@@ -25,18 +26,17 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.objective import Objective
 from grpo_ext.trainer.checkpoints.finish import CARD
+from grpo_ext.trainer.checkpoints.identity import Record
 
 logger = logging.getLogger(__name__)
 
-SHOWN = re.compile(r"(eval_)?(reward|rewards/.*/mean|completions/(mean_length|clipped_ratio)|kl)")
+_SHOWN = re.compile(r"(eval_)?(reward|rewards/.*/mean|completions/(mean_length|clipped_ratio)|kl)")
 """Logged metrics that a card shows."""
 ONLY_FOR_RESUME = ["*.pt", "*.pth", "training_args.bin", "trainer_state.json", "manifest.json", "*/*"]
 """Files of a checkpoint that a branch of the hub leaves out."""
 
-Record = Mapping[str, Any]
 
-
-class Run(Protocol):
+class CardRun(Protocol):
     """The members of a trainer that a card or a push reads."""
 
     args: GRPOExtConfig
@@ -51,7 +51,7 @@ class Run(Protocol):
 
 
 def write(
-    run: Run,
+    run: CardRun,
     folder: Path,
     record: Record,
     model_name: str | None = None,
@@ -82,16 +82,24 @@ def model_card(
     address: str,
     record: Record,
     objective: Objective,
-    rewards: Mapping[str, float],
-    log: Sequence[Record],
     adapter_of: str | None,
-    steps: tuple[int, int],
     tags: Sequence[str],
-    tracked: Sequence[str] = (),
+    **facts: Any,
 ) -> str:
-    """Return the text of a card: `record` defines the run (`recipe.json`), `steps` are those completed and planned."""
+    """Return the text of a card.
+
+    Args:
+        name: the model's.
+        address: where it is loaded from.
+        record: what defines the run (`recipe.json`).
+        objective: the loss.
+        adapter_of: the base model of an adapter.
+        tags: of the metadata.
+        facts: further variables of the template: `rewards` (name to weight), `log`, `steps` (completed, planned) and
+            `tracked` (addresses at experiment trackers).
+    """
     start = record.get("model_name_or_path") or adapter_of or "a model object whose name is not known"
-    base, system = adapter_of or start, record.get("system_prompt")
+    base = adapter_of or start
     metadata = ModelCardData(
         base_model=base if on_the_hub(base) else None,
         datasets=[source for source in _sources(record) if on_the_hub(source)] or None,
@@ -100,44 +108,14 @@ def model_card(
         pipeline_tag="text-generation",
         tags=sorted({"generated_from_trainer", *tags}),
     )
-    sampling = {key: record.get(key) for key in ("temperature", "top_p", "top_k", "min_p")}
+    functions = {"link": _link, "keywords": _keywords, "data": _data(record), "measured": _measured(facts["log"])}
+    about = {"name": name, "address": address, "start": start, "base": base, "adapter": adapter_of is not None}
+    paper = re.sub(r"(\d{4}\.\d{5})", r"[\1](https://huggingface.co/papers/\1)", objective.row.paper)
     template = files("grpo_ext.trainer").joinpath("card.md.jinja").read_text(encoding="utf-8")
-    return (
-        Environment(keep_trailing_newline=True)
-        .from_string(template)
-        .render(
-            metadata=metadata.to_yaml(),
-            name=name,
-            address=address,
-            adapter=adapter_of is not None,
-            start=start,
-            base=base,
-            link=_link,
-            keywords=_keywords,
-            plain=record.get("conversational") is False,
-            system=system,
-            messages=[
-                *([{"role": "system", "content": system}] if system else []),
-                {"role": "user", "content": "..."},
-            ],
-            template=record.get("chat_template_kwargs") or {},
-            sampling={"do_sample": True, "max_new_tokens": record.get("max_completion_length"), **sampling},
-            data=_data(record),
-            objective=objective,
-            paper=re.sub(r"(\d{4}\.\d{5})", r"[\1](https://huggingface.co/papers/\1)", objective.row.paper),
-            departures=objective.departures(),
-            rewards=[
-                (reward, f"{weight:g}", ", ".join(f"{k}: {v}" for k, v in _options(record, reward).items()))
-                for reward, weight in rewards.items()
-            ],
-            record=record,
-            facts=list(_facts(record)),
-            steps=steps,
-            tracked=tracked,
-            measured=list(_measured(log)),
-            versions=[f"{key[8:]} {record[key]}" for key in sorted(record) if key.startswith("version.")],
-        )
-    )
+    card = Environment(keep_trailing_newline=True).from_string(template)
+    known = defaultdict(lambda: None, record)
+    given = {"metadata": metadata.to_yaml(), "record": known, "objective": objective, "paper": paper}
+    return card.render(**facts, **functions, **about, **given)
 
 
 def on_the_hub(name: object) -> bool:
@@ -161,10 +139,6 @@ def _keywords(values: Record) -> str:
     return "".join(f", {key}={value!r}" for key, value in values.items() if value is not None)
 
 
-def _options(record: Record, reward: str) -> Record:
-    return record.get(f"rewards.{reward}.kwargs") or {}
-
-
 def _sources(record: Record) -> list[str]:
     mixed = [entry["path"] for entry in record.get("datasets") or () if isinstance(entry, Mapping)]
     return mixed or [name for name in [record.get("dataset_name")] if name]
@@ -178,19 +152,11 @@ def _data(record: Record) -> str:
     return ", ".join([names, *(parts if record.get("dataset_name") else []), *([rows] if rows else []), *kept])
 
 
-def _facts(record: Record) -> Iterator[str]:
-    for key in ("learning_rate", "lr_scheduler_type", "beta", "num_generations", "max_completion_length", "seed"):
-        if record.get(key) is not None:
-            yield f"{key} {record[key]}"
-    if record.get("lora_r") and record.get("use_peft"):
-        yield f"LoRA of rank {record['lora_r']}, alpha {record.get('lora_alpha')}"
-
-
-def _measured(log: Sequence[Record]) -> Iterator[tuple[str, str, str, int]]:
-    for name in dict.fromkeys(name for row in log for name in row if SHOWN.fullmatch(name)):
-        rows = [row for row in log if isinstance(row.get(name), int | float)]
-        if rows:
-            yield name, f"{rows[0][name]:.4g}", f"{rows[-1][name]:.4g}", rows[-1]["step"]
+def _measured(log: Sequence[Record]) -> list[tuple[str, str, str, int]]:
+    """Return the metrics that a card shows: name, first and last value, and the step of the last."""
+    names = dict.fromkeys(name for row in log for name in row if _SHOWN.fullmatch(name))
+    known = {name: [row for row in log if isinstance(row.get(name), int | float)] for name in names}
+    return [(n, f"{x[0][n]:.4g}", f"{x[-1][n]:.4g}", x[-1]["step"]) for n, x in known.items() if x]
 
 
 def _tracked() -> list[str]:
@@ -222,13 +188,13 @@ def make_repository(args: GRPOExtConfig) -> None:
         raise ConfigError([Problem("push_to_hub", True, reason, cure)]) from error
 
 
-def make_branch(run: Run, branch: str | None) -> None:
+def make_branch(run: CardRun, branch: str | None) -> None:
     """Create a branch of the run's repository, unless it exists; a push to a missing branch would fail."""
     if branch is not None:
         hf_api().create_branch(str(run.hub_model_id), branch=branch, token=run.args.hub_token, exist_ok=True)
 
 
-def push_revision(run: Run, checkpoint: Path) -> None:
+def push_revision(run: CardRun, checkpoint: Path) -> None:
     """Upload the model of a checkpoint to its own branch in the background; the branch has Open-R1's name."""
     step = run.state.global_step
     branch = f"{run.args.hub_revision or 'main'}-step-{step:09d}"
@@ -239,7 +205,7 @@ def push_revision(run: Run, checkpoint: Path) -> None:
     run.push_in_progress.jobs.append(job)
 
 
-def _push(run: Run, checkpoint: Path, branch: str, step: int) -> None:
+def _push(run: CardRun, checkpoint: Path, branch: str, step: int) -> None:
     make_branch(run, branch)
     hf_api().upload_folder(
         repo_id=str(run.hub_model_id),

@@ -1,9 +1,10 @@
 """Credit assignment: from the rewards of a generation and what is known of its tokens to advantages."""
 
 import hashlib
+import logging
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,16 +13,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grpo_ext.objective.advantages import extremes, group_means
+from grpo_ext.objective.advantages import LogMetric, extremes, group_means
 from grpo_ext.objective.combinations import weighted_total, weighted_turns
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.trajectory import Trajectory
-from grpo_ext.rewards.protocol import RIGHT, judge
+from grpo_ext.rewards.protocol import RIGHT, deciding_reward
 from grpo_ext.rollout.collected import Collected, TurnRewards
 
 PADDING = {"turns": -1, "states": -1, "turn_rewards": math.nan}
 """Padding of the tensors of turns; 0 for all others."""
-LogMetric = Callable[[str, float], None]
+
+logger = logging.getLogger(__name__)
 
 
 class GroupMeans:
@@ -101,7 +103,7 @@ class Credit:
         if (trajectories := collected.trajectories) and self.objective.sees_turns:
             turns = turn_tensors(trajectories, collected.turn_rewards, mask.shape[1])
             tokens |= {name: tensor.to(self.accelerator.device) for name, tensor in turns.items()}
-        return gathered(tokens, group, self.accelerator)
+        return _gathered(tokens, group, self.accelerator)
 
     def advantages(
         self,
@@ -186,7 +188,7 @@ def _number(state: Hashable) -> int:
     return int.from_bytes(hashlib.blake2b(repr(state).encode(), digest_size=7).digest())
 
 
-def gathered(values: Mapping[str, Tensor], group: int, accelerator: Accelerator) -> dict[str, Tensor]:
+def _gathered(values: Mapping[str, Tensor], group: int, accelerator: Accelerator) -> dict[str, Tensor]:
     """Gather tensors [rows, ..., time] of each process as [groups, completions, ..., time] of all."""
     found = {}
     for name, tensor in values.items():
@@ -210,7 +212,7 @@ def group_shares(rewards: Float[Tensor, "groups completions functions"], names: 
     Mixed: the rest, with groups below 1 that partial credit ranks. An unscored completion beside scored ones is not
     right, as in an evaluation. Groups without a scored completion are left out.
     """
-    judged = rewards[..., list(names).index(judge(names))]
+    judged = rewards[..., list(names).index(deciding_reward(names))]
     judged = judged[~judged.isnan().all(dim=1)]
     if not len(judged):
         return {}
@@ -219,3 +221,61 @@ def group_shares(rewards: Float[Tensor, "groups completions functions"], names: 
     all_wrong = (highest < RIGHT) & (highest == lowest)
     kinds = {"all_right": all_right, "all_wrong": all_wrong, "mixed": ~(all_right | all_wrong)}
     return {f"groups/{kind}": members.double().mean().item() for kind, members in kinds.items()}
+
+
+# A warning where a run does not learn.
+
+PATIENCE = 5
+"""Consecutive generations without any advantage before the warning."""
+
+
+class AdvantageMonitor:
+    """Warns once after PATIENCE generations of training in which every advantage was zero.
+
+    Args:
+        names: the rewards, as they are logged.
+        warns: True on one process.
+    """
+
+    def __init__(self, names: list[str], *, warns: bool = True) -> None:
+        self.names = names
+        self.warned = not warns
+        self.rewards: list[Tensor] = []
+
+    def add(self, rewards: Tensor, all_zero: bool) -> None:
+        """Add a generation: rewards [groups, completions, functions], and whether all advantages were 0."""
+        self.rewards = [*self.rewards, rewards.cpu()] if all_zero and not self.warned else []
+        if len(self.rewards) == PATIENCE:
+            self.warned = True
+            logger.warning(self.describe())
+            self.rewards = []
+
+    def to_list(self) -> list[list]:
+        """Return the rewards of the counted generations, for a checkpoint."""
+        return [rewards.tolist() for rewards in self.rewards]
+
+    def load(self, rewards: list[list], warned: bool) -> None:
+        """Restore `to_list` and `warned`."""
+        self.rewards = [torch.tensor(values, dtype=torch.float64) for values in rewards]
+        self.warned = self.warned or warned
+
+    def describe(self) -> str:
+        """Return the values of each reward, and what to do."""
+        columns = torch.cat(self.rewards).flatten(0, 1).T
+        given = ", ".join(f"{name} {_values(column)}" for name, column in zip(self.names, columns, strict=True))
+        return (
+            f"no signal in {PATIENCE} generations in a row: within every group all rewards were equal, so every "
+            f"advantage was zero and no gradient came of them. Rewards of these {columns.shape[1]} completions: "
+            f"{given}. Read some of them (log_completions: true). A reward that is always 0 asks for what the model "
+            "never writes: describe it in system_prompt, or raise max_completion_length if completions are cut off. A "
+            "reward that is always 1 needs harder prompts."
+        )
+
+
+def _values(column: Tensor) -> str:
+    known = sorted({value for value in column.tolist() if not math.isnan(value)})
+    unscored = int(column.isnan().sum())
+    if not known:
+        return "None throughout (not scored)"
+    given = f"{known[0]:g} throughout" if len(known) == 1 else f"{known[0]:g} to {known[-1]:g}, equal in each group"
+    return f"{given} ({unscored} not scored)" if unscored else given

@@ -1,13 +1,21 @@
-"""Find the first non-finite tensor of a micro-batch, in order of computation."""
+"""Find the first non-finite tensor of a micro-batch, in order of computation, and weights that have overflowed.
 
-from collections.abc import Iterator
+A step may overflow although all of its gradients were finite, so the check of gradients does not find it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import TrainerState
 
+from grpo_ext.errors import NonFiniteError
 from grpo_ext.packing.micro_batches import live_mask
+from grpo_ext.trainer.checkpoints.processes import everywhere, local
 
 BEFORE_THE_FORWARD = (
     "advantages",
@@ -30,17 +38,10 @@ NAMES = {
     "loss": "the loss",
 }
 HOW_TO_LOOK = """\
-Batches of the step in which NaN or inf was found, before optimizer step {step}; one file for each rank.
-`grpo-ext replay` on this folder computes the step again, under any loss. By hand:
-
-    import torch
-    kept = torch.load("rank_0.pt")
-    kept["findings"]       the first bad tensor of this rank, its micro-batch and rows; empty where it had none
-    kept["micro_batches"]  each micro-batch of the step: token ids, masks, advantages, log-probabilities, loss
-    kept["parameters"]     names of the parameters whose gradient was not finite
-    kept["rewards"]        and prompts, completions, reward_names instead, where a reward returned it
-
-Weights and optimizer were not touched: the last checkpoint has the weights of its own step.
+Batches of optimizer step {step}, in which NaN or inf was found; one file for each rank. Weights and optimizer were not
+touched. `grpo-ext replay` on this folder computes the step again, under any loss. torch.load("rank_0.pt") has
+`findings`, the first bad tensor of the rank, with `micro_batches` and `parameters` whose gradient was not finite; or
+`rewards`, with prompts and completions, where a reward returned it.
 """
 
 
@@ -114,3 +115,72 @@ class ObservedBatch:
 def value_in(values: Tensor) -> str:
     """Return "nan" if there is a NaN among the values, else "inf"."""
     return "nan" if values.isnan().any() else "inf"
+
+
+# Weights, before they are saved or sampled from.
+
+LARGEST_WEIGHT = 1e18
+"""Absolute value above which a weight counts as overflowed: the product of two exceeds float32 and bfloat16."""
+_CURE = "Lower learning_rate or train in another precision, and resume from the last checkpoint."
+
+
+def overflowed(weights: Sequence[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first weight that holds NaN, inf or a value beyond LARGEST_WEIGHT; one device sync."""
+    sizes = largest_by_name(weights)
+    if not sizes or torch.stack(list(sizes.values())).max() <= LARGEST_WEIGHT:  # False where the maximum is NaN
+        return None
+    return next(name for name, size in sizes.items() if not size <= LARGEST_WEIGHT)
+
+
+def largest_by_name(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the largest absolute value of each floating-point weight, as scalars on the first weight's device.
+
+    Quantized weights are left out: torch has no norm of numbers of 8 bits, nor of tensor types for packed ones.
+    """
+    floating = [(name, w.detach()) for name, w in weights if w.is_floating_point() and w.numel()]
+    floating = [(name, w) for name, w in floating if w.dtype.itemsize > 1 and type(w) is Tensor]
+    return {n: torch.linalg.vector_norm(w, math.inf).to(floating[0][1].device, torch.float32) for n, w in floating}
+
+
+def check_weights(model: nn.Module, steps: TrainerState) -> None:
+    """Check the trained weights; before the first step, all weights.
+
+    Raises:
+        NonFiniteError: a weight is NaN, inf or beyond LARGEST_WEIGHT; on all processes.
+    """
+    step = steps.global_step
+    checked = [(name, local(p)) for name, p in model.named_parameters() if p.requires_grad or not step]
+    named = next((name for name in everywhere(overflowed(checked)) if name is not None), None)
+    if named is None:
+        return
+    if step == 0:
+        raise NonFiniteError(
+            f"The weights {named} hold NaN, inf or values beyond {LARGEST_WEIGHT:g} before the first step. Load a "
+            "sound model, or load it in another precision (dtype)."
+        )
+    raise NonFiniteError(
+        f"After step {step} of {steps.max_steps} the weights {named} hold NaN, inf or values beyond "
+        f"{LARGEST_WEIGHT:g}, although every gradient was finite: the step was too large. These weights are not "
+        f"saved. {_CURE}"
+    )
+
+
+@contextmanager
+def sampling(model: nn.Module, steps: TrainerState) -> Iterator[None]:
+    """Check the weights, then replace torch's error about probabilities by one with step, weight and cure.
+
+    Raises:
+        NonFiniteError: a weight has overflowed, or the logits hold NaN or inf.
+    """
+    check_weights(model, steps)
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        sizes = largest_by_name([(name, local(p)) for name, p in model.named_parameters()])
+        name, size = max(sizes.items(), key=lambda item: item[1].item())
+        raise NonFiniteError(
+            f"After step {steps.global_step} of {steps.max_steps} the policy's logits hold NaN or inf, so no "
+            f"completion can be sampled. Its largest weight is {size.item():.3g}, in {name}. {_CURE}"
+        ) from error

@@ -28,20 +28,20 @@ from grpo_ext.rollout.vllm.lazy_import import with_our_generation
 from grpo_ext.trainer.acting import Acting
 from grpo_ext.trainer.batches import (
     Generation,
+    RecordedBatches,
     counted,
     counted_once,
     forward_only,
     stock_totals,
+    without_rollouts,
 )
 from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
-from grpo_ext.trainer.credit import Credit, GroupMeans
-from grpo_ext.trainer.diagnosis.recording import add_ess, log_rows
-from grpo_ext.trainer.diagnosis.watching import Watching
+from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
+from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows
 from grpo_ext.trainer.evaluating import batch_weight
 from grpo_ext.trainer.generating import GeneratingTrainer
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
-from grpo_ext.trainer.replaying import RecordedBatches, without_rollouts
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
@@ -54,7 +54,6 @@ from grpo_ext.trainer.setup import (
     quantized_problems,
     reference_from,
 )
-from grpo_ext.trainer.zero_advantages import AdvantageMonitor
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Lifecycle: TRL's GRPOTrainer that can be stopped and resumed at any step, and whose evaluations count each row once.
 
-Only the hooks are here. What they do is in `checkpoints`, `nonfinite`, `overflow`, `evaluating` and `signals`.
+Only the hooks are here. What they do is in `checkpoints`, `nonfinite`, `findings`, `evaluating` and `signals`.
 """
 
 import math
@@ -21,7 +21,7 @@ from grpo_ext.config.engines import check_started
 from grpo_ext.errors import ConfigError, RolloutDrift, ServerLost
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
-from grpo_ext.trainer import overflow
+from grpo_ext.trainer import findings
 from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.checkpoints import state
 from grpo_ext.trainer.checkpoints.starting import start
@@ -124,7 +124,7 @@ class Lifecycle(SavingTrainer):
 
     def _sampling(self) -> AbstractContextManager[None]:
         """Return a context for sampling, which names overflowed weights and logits."""
-        return overflow.sampling(self.model, self.state)
+        return findings.sampling(self.model, self.state)
 
     # Evaluation.
 

@@ -13,12 +13,10 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, masked
+from grpo_ext.objective.surrogates import Regions
 from grpo_ext.packing.micro_batches import MicroBatch
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.trainer.diagnosis.recording import token_figures
-
-Regions = tuple[Tensor, Tensor]
-"""Masks of ratios clipped from below and from above, [batch, time] or [batch, 1]."""
 
 
 class Figures:

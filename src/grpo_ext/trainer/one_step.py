@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,13 +17,12 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.settings import SETTINGS, values_for
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask
-from grpo_ext.trainer.batches import Generation
+from grpo_ext.trainer.batches import Generation, check_credit, micro_batches, restored
 from grpo_ext.trainer.callbacks import Progress
 from grpo_ext.trainer.checkpoints.identity import plain
 from grpo_ext.trainer.findings import ObservedBatch
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.recording import Content
-from grpo_ext.trainer.replaying import check_credit, micro_batches, restored
 
 IN_ONE_STEP = frozenset(name for name, setting in SETTINGS.items() if setting.in_one_step)
 OF_ADVANTAGES = ("advantage", "advantage_kwargs", "combination", "missing_rewards")
@@ -87,7 +87,7 @@ class OneStep(GRPOExtTrainer):
             grad_norm=self.norm.item(),
             figures={name: _number(value) for name, value in log.items() if not _NOT_OF_THE_LOSS.fullmatch(name)},
             blocks=by_block(self.gradients),
-            tokens=[token for watched in numbered(self.window) for token in tokens(*watched)],
+            tokens=tokens(self.window),
         )
 
     def _batches(self) -> Generation:
@@ -242,17 +242,14 @@ def by_block(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     return {block: total**0.5 for block, total in squares.items()}
 
 
-def numbered(window: Sequence[ObservedBatch]) -> list[tuple[int, ObservedBatch]]:
-    """Return micro-batches, each with the number of its first row."""
-    found, rows = [], 0
-    for watched in window:
-        found.append((rows, watched))
-        rows += len(watched.inputs["completion_ids"])
-    return found
+def tokens(window: Sequence[ObservedBatch]) -> list[Token]:
+    """Return the trained tokens of a step's micro-batches, whose rows are numbered together."""
+    sizes = [len(watched.inputs["completion_ids"]) for watched in window]
+    placed = zip(accumulate([0, *sizes]), window, strict=False)
+    return [token for first_row, watched in placed for token in _tokens(first_row, watched)]
 
 
-def tokens(first_row: int, watched: ObservedBatch) -> list[Token]:
-    """Return the trained tokens of a micro-batch."""
+def _tokens(first_row: int, watched: ObservedBatch) -> list[Token]:
     inputs, live = watched.inputs, live_mask(watched.inputs).bool()
     logps = watched.computed["per_token_logps"].float()
     advantages = inputs["advantages"]

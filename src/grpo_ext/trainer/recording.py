@@ -12,7 +12,7 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -24,8 +24,6 @@ from grpo_ext import __version__
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.objective import Objective
-from grpo_ext.packing.micro_batches import MicroBatch
-from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.checkpoints.identity import plain, settings
 from grpo_ext.trainer.checkpoints.manifest import sync
 from grpo_ext.trainer.findings import ObservedBatch
@@ -57,7 +55,7 @@ class Recorded(Protocol):
     reward_func_names: list[str]
     reward_weights: Tensor
     state: TrainerState
-    _generation: Generation
+    _generation: Any
     _tokenizer: PreTrainedTokenizerBase
 
 
@@ -76,7 +74,7 @@ def due(trainer: Recorded) -> bool:
 def taken(trainer: Recorded, window: Sequence[ObservedBatch]) -> Content:
     """Return this process's part of the current step."""
     inputs = [dict(watched.inputs) for watched in window]
-    totals = trainer._generation.totals_of(cast(MicroBatch, window[0].inputs)) if window else None
+    totals = trainer._generation.totals_of(window[0].inputs) if window else None
     kept = [packed({**batch, **watched.computed}) for batch, watched in zip(inputs, window, strict=True)]
     return {
         **origin(trainer),

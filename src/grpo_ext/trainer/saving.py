@@ -19,7 +19,7 @@ from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST, Branch, step_of
 from grpo_ext.trainer.checkpoints.processes import agreed
-from grpo_ext.trainer.overflow import check_weights
+from grpo_ext.trainer.findings import check_weights
 
 
 class SavingTrainer(GRPOTrainer):

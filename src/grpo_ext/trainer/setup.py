@@ -22,15 +22,14 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
 from grpo_ext.data.given import Checked, as_dataset, prompt_problems
 from grpo_ext.data.rows import check_columns
-from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.environments.composition import parse as parse_environments
+from grpo_ext.environments.composition import EnvironmentSpec, parse_environments
 from grpo_ext.environments.fit import beside_problems, setting_problems
-from grpo_ext.environments.fit import data_problems as environment_data_problems
+from grpo_ext.environments.fit import dataset_problems as environment_data_problems
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.quickstart.model import LESSONS, ensure_once
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.columns import absences
-from grpo_ext.rewards.composition import parse
+from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.runtime import Component, Runtime
 from grpo_ext.rewards.signatures import callable_name
 from grpo_ext.rollout.vllm.lazy_import import grpo_trainer
@@ -208,7 +207,7 @@ def prepare_rewards(
     if isinstance(reward_funcs, str | Mapping) or callable(reward_funcs):
         reward_funcs = [reward_funcs]
     entries = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else reward_funcs
-    specs, found = parse(entries, args.reward_weights)
+    specs, found = parse_rewards(entries, args.reward_weights)
     if isinstance(entries, list):
         found += [
             problem for i, entry in enumerate(entries) for problem in _call_problems(f"reward_funcs[{i}]", entry)

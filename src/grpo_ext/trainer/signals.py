@@ -30,7 +30,7 @@ LAUNCHER_LOST = 64
 """Pseudo signal number that means "the launcher is gone"; no real signal has it."""
 LAST_SECONDS = 30.0
 """Seconds that a run without its launcher has to save a checkpoint; torchrun allows as many."""
-POLL_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 Phase = Literal["loading", "training", "ending"]
 
@@ -208,7 +208,7 @@ def watch_parent() -> bool:
 
 def _watch(parent: int, command: psutil.Process | None) -> None:
     while os.getppid() == parent and (command is None or is_alive(command)):
-        time.sleep(POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
     signals.arrived(LAUNCHER_LOST)
     time.sleep(LAST_SECONDS)
     signals.leave_now(NOT_FINISHED, f"The launcher is gone, and the step did not end within {LAST_SECONDS:g} s.")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ext.commands import replay
-from grpo_ext.trainer.replaying import whole
+from grpo_ext.trainer.batches import whole
 from support import tiny
 from support.processes import launcher, run
 

@@ -10,7 +10,7 @@ from grpo_ext.recipe.foreign.engine import Draft, Translation, defaults_at, rule
 
 _ASYNC = "- | rollouts are of the current weights here"
 _DATA = "- | of axolotl's tokenised datasets; GRPO's are prompts"
-TABLE = rules(
+_TABLE = rules(
     {
         "=": "base_model=model_name_or_path revision_of_model=model_revision trust_remote_code rl_beta=beta "
         "chat_template_jinja=chat_template lora_modules_to_save peft_use_rslora=use_rslora peft_use_dora=use_dora "
@@ -127,7 +127,7 @@ def _model(d: Draft) -> None:
 
 
 def _data(d: Draft) -> None:
-    entries = shared.as_list(d.get("datasets"))
+    entries = shared.to_list(d.get("datasets"))
     if entries and isinstance(entries[0], dict):
         first = dict(entries[0])
         d.set("dataset_name", first.pop("path", None))
@@ -195,7 +195,7 @@ _PINS = {"0.12": "0.21", "0.13": "0.25", "0.14": "0.27", "0.15": "0.29", "0.17":
 _PER_VERSION = {axolotl: defaults_at(trl.DEFAULTS, pinned) for axolotl, pinned in _PINS.items()}
 AXOLOTL = Translation(
     "axolotl",
-    TABLE,
+    _TABLE,
     (_model, _data, _rewards, _run, _sampler),
     versions=tuple(_PINS),
     defaults={

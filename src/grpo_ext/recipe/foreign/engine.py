@@ -16,7 +16,7 @@ from grpo_ext.recipe.parts import PARTS
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """One row of a table: how a foreign key, or all that match a pattern such as `critic.*`, are converted.
 
     Written as "name", "name = their default", "name | what differs", "- | why it is left out", "* names | how" where
@@ -31,7 +31,7 @@ class Rule:
     default: Any = None
 
     @classmethod
-    def read(cls, text: str) -> "Rule":
+    def read(cls, text: str) -> "KeyRule":
         """Parse the short form."""
         to, _, note = (part.strip() for part in text.partition("|"))
         to, _, default = to.partition(" = ")
@@ -40,29 +40,29 @@ class Rule:
         )
 
 
-_LEFT_OUT = Rule("")
+_LEFT_OUT = KeyRule("")
 
 
-def rules(table: Mapping[str, Any], section: str = "") -> dict[str, Rule]:
+def rules(table: Mapping[str, Any], section: str = "") -> dict[str, KeyRule]:
     """Read a table. A row may have several names, sections nest, and the row "=" lists `theirs=ours`, or `same`.
 
     >>> [(key, rule.to, rule.default) for key, rule in rules({"=": "seed lr=rate", "a": {"b c": "d = 2"}}).items()]
     [('seed', 'seed', None), ('lr', 'rate', None), ('a.b', 'd', 2), ('a.c', 'd', 2)]
     """
-    found: dict[str, Rule] = {}
+    found: dict[str, KeyRule] = {}
     for names, row in table.items():
         for name in (row if names == "=" else names).split():
             if names == "=":
                 theirs, _, ours = name.partition("=")
-                found[section + theirs] = Rule(ours or theirs)
+                found[section + theirs] = KeyRule(ours or theirs)
             elif isinstance(row, str):
-                found[section + name] = Rule.read(row)
+                found[section + name] = KeyRule.read(row)
             else:
                 found |= rules(row, f"{section}{name}.")
     return found
 
 
-def number(version: str) -> tuple[int, ...]:
+def version_key(version: str) -> tuple[int, ...]:
     """Return a version as a tuple that sorts."""
     return tuple(int(part) for part in version.split("."))
 
@@ -76,9 +76,9 @@ def defaults_at(table: Mapping[str, Any], version: str) -> dict[str, Any]:
     found = {}
     for key, default in table.items():
         values = default if isinstance(default, dict) else {"0": default}
-        reached = [since for since in values if number(since) <= number(version)]
+        reached = [since for since in values if version_key(since) <= version_key(version)]
         if reached:
-            found[key] = values[max(reached, key=number)]
+            found[key] = values[max(reached, key=version_key)]
     return found
 
 
@@ -109,7 +109,7 @@ class Translation:
     """
 
     title: str
-    table: Mapping[str, Rule]
+    table: Mapping[str, KeyRule]
     steps: tuple[Callable[["Draft"], None], ...]
     versions: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -149,14 +149,14 @@ class Translation:
 
     def _version(self, version: str) -> str:
         oldest = self.versions[0]
-        if version and (not re.fullmatch(r"\d+(\.\d+)*", version) or number(version) < number(oldest)):
+        if version and (not re.fullmatch(r"\d+(\.\d+)*", version) or version_key(version) < version_key(oldest)):
             reason = f"the defaults of {self.title} are known since {oldest}"
             raise ConfigError([Problem("--version", version, reason, f"Name one of {', '.join(self.versions)}.")])
         return version or self.versions[-1]
 
     def _resolved(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys that have a value, under their present names, with `${other.key}` filled in."""
-        values = flat(given) if self.nested else given
+        values = flattened(given) if self.nested else given
         found = {self._present(key): value for key, value in values.items() if value not in (None, "???")}
 
         def other(name: re.Match[str]) -> str:
@@ -177,13 +177,13 @@ class Translation:
 _WHOLE = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "chat_template_kwargs", "generation_kwargs")
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a tree of keys as one level, with dots between the names."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}".removeprefix("++").removeprefix("+")
         is_section = isinstance(value, Mapping) and value and key not in _WHOLE
-        found |= flat(value, f"{name}.") if is_section else {name: value}
+        found |= flattened(value, f"{name}.") if is_section else {name: value}
     return found
 
 
@@ -216,7 +216,7 @@ class Draft:
     left: dict[str, str] = field(default_factory=dict)
     decisions: list[str] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
-    _rules: dict[str, Rule | None] = field(default_factory=dict)
+    _rules: dict[str, KeyRule | None] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -233,7 +233,7 @@ class Draft:
         """Foreign keys that a value of the recipe was made of."""
         return {source for key in self.values for source in self.sources.get(key, ())}
 
-    def rule(self, key: str) -> Rule | None:
+    def rule(self, key: str) -> KeyRule | None:
         """Return the rule of a foreign key."""
         if key not in self._rules:
             table = self.project.table

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 
-SUFFIXES = (".py", ".ipynb")
+PYTHON_SUFFIXES = (".py", ".ipynb")
 _EXCHANGE = """{path} is Python: exchange two names in it, a recipe is not needed.
 
     from trl import GRPOConfig, GRPOTrainer             # before

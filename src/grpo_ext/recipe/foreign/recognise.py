@@ -5,7 +5,7 @@ from typing import Any
 
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.recipe.foreign import axolotl, swift, trl, verl
-from grpo_ext.recipe.foreign.engine import Rule
+from grpo_ext.recipe.foreign.engine import KeyRule
 
 PROJECTS = {
     "trl": trl.TRL,
@@ -101,7 +101,7 @@ def answer(key: str) -> str | None:
     return f"{called}. Write {ours} here.{note}"
 
 
-def _named(key: str) -> Iterator[tuple[str, str, Rule]]:
+def _named(key: str) -> Iterator[tuple[str, str, KeyRule]]:
     """Find project, whole name and rule of each key with that name, or that last part."""
     for kind, project in PROJECTS.items():
         for name, rule in project.table.items():

@@ -157,7 +157,7 @@ def decide_first_of(d: Draft, names: list[Any], key: str) -> None:
         )
 
 
-def as_list(value: Any) -> list[Any]:
+def to_list(value: Any) -> list[Any]:
     """Return a list: of one value, or of none."""
     return value if isinstance(value, list) else [value] if value else []
 
@@ -167,13 +167,13 @@ def positive(value: int) -> int | None:
     return value if value > 0 else None
 
 
-def soft_overlong(max_length: object, buffer: object, weight: object = None) -> dict[str, Any]:
+def overlong_entry(max_length: object, buffer: object, weight: object = None) -> dict[str, Any]:
     """Return the entry of the reward `soft_overlong`."""
     weighted = {} if weight is None else {"weight": weight}
     return {"name": "soft_overlong", **weighted, "kwargs": {"max_length": max_length, "buffer": buffer}}
 
 
-def cosine_length(d: Draft, max_length: object, keys: Iterable[str]) -> dict[str, Any]:
+def cosine_entry(d: Draft, max_length: object, keys: Iterable[str]) -> dict[str, Any]:
     """Return the entry of `cosine_length`; `keys` are those of correct answers, short and long, then of wrong ones."""
     short, long, short_wrong, long_wrong = map(d.get, keys)
     if short < long or short_wrong > long_wrong:

@@ -8,7 +8,7 @@ from grpo_ext.recipe.parts import all_keys
 
 _MOVES = "- | how ms-swift moves weights between training and vLLM; vllm_enable_sleep_mode does it here"
 _CLASS = "? | write it as a class (docs/environments.md): environments: [{path: ./file.py:Class}]"
-TABLE = rules(
+_TABLE = rules(
     {
         "=": "use_rslora use_dora bnb_4bit_quant_type torch_dtype=dtype target_parameters=lora_target_parameters "
         "dataset_shuffle=shuffle_dataset streaming=dataset_streaming overlong_filter=mask_truncated_completions "
@@ -143,7 +143,7 @@ def _model(d: Draft) -> None:
             d.values["lora_target_modules"] = modules[0]
         d.set("use_peft", True, of=of_tuner)
         if (saved := d.get("modules_to_save")) is not None:
-            d.set("lora_modules_to_save", shared.as_list(saved))
+            d.set("lora_modules_to_save", shared.to_list(saved))
     elif tuner == "full":
         d.set("use_peft", False, of=of_tuner)
     else:
@@ -162,7 +162,7 @@ def _model(d: Draft) -> None:
 
 
 def _data(d: Draft) -> None:
-    names = shared.as_list(d.get("dataset"))
+    names = shared.to_list(d.get("dataset"))
     if names:
         name, _, count = str(names[0]).partition("#")
         name, _, subset = name.partition(":")
@@ -221,10 +221,10 @@ def _loss(d: Draft) -> None:
 
 
 def _rewards(d: Draft) -> None:
-    names, weights, notes = shared.as_list(d.get("reward_funcs")), d.get("reward_weights"), []
+    names, weights, notes = shared.to_list(d.get("reward_funcs")), d.get("reward_weights"), []
     of = {"reward_funcs", "reward_model", "reward_weights"}
     entries: list[Any] = [entry for name in names if (entry := _reward(d, str(name), of)) is not None]
-    entries += shared.as_list(d.get("reward_model"))
+    entries += shared.to_list(d.get("reward_model"))
     if "accuracy" in names:
         notes.append("accuracy leaves a reference unscored that it cannot read, where ms-swift gives 0")
     if weights and len(weights) == len(entries) == len(names):
@@ -259,9 +259,9 @@ def _reward(d: Draft, name: str, of: set[str]) -> dict[str, Any] | None:
     if name == "soft_overlong":
         if d.get("soft_cache_length") is None:
             d.decide("reward soft_overlong: set its buffer (soft_cache_length there).")
-        return shared.soft_overlong(d.get("soft_max_length", longest), d.get("soft_cache_length"))
+        return shared.overlong_entry(d.get("soft_max_length", longest), d.get("soft_cache_length"))
     if name == "cosine":
-        return shared.cosine_length(d, d.get("cosine_max_len", longest), keys[:4])
+        return shared.cosine_entry(d, d.get("cosine_max_len", longest), keys[:4])
     where = f" of {d.get('external_plugins')}" if d.get("external_plugins") else ""
     cure = "a class registered there; here a function, {func: 'module:function'}"
     d.decide(f"reward {name!r}{where}: {cure}.", "external_plugins", "reward_funcs")
@@ -300,7 +300,7 @@ def _finish(d: Draft) -> None:
 
 SWIFT = Translation(
     "ms-swift",
-    TABLE,
+    _TABLE,
     (_launch, _model, _data, _loss, _rewards, _sampler),
     versions=("4.0", "4.1", "4.6"),
     defaults={

@@ -11,7 +11,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import recipes_folder
 from grpo_ext.recipe.foreign.engine import Draft, Translation, rules
-from grpo_ext.recipe.foreign.shared import as_list, cosine_length, soft_overlong, whole_groups
+from grpo_ext.recipe.foreign.shared import cosine_entry, overlong_entry, to_list, whole_groups
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parts import all_keys
 
@@ -170,11 +170,11 @@ def _reward(d: Draft, name: str, keys: list[str]) -> dict[str, Any] | None:
             f"to max_completion_length={longest}; look at the lengths of your completions.",
             "cosine_max_len",
         )
-        return cosine_length(d, longest, keys)
+        return cosine_entry(d, longest, keys)
     if name == "repetition_penalty":
         return {"name": "repetition", "kwargs": {"n": values[0], "max_penalty": values[1]}}
     if name == "soft_overlong_punishment":
-        return soft_overlong(*values)
+        return overlong_entry(*values)
     if name == "tag_count":
         return {"name": "tags", "kwargs": {"newlines": True}}
     if name == "code_format":
@@ -194,7 +194,7 @@ def _reward(d: Draft, name: str, keys: list[str]) -> dict[str, Any] | None:
 
 def _data(d: Draft) -> None:
     d.copy("prompt_column", "prompt_column", "dataset_prompt_column", default="prompt")
-    callbacks = as_list(d.get("callbacks"))
+    callbacks = to_list(d.get("callbacks"))
     if "push_to_hub_revision" in callbacks:
         d.set("hub_strategy", "every_save", "each checkpoint is pushed, as Open-R1's callback does")
     if unknown := [name for name in callbacks if name != "push_to_hub_revision"]:

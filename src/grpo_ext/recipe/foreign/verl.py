@@ -128,7 +128,7 @@ _TRAINER = {
     "log_val_generations": "- | log_completions logs those of training",
     "*": _SPEED,
 }
-TABLE = rules(
+_TABLE = rules(
     {
         "actor_rollout_ref": {
             "nccl_timeout": "ddp_timeout",
@@ -293,7 +293,7 @@ def _rewards(d: Draft) -> None:
         if d.get(f"{prefix}enable"):
             longest = d.get("reward_model.reward_kwargs.max_resp_len", d.get("data.max_response_length"))
             weight = d.get(f"{prefix}penalty_factor", 1.0)
-            entries.append(shared.soft_overlong(longest, d.get(f"{prefix}len", 0), weight))
+            entries.append(shared.overlong_entry(longest, d.get(f"{prefix}len", 0), weight))
             of += [f"{prefix}enable", f"{prefix}len", f"{prefix}penalty_factor"]
             of.append("reward_model.reward_kwargs.max_resp_len")
             break
@@ -307,7 +307,7 @@ def _rewards(d: Draft) -> None:
 
 
 def _data(d: Draft) -> None:
-    train, held_out = (list(map(str, shared.as_list(d.get(f"data.{name}_files")))) for name in ("train", "val"))
+    train, held_out = (list(map(str, shared.to_list(d.get(f"data.{name}_files")))) for name in ("train", "val"))
     if train:
         folder = train[0].rpartition("/")[0]
         whole = folder and len(train) == 1 and train[0].endswith("train.parquet")
@@ -344,7 +344,7 @@ def _run(d: Draft) -> None:
         project, experiment = "trainer.project_name", "trainer.experiment_name"
         path = f"checkpoints/{d.get(project, 'verl_examples')}/{d.get(experiment, 'gsm8k')}"
         d.set("output_dir", path, "verl's default", of=(project, experiment))
-    logger = shared.as_list(d.get("trainer.logger"))
+    logger = shared.to_list(d.get("trainer.logger"))
     note = "metrics.jsonl is always written" if "file" in logger else ""
     d.set("report_to", [name for name in logger if name in _TRACKERS] or "none", note)
     if unknown := [name for name in logger if name not in (*_TRACKERS, "file", "console")]:
@@ -403,7 +403,7 @@ def _rejects(option: str, bound: str) -> dict[str, Any]:
 
 VERL = Translation(
     "verl",
-    TABLE,
+    _TABLE,
     (_group, _batch, _length, _loss, _clip, _kl, _rewards, _data, _run, _sampler),
     versions=("0.7", "0.10"),
     defaults={"bf16": True},

@@ -40,7 +40,7 @@ def section_of(key: str) -> str:
     return "Loss and rewards" if own and key not in ("steps_per_generation", "generation_batch_size") else "Training"
 
 
-def written(draft: Draft, source: str, output: str) -> str:
+def recipe_text(draft: Draft, source: str, output: str) -> str:
     """Return the recipe as text."""
     lines = [f"# GRPO, from the {draft.title} configuration {source}, by `grpo-ext migrate`.", "#"]
     lines.append(f"# Run:     grpo-ext train --config {output}")

@@ -222,7 +222,7 @@ def _launch(
     stdout: int,
 ) -> contextlib.AbstractContextManager[sandbox.Program]:
     [name] = files
-    return sandbox.start(
+    return sandbox.start_program(
         [*sandbox.python_argv(packages), "peers.pyc", role, *map(str, fds), name, *arguments],
         {"peers.pyc": _peers(), **files},
         limits,

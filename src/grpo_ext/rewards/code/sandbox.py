@@ -38,7 +38,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """Result of a program: output, exit code as a shell reports it (128 + signal), and the limit that stopped it.
 
     `stopped` is "", "time", "output" or "folder or threads"; the kernel's own limits (memory, CPU) show as exit codes.
@@ -113,7 +113,7 @@ class Program:
 
 
 @contextlib.contextmanager
-def start(
+def start_program(
     argv: Sequence[str],
     files: Mapping[str, bytes],
     limits: Limits,
@@ -167,7 +167,7 @@ def run(
     method: str | None = None,
     readable: Sequence[str] = (),
     packages: bool = False,
-) -> Outcome:
+) -> ProgramOutcome:
     """Run Python `source` in a sandbox and wait for it; never raises because of the program.
 
     It has an empty environment, `stdin`, Python and /usr, and writes only to its working folder. With `packages` it
@@ -180,7 +180,7 @@ def run(
     method = method or available(min_protection)
     with (
         job.sealed(stdin.encode("utf-8", "surrogatepass")) as text,
-        start(
+        start_program(
             [*python_argv(packages), "main.py"],
             {"main.py": source.encode("utf-8", "surrogatepass")},
             limits,
@@ -238,7 +238,7 @@ def _probe() -> tuple[str | None, tuple[str, ...]]:
     return None, tuple(problems)
 
 
-def _collect(program: Program) -> Outcome:
+def _collect(program: Program) -> ProgramOutcome:
     """Read both outputs up to the limit until the program ends or exceeds a limit."""
     limit, output, stopped = program.limits.output_kb << 10, {1: bytearray(), 2: bytearray()}, ""
     with selectors.DefaultSelector() as selector:
@@ -261,4 +261,4 @@ def _collect(program: Program) -> Outcome:
     seconds = time.monotonic() - program.started
     program.kill()
     code = program.popen.returncode
-    return Outcome(bytes(output[1]), bytes(output[2]), code if code >= 0 else 128 - code, stopped, seconds)
+    return ProgramOutcome(bytes(output[1]), bytes(output[2]), code if code >= 0 else 128 - code, stopped, seconds)

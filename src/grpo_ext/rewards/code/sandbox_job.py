@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import secrets
-import shutil
 import sys
 import sysconfig
 import tempfile
@@ -19,7 +18,7 @@ from typing import IO
 from grpo_ext.rewards.code.seccomp import MACHINES, bpf_filter
 
 MAX_FILES = 1024  # in its folder
-FOLDER = "/sandbox"  # working folder of a program in its own mount namespace
+WORKING_FOLDER = "/sandbox"  # working folder of a program in its own mount namespace
 _GRACE_SECONDS = 30.0  # after which a namespace ends itself
 _READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/nix/store")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
@@ -135,21 +134,10 @@ def _visible(extra: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 def folder(method: str) -> Iterator[str]:
     """Yield the program's working folder: a path inside its namespace, or a temporary folder."""
     if method == "namespaces":
-        yield FOLDER
-        return
-    path = tempfile.mkdtemp(prefix="grpo_ext_sandbox_")
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, onerror=_open_and_retry)
-
-
-def _open_and_retry(_function: object, path: str, _error: object) -> None:
-    """Open a folder that the program has closed to us, and remove it."""
-    with contextlib.suppress(OSError):
-        os.chmod(os.path.dirname(path), 0o700)
-        os.chmod(path, 0o700, follow_symlinks=os.chmod not in os.supports_follow_symlinks)
-        shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.remove(path)
+        yield WORKING_FOLDER
+    else:  # its removal reopens folders that the program has closed to us
+        with tempfile.TemporaryDirectory(prefix="grpo_ext_sandbox_", ignore_cleanup_errors=True) as path:
+            yield path
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.library.math_judgement import judge
-from grpo_ext.rewards.library.math_marks import READ
+from grpo_ext.rewards.library.math_marks import PLACES
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import TAGS, Completion, answer_block, boxed, completion_text, each_once
 
@@ -116,15 +116,15 @@ def accuracy(
     then what follows "answer is", then the last number or formula; `read` (tag, boxed, hash, last) admits only one
     of them. A marked answer that holds several different values is wrong, and so are answers found only inside the
     reasoning. An equation matches an equation that it is a multiple of, `x = 5` matches 5, and a list is compared
-    as a whole. Details: `math_answers.read`, `math_equality.equal`. A completion of `max_length` tokens, which was cut
-    off, is None where it has no mark; one that repeats the question's own calculation is 0. Logs `solution`,
+    as a whole. Details: `math_answers.read_answer`, `math_equality.equal`. A completion of `max_length` tokens, which
+    was cut off, is None where it has no mark; one that repeats the question's own calculation is 0. Logs `solution`,
     `gold_parsed` and `answer_parsed` beside the completions.
 
     Raises:
         ValueError: unknown `read`, or max_length < 1.
     """
-    if read not in READ:
-        raise OptionError("read", read, "not a place of an answer", did_you_mean(str(read), READ))
+    if read not in PLACES:
+        raise OptionError("read", read, "not a place of an answer", did_you_mean(str(read), PLACES))
     if max_length is not None and max_length < 1:
         raise OptionError("max_length", max_length, "completions are longer", "Set it to max_completion_length.")
     lengths = [len(ids) for ids in completion_ids or []] or [0] * len(completions)

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from grpo_ext.rewards.library.math_equality import MAX_FORMULA, MAX_MATRIX, RATIO, Value, readable
+from grpo_ext.rewards.library.math_equality import MAX_FORMULA, MAX_MATRIX, RATIO, MathValue, readable
 from grpo_ext.rewards.library.math_equations import EQUALS, concluded, items_of
 from grpo_ext.rewards.library.math_marks import answer_part, marked
 from grpo_ext.rewards.library.math_notation import FACTOR, PRODUCT, clean
@@ -82,7 +82,7 @@ _UNFIT = re.compile(r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*
 
 
 @lru_cache(maxsize=1024)  # the completions of a group share one
-def reference_of(gold: str) -> Value | None:
+def reference_of(gold: str) -> MathValue | None:
     """Return the value of a reference answer, or None if it cannot be read; without a mark all of it is the answer."""
     text = answer_part(gold)
     span = marked(text)
@@ -91,13 +91,13 @@ def reference_of(gold: str) -> Value | None:
     return value if value is not None and readable(value) else None
 
 
-def read(text: str, where: str = "auto", *, word: bool = False) -> Value | None:
+def read_answer(text: str, where: str = "auto", *, word: bool = False) -> MathValue | None:
     r"""Return the final answer of a text, or None if there is none or if several differ.
 
     In this order: the last `<answer>` block, the last \boxed{} (with those that it is joined to by "and" or a comma),
     `#### N` on the last line, the sentence after the last "answer is", the last number or formula. `where` admits only
-    one of them (`math_marks.READ`). Text up to the last `</think>` or after an end token never counts; in a `<think>`
-    left open only marks do. Where the reference is a `word`, a word is read: the whole of a mark, of the
+    one of them (`math_marks.PLACES`). Text up to the last `</think>` or after an end token never counts; in an open
+    `<think>` only marks do. Where the reference is a `word`, a word is read: the whole of a mark, of the
     sentence after "answer is", or of the text.
     """
     text = answer_part(text)
@@ -119,7 +119,7 @@ def read(text: str, where: str = "auto", *, word: bool = False) -> Value | None:
     return _word(text) if word else _last_value(text)
 
 
-def _word(span: str) -> Value | None:
+def _word(span: str) -> MathValue | None:
     """Return a phrase of letters, such as "odd" or "Monday", that is not a product of variables."""
     if len(span) > _TAIL or re.search(r"\d", span):
         return None
@@ -127,13 +127,13 @@ def _word(span: str) -> Value | None:
     if not _PHRASE.fullmatch(text) or not _WORD.search(text):
         return None
     phrase = " ".join(text.split())
-    return Value("", word=phrase.casefold() if len(phrase) > 3 else phrase)
+    return MathValue("", word=phrase.casefold() if len(phrase) > 3 else phrase)
 
 
-def _only_value(span: str) -> Value | None:
+def _only_value(span: str) -> MathValue | None:
     """Return the value of a marked answer: a formula, or the one number among words; None for several numbers."""
     if _NUMBER.fullmatch(span):
-        return Value(span)
+        return MathValue(span)
     if len(span) > _TAIL:
         return None
     if _ENVIRONMENT.search(span):
@@ -160,7 +160,7 @@ def _exact(span: str) -> str:
     return exact if rounded.strip() and re.search(r"\d|\\pi|\\sqrt", side) and not re.search(r"\.\d", side) else span
 
 
-def _matrix(span: str) -> Value | None:
+def _matrix(span: str) -> MathValue | None:
     """Return a matrix, or a formula of matrices, after at most its name; None if it contains words."""
     named = _NAMED.match(text := _SPACES.sub(" ", span.replace("$", " ")).strip().rstrip(".").strip())
     formula = text[named.end() :] if named else text
@@ -171,14 +171,14 @@ def _matrix(span: str) -> Value | None:
         or _UNFIT.search(formula)
     ):
         return None
-    return Value(f"${formula}$", symbol=named[1] if named else "")
+    return MathValue(f"${formula}$", symbol=named[1] if named else "")
 
 
-def _ratio(text: str) -> Value | None:
-    return Value(re.sub(r"\s", "", text)) if RATIO.fullmatch(text) else None
+def _ratio(text: str) -> MathValue | None:
+    return MathValue(re.sub(r"\s", "", text)) if RATIO.fullmatch(text) else None
 
 
-def _list(text: str) -> Value | None:
+def _list(text: str) -> MathValue | None:
     """Return a list of formulas with "and" or "or" between some of them as one with commas."""
     items = [] if EQUALS.search(text) else items_of(text)
     if not 1 < len(items) <= _MOST_ITEMS or not re.search(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])", text):
@@ -186,10 +186,10 @@ def _list(text: str) -> Value | None:
     values = [None if _WORD.search(item) else _formula(item) for item in items]
     if any(value is None or value.percent or value.base for value in values):
         return None
-    return Value(f"${', '.join(value.formula.strip('$') for value in values if value)}$")
+    return MathValue(f"${', '.join(value.formula.strip('$') for value in values if value)}$")
 
 
-def _first_value(sentence: str) -> Value | None:
+def _first_value(sentence: str) -> MathValue | None:
     """Return the first value of the sentence after "answer is", unless it opens a list such as "72 or 73"."""
     segments = list(_MATH.finditer(sentence))
     if segments:
@@ -205,7 +205,7 @@ def _first_value(sentence: str) -> Value | None:
     return value and replace(value, symbol=symbol)
 
 
-def _last_value(text: str) -> Value | None:
+def _last_value(text: str) -> MathValue | None:
     """Return the last number or formula of running text, unless it is the second of two joined by "or"."""
     segments = list(_MATH.finditer(text))
     if segments and not _VALUE.search(clean(text[segments[-1].end() :])):
@@ -226,7 +226,7 @@ def _last_value(text: str) -> Value | None:
     return _value(cleaned, matches[-1])
 
 
-def _number_in_words(text: str) -> Value | None:
+def _number_in_words(text: str) -> MathValue | None:
     if re.search(r"\d!|-\s*\(|\)\s*\^", text):  # a possible factorial; a sign or power of the whole
         return None
     values = [_value(text, match) for match in _VALUE.finditer(text)]
@@ -234,21 +234,21 @@ def _number_in_words(text: str) -> Value | None:
     return values[0] if len(set(values)) == 1 and len(units) < 2 else None
 
 
-def _value(text: str, match: re.Match[str]) -> Value | None:
+def _value(text: str, match: re.Match[str]) -> MathValue | None:
     """Return the number of a match, or None where it is part of a larger formula, such as the 3 of 3x."""
     if _BEFORE_PIECE.search(text[: match.start()]) or _AFTER_PIECE.match(text, match.end()):
         return None
     number = match[0].removesuffix(match["percent"] or "").strip()
     mixed = re.fullmatch(r"([-+]?)(\d+)\s+(\d+/\d+)", number)
     number = f"{mixed[1]}({mixed[2]}+{mixed[3]})" if mixed else number
-    return Value(number, bool(match["percent"]), unit=unit_after(text, match.end()))
+    return MathValue(number, bool(match["percent"]), unit=unit_after(text, match.end()))
 
 
-def _formula(text: str) -> Value | None:
+def _formula(text: str) -> MathValue | None:
     """Return the whole text as one value: a number with its unit, or a formula with at most words around it."""
     based = _BASE.fullmatch(text)
     if based:
-        return Value(based[1], base=based[2])
+        return MathValue(based[1], base=based[2])
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "")
     match = _VALUE.match(text)
@@ -269,7 +269,7 @@ def _formula(text: str) -> Value | None:
     if formula in ("a", "A", "I") and formula != text:  # the article left over from a sentence
         return None
     unit = unit_after(text, text.rfind(formula) + len(formula))
-    return Value(f"${formula.removesuffix('%').rstrip()}$", formula.endswith("%"), unit=unit)
+    return MathValue(f"${formula.removesuffix('%').rstrip()}$", formula.endswith("%"), unit=unit)
 
 
 def _is_deep(formula: str) -> bool:

@@ -1,15 +1,20 @@
 """Compare two final answers by math-verify, with stricter rules where it is too lenient."""
 
+import logging
 import random
 import re
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_ext.rewards.library.math_equations import EQUALS, items_of, solutions
-from grpo_ext.rewards.library.math_time import limited
 from grpo_ext.rewards.library.math_units import units_agree
 
+T = TypeVar("T")
+TIME_LIMIT = 5
+"""Time limit on a call of math-verify."""
 MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: longer text is prose or an attempt to stall the parser
 RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
@@ -18,7 +23,7 @@ _PLAIN_NUMBER = re.compile(r"\$?[-+]?\d*\.?\d+\$?")
 
 
 @dataclass(frozen=True)
-class Value:
+class MathValue:
     """A final answer: a formula that math-verify reads, and whether a percent sign followed it.
 
     `symbol` is the x of x = 5, `base` the 2 of 101_2, `unit` the cm of 5 cm, "" where there is none; a `word` replaces
@@ -39,12 +44,12 @@ class Value:
         return f"{named}{'%' * self.percent}{self.base and f'_{self.base}'}{self.unit and f' {self.unit}'}"
 
 
-def readable(value: Value) -> bool:
+def readable(value: MathValue) -> bool:
     """Return whether it is a word or a ratio, or math-verify can parse the formula."""
     return bool(value.word) or RATIO.fullmatch(value.formula) is not None or bool(_readings(value))
 
 
-def equal(gold: Value, answer: Value) -> bool:
+def equal(gold: MathValue, answer: MathValue) -> bool:
     """Return whether two values are equal by math-verify, to 6 decimals (and 1 %) where one is a decimal fraction.
 
     If only one has a percent sign, x% may mean x / 100, and x where |x| >= 1: "50%" matches 50 and 0.5, but "0.5%"
@@ -65,12 +70,12 @@ def equal(gold: Value, answer: Value) -> bool:
     if (gold.symbol and answer.symbol and gold.symbol != answer.symbol) or _is_equation(gold) or _is_equation(answer):
         gold, answer = _as_equation(gold), _as_equation(answer)
     if gold.percent == answer.percent:
-        gold, answer = Value(gold.formula), Value(answer.formula)
+        gold, answer = MathValue(gold.formula), MathValue(answer.formula)
     gold, answer = _with_point(gold, answer), _with_point(answer, gold)
     return any(_same(g, a) for g in _readings(gold) for a in _readings(answer))
 
 
-def _same_ratio(gold: str, answer: Value) -> bool:
+def _same_ratio(gold: str, answer: MathValue) -> bool:
     """Return whether ratios are proportional, or the answer is the quotient; a possible time must be written alike."""
     if not RATIO.fullmatch(gold):
         return False
@@ -79,7 +84,7 @@ def _same_ratio(gold: str, answer: Value) -> bool:
     if given == parts or _TIME.fullmatch(gold) or not all([*parts, *(given or [])]):
         return given == parts
     if given is None:
-        return len(parts) == 2 and equal(Value(f"{parts[0] / parts[1]}"), replace(answer, unit=""))
+        return len(parts) == 2 and equal(MathValue(f"{parts[0] / parts[1]}"), replace(answer, unit=""))
     return len(given) == len(parts) and all(g * parts[0] == p * given[0] for g, p in zip(given, parts, strict=True))
 
 
@@ -88,10 +93,10 @@ def _same_rows(rows: list[list[str]], answer: str) -> bool:
     tuples = [f"({', '.join(row)})" for row in rows]
     if len(rows) == 1 and len(items_of(answer)) > 1:
         answer = f"({answer})"
-    return equal(Value(f"${', '.join(tuples)}$"), Value(f"${answer}$"))
+    return equal(MathValue(f"${', '.join(tuples)}$"), MathValue(f"${answer}$"))
 
 
-def _with_point(value: Value, other: Value) -> Value:
+def _with_point(value: MathValue, other: MathValue) -> MathValue:
     """Return the value with a decimal point for a comma, if the other is one number without a comma."""
     comma = _DECIMAL_COMMA.fullmatch(value.formula)
     return (
@@ -101,15 +106,15 @@ def _with_point(value: Value, other: Value) -> Value:
     )
 
 
-def _is_equation(value: Value) -> bool:
+def _is_equation(value: MathValue) -> bool:
     return EQUALS.search(value.formula) is not None
 
 
-def _as_equation(value: Value) -> Value:
-    return Value(f"${value.symbol} = {value.formula.strip('$')}$", value.percent) if value.symbol else value
+def _as_equation(value: MathValue) -> MathValue:
+    return MathValue(f"${value.symbol} = {value.formula.strip('$')}$", value.percent) if value.symbol else value
 
 
-def _readings(value: Value) -> list[Any]:
+def _readings(value: MathValue) -> list[Any]:
     """Return the sympy objects that the value may mean, an empty list if it cannot be parsed."""
     parsed = _parse(value.formula)
     if parsed is None or not (value.percent and getattr(parsed, "is_comparable", False)):
@@ -130,10 +135,27 @@ def _parse(formula: str) -> Any:
     # Units are removed already; math-verify may mistake a factor for one: the t of -16t^2 + 80t.
     config = LatexExtractionConfig()
     config = replace(config, normalization_config=replace(config.normalization_config, units=False))
-    found: list[Any] = limited(
+    found: list[Any] = _limited(
         lambda seconds: parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=seconds), []
     )
     return found[0] if found else None
+
+
+def _limited(function: Callable[[int | None], T], otherwise: T) -> T:
+    """Return the result of `function`, which gets the time limit to pass to math-verify, or `otherwise` after it.
+
+    The limit is an alarm signal, so it works in the main thread only, where workers score. Elsewhere it is None.
+    """
+    from math_verify.errors import TimeoutException
+
+    seconds = TIME_LIMIT if threading.current_thread() is threading.main_thread() else None
+    if seconds is None:  # math-verify warns of it
+        for name in ("math_verify.parser", "math_verify.grader"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        return function(seconds)
+    except TimeoutException:
+        return otherwise
 
 
 def _both_signs(formula: str) -> str:
@@ -154,11 +176,11 @@ def _same(gold: Any, answer: Any) -> bool:
         return False
     if any(relation.is_Equality for relation in golds):
         try:
-            return limited(lambda seconds: timeout(seconds)(_same_equations)(golds, answers), False)
+            return _limited(lambda seconds: timeout(seconds)(_same_equations)(golds, answers), False)
         except (ArithmeticError, AttributeError, TypeError, ValueError):
             return False
     gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
-    same = limited(lambda seconds: verify(gold, answer, timeout_seconds=seconds, allow_set_relation_comp=True), False)
+    same = _limited(lambda seconds: verify(gold, answer, timeout_seconds=seconds, allow_set_relation_comp=True), False)
     return same and _near(gold, answer)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from grpo_ext.rewards.library.math_answers import read, reference_of
+from grpo_ext.rewards.library.math_answers import read_answer, reference_of
 from grpo_ext.rewards.library.math_copies import only_copied
 from grpo_ext.rewards.library.math_equality import equal
 from grpo_ext.rewards.library.math_marks import answer_part, marked
@@ -31,7 +31,7 @@ def judge(
     if cut and marked(answer_part(text), where) is None:
         return Judgement(None, str(reference), "[cut off]")
     try:
-        answer = read(text, where, word=bool(reference.word))
+        answer = read_answer(text, where, word=bool(reference.word))
         if answer is None:
             return Judgement(0.0, str(reference), "[no answer]")
         right = equal(reference, answer) and not only_copied(text, str(gold), prompt, where)

@@ -4,7 +4,7 @@ import re
 
 from grpo_ext.rewards.text import answer_block, boxes
 
-READ = ("auto", "tag", "boxed", "hash", "last")
+PLACES = ("auto", "tag", "boxed", "hash", "last")
 """Places where an answer may be read; `auto` takes the first of the others that exists."""
 
 _END = re.compile(

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     import httpx
 
-LARGEST = 2**25
+LARGEST_RESPONSE = 2**25
 """Most bytes of an answer: a judge's has thousands, the scores of 16 long completions by token some millions."""
 _RETRIED = (408, 425, 429)  # and 5xx
 _CURES = {
@@ -50,7 +50,7 @@ class _AttemptFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Client:
+class HttpClient:
     """Options of `remote` that concern the connection.
 
     Raises:
@@ -112,7 +112,7 @@ class Client:
 class _Requests:
     """The requests of one `gather`."""
 
-    def __init__(self, client: Client, http: "httpx.AsyncClient") -> None:
+    def __init__(self, client: HttpClient, http: "httpx.AsyncClient") -> None:
         self.client, self.http = client, http
         self.slots = asyncio.Semaphore(client.max_concurrency)
         self.given_up: RemoteRewardError | None = None
@@ -146,7 +146,7 @@ class _Requests:
             async with asyncio.timeout(client.timeout), self.http.stream("POST", client.url, content=body) as response:
                 async for chunk in response.aiter_raw():  # raw: an encoded body may be a thousand times as large
                     content += chunk
-                    if len(content) > LARGEST:
+                    if len(content) > LARGEST_RESPONSE:
                         break
         except TimeoutError:
             raise _AttemptFailed(f"no answer within {client.timeout} s", again=True) from None
@@ -159,8 +159,8 @@ class _Requests:
 
     def _read(self, response: "httpx.Response", content: bytes) -> Any:
         status, excerpt = response.status_code, self.client.excerpt(content[:_EXCERPT].decode(errors="replace"))
-        if len(content) > LARGEST:
-            raise _AttemptFailed(f"answered {status} with more than {LARGEST >> 20} MiB: {excerpt}")
+        if len(content) > LARGEST_RESPONSE:
+            raise _AttemptFailed(f"answered {status} with more than {LARGEST_RESPONSE >> 20} MiB: {excerpt}")
         if status == 200:
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Source(NamedTuple):
+class ModelSource(NamedTuple):
     """Identifies a model and how it is loaded; see `RewardModelScorer`."""
 
     model: str
@@ -30,11 +30,11 @@ class Source(NamedTuple):
     trust_remote_code: bool
 
 
-_models: dict[Source, "LoadedModel"] = {}
+_models: dict[ModelSource, "LoadedModel"] = {}
 _models_lock = threading.Lock()
 
 
-def shared(source: Source) -> "LoadedModel":
+def shared(source: ModelSource) -> "LoadedModel":
     """Return this process's one model of a source, not yet loaded."""
     with _models_lock:
         return _models.setdefault(source, LoadedModel(source))
@@ -43,7 +43,7 @@ def shared(source: Source) -> "LoadedModel":
 class LoadedModel:
     """A model and its tokenizer, read by `load`; hold `lock` while calling any method."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ModelSource) -> None:
         self.source = source
         self.name = source.model
         self.lock = threading.RLock()
@@ -155,7 +155,7 @@ class LoadedModel:
         return [float(s) for s in scores] if isinstance(scores, Sequence) else [float(scores)]  # InternLM2: one score
 
 
-def _from_pretrained(source: Source) -> tuple[str, Any, list[str], Any]:
+def _from_pretrained(source: ModelSource) -> tuple[str, Any, list[str], Any]:
     from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
     where: dict[str, Any] = {"revision": source.revision or "main", "trust_remote_code": source.trust_remote_code}
@@ -166,7 +166,7 @@ def _from_pretrained(source: Source) -> tuple[str, Any, list[str], Any]:
     return kind, model, sorted(report["missing_keys"]), tokenizer
 
 
-def _kind_of(source: Source) -> str:
+def _kind_of(source: ModelSource) -> str:
     from transformers import PreTrainedConfig
 
     config, _ = PreTrainedConfig.get_config_dict(source.model, revision=source.revision or "main")

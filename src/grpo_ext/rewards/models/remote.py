@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.models.http_client import Client, RemoteRewardError
+from grpo_ext.rewards.models.http_client import HttpClient, RemoteRewardError
 from grpo_ext.rewards.models.scoring import Chat, chat_of
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, completion_text, content_text
@@ -73,7 +73,7 @@ async def remote(
     """
     form = _Form(protocol, model, template, pattern, scale, class_index, dict(extra_body or {}))
     size = form.batch_size(batch_size)
-    client = Client(url, _key(api_key_env), max_concurrency, retries, backoff, timeout)
+    client = HttpClient(url, _key(api_key_env), max_concurrency, retries, backoff, timeout)
     rows = form.rows(prompts, completions, columns)
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
     answers = await client.gather([form.request(batch) for batch in batches])
@@ -181,7 +181,7 @@ class _Form:
         return [None if value is None or not math.isfinite(value) else value * self.scale for value in values]
 
 
-def _joined(client: Client, form: _Form, counts: list[int], answers: list[Any]) -> list[float | None]:
+def _joined(client: HttpClient, form: _Form, counts: list[int], answers: list[Any]) -> list[float | None]:
     scores: list[float | None] = []
     failures: list[RemoteRewardError] = []
     for count, answer in zip(counts, answers, strict=True):

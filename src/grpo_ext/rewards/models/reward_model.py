@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.models.loaded_model import LoadedModel, Source, shared
+from grpo_ext.rewards.models.loaded_model import LoadedModel, ModelSource, shared
 from grpo_ext.rewards.models.scoring import Chat, blended_scores, clipped_score
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, completion_text
@@ -99,7 +99,8 @@ class RewardModelScorer:
         """Return the scores of the chats, in order."""
         if not chats:
             return []
-        loaded = shared(Source(self.model, self.kind, self.dtype, self.device, self.revision, self.trust_remote_code))
+        how = (self.kind, self.dtype, self.device, self.revision, self.trust_remote_code)
+        loaded = shared(ModelSource(self.model, *how))
         with loaded.lock:
             loaded.load()
             return self._scores(loaded, chats)

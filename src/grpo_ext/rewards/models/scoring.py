@@ -1,13 +1,13 @@
 """Chats for a reward model, and clipping and blending of its scores."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from grpo_ext.rewards.text import Completion, Message, completion_text
+from grpo_ext.rewards.text import Completion, completion_text
 
-Chat: TypeAlias = list[Message]
-Scorer: TypeAlias = Callable[[list[Chat]], Sequence[float | None]]
+Chat: TypeAlias = list[Mapping[str, Any]]
+ChatScorer: TypeAlias = Callable[[list[Chat]], Sequence[float | None]]
 
 
 def clipped_score(score: float | None, clip: float = 3.0) -> float | None:
@@ -25,7 +25,7 @@ def blend(full: float | None, answer: float | None, answer_weight: float = 0.6) 
 
 
 def blended_scores(
-    score: Scorer, prompts: Sequence[Completion], completions: Sequence[Completion], answer_weight: float
+    score: ChatScorer, prompts: Sequence[Completion], completions: Sequence[Completion], answer_weight: float
 ) -> list[float | None]:
     """Return scores of prompt + completion, blended with those of the content of `<answer>...</answer>` if present.
 

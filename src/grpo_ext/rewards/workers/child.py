@@ -14,13 +14,13 @@ from pathlib import Path
 
 from grpo_ext.rewards.workers.frames import FrameStream
 
-FOLDER = "grpo_ext_worker_"
+FOLDER_PREFIX = "grpo_ext_worker_"
 """Prefix of the children's temporary folders; the PID namespace and the PID of their parent follow."""
 LOADING_SECONDS = 120.0
 """How long the import of a function or an environment may take, besides its own timeout."""
 EXIT_SECONDS = 5.0
 """How long a child that closed its pipe may take to exit by itself, so that its own exit code is reported."""
-LARGEST = 2**28
+LARGEST_ANSWER = 2**28
 """Most bytes of an answer."""
 _LOCK_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -48,9 +48,9 @@ class Child:
         requests, outgoing = os.pipe()
         incoming, answers = os.pipe()
         os.set_blocking(outgoing, False)  # a child that does not read must not stop us
-        self.stream = FrameStream(incoming, outgoing, LARGEST)
+        self.stream = FrameStream(incoming, outgoing, LARGEST_ANSWER)
         self._open = [outgoing, incoming]
-        self._folder = tempfile.mkdtemp(prefix=f"{FOLDER}{_pid_namespace()}_{os.getpid()}_")
+        self._folder = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{_pid_namespace()}_{os.getpid()}_")
         arguments = (requests, answers, memory_gib, os.getpid(), *fds)
         path = os.pathsep.join(filter(None, sys.path))  # it imports what we can import
         try:
@@ -110,7 +110,7 @@ def kill_children() -> None:
 
 def remove_stale_folders() -> None:
     """Remove the folders of children whose parent was killed and could not remove them."""
-    prefix = f"{FOLDER}{_pid_namespace()}_"
+    prefix = f"{FOLDER_PREFIX}{_pid_namespace()}_"
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*_*"):
         parent = folder.name.removeprefix(prefix).partition("_")[0]
         if parent.isdecimal() and not _is_alive(int(parent)):

@@ -46,7 +46,7 @@ def pickled(message: object) -> bytes:
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def parsed(body: bytes) -> Any:
+def parsed_json(body: bytes) -> Any:
     """Return the JSON document in a body, or None: the other end may run code that writes anything."""
     try:
         return json.loads(body)

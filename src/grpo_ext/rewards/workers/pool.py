@@ -10,8 +10,8 @@ from typing import Any
 
 from grpo_ext.rewards.workers import child
 from grpo_ext.rewards.workers.child import Child, describe_exit, remove_stale_folders
-from grpo_ext.rewards.workers.frames import FrameError, parsed, wait
-from grpo_ext.rewards.workers.worker import pack
+from grpo_ext.rewards.workers.frames import FrameError, parsed_json, wait
+from grpo_ext.rewards.workers.worker import packed_call
 
 PROGRAM = "from grpo_ext.rewards.workers.worker import main; main()"
 NO_TIME_LEFT = "no time was left to score it"
@@ -78,7 +78,7 @@ class Worker(Child):
         assert self.job is not None
         try:
             body = self.stream.receive()
-            while body is not None and (answer := parsed(body)) == ["loaded"]:
+            while body is not None and (answer := parsed_json(body)) == ["loaded"]:
                 self.started = time.monotonic()
                 self.deadline = self.started + self.job.timeout
                 body = self.stream.next()
@@ -92,7 +92,7 @@ class Worker(Child):
 
 
 class Pool:
-    """Workers that score jobs in parallel; a context manager, and closed at exit. The first job starts the first."""
+    """Workers that score jobs in parallel, closed at exit. The first job starts the first."""
 
     def __init__(self, workers: int, *, memory_gib: float = 8.0) -> None:
         self.size = workers
@@ -115,7 +115,7 @@ class Pool:
                     waiting.clear()
                 for place, i in self._due(jobs, waiting, {taken for taken, _ in busy.values()}):
                     try:
-                        request = pack(jobs[i].path, jobs[i].arguments, jobs[i].seed)
+                        request = packed_call(jobs[i].path, jobs[i].arguments, jobs[i].seed)
                     except ValueError as error:
                         outcomes[i] = Outcome(Status.FAILED, reason=str(error))
                     else:
@@ -161,12 +161,6 @@ class Pool:
         worker, self._workers[place] = self._workers[place], None
         if worker is not None:
             worker.kill()
-
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _finished(busy: Collection[Worker]) -> Iterator[tuple[Worker, Outcome]]:

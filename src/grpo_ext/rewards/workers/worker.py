@@ -24,7 +24,7 @@ from grpo_ext.rewards.workers.frames import pickled, read_frame, write_frame
 TRACEBACK_LINES = 6
 
 
-def pack(path: str, arguments: Mapping[str, object], *more: object) -> bytes:
+def packed_call(path: str, arguments: Mapping[str, object], *more: object) -> bytes:
     """Return a request; `more` follows the arguments.
 
     Raises:
@@ -42,7 +42,7 @@ def pack(path: str, arguments: Mapping[str, object], *more: object) -> bytes:
     return pickled((path, sent, *more))
 
 
-def unpack(arguments: Mapping[str, bytes]) -> dict[str, Any]:
+def unpacked_arguments(arguments: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the arguments of a request.
 
     Raises:
@@ -60,7 +60,7 @@ def unpack(arguments: Mapping[str, bytes]) -> dict[str, Any]:
     return read
 
 
-def send(pipe: BinaryIO, answer: object) -> None:
+def send_answer(pipe: BinaryIO, answer: object) -> None:
     """Write an answer.
 
     Raises:
@@ -83,7 +83,7 @@ def logging_callbacks() -> tuple[dict[str, Callable], list[tuple[str, list]], li
     )
 
 
-def score(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple:
+def _score(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple:
     """Call the function as TRL does and collect what it logs; the parent checks the values."""
     callbacks, extras, metrics = logging_callbacks()
     process = os.getpid()
@@ -95,39 +95,39 @@ def score(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple:
                 return await values
 
             values = asyncio.run(wait())
-        logged = [(column, [plain(value) for value in column_values]) for column, column_values in extras]
-        return "scored", [plain(value) for value in as_list(values)], logged, metrics
+        logged = [(column, [_plain(value) for value in column_values]) for column, column_values in extras]
+        return "scored", [_plain(value) for value in listed_rewards(values)], logged, metrics
     finally:
         if os.getpid() != process:  # the function has forked; its copy must not answer a second time
             os._exit(0)
 
 
-class NotAList(TypeError):
-    """A reward returned something that is not a list of values; the message is complete."""
+class NotRewards(TypeError):
+    """A reward did not return one number or None per completion; the message is complete."""
 
 
-def as_list(values: Any) -> list[Any]:
+def listed_rewards(values: Any) -> list[Any]:
     """Return what a reward returned as a list: a list, a tuple, an array, a tensor or a generator of values.
 
     Raises:
-        NotAList: anything else.
+        NotRewards: anything else.
     """
     if values is not None and not isinstance(values, str | bytes | Mapping | set):
         with contextlib.suppress(TypeError):  # a number, a tensor without dimensions
             return list(values)
-    raise NotAList(
+    raise NotRewards(
         f"it returned {safe_repr(values)}, which is not a list. Return a list of one number or None per completion."
     )
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Return a value that JSON can hold: a number, a text, None, or a list of them."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, str):
         return str.__str__(value)  # without its class
     if type(value) in (list, tuple):
-        return [plain(part) for part in value]
+        return [_plain(part) for part in value]
     try:
         return float(value) if hasattr(value, "__float__") else repr(value)
     except Exception:  # such as a tensor of several elements
@@ -144,13 +144,13 @@ def safe_repr(value: object) -> str:
 
 def traceback_tail(error: BaseException) -> str:
     """Return the last lines of a traceback, joined into one."""
-    if isinstance(error, NotAList):
+    if isinstance(error, NotRewards):
         return str(error)
     lines = [line.strip() for line in "".join(traceback.format_exception(error)).strip().split("\n")]
     return " | ".join(line for line in lines[-TRACEBACK_LINES:] if line.strip("^~ "))[-1500:]
 
 
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until the parent closes its end."""
     from grpo_ext.rewards.catalogue import rewards
 
@@ -160,14 +160,14 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         except EOFError:
             return
         try:
-            function, columns = rewards[path], unpack(arguments)
-            send(answers, ["loaded"])
+            function, columns = rewards[path], unpacked_arguments(arguments)
+            send_answer(answers, ["loaded"])
             seed_all(seed)
-            send(answers, score(function, columns))
-        except NotAList as error:
-            send(answers, ["misshapen", str(error)])
+            send_answer(answers, _score(function, columns))
+        except NotRewards as error:
+            send_answer(answers, ["misshapen", str(error)])
         except BaseException as error:  # the function is the user's: it may raise anything
-            send(answers, ["failed", traceback_tail(error)])
+            send_answer(answers, ["failed", traceback_tail(error)])
 
 
 def seed_all(seed: int) -> None:
@@ -186,4 +186,4 @@ def main() -> None:
     with contextlib.suppress(ImportError):
         import numpy  # noqa: F401  so that `seed_all` seeds it, even for a function that imports it when called
     with open(int(sys.argv[1]), "rb") as requests, open(int(sys.argv[2]), "wb") as answers:
-        serve(requests, answers)
+        _serve(requests, answers)

@@ -15,8 +15,8 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
-FORMAT = 1
-NAME = re.compile(r"checkpoint-(\d+)")
+_FORMAT = 1
+_NAME = re.compile(r"checkpoint-(\d+)")
 UNSEALED = f"it has no {MANIFEST}: it was written by another program, or is incomplete"
 _THREADS = 4
 _READ_IF_PRESENT = re.compile(
@@ -30,7 +30,7 @@ _NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 def step_of(checkpoint: Path) -> int | None:
     """Return N of `checkpoint-N`; None for any other name."""
-    match = NAME.fullmatch(checkpoint.name)
+    match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
@@ -40,7 +40,7 @@ def seal(folder: Path, **facts: Any) -> None:
     Raises:
         OSError: the disk refuses.
     """
-    content = {"format": FORMAT, **facts, "written": time.time_ns(), "files": entries(folder, files_in(folder))}
+    content = {"format": _FORMAT, **facts, "written": time.time_ns(), "files": entries(folder, files_in(folder))}
     write_synced(folder / MANIFEST, json.dumps(content | {"digest": _digest(content)}, indent=1))
     for parent in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
         sync(parent)
@@ -114,8 +114,8 @@ def _read(path: Path) -> dict[str, Any] | str:
     content = json.loads(path.read_text())
     if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
         return f"its {path.name} is not a manifest"
-    if content.get("format") != FORMAT:
-        return f"its {path.name} has format {content.get('format')!r}, and this version reads {FORMAT}"
+    if content.get("format") != _FORMAT:
+        return f"its {path.name} has format {content.get('format')!r}, and this version reads {_FORMAT}"
     if content.pop("digest", None) != _digest(content):
         return f"its {path.name} has been changed"
     wrong = wrong_entry(content["files"])

@@ -28,7 +28,7 @@ from grpo_ext.trainer.checkpoints.processes import is_sharded, local
 
 logger = logging.getLogger(__name__)
 
-TABLE = ("prompt", "completion", "advantages")
+_TABLE = ("prompt", "completion", "advantages")
 """Columns of TRL's table of completions; `rewards` and `extra` hold further ones, images are not kept."""
 
 
@@ -161,7 +161,7 @@ def _state_of(trainer: HasState, place: tuple[int, int]) -> dict[str, Any]:
 
 
 def _table(logs: dict[str, Any]) -> dict[str, Any]:
-    columns: dict[str, Any] = {name: list(logs[name]) for name in TABLE}
+    columns: dict[str, Any] = {name: list(logs[name]) for name in _TABLE}
     for kind in ("rewards", "extra"):
         columns[kind] = {name: list(values) for name, values in logs[kind].items()}
     return columns
@@ -169,8 +169,8 @@ def _table(logs: dict[str, Any]) -> dict[str, Any]:
 
 def _fill_table(logs: dict[str, Any], table: dict[str, Any]) -> None:
     for name, column in table.items():
-        into: dict[str, deque] | defaultdict[str, deque] = logs if name in TABLE else logs[name]
-        for key, values in ({name: column} if name in TABLE else column).items():
+        into: dict[str, deque] | defaultdict[str, deque] = logs if name in _TABLE else logs[name]
+        for key, values in ({name: column} if name in _TABLE else column).items():
             into[key].extend(values)
 
 

@@ -1,16 +1,10 @@
-"""The table of faults: which logged metrics show each, what it is, and how to fix it.
+"""The table of faults: which logged metrics show each, what it is, and how to fix it."""
 
-A rule looks at the last rows of a log and returns its evidence, or "". Rules name what cannot be in a sound run (a
-misplaced mask, a reward that fails, a sampler that differs from the policy beyond rounding) or state a measured fact
-(a reward that gives one value, completions that no longer end). A metric that is merely bad is not a fault.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import fmean as mean
-from statistics import median
 from typing import Any
 
+<<<<<<< HEAD
 from grpo_ext.trainer.diagnosis.history import History, span
 
 ROWS = 3
@@ -31,6 +25,9 @@ ANOTHER_TEXT = 0.2
 """Nats per token that appear at once where two models read different prompts."""
 
 Evidence = Callable[[History], str]
+=======
+from grpo_ext.trainer.diagnosis.evidence import EVIDENCE, History
+>>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,6 @@ class Rule:
     seen: str
     meaning: str
     cure: str
-    evidence: Evidence
 
     def missing(self, logged: Iterable[str]) -> list[str]:
         """Metrics of this rule that a log does not have."""
@@ -92,7 +88,7 @@ class Doctor:
             return []
         found = []
         for rule in RULES:
-            if rule.name not in self.named and (evidence := rule.evidence(self.history)):
+            if rule.name not in self.named and (evidence := EVIDENCE[rule.name](self.history)):
                 self.named.add(rule.name)
                 found.append(Finding(rule, int(row["step"]), evidence))
         return found
@@ -104,6 +100,7 @@ def diagnose(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
     return [finding for row in rows for finding in doctor.read(row)]
 
 
+<<<<<<< HEAD
 # The sampler differs from the policy.
 
 MISMATCH = "sampling/mismatch"
@@ -309,6 +306,8 @@ def _binary(means: list[float], spread: list[float]) -> bool:
     return len(means) == len(spread) and all(0 <= m <= 1 and abs(s * s - m * (1 - m)) < 0.05 for m, s in both)
 
 
+=======
+>>>>>>> main
 RULES: tuple[Rule, ...] = (
     Rule(
         "reward fails",
@@ -317,7 +316,6 @@ RULES: tuple[Rule, ...] = (
         "a reward, or the process or server that computes it, no longer answers",
         "The rows and the reason are in output_dir/reward_failures; `grpo-ext score` calls only this reward. Raise "
         "its `timeout` or `reward_memory_gib`, or set `on_error: raise` to stop at once.",
-        _any_reward(_fails),
     ),
     Rule(
         "environment fails",
@@ -326,7 +324,6 @@ RULES: tuple[Rule, ...] = (
         "attempts end because their environment raises, hangs or dies",
         "`environments/NAME/failed/KIND` and the warning have the reason; raise its `turn_timeout` or "
         "`reward_memory_gib`, or play it by hand.",
-        _environment_fails,
     ),
     Rule(
         "skipped steps",
@@ -334,7 +331,6 @@ RULES: tuple[Rule, ...] = (
         "`nonfinite/skipped_steps` above 0, log after log",
         "steps are left out for NaN or inf",
         "Look at the batches in output_dir/failures; a lower `learning_rate`, `bf16` in place of `fp16`.",
-        _stays_above("nonfinite/skipped_steps", 0.0),
     ),
     Rule(
         "misplaced mask",
@@ -344,7 +340,6 @@ RULES: tuple[Rule, ...] = (
         "first or the last never does",
         "It is made in `_generate_and_score_completions`, by a subclass, or by a `rollout_func`'s ids: one entry of "
         "the mask for each id, the end token's included.",
-        _stays_above("completions/mask_misplaced", 0.0, rows=2),
     ),
     Rule(
         "end token lost",
@@ -353,7 +348,6 @@ RULES: tuple[Rule, ...] = (
         "completions end, but their ids lack the end token, so that the model never learns to end",
         "Let a server or a `rollout_func` return it, set eos_token_id in the tokenizer to what the model ends by, and "
         "leave stop strings out of `generation_kwargs`.",
-        _end_lost,
     ),
     Rule(
         "advantages of other rows",
@@ -362,7 +356,6 @@ RULES: tuple[Rule, ...] = (
         "rows train with the advantages of other rows",
         "Look at what reorders rows between the rewards and the loss: a subclass, an `advantage_estimator` of your "
         "own, a `rollout_func` that returns groups in another order.",
-        _other_rows,
     ),
     Rule(
         "rewards of other rows",
@@ -370,7 +363,6 @@ RULES: tuple[Rule, ...] = (
         "`rewards/same_text_differs` leaps from 0",
         "equal completions of a prompt get different rewards: those of other rows, or random ones",
         "A reward returns one value for each completion, in their order; look at what it computes in parallel.",
-        _rewards_of_other_rows,
     ),
     Rule(
         "steps too large",
@@ -379,7 +371,6 @@ RULES: tuple[Rule, ...] = (
         "an optimizer step destroys what the model could do",
         "A lower `learning_rate`, a warm-up (`warmup_steps`), a lower `max_grad_norm`; resume from an earlier "
         "checkpoint.",
-        _steps_too_large,
     ),
     Rule(
         "another prompt",
@@ -387,7 +378,6 @@ RULES: tuple[Rule, ...] = (
         "`sampling/mismatch` leaps beyond 0.2 nats per token",
         "sampler and trainer do not read the same prompt (template, tokenizer), or are not the same model",
         "Give both sides one `chat_template` and one model; `grpo-ext check` looks at them.",
-        _another_prompt,
     ),
     Rule(
         "truncated sampling",
@@ -396,7 +386,6 @@ RULES: tuple[Rule, ...] = (
         "completions are drawn from a truncated distribution, and trained as if they were the policy's own",
         "Leave `top_p`, `top_k`, `min_p` and `repetition_penalty` unset, also in `generation_kwargs` and in the "
         "model's generation_config.json.",
-        _truncated,
     ),
     Rule(
         "stale sampler",
@@ -405,7 +394,6 @@ RULES: tuple[Rule, ...] = (
         "weights that were pushed did not reach the sampler, or it keeps what earlier ones have made of the prompts",
         "Look at `sampling/weight_sync_seconds` and the server's log, and start the server again. Reset the prefix "
         "cache after each push, or start the server with --no-enable-prefix-caching.",
-        _stale,
     ),
     Rule(
         "sampler's precision",
@@ -413,8 +401,12 @@ RULES: tuple[Rule, ...] = (
         "`sampling/mismatch` leaps to a level, and is not one-sided",
         "the sampler has the weights in another precision, or computes by other kernels",
         "Give both sides one dtype (`vllm_dtype`, or merge an adapter in float32), or correct for it "
+<<<<<<< HEAD
         "(`sampler_correction`).",
         _precision,
+=======
+        "(`vllm_importance_sampling_correction`).",
+>>>>>>> main
     ),
     Rule(
         "long completions dropped",
@@ -431,7 +423,6 @@ RULES: tuple[Rule, ...] = (
         "`rewards/NAME/mean` of a reward of 0 or 1 becomes negative",
         "a reward has changed its sign, and now punishes what it rewarded before",
         "Look at what the reward returns, and at its `weight` and `weight_schedule`.",
-        _any_reward(_sign),
     ),
     Rule(
         "constant reward",
@@ -440,7 +431,6 @@ RULES: tuple[Rule, ...] = (
         "a reward gives all completions the same value, so its advantages are zero",
         "`grpo-ext score --explain N` shows what it reads of a completion; look for a judge without an answer, or a "
         "default that replaces every failure.",
-        _any_reward(_constant),
     ),
     Rule(
         "completions no longer end",
@@ -448,7 +438,6 @@ RULES: tuple[Rule, ...] = (
         "`completions/clipped_ratio` leaps above 0.8",
         "completions run into `max_completion_length`",
         "Raise it if they are sound; `soft_overlong` penalises what comes near it; look for what else was named.",
-        _no_end,
     ),
 )
 """In the order in which they are asked: the more special before the more general."""

@@ -21,7 +21,7 @@ from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.trainer.credit import GroupMeans
-from grpo_ext.trainer.verification.rows import Rows, score
+from grpo_ext.trainer.verification.small import Rows, row_score
 from grpo_ext.trainer.verification.watched import Weights
 
 MicroBatches = Sequence[tuple[int, list[int]]]
@@ -164,7 +164,7 @@ class RowByRow:
         """Advantages [groups, completions (, time)]."""
         objective, group = self.objective, self.rows.group
         completions = [self.rows.completion(*place) for place in places]
-        scores = [[score(ids, k) for k in range(self.rows.rewards)] for ids in completions]
+        scores = [[row_score(ids, k) for k in range(self.rows.rewards)] for ids in completions]
         rewards = torch.tensor(scores).double().view(-1, group, self.rows.rewards)  # TRL has them in float32
         weights = torch.tensor(self.terms.reward_weights).double()
         total = weighted_total(rewards, weights, missing=objective.missing_rewards)

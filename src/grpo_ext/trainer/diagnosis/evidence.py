@@ -1,0 +1,316 @@
+"""Evidence of faults in the training metrics of a run: the last rows of its log, beside those before them.
+
+Each function looks at the last rows and returns its evidence, or "". It names what cannot be in a sound run (a
+misplaced mask, a reward that fails, a sampler that differs from the policy beyond rounding) or states a measured fact
+(a reward that gives one value, completions that no longer end). A metric that is merely bad is not a fault.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean as mean
+from statistics import median
+from typing import Any
+
+_ROWS = 3
+"""Consecutive logged rows that a rule needs, where it names no other number."""
+_TREND = 5
+"""Rows that separate a trend from a level."""
+_LEAP = 5.0
+"""Factor over all earlier mismatches that counts as a leap."""
+_ROUNDING = 2e-5
+"""Nats per token below which a mismatch is rounding."""
+_ALONE, _ONE_SIDED = 0.1, 1e-3
+"""Nats per token above which a mismatch counts without earlier rows to compare with: rounding to bfloat16 stays below
+the first, and is never one-sided."""
+_CUT = "completions/clipped_ratio"
+_ANOTHER_TEXT = 0.2
+"""Nats per token that appear at once where two models read different prompts."""
+_FEW = 5
+"""Earlier rows that a comparison needs."""
+_MANY = 20
+"""Earlier rows that a comparison reads at most."""
+
+
+class History:
+    """Metrics of the training rows of a log, in order.
+
+    Attributes:
+        columns: by name the value of each row, None where it is missing.
+        rewards: names in the last row.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.columns: dict[str, list[float | None]] = {}
+        self.rewards: list[str] = []
+
+    def add(self, row: Mapping[str, Any]) -> bool:
+        """Add a row; return False for an evaluation or a summary, which is left out."""
+        if "reward" not in row or "step" not in row:
+            return False
+        for name in row.keys() - self.columns.keys():
+            self.columns[name] = [None] * self.rows
+        for name, column in self.columns.items():
+            column.append(_number(row.get(name)))
+        self.rows += 1
+        ends = (name for name in row if name.startswith("rewards/") and name.endswith("/mean"))
+        self.rewards = [name[len("rewards/") : -len("/mean")] for name in ends]
+        return True
+
+    @property
+    def several_turns(self) -> bool:
+        """True where tools or environments take part, which may end a completion from outside."""
+        return any(name.startswith(("tools/", "environments/")) for name in self.columns)
+
+    def last(self, name: str, rows: int) -> list[float]:
+        """Return the last values, or [] if one of them is missing."""
+        found = _known(self.columns.get(name, [])[-rows:])
+        return found if len(found) == rows else []
+
+    def known(self, name: str, rows: int) -> list[float]:
+        """Return the last known values, from at most twice as many rows, or []."""
+        found = _known(self.columns.get(name, [])[-2 * rows :])[-rows:]
+        return found if len(found) == rows else []
+
+    def before(self, name: str, rows: int) -> list[float]:
+        """Return the values before the last `rows`, or [] if too few are known."""
+        found = _known(self.columns.get(name, [])[-rows - _MANY : -rows])
+        return found if len(found) >= _FEW else []
+
+
+Evidence = Callable[[History], str]
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e100:
+        return None
+    return float(value)
+
+
+def span(values: Sequence[float]) -> str:
+    """Format the range of some values."""
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+# The sampler differs from the policy.
+
+_MISMATCH = "sampling/mismatch"
+
+
+def _leap(history: History, rows: int, without_earlier: float = _ALONE) -> list[float]:
+    """Return the last mismatches if all are far beyond the earlier ones, or beyond `without_earlier` without any."""
+    values = history.last(_MISMATCH, rows)
+    if not values or min(values) <= _ROUNDING:
+        return []
+    before = history.before(_MISMATCH, rows)
+    limit = _LEAP * max(before) if before else without_earlier
+    return values if min(values) > limit else []
+
+
+def _mismatch(history: History, values: list[float]) -> str:
+    before = history.before(_MISMATCH, len(values))
+    earlier = f", {span(before)} before" if before else ""
+    return f"{_MISMATCH} {span(values)} nats per token in {len(values)} logs{earlier}"
+
+
+def _one_sided(history: History, values: list[float]) -> bool:
+    bias = history.last("sampling/bias", len(values))
+    return bool(bias) and all(b > 0.9 * value for b, value in zip(bias, values, strict=True))
+
+
+def _another_prompt(history: History) -> str:
+    values = _leap(history, _ROWS)
+    return _mismatch(history, values) if values and min(values) >= _ANOTHER_TEXT else ""
+
+
+def _truncated(history: History) -> str:
+    values = _leap(history, _ROWS, _ONE_SIDED)
+    if not values or min(values) > _ANOTHER_TEXT or not _one_sided(history, values):
+        return ""
+    return f"{_mismatch(history, values)}, all of it one-sided (sampling/bias): the sampler is surer of what it draws"
+
+
+def _two_sided(history: History) -> list[float]:
+    values = _leap(history, _TREND)
+    return values if values and min(values) <= _ANOTHER_TEXT and not _one_sided(history, values) else []
+
+
+def _grows(values: list[float]) -> bool:
+    return mean(values[-2:]) > 1.5 * mean(values[:2])
+
+
+def _stale(history: History) -> str:
+    values = _two_sided(history)
+    if not values or not _grows(values):
+        return ""
+    thirds = (history.last(f"{_MISMATCH}_{third}", _TREND) for third in ("first", "middle", "last"))
+    placed = ", ".join(f"{median(third):.3g}" for third in thirds if third)
+    return f"{_mismatch(history, values)}, growing; by thirds of a completion {placed}"
+
+
+def _precision(history: History) -> str:
+    values = _two_sided(history)
+    if not values or _grows(values):
+        return ""
+    return f"{_mismatch(history, values)}, neither growing nor one-sided"
+
+
+# Combinators.
+
+
+def _seen(history: History, name: str, values: list[float]) -> str:
+    before = history.before(name, len(values))
+    return f"{name} {span(values)} in {len(values)} logs{f', {span(before)} before' if before else ''}"
+
+
+def _stays_above(name: str, limit: float, rows: int = _ROWS) -> Evidence:
+    """Evidence: the last values are above a limit."""
+
+    def evidence(history: History) -> str:
+        values = history.last(name, rows)
+        return f"{name} {span(values)} in {rows} logs" if values and min(values) > limit else ""
+
+    return evidence
+
+
+def _any_reward(rule: Callable[[History, str], str]) -> Evidence:
+    """Evidence of the first reward for which a rule finds some."""
+    return lambda history: next((found for name in history.rewards if (found := rule(history, name))), "")
+
+
+# Rows train with the advantages, rewards or masks of others.
+
+
+def _other_rows(history: History) -> str:
+    values = history.known("advantages/of_reward", _ROWS)
+    if not values or max(values) > 0.3:
+        return ""
+    parts = [history.known(f"rewards/{name}/of_advantage", _ROWS) for name in history.rewards]
+    if any(part and max(part) > 0.5 for part in parts):
+        return ""
+    return f"advantages/of_reward {span(values)} in {_ROWS} logs; 1 is expected"
+
+
+def _rewards_of_other_rows(history: History) -> str:
+    name = "rewards/same_text_differs"
+    values, before = history.known(name, _ROWS), history.before(name, _ROWS)
+    return _seen(history, name, values) if values and before and min(values) >= 0.2 and max(before) <= 0.01 else ""
+
+
+def _end_lost(history: History) -> str:
+    """Attempts of environments and tools may be ended from outside, at any length, so they are left out."""
+    cut = history.last(_CUT, _ROWS)
+    if not cut or min(cut) < 0.99 or history.several_turns:
+        return ""
+    least, most = (history.last(f"completions/{name}_length", _ROWS) for name in ("min", "max"))
+    if not (least and most) or any(low > 0.9 * high for low, high in zip(least, most, strict=True)):
+        return ""
+    return (
+        f"{_CUT} {span(cut)} in {_ROWS} logs, although lengths of {min(least):g} to {max(most):g} tokens show that no "
+        "common limit cut them"
+    )
+
+
+def _no_end(history: History) -> str:
+    values, before = history.last(_CUT, _ROWS), history.before(_CUT, _ROWS)
+    leaps = values and before and min(values) >= 0.8 and median(before) <= 0.3
+    return _seen(history, _CUT, values) if leaps and not history.several_turns and not _end_lost(history) else ""
+
+
+# Steps.
+
+
+def _steps_too_large(history: History) -> str:
+    name = "weights/change"
+    values, before = history.last(name, _ROWS), history.before(name, _ROWS)
+    beyond = bool(values) and (min(values) > 0.05 or (bool(before) and min(values) > 10 * max(before)))
+    harm = _harm(history) if beyond else ""
+    return f"{_seen(history, name, values)}; {harm}" if harm else ""
+
+
+def _harm(history: History) -> str:
+    """Return what the last steps have done to the reward or the entropy."""
+    for name in ("reward", "entropy"):
+        values = history.columns.get(name, [])
+        after, earlier = history.last(name, 2), [v for v in values[:-_ROWS] or values[:1] if v is not None]
+        if not after or not earlier:
+            continue
+        now, usual = median(after), median(earlier)
+        worse = now < min(min(earlier), usual - 0.1 * abs(usual))
+        if worse if name == "reward" else not usual / 3 <= now <= usual * 3:
+            return f"{name} {now:.3g}, {usual:.3g} before"
+    return ""
+
+
+# Rewards and environments.
+
+
+def _fails(history: History, name: str) -> str:
+    errors, unscored = (history.last(f"rewards/{name}/{figure}", 2) for figure in ("errors", "none_frac"))
+    if not errors or not unscored or min(errors) < 1:
+        return ""
+    values = (history.columns.get(f"rewards/{name}/{figure}", [])[-2:] for figure in ("mean", "std"))
+    if min(unscored) < 0.5 and any(map(any, values)):
+        return ""
+    return f"rewards/{name}/errors {span(errors)} completions a step, none_frac {span(unscored)}"
+
+
+def _environment_fails(history: History) -> str:
+    names = [name for name in history.columns if name.startswith("environments/") and name.endswith("/failed")]
+    return next((found for name in names if (found := _stays_above(name, 0.5)(history))), "")
+
+
+def _sign(history: History, name: str) -> str:
+    """A reward of 0 or 1 is now 0 or -1, which cannot be learned."""
+    figure, spread = f"rewards/{name}/mean", f"rewards/{name}/std"
+    values, before = history.last(figure, _ROWS), history.before(figure, _ROWS)
+    if not values or not before or max(values) > 0 or min(values) == 0:
+        return ""
+    negated = [-value for value in values]
+    if not (_binary(before, history.before(spread, _ROWS)) and _binary(negated, history.last(spread, _ROWS))):
+        return ""
+    return f"{_seen(history, figure, values)}, of a reward of 0 or 1"
+
+
+def _constant(history: History, name: str) -> str:
+    """A learned reward ends at its highest value, and is left out."""
+    means, spread = (history.last(f"rewards/{name}/{figure}", _ROWS) for figure in ("mean", "std"))
+    before, wide = (history.before(f"rewards/{name}/{figure}", _ROWS) for figure in ("mean", "std"))
+    if not (means and spread and before and wide) or max(spread) > 0 or min(wide) <= 0:
+        return ""
+    if max(means) - min(means) > 1e-6 or means[0] >= max(before) or (means[0] == 0 and _binary(before, wide)):
+        return ""
+    return (
+        f"rewards/{name}/mean {means[0]:.3g} with std 0 in {_ROWS} logs; {span(before)} with std {span(wide)} before"
+    )
+
+
+def _binary(means: list[float], spread: list[float]) -> bool:
+    """Return whether a reward is 0 or 1, so that its variance is m (1 - m)."""
+    both = zip(means, spread, strict=False)
+    return len(means) == len(spread) and all(0 <= m <= 1 and abs(s * s - m * (1 - m)) < 0.05 for m, s in both)
+
+
+EVIDENCE: dict[str, Evidence] = {
+    "reward fails": _any_reward(_fails),
+    "environment fails": _environment_fails,
+    "skipped steps": _stays_above("nonfinite/skipped_steps", 0.0),
+    "misplaced mask": _stays_above("completions/mask_misplaced", 0.0, rows=2),
+    "end token lost": _end_lost,
+    "advantages of other rows": _other_rows,
+    "rewards of other rows": _rewards_of_other_rows,
+    "steps too large": _steps_too_large,
+    "another prompt": _another_prompt,
+    "truncated sampling": _truncated,
+    "stale sampler": _stale,
+    "sampler's precision": _precision,
+    "sign of a reward": _any_reward(_sign),
+    "constant reward": _any_reward(_constant),
+    "completions no longer end": _no_end,
+}
+"""By the name of the rule."""
