@@ -23,7 +23,7 @@ _ALONE, _ONE_SIDED = 0.1, 1e-3
 the first, and is never one-sided."""
 _KEPT = 0.75
 """Weight of long completions, as a share of that of short ones, below which the correction punishes length."""
-CUT = "completions/clipped_ratio"
+_CUT = "completions/clipped_ratio"
 _ANOTHER_TEXT = 0.2
 """Nats per token that appear at once where two models read different prompts."""
 _FEW = 5
@@ -164,10 +164,10 @@ def _precision(history: History) -> str:
 
 def _loses_long(history: History) -> str:
     """Lengths differ in noise too, so the longest third has to lose a quarter of its weight in each log."""
-    short, long = (history.last(f"sampling/kept_{third}", ROWS) for third in ("short", "long"))
-    if not (short and long) or any(kept >= KEPT * usual for kept, usual in zip(long, short, strict=True)):
+    short, long = (history.last(f"sampling/kept_{third}", _ROWS) for third in ("short", "long"))
+    if not (short and long) or any(kept >= _KEPT * usual for kept, usual in zip(long, short, strict=True)):
         return ""
-    return f"sampling/kept_long {span(long)} in {ROWS} logs, sampling/kept_short {span(short)}"
+    return f"sampling/kept_long {span(long)} in {_ROWS} logs, sampling/kept_short {span(short)}"
 
 
 # Combinators.
