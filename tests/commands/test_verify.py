@@ -108,8 +108,3 @@ def test_stock_denominators_are_found_out(recipe, capfd, monkeypatch):
     )
     assert code == 1
     assert lines["row by row"][1:] == ["DIFFERS"], lines
-
-
-def test_a_precision_that_is_not_verified(recipe, capfd):
-    code, _ = verified(capfd, "--config", recipe(""), "--precision", "float16")
-    assert code == 2

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ext.data import tasks
-from grpo_ext.data.config import DataConfig, data_problems
+from grpo_ext.data.config import DataConfig, dataset_problems
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.prepare import prepare
 from grpo_ext.data.rows import boxed_answer, check_columns, gsm8k_answer
@@ -711,7 +711,7 @@ def test_quickstart_is_delegated(monkeypatch):
     ],
 )
 def test_problems_are_seen_without_loading(name, settings, reason):
-    found = data_problems(DataConfig(**settings), name)
+    found = dataset_problems(DataConfig(**settings), name)
     assert len(found) == 1
     assert reason in str(found[0])
 
@@ -728,12 +728,12 @@ class Options:
 
 def test_options_of_the_declared_type_are_valid(monkeypatch):
     quick = {"size": 5, "eval_size": None, "eval_split": "validation", "seed": 3}
-    assert data_problems(DataConfig(dataset_kwargs=quick), "quickstart/addition") == []
-    assert data_problems(DataConfig(dataset_kwargs={"allow_negation": True}), "reasoning_gym/chain_sum") == []
+    assert dataset_problems(DataConfig(dataset_kwargs=quick), "quickstart/addition") == []
+    assert dataset_problems(DataConfig(dataset_kwargs={"allow_negation": True}), "reasoning_gym/chain_sum") == []
     monkeypatch.setattr("reasoning_gym.factory.DATASETS", {"t": (None, Options)})
     for options in ({"p": 1}, {"p": 0.5}, {"max_time": "x"}, {"top": None}):  # an integer is a valid float
-        assert data_problems(DataConfig(dataset_kwargs={"names": ["x"], **options}), "reasoning_gym/t") == []
-    [problem] = data_problems(DataConfig(dataset_kwargs={"top": "x"}), "reasoning_gym/t")
+        assert dataset_problems(DataConfig(dataset_kwargs={"names": ["x"], **options}), "reasoning_gym/t") == []
+    [problem] = dataset_problems(DataConfig(dataset_kwargs={"top": "x"}), "reasoning_gym/t")
     assert "top='x': text where a whole number is expected" in str(problem)
 
 
@@ -749,14 +749,14 @@ def test_problems_of_paths_and_streams(tmp_path):
     name = write_jsonl(tmp_path / "train.jsonl", ROWS)
     text = write(tmp_path / "notes.jsonlx", "x")
     for found, reason in (
-        (data_problems(DataConfig(), str(tmp_path / "trian.jsonl")), "Did you mean 'train.jsonl' or"),
-        (data_problems(DataConfig(), text), "files ending in '.jsonlx' cannot be read. Did you mean '.jsonl'"),
-        (data_problems(DataConfig(), name, dataset_config="main"), "is one file. Unset dataset_config"),
-        (data_problems(DataConfig(test_size=3), "a/b", streaming=True), "rows cannot be held out from a stream"),
-        (data_problems(DataConfig(), "reasoning_gym/gcd", streaming=True), "is made in memory"),
+        (dataset_problems(DataConfig(), str(tmp_path / "trian.jsonl")), "Did you mean 'train.jsonl' or"),
+        (dataset_problems(DataConfig(), text), "files ending in '.jsonlx' cannot be read. Did you mean '.jsonl'"),
+        (dataset_problems(DataConfig(), name, dataset_config="main"), "is one file. Unset dataset_config"),
+        (dataset_problems(DataConfig(test_size=3), "a/b", streaming=True), "rows cannot be held out from a stream"),
+        (dataset_problems(DataConfig(), "reasoning_gym/gcd", streaming=True), "is made in memory"),
     ):
         assert reason in str(found[0])
-    assert data_problems(DataConfig(), name) == data_problems(DataConfig(), "a/b", streaming=True) == []
+    assert dataset_problems(DataConfig(), name) == dataset_problems(DataConfig(), "a/b", streaming=True) == []
 
 
 def test_all_problems_of_columns_splits_and_rows_are_reported_at_once(tmp_path):

@@ -210,10 +210,6 @@ def test_the_csv_line_that_is_not_utf8_is_named(tmp_path):
     path = tmp_path / "l.csv"
     path.write_bytes(b"prompt,answer\na,\xe9\n")
     assert f"{path}, line 2: not UTF-8 (invalid continuation byte at byte 2)" in refusal(path)
-    path.write_bytes(b"prompt,answer\na,\xe9\n")
-    assert f"{path}, line 2: not UTF-8 (unexpected end of data at byte 2)" in refusal(path).replace(
-        "invalid continuation byte", "unexpected end of data"
-    )
     path.write_bytes(b"pr\xe9mpt,answer\na,b\n")
     assert f"{path}, line 1: not UTF-8" in refusal(path)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from grpo_ext.data.config import GAME, DataConfig, data_problems
+from grpo_ext.data.config import GAME, DataConfig, dataset_problems
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.environments.library.guess import Guess
 from grpo_ext.quickstart import game
@@ -51,7 +51,7 @@ def test_a_step_plays_every_number():
     assert train_set["solution"] == eval_set["solution"] == numbers
     training = load_recipe(RECIPE).training
     assert training.per_device_train_batch_size == training.num_generations * len(numbers)
-    assert "not a procedural task" in str(data_problems(DataConfig(dataset_kwargs={"size": 5}), GAME)[0])
+    assert "not a procedural task" in str(dataset_problems(DataConfig(dataset_kwargs={"size": 5}), GAME)[0])
 
 
 @pytest.mark.slow

@@ -369,6 +369,7 @@ def test_nobody_there_ends_all_requests_at_once(serve):
     "garbage",
     [
         (200, "<html>", {}),
+        (200, "{}", {"Content-Encoding": "gzip"}),
         *([], {"data": []}, {"data": None}, {"data": [7]}),
         {"data": [{"index": 0, "score": 1.0}] * N},
         {"data": [{"index": i + 1, "score": 1.0} for i in range(N)]},
@@ -380,7 +381,8 @@ def test_nobody_there_ends_all_requests_at_once(serve):
 def test_garbage_is_an_error_that_shows_it(serve, garbage):
     server = serve(lambda *_: garbage)
     options = {"protocol": "openai_judge"} if "choices" in garbage else {"batch_size": N}
-    with pytest.raises(RemoteRewardError, match=f"POST {server.url}/score: answered .*(html|data|choices|\\[\\])"):
+    shown = f"POST {server.url}/score: answered .*(html|gzip|data|choices|\\[\\])"
+    with pytest.raises(RemoteRewardError, match=shown):
         score(server, **options)
     assert len(server.requests) == (N if "choices" in garbage else 1)
 

@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_ext.commands.launching import is_fsdp, wanted_launch
+from grpo_ext.commands.memory import gib, of_recipe, too_large
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
 from grpo_ext.config.machine import lacks
+from grpo_ext.config.precision import expected_differences, precision
 from grpo_ext.config.warnings import warnings
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.tools import schemas
@@ -23,7 +25,6 @@ from grpo_ext.recipe.launching import Launch
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.recipe.policies import InspectedPolicy
 from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts
 
@@ -66,7 +67,8 @@ def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
         "Loss": _loss(recipe),
         "Environments": [(spec.name, _environment(spec)) for spec in recipe.environments],
         "Batch": _batch(recipe, rows),
-        "Memory": _memory(recipe, look.policy),
+        "Memory": _memory(recipe, look),
+        "Sampler and policy": _precision(recipe),
         "Warnings": [("", str(warning)) for warning in lines],
         "Not on this machine": [("", str(line)) for line in lacks(recipe.training, recipe.model)],
     }
@@ -124,27 +126,26 @@ def _batch(recipe: Recipe, rows: int | None) -> Section:
     ]
 
 
-def _memory(recipe: Recipe, policy: InspectedPolicy) -> Section:
-    """Return an estimate of weights, gradients and optimizer, from the model's configuration only."""
+def _memory(recipe: Recipe, look: Look) -> Section:
+    """Return an estimate of a training process's memory, from the model's configuration only."""
+    policy = look.policy
     if policy.unknown:
         return [("memory", f"not known: {policy.unknown}")]
-    parameters, trained = policy.parameters, policy.trained
-    bytes_each = 2 if (recipe.model.dtype or "float32") in ("bfloat16", "float16") else 4
-    parts = {
-        "weights": parameters * bytes_each,
-        "gradients": trained * bytes_each,
-        "Adam": 2 * trained * bytes_each,
-        "reference": parameters * bytes_each if recipe.training.beta and trained == parameters else 0,
-    }
-    shown = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
-    return [
-        ("parameters", f"{parameters / 1e6:.2f} M, {trained / 1e6:.2f} M trained"),
-        ("memory per replica", f"{_gib(sum(parts.values()))} before activations: {shown}"),
+    parts = of_recipe(recipe, policy, look.longest_prompt)
+    shown = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+    rows = [
+        ("parameters", f"{policy.parameters / 1e6:.2f} M, {policy.trained / 1e6:.2f} M trained"),
+        ("memory per replica", f"about {gib(sum(parts.values()))}: {shown}"),
     ]
+    if problem := too_large(recipe, parts):
+        rows.append(("Warning", str(problem)))
+    return rows
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _precision(recipe: Recipe) -> Section:
+    """Return the formats of trainer and sampler, and what is expected to differ between them."""
+    weights = recipe.model.dtype or "float32"  # TRL's default
+    return [("formats", precision(recipe.training, weights)), *expected_differences(recipe.training, weights)]
 
 
 def _check_server(recipe: Recipe) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.mappings import reshaped_sampling
+from grpo_ext.config.precision import coarse_warnings
 from grpo_ext.config.rehearsal import rehearsal_warnings
 from grpo_ext.config.rules import Conflict, Rule, is_set, plain
 from grpo_ext.errors import ABSENT, Problem
@@ -168,5 +169,6 @@ _UNUSUAL: tuple[Rule, ...] = (
         "Set use_bias_correction_kl: false.",
     ),
     _off_policy,
+    coarse_warnings,
     Conflict.of("use_bias_correction_kl !beta", "beta=0 means no KL term", "Set beta > 0 or remove it."),
 )

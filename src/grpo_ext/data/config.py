@@ -104,7 +104,7 @@ class DataConfig:
     )
 
 
-def data_problems(
+def dataset_problems(
     config: DataConfig,
     dataset_name: str | None = None,
     *,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from grpo_ext.config.spec import Spec
-from grpo_ext.data.config import DataConfig, data_problems
+from grpo_ext.data.config import DataConfig, dataset_problems
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.objective.options import Count, Within
 from grpo_ext.registry import did_you_mean
@@ -150,4 +150,4 @@ def problems_of(chosen: EvalSet) -> Iterator[Problem]:
         yield Problem("reward_funcs", ABSENT, reason, "Use reward_model in its place.")
     if chosen.dataset_name is not None:
         config = DataConfig(**chosen.data)  # of the types that `parse` has checked
-        yield from data_problems(config, chosen.dataset_name, dataset_config=chosen.dataset_config)
+        yield from dataset_problems(config, chosen.dataset_name, dataset_config=chosen.dataset_config)

@@ -14,7 +14,15 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from grpo_ext.data import files as local_files
 from grpo_ext.data import tables, tasks
-from grpo_ext.data.config import GAME, PROCEDURAL, QUICKSTART, DataConfig, data_problems, split_problems, task_options
+from grpo_ext.data.config import (
+    GAME,
+    PROCEDURAL,
+    QUICKSTART,
+    DataConfig,
+    dataset_problems,
+    split_problems,
+    task_options,
+)
 from grpo_ext.data.held_out import hold_out
 from grpo_ext.data.prepare import AnyDataset, Split, Tokenizer, prepare_split
 from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, Row
@@ -47,7 +55,7 @@ def load_datasets(
     Raises:
         DataError: a setting, a file, a split, a column or rows cannot be used; the message names each with its cure.
     """
-    found = data_problems(config, dataset_name, dataset_config=dataset_config, streaming=streaming)
+    found = dataset_problems(config, dataset_name, dataset_config=dataset_config, streaming=streaming)
     found += split_problems(dataset_name, train_split, test_split)
     if found:
         raise DataError(found)

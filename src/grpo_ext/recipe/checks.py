@@ -23,7 +23,7 @@ from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
 from grpo_ext.config.rules import is_set
 from grpo_ext.config.vllm import quantized_problem
-from grpo_ext.data.config import DataConfig, data_problems
+from grpo_ext.data.config import DataConfig, dataset_problems
 from grpo_ext.environments import fit
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.errors import ABSENT, Problem
@@ -172,7 +172,9 @@ def _data(script: RecipeArguments, data: DataConfig, mixture: DatasetMixtureConf
         both = "both dataset_name and datasets are" if mixture.datasets else "neither dataset_name nor datasets is"
         yield Problem("dataset_name", name, f"{both} set", "Set one of them.")
     else:
-        yield from data_problems(data, name, dataset_config=script.dataset_config, streaming=script.dataset_streaming)
+        yield from dataset_problems(
+            data, name, dataset_config=script.dataset_config, streaming=script.dataset_streaming
+        )
 
 
 def unrewarded(

@@ -59,6 +59,12 @@ class Look:
         if (self.data or problems or found) and _is_local(recipe):
             yield from as_far_as_sound(self._data(recipe))
 
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest of the first prompts, where they can be counted."""
+        train, tokenizer = self.train, self.policy.tokenizer
+        return max(_lengths(train, tokenizer)) if isinstance(train, Dataset) and tokenizer is not None else None
+
     def _data(self, recipe: Recipe) -> Iterator[Problem]:
         tokenizer, evaluates = self.policy.tokenizer, recipe.training.eval_strategy
         try:
@@ -177,17 +183,22 @@ def _unknown_options(template: str, options: Mapping[str, object]) -> Iterator[P
             yield Problem(f"chat_template_kwargs.{key}", value, "the chat template has no such option", cure)
 
 
+def _lengths(train: Dataset, tokenizer: Any) -> list[int]:
+    """Return the numbers of tokens of the first prompts."""
+    prompts = [
+        tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) if isinstance(p, list) else p
+        for p in train[:PROMPTS]["prompt"]
+    ]
+    return [len(ids) for ids in tokenizer(prompts)["input_ids"]]
+
+
 def _too_long(
     train: Dataset, tokenizer: Tokenizer, max_completion_length: int | None, context: int | None
 ) -> Iterator[Problem]:
     """Yield the longest of the first prompts if it and a completion exceed the model's positions."""
     if tokenizer is None or context is None or not max_completion_length:
         return
-    prompts = [
-        tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) if isinstance(p, list) else p
-        for p in train[:PROMPTS]["prompt"]
-    ]
-    lengths = [len(ids) for ids in tokenizer(prompts)["input_ids"]]
+    lengths = _lengths(train, tokenizer)
     longest = max(lengths)
     if longest + max_completion_length > context:
         reason = (

@@ -14,6 +14,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 
 from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.precision import precision
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
@@ -212,6 +213,7 @@ class GRPOExtTrainer(GeneratingTrainer):
         paper = f"{objective.row.paper}, but for the {', '.join(departures)}" if departures else objective.row.paper
         self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {paper}")
         self.accelerator.print(self.sharing.describe())
+        self.accelerator.print(precision(self.args, str(self.model.dtype).removeprefix("torch.")))
 
     # The loss.
 

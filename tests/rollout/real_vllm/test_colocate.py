@@ -64,7 +64,7 @@ def test_runs_that_start_at_the_same_moment_take_ports_of_their_own(monkeypatch)
     for _ in range(2):
         with patch.dict(os.environ):
             run = Generation.__new__(Generation)
-            run.mode, run.dtype = "colocate", "float32"
+            run.mode, run.dtype, run.engine_kwargs = "colocate", "float32", {}
             run._init_vllm()
     assert ports[0] != ports[1]
 

@@ -1,6 +1,5 @@
 """The two names to exchange in a Python script or notebook that calls TRL's GRPO."""
 
-import json
 import re
 from pathlib import Path
 
@@ -38,26 +37,16 @@ def exchange(path: Path) -> str:
     Raises:
         ConfigError: it cannot be read, or does not call TRL's GRPO.
     """
-    text = _text_of(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem(str(path), ABSENT, f"cannot be read ({error})", "Correct the path.")]) from error
     if not re.search(r"\bGRPO(Config|Trainer)\b", text):
         reason = "it does not call GRPOConfig or GRPOTrainer"
         raise ConfigError([Problem(str(path), ABSENT, reason, "Name a script or notebook that trains by TRL's GRPO.")])
     parts = [_EXCHANGE.format(path=path)]
     if "TrlParser" in text or "parse_args_and_config" in text:
         parts.append(_COMMAND_LINE)
-    if re.search(r"^\s*(from|import) unsloth", text, re.M):
+    if re.search(r'^\s*"?(from|import) unsloth', text, re.M):  # a notebook has its lines in quotes
         parts.append(_UNSLOTH)
     return "".join(parts)
-
-
-def _text_of(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".py":
-            return text
-        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-        return "\n".join("".join(cell["source"]) for cell in cells)
-    except FileNotFoundError as error:
-        raise ConfigError([Problem(str(path), ABSENT, "no such file", "Correct the path.")]) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError([Problem(str(path), ABSENT, f"cannot be read ({error})", "Correct the file.")]) from error

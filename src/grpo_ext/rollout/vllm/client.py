@@ -232,7 +232,8 @@ class Client(VLLMClient):
         Raises:
             ServerTrouble: a request failed, or no tensor was sent for `patience` seconds; the group is closed.
         """
-        communicator, failures = self.communicator, self._failures
+        communicator: Any = self.communicator
+        failures = self._failures
         send = super().update_named_params
         with abort_when_stalled(
             lambda: communicator.destroy(), lambda: self._sent, lambda: self._failures != failures, self.patience

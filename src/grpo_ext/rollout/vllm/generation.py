@@ -96,8 +96,11 @@ class Generation(vllm_generation.VLLMGeneration):
 
     @property
     def policy_dtype(self) -> torch.dtype:
-        """Dtype of the trainer's weights."""
-        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+        """Dtype of the trainer's weights; an LM head that was cast to float32 does not count."""
+        model: Any = self.model
+        head = model.get_output_embeddings()
+        cast_head = None if head is None else head.weight
+        return next(p.dtype for p in model.parameters() if p.is_floating_point() and p is not cast_head)
 
     @property
     def sampler_dtype(self) -> torch.dtype:

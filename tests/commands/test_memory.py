@@ -1,0 +1,75 @@
+"""The estimate of memory in `grpo-ext check`: its parts follow the settings, and it never refuses."""
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from grpo_ext import GRPOExtConfig
+from grpo_ext.commands import memory
+from grpo_ext.commands.memory import Shape, estimate
+from support import tiny
+
+CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 4, "gradient_checkpointing": False}
+SIZE = {"per_device_train_batch_size": 8, "max_completion_length": 64, "shared_prefix": "false"}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG = LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=4, vocab_size=500, **HEADS)
+
+
+def parts(prompt=32, dtype=None, **settings):
+    config = GRPOExtConfig(**CPU | SIZE | settings)
+    return estimate(config, dtype, 1000, 1000, Shape.of(CONFIG), prompt)
+
+
+def saved_bytes(model, ids) -> int:
+    """What autograd keeps of a forward, without the weights: each storage once."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(ids)
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_keeps_what_the_formula_counts(dtype):
+    sizes = {"hidden_size": 64, "intermediate_size": 160, **HEADS}
+    ids = torch.randint(3, 40, (4, 64))
+    deep, flat = (tiny.model(dtype=dtype, num_hidden_layers=n, **sizes) for n in (6, 2))
+    each = (saved_bytes(deep, ids) - saved_bytes(flat, ids)) / 4 / ids.numel()
+    assert Shape.of(deep.config).layer(dtype.itemsize) == pytest.approx(each, rel=0.25)
+
+
+def test_each_setting_moves_its_part():
+    plain = parts()
+    assert parts(max_completion_length=128)["activations"] > 1.5 * plain["activations"]
+    assert parts(gradient_checkpointing=True)["activations"] < 0.6 * plain["activations"]
+    assert parts(shared_prefix="auto")["activations"] < plain["activations"]
+    assert parts(dtype="bfloat16")["weights"] == plain["weights"] / 2
+    assert parts(use_vllm=True)["engine"] == plain["weights"] + 2**30
+    assert "engine" not in parts(use_vllm=True, vllm_mode="server")
+    assert estimate(GRPOExtConfig(**CPU | SIZE), None, 1000, 1000, None, 32).keys() == plain.keys() - {"activations"}
+
+
+def test_an_engine_on_a_gpu_takes_its_share(monkeypatch):
+    monkeypatch.setattr(memory, "device_memory", lambda _: 80 * 2**30)
+    config = GRPOExtConfig(**CPU | SIZE, use_vllm=True, vllm_gpu_memory_utilization=0.25)
+    config.use_cpu = False
+    assert estimate(config, None, 1000, 1000, None, 0)["engine"] == 20 * 2**30
+
+
+def test_a_recipe_that_cannot_fit_is_warned_of_with_the_numbers(monkeypatch):
+    class Recipe:
+        training = GRPOExtConfig(**CPU | SIZE)
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("M", (), {"total": 2**30}))
+    found = memory.too_large(Recipe, {"weights": 2**29, "activations": 2**31})
+    assert str(found).startswith("memory: by the estimate it is 2.50 GiB, most of it for activations, and the device")
+    assert "Halve per_device_train_batch_size" in str(found)
+    assert memory.too_large(Recipe, {"weights": 2**29}) is None

@@ -1,0 +1,48 @@
+"""The formats of trainer and sampler: their line, what is expected to differ, and what is refused."""
+
+import pytest
+
+from grpo_ext import GRPOExtConfig
+from grpo_ext.config.precision import coarse_warnings, expected_differences, head_problems, precision
+
+CPU = {"use_cpu": True, "bf16": False, "report_to": "none"}
+VLLM = CPU | {"use_vllm": True}
+FP8 = VLLM | {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "line", "differs"),
+    [
+        (CPU, "float32", "trainer: float32 weights | sampler: transformers, the trainer's own weights, float32", []),
+        (VLLM, "bfloat16", "trainer: bfloat16 weights | sampler: vLLM colocate, bfloat16", []),
+        (
+            VLLM | {"bf16": True, "cast_lm_head_to_fp32": True},
+            "float32",
+            "trainer: float32 weights, computed in bfloat16, float32 LM head | sampler: vLLM colocate, bfloat16",
+            ["weights", "LM head"],
+        ),
+        (
+            FP8 | {"vllm_dtype": "float16", "vllm_importance_sampling_correction": False},
+            "bfloat16",
+            "trainer: bfloat16 weights | sampler: vLLM colocate, float16, kv_cache_dtype fp8",
+            ["dtype", "kv_cache_dtype", "correction"],
+        ),
+    ],
+)
+def test_the_formats_and_what_differs_by_them(settings, weights, line, differs):
+    config = GRPOExtConfig(**settings)
+    assert precision(config, weights) == line
+    assert [name for name, _ in expected_differences(config, weights)] == ["kernels", *differs]
+
+
+def test_a_coarse_sampler_without_the_correction_is_warned_of():
+    assert list(coarse_warnings(GRPOExtConfig(**FP8))) == []
+    (found,) = coarse_warnings(GRPOExtConfig(**FP8, vllm_importance_sampling_correction=False))
+    assert str(found).startswith("vllm_engine_kwargs.kv_cache_dtype='fp8': the sampler is another distribution")
+
+
+@pytest.mark.parametrize(("tied", "adapted", "refused"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_a_head_shared_with_the_embedding_of_an_adapted_model_cannot_be_cast(tied, adapted, refused):
+    config = GRPOExtConfig(**CPU, cast_lm_head_to_fp32=True)
+    assert len(list(head_problems(config, tied=tied, adapted=adapted))) == refused
+    assert not list(head_problems(GRPOExtConfig(**CPU), tied=tied, adapted=adapted))
