@@ -67,7 +67,7 @@ def everything_is_installed(monkeypatch):
     monkeypatch.setattr(machine, "is_installed", lambda package: True)
 
 
-QUICK = ("epsilon", "temperature", "num_generations", "learning_rate")
+QUICK = ("epsilon", "num_generations")
 
 
 @pytest.mark.parametrize(

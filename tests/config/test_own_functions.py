@@ -76,21 +76,10 @@ BROKEN = {
         LOSS,
         ["loss_type='own:f': it changes its input 'log_ratio' in place", "Write log_ratio = log_ratio + ..."],
     ),
-    "an input changed by a method": (
-        "def f(per_token_logps, advantages): return -per_token_logps * advantages.mul_(2)",
-        LOSS,
-        ["loss_type='own:f': it changes its input 'advantages' in place"],
-    ),
     "a KL's input changed in place": (
         "def f(log_ref_ratio): return log_ref_ratio.neg_()",
         KL,
         ["kl_estimator='own:f': it changes its input 'log_ref_ratio' in place"],
-    ),
-    "a metric's input changed in place": (
-        "@grpo_ext.register_loss('f', metrics=lambda log_ratio: {'mine': log_ratio.detach().exp_()})\n"
-        "def f(per_token_logps, advantages): return -per_token_logps * advantages",
-        LOSS,
-        ["loss_type='own:f': metrics changes its input 'log_ratio' in place"],
     ),
     "clip regions of another shape": (
         "@grpo_ext.register_loss('f', clip_regions=lambda mask: (mask.sum(), mask.sum()))\n"
@@ -104,50 +93,15 @@ BROKEN = {
         LOSS,
         ["loss_type='own:f': metrics, 'mine', returned [2]"],
     ),
-    "a metric that asks for what is not there": (
-        "@grpo_ext.register_loss('f', metrics=lambda masks: {})\n"
-        "def f(per_token_logps, advantages): return -per_token_logps * advantages",
-        LOSS,
-        ["metrics asks for 'masks'", "Did you mean 'mask'?"],
-    ),
     "one advantage a group": (
         "def f(rewards): return rewards.mean(dim=1)",
         ADVANTAGE,
         ["advantage_estimator='own:f': it returned [2] for rewards [2, 4]", "[groups, completions]"],
     ),
-    "advantages in a list": ("def f(rewards): return rewards.tolist()", ADVANTAGE, ["it returned a list"]),
-    "a division by 0": (
-        "def f(rewards): return 1 / (rewards - 1)",
-        ADVANTAGE,
-        ["own:f': an advantage of inf for the rewards [1.0, 0.0, 0.0, 0.0]", "a number that can be 0"],
-    ),
-    "an estimator's name that is none": (
-        "def f(rewards, masks): return rewards",
-        ADVANTAGE,
-        ["advantage_estimator='own:f': it asks for 'masks'", "Did you mean 'mask'?"],
-    ),
-    "a bug in an estimator": ("def f(rewards): return rewards.nope", ADVANTAGE, ["raised AttributeError"]),
-    "a KL's name that is none": (
-        "def f(log_ref_ratios): return log_ref_ratios",
-        KL,
-        ["kl_estimator='own:f': it asks for 'log_ref_ratios'", "Did you mean 'log_ref_ratio'"],
-    ),
-    "a KL's sum": ("def f(log_ref_ratio): return -log_ref_ratio.sum()", KL, ["kl_estimator='own:f': it returned []"]),
-    "a KL of the completion in the reward": (
-        "def f(log_ref_ratio): return -log_ref_ratio.sum(dim=1, keepdim=True)",
-        KL | {"kl_placement": "reward"},
-        ["kl_estimator='own:f': it returned [2, 1]", "Return a tensor [2, 3]."],
-    ),
     "a loss per completion": (
         "def f(loss, mask, totals): return loss.sum(dim=1)",
         AGGREGATION,
         ["loss_aggregation='own:f': it returned [2]", "Return a tensor []."],
-    ),
-    "an aggregation of two": ("def f(loss, mask): return loss.sum()", AGGREGATION, ["own:f': it raised TypeError"]),
-    "an option that is missing": (
-        "def f(loss, mask, totals, *, decay: float): return loss.sum()",
-        AGGREGATION,
-        ["loss_aggregation_kwargs.decay: missing, and f needs it"],
     ),
     "an option of the wrong type": (
         "def f(loss, mask, totals, *, decay: float): return loss.sum()",

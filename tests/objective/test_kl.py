@@ -136,8 +136,3 @@ def test_expected_value_is_the_reverse_kl(name):
     offered = {"log_ref_ratio": d, "log_ratio": torch.zeros_like(d), "mask": torch.ones(4, 1)}
     mean = (logps.exp()[:, None] * bind(kl_estimators[name], offered)()).sum()
     assert mean.item() == pytest.approx(DIVERGENCES["reverse"](logps, ref).item(), rel=1e-12)
-
-
-def test_k3_plus_keeps_its_value_far_out():
-    found = kl_estimators["k3+"](torch.tensor([[-1e4, -3.0]]))
-    assert found.tolist() == kl_estimators["k3"](torch.tensor([[-1e4, -3.0]])).tolist()

@@ -81,56 +81,6 @@ def test_a_turn_without_a_context_or_with_too_few_logprobs_is_refused(turn, word
         Trajectory([])
 
 
-# A tokenizer and a template made to break.
-
-PIECES = [*"abcdef<>/", "ab", "bc", "cd", "abc", "<t>", "</t>", "|u|", "|a|", "|o|", "f<", ">a", "a|", "|e|"]
-"""Tokens that merge across the borders of turns, and markers that are tokens and may also be spelt."""
-ENDING = PIECES.index("|e|")
-
-
-def encode(text):
-    """The longest token first, as a greedy tokenizer merges."""
-    ids = []
-    while text:
-        piece = max((p for p in PIECES if text.startswith(p)), key=len, default=None)
-        if piece is None:
-            text = text[1:]
-            continue
-        ids.append(PIECES.index(piece))
-        text = text[len(piece) :]
-    return ids
-
-
-def decode(ids):
-    return "".join(PIECES[i] for i in ids)
-
-
-def rendered(turns, strip, r):
-    """A chat template by text: history is tokenised anew, thinking of earlier turns is gone, tools write markers."""
-    text = "|u|abc"
-    for sampled, answer in turns:
-        said = decode(sampled)
-        if strip and "</t>" in said:
-            said = said.split("</t>")[-1]
-        text += "|a|" + said + "|o|" + answer
-    return encode(text + "|a|") if r.random() < 0.8 else encode(text[len(text) // 2 :] + "|a|")
-
-
-def conversation(r):
-    """As a loop makes it: a context is the last one and what was sampled, or what the template makes of the text."""
-    turns, told, context = [], [], encode("|u|abc|a|")
-    exact, strip = r.random() < 0.4, r.random() < 0.5
-    for _ in range(r.randint(1, 5)):
-        sampled = [r.randrange(len(PIECES)) for _ in range(r.randint(0, 6))]
-        turns.append(Turn(context, sampled, [-r.random() for _ in sampled]))
-        told.append((sampled, "".join(r.choice(PIECES) for _ in range(r.randint(0, 2)))))
-        if exact and r.random() < 0.8:
-            context = context + sampled + encode("|o|" + told[-1][1] + "|a|")
-        else:
-            context = rendered(told, strip, r)
-    return Trajectory(turns)
-
-
 def ways(made):
     """Every token's whole path from the beginning, by the tree alone."""
     tree, found = made.tree, []
@@ -140,26 +90,6 @@ def ways(made):
         before = found[parent] if parent >= 0 else tree.prompt[: len(tree.prompt) + 1 + parent]
         found.append([*before, token])
     return found
-
-
-def test_random_trajectories_train_each_sampled_token_once():
-    r, several = random.Random(0), 0
-    for _ in range(10_000):
-        made = conversation(r)
-        tree, found = made.tree, ways(made)
-        for number, turn in enumerate(made.turns):
-            places = [i for i, of in enumerate(tree.turns) if of == number]
-            assert [tree.ids[i] for i in places] == turn.sampled
-            assert [tree.logprobs[i] for i in places] == turn.logprobs
-            for n, i in enumerate(places):
-                assert found[i] == turn.context + turn.sampled[: n + 1]
-        context = [tuple(found[i]) for i, of in enumerate(tree.turns) if of < 0]
-        sampled = {tuple(way) for way, of in zip(found, tree.turns, strict=True) if of >= 0}
-        assert len(context) == len({*context})  # nothing of a context stands twice
-        rows = made.rows()
-        assert {tuple(row[: n + 1]) for row in rows for n in range(len(row))} >= sampled
-        several += len(rows) > 1
-    assert several > 3000  # broken by the template
 
 
 def by_comparing_all(turns):
@@ -183,7 +113,7 @@ def by_comparing_all(turns):
 
 def test_the_tree_equals_comparing_every_context_with_every_turn():
     """Two tokens and contexts that are cut, repeated and joined: much is alike by chance, and sampled twice."""
-    r = random.Random(1)
+    r, several = random.Random(1), 0
     for _ in range(1500):
         turns = [Turn([r.randrange(2) for _ in range(r.randint(1, 4))], [r.randrange(2) for _ in range(3)])]
         for _ in range(r.randint(0, 8)):
@@ -192,7 +122,21 @@ def test_the_tree_equals_comparing_every_context_with_every_turn():
             sampled = r.choice([before.sampled, [r.randrange(2) for _ in range(r.randint(0, 4))]])
             logprobs = r.choice([None, [-r.random() for _ in sampled]])
             turns.append(Turn(context, sampled, logprobs, state=r.choice([None, "there"])))
-        assert Trajectory(turns).tree == by_comparing_all(turns)
+        made = Trajectory(turns)
+        tree, found = made.tree, ways(made)
+        assert tree == by_comparing_all(turns)
+        for number, turn in enumerate(turns):  # each sampled token is trained once, after what it was sampled after
+            places = [i for i, of in enumerate(tree.turns) if of == number]
+            assert [found[i] for i in places] == [
+                turn.context + turn.sampled[: n + 1] for n in range(len(turn.sampled))
+            ]
+        context = [tuple(found[i]) for i, of in enumerate(tree.turns) if of < 0]
+        assert len(context) == len({*context})  # a token of a context is there once
+        rows = made.rows()
+        sampled = {tuple(way) for way, of in zip(found, tree.turns, strict=True) if of >= 0}
+        assert {tuple(row[: n + 1]) for row in rows for n in range(len(row))} >= sampled
+        several += len(rows) > 1
+    assert several > 500
 
 
 @pytest.mark.parametrize(

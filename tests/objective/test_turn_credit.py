@@ -32,11 +32,7 @@ def credit(name, rewards=REWARDS, earned=EARNED, turns=TURNS, states=None, mask=
 
 @pytest.mark.parametrize(
     ("gamma", "expected"),
-    [
-        (1.0, [[3, 2, 2], [1, 1, 1]]),
-        (0.5, [[1.5, 1, 2], [0.5, 1, 1]]),
-        (0.0, [[1, 0, 2], [0, 1, 1]]),
-    ],
+    [(1.0, [[3, 2, 2], [1, 1, 1]]), (0.5, [[1.5, 1, 2], [0.5, 1, 1]]), (0.0, [[1, 0, 2], [0, 1, 1]])],
 )
 def test_returns_to_go_by_hand(gamma, expected):
     """Behind its last turn a completion stands with that."""

@@ -190,30 +190,6 @@ def test_a_growing_conversation_gives_the_same_scores_however_it_is_cut():
             assert off(gradient(objective(name), model, values, one.detach(), given), expected) < 1e-12, name
 
 
-def as_rows(trajectories, logps, known, given):
-    """A row for each turn, with its trajectory's first advantage: what `gradient` takes in place of the trajectory."""
-    noise, advantages, live = given
-    of = [torch.tensor([*made.tree.turns, *[-1] * (live.shape[1] - len(made.tree.turns))]) for made in trajectories]
-    pairs = [(i, number) for i, made in enumerate(trajectories) for number in range(len(made.turns))]
-    index = torch.tensor([i for i, _ in pairs])
-    mask = torch.stack([(of[i] == number).long() for i, number in pairs])
-    each = [x[index] for x in noise], advantages[index], mask
-    return logps[index], known[index], each
-
-
-@float64_throughout()
-def test_a_row_per_turn_changes_losses_that_average_over_rows():
-    """What a loss of rows makes of them; a mean over tokens alone does not ask which row they are in."""
-    model = network()
-    whole = scores(model, TRAJECTORIES, "true")[0]
-    given, known, naive = fixed(rewritten.padded(TRAJECTORIES)[-1], torch.float64), whole.detach(), {}
-    for name in ("grpo", "gspo", "deepseek_v3", "dapo"):
-        expected = gradient(objective(name), model, whole, known, given)
-        naive[name] = off(gradient(objective(name), model, *as_rows(TRAJECTORIES, whole, known, given)), expected)
-    assert min(naive[name] for name in ("grpo", "gspo", "deepseek_v3")) > 0.05
-    assert naive["dapo"] < 1e-12
-
-
 # What is computed.
 
 

@@ -125,7 +125,7 @@ def test_the_batch_that_trains_has_no_dead_group(model_path, tmp_path):
     assert log["advantages/zero_variance_groups"] == 0
 
 
-@pytest.mark.parametrize("estimator", ["group", "batch", "loo"])
+@pytest.mark.parametrize("estimator", ["batch", "loo"])
 def test_advantages_are_those_of_the_merged_batch(estimator, model_path, tmp_path):
     settings = {"dynamic_sampling": "odd_only", "dynamic_sampling_max_rounds": 20, "advantage_estimator": estimator}
     trainer = record(model_path, tmp_path, [odd_only], loss_type="grpo", max_steps=1, **settings)
@@ -216,8 +216,8 @@ def test_tools_are_refused(tmp_path):
 @pytest.mark.slow
 def test_two_processes_settle_on_one_batch(model_path, tmp_path):
     """Groups of 8 over two devices of 12 rows: one group spans both; rows move between the processes."""
-    script = Path(__file__).parents[1] / "trainer" / "distributed" / "dynamic_rank.py"
-    run([*launcher(), str(script), model_path, str(tmp_path)])
+    script = Path(__file__).parents[1] / "trainer" / "distributed" / "ranks.py"
+    run([*launcher(), str(script), "dynamic", model_path, str(tmp_path)])
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
     for step in range(2):
         rows = [row for rank in ranks for row in rank["rows"][step]]

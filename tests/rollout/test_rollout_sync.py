@@ -11,9 +11,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import Linear
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
@@ -24,7 +21,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rollout.vllm import plugin
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.drift import Drift, DriftCheck
-from grpo_ext.rollout.vllm.generation import Generation, merged_value
+from grpo_ext.rollout.vllm.generation import Generation
 from grpo_ext.rollout.vllm.gloo import TensorSpec, open_group, open_store, receive, send, specs_of
 from grpo_ext.rollout.vllm.server import (
     ServerFacts,
@@ -102,66 +99,6 @@ def test_the_plugin_changes_only_servers_that_receive_weights_by_gloo(mode, argu
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", mode)
     plugin.register()
     assert bool(calls) is kept
-
-
-# Adapters: the sampler gets merged weights, the policy keeps its own.
-
-
-def test_adapters_around_one_another_are_all_merged():
-    """PEFT wraps a mixture's experts once for each of their parameters that it adapts."""
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    sizes |= {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    adapter = LoraConfig(
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        init_lora_weights=False,
-        r=4,
-    )
-    torch.manual_seed(0)
-    model = get_peft_model(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_key_value_heads=2)), adapter)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    sent = {name: value.clone() for name, value in Generation.__new__(Generation)._merged_params(model)}
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    merged = model.merge_and_unload().state_dict()
-    assert sent.keys() == merged.keys() - {"lm_head.weight"} or sent.keys() == merged.keys()
-    for name, value in sent.items():
-        torch.testing.assert_close(value, merged[name], rtol=1e-6, atol=1e-6)
-
-
-def test_what_a_reference_adapter_keeps_of_a_module_is_not_sent():
-    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"], init_lora_weights=False)
-    model = get_peft_model(tiny.model(), config)
-    model.add_adapter("ref", model.peft_config["default"])
-    sent = {name: value.clone() for name, value in Generation.__new__(Generation)._merged_params(model)}
-    merged = model.merge_and_unload().state_dict()
-    assert sent.keys() == merged.keys()
-    for name, value in sent.items():
-        torch.testing.assert_close(value, merged[name], rtol=1e-6, atol=1e-6)
-
-
-class Replacing(Linear):
-    """Merges as PEFT does into quantised weights: by another parameter in the place of the first."""
-
-    def _shift(self, sign):
-        base = self.get_base_layer()
-        base.weight = torch.nn.Parameter(base.weight.detach() + sign * self.get_delta_weight("default") + 0.01)
-
-    def merge(self, *args, **kwargs):
-        self._shift(1)
-
-    def unmerge(self):
-        self._shift(-1)
-
-
-def test_a_weight_that_merging_replaces_is_the_merged_one_and_comes_back():
-    base = torch.nn.Linear(16, 16, bias=False)
-    layer = Replacing(base, "default", config=LoraConfig(), r=4, lora_alpha=8, init_lora_weights=False)
-    torch.nn.init.normal_(layer.lora_B["default"].weight)
-    own, data = base.weight, base.weight.detach().clone()
-    value = merged_value([layer], "weight")
-    torch.testing.assert_close(value, data + layer.get_delta_weight("default") + 0.01)
-    assert base.weight is own
-    assert torch.equal(own, data)
 
 
 # A push may take long.
@@ -312,7 +249,9 @@ def test_padding_and_tokens_without_a_score_do_not_count():
 def drift_check(drifts=(), dtypes=(torch.float32, torch.float32), **settings):
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "bf16": False, "fp16": False}
     args = neutral | {"rollout_drift": 0.02, "rollout_drift_action": "warn"} | settings
-    sampler = SimpleNamespace(policy_dtype=dtypes[0], sampler_dtype=dtypes[1], sync_seconds=2.0, sync_bytes=2**20)
+    sampler = SimpleNamespace(
+        policy_dtype=dtypes[0], sampler_dtype=dtypes[1], sync_seconds=2.0, sync_bytes=2**20, push_rounding=None
+    )
     found = DriftCheck(SimpleNamespace(**args), sampler)
     for drift in drifts:
         found.add(drift)

@@ -32,12 +32,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grpo_ext.errors import ConfigError
 from grpo_ext.packing.obstacles import Forward, obstacles
 from grpo_ext.rollout import transformers_engine
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.transformers_engine import GroupedEngine, distinct, grouped_engine
-from support import architectures, tiny
+from support import tiny
 from support.trainers import build
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -181,14 +180,6 @@ def test_sampled_completions_have_the_exact_probabilities(sampling):
     assert sum(expected.values()) == pytest.approx(1, abs=1e-5)
     assert len(common) > 5
     assert chisquare(observed, [w * count / sum(wanted) for w in wanted]).pvalue > 1e-3
-
-
-def test_siblings_are_drawn_independently():
-    model = tiny.model().eval()
-    torch.manual_seed(0)
-    with GroupedEngine(required=True).generating(model):
-        ids = model.generate(**prompts([6] * 64), generation_config=settings(do_sample=True, max_new_tokens=8))
-    assert len({tuple(row) for row in ids.tolist()}) > 60
 
 
 # The work that is spared.
@@ -374,24 +365,6 @@ def test_a_required_engine_that_cannot_be_used_raises(model_path, tmp_path):
     trainer = build(model_path, tmp_path, rollout_engine="grouped", generation_kwargs={"num_beams": 2})
     with pytest.raises(Unsupported, match=r"rollout_engine='grouped'.*beam.*Set rollout_engine: auto"):
         trainer.train()
-
-
-def test_an_engine_that_does_not_exist_is_named_with_its_cure(model_path, tmp_path):
-    with pytest.raises(ConfigError, match=r"rollout_engine='groped'.*Did you mean 'grouped'"):
-        build(model_path, tmp_path, rollout_engine="groped")
-
-
-def test_an_adapter_that_begins_later_is_left_to_generate():
-    adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5])
-    assert "a token of each completion" in next(obstacles(get_peft_model(tiny.model(), adapter), Forward.ROLLOUT))
-
-
-def test_a_mask_that_a_model_makes_itself_is_kept():
-    """Doge weighs its keys by what they say, which is a mask to the attention; prompts of 260 tokens."""
-    model = architectures.model("doge")
-    inputs, config = prompts([260, 260, 251, 260, 251]), settings(max_new_tokens=12, repetition_penalty=1.3)
-    stock, ours = both(model, inputs, config)
-    assert torch.equal(stock, ours)
 
 
 # Random numbers by row.

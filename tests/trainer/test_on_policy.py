@@ -102,12 +102,7 @@ def check(combination, folders, tmp_path, log_ratios):
     loss, precision, sharing, sampling, windows, adapter = combination
     settings = PRECISIONS[precision] | SAMPLING[sampling] | WINDOWS[windows]
     trainer = train(
-        folders[torch.float32],
-        tmp_path,
-        ADAPTER[adapter],
-        loss_type=loss,
-        shared_prefix=SHARING[sharing],
-        **settings,
+        folders[torch.float32], tmp_path, ADAPTER[adapter], loss_type=loss, shared_prefix=SHARING[sharing], **settings
     )
     assert_on_policy(trainer, log_ratios)
 

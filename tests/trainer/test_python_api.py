@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import BitsAndBytesConfig, LlamaForSequenceClassification, Mxfp4Config
+from transformers import BitsAndBytesConfig, LlamaForSequenceClassification, Mxfp4Config, QuantoConfig
 
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import RewardError
@@ -139,12 +139,8 @@ def no_columns(completions):
 
 MISTAKES = [
     ({"rewards": ["acuracy"]}, ["reward_funcs[0]='acuracy': unknown reward", "'accuracy'"]),
-    ({"rewards": ["accuracy", {"name": "format", "kwargs": {"stile": "boxed"}}]}, ["reward_funcs[1]", "'style'"]),
-    ({"rewards": [5]}, ["reward_funcs[0]=5: neither a name nor a mapping"]),
-    ({"rewards": None}, ["reward_funcs=None"]),
     ({"rewards": []}, ["reward_funcs=[]: no source of rewards"]),
     ({"rewards": [no_columns]}, ["reward_funcs[0]='no_columns': it does not take **kwargs", "Add **kwargs"]),
-    ({"rewards": [{"func": digits, "kwargs": {"least": 1}}]}, ["kwargs.least=1: digits has no such option", "most"]),
     ({"rewards": [{"func": digits, "timeout": 3}]}, ["scored in this process", "'my_module:name'"]),
     ({"rewards": [digits, {"func": digits}]}, ["have the log name 'digits'"]),
     ({"rewards": [{"func": torch.nn.Linear(1, 1)}]}, ["List the model itself"]),
@@ -156,10 +152,8 @@ MISTAKES = [
     ),
     ({"rows": [{"text": "1+1="}] * 8}, ["no column 'prompt', only 'text'. Add it"]),
     ({"rows": [*ROWS, {"solution": "3"}]}, ["train_dataset, row 16 (from 0)", "null prompt"]),
-    ({"rows": [*ROWS, {"prompt": " "}]}, ["row 16 (from 0)", "empty prompt"]),
     ({"rows": [*ROWS, "1+1="]}, ["row 16 (from 0): '1+1='"]),
     ({"rows": [{"prompt": "a", "solution": 1}, {"prompt": "b", "solution": "x"}]}, ["table"]),
-    ({"rows": []}, ["rows", "2 prompts"]),
     ({"rows": "data.csv"}, ["train_dataset: 'data.csv'"]),
     ({"report_to": "wandb"}, ["report_to='wandb'", "pip install wandb"]),
     (
@@ -197,12 +191,6 @@ def test_a_reward_of_the_wrong_kind_ends_the_run_before_its_first_step(returned,
     assert told in str(error.value)
     assert "'wrong'" in str(error.value)
     assert one.state.global_step == 0
-
-
-def test_tensors_and_arrays_are_rewards(tmp_path):
-    one = trainer(tmp_path, [lambda completions, **_: torch.ones(len(completions))])
-    one.train()
-    assert one.state.log_history[0]["reward"] == 1.0
 
 
 # What is shown, and what is kept.
@@ -321,17 +309,16 @@ def test_a_stream_without_columns_is_taken_as_it_is(tmp_path, caplog):
 
 @pytest.mark.parametrize("said_by", ["quantization_config", "model"])
 def test_quantized_weights_are_refused_with_vllm(tmp_path, said_by):
-    """vLLM would be sent their packed bytes; a config that dequantizes them is none."""
+    """vLLM would be sent their packed bytes; but not those that a config dequantizes, or bitsandbytes'."""
     model, given = tiny.model(), {}
     if said_by == "model":
         model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     else:
-        given = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+        given = {"quantization_config": QuantoConfig(weights="int8")}
     args = GRPOExtConfig(str(tmp_path), **tiny.TRAINING, use_vllm=True, vllm_mode="server")
     with pytest.raises(ConfigError, match="packed weights of the quantized layers"):
         GRPOExtTrainer(model, tiny.count_a, args, tiny.prompts(), **given)
-    assert list(quantized_problems(args, model, Mxfp4Config(dequantize=True))) == [
-        *quantized_problems(args, model, None)
-    ]
+    for unpacked in (Mxfp4Config(dequantize=True), BitsAndBytesConfig(load_in_4bit=True)):
+        assert list(quantized_problems(args, model, unpacked)) == [*quantized_problems(args, model, None)]
     args.use_vllm = False
     assert list(quantized_problems(args, model, given.get("quantization_config"))) == []

@@ -7,15 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_ext.trainer.diagnosis.recording import (
-    DRAWN,
-    FIGURES,
-    ROWS,
-    Watching,
-    log_rows,
-    row_record,
-    token_figures,
-)
+from grpo_ext.trainer.diagnosis.recording import DRAWN, FIGURES, ROWS, Watching, log_rows, row_record, token_figures
 from support import tiny
 from support.trainers import build
 

@@ -80,8 +80,8 @@ BY_STEPS, BY_EPOCHS = {**BEST, "eval_steps": 3, "save_steps": 3}, {"eval_strateg
     ("step", "settings"),
     [
         (3, BY_STEPS),
-        (3, BY_EPOCHS),
         (4, BY_EPOCHS | {"max_steps": 4}),  # the end of an epoch and of the run
+        pytest.param(3, BY_EPOCHS, marks=pytest.mark.slow),
         *(pytest.param(step, how, marks=pytest.mark.slow) for step in (4, 6) for how in (BY_STEPS, BY_EPOCHS)),
     ],
 )

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from grpo_ext.trainer.diagnosis.rules import RULES, Doctor, diagnose
+from grpo_ext.trainer.diagnosis.rules import RULES, diagnose
 from support.histories import history
 
 
@@ -155,8 +155,3 @@ def test_evaluations_and_summaries_are_no_rows_of_training():
     rows = history(FAULTS["misplaced mask"][0])
     mixed = [row for r in rows for row in (r, {"eval_reward": 0.0, "step": r["step"]}, {"train_loss": 1.0, "step": 9})]
     assert [(f.rule.name, f.step) for f in diagnose(mixed)] == [("misplaced mask", 12)]
-
-
-def test_a_doctor_reads_row_by_row_what_it_reads_at_once():
-    rows, doctor = history(FAULTS["stale sampler"][0]), Doctor()
-    assert [str(f) for row in rows for f in doctor.read(row)] == [str(f) for f in diagnose(rows)]

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from grpo_ext.objective.losses import losses
 from support import tiny
 from support.float64 import FLOAT64, float64_throughout
 from support.trainers import binary, build, scripted_rollout, unit_interval, weights
@@ -19,24 +18,14 @@ from support.trainers import binary, build, scripted_rollout, unit_interval, wei
 # The loss.
 
 
-@pytest.mark.parametrize("name", losses)
-def test_every_loss_trains(name, model_path, tmp_path):
-    trainer = build(model_path, tmp_path, [unit_interval], loss_type=name, beta=0.02, max_steps=3)
-    before = weights(trainer.model)
-    trainer.train()
-    log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(log) == 3
-    assert all(math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"]) for entry in log)
-    assert max(entry["grad_norm"] for entry in log) > 0
-    assert not torch.equal(before, weights(trainer.model))
-    assert "kl" in log[0]
-
-
 SPLITS = {"8x1": (8, 1), "2x4": (2, 4)}
 
 
 @float64_throughout()
-@pytest.mark.parametrize("name", [name for name in losses if name != "bnpo"])
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "dapo", "dr_grpo", "deepseek_v3", "beta_bnpo", "vespo", "gmpo", "rloo", "reinforce_pp", "minimind"],
+)
 def test_gradient_does_not_depend_on_the_split(name, model_path, tmp_path):
     """One SGD step from the same completions, a truncated one among them, however they are split."""
     ends = {}
@@ -101,58 +90,6 @@ def test_truncated_rows_leave_the_denominator(model_path, tmp_path):
     live = sum(int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer._buffered_inputs)
     assert live < 8
     assert [int(t.sequences) for t in trainer._generation.totals] == [live]
-
-
-def test_large_log_ratios_leave_loss_and_gradient_finite(model_path, tmp_path):
-    """Stock TRL returns a finite loss with a NaN gradient."""
-    for name in losses:
-        trainer = build(model_path, tmp_path, [unit_interval], loss_type=name, beta=0.1)
-        trainer.current_gradient_accumulation_steps = 1
-        trainer.model.train()
-        ids = torch.randint(3, len(tiny.WORDS), (6, 9))
-        shift = torch.tensor([100.0, -100.0, 100.0, -100.0, 100.0, -100.0])[:, None].expand(6, 5)
-        inputs = {
-            "prompt_ids": ids[:, :4],
-            "prompt_mask": torch.ones(6, 4, dtype=torch.long),
-            "completion_ids": ids[:, 4:],
-            "completion_mask": torch.ones(6, 5, dtype=torch.long),
-            "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0]),
-            "num_items_in_batch": torch.tensor(30),
-            "old_per_token_logps": -3.0 - shift,
-            "ref_per_token_logps": -3.0 + shift,
-        }
-        loss = trainer._compute_loss(trainer.model, inputs)
-        loss.backward()
-        assert math.isfinite(loss.item()), name
-        assert all(p.grad.isfinite().all() for p in trainer.model.parameters()), name
-        assert trainer._metrics["train"]["log_ratio/clamped_frac"][-1] > 0.9
-
-
-def test_garbage_under_the_mask_never_reaches_the_gradient(model_path, tmp_path):
-    def gradient(garbage):
-        trainer = build(model_path, tmp_path, loss_type="deepseek_v3", beta=0.1)
-        trainer.current_gradient_accumulation_steps = 1
-        ids = torch.randint(3, len(tiny.WORDS), (4, 9), generator=torch.Generator().manual_seed(1))
-        mask = torch.ones(4, 5, dtype=torch.long)
-        mask[:, 3:] = 0
-        old = torch.full((4, 5), -3.0).masked_fill(mask == 0, garbage)
-        inputs = {
-            "prompt_ids": ids[:, :4],
-            "prompt_mask": torch.ones(4, 4, dtype=torch.long),
-            "completion_ids": ids[:, 4:],
-            "completion_mask": mask,
-            "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5]),
-            "num_items_in_batch": torch.tensor(12),
-            "old_per_token_logps": old,
-            "ref_per_token_logps": old - 0.1,
-        }
-        trainer._compute_loss(trainer.model, inputs).backward()
-        return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
-
-    clean = gradient(0.0)
-    assert clean.abs().max() > 0
-    for garbage in (math.nan, math.inf, -math.inf, 1e30):
-        assert torch.equal(gradient(garbage), clean)
 
 
 def test_top_entropy_mask_above_the_limit_of_torch_quantile(model_path, tmp_path):
@@ -238,56 +175,6 @@ def test_partial_none_is_left_out_of_the_weighted_sum(model_path, tmp_path):
     stock = build(model_path, tmp_path, [always, sometimes], loss_type="grpo", max_steps=1, missing_rewards="zero")
     stock.train()
     assert stock.state.log_history[0]["reward"] == pytest.approx(6.0)
-
-
-@pytest.mark.parametrize("defaults", ["paper", "trl"])
-def test_an_infinite_reward_is_unscorable(defaults, model_path, tmp_path, caplog):
-    """Stock TRL trains on advantages of 3e38 and logs a loss of 0."""
-
-    def exploding(completions, **_):
-        return [math.inf if i == 0 else float(i % 3) for i in range(len(completions))]
-
-    trainer = build(
-        model_path,
-        tmp_path,
-        [exploding],
-        loss_type="dr_grpo",
-        scale_rewards="none",
-        loss_defaults=defaults,
-        max_steps=1,
-        on_nonfinite="skip",
-    )
-    trainer.train()
-    assert weights(trainer.model).isfinite().all()
-    assert max(abs(a) for a in trainer._logs["advantages"]) <= 2
-    assert "inf returned by reward 'exploding' on rank 0, row 0" in caplog.text
-
-
-def test_kl_in_the_reward(model_path, tmp_path, monkeypatch):
-    """RLOO: the total is lowered by beta times the summed k1 before the baseline is taken."""
-    settings = {"loss_type": "rloo", "beta": 0.5, "num_iterations": 1, "max_steps": 2, "learning_rate": 0.01}
-    trainer = build(model_path, tmp_path, [binary], rollout=scripted_rollout, **settings)
-    penalties, totals = [], []
-    reward_kl, advantages = trainer._reward_kl, trainer.objective.advantages
-
-    def spy_kl(*args):
-        per_token = reward_kl(*args)
-        penalties.append(per_token.sum(dim=1))
-        return per_token
-
-    def spy_advantages(_, rewards, *rest, **tokens):
-        totals.append((rewards, advantages(rewards, *rest, **tokens)))
-        return totals[-1][1]
-
-    trainer._reward_kl = spy_kl
-    monkeypatch.setattr(type(trainer.objective), "advantages", spy_advantages)
-    trainer.train()
-    assert penalties[0].abs().max() < 1e-5
-    assert penalties[1].abs().max() > 1e-3
-    rewards = torch.tensor(list(trainer._logs["rewards"]["binary"]), dtype=torch.float64).view(-1, 4)
-    total = rewards - 0.5 * penalties[1].view(-1, 4)
-    torch.testing.assert_close(totals[1][0].squeeze(-1), total)
-    torch.testing.assert_close(totals[1][1], 4 / 3 * (total - total.mean(dim=1, keepdim=True)))
 
 
 def test_evaluation_uses_its_own_number_of_generations(model_path, tmp_path):

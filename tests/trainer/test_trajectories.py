@@ -36,12 +36,7 @@ def trained(model, tmp_path, rewards=(tiny.count_a, by_turn), rollout=scripted_t
     "settings",
     [
         {"beta": 0.05, "entropy_coef": 0.01, "advantage_estimator": "gigpo"},
-        {
-            "loss_type": "rloo",
-            "beta": 0.1,
-            "advantage_estimator": "turn_return",
-            "mask_truncated_completions": True,
-        },
+        {"loss_type": "rloo", "beta": 0.1, "advantage_estimator": "turn_return", "mask_truncated_completions": True},
         {"loss_type": "gspo", "num_iterations": 2, "advantage_estimator": "turn_return"},
     ],
     ids=["reference and entropy", "KL in the reward", "old policy"],

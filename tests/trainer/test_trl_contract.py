@@ -25,6 +25,7 @@ CONTRACT = {
     "GRPOTrainer._generate_and_score_completions": "1fa48922792dcd5c",
     "GRPOTrainer._generate_single_turn": "e0f02e4fc094cefd",
     "GRPOTrainer._get_eval_sampler": "115d885d2f0292c2",
+    "GRPOTrainer._get_train_sampler": "36497afb4d311dc9",
     "GRPOTrainer._get_per_token_logps_and_entropies": "ea73c3909275851d",
     "GRPOTrainer._load_optimizer_and_scheduler": "5c1772becdfd7fdb",
     "GRPOTrainer._prepare_inputs": "f824e7fb07147956",
@@ -65,24 +66,9 @@ CONTRACT = {
 
 
 def targets() -> dict[str, object]:
-    methods = (
-        "__init__",
-        "_calculate_rewards",
-        "_compute_loss",
-        "_generate",
-        "_generate_and_score_completions",
-        "_generate_single_turn",
-        "_get_eval_sampler",
-        "_get_per_token_logps_and_entropies",
-        "_load_optimizer_and_scheduler",
-        "_prepare_inputs",
-        "_save_checkpoint",
-        "compute_loss",
-        "get_high_entropy_mask",
-        "get_off_policy_mask",
-        "log",
-        "prediction_step",
-    )
+    own = {name for part in GRPOExtTrainer.__mro__ if part.__module__.startswith("grpo_ext.") for name in vars(part)}
+    own |= {"_load_optimizer_and_scheduler", "get_off_policy_mask"}  # called, or relied on, as they are
+    methods = sorted(name for name, f in vars(trl.GRPOTrainer).items() if name in own and inspect.isfunction(f))
     functions = ["add_fused_lm_head", "create_model_from_path", "disable_dropout_in_model"]
     functions += ["nanmax", "nanmin", "nanstd"]
     found = {f"GRPOTrainer.{name}": getattr(trl.GRPOTrainer, name) for name in methods}

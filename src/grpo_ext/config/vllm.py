@@ -1,6 +1,10 @@
 """The rules of settings for vLLM."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accelerate.utils import parse_flag_from_env
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.engine_options import ENGINE_OPTION_RULES
@@ -11,34 +15,52 @@ from grpo_ext.errors import Problem
 
 
 def quantized_problem(setting: str, value: object) -> Problem:
-    """Return the problem of a setting that quantizes weights, which vLLM then cannot sample from."""
+    """Return the problem of quantized weights that are not unpacked for vLLM."""
     return Problem(
         setting,
         value,
         "vLLM would get the packed weights of the quantized layers instead of their values, and sample from another "
-        "model",
-        "Set use_vllm: false, or train without quantization.",
+        "model; only what bitsandbytes packs while it loads a model is unpacked for vLLM",
+        "Name the model before it was quantized and set load_in_4bit: true and use_peft: true, or set "
+        "use_vllm: false.",
         {"use_vllm": True},
     )
 
 
+def sharded_problem(setting: str, value: object) -> Problem:
+    """Return the problem of quantized weights of which each process has a part."""
+    reason = "a weight is unpacked for vLLM by a process that has all of it, which FSDP and DeepSpeed ZeRO-3 split"
+    cure = "Launch by --accelerate_config ddp or zero2, or set use_vllm: false."
+    return Problem(setting, value, reason, cure, {"use_vllm": True})
+
+
+def splits_weights() -> bool:
+    """Return whether `accelerate launch` has asked for FSDP or ZeRO-3."""
+    zero3 = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
+    return parse_flag_from_env("ACCELERATE_USE_FSDP") or (parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and zero3)
+
+
 def leaves_packed(quantization: object) -> bool:
     """Return whether a quantization config, a mapping or an object, leaves the weights of a loaded model packed."""
-    if quantization is None:
-        return False
-    options = as_mapping(quantization) or getattr(quantization, "__dict__", {})
-    return not options.get("dequantize")
+    return quantization is not None and not _options(quantization).get("dequantize")
+
+
+def packs_while_loading(quantization: object) -> bool:
+    """Return whether a quantization config is bitsandbytes', whose weights are unpacked for vLLM."""
+    options = _options(quantization)
+    method = options.get("quant_method")
+    names = ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")
+    return getattr(method, "value", method) == "bitsandbytes" or any(options.get(name) for name in names)
+
+
+def _options(quantization: object) -> Mapping[str, Any]:
+    return as_mapping(quantization) or getattr(quantization, "__dict__", {})
 
 
 def _quantized(config: GRPOExtArguments) -> Iterator[Problem]:
-    if not config.use_vllm:
-        return
-    given = as_mapping(config.model_init_kwargs)
-    for name in ("load_in_4bit", "load_in_8bit"):
-        if given.get(name):
-            yield quantized_problem(f"model_init_kwargs.{name}", given[name])
-    if leaves_packed(given.get("quantization_config")):
-        yield quantized_problem("model_init_kwargs.quantization_config", f"{given['quantization_config']!r:.80}")
+    given = as_mapping(config.model_init_kwargs).get("quantization_config")
+    if config.use_vllm and leaves_packed(given) and not packs_while_loading(given):
+        yield quantized_problem("model_init_kwargs.quantization_config", f"{given!r:.80}")
 
 
 def _server(config: GRPOExtArguments) -> bool:

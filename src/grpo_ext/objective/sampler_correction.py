@@ -67,6 +67,12 @@ class SamplerRule:
         """True if single tokens are weighed or left out."""
         return self.level == "token"
 
+    def describe(self) -> str:
+        """Return the rule in words, such as "token ratio up to 2 (truncate)"."""
+        bounds = [f"{word} {value:g}" for word, value in (("from", self.lower), ("up to", self.upper)) if value is not None]
+        within = [*bounds, f"({self.action})"] if bounds else []
+        return " ".join([self.level, self.statistic, *within, *(["normalized"] if self.normalize else [])])
+
 
 DEFAULT = (SamplerRule(upper=2.0),)
 """Token ratios cut at 2: no completion is dropped, whatever its length."""

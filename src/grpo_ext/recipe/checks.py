@@ -22,7 +22,7 @@ from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
 from grpo_ext.config.rules import is_set
-from grpo_ext.config.vllm import quantized_problem
+from grpo_ext.config.vllm import sharded_problem, splits_weights
 from grpo_ext.data.config import DataConfig, dataset_problems
 from grpo_ext.environments import fit
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
@@ -74,10 +74,10 @@ def _reference(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]
 
 
 def _quantized(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:
-    """Yield settings that quantize weights from which vLLM would sample."""
+    """Yield settings that quantize weights which no process has as a whole to push them to vLLM."""
     for name in ("load_in_4bit", "load_in_8bit"):
-        if training.use_vllm and getattr(model, name):
-            yield quantized_problem(name, True)
+        if training.use_vllm and getattr(model, name) and splits_weights():
+            yield sharded_problem(name, True)
 
 
 def _on_cpu(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -40,6 +40,7 @@ from grpo_ext.recipe.model_folders import folder_problems
 from grpo_ext.recipe.policy import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.models.loaded_model import own_weights
+from grpo_ext.rollout.vllm.unpushable import unpushable
 
 
 @dataclass
@@ -84,7 +85,7 @@ def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[Inspect
             problems += as_far_as_sound(_context_problems(policy.context, training))
             problems += as_far_as_sound(_model_problems(policy.empty, model, training))
             problems += _tokenizer_problems(policy, model)
-            problems += _adapter_problems(policy, policy.empty, model)
+            problems += as_far_as_sound(_adapter_problems(policy, policy.empty, model, training))
     return policy, problems
 
 
@@ -237,7 +238,7 @@ def _model_problems(empty: PreTrainedModel, model: ModelConfig, training: GRPOEx
     adapted = model.use_peft or is_adapter(model.model_name_or_path)
     yield from head_problems(training, tied=bool(empty.config.tie_word_embeddings), adapted=adapted)
     given = as_mapping(training.model_init_kwargs).get("quantization_config")
-    if training.use_vllm and given is None and leaves_packed(quantized):
+    if training.use_vllm and quantized is not None and leaves_packed(quantized if given is None else given):
         yield quantized_problem("model_name_or_path", model.model_name_or_path)
 
 
@@ -275,22 +276,28 @@ def _context_problems(context: int | None, training: GRPOExtConfig) -> Iterator[
         yield Problem("max_completion_length", longest, reason, cure)
 
 
-def _adapter_problems(policy: InspectedPolicy, empty: PreTrainedModel, model: ModelConfig) -> Iterator[Problem]:
-    """Put the adapter that is trained on the model, and yield why that is not possible."""
+def _adapter_problems(
+    policy: InspectedPolicy, empty: PreTrainedModel, model: ModelConfig, training: GRPOExtConfig
+) -> Iterator[Problem]:
+    """Put the adapter that is trained on the model, and yield why it cannot be, or not pushed to vLLM."""
     name = str(model.model_name_or_path)
     if is_adapter(name):
         try:
             config: Any = PeftConfig.from_pretrained(str(Path(name).expanduser()))
             config.inference_mode, config.base_model_name_or_path = False, None  # PEFT would warn of its new name
-            policy.trained = _trained_parameters(empty, config)
+            adapted = get_peft_model(empty, config)
         except Exception as error:
             reason = f"PEFT cannot put this adapter on its base ({_first_line(error)})"
             yield Problem("model_name_or_path", name, reason, "Name another adapter.")
-    elif model.use_peft and (found := [*unmatched(empty, model)]):
+            return
+    elif not model.use_peft:
+        return
+    elif found := [*unmatched(empty, model)]:
         yield from found
-    elif model.use_peft:
+        return
+    else:
         try:
-            policy.trained = _trained_parameters(empty, get_peft_config(model))
+            adapted = get_peft_model(empty, cast(Any, get_peft_config(model)))
         except Exception as error:
             if model.lora_target_modules is None and model.lora_target_parameters is None:
                 reason = f"PEFT has no default for model_type {empty.config.model_type!r}"
@@ -298,7 +305,7 @@ def _adapter_problems(policy: InspectedPolicy, empty: PreTrainedModel, model: Mo
                 reason = _first_line(error).partition("(")[0].replace("Target module", "PEFT has no adapter for a")
             cure = "Set lora_target_modules: all-linear, or names of linear layers."
             yield Problem("lora_target_modules", model.lora_target_modules, reason, cure)
-
-
-def _trained_parameters(empty: PreTrainedModel, config: Any) -> int:
-    return sum(p.numel() for p in get_peft_model(empty, config).parameters() if p.requires_grad)
+            return
+    policy.trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    if training.use_vllm:
+        yield from unpushable(adapted)

@@ -46,7 +46,10 @@ def correct_sampler(
 
     found = corrected(rules, policy_logps, sampler_logps, mask, gather)
     for name in [name for name in metrics if name.startswith(OF_TRL)]:
-        metrics[name].pop()
+        if len(metrics[name]) == 1:  # an empty list is logged as a metric without a value
+            del metrics[name]
+        else:
+            metrics[name].pop()
     for name, value in weight_figures(found, mask, accelerator).items():
         metrics[name].append(value)
     changed = {"importance_sampling_ratio": found.weights}

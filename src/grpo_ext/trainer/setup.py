@@ -19,7 +19,7 @@ from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.config.vllm import leaves_packed, quantized_problem
+from grpo_ext.config.vllm import leaves_packed, packs_while_loading, quantized_problem
 from grpo_ext.data.given import Checked, as_dataset, prompt_problems
 from grpo_ext.data.rows import check_columns
 from grpo_ext.environments.composition import EnvironmentSpec, parse_environments
@@ -147,12 +147,15 @@ def data_problems(
 
 
 def quantized_problems(args: GRPOExtConfig, model: object, quantization_config: object) -> Iterator[Any]:
-    """Find quantized weights, which vLLM would be sent in their packed form."""
+    """Find quantized weights that vLLM would be sent in their packed form."""
     if not args.use_vllm:
         return
-    if leaves_packed(quantization_config):
+    own = getattr(getattr(model, "config", None), "quantization_config", None)
+    quantizer = getattr(model, "hf_quantizer", None)
+    packed_before = getattr(quantizer, "pre_quantized", True)  # vLLM loads the packed weights too
+    if leaves_packed(quantization_config) and not packs_while_loading(quantization_config):
         yield quantized_problem("quantization_config", type(quantization_config).__name__)
-    elif leaves_packed(getattr(getattr(model, "config", None), "quantization_config", None)):
+    elif leaves_packed(own) and (packed_before or not packs_while_loading(own)):
         yield quantized_problem("model", type(model).__name__)
 
 

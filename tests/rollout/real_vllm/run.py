@@ -82,6 +82,16 @@ class Faults:
         return ask
 
 
+def bare(trainer, iterate):
+    """The weights of a push without the adapter."""
+
+    def tensors():
+        with trainer.model.disable_adapter():
+            yield from iterate()
+
+    return tensors
+
+
 def main(output: Path, settings: dict) -> None:
     arguments = tiny.TRAINING | {
         "use_vllm": True,
@@ -105,6 +115,10 @@ def main(output: Path, settings: dict) -> None:
         from peft import LoraConfig
 
         peft = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    if settings.get("bits"):
+        from transformers import BitsAndBytesConfig
+
+        settings["quantization_config"] = BitsAndBytesConfig(**{f"load_in_{settings['bits']}bit": True})
     trainer = GRPOExtTrainer(
         settings["model"],
         None if "environments" in settings else [count_a],
@@ -112,6 +126,7 @@ def main(output: Path, settings: dict) -> None:
         train_dataset=settings.get("rows") or tiny.prompts(),
         processing_class=tiny.tokenizer(),
         peft_config=peft,
+        quantization_config=settings.get("quantization_config"),
         environments=settings.get("environments"),
     )
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
@@ -122,6 +137,8 @@ def main(output: Path, settings: dict) -> None:
         (output / "engine.json").write_text(json.dumps(found | {"spec": spec and spec.method}))
     if settings.get("sync") is False:
         trainer.vllm_generation.sync_weights = lambda: None
+    if settings.get("adapter_pushed") is False:
+        trainer.vllm_generation._iter_named_params = bare(trainer, trainer.vllm_generation._iter_named_params)
     if "faults" in settings:
         Faults(trainer, output, settings)
     if "evaluated" in settings:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib.util import find_spec
 from unittest.mock import patch
 
 import pytest
@@ -9,10 +10,12 @@ from safetensors.torch import load_file
 from trl.generation.vllm_generation import VLLMGeneration, ensure_master_addr_port
 
 from grpo_ext.rollout.vllm.generation import Generation
+from support import tiny
 from support.interrupted import without_clocks
 from support.vllm_runs import DDP, drifts, steps, train
 
-FLOAT32 = 0.02
+FLOAT32, BFLOAT16 = 0.02, 0.1
+NEEDS_BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
 @pytest.mark.parametrize("head", ["tied", "untied"])
@@ -32,9 +35,21 @@ def test_weights_that_do_not_arrive_are_noticed_within_three_steps(tied, tmp_pat
     assert max(entry["step"] for entry in log) <= 3
 
 
-def test_lora_is_merged_for_the_sampler_alone(tied, tmp_path):
-    log, _, _ = train(tmp_path, "colocate", tied, lora=True, config={"max_steps": 5, "learning_rate": 1e-2})
-    assert max(drifts(log)) < FLOAT32  # run.py asserts that the base weights are the same to the last bit
+@pytest.mark.parametrize("bits", [None, pytest.param(4, marks=NEEDS_BITSANDBYTES)])
+def test_base_and_adapter_are_summed_for_the_sampler(bits, tied, tmp_path):
+    config = {"max_steps": 5, "learning_rate": 1e-2, "vllm_dtype": "bfloat16"}
+    log, _, _ = train(tmp_path, "colocate", tied, lora=True, bits=bits, config=config)
+    assert max(drifts(log)) < BFLOAT16  # run.py asserts that the base weights are the same to the last bit
+    shares = [entry["sampling/push_rounding"] for entry in steps(log)]
+    assert 0 < shares[-1] < shares[1]  # what is lost is the smaller a part of the update, the larger it is
+
+
+def test_an_adapter_that_is_left_out_of_the_push_is_noticed(tied, tmp_path):
+    config = {"max_steps": 12, "learning_rate": 1e-2}
+    log, said, code = train(tmp_path, "colocate", tied, check=False, lora=True, adapter_pushed=False, config=config)
+    assert code != 0
+    assert "-> stale weights" in said
+    assert drifts(log)[0] < FLOAT32  # it begins as zero
 
 
 def test_options_reach_the_engine_and_speculative_decoding_keeps_the_distribution(tied, tmp_path):
@@ -64,7 +79,7 @@ def test_runs_that_start_at_the_same_moment_take_ports_of_their_own(monkeypatch)
     for _ in range(2):
         with patch.dict(os.environ):
             run = Generation.__new__(Generation)
-            run.mode, run.dtype, run.engine_kwargs = "colocate", "float32", {}
+            run.mode, run.dtype, run.engine_kwargs, run.model = "colocate", "float32", {}, tiny.model()
             run._init_vllm()
     assert ports[0] != ports[1]
 

@@ -44,8 +44,10 @@ def test_lora_arrives_merged(tied, address, tmp_path):
     assert max(drifts(log)) < FLOAT32
 
 
-def test_two_trainer_processes_share_one_server(tied, address, tmp_path):
-    log, _, _ = train(tmp_path, "server", tied, launch=on_cpu("fsdp2", tmp_path), **address, config={"max_steps": 5})
+@pytest.mark.parametrize("lora", [False, True])
+def test_two_trainer_processes_share_one_server(lora, tied, address, tmp_path):
+    settings = {"config": {"max_steps": 5, "learning_rate": 1e-2 if lora else 3e-3}, "lora": lora} | address
+    log, _, _ = train(tmp_path, "server", tied, launch=on_cpu("fsdp2", tmp_path), **settings)
     assert len(drifts(log)) == 5
     assert max(drifts(log)) < FLOAT32
 

@@ -9,13 +9,13 @@ from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.manifest import damage
 from support.processes import launcher, run
 
-SCRIPT = Path(__file__).parent / "checkpoint_rank.py"
+SCRIPT = Path(__file__).parents[1] / "distributed" / "ranks.py"
 pytestmark = pytest.mark.slow
 
 
 def two_ranks(model_path: str, folder: Path, case: str) -> tuple[list[str], str]:
     """What each rank says at its end, and all that was printed."""
-    printed = run([*launcher(), str(SCRIPT), model_path, str(folder), case])
+    printed = run([*launcher(), str(SCRIPT), "checkpoint", model_path, str(folder), case])
     return [(folder / f"rank-{rank}.txt").read_text() for rank in (0, 1)], printed
 
 

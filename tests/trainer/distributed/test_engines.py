@@ -11,7 +11,7 @@ from support import tiny
 from support.processes import ENVIRONMENT, PATIENCE, has_deepspeed, launcher, on_cpu, run, with_deepspeed
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parent / "engine_rank.py"
+SCRIPT = Path(__file__).parent / "ranks.py"
 FSDP, ZERO = "DistributedType.FSDP", "DistributedType.DEEPSPEED"
 ENGINES = {
     "fsdp2": ("fsdp2", {}, FSDP, True),
@@ -44,7 +44,7 @@ def test_it_trains_resumes_and_leaves_a_model_that_loads(engine, model, tmp_path
     needs_deepspeed(engine)
     name, changed, kind, sharded = ENGINES[engine]
     file = on_cpu(name, tmp_path, **changed)
-    run([*launcher(file), str(SCRIPT), model, str(tmp_path)], **(with_deepspeed() if kind == ZERO else {}))
+    run([*launcher(file), str(SCRIPT), "engine", model, str(tmp_path)], **(with_deepspeed() if kind == ZERO else {}))
     facts = torch.load(tmp_path / "facts.pt")
     start = tiny.load(model).state_dict()
     for end in ("whole", "resumed"):
@@ -65,7 +65,7 @@ def test_fsdp_that_would_be_ddp_in_silence_is_refused(model, tmp_path):
         .replace("    make_fsdp_real()\n", "")
         .replace("Path(__file__).parents[2]", repr(str(SCRIPT.parents[2])))
     )
-    command = [*launcher(on_cpu("fsdp2", tmp_path)), str(script), model, str(tmp_path)]
+    command = [*launcher(on_cpu("fsdp2", tmp_path)), str(script), "engine", model, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=PATIENCE)
     assert done.returncode != 0
     assert "the launch asks for FSDP, and accelerate has started MULTI_CPU" in done.stderr

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 def test_what_fails_on_one_process_is_its_own(tmp_path):
     model = tiny.save(tmp_path / "model", initializer_range=0.1)
-    run([*launcher(), str(Path(__file__).parent / "environment_rank.py"), model, str(tmp_path)])
+    run([*launcher(), str(Path(__file__).parent / "ranks.py"), "environment", model, str(tmp_path)])
     one, two = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
     assert one["failed"] == [[None] * 4] * 2
     assert any(failure is not None for step in two["failed"] for failure in step)

@@ -10,12 +10,15 @@ from support.interrupted import CLOCKS
 from support.processes import launcher, run
 
 pytestmark = pytest.mark.slow
-SCRIPT = str(Path(__file__).parent / "figures_rank.py")
+SCRIPT = str(Path(__file__).parent / "ranks.py")
 
 
 def test_two_processes_log_what_one_does(tmp_path):
     logs = []
-    for name, command in {"one": [sys.executable, SCRIPT, "16"], "two": [*launcher(), SCRIPT, "8"]}.items():
+    for name, command in {
+        "one": [sys.executable, SCRIPT, "figures", "16"],
+        "two": [*launcher(), SCRIPT, "figures", "8"],
+    }.items():
         folder = tmp_path / name
         folder.mkdir()
         run([*command[:-1], str(folder), command[-1]])

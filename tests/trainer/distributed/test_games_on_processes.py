@@ -19,11 +19,11 @@ WORLDS = 1, 2, 4
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("games")
     model = tiny.save(folder / "model", initializer_range=0.1)
-    script = str(Path(__file__).parent / "games_rank.py")
+    script = str(Path(__file__).parent / "ranks.py")
     for world in WORLDS:
         (folder / str(world)).mkdir()
         command = [sys.executable] if world == 1 else [*launcher(), "--num_processes", str(world)]
-        run([*command, script, model, str(folder / str(world))])
+        run([*command, script, "games", model, str(folder / str(world))])
     return [folder / str(world) for world in WORLDS]
 
 

@@ -12,7 +12,7 @@ from support.commands import command
 from support.processes import launcher, run
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parent / "poisoned_rank.py"
+SCRIPT = Path(__file__).parent / "ranks.py"
 NAMED = {
     "loss": "Step {step} of 4: nan in the loss of micro-batch 2 on rank 1",
     "logps": "Step {step} of 4: nan in log-probabilities of micro-batch 2 on rank 1, row 1 (the first begins ",
@@ -24,7 +24,7 @@ NAMED = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("poisoned")
-    run([*launcher(), str(SCRIPT), tiny.save(folder / "model"), str(folder)])
+    run([*launcher(), str(SCRIPT), "poisoned_ranks", tiny.save(folder / "model"), str(folder)])
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def test_two_processes_record_and_one_computes_it_again(tmp_path):
     model = tiny.save(tmp_path / "model")
-    run([*launcher(), str(Path(__file__).parent / "replay_rank.py"), model, str(tmp_path)])
+    run([*launcher(), str(Path(__file__).parent / "ranks.py"), "replay", model, str(tmp_path)])
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["equal"]
     for step, logged in enumerate(found["log"], 1):

@@ -11,11 +11,11 @@ from support import faulty, tiny
 from support.processes import ENVIRONMENT, PATIENCE, launcher
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parent / "faults.py"
+SCRIPT = Path(__file__).parent / "ranks.py"
 
 
 def launch(model, output, *faults, timeout=PATIENCE) -> subprocess.CompletedProcess:
-    command, env = [*launcher(), str(SCRIPT)], os.environ | ENVIRONMENT
+    command, env = [*launcher(), str(SCRIPT), "faults"], os.environ | ENVIRONMENT
     return subprocess.run(
         [*command, str(model), str(output), *faults], capture_output=True, text=True, env=env, timeout=timeout
     )
@@ -52,7 +52,7 @@ def test_the_run_goes_on_and_the_metrics_show_it(fault, survived):
 
 def test_nothing_is_left_behind(survived):
     processes = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
-    assert str(SCRIPT) not in processes
+    assert f"{SCRIPT} faults" not in processes
 
 
 @pytest.mark.parametrize(

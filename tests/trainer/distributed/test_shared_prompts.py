@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.shared_rank import CASES
+from distributed.ranks import SHARED
 from support import tiny
 from support.processes import launcher, on_cpu, run
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parent / "shared_rank.py"
+SCRIPT = Path(__file__).parent / "ranks.py"
 LAUNCHES = ("ddp", "fsdp2")
 
 
@@ -23,15 +23,15 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
-    run([sys.executable, str(SCRIPT), model, str(folder), "16", "false"])
+    run([sys.executable, str(SCRIPT), "shared", model, str(folder), "16", "false"])
     return folder
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_two_processes_that_share_make_the_step_of_one_that_does_not(launch, model, plain, tmp_path):
-    run([*launcher(on_cpu(launch, tmp_path)), str(SCRIPT), model, str(tmp_path), "8", "true"])
+    run([*launcher(on_cpu(launch, tmp_path)), str(SCRIPT), "shared", model, str(tmp_path), "8", "true"])
     start = tiny.load(model).state_dict()
-    for case in CASES:
+    for case in SHARED:
         one, two = torch.load(plain / f"{case}.pt"), torch.load(tmp_path / f"{case}.pt")
         assert (one["shared"], two["shared"]) == (False, case != "trajectories as rows")
         if not two["shared"]:  # one process has more contexts, then the other; both wait in as many forwards

@@ -9,7 +9,7 @@ import torch
 from support import tiny
 from support.processes import CONFIG, launcher, run
 
-SCRIPT = Path(__file__).parent / "one_step.py"
+SCRIPT = Path(__file__).parent / "ranks.py"
 pytestmark = pytest.mark.slow
 LOSSES = ["grpo", "deepseek_v3", "beta_bnpo", "minimind", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 
@@ -19,8 +19,8 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     model = tiny.save(folder / "model")
     one, two = folder / "one", folder / "two"
-    run([sys.executable, str(SCRIPT), model, str(one), "16", *LOSSES])
-    run([*launcher(), str(SCRIPT), model, str(two), "8", *LOSSES])
+    run([sys.executable, str(SCRIPT), "one_step", model, str(one), "16", *LOSSES])
+    run([*launcher(), str(SCRIPT), "one_step", model, str(two), "8", *LOSSES])
     return {name: [torch.load(side / f"{name}.pt") for side in (one, two)] for name in LOSSES} | {"start": model}
 
 

@@ -381,7 +381,11 @@ def _correction(d: Draft) -> None:
     options, bounds = (str(d.get(name) or "").replace(" ", "").split(",") for name in _SELECTS)
     if options != [""]:
         each = bounds * len(options) if len(bounds) == 1 else bounds
-        blocks += [_rejects(*pair) for pair in zip(options, each, strict=True)]
+        try:
+            blocks += [_rejects(*pair) for pair in zip(options, each, strict=True)]
+        except (KeyError, ValueError):
+            sentence = f"{_SELECTS[0]}={d.get(_SELECTS[0])}: not one of verl's rejections with its threshold."
+            d.decide(f"{sentence} Write sampler_correction.", *_SELECTS)
     note = "" if blocks else "verl's default; true corrects for the sampler's rounding"
     d.set("vllm_importance_sampling_correction", bool(blocks), note, of=(weighs[0], _SELECTS[0]))
     if blocks:

@@ -114,6 +114,7 @@ class DriftCheck:
             "sampling/drift_trend": self.trend,
             "sampling/weight_sync_seconds": self.sampler.sync_seconds,
             "sampling/weight_sync_mib": self.sampler.sync_bytes / 2**20,
+            **({} if (share := self.sampler.push_rounding) is None else {"sampling/push_rounding": share}),
         }
 
     def add(self, drift: Drift) -> None:

@@ -6,21 +6,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from accelerate.utils.other import get_free_port
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from trl.extras.profiling import ProfilingContext
 from trl.generation import vllm_generation
 
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.errors import ServerLost
+from grpo_ext.config.vllm import sharded_problem
+from grpo_ext.errors import ABSENT, ConfigError, ServerLost
 from grpo_ext.rollout.vllm.client import EMPTY_ANSWER, Client, ServerTrouble
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
 from grpo_ext.rollout.vllm.server import (
@@ -31,6 +30,8 @@ from grpo_ext.rollout.vllm.server import (
     mismatches,
     server_facts,
 )
+from grpo_ext.rollout.vllm.unpushable import unpushable
+from grpo_ext.rollout.vllm.weights import Rounding, effective_weights, is_quantised
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,12 @@ def _engine_settings(dtype: str, options: Mapping[str, Any]) -> Iterator[None]:
         settings["enforce_eager"] = True
         keep_weights_in_place()
     threads, engine = torch.get_num_threads(), vllm_generation.LLM
-    with temporarily(vllm_generation, LLM=lambda **given: engine(**given | settings | options)):
+    # TRL would quantize the engine as the policy is, and such an engine takes no weights that are pushed unpacked.
+    with temporarily(
+        vllm_generation,
+        LLM=lambda **given: engine(**given | settings | options),
+        is_bitsandbytes_available=lambda: False,
+    ):
         yield
     torch.set_num_threads(threads)
 
@@ -92,6 +98,7 @@ class Generation(vllm_generation.VLLMGeneration):
         self.sync_bytes = 0
         self.pushing: Callable[[], AbstractContextManager[None]] = nullcontext  # the trainer's timer
         self._seeds: list[int] | None = None
+        self._rounding: Rounding | None = None
         super().__init__(*args, **kwargs)
 
     @property
@@ -102,7 +109,7 @@ class Generation(vllm_generation.VLLMGeneration):
         cast_head = None if head is None else head.weight
         return next(p.dtype for p in model.parameters() if p.is_floating_point() and p is not cast_head)
 
-    @property
+    @cached_property
     def sampler_dtype(self) -> torch.dtype:
         """Dtype in which the engine computes."""
         if self.mode == "colocate":
@@ -114,14 +121,28 @@ class Generation(vllm_generation.VLLMGeneration):
         return cast(torch.dtype, getattr(torch, str(_broadcast(name)).removeprefix("torch.")))
 
     def _init_vllm(self) -> None:
+        self._check_policy()
         if self.mode == "server":
             self._on_main(self._connect)
+            logger.debug(f"The vLLM server computes in {self.sampler_dtype}")  # known on all processes from here on
             return
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
         os.environ.setdefault("MASTER_PORT", str(get_free_port()))
         with _engine_settings(dtype, self.engine_kwargs):
             super()._init_vllm()
+
+    def _check_policy(self) -> None:
+        """Check that the engine can be given this policy.
+
+        Raises:
+            ConfigError: it would sample from another one.
+        """
+        problems = [*unpushable(self.model)]
+        if is_quantised(self.model) and (self._dist.is_fsdp or self._dist.is_zero3):
+            problems.append(sharded_problem("quantization_config", ABSENT))
+        if problems:
+            raise ConfigError(problems)
 
     def _connect(self) -> None:
         url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
@@ -239,25 +260,21 @@ class Generation(vllm_generation.VLLMGeneration):
         return (trouble or ServerTrouble("")) if failed else None
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        sharded = self._dist.is_fsdp or self.accelerator.distributed_type == "DEEPSPEED"
-        model: Any = self.model
-        merged = is_peft_model(model) and not sharded
-        for name, param in self._merged_params(model) if merged else super()._iter_named_params():
+        if is_peft_model(self.model) or is_quantised(self.model):
+            self._rounding = Rounding()
+            named = effective_weights(
+                self.model, self.sampler_dtype, self._rounding, self._dist.gather_params, self.accelerator.device
+            )
+        else:
+            named = super()._iter_named_params()
+        for name, param in named:
             self.sync_bytes += param.nbytes
-            yield name, param
+            yield self._fix_param_name_to_vllm(name), param
 
-    def _merged_params(self, model: PeftModel) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights with their adapters merged, one at a time; the base weights do not change by a bit."""
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-        for name, param in list(model.named_parameters()):
-            if model.prefix in name or "original_module" in name or ".modules_to_save.ref." in name:
-                continue
-            parts = name.split(".")
-            owners = (".".join(parts[:i]) for i, part in enumerate(parts) if part == "base_layer")
-            around = [layers[owner] for owner in owners if owner in layers]
-            value = merged_value(around, name.rpartition(".base_layer.")[2]) if around else param.data
-            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
-            yield self._fix_param_name_to_vllm(plain, extra_prefixes=["modules_to_save.default."]), value
+    @property
+    def push_rounding(self) -> float | None:
+        """Share of the adapters' update that the last push lost by rounding; None without adapters."""
+        return None if self._rounding is None else self._rounding.share
 
     # Completions.
 
@@ -362,22 +379,3 @@ def _each_seeded(
     for params, seed in zip(each, seeds, strict=True):
         params.seed = seed
     return generate(prompts, sampling_params=each, **options)
-
-
-def merged_value(layers: Sequence[BaseTunerLayer], name: str) -> Tensor:
-    """Return a weight of the module that nested `layers` adapt, with all their adapters merged.
-
-    The module's own weights are restored: merging replaces quantised weights and changes others in place.
-    """
-    base = layers[0].get_base_layer()
-    kept = [(key, weight, weight.detach().clone()) for key, weight in base.named_parameters()]
-    for layer in layers:
-        layer.merge()
-    value = base.get_parameter(name).detach().clone()
-    for layer in reversed(layers):
-        layer.unmerge()
-    for key, weight, data in kept:
-        owner, _, leaf = key.rpartition(".")
-        setattr(base.get_submodule(owner), leaf, weight)
-        weight.data.copy_(data)
-    return value
