@@ -195,7 +195,8 @@ def test_the_table_classifies_changes_of_everything_on_record():
 def test_what_replay_and_verify_fix_is_allowed(use):
     values = values_for(use)
     config = GRPOExtConfig(**CPU | values)
-    assert {name: getattr(config, name) for name in values} == values
+    derived = {"report_to", "generation_batch_size"}  # transformers and TRL replace "none" and None
+    assert all(getattr(config, name) == value for name, value in values.items() if name not in derived)
 
 
 BOUNDED = {name: row.within for name, row in SETTINGS.items() if row.within and name in STOCK.keys() | OURS}
