@@ -69,7 +69,9 @@ class SamplerRule:
 
     def describe(self) -> str:
         """Return the rule in words, such as "token ratio up to 2 (truncate)"."""
-        bounds = [f"{word} {value:g}" for word, value in (("from", self.lower), ("up to", self.upper)) if value is not None]
+        bounds = [
+            f"{word} {value:g}" for word, value in (("from", self.lower), ("up to", self.upper)) if value is not None
+        ]
         within = [*bounds, f"({self.action})"] if bounds else []
         return " ".join([self.level, self.statistic, *within, *(["normalized"] if self.normalize else [])])
 
