@@ -197,7 +197,9 @@ def _class_problems(name: str, config: PreTrainedConfig) -> Iterator[Problem]:
 def _loading_options() -> set[str]:
     """Return the options of `from_pretrained` beside the fields of a model's configuration, as its source has them."""
     methods = PreTrainedModel.from_pretrained, AutoModelForCausalLM.from_pretrained
-    taken = re.findall(r'kwargs\.(?:pop|get|setdefault)\(\s*"(\w+)"', "".join(map(inspect.getsource, methods)))
+    taken = re.findall(
+        r'kwargs\.(?:pop|get|setdefault)\(\s*"(\w+)"', "".join(inspect.getsource(method) for method in methods)
+    )
     named = (name for method in methods for name in inspect.signature(method).parameters)
     return {*taken, *named, "low_cpu_mem_usage", "offload_state_dict"}
 

@@ -103,6 +103,7 @@ _TABLE = rules(
         "NPROC_PER_NODE nproc_per_node": "* num_processes | of each machine",
         "NNODES": "* num_processes = 1 | times NPROC_PER_NODE",
         "CUDA_VISIBLE_DEVICES": "- | export it before the start",
+        "colocate_groups": "* vllm_mode | colocate",
         "chord_*": "? | the objective is another one: supervised rows beside the rollouts",
         "teacher_*": "? | the objective is another one: a teacher's distribution",
         "*_teacher_model": "- | of the teacher",
@@ -112,12 +113,19 @@ _ESTIMATORS = {"rloo": "loo", "reinforce_plus_plus": "reinforce_pp_baseline"}
 _FLASH = dict.fromkeys(("flash", "flash_attn"), "flash_attention_2")
 
 
+def _flatten(d: Draft) -> None:
+    """Bring the sections of its ray YAML to the top."""
+    for section in ("train", "rollout"):
+        if isinstance(inner := d.given.get(section), dict):
+            d.given = {k: v for k, v in d.given.items() if k != section} | inner
+
+
 def _launch(d: Draft) -> None:
     if "NPROC_PER_NODE" in d.given:
         of = "NPROC_PER_NODE", "NNODES"
         d.set("num_processes", int(d.get(of[0])) * int(d.get(of[1])), of=of)
-    elif isinstance(d.get("nproc_per_node"), int):
-        d.copy("num_processes", "nproc_per_node")
+    elif processes := next((name for name in ("gpus", "nproc_per_node") if isinstance(d.get(name), int)), None):
+        d.copy("num_processes", processes)
     shared.set_zero_stage(d, exact=True)
     size, step = d.get("micro_batch_size"), d.get("global_batch_size")
     if not size:  # its Megatron side counts a step in completions of all GPUs
@@ -273,6 +281,8 @@ def _sampler(d: Draft) -> None:
         d.set("vllm_importance_sampling_correction", True, of="rollout_importance_sampling_mode")
         d.set("vllm_importance_sampling_mode", mode)
         d.copy("vllm_importance_sampling_clip_max", "rollout_importance_sampling_threshold")
+    if isinstance(groups := d.get("colocate_groups"), list) and groups:
+        d.set("vllm_mode", "colocate")
 
 
 def _finish(d: Draft) -> None:
@@ -301,7 +311,7 @@ def _finish(d: Draft) -> None:
 SWIFT = Translation(
     "ms-swift",
     _TABLE,
-    (_launch, _model, _data, _loss, _rewards, _sampler),
+    (_flatten, _launch, _model, _data, _loss, _rewards, _sampler),
     versions=("4.0", "4.1", "4.6"),
     defaults={
         "lr_scheduler_type": "cosine",
