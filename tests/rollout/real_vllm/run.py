@@ -132,10 +132,9 @@ def main(output: Path, settings: dict) -> None:
     )
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
     if settings["mode"] == "colocate":
-        config = trainer.vllm_generation.llm.llm_engine.vllm_config
-        spec = config.speculative_config
-        found = {"cache": config.cache_config.cache_dtype, "batched": config.scheduler_config.max_num_batched_tokens}
-        (output / "engine.json").write_text(json.dumps(found | {"spec": spec and spec.method}))
+        sizes = trainer.vllm_generation.llm.llm_engine.vllm_config.scheduler_config
+        found = {"batched": sizes.max_num_batched_tokens, "sequences": sizes.max_num_seqs}
+        (output / "engine.json").write_text(json.dumps(found))
     if settings.get("sync") is False:
         trainer.vllm_generation.sync_weights = lambda: None
     if settings.get("adapter_pushed") is False:
