@@ -352,7 +352,8 @@ def test_each_mismatch_is_named(field, value, message):
 CONFIG = {
     "cache_config": {"cache_dtype": "auto", "block_size": 16},
     "scheduler_config": {"max_num_seqs": 8},
-    "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "model": None},
+    "compilation_config": {"mode": 3, "backend": "inductor"},
+    "speculative_config": None,
 }
 
 
@@ -361,14 +362,19 @@ CONFIG = {
     [
         ({"max_num_seqs": 8, "kv_cache_dtype": "auto", "enable_dbo": True}, []),
         ({"kv_cache_dtype": "fp8"}, ["vllm_engine_kwargs.kv_cache_dtype='fp8': the server has 'auto'"]),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, []),
-        ({"speculative_config": {"method": "suffix"}, "max_num_seqs": 4}, ["the server has {", "the server has 8"]),
+        ({"compilation_config": {"mode": 3}}, []),
+        ({"compilation_config": {"mode": 0}, "max_num_seqs": 4}, ["the server has {", "the server has 8"]),
     ],
 )
 def test_options_of_the_engine_are_compared_with_what_the_server_reports(options, differing):
     found = list(map(str, engine_mismatches(options, CONFIG)))
     assert len(found) == len(differing)
     assert all(words in problem for words, problem in zip(differing, found, strict=True))
+
+
+def test_a_server_that_speculates_is_reported():
+    (found,) = engine_mismatches({}, CONFIG | {"speculative_config": {"method": "ngram"}})
+    assert str(found).startswith("speculative_config={'method': 'ngram'}: vLLM's CPU build draws drafted tokens at")
 
 
 def test_a_model_is_the_same_by_another_path(tmp_path, monkeypatch):
@@ -414,11 +420,11 @@ def test_a_server_gets_the_flags_that_its_recipe_needs(model):
 
 @needs_vllm
 def test_options_of_the_engine_are_words_of_the_servers_command(model):
-    options = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "speculative_config": {"method": "suffix"}}
+    options = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "compilation_config": {"mode": 0}}
     found = serve.command(packaged(model, vllm_engine_kwargs=json.dumps(options)), "127.0.0.1", 8000)
     assert found[-5:] == [
         *("--kv-cache-dtype", "fp8", "--no-enable-prefix-caching"),
-        *("--speculative-config", '{"method": "suffix"}'),
+        *("--compilation-config", '{"mode": 0}'),
     ]
 
 

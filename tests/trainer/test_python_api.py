@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig, LlamaForSequenceClassification, Mxfp4Config, QuantoConfig
 
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
@@ -305,6 +306,15 @@ def test_a_stream_without_columns_is_taken_as_it_is(tmp_path, caplog):
     one = trainer(tmp_path, ["test_python_api:half"], stream)
     assert one.train_dataset is not None
     assert "cannot score any row" not in caplog.text
+
+
+@pytest.mark.parametrize("adapted_by", ["peft_config", "model"])
+def test_a_cast_head_that_an_adapted_model_ties_is_refused(tmp_path, adapted_by):
+    model, lora = tiny.model(tie_word_embeddings=True), LoraConfig(task_type="CAUSAL_LM")
+    given = {"peft_config": lora} if adapted_by == "peft_config" else {}
+    args = GRPOExtConfig(str(tmp_path), **tiny.TRAINING, cast_lm_head_to_fp32=True)
+    with pytest.raises(ConfigError, match="cast_lm_head_to_fp32=True: TRL cannot cast"):
+        GRPOExtTrainer(model if given else get_peft_model(model, lora), tiny.count_a, args, tiny.prompts(), **given)
 
 
 @pytest.mark.parametrize("said_by", ["quantization_config", "model"])

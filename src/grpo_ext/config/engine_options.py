@@ -33,6 +33,8 @@ _OF_PROCESSES = ("distributed_executor_backend", "pipeline_parallel_size", "nnod
 """Options of the processes of an engine; a colocated one runs in the trainer's."""
 QUANTIZES = ("quantization", "quantization_config")
 """Options that quantize the weights of the engine."""
+SPECULATION = "vLLM's CPU build draws drafted tokens at a wrong temperature (vllm#55005), and no GPU has been measured"
+"""Why speculative decoding is refused: samples and their log-probabilities are not the policy's."""
 
 
 def given_options(config: GRPOExtArguments) -> Mapping[str, Any]:
@@ -74,6 +76,8 @@ def _refused(key: str, config: GRPOExtArguments) -> tuple[str, str] | None:
         return f"{setting} controls it", f"Set {setting} instead."
     if key == "logprobs_mode":
         return "the correction needs log-probabilities after temperature and truncation", "Remove it."
+    if key.startswith("spec_") or key == "speculative_config":
+        return SPECULATION, "Remove it."
     if colocated and (key in _OF_PROCESSES or key.startswith("data_parallel_")):
         return "a colocated engine runs in the trainer's processes", "Remove it, or set vllm_mode: server."
     if key in QUANTIZES and (colocated or config.use_cpu):

@@ -126,6 +126,7 @@ class GRPOExtTrainer(GeneratingTrainer):
             eval_dataset,
             environments,
             quantization_config=quantization_config,
+            peft_config=peft_config,
             reward_workers=reward_workers,
             rollouts=rollouts,
         )

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
+from grpo_ext.config.precision import head_problems
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.vllm import leaves_packed, packs_while_loading, quantized_problem
 from grpo_ext.data.given import Checked, as_dataset, prompt_problems
@@ -87,6 +88,7 @@ def prepare(
     environments: Sequence[Any] | None,
     *,
     quantization_config: object,
+    peft_config: object,
     reward_workers: int | None,
     rollouts: Mapping[str, Any],
 ) -> Prepared:
@@ -116,6 +118,8 @@ def prepare(
         of_rows = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
         problems += dict.fromkeys(problem for found in of_rows for problem in found)
     problems += quantized_problems(args, model, quantization_config)
+    tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+    problems += head_problems(args, tied=tied, adapted=peft_config is not None or isinstance(model, PeftModel))
     if reward_funcs or not factory:
         own = environment_reward(specs)
         reward_funcs, args = prepare_rewards(reward_funcs, args, reward_workers, train_dataset, own, problems)

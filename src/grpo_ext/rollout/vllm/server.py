@@ -8,6 +8,7 @@ from typing import Any
 
 import requests
 
+from grpo_ext.config.engine_options import SPECULATION
 from grpo_ext.errors import Problem
 
 PROBE = "The answer is 42. <think> x^2 ≠ ½ </think> 答案"
@@ -116,8 +117,11 @@ _REPORTED_AS = {"kv_cache_dtype": "cache_dtype"}
 def engine_mismatches(options: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each option of a recipe that a server reports with another value.
 
-    Its report has the options of the engine in sections; those that it does not have are not compared.
+    Its report has the options of the engine in sections; those that it does not have are not compared. Speculative
+    decoding, which no recipe may ask for, is a problem too.
     """
+    if drafts := config.get("speculative_config"):
+        yield Problem("speculative_config", drafts, SPECULATION, "Start the server without it.")
     sections = [config, *(section for section in config.values() if isinstance(section, Mapping))]
     for key, wanted in options.items():
         name = _REPORTED_AS.get(key, key)
