@@ -25,7 +25,7 @@ WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED=$(abspath $(VENV))/deepspeed
 QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-grid bench-vllm bench-losses bench-splits bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults bench-migrate bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-grid bench-vllm bench-losses bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults bench-migrate bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -50,6 +50,7 @@ help:
 	@echo "make bench-game    train the quickstart that plays a game and write benchmarks/game.md"
 	@echo "make bench-credit  count the episodes that credit by turn needs, beside GRPO, and write benchmarks/turn_credit.md"
 	@echo "make bench-splits  check every loss's gradient under every split and engine, and rewrite docs/launching.md's table"
+	@echo "make bench-sampler compare corrections of the sampler, and rewrite docs/vllm.md's tables"
 	@echo "make bench-faults  plant faults in real runs, see what grpo-ext diagnose names, and rewrite docs/troubleshooting.md's table"
 	@echo "make bench-trl CLONE=FOLDER  run TRL's own GRPO tests, from the clone of TRL in FOLDER, on grpo-ext and on stock TRL"
 	@echo "make bench-migrate CLONES=FOLDER  migrate all GRPO files of the clones in FOLDER, and rewrite docs/migrating.md's table"
@@ -198,6 +199,11 @@ bench-trl: install
 
 bench-migrate: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/migrate.py $(CLONES) --write
+	$(BIN)/python docs/tables.py
+
+bench-sampler: install
+	@echo "bench-sampler: bias, gradient by length, and training with int8 weights; minutes"
+	$(QUIET_ENV) $(BIN)/python benchmarks/sampler_correction.py
 	$(BIN)/python docs/tables.py
 
 bench-splits: install-deepspeed

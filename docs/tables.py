@@ -319,6 +319,45 @@ def planted_table() -> str:
     )
 
 
+def sampler_results() -> dict[str, Any]:
+    """Return the results of `make bench-sampler`."""
+    found: dict[str, Any] = json.loads((RESULTS / "sampler_correction.json").read_text())
+    return found
+
+
+def sampler_kept_table() -> str:
+    """Return a table of the share of the gradient that is left, by noise and length."""
+    rows, lengths = [], {row["tokens"]: f"{row['tokens']:,}" for row in sampler_results()["kept"]}
+    for deviation in dict.fromkeys(row["deviation"] for row in sampler_results()["kept"]):
+        of_it = [row for row in sampler_results()["kept"] if row["deviation"] == deviation]
+        for title, key in (("TRL's default", "stock"), ("ours", "ours")):
+            rows.append((f"{deviation:g} nats, {title}", *(f"{row[key]:.2f}" for row in of_it)))
+    return table(("tokens", *lengths.values()), rows)
+
+
+def sampler_bias_table() -> str:
+    """Return a table of the relative error of the expected gradient, by rule and distance of the sampler."""
+    found = sampler_results()
+    shown = [(row["rule"], *("0" if x < 1e-12 else f"{x:.2g}" for x in row["bias"])) for row in found["bias"]]
+    return table(("rule", *(f"logits off by {x:g}" for x in found["distances"])), shown)
+
+
+def sampler_training_table() -> str:
+    """Return a table of what a model learned with each rule, by length of its answers."""
+    runs = sampler_results()["runs"]
+    lengths = list(dict.fromkeys(run["tokens"] for run in runs))
+    rows = []
+    for rule in dict.fromkeys(run["rule"] for run in runs):
+        cells = []
+        for length in lengths:
+            of_it = [run for run in runs if (run["rule"], run["tokens"]) == (rule, length)]
+            cells.append(", ".join(f"{run['right']:.2f}" for run in of_it))
+            cells.append(f"{sum(run['weight'] for run in of_it) / len(of_it):.2f}")
+        rows.append((rule, *cells))
+    heads = [text.format(length) for length in lengths for text in ("right tokens, {:,} long", "mean weight")]
+    return table(("rule", *heads), rows)
+
+
 HEALTHY = {
     "loss": "near 0 on-policy, of either sign; not a measure of learning",
     "grad_norm": "above 0 if a group has an advantage; 0 means that this step changed no weight",
@@ -409,6 +448,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "figures": figure_table,
     "planted": planted_table,
     "healthy": healthy_table,
+    "sampler_kept": sampler_kept_table,
+    "sampler_bias": sampler_bias_table,
+    "sampler_training": sampler_training_table,
     "textarena": textarena_table,
     "migrated": migrated_table,
     "defaults_of_trl": trl_defaults,

@@ -139,7 +139,7 @@ def _problems_of_copy(settled: GRPOExtConfig, **changes) -> list[str]:
 
 NOW_AS_THE_ROW_SAYS = {
     *("importance_sampling_level", "epsilon", "use_bias_correction_kl", "scale_rewards"),
-    *("multi_objective_aggregation", "disable_dropout"),
+    *("multi_objective_aggregation", "disable_dropout", "vllm_importance_sampling_mode"),
 }
 """TRL's fields whose default is None here: "as the row says"."""
 OURS = {
@@ -148,7 +148,7 @@ OURS = {
     *("advantage_estimator", "advantage_kwargs", "missing_rewards", "loss_aggregation"),
     *("loss_aggregation_kwargs", "dynamic_sampling", "dynamic_sampling_max_rounds"),
     *("completion_length_counts", "environment_waves", "rollout_engine", "vllm_weight_transfer"),
-    *("vllm_dtype", "vllm_engine_kwargs", "rollout_drift", "rollout_drift_action"),
+    *("vllm_dtype", "sampler_correction", "old_logps", "vllm_engine_kwargs", "rollout_drift", "rollout_drift_action"),
 }
 
 

@@ -14,12 +14,12 @@ FP8 = VLLM | {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}
     ("settings", "weights", "line", "differs"),
     [
         (CPU, "float32", "trainer: float32 weights | sampler: transformers, the trainer's own weights, float32", []),
-        (VLLM, "bfloat16", "trainer: bfloat16 weights | sampler: vLLM colocate, bfloat16", []),
+        (VLLM, "bfloat16", "trainer: bfloat16 weights | sampler: vLLM colocate, bfloat16", ["correction"]),
         (
             VLLM | {"bf16": True, "cast_lm_head_to_fp32": True},
             "float32",
             "trainer: float32 weights, computed in bfloat16, float32 LM head | sampler: vLLM colocate, bfloat16",
-            ["weights", "LM head"],
+            ["weights", "LM head", "correction"],
         ),
         (
             FP8 | {"vllm_dtype": "float16", "vllm_importance_sampling_correction": False},
@@ -33,6 +33,30 @@ def test_the_formats_and_what_differs_by_them(settings, weights, line, differs):
     config = GRPOExtConfig(**settings)
     assert precision(config, weights) == line
     assert [name for name, _ in expected_differences(config, weights)] == ["kernels", *differs]
+
+
+REJECT = {"level": "geometric", "statistic": "k1", "lower": -0.01, "upper": 0.01, "action": "reject"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "token ratio up to 2 (truncate)"),
+        (
+            {"sampler_correction": [{"normalize": True}, REJECT]},
+            "token ratio normalized; geometric k1 from -0.01 up to 0.01 (reject)",
+        ),
+        (
+            {"loss_defaults": "trl"},
+            "sequence ratio up to 3 (mask); a bound on a sum or product over tokens takes the gradient of long "
+            "completions",
+        ),
+        ({"old_logps": "sampler"}, "none: the loss takes its ratio to the sampler (old_logps)"),
+        ({"vllm_importance_sampling_correction": False}, "off: these differences bias the gradient"),
+    ],
+)
+def test_check_names_the_correction_and_what_it_costs(settings, line):
+    assert dict(expected_differences(GRPOExtConfig(**VLLM, **settings), "float32"))["correction"] == line
 
 
 def test_a_coarse_sampler_without_the_correction_is_warned_of():

@@ -169,7 +169,7 @@ def test_with_vllm(corrected, windows, folders, tmp_path, log_ratios):
     assert_on_policy(trainer, log_ratios)
     generations = 4 * trainer.args.gradient_accumulation_steps // trainer.args.steps_per_generation
     assert trainer._drift.shown == [0] * (generations // trainer.args.num_iterations)
-    assert ("sampling/importance_sampling_ratio/mean" in trainer.state.log_history[0]) is corrected
+    assert ("sampling/kept" in trainer.state.log_history[0]) is corrected
 
 
 # What it costs, and what it is.

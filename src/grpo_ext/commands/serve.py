@@ -69,7 +69,7 @@ def wanted(recipe: Recipe) -> Wanted:
         model=base_path(recipe),
         max_model_len=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
         dtype=None if dtype == "auto" else dtype,
-        logprobs_mode="processed_logprobs" if c.vllm_importance_sampling_correction else None,
+        logprobs_mode="processed_logprobs" if c.sampler_rules or c.old_logps == "sampler" else None,
         weight_transfer=transfer_engine(recipe),
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
     )

@@ -11,6 +11,7 @@ from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import Objective, resolve
+from grpo_ext.objective.sampler_correction import DEFAULT, SamplerRule, trl_rule
 
 KWARGS = ("loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs")
 """Fields that hold the options of a function."""
@@ -25,7 +26,7 @@ def _field(default: object, meaning: str) -> Any:
 class GRPOExtArguments(GRPOConfig):
     """`GRPOExtConfig` without its checks, for the rules that check it."""
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, *KWARGS, "vllm_engine_kwargs"]  # noqa: RUF012
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, *KWARGS, "vllm_engine_kwargs", "sampler_correction"]  # noqa: RUF012
 
     loss_type: str = _field(
         GRPOConfig.loss_type,
@@ -132,6 +133,23 @@ class GRPOExtArguments(GRPOConfig):
         "dtype of the sampler's weights: 'float32', 'bfloat16', 'float16' or 'auto' (default), the one "
         "that the trainer computes in.",
     )
+    sampler_correction: dict | str | list | None = _field(
+        None,
+        "What corrects for a vLLM that is not quite the policy: {level, statistic, lower, upper, action, normalize}, "
+        "or a list of such blocks. None (default): {level: token, upper: 2.0}, truncated token ratios; with TRL's "
+        "names, or with `loss_defaults` 'trl', TRL's.",
+    )
+    vllm_importance_sampling_mode: str | None = _field(  # type: ignore[assignment]
+        None,
+        "TRL's name for `sampler_correction`: level and action of a block, such as 'token_truncate'; bounds are "
+        "`vllm_importance_sampling_clip_min` and `_max`.",
+    )
+    old_logps: str = _field(
+        "recomputed",
+        "The log-probabilities that the loss's ratio is taken to: 'recomputed' (default), those of the policy that "
+        "was pushed, by its own forward; 'sampler', those that vLLM returned, without that forward and without "
+        "`sampler_correction`.",
+    )
     vllm_engine_kwargs: dict | str | None = _field(
         None,
         "Further options of vLLM's engine, as its `EngineArgs` names them, such as {'kv_cache_dtype': 'fp8'}. With "
@@ -204,6 +222,27 @@ class GRPOExtArguments(GRPOConfig):
     def zero_advantages_skipped(self) -> bool:
         """`skip_zero_advantages`, settled."""
         return self.loss_defaults == "paper" if self.skip_zero_advantages is None else self.skip_zero_advantages
+
+    @property
+    def trl_sampler_mode(self) -> str | None:
+        """The mode of TRL's correction of the sampler, or None where it is not TRL's."""
+        name = "vllm_importance_sampling_"
+        given = [getattr(self, name + bound) for bound in ("clip_min", "clip_max", "cap")] != [None, 3.0, None]
+        stock = self.sampler_correction is None and (given or self.loss_defaults == "trl")
+        return self.vllm_importance_sampling_mode or (GRPOConfig.vllm_importance_sampling_mode if stock else None)
+
+    @property
+    def sampler_rules(self) -> tuple[SamplerRule, ...]:
+        """`sampler_correction`, settled; empty where nothing corrects the sampler."""
+        if not self.vllm_importance_sampling_correction or self.old_logps == "sampler":
+            return ()
+        if (mode := self.trl_sampler_mode) is not None:
+            bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+            return (trl_rule(mode, *(None if bound is None else float(bound) for bound in bounds)),)
+        if (given := self.sampler_correction) is None:
+            return DEFAULT
+        blocks = cast(list[dict[str, Any]], given if isinstance(given, list | tuple) else [given])
+        return tuple(SamplerRule(**{k: v for k, v in block.items() if v is not None}) for block in blocks)
 
     @property
     def sampler_dtype(self) -> str:

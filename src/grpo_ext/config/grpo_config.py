@@ -97,9 +97,10 @@ class GRPOExtConfig(GRPOExtArguments):
 
     def _decode_json(self) -> Iterator[Problem]:
         """Read our dict fields from JSON text; yield what cannot be read."""
-        for name in (*KWARGS, "liger_kernel_config"):
+        for name in (*KWARGS, "liger_kernel_config", "sampler_correction"):
             text = getattr(self, name)
-            if not isinstance(text, str) or not text.startswith("{"):
+            begins = ("{", "[") if name == "sampler_correction" else "{"  # it may be a list of blocks
+            if not isinstance(text, str) or not text.startswith(begins):
                 continue
             try:
                 setattr(self, name, json.loads(text))

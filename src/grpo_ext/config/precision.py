@@ -64,8 +64,17 @@ def expected_differences(config: GRPOExtArguments, weights: str) -> Iterator[tup
         yield "LM head", f"float32 in the trainer, {dtype} in the sampler"
     for key, value in coarse_options(config).items():
         yield key, f"{value}: the sampler is another distribution, which the correction must account for"
-    if not config.vllm_importance_sampling_correction:
-        yield "correction", "off: these differences bias the gradient"
+    yield "correction", _correction(config)
+
+
+def _correction(config: GRPOExtArguments) -> str:
+    if config.old_logps == "sampler":
+        return "none: the loss takes its ratio to the sampler (old_logps)"
+    if not (rules := config.sampler_rules):
+        return "off: these differences bias the gradient"
+    long = any(rule.level == "sequence" and (rule.lower, rule.upper) != (None, None) for rule in rules)
+    cost = "; a bound on a sum or product over tokens takes the gradient of long completions" if long else ""
+    return "; ".join(rule.describe() for rule in rules) + cost
 
 
 def head_problems(config: GRPOExtArguments, *, tied: bool, adapted: bool) -> Iterator[Problem]:

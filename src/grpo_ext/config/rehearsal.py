@@ -188,9 +188,8 @@ def _loss(objective: Objective, config: GRPOExtArguments) -> None:
 
 def _sampler(config: GRPOExtArguments) -> Tensor | None:
     """Return the sampler's importance ratio, where the run will have one."""
-    if not (config.use_vllm and config.vllm_importance_sampling_correction):
-        return None
-    return torch.ones(ROWS, 1 if config.vllm_importance_sampling_mode.startswith("sequence") else TIME)
+    rules = config.sampler_rules if config.use_vllm else ()
+    return torch.ones(ROWS, TIME if any(rule.by_token for rule in rules) else 1) if rules else None
 
 
 def _token_credit(objective: Objective, config: GRPOExtArguments) -> None:

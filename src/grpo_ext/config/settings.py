@@ -120,13 +120,19 @@ SETTINGS: dict[str, Setting] = {
         entropy_coef_delta=Setting(NOT_NEGATIVE),
         entropy_target=Setting(NOT_NEGATIVE),
         router_aux_loss_coef=Setting(NOT_NEGATIVE),
+        old_logps=Setting(choices=("recomputed", "sampler")),
+        in_one_step=True,
+    ),
+    # The sampler's correction: a recorded batch has its weights.
+    **_group(
+        Change.ANOTHER_RUN,
+        "sampler_correction",
         vllm_importance_sampling_mode=Setting(
             choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
         ),
         vllm_importance_sampling_cap=Setting(_POSITIVE),
         vllm_importance_sampling_clip_max=Setting(_POSITIVE),
         vllm_importance_sampling_clip_min=Setting(NOT_NEGATIVE),
-        in_one_step=True,
     ),
     # How the policy and its reference compute, which the loss of one step depends on too.
     **_group(

@@ -12,7 +12,6 @@ from grpo_ext.config.launch import world_size
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import Conflict, Rule
 from grpo_ext.errors import Problem
-from grpo_ext.objective.losses import find
 
 
 def quantized_problem(setting: str, value: object) -> Problem:
@@ -64,28 +63,6 @@ def _quantized(config: GRPOExtArguments) -> Iterator[Problem]:
         yield quantized_problem("model_init_kwargs.quantization_config", f"{given!r:.80}")
 
 
-def _no_bounds(config: GRPOExtArguments) -> Iterator[Problem]:
-    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
-    mode, bounds = config.vllm_importance_sampling_mode, (low, high, config.vllm_importance_sampling_cap)
-    if config.vllm_importance_sampling_correction and all(bound is None for bound in bounds):
-        yield Problem(
-            "vllm_importance_sampling_mode",
-            mode,
-            f"it {mode.rpartition('_')[2]}s ratios outside of bounds, but neither vllm_importance_sampling_clip_min "
-            "nor vllm_importance_sampling_clip_max is set",
-            "Set one.",
-        )
-
-
-def _sampler_level(config: GRPOExtArguments) -> Iterator[Problem]:
-    mode = config.vllm_importance_sampling_mode
-    corrected = config.use_vllm and config.vllm_importance_sampling_correction
-    if corrected and mode.partition("_")[0] not in (levels := find(config.loss_type).sampler_levels):
-        reason = f"{config.loss_type} takes the correction per {levels[0]}"
-        cure = f"Set '{levels[0]}_truncate' or '{levels[0]}_mask'."
-        yield Problem("vllm_importance_sampling_mode", mode, reason, cure)
-
-
 def _server(config: GRPOExtArguments) -> bool:
     return bool(config.use_vllm) and config.vllm_mode == "server"
 
@@ -106,7 +83,7 @@ def _context(config: GRPOExtArguments) -> Iterator[Problem]:
 
 
 VLLM_RULES: tuple[Rule, ...] = (
-    *(_quantized, _no_bounds, _sampler_level, _context, *ENGINE_OPTION_RULES),
+    *(_quantized, _context, *ENGINE_OPTION_RULES),
     Conflict(
         "vllm_weight_transfer use_cpu",
         lambda c: c.use_cpu and c.vllm_weight_transfer == "nccl" and _server(c),
@@ -131,15 +108,5 @@ VLLM_RULES: tuple[Rule, ...] = (
         "it does not divide the {c.world_size} processes, which colocated engines share",
         "Set it to a divisor, or vllm_mode: server.",
     ),
-    Conflict(
-        "vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max",
-        lambda c: (
-            (low := c.vllm_importance_sampling_clip_min) is not None
-            and (high := c.vllm_importance_sampling_clip_max) is not None
-            and low >= high
-        ),
-        "the lower bound is not below the upper one",
-        "Swap them.",
-    ),
 )
-"""Settings of colocated engines, of a server, and of the correction of the sampler."""
+"""Settings of colocated engines and of a server."""

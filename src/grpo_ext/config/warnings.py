@@ -13,7 +13,7 @@ from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
 
 _SWITCHES: dict[str, tuple[str, ...]] = {
-    "use_vllm: true": ("vllm_", "rollout_drift", "rollout_drift_action"),
+    "use_vllm: true": ("vllm_", "rollout_drift", "rollout_drift_action", "sampler_correction", "old_logps"),
     "vllm_mode: server": ("vllm_server_", "vllm_group_port", "vllm_weight_transfer"),
     "vllm_mode: colocate": ("vllm_enable_sleep_mode",),
     "vllm_importance_sampling_correction: true": (

@@ -137,6 +137,7 @@ class RecordedBatches:
         if processes not in (1, len(contents)):
             reason = f"it was recorded by {len(contents)} processes, and {processes} train"
             raise _refusal(steps[step], reason, "Start as many, or one.")
+        _check_weights(trainer.args, contents[0], steps[step])
         generation = restored(trainer, contents if processes == 1 else contents[rank : rank + 1])
         check_credit(trainer.objective, generation.micro_batches)
         found, expected = len(generation.micro_batches), trainer.args.gradient_accumulation_steps
@@ -144,6 +145,18 @@ class RecordedBatches:
             reason = f"it holds {found} micro-batches for a process, and gradient_accumulation_steps is {expected}"
             raise _refusal(steps[step], reason, f"Set it to {found}.")
         return generation
+
+
+def _check_weights(args: GRPOExtConfig, content: Content, folder: Path) -> None:
+    """Refuse a correction of the sampler other than the recorded one, whose weights are in the batches.
+
+    Raises:
+        ConfigError: it differs.
+    """
+    recorded = GRPOExtConfig.as_given(content["settings"]).sampler_rules
+    if args.use_vllm and recorded != args.sampler_rules:
+        reason = f"its weights correct the sampler by {recorded or 'no rule'}, and these settings have another rule"
+        raise _refusal(folder, reason, "Set sampler_correction as the recorded run did.")
 
 
 def whole(folder: Path) -> list[Content]:

@@ -33,6 +33,7 @@ from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, row_record
 from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.recording import with_rewards
 from grpo_ext.trainer.reward_collector import RewardCollector
+from grpo_ext.trainer.sampling import correct_sampler
 
 
 class GeneratingTrainer(Lifecycle):
@@ -51,6 +52,7 @@ class GeneratingTrainer(Lifecycle):
     _times: StepTimes
     model_wrapped: Any
     use_vllm: bool
+    vllm_importance_sampling_correction: bool
 
     def _set_up_rollouts(self) -> None:
         """Choose what generates completions, and guard a rollout function."""
@@ -61,6 +63,10 @@ class GeneratingTrainer(Lifecycle):
             ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
             self.rollout_func = completed(self.rollout_func, ends, self._tokenizer.eos_token_id)
         self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
+        self.vllm_importance_sampling_correction = bool(args.sampler_rules)
+        # ratios of tokens without bounds: TRL's weights are replaced
+        self.vllm_importance_sampling_mode = "token_mask"
+        self.vllm_importance_sampling_clip_min = self.vllm_importance_sampling_clip_max = None
         drift = self.use_vllm and args.rollout_drift != 0
         self._drift = DriftCheck(args, cast(Any, self.vllm_generation)) if drift else None
         self._sampler = None
@@ -207,7 +213,15 @@ class GeneratingTrainer(Lifecycle):
             if early is not None:
                 self._check_drift(early, output)
         self._assign_credit(collected, output, early, mode)
+        if self._sampler_corrected:
+            assert early is not None
+            # behind the advantages, whose baselines are of all completions, also of rejected ones
+            output |= correct_sampler(self.args.sampler_rules, early, output, self._metrics[mode], self.accelerator)
         return output
+
+    @property
+    def _sampler_corrected(self) -> bool:
+        return self.use_vllm and self.vllm_importance_sampling_correction
 
     def _check_drift(self, logps: Tensor, inputs: Mapping[str, Any]) -> None:
         """Compare the sampler with the policy and log the figures."""

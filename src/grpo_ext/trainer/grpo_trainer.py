@@ -242,10 +242,6 @@ class GRPOExtTrainer(GeneratingTrainer):
         return unread and inputs is self._buffered_inputs[0]
 
     @property
-    def _sampler_corrected(self) -> bool:
-        return self.use_vllm and self.vllm_importance_sampling_correction
-
-    @property
     def _skips(self) -> bool:
         """Whether completions without an advantage have no part in the loss, nor in what steers the run."""
         terms = self.objective.kl_in_loss or self._entropy_bonus_enabled or self.aux_loss_enabled
@@ -262,7 +258,7 @@ class GRPOExtTrainer(GeneratingTrainer):
         mask = live_mask(inputs)
         if mode == "train" and self._drift is not None and self._drift.due:
             self._check_drift(logps.detach(), inputs)
-        tensors = objective.tensors(logps, inputs, mask)
+        tensors = objective.tensors(logps, self._with_samplers_old(logps, inputs, live), mask)
         entropy_mask = None
         if self.top_entropy_quantile < 1.0:
             entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
@@ -297,6 +293,15 @@ class GRPOExtTrainer(GeneratingTrainer):
             self._figures.log(self._metrics[mode], self.accelerator)
             add_ess(self._metrics[mode])
         return loss
+
+    def _with_samplers_old(self, logps: Tensor, inputs: MicroBatch, live: Tensor | None) -> MicroBatch:
+        """Return a micro-batch whose old log-probabilities are the sampler's, where it has them, if so configured."""
+        if self.args.old_logps == "recomputed" or not self.use_vllm or "sampling_per_token_logps" not in inputs:
+            return inputs
+        sampler = inputs["sampling_per_token_logps"].to(logps.dtype)
+        known = ~sampler.isnan() if live is None else ~sampler.isnan() & live[:, None]
+        old = torch.where(known, sampler, inputs.get("old_per_token_logps", logps.detach()))
+        return {**inputs, "old_per_token_logps": old}
 
     def _loss_factors(
         self, tensors: dict[str, Any], inputs: MicroBatch, entropy_mask: Tensor | None
@@ -333,7 +338,7 @@ class GRPOExtTrainer(GeneratingTrainer):
             log_rows(self._buffered_inputs, names, metrics, self.accelerator, by_turn=by_turn)
             self._buffered_inputs = self._generation.micro_batches
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
-        if self.accelerator.sync_gradients:  # the policy is about to move
+        if self.accelerator.sync_gradients and self.args.old_logps == "recomputed":  # the policy is about to move
             self._add_old_logps([batch for batch in self._buffered_inputs if batch is not inputs])
         return inputs
 

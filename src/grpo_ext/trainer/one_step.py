@@ -163,6 +163,9 @@ def _missing(trainer: OneStep, first: MicroBatch) -> Iterator[Problem]:
         reason = "the batch has no log-probabilities of the sampler"
         cure = "Set it to false, or record a run with it."
         yield Problem("vllm_importance_sampling_correction", True, reason, cure)
+    if trainer.args.old_logps == "sampler" and not (trainer.use_vllm and "sampling_per_token_logps" in first):
+        reason = "the batch has no log-probabilities of the sampler"
+        yield Problem("old_logps", "sampler", reason, "Set it to recomputed, or record a run with vLLM.")
     if trainer.use_adaptive_entropy:
         reason = "the batch does not have the value of its coefficient"
         cure = (

@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from torch.distributed.tensor import DTensor
 
 torch.set_num_threads(1)
 
@@ -157,7 +158,10 @@ def main(output: Path, settings: dict) -> None:
         if trainer.accelerator.is_main_process:
             (output / "log.json").write_text(json.dumps(trainer.state.log_history))
     if peft is not None:
-        changed = [n for n, p in trainer.model.named_parameters() if n in before and not torch.equal(p, before[n])]
+        named = [(n, p) for n, p in trainer.model.named_parameters() if n in before]
+        after = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in named}
+        assert after.keys() == before.keys()
+        changed = [n for n, p in after.items() if not torch.equal(p, before[n])]
         assert not changed, changed
 
 

@@ -1,5 +1,8 @@
 """verl's hydra tree: batches are counted in prompts, steps in generations, and several keys make one loss."""
 
+import math
+from typing import Any
+
 from grpo_ext.recipe.foreign import shared
 from grpo_ext.recipe.foreign.engine import Draft, Translation, rules
 
@@ -98,13 +101,13 @@ _ALGORITHM = {
     "gamma lam": "- | of GAE; a completion has one reward",
     "*": "- | not supported",
     "rollout_correction": {
-        "rollout_is": "* vllm_importance_sampling_mode | token: token_truncate, sequence: sequence_truncate",
-        "rollout_is_threshold": "* vllm_importance_sampling_clip_max = 2.0 | where rollout_is is set",
-        "bypass_mode": "? | the objective is another one: verl's old log-probabilities are the sampler's",
-        "rollout_rs": "? | the objective is another one: verl drops tokens by their ratio to the sampler",
-        "rollout_rs_threshold": "- | of rollout_rs",
-        "rollout_is_batch_normalize": "? | verl normalises the weights to a mean of 1",
-        "loss_type": "- | of bypass_mode",
+        "rollout_is": "* sampler_correction | the level of a ratio",
+        "rollout_is_threshold": "* sampler_correction = 2.0 | of rollout_is: one bound truncates, two mask",
+        "rollout_is_batch_normalize": "* sampler_correction | of rollout_is",
+        "rollout_rs": "* sampler_correction | a block each, with action: reject",
+        "rollout_rs_threshold": "* sampler_correction | of rollout_rs; of k1 the logarithms",
+        "bypass_mode": "* old_logps | true: sampler",
+        "loss_type": "* old_logps = ppo_clip | of bypass_mode",
     },
 }
 _TRAINER = {
@@ -351,14 +354,55 @@ def _run(d: Draft) -> None:
 def _sampler(d: Draft) -> None:
     d.choose("use_vllm", f"{_R}name", {"vllm": True}, True)
     d.set("vllm_mode", "colocate", "verl's hybrid engine: the sampler has the GPUs of the training", of=())
-    names = f"{_C}rollout_is", f"{_C}rollout_is_threshold"
-    mode, bounds = d.get(names[0]), [float(part) for part in str(d.get(names[1])).split("_")]
-    note = "" if mode else "verl's default; true corrects for the sampler's rounding"
-    d.set("vllm_importance_sampling_correction", bool(mode), note, of=names[0])
-    if mode:  # one threshold truncates, two of them mask what is outside
-        d.set("vllm_importance_sampling_mode", f"{mode}_{'truncate' if len(bounds) == 1 else 'mask'}", of=names)
-        for bound, name in zip(reversed(bounds), ("max", "min"), strict=False):
-            d.set(f"vllm_importance_sampling_clip_{name}", bound, of=names[1])
+    _correction(d)
+
+
+_SELECTS, _BYPASS = (f"{_C}rollout_rs", f"{_C}rollout_rs_threshold"), (f"{_C}bypass_mode", f"{_C}loss_type")
+_LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
+
+
+def _correction(d: Draft) -> None:
+    """Convert the weights, the rejections, or their absence where the old policy is the sampler."""
+    weighs = f"{_C}rollout_is", f"{_C}rollout_is_threshold", f"{_C}rollout_is_batch_normalize"
+    if d.get(_BYPASS[0]):
+        if d.get(_BYPASS[1]) == "ppo_clip" and not d.get(_SELECTS[0]):
+            d.set("old_logps", "sampler", of=_BYPASS)
+        else:
+            sentence = "verl then rejects or weighs by a ratio that moves with the policy. Write old_logps: sampler"
+            d.decide(f"{_BYPASS[0]}=True: {sentence}, or sampler_correction.", *_BYPASS, *_SELECTS, *weighs)
+        return
+    blocks = []
+    if level := d.get(weighs[0]):
+        *lower, upper = (float(part) for part in str(d.get(weighs[1])).split("_"))
+        block = {"level": level, "upper": upper, "action": "mask" if lower else "truncate"}
+        blocks.append(
+            block | ({"lower": lower[0]} if lower else {}) | ({"normalize": True} if d.get(weighs[2]) else {})
+        )
+    options, bounds = (str(d.get(name) or "").replace(" ", "").split(",") for name in _SELECTS)
+    if options != [""]:
+        each = bounds * len(options) if len(bounds) == 1 else bounds
+        try:
+            blocks += [_rejects(*pair) for pair in zip(options, each, strict=True)]
+        except (KeyError, ValueError):
+            sentence = f"{_SELECTS[0]}={d.get(_SELECTS[0])}: not one of verl's rejections with its threshold."
+            d.decide(f"{sentence} Write sampler_correction.", *_SELECTS)
+    note = "" if blocks else "verl's default; true corrects for the sampler's rounding"
+    d.set("vllm_importance_sampling_correction", bool(blocks), note, of=(weighs[0], _SELECTS[0]))
+    if blocks:
+        d.set("sampler_correction", blocks[0] if len(blocks) == 1 else blocks, of=(*weighs, *_SELECTS))
+
+
+def _rejects(option: str, bound: str) -> dict[str, Any]:
+    """Return the block of one of verl's rejections, whose bounds of k1 are ratios."""
+    where, _, statistic = option.rpartition("_")
+    block = {"level": _LEVELS[where], "statistic": statistic, "action": "reject"}
+    if statistic != "k1":
+        return block | {"upper": float(bound)}
+    *lower, upper = (float(part) for part in bound.split("_"))
+    return block | {
+        "lower": round(math.log(lower[0] if lower else 1 / upper), 12),
+        "upper": round(math.log(upper), 12),
+    }
 
 
 VERL = Translation(

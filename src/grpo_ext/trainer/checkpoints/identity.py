@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset
 from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
-from trl import DatasetMixtureConfig, ModelConfig
+from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig
 from trl.data_utils import is_conversational
 from trl.scripts.grpo import GRPOScriptArguments
 
@@ -115,6 +115,9 @@ def record_of(
     accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
     record["rows_per_step"] = accumulated * record["world_size"]
     record["engine"] = _engine(args)
+    # as versions with TRL's default wrote it, which had no effect without vLLM
+    mode = args.trl_sampler_mode or (None if args.use_vllm else GRPOConfig.vllm_importance_sampling_mode)
+    record["vllm_importance_sampling_mode"] = mode
     record["model"] = None if model is None else model_digest(model, record.get("model_revision"))
     record |= {f"objective.{axis}": value for axis, value in plain(args.objective.to_dict()).items()}
     record |= {f"version.{name}": version for name, version in _versions()}

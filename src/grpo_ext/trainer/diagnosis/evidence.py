@@ -21,6 +21,8 @@ _ROUNDING = 2e-5
 _ALONE, _ONE_SIDED = 0.1, 1e-3
 """Nats per token above which a mismatch counts without earlier rows to compare with: rounding to bfloat16 stays below
 the first, and is never one-sided."""
+_KEPT = 0.75
+"""Weight of long completions, as a share of that of short ones, below which the correction punishes length."""
 _CUT = "completions/clipped_ratio"
 _ANOTHER_TEXT = 0.2
 """Nats per token that appear at once where two models read different prompts."""
@@ -158,6 +160,14 @@ def _precision(history: History) -> str:
     if not values or _grows(values):
         return ""
     return f"{_mismatch(history, values)}, neither growing nor one-sided"
+
+
+def _loses_long(history: History) -> str:
+    """Lengths differ in noise too, so the longest third has to lose a quarter of its weight in each log."""
+    short, long = (history.last(f"sampling/kept_{third}", _ROWS) for third in ("short", "long"))
+    if not (short and long) or any(kept >= _KEPT * usual for kept, usual in zip(long, short, strict=True)):
+        return ""
+    return f"sampling/kept_long {span(long)} in {_ROWS} logs, sampling/kept_short {span(short)}"
 
 
 # Combinators.
@@ -309,6 +319,7 @@ EVIDENCE: dict[str, Evidence] = {
     "truncated sampling": _truncated,
     "stale sampler": _stale,
     "sampler's precision": _precision,
+    "long completions dropped": _loses_long,
     "sign of a reward": _any_reward(_sign),
     "constant reward": _any_reward(_constant),
     "completions no longer end": _no_end,

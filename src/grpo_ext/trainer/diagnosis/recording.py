@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers import TrainingArguments as Arguments
 
+from grpo_ext.objective.ratios import LOG_RATIO_BOUND
 from grpo_ext.packing.micro_batches import live_mask
 from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.credit import per_completion
@@ -31,6 +32,8 @@ FIGURES: dict[str, str] = {
     "sampling/mismatch_middle": "the same over the second third",
     "sampling/mismatch_last": "the same over the last third",
     "sampling/bias": "mean of log p(sampler) - log p(policy): as large as the mismatch where sampling is truncated",
+    "sampling/mismatch_kl": "mean of w - 1 - log w over tokens, w = p(policy) / p(sampler): KL(sampler, policy) a "
+    "token, in nats; `sampling/bias` estimates the same with more noise",
     "sampling/chi2": "mean of (w - 1)^2 over tokens, w = p(policy) / p(sampler)",
     "sampling/ess": "mean over steps of 1 / (1 + chi2), chi2 that of the step: the share of tokens that an estimate "
     "with these weights is worth",
@@ -88,7 +91,9 @@ def token_figures(
     for i, name in enumerate(THIRDS):
         figures[f"sampling/mismatch_{name}"] = distance, third == i
     figures["sampling/bias"] = difference, known
-    figures["sampling/chi2"] = (-difference).clamp(-20, 20).expm1().square(), known
+    log_ratio = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    figures["sampling/mismatch_kl"] = log_ratio.expm1() - log_ratio, known
+    figures["sampling/chi2"] = log_ratio.expm1().square(), known
     return figures
 
 

@@ -170,7 +170,15 @@ RULES: tuple[Rule, ...] = (
         "`sampling/mismatch` leaps to a level, and is not one-sided",
         "the sampler has the weights in another precision, or computes by other kernels",
         "Give both sides one dtype (`vllm_dtype`, or merge an adapter in float32), or correct for it "
-        "(`vllm_importance_sampling_correction`).",
+        "(`sampler_correction`).",
+    ),
+    Rule(
+        "long completions dropped",
+        ("sampling/kept_short", "sampling/kept_long"),
+        "`sampling/kept_long` stays below three quarters of `sampling/kept_short`",
+        "the correction of the sampler takes the gradient of long completions: it bounds a product over their tokens, "
+        "which leaves the bounds by rounding alone",
+        "Leave `sampler_correction` unset, or set a `level` of token or geometric in place of sequence.",
     ),
     Rule(
         "sign of a reward",

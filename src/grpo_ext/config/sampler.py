@@ -1,0 +1,150 @@
+"""The rules of `sampler_correction`, `old_logps`, and TRL's names for a correction of the sampler."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.rules import Conflict, Rule, is_set
+from grpo_ext.config.spec import Spec
+from grpo_ext.errors import Problem
+from grpo_ext.objective.losses import find
+from grpo_ext.objective.sampler_correction import SamplerRule
+
+FIELD = "sampler_correction"
+EXAMPLE = "{level: token, upper: 2.0, action: truncate}"
+TRL_NAMES = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max", "cap"))
+RULE = Spec.of(SamplerRule, example=EXAMPLE)
+
+
+def blocks_of(given: object) -> list[Any]:
+    """Return the blocks of `sampler_correction`, which is one or a list of them."""
+    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+
+
+def _blocks(config: GRPOExtArguments) -> Iterator[Problem]:
+    given = config.sampler_correction
+    if isinstance(given, str):
+        return  # another rule's: not a mapping
+    blocks = blocks_of(given)
+    if given is not None and not blocks:
+        cure = "Write a block, or vllm_importance_sampling_correction: false for no correction."
+        yield Problem(FIELD, given, "a list without a block", cure)
+    sound = []
+    for i, block in enumerate(blocks):
+        place = f"{FIELD}[{i}]" if isinstance(given, list | tuple) else FIELD
+        problems = list(RULE.problems(place, block))
+        yield from problems
+        if not problems:
+            sound.append((place, SamplerRule(**{k: v for k, v in block.items() if v is not None})))
+    for place, rule in sound:
+        yield from _impossible(place, rule)
+        yield from _with_the_loss(place, rule, config)
+    ratios = [place for place, rule in sound if rule.statistic == "ratio"]
+    for place in ratios[1:]:
+        reason = f"{ratios[0]} already weighs the loss by a ratio, and the two would be multiplied"
+        yield Problem(f"{place}.statistic", "ratio", reason, "Select by k1, k2 or k3 there, which does not weigh.")
+
+
+def _impossible(place: str, rule: SamplerRule) -> Iterator[Problem]:
+    """Yield what contradicts itself in one block."""
+    weighs, bounds = rule.statistic == "ratio", (rule.lower, rule.upper)
+    if rule.action == "truncate" and not weighs:
+        reason = f"only a ratio can be cut, and the statistic is {rule.statistic!r}"
+        yield Problem(f"{place}.action", "truncate", reason, "Set action: mask or action: reject.")
+    if rule.level == "max" and weighs:
+        reason = "a completion's largest ratio is not a weight of the completion"
+        yield Problem(f"{place}.level", "max", reason, "Set statistic: k2 or k3, or another level.")
+    if rule.statistic == "m2" and rule.level != "token":
+        yield Problem(f"{place}.level", rule.level, "m2 leaves out single tokens", "Set level: token.")
+    if rule.normalize and not weighs:
+        yield Problem(f"{place}.normalize", True, f"{rule.statistic!r} gives no weights", "Remove it.")
+    if rule.action != "truncate" and bounds == (None, None):
+        yield Problem(f"{place}.action", rule.action, "nothing is outside of no bounds", "Set upper, lower or both.")
+    yield from _bounds(place, rule)
+
+
+def _bounds(place: str, rule: SamplerRule) -> Iterator[Problem]:
+    if rule.lower is not None and rule.statistic not in ("ratio", "k1"):
+        reason = f"{rule.statistic!r} is 0 where sampler and policy agree, and never below"
+        yield Problem(f"{place}.lower", rule.lower, reason, "Remove it.")
+    for name, value in (("lower", rule.lower), ("upper", rule.upper)):
+        if value is not None and value < 0 and rule.statistic != "k1":
+            yield Problem(f"{place}.{name}", value, f"{rule.statistic!r} is never below 0", "Correct it.")
+    if rule.statistic == "ratio" and rule.upper is not None and 0 <= rule.upper < 1:
+        reason = "a ratio is 1 where sampler and policy agree, and this bound is below"
+        yield Problem(f"{place}.upper", rule.upper, reason, "Set it above 1.")
+    if None not in (rule.lower, rule.upper) and float(rule.lower or 0.0) >= float(rule.upper or 0.0):
+        yield Problem(f"{place}.lower", rule.lower, f"not below upper={rule.upper}", "Swap them.")
+
+
+def _with_the_loss(place: str, rule: SamplerRule, config: GRPOExtArguments) -> Iterator[Problem]:
+    if rule.action != "reject":
+        return
+    if config.loss_defaults == "trl":
+        reason = "stock TRL's denominators count completions that are left out"
+        yield Problem(f"{place}.action", "reject", reason, "Set action: mask.", {"loss_defaults": "trl"})
+    if rule.by_token and config.objective.one_term:
+        reason = "this loss has one term for a whole completion, so single tokens cannot be left out"
+        beside = {"loss_type": config.loss_type}
+        yield Problem(f"{place}.action", "reject", reason, "Set level: geometric.", beside)
+
+
+def _levels(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Refuse a level at which the loss cannot take the correction."""
+    levels = find(config.loss_type).sampler_levels
+    if not config.use_vllm or next(_blocks(config), None) is not None:
+        return
+    if all(("token" if rule.by_token else "sequence") in levels for rule in config.sampler_rules):
+        return
+    reason = f"{config.loss_type} takes the correction per {levels[0]}"
+    if mode := config.trl_sampler_mode:
+        cure = f"Set '{levels[0]}_truncate' or '{levels[0]}_mask'."
+        yield Problem("vllm_importance_sampling_mode", mode, reason, cure)
+    else:
+        yield Problem(FIELD, config.sampler_correction, reason, f"Set level: {levels[0]}.")
+
+
+def _once(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Refuse two settings for one matter."""
+    given, old = config.sampler_correction, config.old_logps
+    of_trl = {name: getattr(config, name) for name in TRL_NAMES if is_set(config, name)}
+    if given is not None and of_trl:
+        yield Problem(FIELD, given, "TRL's names set a correction too", "Keep one of them.", of_trl)
+    if given is not None and not config.vllm_importance_sampling_correction:
+        switch: dict[str, object] = {"vllm_importance_sampling_correction": False}
+        yield Problem(FIELD, given, "the correction is switched off", "Remove one of them.", switch)
+    if old == "sampler" and (given is not None or of_trl):
+        beside = {FIELD: given} if given is not None else of_trl
+        reason = "the loss's own ratio is then the one to the sampler, and a correction would count it twice"
+        yield Problem("old_logps", old, reason, "Keep one of them.", beside)
+    if old == "sampler" and not find(config.loss_type).off_policy:
+        reason = "this loss has no ratio to old log-probabilities, so the sampler's would not enter it"
+        yield Problem("old_logps", old, reason, "Set old_logps: recomputed.", {"loss_type": config.loss_type})
+
+
+def _no_bounds(config: GRPOExtArguments) -> Iterator[Problem]:
+    mode, bounds = config.trl_sampler_mode, [getattr(config, name) for name in TRL_NAMES[1:]]
+    if mode and config.vllm_importance_sampling_correction and all(bound is None for bound in bounds):
+        yield Problem(
+            "vllm_importance_sampling_mode",
+            mode,
+            f"it {mode.rpartition('_')[2]}s ratios outside of bounds, but neither vllm_importance_sampling_clip_min "
+            "nor vllm_importance_sampling_clip_max is set",
+            "Set one.",
+        )
+
+
+SAMPLER_RULES: tuple[Rule, ...] = (
+    *(_blocks, _once, _no_bounds, _levels),
+    Conflict(
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max",
+        lambda c: (
+            (low := c.vllm_importance_sampling_clip_min) is not None
+            and (high := c.vllm_importance_sampling_clip_max) is not None
+            and low >= high
+        ),
+        "the lower bound is not below the upper one",
+        "Swap them.",
+    ),
+)
+"""Settings of the correction of the sampler."""

@@ -1,0 +1,88 @@
+"""The correction of a sampler that is not the policy, for the rows of a generation, and its metrics."""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_ext.objective.sampler_correction import Corrected, SamplerRule, corrected
+from grpo_ext.packing.micro_batches import live_mask
+
+Metrics = MutableMapping[str, list[float]]
+LENGTHS = ("short", "medium", "long")
+OF_TRL = ("sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/")
+"""Metrics of TRL's own correction, which is not applied; `sampling/mismatch` has its difference."""
+
+
+def correct_sampler(
+    rules: Sequence[SamplerRule],
+    policy_logps: Float[Tensor, "batch time"],
+    output: Mapping[str, Any],
+    metrics: Metrics,
+    accelerator: Accelerator,
+) -> dict[str, Tensor]:
+    """Return the columns of a generation that the rules change: weights, and where they reject, the trained tokens.
+
+    Rejected tokens leave `tool_mask`, not `completion_mask`: a token that does not train is still read by those behind
+    it.
+
+    Args:
+        rules: `sampler_rules` of the config.
+        policy_logps: of the policy that has just been pushed to the sampler.
+        output: of TRL, this process's rows.
+        metrics: of the mode.
+        accelerator: the generation is that of all processes.
+    """
+    mask, sampler_logps = live_mask(output), output["sampling_per_token_logps"]
+
+    def gather(values: Tensor) -> Tensor:
+        padded = accelerator.pad_across_processes(values, dim=0, pad_index=-1)
+        together = accelerator.gather(padded)
+        return together[together >= 0]
+
+    found = corrected(rules, policy_logps, sampler_logps, mask, gather)
+    for name in [name for name in metrics if name.startswith(OF_TRL)]:
+        if len(metrics[name]) == 1:  # an empty list is logged as a metric without a value
+            del metrics[name]
+        else:
+            metrics[name].pop()
+    for name, value in weight_figures(found, mask, accelerator).items():
+        metrics[name].append(value)
+    changed = {"importance_sampling_ratio": found.weights}
+    if any(rule.action == "reject" for rule in rules):
+        changed["tool_mask"] = output.get("tool_mask", torch.ones_like(mask)) * found.counted
+    return changed
+
+
+def weight_figures(found: Corrected, mask: Tensor, accelerator: Accelerator) -> dict[str, float]:
+    """Return the mean weight of the live tokens of all processes, also by thirds of completions, and the extremes.
+
+    The mean weight is the share of the gradient that is left: what is dropped weighs 0, and an unbiased weight has a
+    mean of 1.
+    """
+    live = mask.bool()
+    weights = torch.where(live, found.weights, 0.0).double()
+    lowest = torch.where(live, found.weights, torch.inf).amin(dim=1).double()
+    rows = torch.stack([live.sum(dim=1).double(), weights.sum(dim=1), lowest, weights.amax(dim=1)], dim=1)
+    rows = accelerator.gather(rows)
+    rows = rows[rows[:, 0] > 0]
+    if not len(rows):
+        return {}
+    rows = rows[rows[:, 0].argsort(stable=True)]
+    figures = {"sampling/kept": rows}
+    if len(rows) >= len(LENGTHS):
+        figures |= {f"sampling/kept_{name}": part for name, part in zip(LENGTHS, _thirds(rows), strict=True)}
+    return {
+        **{name: (part[:, 1].sum() / part[:, 0].sum()).item() for name, part in figures.items()},
+        "sampling/importance_sampling_ratio/min": rows[:, 2].min().item(),
+        "sampling/importance_sampling_ratio/max": rows[:, 3].max().item(),
+    }
+
+
+def _thirds(rows: Tensor) -> list[Tensor]:
+    bounds = [len(rows) * i // 3 for i in range(4)]
+    return [rows[first:last] for first, last in pairwise(bounds)]

@@ -1,0 +1,168 @@
+"""The correction of the sampler in training: weights and rejections travel with their rows, and length is seen."""
+
+import math
+
+import pytest
+import torch
+
+from grpo_ext.objective.sampler_correction import trl_rule
+from grpo_ext.trainer.diagnosis.rules import diagnose
+from support import tiny
+from support.trainers import build, weights
+
+NOISY, ROWS = 3, 16
+
+
+def rollout(prompts, trainer):
+    """Completions by place in the generation; the sampler is sure of every third one beyond reason, and of its end."""
+    tokenizer, rank, local = trainer.processing_class, trainer.accelerator.process_index, len(prompts)
+    ids, logprobs = [], []
+    for i in range(rank * local, (rank + 1) * local):
+        g = torch.Generator().manual_seed(100 + i)
+        length = int(torch.randint(2, 12, (), generator=g))
+        row = torch.randint(3, len(tiny.WORDS), (length,), generator=g).tolist()
+        ids.append([*row, tokenizer.eos_token_id])
+        noise = 0.3 * torch.randn(length + 1, generator=g)
+        logprobs.append((noise - (0.1 if i % NOISY == 0 else 4.0)).tolist())
+    logprobs[0][0] = math.nan
+    return {"prompt_ids": tokenizer(list(prompts))["input_ids"], "completion_ids": ids, "logprobs": logprobs}
+
+
+class NoServer:
+    """In the place of vLLM's engine, which the rollout function replaces."""
+
+    sync_seconds = sync_bytes = 0
+
+    def sync_weights(self):
+        """Weights go nowhere."""
+
+
+def trained(tmp_path, made_by=rollout, model=None, **settings):
+    """A trainer after its run, in which `made_by` is vLLM."""
+    settings = {"max_steps": 1, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, **settings}
+    trainer = build(model or tiny.model(), tmp_path, rows=16, rollout=made_by, use_vllm=False, **settings)
+    trainer.use_vllm = trainer.args.use_vllm = True
+    trainer.vllm_generation, trainer._last_loaded_step = NoServer(), -1
+    trainer.train()
+    return trainer
+
+
+RULES = {
+    "the default": None,
+    "normalised": {"upper": 2.0, "normalize": True},
+    "the second moment": {"statistic": "m2", "upper": 1.0, "action": "mask"},
+    "rejected completions": {"level": "geometric", "statistic": "k1", "upper": 1.0, "action": "reject"},
+    "rejected tokens": {"statistic": "k2", "upper": 0.5, "action": "reject"},
+}
+SPLITS = {
+    "accumulated": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+    "accumulated, prompts not shared": {
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "shared_prefix": "false",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_the_step_does_not_depend_on_its_split(rule, tmp_path):
+    before = weights(tiny.model())
+    settings = {"sampler_correction": RULES[rule], "skip_zero_advantages": False}
+    whole = trained(tmp_path, per_device_train_batch_size=ROWS, gradient_accumulation_steps=1, **settings)
+    change = weights(whole.model) - before
+    assert change.norm() > 1e-4
+    for split in SPLITS.values():
+        found = weights(trained(tmp_path, **settings, **split).model) - before
+        assert (found - change).norm() < 1e-4 * change.norm()
+
+
+@pytest.mark.parametrize("loss", ["dapo", "gspo"])
+def test_rejected_completions_leave_the_denominators_and_masked_ones_stay(loss, tmp_path):
+    before, steps = weights(tiny.model()), {}
+    for action in ("mask", "reject"):
+        rule = {"level": "geometric", "statistic": "k1", "upper": 1.0, "action": action}
+        trainer = trained(
+            tmp_path, loss_type=loss, sampler_correction=rule, per_device_train_batch_size=ROWS,
+            gradient_accumulation_steps=1, skip_zero_advantages=False,
+        )  # fmt: skip
+        steps[action] = weights(trainer.model) - before
+        (inputs,) = trainer._generation.micro_batches
+    kept = inputs["importance_sampling_ratio"][:, 0] > 0
+    assert 0 < kept.sum() < ROWS
+    lengths = inputs["completion_mask"].sum(dim=1)
+    assert (inputs["tool_mask"].sum(dim=1) > 0).equal(kept)  # `completion_mask` is what the model reads
+    share = lengths[kept].sum() / lengths.sum() if loss == "dapo" else kept.sum() / ROWS
+    torch.testing.assert_close(steps["reject"] * share, steps["mask"], rtol=1e-3, atol=1e-7)
+
+
+def test_the_samplers_log_probabilities_are_the_ratios_denominator_without_another_forward(tmp_path):
+    calls = {}
+    for old in ("recomputed", "sampler"):
+        settings = {"max_steps": 2, "steps_per_generation": 2, "per_device_train_batch_size": 8, "epsilon": 10.0}
+        trainer = build(tiny.model(), tmp_path, rows=16, rollout=rollout, old_logps=old, learning_rate=0.1, **settings)
+        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, NoServer(), -1
+        forward, calls[old] = trainer._scorer.tokens, []
+
+        def count(*args, forward=forward, grads=calls[old], **kwargs):
+            grads.append(torch.is_grad_enabled())
+            return forward(*args, **kwargs)
+
+        trainer._scorer.tokens = count
+        trainer.train()
+    assert calls["recomputed"].count(False) > calls["sampler"].count(False) == 0
+    log = trainer.state.log_history[0]
+    assert log["ratio/chi2"] > 0.1
+    assert log["sampling/mismatch"] > 0.1
+    assert "sampling/kept" not in log
+
+
+# Length.
+
+
+def noisy(deviation, longest):
+    """A sampler whose logits are the model's own but for fixed noise; one token in twenty ends."""
+
+    @torch.no_grad()
+    def draw(prompts, trainer):
+        tokenizer = trainer.processing_class
+        asked = tokenizer(list(prompts))["input_ids"]
+        g = torch.Generator().manual_seed(trainer.state.global_step)
+        table = deviation * torch.randn(len(tiny.WORDS), len(tiny.WORDS), generator=torch.Generator().manual_seed(7))
+        ids, logprobs = [], []
+        for row in asked:
+            own, scores = torch.tensor([row]), []
+            for _ in range(longest):
+                logits = trainer.model(own).logits[0, -1] / trainer.temperature + table[own[0, -1]]
+                token = torch.multinomial(logits.softmax(-1), 1, generator=g)
+                scores.append(logits.log_softmax(-1)[token].item())
+                own = torch.cat([own, token[None]], dim=1)
+                if token.item() == tokenizer.eos_token_id:
+                    break
+            ids.append(own[0, len(row) :].tolist())
+            logprobs.append(scores)
+        return {"prompt_ids": asked, "completion_ids": ids, "logprobs": logprobs}
+
+    return draw
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stock", [True, False])
+def test_a_real_run_shows_which_correction_drops_long_completions(stock, tmp_path):
+    settings = {"vllm_importance_sampling_mode": "sequence_mask"} if stock else {}
+    trainer = trained(
+        tmp_path, noisy(0.4, 60), max_steps=4, max_completion_length=60, per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=2, steps_per_generation=2, learning_rate=0.0, **settings,
+    )  # fmt: skip
+    log = [row for row in trainer.state.log_history if "reward" in row]
+    assert {"sampling/kept", "sampling/kept_medium", "sampling/mismatch_kl", "sampling/ess"} <= log[0].keys()
+    assert not any(name.startswith("sampling/sampling_logp") for name in log[0])
+    named = [finding.rule.name for finding in diagnose(log)]
+    assert ("long completions dropped" in named) is stock
+    if not stock:
+        assert min(row["sampling/kept_long"] for row in log) > 0.9
+
+
+def test_trls_names_become_its_weights(tmp_path):
+    trainer = trained(tmp_path, vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_min=0.5)
+    assert trainer.args.sampler_rules == (trl_rule("token_mask", 0.5, 3.0),)
+    log = trainer.state.log_history[0]
+    assert 0 <= log["sampling/importance_sampling_ratio/min"] < log["sampling/importance_sampling_ratio/max"] <= 3.0
