@@ -94,7 +94,7 @@ def test_a_truncated_sampler_agrees_with_a_policy_over_the_tokens_that_it_kept(t
     config = {"max_steps": 4, "top_p": 0.7, "top_k": 6, "min_p": 0.02, "temperature": 1.3}
     log, _, _ = train(tmp_path, "colocate", tied, config=config)
     assert max(drifts(log)) < FLOAT32
-    assert all(entry["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=0.02) for entry in steps(log))
+    assert all(entry["sampling/kept"] == pytest.approx(1, abs=0.02) for entry in steps(log))
 
 
 def test_a_run_that_was_stopped_goes_on_with_what_vllm_had_sampled(untied, tmp_path):
