@@ -324,8 +324,8 @@ def test_the_coarser_dtype_sets_the_default_tolerance():
 
 # Servers.
 
-FACTS = ServerFacts("some/model", 512, "float32", "processed_logprobs", "gloo", (1, 2, 3))
-SUITED = Wanted("some/model", 512, "float32", "processed_logprobs", "gloo", (1, 2, 3))
+FACTS = ServerFacts("some/model", 512, "float32", "processed_logprobs", "gloo", (1, 2, 3), 20)
+SUITED = Wanted("some/model", 512, "float32", "processed_logprobs", "gloo", (1, 2, 3), 20)
 
 
 def test_a_server_that_fits_has_no_mismatch():
@@ -342,6 +342,7 @@ def test_a_server_that_fits_has_no_mismatch():
         ("logprobs_mode", "raw_logprobs", "logprobs_mode='processed_logprobs': "),
         ("weight_transfer", "nccl", "weight_transfer='gloo': the trainer sends weights by nccl."),
         ("probe_ids", (1, 2, 4), "probe_ids="),
+        ("max_logprobs", 66, "max_logprobs=20: the loss needs the tokens that top_k keeps, and some to spare, 66."),
     ],
 )
 def test_each_mismatch_is_named(field, value, message):
@@ -379,7 +380,7 @@ def test_a_server_that_speculates_is_reported():
 
 def test_a_model_is_the_same_by_another_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    facts = ServerFacts(str(tmp_path / "model"), 512, "float32", "", None, ())
+    facts = ServerFacts(str(tmp_path / "model"), 512, "float32", "", None, (), 20)
     assert list(mismatches(Wanted(model="./model"), facts)) == []
 
 

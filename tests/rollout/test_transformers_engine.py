@@ -324,7 +324,6 @@ def model_path(tmp_path_factory):
         ({"rollout_engine": "generate"}, False),
         ({"loss_defaults": "trl"}, False),
         ({"gradient_checkpointing": True}, True),
-        ({"generation_kwargs": {"num_beams": 2}}, False),
     ],
 )
 def test_the_trainer_takes_the_engine_that_is_set(overrides, used, model_path, tmp_path, monkeypatch):
@@ -354,7 +353,7 @@ def test_sharded_weights_are_left_to_generate(sharding, monkeypatch):
 )
 def test_a_run_that_shards_compiles_or_adds_noise_is_left_to_generate(fsdp, setting, reason):
     args = {"use_vllm": False, "use_transformers_continuous_batching": False, "rollout_engine_resolved": "grouped"}
-    args |= {"torch_compile": False, "neftune_noise_alpha": None, "parallelism_config": None}
+    args |= {"torch_compile": False, "neftune_noise_alpha": None, "parallelism_config": None, "loss_defaults": "trl"}
     with pytest.raises(Unsupported, match=reason):
         grouped_engine(SimpleNamespace(**args | setting), sharded=fsdp)
     args["rollout_engine_resolved"] = "auto"
@@ -362,7 +361,9 @@ def test_a_run_that_shards_compiles_or_adds_noise_is_left_to_generate(fsdp, sett
 
 
 def test_a_required_engine_that_cannot_be_used_raises(model_path, tmp_path):
-    trainer = build(model_path, tmp_path, rollout_engine="grouped", generation_kwargs={"num_beams": 2})
+    trainer = build(
+        model_path, tmp_path, rollout_engine="grouped", loss_defaults="trl", generation_kwargs={"num_beams": 2}
+    )
     with pytest.raises(Unsupported, match=r"rollout_engine='grouped'.*beam.*Set rollout_engine: auto"):
         trainer.train()
 

@@ -26,6 +26,7 @@ CASES = {
     "beta": WINDOWS | {"steps_per_generation": 4, "beta": 0.1},
     "sync_ref_model": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "steps_per_generation": 2},
     "dynamic sampling": WINDOWS | {"dynamic_sampling": "reward", "steps_per_generation": 4},
+    "truncated sampling": WINDOWS | {"top_p": 0.7, "dynamic_sampling": "reward", "steps_per_generation": 4},
     "lora": WINDOWS | {"peft": True, "steps_per_generation": 4},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 3.0},
     "remembered batches": {

@@ -18,11 +18,13 @@ import torch
 
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.launch import planned_processes
+from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.loading import base_path, load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rollout.vllm.gloo import BACKEND
+from grpo_ext.rollout.vllm.kept import TIES
 from grpo_ext.rollout.vllm.server import PROBE, Wanted
 
 STOP_SECONDS = 20.0
@@ -63,13 +65,15 @@ def sequence_length(recipe: Recipe) -> int | None:
 def wanted(recipe: Recipe) -> Wanted:
     """Return the recipe's requirements of its server."""
     c, dtype = recipe.training, sampler_dtype(recipe)
+    keeps = scores_kept_sets(c)
     tokenizer: Any = load_tokenizer(recipe)
     prompt = recipe.data.max_prompt_length
     return Wanted(
         model=base_path(recipe),
         max_model_len=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
         dtype=None if dtype == "auto" else dtype,
-        logprobs_mode="processed_logprobs" if c.sampler_rules or c.old_logps == "sampler" else None,
+        logprobs_mode="processed_logprobs" if c.sampler_rules or c.old_logps == "sampler" or keeps else None,
+        max_logprobs=c.top_k + TIES if keeps else None,
         weight_transfer=transfer_engine(recipe),
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
     )
@@ -85,6 +89,7 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
         "--dtype": sampler_dtype(recipe),
         "--max-model-len": sequence_length(recipe),
         "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": c.top_k + TIES if scores_kept_sets(c) else None,
         "--weight-transfer-config": json.dumps({"backend": transfer_engine(recipe)}),
         "--tensor-parallel-size": c.vllm_tensor_parallel_size,
         "--gpu-memory-utilization": c.vllm_gpu_memory_utilization,

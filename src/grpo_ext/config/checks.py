@@ -12,12 +12,13 @@ from grpo_ext.config.rehearsal import rehearsal_problems
 from grpo_ext.config.rules import Rule
 from grpo_ext.config.run import RUN_RULES
 from grpo_ext.config.sampler import SAMPLER_RULES
+from grpo_ext.config.truncation import TRUNCATION_RULES
 from grpo_ext.config.vllm import VLLM_RULES
 from grpo_ext.errors import Problem
 
 RELATIONS: tuple[Rule, ...] = (
     *(*BATCH_RULES, hardware_problems, *ENGINE_RULES, *VLLM_RULES, *SAMPLER_RULES, *RUN_RULES, *KEYWORD_RULES),
-    *LOSS_RULES,
+    *(*TRUNCATION_RULES, *LOSS_RULES),
 )
 """Rules between fields. A rule ends where it reads a field that is refused already, so each is about one matter."""
 

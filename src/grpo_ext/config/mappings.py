@@ -153,32 +153,3 @@ KEYWORD_RULES: tuple[Rule, ...] = (
     ),
 )
 """Keys that are unknown, or that would override another setting."""
-
-# Warnings.
-
-_RESHAPES = {
-    **dict.fromkeys(("typical_p", "num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty"), 1),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    **dict.fromkeys(("min_length", "min_new_tokens", "min_tokens", "presence_penalty", "frequency_penalty"), 0),
-    **dict.fromkeys(("diversity_penalty", "penalty_alpha", "dola_layers", "top_h", "watermarking_config"), None),
-    **dict.fromkeys(("bad_words_ids", "force_words_ids", "sequence_bias", "suppress_tokens", "bad_words"), None),
-    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "constraints"), None),
-    **dict.fromkeys(("exponential_decay_length_penalty", "logit_bias", "allowed_token_ids"), None),
-    **dict.fromkeys(("structured_outputs", "thinking_token_budget", "ignore_eos"), None),
-}
-"""Options of a sampler that alter its distribution, each with the value that has no effect."""
-
-
-def reshaped_sampling(config: GRPOExtArguments) -> Iterator[Problem]:
-    """Yield settings that make the sampler's distribution another one than the log-probabilities'."""
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    altered = {name: value for name in neutral if (value := getattr(config, name)) and value != neutral[name]}
-    for name, value in as_mapping(config.generation_kwargs).items():
-        if name in _RESHAPES and value and value != _RESHAPES[name]:
-            altered[f"generation_kwargs.{name}"] = value
-    for name, value in altered.items():
-        reason = (
-            "completions are drawn from an altered distribution, but their log-probabilities are the model's own, so "
-            "the gradient is biased"
-        )
-        yield Problem(name, value, reason, f"Leave {name.rpartition('.')[2]} unset for an unbiased one.")

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.mappings import reshaped_sampling
 from grpo_ext.config.precision import coarse_warnings
 from grpo_ext.config.rehearsal import rehearsal_warnings
 from grpo_ext.config.rules import Conflict, Rule, is_set, plain
+from grpo_ext.config.truncation import reshaped_sampling
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_ext.packing.attention import LAYOUT, selected
+from grpo_ext.packing.kept import KeptSets
 from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
 
@@ -20,11 +21,14 @@ def log_probs(
     input_ids: Int[Tensor, "rows width"],
     layout: Layout,
     completion: int,
+    *,
+    kept: KeptSets | None = None,
     **inputs: Any,
 ) -> tuple[Float[Tensor, "rows completion"], Float[Tensor, "rows completion"] | None, Tensor | None]:
     """Log-probabilities and entropies of the completions' tokens (0 for padding), and the auxiliary loss.
 
     `base` is the causal language model with TRL's fused LM head inside `model`, which may be wrapped.
+    `kept` are the sets of the completions' tokens that they are normalised over.
     """
     device = input_ids.device
     parts = layout.source, layout.position, layout.scored, layout.labels
@@ -33,7 +37,9 @@ def log_probs(
     if inputs.get("output_router_logits"):  # the load-balancing loss reads its mask as weights
         inputs["attention_mask"] = torch.from_numpy(layout.weight).to(device)[None]
     flat = input_ids.reshape(-1)
-    with _shared(base, scored, device):
+    target = labels // width * completion + labels % width - (width - completion)
+    sets = None if kept is None else kept.at(target)
+    with _shared(base, scored, device, sets):
         outputs = model(
             input_ids=flat[source][None],
             position_ids=position[None],
@@ -42,7 +48,6 @@ def log_probs(
             **{LAYOUT: layout.segments},
             **inputs,
         )
-    target = labels // width * completion + labels % width - (width - completion)
 
     def scattered(values: Tensor | None) -> Tensor | None:
         if values is None:
@@ -55,7 +60,9 @@ def log_probs(
 
 
 @contextmanager
-def _shared(base: PreTrainedModel, scored: Tensor, device: torch.device) -> Iterator[None]:
+def _shared(
+    base: PreTrainedModel, scored: Tensor, device: torch.device, sets: KeptSets | None
+) -> Iterator[None]:  # fmt: skip
     """Share prompts, and give the LM head labelled positions only, for one forward."""
 
     def narrow(module: nn.Module, args: object, outputs: Any) -> Any:
@@ -64,7 +71,7 @@ def _shared(base: PreTrainedModel, scored: Tensor, device: torch.device) -> Iter
 
     with ExitStack() as stack:
         stack.enter_context(selected(base))
-        stack.enter_context(labelled_positions_only(device))
+        stack.enter_context(labelled_positions_only(device, None if sets is None else lambda _: sets))
         stack.callback(base.base_model.register_forward_hook(narrow).remove)
         yield
 

@@ -1,8 +1,11 @@
-"""Log-probabilities and entropies of labelled positions on devices without a kernel of TRL's fused LM head."""
+"""Log-probabilities and entropies of labelled positions, where TRL's fused LM head has no kernel for them.
 
-from collections.abc import Iterator
+That is on a CPU, and over the tokens that a truncated sampler kept.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -10,13 +13,19 @@ from torch import Tensor
 from trl.trainer import utils
 
 from grpo_ext.config.temporary import temporarily
+from grpo_ext.packing.kept import KeptSets
 
 CHUNK = 2**25
 """Largest number of logits computed at a time; if one chunk suffices, the forward keeps it for the backward."""
+LEFT_OUT = -1e9
+"""Log-probability of a token outside of the set: it has no probability, and no product with it is NaN."""
 
 
 class LabelledLogProbs(torch.autograd.Function):
-    """log p(label) and entropy of softmax(cap(scale x W^T) / T), chunk by chunk; arguments as TRL's."""
+    """log p(label) and entropy of softmax(cap(scale x W^T) / T), chunk by chunk; arguments as TRL's.
+
+    With `kept`, softmax and entropy are over the tokens of each position's set.
+    """
 
     @staticmethod
     def forward(  # noqa: D102 (torch's own)
@@ -30,28 +39,36 @@ class LabelledLogProbs(torch.autograd.Function):
         softcap: float | None = None,
         scale: float = 1.0,
         outputs: tuple[str, ...] = (),
+        kept: KeptSets | None = None,
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
         ctx.set_materialize_grads(False)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
-        ctx.form = dtype, temperature, softcap, scale
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        ctx.form, ctx.sets = (dtype, temperature, softcap, scale), kept
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         logps = torch.empty(len(hidden), dtype=exact, device=hidden.device)
         entropies = torch.empty_like(logps) if "entropy" in outputs else None
-        kept = []
+        whole = []
         for rows in _chunks(len(hidden), len(weight)):
-            log_p = _log_softmax(hidden[rows], weight, bias, *ctx.form)[0]
+            log_p = _log_softmax(hidden[rows], weight, bias, _left_out(kept, rows, weight), *ctx.form)[0]
             logps[rows] = log_p.gather(1, labels[rows, None])[:, 0]
             if entropies is not None:
                 entropies[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
             if len(log_p) == len(hidden) and any(ctx.needs_input_grad):
-                kept.append(log_p)
-        ctx.save_for_backward(hidden, weight, bias, labels, entropies, *kept)
+                whole.append(log_p)
+        ctx.save_for_backward(hidden, weight, bias, labels, entropies, *whole)
         return logps, entropies, None, None, None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
+        _, weight, bias, *_ = ctx.saved_tensors
+        with utils.maybe_gather_lm_head_ctx(weight, bias):  # under ZeRO 3 they are sharded again after the forward
+            return LabelledLogProbs._backward(ctx, *grads)
+
+    @staticmethod
+    def _backward(ctx: Any, *grads: Tensor) -> Any:
         grad_logps, grad_entropies, *_ = grads
-        hidden, weight, bias, labels, entropies, *kept = ctx.saved_tensors
+        hidden, weight, bias, labels, entropies, *whole = ctx.saved_tensors
         dtype, temperature, softcap, scale = ctx.form
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         matrix = weight.to(dtype)
@@ -60,10 +77,11 @@ class LabelledLogProbs(torch.autograd.Function):
         d_weight: Tensor | None = None
         d_bias = torch.zeros_like(bias, dtype=accumulated) if wants_bias else None
         for rows in _chunks(len(hidden), len(weight)):
-            if kept and softcap is None:
-                log_p, slope = kept[0], None
+            if whole and softcap is None:
+                log_p, slope = whole[0], None
             else:
-                log_p, slope = _log_softmax(hidden[rows], weight, bias, *ctx.form)
+                left_out = _left_out(ctx.sets, rows, weight)
+                log_p, slope = _log_softmax(hidden[rows], weight, bias, left_out, *ctx.form)
             grad = _logit_gradient(
                 log_p,
                 labels[rows],
@@ -84,7 +102,7 @@ class LabelledLogProbs(torch.autograd.Function):
             elif d_weight is not None:
                 d_weight += (grad.T @ hidden[rows].to(dtype)).to(accumulated)
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), *[None] * 6
+        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), *[None] * 7
 
 
 def _chunks(positions: int, vocabulary: int) -> Iterator[slice]:
@@ -94,10 +112,15 @@ def _chunks(positions: int, vocabulary: int) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
+def _left_out(kept: KeptSets | None, rows: slice, weight: Tensor) -> Tensor | None:
+    return None if kept is None else kept.left_out(rows, len(weight))
+
+
 def _log_softmax(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    left_out: Tensor | None,
     dtype: torch.dtype,
     temperature: float,
     softcap: float | None,
@@ -110,7 +133,10 @@ def _log_softmax(
     if softcap is not None:
         bent = torch.tanh(logits / softcap)
         logits, slope = bent * softcap, 1 - bent * bent
-    return torch.log_softmax(logits.div_(temperature) if temperature != 1.0 else logits, dim=-1), slope
+    logits = logits.div_(temperature) if temperature != 1.0 else logits
+    if left_out is not None:
+        logits = logits.masked_fill_(left_out, LEFT_OUT)
+    return torch.log_softmax(logits, dim=-1), slope
 
 
 def _logit_gradient(
@@ -128,8 +154,27 @@ def _logit_gradient(
     return grad
 
 
-def labelled_positions_only(device: torch.device) -> AbstractContextManager[None]:
-    """Make TRL's fused LM head compute through `LabelledLogProbs` where it would run tile by tile in torch."""
+class _Head(NamedTuple):
+    """Stands in for the autograd function that TRL's LM head calls."""
+
+    apply: Callable[..., Any]
+
+
+def labelled_positions_only(
+    device: torch.device, kept: Callable[[int], KeptSets] | None = None
+) -> AbstractContextManager[None]:
+    """Make TRL's fused LM head compute through `LabelledLogProbs` where it would run tile by tile in torch.
+
+    Args:
+        device: of the LM head.
+        kept: returns the sets of a forward's positions from their number; then on any device.
+    """
+    if kept is not None:
+
+        def apply(hidden: Tensor, *args: Any) -> Any:
+            return LabelledLogProbs.apply(hidden, *args, kept(len(hidden)))
+
+        return temporarily(utils, _ChunkedLogProbFunction=_Head(apply))
     if device.type != "cpu":
         return nullcontext()
     return temporarily(utils, _ChunkedLogProbFunction=LabelledLogProbs)

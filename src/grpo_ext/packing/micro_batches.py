@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.layout import groups_of
 
 
@@ -21,6 +22,8 @@ class MicroBatch(TypedDict, total=False):
     """1 for tokens that the policy wrote, 0 for those of tools and environments."""
     parents: Tensor
     """Of trajectories with rewritten contexts: index of the token before each token of the completion."""
+    kept_tokens: list[Tensor]
+    """The sets that a truncated sampler drew each row's tokens from, as in `kept`."""
     advantages: Tensor
     """[rows] or [rows, time]."""
     num_items_in_batch: Tensor
@@ -173,7 +176,7 @@ def of_live_rows(
     rows, time = inputs["completion_ids"].shape
     if live.any():
         at = live.nonzero()[:, 0]
-        needed = {name: value for name, value in inputs.items() if name in (*_TOKENS, PARENTS)}
+        needed = {name: value for name, value in inputs.items() if name in (*_TOKENS, PARENTS, KEPT)}
         batch = trim(_rows(cast(MicroBatch, needed), at), prompts=False)
     else:
         at = live.new_zeros(1, dtype=torch.long)

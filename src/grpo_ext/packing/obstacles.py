@@ -56,9 +56,14 @@ def obstacles(model: Policy, use: Forward = Forward.LOSS) -> Iterator[str]:
 # In the loss and in rollouts.
 
 
+def adds_tokens(model: Policy) -> bool:
+    """Return whether an adapter adds tokens before the prompt."""
+    return isinstance(model, PeftModel) and any(a.is_prompt_learning for a in model.peft_config.values())
+
+
 def _of_adapters(model: Policy) -> Iterator[str]:
     adapters = model.peft_config.values() if isinstance(model, PeftModel) else ()
-    if any(adapter.is_prompt_learning for adapter in adapters):
+    if adds_tokens(model):
         yield "the adapter adds tokens before the prompt"
     if any(getattr(adapter, "alora_invocation_tokens", None) is not None for adapter in adapters):  # arXiv:2504.12397
         yield "the adapter begins to act at a token of each completion"

@@ -2,8 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,10 +106,10 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 CURE = "Set shared_prefix to auto or false."
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
-Plain = Callable[[Tensor, Tensor, int], Scores]
-"""TRL's forward. Arguments: tokens and mask [rows, width], columns of completions."""
+Plain = Callable[..., Scores]
+"""TRL's forward. Arguments: tokens and mask [rows, width], columns of completions; `kept`, sets of the rows."""
 Packed = Callable[..., Scores]
-"""`forward.log_probs` of a model. Arguments: tokens, layout, columns of completions."""
+"""`forward.log_probs` of a model. Arguments: tokens, layout, columns of completions; `kept` likewise."""
 
 
 class PrefixSharing:
@@ -209,16 +210,19 @@ class PrefixSharing:
         compute_entropy: bool,
         compute_aux_loss: bool,
         parents: Tensor | None = None,
+        kept: Sequence[Tensor] | None = None,
     ) -> Scores:
         """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time.
 
-        `parents` [rows, completion], as in `tree`, of trajectories whose contexts were rewritten.
+        `parents` [rows, completion], as in `tree`, of trajectories whose contexts were rewritten; `kept` the sets that
+        each row's tokens were drawn from, as in `packing.kept`.
         """
         parts: list[Scores] = []
         extra = {"output_router_logits": True} if compute_aux_loss else {}
         for begin in range(0, len(input_ids), batch_size):
             rows = slice(begin, begin + batch_size)
             ids, live = input_ids[rows], mask[rows]
+            sets = {} if kept is None else {"kept": kept[rows]}
             tree = None if parents is None else _tree(parents[rows], live[:, -completion:])
             if tree is None:
                 layout = self.layout(ids, live, completion, compute_aux_loss)
@@ -227,10 +231,10 @@ class PrefixSharing:
             else:
                 layout = None
             if layout is not None:
-                logps, entropies, aux_loss = packed(ids, layout, completion, **extra)
+                logps, entropies, aux_loss = packed(ids, layout, completion, **extra, **sets)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))
             else:
-                parts.append(self._by_rows(plain, ids, live, completion, tree))
+                parts.append(self._by_rows(partial(plain, **sets), ids, live, completion, tree))
         if len(parts) == 1:
             return parts[0]
         found = [[x for x in column if x is not None] for column in zip(*parts, strict=True)]

@@ -1,8 +1,9 @@
 """Log-probabilities, entropies and auxiliary loss of micro-batches, by a packed forward where that pays."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from grpo_ext.packing.forward import log_probs
+from grpo_ext.packing.kept import KEPT, KeptSets, places_of_rows
 from grpo_ext.packing.layout import Layout
+from grpo_ext.packing.lm_head import labelled_positions_only
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_live_rows
 from grpo_ext.packing.obstacles import causal_lm
 from grpo_ext.packing.policy import PrefixSharing, Scores
@@ -60,7 +63,7 @@ class Scorer:
 
         def forward(batch: MicroBatch) -> Scores:
             further: dict[str, Any] = {
-                name: value for name, value in batch.items() if name in (PARENTS, *self.multimodal)
+                name: value for name, value in batch.items() if name in (PARENTS, KEPT, *self.multimodal)
             }
             return score(
                 model,
@@ -85,36 +88,56 @@ class Scorer:
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         parents: Tensor | None = None,
+        kept_tokens: Sequence[Tensor] | None = None,
         **multimodal: Any,
     ) -> Scores:
         """Score the last `logits_to_keep` tokens of rows [rows, width]; arguments as TRL's.
 
-        `parents` [rows, logits_to_keep], as in `tree`, of trajectories whose contexts were rewritten.
+        `parents` [rows, logits_to_keep], as in `tree`, of trajectories whose contexts were rewritten; `kept_tokens`
+        the sets that each row's tokens were drawn from, as in `kept`, over which all scores are then normalised.
 
         Raises:
-            ValueError: such a trajectory holds images.
+            ValueError: rows with either hold images, or TRL's LM head computes other positions than theirs.
         """
         options: dict[str, Any] = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         sharing, has_images = self.sharing, any(value is not None for value in multimodal.values())
         if parents is not None and has_images:
             raise ValueError("a trajectory whose context was rewritten cannot hold images yet. Leave one of them out.")
-        if has_images or (parents is None and not sharing.possible and sharing.agreed is None):
-            rows = input_ids, attention_mask, logits_to_keep, batch_size
-            return self.stock(model, *rows, **options, **multimodal)
+        if kept_tokens is not None and has_images:
+            raise ValueError("images are not scored over the tokens that top_p, top_k or min_p kept. Unset these.")
+        rowwise = parents is None and kept_tokens is None and not sharing.possible and sharing.agreed is None
+        if has_images or rowwise:
+            batch = input_ids, attention_mask, logits_to_keep, batch_size
+            return self.stock(model, *batch, **options, **multimodal)
 
-        def plain(ids: Tensor, mask: Tensor, completion: int) -> Scores:
-            return self.stock(model, ids, mask, completion, **options)
+        def plain(ids: Tensor, mask: Tensor, completion: int, kept: Sequence[Tensor] | None = None) -> Scores:
+            if kept is None:
+                return self.stock(model, ids, mask, completion, **options)
+            with labelled_positions_only(ids.device, partial(_sets_of_rows, kept, mask, completion)):
+                return self.stock(model, ids, mask, completion, **options)
 
         base = causal_lm(self.accelerator.unwrap_model(model))
 
-        def packed(ids: Tensor, layout: Layout, completion: int, **extra: Any) -> Scores:
+        def packed(
+            ids: Tensor, layout: Layout, completion: int, kept: Sequence[Tensor] | None = None, **extra: Any
+        ) -> Scores:
+            sets = None if kept is None else KeptSets.of(kept, completion, ids.device)
             with self.accelerator.autocast():
-                return log_probs(model, base, ids, layout, completion, **extra)
+                return log_probs(model, base, ids, layout, completion, kept=sets, **extra)
 
         if sharing.possible and not sharing.checked:
             with self.forward_only():
                 sharing.check(plain, packed, base, input_ids.device)
         size = batch_size or len(input_ids)
-        return sharing.scores(
-            plain, packed, input_ids, attention_mask, logits_to_keep, size, **options, parents=parents
-        )
+        rows = input_ids, attention_mask, logits_to_keep, size
+        return sharing.scores(plain, packed, *rows, **options, parents=parents, kept=kept_tokens)
+
+
+def _sets_of_rows(kept: Sequence[Tensor], mask: Tensor, completion: int, positions: int) -> KeptSets:
+    """Return the sets of padded rows' positions, in the order of TRL's LM head."""
+    width, live = mask.shape[1], mask[:, -completion:].bool()
+    if positions not in (int(live.sum()), len(mask) * (width - 1)):
+        found = f"{positions} positions for rows of {width} tokens, {int(live.sum())} of them completions"
+        raise ValueError(f"TRL's LM head computes {found}: the tokens that the sampler kept cannot be assigned.")
+    places = places_of_rows(live, width, positions)
+    return KeptSets.of(kept, completion, mask.device).at(places)

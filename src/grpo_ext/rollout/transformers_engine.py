@@ -5,7 +5,7 @@ transformers. Samples have the distribution of `generate`, and greedy completion
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,9 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
+from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.packing.obstacles import Forward, forward_obstacle, obstacles
+from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import RowCache, Unsupported, check_layers
 
 logger = logging.getLogger(__name__)
@@ -41,14 +43,15 @@ class GroupedEngine:
 
     Args:
         required: raise where the engine cannot be used, instead of falling back to `generate`.
+        keeps: record, in training, the tokens that a truncated sampler kept, also where `generate` decodes.
 
     Attributes:
         refusal: why the engine falls back to `generate`; empty while it does not.
         uniforms: numbers in [0, 1), [rows, tokens], by which the next call samples; None: torch's random state.
     """
 
-    def __init__(self, *, required: bool = False) -> None:
-        self.required = required
+    def __init__(self, *, required: bool = False, keeps: bool = False) -> None:
+        self.required, self.keeps = required, keeps
         self.refusal = ""
         self.uniforms: Tensor | None = None
 
@@ -64,17 +67,18 @@ class GroupedEngine:
         logger.warning(f"rollouts by transformers' own generate: {reason}.")
 
     @contextmanager
-    def generating(self, model: Any) -> Iterator[list[Tensor]]:
+    def generating(self, model: Any) -> Iterator[Drawn]:
         """Let `model.generate` decode by `decode` where that is exact.
 
-        Yields a list to which each such call appends the log-probabilities [batch, time] of its samples.
+        Yields what each such call then fills with the log-probabilities of its samples, and with their kept sets.
 
         Raises:
             Unsupported: it is not exact, and the engine is required.
         """
-        stock, drawn = model.generate, list[Tensor]()
+        stock, drawn = model.generate, Drawn()
 
-        def generate(**kwargs: object) -> Tensor:
+        def generate(**kwargs: Any) -> Tensor:
+            drawn.log = KeptLog(len(kwargs["input_ids"])) if self.keeps and model.training else None
             try:
                 if not self.refusal:
                     for reason in obstacles(model, Forward.ROLLOUT):
@@ -82,7 +86,7 @@ class GroupedEngine:
                     return stock(**kwargs, custom_generate=partial(decode, drawn=drawn, uniforms=self.uniforms))
             except Unsupported as error:
                 self.refuse(str(error))
-            return stock(**kwargs)
+            return stock(**kwargs) if drawn.log is None else stock(**kwargs, custom_generate=_recorded(drawn.log))
 
         with temporarily(model, generate=generate):
             yield drawn
@@ -95,14 +99,38 @@ def grouped_engine(args: GRPOExtConfig, *, sharded: bool) -> GroupedEngine | Non
         args: the trainer's settings.
         sharded: whether FSDP spreads the weights over processes.
     """
-    if args.use_vllm or args.use_transformers_continuous_batching or args.rollout_engine_resolved == "generate":
+    keeps, asked = scores_kept_sets(args), args.rollout_engine_resolved
+    if args.use_vllm or args.use_transformers_continuous_batching or (asked == "generate" and not keeps):
         return None
-    engine = GroupedEngine(required=args.rollout_engine_resolved == "grouped")
-    if sharded:
+    engine = GroupedEngine(required=asked == "grouped", keeps=keeps)
+    if asked == "generate":
+        engine.refusal = "rollout_engine is 'generate'"
+    elif sharded:
         engine.refuse("the weights are sharded over processes")
     elif reason := forward_obstacle(args):
         engine.refuse(reason)
     return engine
+
+
+def _recorded(log: KeptLog) -> Callable[..., Any]:
+    """Return the sampling of `generate` with a last logits processor that records what it may draw."""
+
+    def record(_: Tensor, scores: Tensor) -> Tensor:
+        log.add(scores)
+        return scores
+
+    def sample(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **inputs: Any,
+    ) -> Any:
+        processors = LogitsProcessorList([*logits_processor, record])
+        return model._sample(input_ids, processors, stopping_criteria, generation_config, **inputs)
+
+    return sample
 
 
 # Where decoding is exact.
@@ -159,14 +187,14 @@ def decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    drawn: list[Tensor] | None = None,
+    drawn: Drawn | None = None,
     uniforms: Float[Tensor, "batch tokens"] | None = None,
     **inputs: Any,
 ) -> Int[Tensor, "batch time"]:
     """Complete every row of `input_ids`: a decoding method for `generate(custom_generate=...)`.
 
     Args:
-        drawn: if tokens are sampled, their log-probabilities [batch, time] are appended; undefined after a row's end.
+        drawn: gets the log-probabilities [batch, time] of sampled tokens, undefined after a row's end, and their sets.
         uniforms: numbers in [0, 1) by which tokens are sampled. A row's tokens then depend on its own numbers and
             logits only, not on the other rows.
 
@@ -175,12 +203,12 @@ def decode(
     """
     check_call(logits_processor, stopping_criteria, generation_config, inputs)
     batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, uniforms)
-    logits = batch.prefill()
+    logits, log = batch.prefill(), None if drawn is None else drawn.log
     while True:
-        batch.append(batch.choose(logits))
+        batch.append(batch.choose(logits, log))
         if not len(batch.rows):
             if drawn is not None and generation_config.do_sample:
-                drawn.append(batch.drawn[:, input_ids.shape[1] : batch.length].log())
+                drawn.logps.append(batch.drawn[:, input_ids.shape[1] : batch.length].log())
             return batch.completed()
         logits = batch.forward()
 
@@ -250,9 +278,11 @@ class _Batch:
         output = self.model(**inputs, **self.options, past_key_values=self.cache, use_cache=True, return_dict=True)
         return output.logits[:, -1].to(copy=True, dtype=torch.float32)
 
-    def choose(self, logits: Tensor) -> Int[Tensor, " rows"]:
-        """Return the next token of each row, as transformers would."""
+    def choose(self, logits: Tensor, log: KeptLog | None) -> Int[Tensor, " rows"]:
+        """Return the next token of each row, as transformers would; record in `log` what it was drawn from."""
         scores: Tensor = self.processors(self.ids[:, : self.length], logits)  # type: ignore[arg-type]
+        if log is not None:
+            log.add(scores, self.rows)
         if not self.config.do_sample:
             return scores.argmax(dim=-1)
         probabilities = scores.softmax(dim=-1)

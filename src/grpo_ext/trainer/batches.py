@@ -212,7 +212,8 @@ def restored(trainer: Replays, contents: Sequence[Content], *, sees_silent: bool
 
 
 def _check_tokens(model: Any, batches: Sequence[MicroBatch]) -> None:
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    weight = model.get_input_embeddings().weight
+    vocabulary = getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO 3 leaves an empty tensor
     largest = max(int(ids.max()) for batch in batches for ids in (batch["prompt_ids"], batch["completion_ids"]))
     if largest >= vocabulary:
         reason = f"it holds token {largest}, and the model has {vocabulary}: it was recorded with another model"

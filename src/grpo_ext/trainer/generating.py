@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -15,12 +15,14 @@ from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.objective.ratios import masked
 from grpo_ext.objective.trajectory import COLUMN
+from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
+from grpo_ext.rollout.kept_log import Drawn, returning
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
@@ -117,13 +119,22 @@ class GeneratingTrainer(Lifecycle):
         return collected
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
-        model = self.accelerator.unwrap_model(self.model_wrapped)
-        with nullcontext() if self._engine is None else self._engine.generating(model) as drawn:
+        with self._drawing() as drawn:
             completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
-        if drawn and self.model.training:
-            logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn[-1], completion_ids, strict=True)]
+        if drawn.logps and self.model.training:
+            logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn.logps[-1], completion_ids, strict=True)]
+        if self._collecting is not None and self.model.training:
+            self._collecting.kept = drawn.kept(completion_ids)
         fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
         return completion_ids, logprobs
+
+    def _drawing(self) -> AbstractContextManager[Drawn]:
+        """Let the engine decode, and tell about what it draws."""
+        if self._engine is not None:
+            return self._engine.generating(self.accelerator.unwrap_model(self.model_wrapped))
+        if self.use_vllm and self.model.training:
+            return returning(cast(Any, self.vllm_generation))
+        return nullcontext(Drawn())
 
     def _generate(self, prompts: list) -> Generated:
         collected = self._collecting or Collected([])
@@ -195,6 +206,8 @@ class GeneratingTrainer(Lifecycle):
             collected = self._sampler.settle(inputs, attempts, self.collect, silent, self._metrics[mode])
         with self._filling(collected), no_early_pass(self.args):
             output = super()._generate_and_score_completions(collected.rows)
+        if collected.kept:
+            output[KEPT] = collected.kept
         made = collected.trajectories
         if made and (parents := parents_of(made, output["completion_ids"].shape[1])) is not None:
             output[PARENTS] = parents.to(self.accelerator.device)

@@ -15,13 +15,15 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.precision import precision
+from grpo_ext.config.truncation import adapter_problems
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
+from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
-from grpo_ext.packing.obstacles import forward_obstacle
+from grpo_ext.packing.obstacles import adds_tokens, forward_obstacle
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.trajectories import parents_of
@@ -150,8 +152,10 @@ class GRPOExtTrainer(GeneratingTrainer):
                 rollout_func,
                 environment_factory,
             )
-        if problems := [*quantized_problems(args, self.model, None)]:  # the model may be known by its name only
-            raise ConfigError(problems)
+        # the model may be known by its name only
+        found = *quantized_problems(args, self.model, None), *adapter_problems(args, adds_tokens(self.model))
+        if found:
+            raise ConfigError(found)
         check_reward_names(self.reward_func_names)
         make_portable(self.model)
         if ready.environments:
@@ -222,6 +226,8 @@ class GRPOExtTrainer(GeneratingTrainer):
         collected = self._collecting
         if collected is not None and collected.trajectories:  # TRL does not know how their tokens are connected
             kwargs["parents"] = parents_of(collected.trajectories, args[3])
+        if collected is not None and collected.kept:
+            kwargs[KEPT] = collected.kept
         return self._scorer.tokens(*args, **kwargs)
 
     def _scores(self, model: nn.Module, inputs: MicroBatch, live: Tensor | None) -> Scores:

@@ -24,6 +24,7 @@ from grpo_ext import __version__
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.objective import Objective
+from grpo_ext.packing.kept import KEPT
 from grpo_ext.trainer.checkpoints.identity import plain, settings
 from grpo_ext.trainer.checkpoints.manifest import sync
 from grpo_ext.trainer.findings import ObservedBatch
@@ -106,6 +107,8 @@ def packed(tensors: Mapping[str, object]) -> Kept:
     """Return a micro-batch on the CPU, its whole numbers narrowed; `dtypes` holds the original types."""
     kept: Kept = {"dtypes": {}}
     for name, values in tensors.items():
+        if name == KEPT and isinstance(values, list):
+            kept[name] = [sets.cpu() for sets in values]
         if not isinstance(values, Tensor):
             continue
         kept["dtypes"][name] = str(values.dtype).removeprefix("torch.")
@@ -118,10 +121,10 @@ def packed(tensors: Mapping[str, object]) -> Kept:
     return kept
 
 
-def unpacked(kept: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Return the tensors of a micro-batch with their original types."""
+def unpacked(kept: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return the tensors of a micro-batch with their original types, and its kept sets."""
     return {
-        name: values.to(device, getattr(torch, kept["dtypes"][name]))
+        name: values if name == KEPT else values.to(device, getattr(torch, kept["dtypes"][name]))
         for name, values in kept.items()
         if name != "dtypes"
     }
@@ -214,8 +217,9 @@ class Recorder:
 
 def size(content: Content) -> int:
     """Return the bytes of the tensors of a recording."""
-    tensors = (values for batch in content["micro_batches"] for values in batch.values() if isinstance(values, Tensor))
-    return sum(values.nbytes for values in tensors)
+    every = [values for batch in content["micro_batches"] for values in batch.values()]
+    tensors = [tensor for values in every for tensor in (values if isinstance(values, list) else [values])]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def read(path: Path) -> Content:

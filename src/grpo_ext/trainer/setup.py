@@ -20,6 +20,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.precision import head_problems
 from grpo_ext.config.temporary import temporarily
+from grpo_ext.config.truncation import image_problems, rollout_problems
 from grpo_ext.config.vllm import leaves_packed, packs_while_loading, quantized_problem
 from grpo_ext.data.given import Checked, as_dataset, prompt_problems
 from grpo_ext.data.rows import check_columns
@@ -112,6 +113,7 @@ def prepare(
     problems = [*machine_problems(args, None)]
     specs, found = parse_environments(environments)
     problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
+    problems += rollout_problems(args, rollouts)
     if not checked:
         problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
         evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
@@ -145,6 +147,7 @@ def data_problems(
             yield from prompt_problems(dataset, name)
         if isinstance(dataset, Dataset):
             clashes |= dict.fromkeys(check_columns(dataset.column_names))
+            clashes |= dict.fromkeys(image_problems(args, dataset.column_names))
     yield from clashes
     if isinstance(train_dataset, Dataset):
         yield from too_few(args, len(train_dataset))

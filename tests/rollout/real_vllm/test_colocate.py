@@ -83,10 +83,18 @@ def test_runs_that_start_at_the_same_moment_take_ports_of_their_own(monkeypatch)
 
 
 def test_a_truncated_distribution_is_told_from_stale_weights(tied, tmp_path):
-    _, said, code = train(tmp_path, "colocate", tied, check=False, config={"max_steps": 2, "top_p": 0.7})
+    config = {"max_steps": 2, "top_p": 0.7, "loss_defaults": "trl"}
+    _, said, code = train(tmp_path, "colocate", tied, check=False, config=config)
     assert code != 0
     assert "-> sampling parameters that truncate" in said
     assert "-> stale" not in said
+
+
+def test_a_truncated_sampler_agrees_with_a_policy_over_the_tokens_that_it_kept(tied, tmp_path):
+    config = {"max_steps": 4, "top_p": 0.7, "top_k": 6, "min_p": 0.02, "temperature": 1.3}
+    log, _, _ = train(tmp_path, "colocate", tied, config=config)
+    assert max(drifts(log)) < FLOAT32
+    assert all(entry["sampling/kept"] == pytest.approx(1, abs=0.02) for entry in steps(log))
 
 
 def test_a_run_that_was_stopped_goes_on_with_what_vllm_had_sampled(untied, tmp_path):

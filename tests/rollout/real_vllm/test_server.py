@@ -38,6 +38,17 @@ def test_it_learns_and_does_not_drift(tied, address, tmp_path):
     assert not steps(stale)  # it stopped before it had logged a step
 
 
+def test_a_truncated_sampler_returns_the_tokens_that_it_kept(tied, address, tmp_path):
+    config = {"max_steps": 2, "top_p": 0.7, "top_k": 4}  # vLLM returns 20 log-probabilities unless it is asked to
+    log, _, _ = train(tmp_path, "server", tied, **address, config=config)
+    assert len(drifts(log)) == 2
+    assert max(drifts(log)) < FLOAT32
+    config["top_k"] = 5
+    _, said, code = train(tmp_path / "more", "server", tied, check=False, **address, config=config)
+    assert code != 0
+    assert "max_logprobs=20: the loss needs the tokens that top_k keeps, and some to spare, 21" in said
+
+
 def test_lora_arrives_merged(tied, address, tmp_path):
     settings = {"max_steps": 5, "learning_rate": 1e-2}
     log, _, _ = train(tmp_path, "server", tied, lora=True, **address, config=settings)

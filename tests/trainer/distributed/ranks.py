@@ -188,19 +188,26 @@ RECORDED = {
 }
 
 
-def replay(model: str, folder: str) -> None:
+SAMPLED = {"rollout": scripted_rollout}, {"top_p": 0.7, "temperature": 1.2}
+"""Where completions come from: a script, or a truncated sampler."""
+
+
+def replay(model: str, folder: str, truncated: str = "") -> None:
     """Record a run, and train on the recordings."""
+    make_fsdp_real()
     output = Path(folder)
     ends = {}
     for name, own in {
         "run": {"record_batches": 1},
         "again": {"replay_batches": str(output / "run" / "batches")},
     }.items():
-        trainer = build(model, output / name, rollout=scripted_rollout, rows=64, **RECORDED, **own)
+        trainer = build(model, output / name, rows=64, **SAMPLED[bool(truncated)], **RECORDED, **own)
         trainer.train()
-        ends[name] = weights(trainer.model), [row for row in trainer.state.log_history if "loss" in row]
+        plain = trainer.accelerator.unwrap_model(trainer.model)
+        ends[name] = trained_weights(plain), [row for row in trainer.state.log_history if "loss" in row]
     if PartialState().is_main_process:
-        equal = torch.equal(ends["run"][0], ends["again"][0])
+        (run, _), (again, _) = ends.values()
+        equal = all(torch.equal(run[name], again[name]) for name in run)
         (output / "found.json").write_text(json.dumps({"equal": equal, "log": ends["run"][1]}))
 
 

@@ -5,17 +5,25 @@ from pathlib import Path
 
 import pytest
 
+from distributed.test_engines import needs_deepspeed
 from grpo_ext.commands import replay
+from grpo_ext.packing.kept import KEPT
 from grpo_ext.trainer.batches import whole
 from support import tiny
-from support.processes import launcher, run
+from support.processes import launcher, on_cpu, run, with_deepspeed
 
 pytestmark = pytest.mark.slow
 
 
-def test_two_processes_record_and_one_computes_it_again(tmp_path):
-    model = tiny.save(tmp_path / "model")
-    run([*launcher(), str(Path(__file__).parent / "ranks.py"), "replay", model, str(tmp_path)])
+@pytest.mark.parametrize(
+    ("launch", "truncated"), [("ddp", False), ("ddp", True), ("fsdp2", True), ("zero3", True)], ids=str
+)
+def test_two_processes_record_and_one_computes_it_again(launch, truncated, tmp_path):
+    """Also what a truncated sampler has drawn, over the tokens that it kept."""
+    needs_deepspeed(launch)
+    model, engine = tiny.save(tmp_path / "model"), with_deepspeed() if launch == "zero3" else {}
+    script = [str(Path(__file__).parent / "ranks.py"), "replay", model, str(tmp_path)]
+    run([*launcher(on_cpu(launch, tmp_path)), *script, *["truncated"] * truncated], **engine)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["equal"]
     for step, logged in enumerate(found["log"], 1):
@@ -26,3 +34,4 @@ def test_two_processes_record_and_one_computes_it_again(tmp_path):
         assert computed.loss == pytest.approx(logged["loss"], rel=1e-5, abs=1e-7)
         assert computed.grad_norm == pytest.approx(logged["grad_norm"], rel=1e-5)
         assert computed.figures["kl"] == pytest.approx(logged["kl"], rel=1e-5, abs=1e-8)
+        assert all((KEPT in batch) == truncated for content in contents for batch in content["micro_batches"])

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.truncation import NEUTRAL
 from grpo_ext.errors import RolloutDrift
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ HUGE = 1.0
 """Nats per token that only another model, tokenizer or prompt explains."""
 WINDOW = 8
 """Pushes over which the trend is taken."""
-NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-"""Sampling settings that leave the distribution as it is."""
 
 
 @dataclass(frozen=True)

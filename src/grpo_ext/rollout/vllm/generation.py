@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -21,6 +22,7 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.vllm import sharded_problem
 from grpo_ext.errors import ABSENT, ConfigError, ServerLost
 from grpo_ext.rollout.vllm.client import EMPTY_ANSWER, Client, ServerTrouble
+from grpo_ext.rollout.vllm.kept import TIES, returned_sets, sampled_first
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
 from grpo_ext.rollout.vllm.server import (
     CONNECTIONS,
@@ -74,6 +76,7 @@ class Generation(vllm_generation.VLLMGeneration):
         weight_transfer: 'auto', 'nccl' or 'gloo'.
         dtype: of the sampler's weights in colocate mode.
         engine_kwargs: further options of the engine, `vllm_engine_kwargs`.
+        keeps: whether the sampler returns the tokens that it kept; `top_k` bounds their number.
 
     Raises:
         ServerLost: no server within `vllm_server_timeout`; on all processes.
@@ -82,6 +85,8 @@ class Generation(vllm_generation.VLLMGeneration):
     vllm_client: Client
     _weight_metadata: Any
     server_base_url: str | None
+    _kept: list[list[list[int]]] | None = None
+    """Gets the sets of the completions that are generated at the moment, if they are wanted."""
 
     def __init__(
         self,
@@ -89,11 +94,13 @@ class Generation(vllm_generation.VLLMGeneration):
         weight_transfer: str = "auto",
         dtype: str = "auto",
         engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        keeps: bool = False,
         **kwargs: Any,
     ) -> None:
         self.weight_transfer = weight_transfer
         self.dtype = dtype
         self.engine_kwargs = engine_kwargs
+        self.keeps = keeps
         self.sync_seconds = 0.0
         self.sync_bytes = 0
         self.pushing: Callable[[], AbstractContextManager[None]] = nullcontext  # the trainer's timer
@@ -129,7 +136,8 @@ class Generation(vllm_generation.VLLMGeneration):
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
         os.environ.setdefault("MASTER_PORT", str(get_free_port()))
-        with _engine_settings(dtype, self.engine_kwargs):
+        needed = {"max_logprobs": self.top_k + TIES} if self.keeps else {}
+        with _engine_settings(dtype, {**self.engine_kwargs, **needed}):
             super()._init_vllm()
 
     def _check_policy(self) -> None:
@@ -159,6 +167,8 @@ class Generation(vllm_generation.VLLMGeneration):
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
         needed = Wanted(max_model_len=self.max_completion_length + 1, probe_ids=probe)
+        if self.keeps:
+            needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self._asked)
         better = Wanted(model=self.model.name_or_path, dtype=None if self.dtype == "auto" else self.dtype)
         facts = server_facts(url)
         if broken := [str(problem) for problem in mismatches(needed, facts)]:
@@ -285,7 +295,45 @@ class Generation(vllm_generation.VLLMGeneration):
         """
         return temporarily(self, _seeds=seeds)
 
+    @contextmanager
+    def keeping(self) -> Iterator[list[list[list[int]]]]:
+        """Yield a list that gets the tokens that were kept at each token of the next completions, if `keeps`."""
+        kept: list[list[list[int]]] = []
+        with temporarily(self, _kept=kept if self.keeps else None):
+            yield kept
+
+    @property
+    def _asked(self) -> int:
+        """Number of likely tokens to ask vLLM for beside the sampled one."""
+        return min(self.top_k + TIES, self._vocabulary)
+
+    @property
+    def _vocabulary(self) -> int:
+        config: Any = self.model.config
+        return int(config.get_text_config().vocab_size)
+
     def generate(
+        self,
+        prompts: list[list[int]],
+        images: list[list[object] | None] | None,
+        num_generations: int,
+        profiler: ProfilingContext | None = None,
+    ) -> Completions:
+        """Generate as TRL's does, also the kept sets where they are wanted; arguments and result are TRL's.
+
+        Raises:
+            RuntimeError: vLLM kept more tokens than it could return.
+            ServerLost: the server died and did not come back; on all processes.
+        """
+        if self._kept is None:
+            return self._generate(prompts, images, num_generations, profiler)
+        with temporarily(self, logprobs=self._asked):
+            made, ids, values, tokens = self._generate(prompts, images, num_generations, profiler)
+        bound = 0 if self._asked == self._vocabulary else self._asked
+        self._kept += [returned_sets(*row, bound) for row in zip(values, tokens, strict=True)]
+        return made, ids, [sampled_first(*row) for row in zip(ids, values, tokens, strict=True)], tokens
+
+    def _generate(
         self,
         prompts: list[list[int]],
         images: list[list[object] | None] | None,

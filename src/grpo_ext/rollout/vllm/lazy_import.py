@@ -15,6 +15,7 @@ from typing import Any
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
+from grpo_ext.config.truncation import scores_kept_sets
 
 _VLLM_USERS = ("trl.generation", "trl.generation.vllm_client", "trl.generation.vllm_generation")
 _hidden = not sys.modules.keys() & {"vllm", *_VLLM_USERS} and find_spec("vllm") is not None
@@ -56,6 +57,7 @@ def with_our_generation(args: GRPOExtConfig) -> Iterator[None]:
         weight_transfer=args.vllm_weight_transfer,
         dtype=args.sampler_dtype,
         engine_kwargs=given_options(args),
+        keeps=scores_kept_sets(args),
     )
     with temporarily(grpo_trainer, VLLMGeneration=ours):
         yield

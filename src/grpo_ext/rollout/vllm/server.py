@@ -1,6 +1,7 @@
 """What a running vLLM server is, compared with what a recipe needs."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ class ServerFacts:
     logprobs_mode: str
     weight_transfer: str | None
     probe_ids: tuple[int, ...]
+    max_logprobs: float
     config: Mapping[str, Any] = field(default_factory=dict)
     """The whole configuration, as the server reports it."""
 
@@ -47,6 +49,7 @@ class Wanted:
     logprobs_mode: str | None = None
     weight_transfer: str | None = None
     probe_ids: tuple[int, ...] | None = None
+    max_logprobs: int | None = None
 
 
 def server_facts(url: str) -> ServerFacts:
@@ -73,6 +76,7 @@ def server_facts(url: str) -> ServerFacts:
         max_model_len=int(model["max_model_len"]),
         dtype=str(model["dtype"]).removeprefix("torch."),
         logprobs_mode=model["logprobs_mode"],
+        max_logprobs=math.inf if (most := int(model["max_logprobs"])) < 0 else most,
         weight_transfer=(config["weight_transfer_config"] or {}).get("backend"),
         probe_ids=tuple(ids),
         config=config,
@@ -95,10 +99,14 @@ _REASONS = {
     "max_model_len": "prompt and completion of the recipe may have {} tokens",
     "dtype": "the recipe asks for {}",
     "logprobs_mode": "the correction of the sampler needs {}",
+    "max_logprobs": "the loss needs the tokens that top_k keeps, and some to spare, {}",
     "weight_transfer": "the trainer sends weights by {}",
     "probe_ids": "the recipe's tokenizer encodes a probe text as {}, so the vocabularies differ",
 }
-_FITS: dict[str, Callable[[Any, Any], bool]] = {"model": _same_model, "max_model_len": lambda want, have: have >= want}
+_FITS: dict[str, Callable[[Any, Any], bool]] = {
+    "model": _same_model,
+    **dict.fromkeys(("max_model_len", "max_logprobs"), lambda want, have: have >= want),
+}
 _CURE = "Start the server by `grpo-ext serve --config RECIPE`, or correct the recipe."
 
 

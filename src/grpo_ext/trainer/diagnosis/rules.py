@@ -153,8 +153,8 @@ RULES: tuple[Rule, ...] = (
         ("sampling/mismatch", "sampling/bias"),
         "`sampling/mismatch` leaps, and `sampling/bias` is as large",
         "completions are drawn from a truncated distribution, and trained as if they were the policy's own",
-        "Leave `top_p`, `top_k`, `min_p` and `repetition_penalty` unset, also in `generation_kwargs` and in the "
-        "model's generation_config.json.",
+        "Set `loss_defaults: paper`, which scores over the tokens that were kept; or leave `top_p`, `top_k`, `min_p` "
+        "and `repetition_penalty` unset, also in `generation_kwargs` and in the model's generation_config.json.",
     ),
     Rule(
         "stale sampler",

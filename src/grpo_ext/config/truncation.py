@@ -1,0 +1,134 @@
+"""Settings that make the sampler draw from another distribution than the model's, and what becomes of the loss.
+
+Where the sampler only leaves tokens out, the loss is normalised over the tokens that it kept (`packing.kept`). A run
+in which these are not known is refused. `loss_defaults: trl` reads the whole vocabulary, as stock TRL does.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.mappings import as_mapping, generation_options
+from grpo_ext.config.rules import Rule
+from grpo_ext.errors import Problem
+
+NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+"""Fields, each with the value that leaves the distribution as it is."""
+_LEAVES_OUT = {
+    **dict.fromkeys(("typical_p",), 1),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("min_length", "min_new_tokens", "min_tokens"), 0),
+    **dict.fromkeys(("top_h", "bad_words_ids", "bad_words", "suppress_tokens", "begin_suppress_tokens"), None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "allowed_token_ids", "structured_outputs"), None),
+}
+"""Keys of `generation_kwargs` that remove tokens, each with the value that has no effect."""
+_RESCALES = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
+    **dict.fromkeys(("diversity_penalty", "penalty_alpha", "dola_layers", "watermarking_config"), None),
+    **dict.fromkeys(("force_words_ids", "sequence_bias", "constraints", "exponential_decay_length_penalty"), None),
+    **dict.fromkeys(("logit_bias", "thinking_token_budget", "ignore_eos"), None),
+}
+"""Keys of `generation_kwargs` that alter the distribution in another way, likewise."""
+
+
+def truncations(config: GRPOExtArguments) -> dict[str, object]:
+    """Return the settings that leave tokens out, by name."""
+    fields = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p")}
+    found = {name: value for name, value in fields.items() if value and value != NEUTRAL[name]}
+    if config.use_vllm and config.vllm_structured_outputs_regex is not None:
+        found["vllm_structured_outputs_regex"] = config.vllm_structured_outputs_regex
+    return found | _given(config, _LEAVES_OUT)
+
+
+def rescalings(config: GRPOExtArguments) -> dict[str, object]:
+    """Return the settings that alter the distribution in another way, by name."""
+    penalty = config.repetition_penalty
+    found: dict[str, object] = {"repetition_penalty": penalty} if penalty != NEUTRAL["repetition_penalty"] else {}
+    return found | _given(config, _RESCALES)
+
+
+def _given(config: GRPOExtArguments, effects: Mapping[str, object]) -> dict[str, object]:
+    given, known = as_mapping(config.generation_kwargs), generation_options(vllm=bool(config.use_vllm))
+    names = [name for name in given if name in effects and name in known]
+    return {f"generation_kwargs.{name}": v for name in names if (v := given[name]) and v != effects[name]}
+
+
+def scores_kept_sets(config: GRPOExtArguments) -> bool:
+    """Return whether the loss is normalised over the tokens that the sampler kept."""
+    return config.loss_defaults != "trl" and bool(truncations(config))
+
+
+# Where the sets are not known.
+
+
+def _needs_sets(config: GRPOExtArguments, reason: str, cure: str = "") -> Iterator[Problem]:
+    """Yield the problem of a truncated sampler whose kept tokens the loss cannot take; `cure` is another way out."""
+    if scores_kept_sets(config):
+        name, value = next(iter(truncations(config).items()))
+        reason = f"the loss needs the tokens that the sampler kept, and {reason}"
+        yield Problem(name, value, reason, f"{cure}{' ' if cure else ''}{_unset(name)}")
+
+
+def _unset(name: str) -> str:
+    option = name.rpartition(".")[2]
+    return f"Leave {option} unset, or set loss_defaults: trl, which trains with stock TRL's bias."
+
+
+def _altered(found: Mapping[str, object]) -> Iterator[Problem]:
+    for name, value in found.items():
+        reason = (
+            "completions are drawn from an altered distribution, but their log-probabilities are the model's own, so "
+            "the gradient is biased"
+        )
+        yield Problem(name, value, reason, _unset(name))
+
+
+def _rescaled(config: GRPOExtArguments) -> Iterator[Problem]:
+    if config.loss_defaults != "trl":
+        yield from _altered(rescalings(config))
+
+
+def _unbounded(config: GRPOExtArguments) -> Iterator[Problem]:
+    if config.use_vllm and not config.top_k:
+        yield from _needs_sets(config, "vLLM returns them only where top_k bounds their number", "Set top_k: 50 too.")
+    if config.use_vllm and as_mapping(config.generation_kwargs).get("logprobs") is not None:
+        yield from _needs_sets(config, "generation_kwargs.logprobs limits what vLLM returns", "Remove that.")
+
+
+def _elsewhere(config: GRPOExtArguments) -> Iterator[Problem]:
+    if not config.use_vllm and config.use_transformers_continuous_batching:
+        reason = "continuous batching does not return them"
+        yield from _needs_sets(config, reason, "Set use_transformers_continuous_batching: false.")
+    if config.torch_compile:
+        yield from _needs_sets(config, "a compiled forward cannot take them", "Set torch_compile: false.")
+
+
+TRUNCATION_RULES: tuple[Rule, ...] = (_rescaled, _unbounded, _elsewhere)
+"""Exact, or refused."""
+
+
+def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield the problem of rollouts by `given` arguments, by name, that do not carry the tokens that were kept."""
+    for name in (name for name, value in given.items() if value):
+        yield from _needs_sets(config, f"{name} does not pass them on", f"Remove {name}.")
+
+
+def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
+    """Yield the problem of a dataset whose `columns` hold images."""
+    if isinstance(columns, list) and {"image", "images"} & set(columns):
+        yield from _needs_sets(config, "a model of images cannot take them yet")
+
+
+def adapter_problems(config: GRPOExtArguments, virtual_tokens: bool) -> Iterator[Problem]:
+    """Yield the problem of an adapter that adds `virtual_tokens` before the prompt."""
+    if virtual_tokens:
+        yield from _needs_sets(config, "an adapter that adds tokens moves the positions", "Use LoRA.")
+
+
+def reshaped_sampling(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Yield, as warnings, settings by which stock TRL's gradient is biased."""
+    if config.loss_defaults == "trl":
+        altered = truncations(config) | rescalings(config)
+        for problem in _altered(altered):
+            yield replace(problem, cure=f"Leave {problem.field.rpartition('.')[2]} unset for an unbiased one.")

@@ -1,0 +1,87 @@
+"""Kept sets: the tokens that a truncated sampler (top_p, top_k, min_p) left to draw from, for each token it drew.
+
+The sampler's probabilities are normalised over these tokens, so the policy's have to be too: the set is fixed when the
+token is drawn, and the mean importance ratio over draws is 1 for any policy. DeepSeek-V3.2, arXiv:2512.02556.
+
+A completion's sets are one tensor of whole numbers, so that batches, checkpoints and recordings hold them as they are:
+the number of tokens, a count for each, and the ids of all. A positive count is that of kept ids; of a larger set the
+ids that were left out are stored, with a negative count. 0: nothing was left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+KEPT: Final = "kept_tokens"
+"""Name of the sets in a micro-batch: a list with one tensor for each row."""
+
+
+def encoded(counts: Int[Tensor, " tokens"], ids: Int[Tensor, " ids"]) -> Int[Tensor, " numbers"]:
+    """Return the sets of a completion as one tensor."""
+    return torch.cat([torch.tensor([len(counts)]), counts.cpu(), ids.cpu()]).int()
+
+
+def decoded(sets: Int[Tensor, " numbers"]) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " ids"]]:
+    """Return counts and ids of the sets of a completion."""
+    tokens = int(sets[0])
+    return sets[1 : tokens + 1], sets[tokens + 1 :]
+
+
+@dataclass(frozen=True)
+class KeptSets:
+    """Sets of the positions of one forward."""
+
+    ids: Int[Tensor, " ids"]
+    begins: Int[Tensor, " positions"]
+    """Place of each position's first id."""
+    counts: Int[Tensor, " positions"]
+    """As in a completion's sets."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor], time: int, device: torch.device) -> "KeptSets":
+        """Join the sets of completions [rows, time]; padding and tokens without a set keep everything."""
+        counts = torch.zeros(len(rows), time, dtype=torch.long)
+        begins, ids, first = torch.zeros_like(counts), list[Tensor](), 0
+        for row, sets in enumerate(rows):
+            of_row, ids_of_row = decoded(sets.cpu())
+            live = min(len(of_row), time)
+            ends = of_row.abs().long().cumsum(dim=0)
+            counts[row, :live] = of_row[:live]
+            begins[row, :live] = first + (ends - of_row.abs())[:live]
+            ids.append(ids_of_row)
+            first += len(ids_of_row)
+        joined = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
+        return cls(joined.to(device), begins.flatten().to(device), counts.flatten().to(device))
+
+    def at(self, places: Int[Tensor, " positions"]) -> "KeptSets":
+        """Return the sets at `places` among these; a negative place has no set."""
+        counts = torch.where(places >= 0, self.counts[places.clamp(min=0)], 0)
+        return KeptSets(self.ids, self.begins[places.clamp(min=0)], counts)
+
+    def left_out(self, rows: slice, vocabulary: int) -> Bool[Tensor, "positions vocabulary"]:
+        """Return which tokens of the vocabulary the sampler could not have drawn, at the positions `rows`."""
+        begins, counts = self.begins[rows], self.counts[rows]
+        sizes = counts.abs()
+        of_position = torch.repeat_interleave(sizes)
+        within = torch.arange(len(of_position), device=sizes.device) - (sizes.cumsum(dim=0) - sizes)[of_position]
+        found = torch.zeros(len(counts), vocabulary, dtype=torch.bool, device=sizes.device)
+        found[of_position, self.ids[begins[of_position] + within].long()] = True
+        return found ^ (counts > 0)[:, None]
+
+
+def places_of_rows(live: Bool[Tensor, "rows time"], width: int, positions: int) -> Int[Tensor, " positions"]:
+    """Return the place in [rows, time] of each position that TRL's LM head computes for padded rows.
+
+    It computes the live tokens in their order, or, without a kernel that selects them, all predictions of a row.
+    """
+    rows, time = live.shape
+    place = torch.arange(rows * time, device=live.device).view(rows, time)
+    if positions == int(live.sum()):
+        return place[live]
+    padded = place.new_full((rows, width - 1), -1)
+    padded[:, width - 1 - time :] = place
+    return padded.flatten()

@@ -1,0 +1,88 @@
+"""What a sampler says about its draws beside the tokens: their log-probabilities, and the sets it drew them from."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from grpo_ext.packing.kept import encoded
+
+
+class Returns(Protocol):
+    """A sampler that returns the tokens that it kept."""
+
+    def keeping(self) -> AbstractContextManager[list[list[list[int]]]]:
+        """Yield a list that gets the kept tokens of each completion."""
+
+
+class KeptLog:
+    """Records, step by step, which tokens the logits processors of `generate` left to draw from.
+
+    Args:
+        rows: rows of the batch.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._counts: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        self._ids: list[Tensor] = []
+
+    def add(self, scores: Float[Tensor, "live vocabulary"], rows: Int[Tensor, " live"] | None = None) -> None:
+        """Add a token of the batch, or of its `rows`; a token of the vocabulary that was removed scores -inf."""
+        kept = scores > -torch.inf
+        count, vocabulary = kept.sum(dim=1), kept.shape[1]
+        inverted = 2 * count > vocabulary
+        row, ids = (kept ^ inverted[:, None]).nonzero(as_tuple=True)
+        rows = torch.arange(self.rows, device=kept.device) if rows is None else rows
+        counts = count.new_zeros(self.rows)
+        counts[rows] = torch.where(inverted, count - vocabulary, count)
+        self._counts.append(counts.int())
+        self._rows.append(rows[row].int())
+        self._ids.append(ids.int())
+
+    def sets(self, completions: Sequence[Sequence[int]]) -> list[Int[Tensor, " numbers"]]:
+        """Return the sets of each completion, as in `packing.kept`."""
+        counts = torch.stack(self._counts, dim=1).cpu()
+        rows, ids = torch.cat(self._rows).cpu(), torch.cat(self._ids).cpu()
+        sizes = counts.abs().long().sum(dim=1)
+        by_row = ids[rows.argsort(stable=True)].split(sizes.tolist())
+        found = []
+        for of_row, all_ids, completion in zip(counts, by_row, completions, strict=True):
+            of_row = of_row[: len(completion)]
+            found.append(encoded(of_row, all_ids[: int(of_row.abs().sum())]))
+        return found
+
+
+@dataclass
+class Drawn:
+    """What is known about one call of a sampler."""
+
+    logps: list[Tensor] = field(default_factory=list)
+    """Log-probabilities [batch, time], if the engine knows them."""
+    log: KeptLog | None = None
+    """Of transformers, if the sets are wanted."""
+    returned: list[list[list[int]]] = field(default_factory=list)
+    """Of vLLM, the kept tokens at each token of each completion."""
+
+    def kept(self, completions: Sequence[Sequence[int]]) -> list[Int[Tensor, " numbers"]]:
+        """Return the set of each token of the completions, or an empty list if they are not wanted."""
+        if self.log is not None:
+            return self.log.sets(completions)
+        return [_encoded_lists(sets) for sets in self.returned]
+
+
+def _encoded_lists(sets: Sequence[Sequence[int]]) -> Int[Tensor, " numbers"]:
+    counts, ids = [len(kept) for kept in sets], [i for kept in sets for i in kept]
+    return encoded(torch.tensor(counts, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32))
+
+
+@contextmanager
+def returning(sampler: Returns) -> Iterator[Drawn]:
+    """Yield what then gets the tokens that vLLM kept, if they are wanted."""
+    with sampler.keeping() as returned:
+        yield Drawn(returned=returned)

@@ -1,0 +1,61 @@
+"""A truncated sampler is scored exactly, or refused; with `loss_defaults: trl` it is allowed, with a warning."""
+
+import pytest
+
+from grpo_ext import ConfigError, GRPOExtConfig
+from grpo_ext.config.truncation import adapter_problems, image_problems, rollout_problems, scores_kept_sets
+from grpo_ext.config.warnings import warnings
+
+CPU = {"use_cpu": True, "bf16": False, "report_to": "none"}
+VLLM = {"use_vllm": True}
+CONTINUOUS = {"use_transformers_continuous_batching": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"top_p": 0.9} | VLLM,
+            "top_p=0.9: .*top_k bounds .*Set top_k: 50 too. Leave top_p unset, or set",
+        ),
+        ({"min_p": 0.1} | VLLM, "min_p=0.1: .*top_k bounds"),
+        ({"vllm_structured_outputs_regex": "a+"} | VLLM, "vllm_structured_outputs_regex='a.*top_k bounds"),
+        ({"generation_kwargs": {"min_tokens": 4}} | VLLM, r"generation_kwargs.min_tokens=4: .*Leave min_tokens unset"),
+        ({"top_k": 4, "generation_kwargs": {"logprobs": 3}} | VLLM, "top_k=4: .*generation_kwargs.logprobs limits"),
+        ({"top_p": 0.9} | CONTINUOUS, "top_p=0.9: .*continuous batching"),
+        ({"top_k": 4, "torch_compile": True}, "top_k=4: .*compiled"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2: .*altered distribution.*Leave repetition_penalty"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs.num_beams=2: .*altered.*Leave num_beams"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_unless_it_is_to_be_as_stock_trl(settings, expected):
+    with pytest.raises(ConfigError, match=f"^1 problem.*\n.*{expected}"):
+        GRPOExtConfig(**CPU | settings)
+    assert not scores_kept_sets(config := GRPOExtConfig(**CPU | settings, loss_defaults="trl"))
+    assert any("altered distribution" in str(warning) for warning in warnings(config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, False),
+        ({"top_p": 1.0, "top_k": 0, "min_p": 0.0, "generation_kwargs": {"min_new_tokens": 0}}, False),
+        ({"top_p": 0.9}, True),
+        ({"top_k": 5}, True),
+        ({"min_p": 0.1}, True),
+        ({"generation_kwargs": {"min_new_tokens": 4}}, True),
+        ({"top_p": 0.9, "top_k": 50} | VLLM, True),
+    ],
+)
+def test_the_loss_is_over_the_kept_tokens_where_a_setting_leaves_some_out(settings, kept):
+    config = GRPOExtConfig(**CPU | settings)
+    assert scores_kept_sets(config) == kept
+    assert not any("distribution" in str(warning) for warning in warnings(config))
+    found = {
+        "tools": rollout_problems(config, {"tools": [print], "rollout_func": None}),
+        "images": image_problems(config, ["prompt", "image"]),
+        "adapter": adapter_problems(config, True),
+    }
+    assert all(len([*problems]) == int(kept) for problems in found.values())
+    quiet = [rollout_problems(config, {"tools": None}), image_problems(config, ["prompt"])]
+    assert not [problem for problems in (*quiet, adapter_problems(config, False)) for problem in problems]
