@@ -239,7 +239,7 @@ def test_a_sealed_checkpoint_of_a_killed_run_is_moved_aside_too(tmp_path):
 
 def test_the_folders_of_records_are_those_that_a_run_writes():
     assert set(RECORDS) == {
-        *(module.FOLDER for module in (results, recording, nonfinite)),
+        *(results.EVALUATION, recording.FOLDER, nonfinite.FOLDER),
         reading.COMPLETIONS,
         "reward_failures",
     }
