@@ -24,7 +24,8 @@ def rollout(prompts, trainer):
         ids.append([*row, tokenizer.eos_token_id])
         noise = 0.3 * torch.randn(length + 1, generator=g)
         logprobs.append((noise - (0.1 if i % NOISY == 0 else 4.0)).tolist())
-    logprobs[0][0] = math.nan
+    if rank == 0:
+        logprobs[0][0] = math.nan
     return {"prompt_ids": tokenizer(list(prompts))["input_ids"], "completion_ids": ids, "logprobs": logprobs}
 
 
