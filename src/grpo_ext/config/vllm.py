@@ -28,7 +28,7 @@ def quantized_problem(setting: str, value: object) -> Problem:
 
 
 def sharded_problem(setting: str, value: object) -> Problem:
-    """Return the problem of quantized weights of which each process has a part."""
+    """Return the problem of quantized weights that are split over processes."""
     reason = "a weight is unpacked for vLLM by a process that has all of it, which FSDP and DeepSpeed ZeRO-3 split"
     cure = "Launch by --accelerate_config ddp or zero2, or set use_vllm: false."
     return Problem(setting, value, reason, cure, {"use_vllm": True})

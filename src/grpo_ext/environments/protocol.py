@@ -19,7 +19,7 @@ class Step(NamedTuple):
     """An environment's answer to a message of the model."""
 
     observation: str | list[Message] | None = None
-    """What the model reads next: messages, or text, which becomes a user message."""
+    """The model's next input: messages, or text, which becomes a user message."""
     reward: float | None = None
     """Reward of this turn."""
     done: bool = False

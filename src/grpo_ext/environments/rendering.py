@@ -25,7 +25,7 @@ class CannotRender(ValueError):
 
 @dataclass(frozen=True)
 class Context:
-    """What the policy reads before a turn."""
+    """The policy's input before a turn."""
 
     ids: list[int]
     text: str

@@ -12,7 +12,7 @@ A rule looks at units: at level `token` each token, at the other levels each com
 | `binary_kl` | max(KL(b_mu, b_pi), KL(b_pi, b_mu)), b_p: y_t is drawn or not | sum | mean | maximum |
 | `m2` | d_t^2; the largest leave until the mean of the rest is at most `upper` | | | |
 
-A rule on the ratio weighs the loss by it. The other statistics only select: the weight of what they keep is 1.
+A rule on the ratio weighs the loss by it. The other statistics only select: what they keep weighs 1.
 
 A bound on the product keeps fewer long completions. Let log mu(y_t) be off by normal noise of deviation s, so that
 exp(d_t) has a mean of 1: d_t ~ N(-s^2/2, s^2) under mu, and N(s^2/2, s^2) where tokens count by their ratio, as in the

@@ -39,7 +39,7 @@ class KeptSets:
     begins: Int[Tensor, " positions"]
     """Place of each position's first id."""
     counts: Int[Tensor, " positions"]
-    """As in a completion's sets."""
+    """The same as in a completion's sets."""
 
     @classmethod
     def of(cls, rows: Sequence[Tensor], time: int, device: torch.device) -> "KeptSets":

@@ -21,7 +21,7 @@ class MicroBatch(TypedDict, total=False):
     tool_mask: Tensor
     """1 for tokens that the policy wrote, 0 for those of tools and environments."""
     parents: Tensor
-    """Of trajectories with rewritten contexts: index of the token before each token of the completion."""
+    """Index of the token before each token of the completion, for trajectories with rewritten contexts."""
     kept_tokens: list[Tensor]
     """The sets that a truncated sampler drew each row's tokens from, as in `kept`."""
     advantages: Tensor

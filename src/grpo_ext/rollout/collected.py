@@ -37,7 +37,7 @@ class Collected:
     """The attempt that each row is; its random numbers are derived from it."""
     generated: Generated | None = None
     kept: list[Tensor] = field(default_factory=list)
-    """Of a truncated sampler, the sets that each row's tokens were drawn from, as in `packing.kept`."""
+    """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.kept`."""
     turns_by_reward: dict[str, list[list[float] | None]] = field(default_factory=dict)
     """Per-turn rewards of all rows by reward function, as the functions returned them."""
     errors: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a sampler says about its draws beside the tokens: their log-probabilities, and the sets it drew them from."""
+"""A record of a sampler's draws: log-probabilities of the tokens, and the sets they were drawn from."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -60,14 +60,14 @@ class KeptLog:
 
 @dataclass
 class Drawn:
-    """What is known about one call of a sampler."""
+    """The record of one call of a sampler."""
 
     logps: list[Tensor] = field(default_factory=list)
     """Log-probabilities [batch, time], if the engine knows them."""
     log: KeptLog | None = None
-    """Of transformers, if the sets are wanted."""
+    """The processor of transformers, if the sets are wanted."""
     returned: list[list[list[int]]] = field(default_factory=list)
-    """Of vLLM, the kept tokens at each token of each completion."""
+    """The tokens that vLLM kept at each token of each completion."""
 
     def kept(self, completions: Sequence[Sequence[int]]) -> list[Int[Tensor, " numbers"]]:
         """Return the set of each token of the completions, or an empty list if they are not wanted."""

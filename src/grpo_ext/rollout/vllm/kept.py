@@ -37,6 +37,6 @@ def returned_sets(logprobs: Values, token_ids: Sequence[Sequence[int]], asked: i
 def sampled_first(
     ids: Sequence[int], logprobs: Values, token_ids: Sequence[Sequence[int]]
 ) -> list[list[float | None]]:  # fmt: skip
-    """Return the log-probability of each token of a completion, as a list of which TRL reads the first."""
+    """Return the log-probability of each token of a completion, as a list; TRL reads its first."""
     rows = zip(ids, logprobs, token_ids, strict=True)
     return [[values[tokens.index(sampled)]] for sampled, values, tokens in rows]

@@ -1,4 +1,4 @@
-"""What a running vLLM server is, compared with what a recipe needs."""
+"""Facts about a running vLLM server, compared with the needs of a recipe."""
 
 import dataclasses
 import math

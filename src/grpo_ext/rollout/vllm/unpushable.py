@@ -1,4 +1,4 @@
-"""What of a policy a sampler cannot be given: adapters without a sum, heads that adapters untie, packed weights."""
+"""Policies that a sampler cannot be given: adapters without a sum, heads that adapters untie, packed weights."""
 
 from collections.abc import Iterator
 from typing import Any, cast

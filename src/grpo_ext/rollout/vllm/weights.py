@@ -30,7 +30,7 @@ ROWS = 1024
 
 @dataclass
 class Rounding:
-    """What the rounding to the sampler's dtype takes from the adapters' update, over the weights of a push.
+    """Loss of the adapters' update by the rounding to the sampler's dtype, over the weights of a push.
 
     Attributes:
         lost: sum of (pushed - exact)^2.
@@ -47,7 +47,7 @@ class Rounding:
 
     @property
     def share(self) -> float:
-        """Norm of what is lost by the norm of the update: 0 if the sampler gets all of it, 1 if it gets nothing."""
+        """Norm of the loss by the norm of the update: 0 if the sampler gets all of it, 1 if it gets nothing."""
         return float(self.lost / self.update) ** 0.5 if self.update else 0.0
 
 
