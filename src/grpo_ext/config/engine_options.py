@@ -61,7 +61,7 @@ def known_options() -> tuple[str, ...]:
 def _options(config: GRPOExtArguments) -> Iterator[Problem]:
     known = known_options()
     for key, value in given_options(config).items():
-        if found := _refused(key, config):
+        if found := _refused(key):
             yield Problem(f"vllm_engine_kwargs.{key}", value, *found)
         elif known and key not in known:
             yield Problem(
@@ -69,23 +69,31 @@ def _options(config: GRPOExtArguments) -> Iterator[Problem]:
             )
 
 
-def _refused(key: str, config: GRPOExtArguments) -> tuple[str, str] | None:
-    """Return why a recipe may not pass this option, and the cure."""
-    colocated = config.vllm_mode == "colocate"
+def _refused(key: str) -> tuple[str, str] | None:
+    """Return why no recipe may pass this option, and the cure."""
     if setting := SETTINGS_OF.get(key):
         return f"{setting} controls it", f"Set {setting} instead."
     if key == "logprobs_mode":
         return "the correction needs log-probabilities after temperature and truncation", "Remove it."
     if key.startswith("spec_") or key == "speculative_config":
         return SPECULATION, "Remove it."
-    if colocated and (key in _OF_PROCESSES or key.startswith("data_parallel_")):
-        return "a colocated engine runs in the trainer's processes", "Remove it, or set vllm_mode: server."
-    if key in QUANTIZES and (colocated or config.use_cpu):
-        reason = "a push to a colocated engine, or on a CPU, writes weights in place, and quantized layers have others"
-        cure = "Remove it." if config.use_cpu else "Set vllm_mode: server: a server quantizes each push again."
-        return reason, cure
     return None
 
 
-ENGINE_OPTION_RULES: tuple[Rule, ...] = (_options,)
+def _options_of_a_mode(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Refuse options that an engine in the trainer's processes, or on a CPU, cannot have."""
+    for key, value in given_options(config).items():
+        of_processes = key in _OF_PROCESSES or key.startswith("data_parallel_")
+        if of_processes and config.vllm_mode == "colocate":
+            reason = "a colocated engine runs in the trainer's processes"
+            yield Problem(f"vllm_engine_kwargs.{key}", value, reason, "Remove it, or set vllm_mode: server.")
+        if key in QUANTIZES and (config.use_cpu or config.vllm_mode == "colocate"):
+            reason = (
+                "a push to a colocated engine, or on a CPU, writes weights in place, and quantized layers have others"
+            )
+            cure = "Remove it." if config.use_cpu else "Set vllm_mode: server: a server quantizes each push again."
+            yield Problem(f"vllm_engine_kwargs.{key}", value, reason, cure)
+
+
+ENGINE_OPTION_RULES: tuple[Rule, ...] = (_options, _options_of_a_mode)
 """Options that vLLM does not have, or that a setting controls."""
