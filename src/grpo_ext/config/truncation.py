@@ -27,7 +27,7 @@ _RESCALES = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
     **dict.fromkeys(("diversity_penalty", "penalty_alpha", "dola_layers", "watermarking_config"), None),
     **dict.fromkeys(("force_words_ids", "sequence_bias", "constraints", "exponential_decay_length_penalty"), None),
-    **dict.fromkeys(("logit_bias", "thinking_token_budget", "ignore_eos"), None),
+    **dict.fromkeys(("logit_bias", "thinking_token_budget"), None),
 }
 """Keys of `generation_kwargs` that alter the distribution in another way, likewise."""
 
