@@ -239,7 +239,8 @@ def test_conversations_with_an_environment_are_sampled(suffix, project, tmp_path
     data = tmp_path / "data.jsonl"
     data.write_text("".join(f'{{"problem": "{i}:", "answer": "{i}"}}\n' for i in range(1, 9)))
     played = {"reward_funcs": None, "environments": [{"name": "guess", "kwargs": {"high": 9, "guesses": 2}}]}
-    settings = SETTINGS | played | {"dataset_name": str(data), "max_completion_length": 60}
+    whole = {"top_k": 0, "generation_kwargs": None}  # environments do not pass on what a truncated sampler kept
+    settings = SETTINGS | played | whole | {"dataset_name": str(data), "max_completion_length": 60}
     argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "run", **settings)
     file = tmp_path / f"out.{suffix}"
     assert command("sample", *argv, "--num", "2", "--output", file) == 0
