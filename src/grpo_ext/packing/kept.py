@@ -39,7 +39,7 @@ class KeptSets:
     begins: Int[Tensor, " positions"]
     """Place of each position's first id."""
     counts: Int[Tensor, " positions"]
-    """The same as in a completion's sets."""
+    """Number of ids at each position, negative where they are those left out."""
 
     @classmethod
     def of(cls, rows: Sequence[Tensor], time: int, device: torch.device) -> "KeptSets":

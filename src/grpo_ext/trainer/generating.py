@@ -129,7 +129,7 @@ class GeneratingTrainer(Lifecycle):
         return completion_ids, logprobs
 
     def _drawing(self) -> AbstractContextManager[Drawn]:
-        """Let the engine decode, and tell about what it draws."""
+        """Let the engine decode, and record its draws."""
         if self._engine is not None:
             return self._engine.generating(self.accelerator.unwrap_model(self.model_wrapped))
         if self.use_vllm and self.model.training:

@@ -131,7 +131,7 @@ class Generation(vllm_generation.VLLMGeneration):
         self._check_policy()
         if self.mode == "server":
             self._on_main(self._connect)
-            logger.debug(f"The vLLM server computes in {self.sampler_dtype}")  # known on all processes from here on
+            _ = self.sampler_dtype  # its first read is collective
             return
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
@@ -325,27 +325,21 @@ class Generation(vllm_generation.VLLMGeneration):
             RuntimeError: vLLM kept more tokens than it could return.
             ServerLost: the server died and did not come back; on all processes.
         """
+        stock = partial(super().generate, prompts, images, num_generations, profiler)
         if self._kept is None:
-            return self._generate(prompts, images, num_generations, profiler)
+            return self._answered(stock, prompts)
         with temporarily(self, logprobs=self._asked):
-            made, ids, values, tokens = self._generate(prompts, images, num_generations, profiler)
+            made, ids, values, tokens = self._answered(stock, prompts)
         bound = 0 if self._asked == self._vocabulary else self._asked
         self._kept += [returned_sets(*row, bound) for row in zip(values, tokens, strict=True)]
         return made, ids, [sampled_first(*row) for row in zip(ids, values, tokens, strict=True)], tokens
 
-    def _generate(
-        self,
-        prompts: list[list[int]],
-        images: list[list[object] | None] | None,
-        num_generations: int,
-        profiler: ProfilingContext | None = None,
-    ) -> Completions:
-        """Generate as TRL's does; if the server dies, push the weights and generate the whole batch again.
+    def _answered(self, stock: Callable[[], Completions], prompts: list[list[int]]) -> Completions:
+        """Generate by `stock`, TRL's; if the server dies, push the weights and generate the whole batch again.
 
         Raises:
             ServerLost: it died and did not come back; on all processes.
         """
-        stock = partial(super().generate, prompts, images, num_generations, profiler)
         seeds = None if self._seeds is None else [*self._seeds, *[0] * (len(prompts) - len(self._seeds))]
         if self.mode == "colocate":
             if seeds is None:
