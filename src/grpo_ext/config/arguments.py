@@ -99,6 +99,12 @@ class GRPOExtArguments(GRPOConfig):
         "the same distribution and `loss_defaults` is 'paper', else 'generate'.",
     )
 
+    overlap: str | None = _field(
+        None,
+        "'step': groups train while the rest of their generation is still sampled and scored, by the weights of "
+        "before the step: the same numbers as without, up to rounding. Needs a sampler beside the training: "
+        "`rollout_engine` 'process', or a vLLM server. None (default): off.",
+    )
     completion_length_counts: str = _field(
         "all",
         "The tokens of a conversation with environments that `max_completion_length` counts: 'all' (default) "

@@ -178,6 +178,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     **_group(
         Change.ROUNDING,
+        overlap=Setting(choices=("step",), replay=None, verify_without=None),
         environment_waves=Setting(choices=("ready", "turn")),
         vllm_tensor_parallel_size=Setting(COUNT),
     ),

@@ -36,6 +36,7 @@ class Collected:
     attempts: Sequence[AttemptId] = ()
     """The attempt that each row is; its random numbers are derived from it."""
     generated: Generated | None = None
+    """What TRL's `_generate` returns, where it has returned; it returns it again."""
     kept: list[Tensor] = field(default_factory=list)
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.kept`."""
     turns_by_reward: dict[str, list[list[float] | None]] = field(default_factory=dict)
@@ -43,15 +44,19 @@ class Collected:
     errors: list[str] = field(default_factory=list)
     """Messages of reward functions whose failure ends the run."""
     rewards: Tensor | None = None
-    """Rewards of all processes, [completions, functions]; NaN where a completion was not scored."""
+    """Rewards of all processes, [completions, functions], once they are known; NaN where one was not scored."""
     turn_rewards: list[TurnRewards] = field(default_factory=list)
     """Per-turn rewards of each row."""
-    settled: bool = False
-    """Whether dynamic sampling has made it, so that TRL gets it as it is."""
     scored_ids: list[list[int]] = field(default_factory=list)
     """Tokens of the completions that were scored, which a subclass may have changed."""
     logged: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that reward functions logged for the table of completions."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Metrics that reward functions logged."""
+    passes: list[Tensor] = field(default_factory=list)
+    """Log-probabilities [rows, time] that passes over the generation have computed, in their order."""
+    replayed: bool = False
+    """Whether TRL gets `passes` in place of further passes."""
 
     @property
     def trajectories(self) -> list[Trajectory]:

@@ -49,6 +49,7 @@ class GeneratingTrainer(Lifecycle):
     _engine: GroupedEngine | None
     _logs: dict[str, Any]
     _pending_extra_logs: Any
+    _pending_metrics: Any
     _rewards: RewardCollector
     _scorer: Scorer
     _times: StepTimes
@@ -114,7 +115,6 @@ class GeneratingTrainer(Lifecycle):
         with self._filling(collected):
             rewards = self._calculate_rewards(collected.rows, prompts, made.completions, made.completion_ids)
         collected.rewards = rewards
-        collected.logged = {name: list(values) for name, values in self._pending_extra_logs.items()}
         self._pending_extra_logs.clear()
         return collected
 
@@ -138,8 +138,7 @@ class GeneratingTrainer(Lifecycle):
 
     def _generate(self, prompts: list) -> Generated:
         collected = self._collecting or Collected([])
-        if collected.settled:
-            assert collected.generated is not None
+        if collected.generated is not None:
             return collected.generated
         with self._times.during("rollout"), self._sampling():
             generated = Generated(*super()._generate(prompts))
@@ -174,9 +173,9 @@ class GeneratingTrainer(Lifecycle):
     ) -> Tensor:
         collected = self._collecting or Collected(inputs)
         collected.scored_ids = completion_ids_list
-        if collected.settled:
-            assert collected.rewards is not None
+        if collected.rewards is not None:
             self._pending_extra_logs.update(collected.logged)
+            self._pending_metrics.update(collected.metrics)
             return collected.rewards
         self._rewards.schedule_weights(self.reward_weights, self.state)
         with self._filling(collected), self._times.during("rewards"):
@@ -189,6 +188,8 @@ class GeneratingTrainer(Lifecycle):
             for name, values in self.acting.columns(played).items():
                 self._pending_extra_logs[name].extend(values)
         collected.rewards, collected.turn_rewards = rewards, self._rewards.turn_rewards(collected, len(completions))
+        collected.logged = {name: list(values) for name, values in self._pending_extra_logs.items()}
+        collected.metrics = {name: list(values) for name, values in self._pending_metrics.items()}
         return rewards
 
     def close_rewards(self) -> None:
