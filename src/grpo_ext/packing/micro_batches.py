@@ -119,7 +119,7 @@ def joined(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
         values: list[Any] = [batch[name] for batch in micro_batches]  # type: ignore[literal-required]
         if isinstance(values[0], list):
             return [x for value in values for x in value]
-        if values[0].ndim == 0:
+        if not isinstance(values[0], Tensor) or values[0].ndim == 0:
             return values[0]
         by_time = all(x.ndim == 2 and x.shape[1] == width for x, width in zip(values, widths, strict=True))
         prompts = name.startswith("prompt_")
