@@ -1,4 +1,4 @@
-"""Engines that sample the turns of conversations: a trainer's own or a sampler beside it in waves, or a vLLM server."""
+"""Engines that sample turns of conversations: a trainer's own or a sampler beside it, in waves, or a vLLM server."""
 
 import math
 import os
