@@ -1,6 +1,6 @@
 """`Collected`: one generation of one process, from the dataset's rows to their rewards, as one object."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +27,25 @@ class Generated(NamedTuple):
     tool_images: list[Any]
 
 
+@dataclass(frozen=True)
+class Finished:
+    """Rows that the background has completed and scored, one entry per row, for TRL's hooks to return."""
+
+    completion_ids: list[list[int]]
+    logprobs: list[list[float | None]] | None
+    """Log-probabilities of the sampled tokens, as TRL takes them; None where the trajectories have them."""
+    completions: list[Any]
+    """Completions as reward functions see them."""
+    scored: Mapping[str, Any]
+    """A `rewards.containment.Scored` for each reward function by name; models are scored on the main thread."""
+    kept: list[Tensor] = field(default_factory=list)
+    """The sets that a truncated sampler drew from, as in `Collected`."""
+    played: Sequence[tuple[Trajectory, Any]] = ()
+    """Trajectories with the figures of their attempts, where environments were played."""
+    seconds: float = 0.0
+    """Seconds that it took."""
+
+
 @dataclass
 class Collected:
     """One generation. TRL's hooks fill it in this order; everything else gets it as an argument."""
@@ -35,6 +54,8 @@ class Collected:
     """Rows of the dataset, one per completion; later with the columns of a rollout function."""
     attempts: Sequence[AttemptId] = ()
     """The attempt that each row is; its random numbers are derived from it."""
+    ready: Finished | None = None
+    """What the background has made of the rows; None where they are generated now."""
     generated: Generated | None = None
     """What TRL's `_generate` returns, where it has returned; it returns it again."""
     kept: list[Tensor] = field(default_factory=list)
