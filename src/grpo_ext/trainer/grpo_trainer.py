@@ -202,8 +202,9 @@ class GRPOExtTrainer(GeneratingTrainer):
         if self.acting is not None:
             self._times.parts += ("environments",)
             self.acting.waiting = partial(self._times.during, "environments")
-        if self.use_vllm:
+        if self.use_vllm or self._beside is not None:
             self._times.parts += ("weight_push",)
+        if self.use_vllm:
             self.vllm_generation.pushing = partial(self._times.during, "weight_push")
         for callback in (self._times, MetricsFile(), Watching(metrics)):
             self.add_callback(callback)

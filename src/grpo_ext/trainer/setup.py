@@ -147,9 +147,9 @@ def data_problems(
         if not prompts_made or "prompt" in (getattr(dataset, "column_names", None) or ()):
             yield from prompt_problems(dataset, name)
         if isinstance(dataset, Dataset):
-            clashes |= dict.fromkeys(check_columns(dataset.column_names))
             columns = dataset.column_names
-            clashes |= dict.fromkeys([*image_problems(args, columns), *process_engine.image_problems(args, columns)])
+            found = *check_columns(columns), *image_problems(args, columns)
+            clashes |= dict.fromkeys([*found, *process_engine.image_problems(args, columns)])
     yield from clashes
     if isinstance(train_dataset, Dataset):
         yield from too_few(args, len(train_dataset))

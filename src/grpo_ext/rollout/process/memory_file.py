@@ -51,10 +51,8 @@ def load(model: nn.Module, table: Table, descriptor: int) -> None:
     Raises:
         ValueError: the file is of another model.
     """
-    targets = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    targets = dict(parameters) | dict(buffers)
     given = {place.name for place in table}
     found = {id(targets[name]) for name in given & targets.keys()}
     strange = given - targets.keys() or {name for name, target in targets.items() if id(target) not in found}

@@ -108,7 +108,7 @@ def _storage(parameter: nn.Parameter) -> int:
 def _packed(model: nn.Module, engine: Engine) -> Iterator[Problem]:
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() and type(parameter).__name__ not in PACKED:
-            reason = f"weights of {parameter.dtype}, such as {name}, are sent to the sampler as they are, in their packed form"
+            reason = f"weights of {parameter.dtype}, such as {name}, are sent to the sampler in their packed form"
             cure = "Name the model before it was quantized, and set load_in_4bit: true to train a LoRA on it."
             yield Problem("model", ABSENT, reason, cure, engine.setting)
             return
