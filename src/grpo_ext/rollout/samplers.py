@@ -1,10 +1,15 @@
 """Protocol of samplers beside the policy: they sample by numbered copies of its weights, while it trains."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import Tensor
+
+from grpo_ext.errors import SamplerLost
 
 
 class Sampled(NamedTuple):
@@ -47,3 +52,19 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """End the sampler, and requests that have not ended."""
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise on all processes the `SamplerLost` that is raised inside on any; collective, main thread."""
+    lost: SamplerLost | None = None
+    try:
+        yield
+    except SamplerLost as error:
+        lost = error
+    if PartialState().num_processes > 1:
+        reasons = gather_object([None if lost is None else str(lost)])
+        if lost is None and (reason := next(filter(None, reasons), None)):
+            lost = SamplerLost(reason)
+    if lost is not None:
+        raise lost

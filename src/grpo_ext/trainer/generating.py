@@ -24,6 +24,9 @@ from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.collected import Collected, Finished, Generated
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.kept_log import Drawn, returning
+from grpo_ext.rollout.process.policy import process_sampler
+from grpo_ext.rollout.process.sampler import ProcessSampler
+from grpo_ext.rollout.samplers import failing_together
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
@@ -47,6 +50,8 @@ class GeneratingTrainer(Lifecycle):
     reward_runtime: Runtime | None
     _collecting: Collected | None = None
     """The generation that TRL's hooks fill at the moment."""
+    _beside: ProcessSampler | None
+    """What samples for training in a process of its own."""
     _credit: Credit
     _engine: GroupedEngine | None
     _logs: dict[str, Any]
@@ -68,6 +73,7 @@ class GeneratingTrainer(Lifecycle):
             ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
             self.rollout_func = completed(self.rollout_func, ends, self._tokenizer.eos_token_id)
         self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
+        self._beside = process_sampler(self, args)
         self.vllm_importance_sampling_correction = bool(args.sampler_rules)
         # ratios of tokens without bounds: TRL's weights are replaced
         self.vllm_importance_sampling_mode = "token_mask"
@@ -125,18 +131,44 @@ class GeneratingTrainer(Lifecycle):
         """What the background has made of the generation that TRL's hooks fill at the moment."""
         return None if self._collecting is None else self._collecting.ready
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
         if self._collecting is not None and (ready := self._collecting.ready) is not None:
             self._collecting.kept = list(ready.kept)
             return [list(ids) for ids in ready.completion_ids], ready.logprobs
+        if self._beside is not None and self.model.training and self._collecting is not None:
+            return self._sampled_beside(self._beside, self._collecting, prompt_ids)
         with self._drawing() as drawn:
-            completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         if drawn.logps and self.model.training:
             logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn.logps[-1], completion_ids, strict=True)]
         if self._collecting is not None and self.model.training:
             self._collecting.kept = drawn.kept(completion_ids)
         fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
         return completion_ids, logprobs
+
+    def _sampled_beside(
+        self, sampler: ProcessSampler, collected: Collected, contexts: list[list[int]]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Sample by the process beside this one, with random numbers of each attempt's own."""
+        limits, streams = (
+            [self.generation_config.max_new_tokens] * len(contexts),
+            [attempt.stream() for attempt in collected.attempts],
+        )
+        version = self._publish(sampler)
+        with failing_together():
+            made = sampler.sample(version, contexts, limits, streams)
+        collected.kept = [row.kept for row in made if row.kept is not None]
+        return [row.ids for row in made], [row.logps for row in made]
+
+    def _publish(self, sampler: ProcessSampler) -> int:
+        """Give the sampler the present weights, if a step has been made since it got some; return their number."""
+        step = int(self.state.global_step)
+        if step not in sampler.versions:
+            with self._times.during("weight_push"):
+                for version in sampler.versions:
+                    sampler.forget(version)
+                sampler.publish(step)
+        return step
 
     def _drawing(self) -> AbstractContextManager[Drawn]:
         """Let the engine decode, and record its draws."""
@@ -220,8 +252,8 @@ class GeneratingTrainer(Lifecycle):
         return rewards
 
     def close_rewards(self) -> None:
-        """End the processes that score rewards and run environments; they would otherwise wait for the next batch."""
-        for processes in (self.acting, self.reward_runtime):
+        """End the processes beside this one; they would otherwise wait for the next batch."""
+        for processes in (self.acting, self.reward_runtime, self._beside):
             if processes is not None:
                 processes.close()
 

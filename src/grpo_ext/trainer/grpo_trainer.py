@@ -205,8 +205,9 @@ class GRPOExtTrainer(ChunkTrainer):
         self._times = StepTimes(metrics, self.accelerator.device, ("rollout", "rewards"))
         if self.acting is not None:
             self._times.parts += ("environments",)
-        if self.use_vllm:
+        if self.use_vllm or self._beside is not None:
             self._times.parts += ("weight_push",)
+        if self.use_vllm:
             self.vllm_generation.pushing = partial(self._times.during, "weight_push")
         for callback in (self._times, MetricsFile(), Watching(metrics)):
             self.add_callback(callback)

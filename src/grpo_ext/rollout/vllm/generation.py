@@ -33,7 +33,7 @@ from grpo_ext.rollout.vllm.server import (
     server_facts,
 )
 from grpo_ext.rollout.vllm.unpushable import unpushable
-from grpo_ext.rollout.vllm.weights import Rounding, effective_weights, is_quantised
+from grpo_ext.rollout.vllm.weights import Rounding, effective_weights, is_quantised, policy_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -108,14 +108,6 @@ class Generation(vllm_generation.VLLMGeneration):
         self._rounding: Rounding | None = None
         super().__init__(*args, **kwargs)
 
-    @property
-    def policy_dtype(self) -> torch.dtype:
-        """Dtype of the trainer's weights; an LM head that was cast to float32 does not count."""
-        model: Any = self.model
-        head = model.get_output_embeddings()
-        cast_head = None if head is None else head.weight
-        return next(p.dtype for p in model.parameters() if p.is_floating_point() and p is not cast_head)
-
     @cached_property
     def sampler_dtype(self) -> torch.dtype:
         """Dtype in which the engine computes."""
@@ -133,7 +125,7 @@ class Generation(vllm_generation.VLLMGeneration):
             self._on_main(self._connect)
             _ = self.sampler_dtype  # its first read is collective
             return
-        dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
+        dtype = str(policy_dtype(self.model)).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
         os.environ.setdefault("MASTER_PORT", str(get_free_port()))
         needed = {"max_logprobs": self.top_k + TIES} if self.keeps else {}
