@@ -6,7 +6,8 @@ and log-probabilities that are known by then, for the sake of the figures.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +25,8 @@ from grpo_ext.trainer.batches import Generation, counted
 from grpo_ext.trainer.credit import AdvantageMonitor
 from grpo_ext.trainer.diagnosis.recording import ROWS, log_rows
 from grpo_ext.trainer.generating import GeneratingTrainer
+from grpo_ext.trainer.leaves import LeavesInBackground
+from grpo_ext.trainer.requests import leaves_of, request_of, taken
 
 Rows = list[dict[str, Any]]
 
@@ -34,6 +37,7 @@ class ChunkTrainer(GeneratingTrainer):
     _arriving: Arriving | None = None
     _chunk: int | None = None
     """Rows of a chunk; None where a generation is scored as one."""
+    _leaves: LeavesInBackground | None = None
     _advantage_monitor: AdvantageMonitor
     _drift: Any
     _regroups: bool
@@ -88,10 +92,10 @@ class ChunkTrainer(GeneratingTrainer):
         self._generation = Generation(micro_batches, [totals] * len(plan.steps))
         self._buffered_inputs = micro_batches
         parts = [(rows[i.start : i.stop], attempts[i.start : i.stop]) for i in plan.chunks]
-        awaited, scored = self._order(parts), list[Collected]()
+        futures, scored = self._submitted(parts), list[Collected]()
 
         def score(i: int) -> MicroBatch:
-            collected = Collected(*parts[i], ready=awaited[i]())
+            collected = Collected(*parts[i], ready=self._taken(futures[i]))
             scored.append(collected)
             first = accelerator.process_index * len(rows)
             return self._scored(collected, first, plan.chunks[i].start)
@@ -100,9 +104,24 @@ class ChunkTrainer(GeneratingTrainer):
             plan, self._generation, score, self._evened, partial(self._log_generation, rows, attempts, scored)
         )
 
-    def _order(self, parts: Sequence[tuple[Rows, list[AttemptId]]]) -> list[Callable[[], Finished | None]]:
-        """Order the completions and scores of each part; return what waits for each."""
-        return [lambda: None for _ in parts]
+    def _submitted(self, parts: Sequence[tuple[Rows, list[AttemptId]]]) -> list[Future[Finished]]:
+        """Publish the weights, and submit requests for some rows each."""
+        assert self._beside is not None
+        version = self._publish(self._beside)
+        if self._leaves is None:
+            self._leaves = leaves_of(self, self._beside)
+        return [self._leaves.submit(request_of(self, *part, version)) for part in parts]
+
+    def _taken(self, future: Future[Finished]) -> Finished:
+        with self._times.during("rollout"):
+            return taken(future)
+
+    def close_rewards(self) -> None:
+        """End what samples, scores and plays beside the training."""
+        super().close_rewards()
+        if self._leaves is not None:
+            self._leaves.close()
+            self._leaves = None
 
     def _evened(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         return regroup(batches, len(batches), self._skips) if self._regroups else batches

@@ -259,6 +259,8 @@ class GeneratingTrainer(Lifecycle):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
+        if self._collecting is not None:  # a chunk of a generation
+            return self._complete(self._collecting, mode)
         attempts = self.attempt_ids(len(inputs))
         collected = Collected(inputs, attempts)
         if self._sampler is not None and mode == "train":
