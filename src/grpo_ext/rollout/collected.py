@@ -54,8 +54,6 @@ class Collected:
     """Rows of the dataset, one per completion; later with the columns of a rollout function."""
     attempts: Sequence[AttemptId] = ()
     """The attempt that each row is; its random numbers are derived from it."""
-    ready: Finished | None = None
-    """What the background has made of the rows; None where they are generated now."""
     generated: Generated | None = None
     kept: list[Tensor] = field(default_factory=list)
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.kept`."""
@@ -73,6 +71,8 @@ class Collected:
     """Tokens of the completions that were scored, which a subclass may have changed."""
     logged: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that reward functions logged for the table of completions."""
+    ready: Finished | None = None
+    """What the background has made of the rows; None where they are generated now."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
