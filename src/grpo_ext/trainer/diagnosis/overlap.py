@@ -76,7 +76,7 @@ def _bottleneck(waited: float, rollout: float) -> str:
     """Name the slower side of a run with overlap."""
     measured = f"rollouts and rewards of a generation take {_s(rollout)}, and training waited {_s(waited)} for them"
     if waited <= _UNNOTICED * rollout:
-        return f"On: {measured}. They are hidden behind training, which is the bottleneck: a faster sampler gains nothing."
+        return f"On: {measured}. Training is the bottleneck: a faster sampler gains nothing."
     return (
         f"On: {measured}. The sampler or the rewards are the bottleneck: more devices or cores for them, or shorter "
         f"completions, make a step up to {_s(waited)} faster."
@@ -101,8 +101,8 @@ def _forecast(seconds: StepSeconds, settings: _Settings) -> str:
         )
     hidden = f"about {_s(seconds.overlapped(shared=True))}, {seconds.gain(shared=True):.1f} times faster"
     return (
-        f"{_first(measured)}, on the same device. `rollout_engine: process` with `rollout_ahead: 1` would hide the "
-        f"{_s(seconds.scoring)} of rewards and environments: {hidden}; with devices of its own for the sampler {apart}."
+        f"{_first(measured)}, on the same device. `rollout_engine: process` with `rollout_ahead: 1` would hide "
+        f"{_s(seconds.scoring)} of rewards and environments: {hidden}; with a device for the sampler {apart}."
     )
 
 
