@@ -1,8 +1,8 @@
 """The order of work when rollouts are sampled ahead of training: which weights sample which window, and when.
 
 A window is one generation batch. v_t are the weights after t windows have been trained. With K windows ahead, window s
-is sampled by v_max(f, s - K), where f is the first window of the run: window f + K is the last that is sampled by v_f,
-and each later one by the weights that are K windows older than those that it begins to train.
+is sampled by v_max(f, s - K), where f is the first window of the run: window f + K is the last that v_f samples, and
+each later one is sampled by weights that are K windows older than those that it begins to train.
 
 At its beginning a window is taken, the weights v_s are published, and window s + K is submitted with them. So K windows
 are being sampled while one trains, and they are taken in the order in which they were submitted. For K = 2:

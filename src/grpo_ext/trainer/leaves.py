@@ -179,7 +179,8 @@ def _columns(
 class LeavesInBackground:
     """Two threads: one completes requests, the other scores what is complete, both in the order of the requests.
 
-    The second waits for the first, which waits for the sampler and for environments; neither waits for the main thread.
+    The second waits for the first, which waits for the sampler and for environments. Neither waits for the main
+    thread.
     """
 
     def __init__(self, leaves: Leaves) -> None:
