@@ -4,8 +4,8 @@ A window is one generation batch. v_t are the weights after t windows have been 
 is sampled by v_max(f, s - K), where f is the first window of the run: window f + K is the last that v_f samples, and
 each later one is sampled by weights that are K windows older than those that it begins to train.
 
-At its beginning a window is taken, the weights v_s are published, and window s + K is submitted with them. So K windows
-are being sampled while one trains, and they are taken in the order in which they were submitted. For K = 2:
+At its beginning a window is taken, the weights v_s are published, and window s + K is submitted with them. So K
+windows are being sampled while one trains, and they are taken in the order in which they were submitted. For K = 2:
 
     window s   published   submitted (by)     versions kept while s trains
        0         v_0         0, 1, 2 (v_0)      v_0
