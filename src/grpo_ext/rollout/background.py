@@ -1,8 +1,8 @@
 """One thread that works on requests while the main thread trains, first in, first out.
 
-The thread waits for a request, which the main thread submits; the main thread waits for a result, which the thread sets
-whether its work succeeds or fails. No request waits for a later one, and `close` answers all that have not begun, so
-neither thread can wait for ever. The thread is a daemon: the process ends without it.
+The thread waits for a request, which the main thread submits. The main thread waits for a result, which the thread
+sets whether its work succeeds or fails. No request waits for a later one, and `close` answers those that have not
+begun, so neither can wait for ever. The thread is a daemon: the process ends without it.
 """
 
 import threading

@@ -54,8 +54,6 @@ class Collected:
     """Rows of the dataset, one per completion; later with the columns of a rollout function."""
     attempts: Sequence[AttemptId] = ()
     """The attempt that each row is; its random numbers are derived from it."""
-    ready: Finished | None = None
-    """What the background has made of the rows; None where they are generated now."""
     generated: Generated | None = None
     """What TRL's `_generate` returns, where it has returned; it returns it again."""
     kept: list[Tensor] = field(default_factory=list)
@@ -78,6 +76,8 @@ class Collected:
     """Log-probabilities [rows, time] that passes over the generation have computed, in their order."""
     replayed: bool = False
     """Whether TRL gets `passes` in place of further passes."""
+    ready: Finished | None = None
+    """What the background has made of the rows; None where they are generated now."""
 
     @property
     def trajectories(self) -> list[Trajectory]:

@@ -28,7 +28,7 @@ from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.transformers_engine import GroupedEngine
-from grpo_ext.rollout.turn_engines import Sampling, WaveEngine
+from grpo_ext.rollout.turn_engines import SamplerEngine, Sampling, WaveEngine
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Acting:
         self,
         rows: Sequence[Mapping[str, Any]],
         attempts: Sequence[AttemptId],
-        engine: WaveEngine,
+        engine: WaveEngine | SamplerEngine,
         limits: AttemptLimits,
         renderer: Renderer,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,

@@ -7,7 +7,7 @@ return what was finished here. So nothing here reads what the main thread change
 import copy
 import time
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from grpo_ext.rollout.collected import Finished
 from grpo_ext.rollout.samplers import Sampler
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
-from grpo_ext.rollout.turn_engines import WaveEngine
+from grpo_ext.rollout.turn_engines import SamplerEngine
 from grpo_ext.trainer.acting import Acting, Played
 
 Row = dict[str, Any]
@@ -62,19 +62,20 @@ class Play:
     Attributes:
         acting: the environments.
         limits: limits of each attempt.
-        engine: makes the engine of a request.
+        waits: whether a wave waits until all environments have answered.
         options: `chat_template_kwargs`.
     """
 
     acting: Acting
     limits: AttemptLimits
-    engine: Callable[[Request], WaveEngine]
+    waits: bool
     options: Mapping[str, Any]
 
-    def __call__(self, request: Request) -> Played:
+    def __call__(self, request: Request, sampler: Sampler) -> Played:
         """Play one attempt for each row."""
-        renderer = Renderer(self.acting.tokenizer, self.options)
-        return self.acting.play(request.rows, request.attempts, self.engine(request), self.limits, renderer)
+        attempts, renderer = request.attempts, Renderer(self.acting.tokenizer, self.options)
+        engine = SamplerEngine(sampler, request.version, request.step, attempts, waits=self.waits)
+        return self.acting.play(request.rows, attempts, engine, self.limits, renderer)
 
 
 class Completed(NamedTuple):
@@ -147,7 +148,7 @@ class Leaves:
         return Completed(ids, logprobs, kept, (), self._texts(request.rows, request.prompt_ids, ids))
 
     def _played(self, request: Request, play: Play) -> Completed:
-        played = play(request)
+        played = play(request, self.sampler)
         trajectories = [trajectory for trajectory, _ in played]
         made = batch(trajectories, self.ends)
         fill_empty(made.completion_ids, None, self.eos_token_id)
@@ -156,7 +157,7 @@ class Leaves:
 
     def _texts(self, rows: Sequence[Row], prompt_ids: list[list[int]], ids: list[list[int]]) -> list[Any]:
         """Decode completions as TRL does."""
-        if not is_conversational(rows[0]):
+        if not is_conversational({"prompt": rows[0]["prompt"]}):
             return list(self._processing.batch_decode(ids, skip_special_tokens=True))
         if any(getattr(self._tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
             pairs = zip(ids, prompt_ids, strict=True)
@@ -178,7 +179,8 @@ def _columns(
 class LeavesInBackground:
     """Two threads: one completes requests, the other scores what is complete, both in the order of the requests.
 
-    The second waits for the first, which waits for the sampler and for environments; neither waits for the main thread.
+    The second waits for the first, which waits for the sampler and for environments. Neither waits for the main
+    thread.
     """
 
     def __init__(self, leaves: Leaves) -> None:
