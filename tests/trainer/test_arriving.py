@@ -25,7 +25,9 @@ def random_plans(count=300):
 def test_a_step_keeps_the_rows_that_it_has_without_overlap():
     for order, size, window, _, plan in random_plans():
         for i, step in enumerate(plan.steps):
-            assert sorted(row for batch in step for row in batch) == sorted(order[i * size * window :][: size * window])
+            assert sorted(row for batch in step for row in batch) == sorted(
+                order[i * size * window :][: size * window]
+            )
             assert {len(batch) for batch in step} == {size}
 
 
@@ -101,5 +103,5 @@ def test_rows_of_different_lengths_are_joined_with_prompts_at_the_right_and_comp
 @pytest.mark.parametrize(("aggregation", "factor"), [("token-mean", 80 / 30), ("seq-mean-token-mean", 8 / 5)])
 def test_a_gradient_is_corrected_by_the_denominator_of_its_aggregation(aggregation, factor):
     assumed = StepTotals(*torch.tensor([80, 8, 4]))
-    assert correction(aggregation, assumed, StepTotals(*torch.tensor([30, 5, 4]))) == pytest.approx(factor)
+    assert correction(aggregation, assumed, StepTotals(*torch.tensor([30, 5, 4]))) == factor  # not that of float32
     assert correction(aggregation, assumed, StepTotals(*torch.tensor([0, 0, 4]))) > 0  # nothing live: 0 stays 0

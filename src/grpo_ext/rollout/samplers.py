@@ -1,6 +1,6 @@
 """Protocol of samplers beside the policy: they sample by numbered copies of its weights, while it trains."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,10 @@ class Sampled(NamedTuple):
     """Sets that a truncated sampler drew the tokens from, as in `packing.kept`; None where the loss needs none."""
 
 
+RowEnded = Callable[[int, Sampled], None]
+"""Takes the number of a row that has ended, and its completion."""
+
+
 class Sampler(Protocol):
     """Samples completions beside the training of the policy; one for each process."""
 
@@ -33,7 +37,12 @@ class Sampler(Protocol):
         """
 
     def sample(
-        self, version: int, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator]
+        self,
+        version: int,
+        contexts: list[list[int]],
+        limits: list[int],
+        streams: Sequence[np.random.Generator],
+        done: RowEnded | None = None,
     ) -> list[Sampled]:
         """Sample a completion after each context.
 
@@ -45,6 +54,7 @@ class Sampler(Protocol):
             contexts: token ids.
             limits: most tokens of each completion.
             streams: source of the random numbers of each row; a row takes as many as its limit, or one seed.
+            done: may be called when a row ends, before all have.
         """
 
     def forget(self, version: int) -> None:

@@ -79,7 +79,7 @@ def correction(aggregation: str, assumed: StepTotals, counted: StepTotals) -> fl
     """Return the factor of a loss, and of its gradient, that was divided by the denominator in `assumed`."""
     denominator = aggregations.traits(aggregation).denominator
     assert denominator is not None
-    return float(getattr(assumed, denominator) / getattr(counted, denominator).clamp(min=1))
+    return getattr(assumed, denominator).item() / max(1, getattr(counted, denominator).item())
 
 
 @torch.no_grad()

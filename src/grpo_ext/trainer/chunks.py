@@ -5,6 +5,7 @@ of a whole batch. When the last chunk is scored TRL's code runs once more over a
 and log-probabilities that are known by then, for the sake of the figures.
 """
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,8 +26,7 @@ from grpo_ext.trainer.batches import Generation, counted
 from grpo_ext.trainer.credit import AdvantageMonitor
 from grpo_ext.trainer.diagnosis.recording import ROWS, log_rows
 from grpo_ext.trainer.generating import GeneratingTrainer
-from grpo_ext.trainer.leaves import LeavesInBackground
-from grpo_ext.trainer.requests import leaves_of, request_of, taken
+from grpo_ext.trainer.requests import ChunksInBackground, leaves_of, request_of, taken
 
 Rows = list[dict[str, Any]]
 
@@ -37,7 +37,7 @@ class ChunkTrainer(GeneratingTrainer):
     _arriving: Arriving | None = None
     _chunk: int | None = None
     """Rows of a chunk; None where a generation is scored as one."""
-    _leaves: LeavesInBackground | None = None
+    _background: ChunksInBackground | None = None
     _advantage_monitor: AdvantageMonitor
     _drift: Any
     _regroups: bool
@@ -92,36 +92,38 @@ class ChunkTrainer(GeneratingTrainer):
         self._generation = Generation(micro_batches, [totals] * len(plan.steps))
         self._buffered_inputs = micro_batches
         parts = [(rows[i.start : i.stop], attempts[i.start : i.stop]) for i in plan.chunks]
-        futures, scored = self._submitted(parts), list[Collected]()
+        futures, scored, waited = self._submitted(parts), list[Collected](), list[float]()
 
         def score(i: int) -> MicroBatch:
-            collected = Collected(*parts[i], ready=self._taken(futures[i]))
+            collected = Collected(*parts[i], ready=self._taken(futures[i], waited))
             scored.append(collected)
             first = accelerator.process_index * len(rows)
             return self._scored(collected, first, plan.chunks[i].start)
 
-        self._arriving = Arriving(
-            plan, self._generation, score, self._evened, partial(self._log_generation, rows, attempts, scored)
-        )
+        finish = partial(self._log_generation, rows, attempts, scored, waited)
+        self._arriving = Arriving(plan, self._generation, score, self._evened, finish)
 
     def _submitted(self, parts: Sequence[tuple[Rows, list[AttemptId]]]) -> list[Future[Finished]]:
         """Publish the weights, and submit requests for some rows each."""
         assert self._beside is not None
         version = self._publish(self._beside)
-        if self._leaves is None:
-            self._leaves = leaves_of(self, self._beside)
-        return [self._leaves.submit(request_of(self, *part, version)) for part in parts]
+        if self._background is None:
+            self._background = ChunksInBackground(leaves_of(self, self._beside))
+        return self._background.submit([request_of(self, *part, version) for part in parts])
 
-    def _taken(self, future: Future[Finished]) -> Finished:
+    def _taken(self, future: Future[Finished], waited: list[float]) -> Finished:
+        began = time.monotonic()
         with self._times.during("rollout"):
-            return taken(future)
+            finished = taken(future)
+        waited.append(time.monotonic() - began)
+        return finished
 
     def close_rewards(self) -> None:
         """End what samples, scores and plays beside the training."""
         super().close_rewards()
-        if self._leaves is not None:
-            self._leaves.close()
-            self._leaves = None
+        if self._background is not None:
+            self._background.close()
+            self._background = None
 
     def _evened(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         return regroup(batches, len(batches), self._skips) if self._regroups else batches
@@ -148,20 +150,26 @@ class ChunkTrainer(GeneratingTrainer):
         """Log nothing, and count nothing."""
         seen = self.state.num_input_tokens_seen
         metrics = {mode: defaultdict[str, list[float]](list) for mode in self._metrics}
-        logs = {name: _nowhere() if isinstance(to, deque) else defaultdict(_nowhere) for name, to in self._logs.items()}
+        logs = {
+            name: _nowhere() if isinstance(to, deque) else defaultdict(_nowhere) for name, to in self._logs.items()
+        }
         monitor = AdvantageMonitor(self.reward_func_names, warns=False)
         with temporarily(self, _metrics=metrics, _logs=logs, _advantage_monitor=monitor, _drift=drift):
             yield
         self.state.num_input_tokens_seen = seen
 
-    def _log_generation(self, rows: Rows, attempts: list[AttemptId], scored: Sequence[Collected]) -> None:
-        """Log the figures and the table of a generation whose chunks are scored."""
+    def _log_generation(
+        self, rows: Rows, attempts: list[AttemptId], scored: Sequence[Collected], waited: Sequence[float]
+    ) -> None:
+        """Log the figures and the table of a generation whose chunks are scored; `waited` are seconds for each."""
         drift = self._drift if self._sampler_corrected else None
         collected = whole(rows, attempts, scored, self.accelerator.num_processes)
         with temporarily(self, _drift=drift), self._filling(collected):
             self._complete(collected, "train")
-        names, by_turn = self.reward_func_names, self.objective.sees_turns
-        log_rows(self._buffered_inputs, names, self._metrics["train"], self.accelerator, by_turn=by_turn)
+        names, by_turn, metrics = self.reward_func_names, self.objective.sees_turns, self._metrics["train"]
+        log_rows(self._buffered_inputs, names, metrics, self.accelerator, by_turn=by_turn)
+        metrics["overlap/waited"].append(sum(waited))
+        metrics["overlap/rollout_seconds"].append(max(part.ready.seconds for part in scored if part.ready is not None))
 
     # The optimizer step.
 

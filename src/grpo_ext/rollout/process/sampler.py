@@ -20,7 +20,7 @@ from grpo_ext.errors import SamplerLost
 from grpo_ext.rollout.process.memory_file import MemoryFile
 from grpo_ext.rollout.process.messages import Failure, Request, Start, Table
 from grpo_ext.rollout.prompt_cache import Unsupported
-from grpo_ext.rollout.samplers import Sampled
+from grpo_ext.rollout.samplers import RowEnded, Sampled
 from grpo_ext.rollout.seeds import drawn
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,12 @@ class ProcessSampler:
         self._versions[version] = _Published(next(self._copies), file, file.write(self._weights()))
 
     def sample(
-        self, version: int, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator]
+        self,
+        version: int,
+        contexts: list[list[int]],
+        limits: list[int],
+        streams: Sequence[np.random.Generator],
+        done: RowEnded | None = None,
     ) -> list[Sampled]:
         """Sample a completion after each context; a row takes as many numbers of its stream as its limit.
 
