@@ -146,7 +146,7 @@ class Generation(vllm_generation.VLLMGeneration):
         Raises:
             ConfigError: it would sample from another one.
         """
-        problems = [*unpushable(self.model)]
+        problems = [*unpushable(self.model, on_cpu=self.accelerator.device.type == "cpu")]
         if is_quantised(self.model) and (self._dist.is_fsdp or self._dist.is_zero3):
             problems.append(sharded_problem("quantization_config", ABSENT))
         if problems:

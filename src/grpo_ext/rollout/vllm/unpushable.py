@@ -26,13 +26,16 @@ VARIANTS = (DoraLinearVariant, MiCALinearVariant, MiCAEmbeddingVariant)
 _WITH_VLLM = {"use_vllm": True}
 
 
-def unpushable(model: nn.Module) -> Iterator[Problem]:
-    """Yield why a sampler that gets the weights of `model` would compute another distribution."""
+def unpushable(model: nn.Module, *, on_cpu: bool = False) -> Iterator[Problem]:
+    """Yield why a sampler that gets the weights of `model`, perhaps on a CPU, would compute another distribution."""
     if isinstance(model, PeftModel):
         yield from _types(model)
         yield from dict.fromkeys(_layers(model))
     yield from _heads(base_model(model))
     yield from dict.fromkeys(_packed(model))
+    if on_cpu and any(".experts." in name for name, _ in model.named_parameters()):
+        reason = "vLLM's CPU build rearranges the weights of experts, so that pushed ones are read in the wrong order"
+        yield Problem("use_vllm", True, reason, "Set use_vllm: false, or train on a GPU.")
 
 
 def _types(model: PeftModel) -> Iterator[Problem]:
