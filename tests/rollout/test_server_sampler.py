@@ -1,4 +1,4 @@
-"""`ServerSampler` beside training, without an engine: when it asks, when weights move, and what a dead server costs."""
+"""`ServerSampler` without an engine: when it asks, when weights move, and what a dead server costs."""
 
 import threading
 import time
@@ -47,7 +47,7 @@ class FakeServer:
 
 
 class FakeGeneration:
-    """The part of `Generation` that the sampler uses, in front of a `FakeServer`; the policy's weights are a number."""
+    """The part of `Generation` that the sampler uses, before a `FakeServer`; the policy's weights are a number."""
 
     keeps, asked, sets_bound, server_timeout = False, 0, 0, 5.0
 
@@ -265,6 +265,16 @@ def test_closing_ends_every_wait(waits_for, sampler, generation, server):
             sampling.result(SECONDS)
     release.set()
     server.gate.set()
+
+
+def test_a_sampler_that_was_closed_is_opened_by_the_next_push(sampler):
+    sampler.close()
+    assert not sampler.versions
+    with pytest.raises(ServerLost, match="the run has ended"):
+        sampler.sample(0, [[1]], [1], streams(1))
+    sampler.publish(7)
+    assert sampler.versions == {7}
+    assert len(sampler.sample(7, [[1]], [1], streams(1))) == 1
 
 
 def test_a_process_without_the_weights_has_its_requests_repaired_by_the_main_process():

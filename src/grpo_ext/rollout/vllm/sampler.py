@@ -1,4 +1,4 @@
-"""A vLLM server as a sampler beside training: requests from any thread of any process, weights from the main thread."""
+"""A vLLM server as a sampler beside training: every process sends its own requests, the main one the weights."""
 
 import logging
 import math
@@ -41,23 +41,36 @@ class ServerSampler:
 
     Args:
         generation: the trainer's `vllm_generation`.
-
-    Raises:
-        ServerLost: a process could not reach the server; on all processes.
     """
+
+    _client: Client
+    _repairs: Repairs
 
     def __init__(self, generation: Generation) -> None:
         self._generation, self._copy = generation, HostCopy()
-        self._client = self._connected()
         self._settings = generation.settings() | {"logprobs": generation.asked}
-        repair = self._repair if generation.accelerator.is_main_process else None
-        self._repairs = Repairs(shared_store(generation), self._client, repair)
         self._version: int | None = None
-        self._running, self._held, self._closed = 0, False, False
+        self._running, self._held, self._closed = 0, False, True
         self._changed = threading.Condition()
 
+    @property
+    def versions(self) -> frozenset[int]:
+        """Numbers of the versions that the server has: at most one."""
+        return frozenset(() if self._version is None else (self._version,))
+
+    def _open(self) -> None:
+        """Connect this process, and repairs for all; collective."""
+        self._client = self._connected()
+        repair = self._repair if self._generation.accelerator.is_main_process else None
+        self._repairs = Repairs(shared_store(self._generation), self._client, repair)
+        self._closed = False
+
     def _connected(self) -> Client:
-        """Return the client of this process: the main one's that pushes weights, or one for requests only."""
+        """Return the client of this process: the main one's that pushes weights, or one for requests only.
+
+        Raises:
+            ServerLost: a process could not reach the server; on all processes.
+        """
         generation, client, error = self._generation, None, None
         try:
             client = generation.vllm_client if generation.accelerator.is_main_process else generation.new_client()
@@ -72,7 +85,7 @@ class ServerSampler:
     # Weights.
 
     def publish(self, version: int) -> None:
-        """Push the policy's present weights, and forget the version before; main thread, collective.
+        """Push the policy's present weights in place of the version before; main thread, collective.
 
         Waits until all `sample` calls of this process have returned, then, in a barrier, for those of the others: no
         request is computed by two versions, and the prefix cache that is reset then holds nothing that still grows. A
@@ -82,6 +95,8 @@ class ServerSampler:
         Raises:
             ServerLost: the server died and did not come back; on all processes.
         """
+        if self._closed:
+            self._open()
         with self._alone():
             self._generation.sync_weights(self._copy)
             self._client.serving = broadcast(self._client.serving)
@@ -97,6 +112,9 @@ class ServerSampler:
         Raises:
             ServerLost: the server died and did not come back; on all processes.
         """
+        if self._closed:  # no weights to keep
+            yield
+            return
         with self._alone():
             yield
             if self._version is not None:
@@ -129,6 +147,18 @@ class ServerSampler:
         if device.type == "cuda":  # a thread begins with the first device
             torch.cuda.set_device(device)
         self._generation.push_again(self._copy, [trouble])
+
+    def close(self) -> None:
+        """End all waits; the server drops requests that it still computes when this process ends.
+
+        A later `publish` opens the sampler again.
+        """
+        if self._closed:
+            return
+        self._repairs.close()
+        with self._changed:
+            self._closed, self._version = True, None
+            self._changed.notify_all()
 
     # Completions.
 
@@ -221,10 +251,3 @@ class ServerSampler:
             kept = encoded_lists(returned_sets(values, tokens, self._generation.sets_bound))
             values = sampled_first(ids, values, tokens)
         return Sampled(ids, [math.nan if known[0] is None else known[0] for known in values], kept)
-
-    def close(self) -> None:
-        """End all waits; the server drops requests that it still computes when this process ends."""
-        self._repairs.close()
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
