@@ -122,7 +122,7 @@ def test_weights_that_are_being_sent_count_as_progress(sending, monkeypatch):
 
     def answer():
         time.sleep(1.0)
-        return SimpleNamespace(status_code=200, json=lambda: "done")
+        return SimpleNamespace(status_code=200, content=b"done", json=lambda: "done")
 
     try:
         if sending:
@@ -198,9 +198,9 @@ def test_errors_of_the_trainer_in_a_push_by_nccl_stay_what_they_are(monkeypatch)
 
 def test_a_server_that_does_not_join_the_group_of_nccl_is_given_up(monkeypatch):
     client = nccl_client(monkeypatch, init_communicator=lambda *_: threading.Event().wait(60))
-    client.transfer, client._updating, client._started = "nccl", False, None
+    client.transfer, client._updating, client.serving = "nccl", False, None
     client.get_server_info = lambda: {"weight_transfer_config": {"backend": "nccl"}}
-    client._start_time = lambda: None
+    client.identity = lambda: None
     with pytest.raises(ServerTrouble, match=r"did not join the NCCL transfer group within 0\.3 s"):
         client.init_communicator("cuda:0")
 

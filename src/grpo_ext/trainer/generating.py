@@ -21,16 +21,18 @@ from grpo_ext.objective.trajectory import COLUMN
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
 from grpo_ext.packing.scorer import Scorer
+from grpo_ext.rewards.containment import Scored
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.runtime import Runtime
-from grpo_ext.rollout.collected import Collected, Generated
+from grpo_ext.rollout.collected import Collected, Finished, Generated
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.kept_log import Drawn, returning
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
+from grpo_ext.rollout.turn_engines import engine_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
-from grpo_ext.trainer.acting import Acting, sampling_of
+from grpo_ext.trainer.acting import Acting, Played, limits_of, sampling_of
 from grpo_ext.trainer.batches import no_early_pass
 from grpo_ext.trainer.callbacks import StepTimes
 from grpo_ext.trainer.credit import Credit, group_shares
@@ -121,7 +123,15 @@ class GeneratingTrainer(Lifecycle):
         self._pending_extra_logs.clear()
         return collected
 
+    @property
+    def _ready(self) -> Finished | None:
+        """What the background has made of the generation that TRL's hooks fill at the moment."""
+        return None if self._collecting is None else self._collecting.ready
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+        if self._collecting is not None and (ready := self._collecting.ready) is not None:
+            self._collecting.kept = list(ready.kept)
+            return [list(ids) for ids in ready.completion_ids], ready.logprobs
         with self._only_settings(), self._drawing() as drawn:
             completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
         if drawn.logps and self.model.training:
@@ -175,13 +185,30 @@ class GeneratingTrainer(Lifecycle):
         """Play conversations with environments; TRL's `rollout_func`."""
         assert self.acting is not None
         assert self._collecting is not None
-        sampling, ends = sampling_of(self, self.args, self._engine), frozenset(self.eos_token_ids)
-        renderer = Renderer(self._tokenizer, cast(dict[str, Any], self.chat_template_kwargs))
-        played = self.acting.play(self._collecting, sampling, ends, renderer)
+        ready = self._collecting.ready
+        played = self._played_now(self.acting, self._collecting) if ready is None else ready.played
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in self.acting.figures(played, self.accelerator).items():
             metrics[name].append(value)
         return {"trajectories": [trajectory for trajectory, _ in played]}
+
+    def _played_now(self, acting: Acting, collected: Collected) -> Played:
+        sampling, ends = sampling_of(self, self.args, self._engine), frozenset(self.eos_token_ids)
+        engine, limits = engine_of(sampling, collected.attempts), limits_of(self.args, sampling.positions, ends)
+        renderer = Renderer(self._tokenizer, cast(dict[str, Any], self.chat_template_kwargs))
+        waiting = partial(self._times.during, "environments")
+        return acting.play(collected.rows, collected.attempts, engine, limits, renderer, waiting)
+
+    def _ready_scores(self, name: str, columns: Mapping[str, Any]) -> Scores | None:
+        """Return the scores of a reward if the background has scored these completions, and log what it logged."""
+        ready = self._ready
+        if ready is None or (columns["completions"], columns["completion_ids"]) != (
+            ready.completions,
+            ready.completion_ids,
+        ):
+            return None
+        scored: Scored = ready.scored[name]
+        return scored.replayed(columns)
 
     def _take_scores(self, name: str, scores: Scores) -> None:
         """Keep what a reward returned beside its numbers."""
@@ -224,6 +251,10 @@ class GeneratingTrainer(Lifecycle):
         if self._sampler is not None and mode == "train":
             silent = partial(self._credit.silent_groups, weights=self.reward_weights, group=self.num_generations)
             collected = self._sampler.settle(inputs, attempts, self.collect, silent, self._metrics[mode])
+        return self._complete(collected, mode)
+
+    def _complete(self, collected: Collected, mode: str) -> dict[str, Any]:
+        """Return the batch of a generation, which TRL fills unless it is settled or ready."""
         with self._filling(collected), no_early_pass(self.args):
             output = super()._generate_and_score_completions(collected.rows)
         if collected.kept:

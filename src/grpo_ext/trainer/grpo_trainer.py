@@ -1,5 +1,6 @@
 """GRPOExtTrainer: TRL's GRPOTrainer with the loss and the advantages of `grpo_ext.objective.losses`."""
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -159,12 +160,14 @@ class GRPOExtTrainer(GeneratingTrainer):
         check_reward_names(self.reward_func_names)
         make_portable(self.model)
         if ready.environments:
-            self.acting = Acting(ready.environments, self._tokenizer, reward_memory_gib)
+            # a copy: the background may play while TRL tokenizes
+            self.acting = Acting(ready.environments, copy.deepcopy(self._tokenizer), reward_memory_gib)
         self._set_up_rollouts()
         self._set_up_forward()
         self._add_callbacks()
         self._rewards = RewardCollector(self.reward_funcs, self.reward_func_names, self._guard, self.accelerator)
-        self.reward_runtime, self.reward_funcs = self._rewards.runtime, self._rewards.for_trl(self._take_scores)
+        self.reward_runtime = self._rewards.runtime
+        self.reward_funcs = self._rewards.for_trl(self._take_scores, self._ready_scores)
         self._group_means = GroupMeans(self.objective.remembered_batches)
         self._credit = Credit(self.objective, self._group_means, self.accelerator)
         self._advantage_monitor = AdvantageMonitor(self.reward_func_names, warns=self.accelerator.is_main_process)
@@ -201,7 +204,6 @@ class GRPOExtTrainer(GeneratingTrainer):
         self._times = StepTimes(metrics, self.accelerator.device, ("rollout", "rewards"))
         if self.acting is not None:
             self._times.parts += ("environments",)
-            self.acting.waiting = partial(self._times.during, "environments")
         if self.use_vllm:
             self._times.parts += ("weight_push",)
             self.vllm_generation.pushing = partial(self._times.during, "weight_push")
