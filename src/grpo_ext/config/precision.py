@@ -86,7 +86,7 @@ def head_problems(config: GRPOExtArguments, *, tied: bool, adapted: bool) -> Ite
 
 def coarse_warnings(config: GRPOExtArguments) -> Iterator[Problem]:
     """Warn of a sampler that is coarser than the policy by choice, and is not corrected for."""
-    if config.use_vllm and not config.vllm_importance_sampling_correction:
+    if config.use_vllm and not config.vllm_importance_sampling_correction and config.old_logps != "sampler":
         for key, value in coarse_options(config).items():
             reason = "the sampler is another distribution than the policy, and nothing corrects for it"
             yield Problem(f"vllm_engine_kwargs.{key}", value, reason, "Set vllm_importance_sampling_correction: true.")

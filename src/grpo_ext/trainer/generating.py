@@ -11,7 +11,10 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
+from grpo_ext.config.temporary import temporarily
+from grpo_ext.config.truncation import OF_THE_MODEL
 from grpo_ext.environments.rendering import Renderer
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.objective.ratios import masked
 from grpo_ext.objective.trajectory import COLUMN
@@ -137,7 +140,7 @@ class GeneratingTrainer(Lifecycle):
             return [list(ids) for ids in ready.completion_ids], ready.logprobs
         if self._beside is not None and self.model.training and self._collecting is not None:
             return self._sampled_beside(self._beside, self._collecting, prompt_ids)
-        with self._drawing() as drawn:
+        with self._only_settings(), self._drawing() as drawn:
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         if drawn.logps and self.model.training:
             logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn.logps[-1], completion_ids, strict=True)]
@@ -170,6 +173,13 @@ class GeneratingTrainer(Lifecycle):
                 sampler.publish(step)
         return step
 
+    def _only_settings(self) -> AbstractContextManager[None]:
+        """Let transformers draw by the trainer's settings only, as vLLM does, not by generation_config.json too."""
+        own = getattr(self.accelerator.unwrap_model(self.model), "generation_config", None)
+        if own is None or self.use_vllm or self.args.loss_defaults == "trl":
+            return nullcontext()
+        return temporarily(own, **{name: None for name in OF_THE_MODEL if getattr(own, name, None) is not None})
+
     def _drawing(self) -> AbstractContextManager[Drawn]:
         """Let the engine decode, and record its draws."""
         if self._engine is not None:
@@ -184,6 +194,7 @@ class GeneratingTrainer(Lifecycle):
             return collected.generated
         with self._times.during("rollout"), self._sampling():
             generated = Generated(*super()._generate(prompts))
+        self._check_logprobs(generated)
         if self._evaluated is not None:
             ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
             self._evaluated.add_completions(generated.completion_ids, generated.tool_mask, ends, self.accelerator)
@@ -191,6 +202,15 @@ class GeneratingTrainer(Lifecycle):
             generated = generated._replace(completions=completions_seen(trajectories, generated.completions))
         collected.generated = generated
         return generated
+
+    def _check_logprobs(self, generated: Generated) -> None:
+        """Raise `ConfigError` if a rollout function left out the log-probabilities that the loss needs."""
+        needed = self._sampler_corrected or (self.use_vllm and self.args.old_logps == "sampler")
+        if needed and generated.logprobs is None:
+            reason = "it returned no logprobs, to which the loss with use_vllm: true takes its ratio"
+            cure = "Return vLLM's log-probability of each token, or set vllm_importance_sampling_correction: false"
+            cure += " and leave old_logps unset."
+            raise ConfigError([Problem("rollout_func", ABSENT, reason, cure)])
 
     def _play(self, prompts: list, trainer: object) -> dict[str, Any]:
         """Play conversations with environments; TRL's `rollout_func`."""

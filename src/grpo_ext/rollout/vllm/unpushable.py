@@ -38,13 +38,16 @@ VLLM = Engine({"use_vllm": True}, "use_vllm: false")
 PROCESS = Engine({"rollout_engine": "process"}, "rollout_engine: auto")
 
 
-def unpushable(model: nn.Module, engine: Engine = VLLM) -> Iterator[Problem]:
-    """Yield why a sampler that gets the weights of `model` would compute another distribution."""
+def unpushable(model: nn.Module, engine: Engine = VLLM, *, on_cpu: bool = False) -> Iterator[Problem]:
+    """Yield why a sampler that gets the weights of `model`, perhaps on a CPU, would compute another distribution."""
     if isinstance(model, PeftModel):
         yield from _types(model, engine)
         yield from dict.fromkeys(_layers(model, engine))
     yield from _heads(base_model(model), engine)
     yield from dict.fromkeys(_packed(model, engine))
+    if on_cpu and any(".experts." in name for name, _ in model.named_parameters()):
+        reason = "vLLM's CPU build rearranges the weights of experts, so that pushed ones are read in the wrong order"
+        yield Problem("use_vllm", True, reason, "Set use_vllm: false, or train on a GPU.")
 
 
 def _types(model: PeftModel, engine: Engine) -> Iterator[Problem]:
