@@ -1,4 +1,4 @@
-"""A process beside the trainer samples what the trainer's own process would with the same random numbers, bit for bit."""
+"""A process beside the trainer samples what the trainer's own would with the same random numbers, bit for bit."""
 
 import os
 import signal
@@ -215,7 +215,7 @@ def test_what_cannot_be_decoded_exactly_is_refused_with_the_reason(tmp_path, sam
     trainer = trainer_of(tiny.model(), tmp_path, generation_kwargs={"num_beams": 2}, loss_defaults="trl")
     sampler = sampler_of(trainer)
     sampler.publish(0)
-    with pytest.raises(Unsupported, match=r"rollout_engine='process': the generation mode is beam.*rollout_engine: auto"):
+    with pytest.raises(Unsupported, match=r"rollout_engine='process': the generation mode is beam.*engine: auto"):
         sampled(sampler, 0)
 
 
