@@ -153,10 +153,8 @@ class GeneratingTrainer(Lifecycle):
         self, sampler: ProcessSampler, collected: Collected, contexts: list[list[int]]
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Sample by the process beside this one, with random numbers of each attempt's own."""
-        limits, streams = (
-            [self.generation_config.max_new_tokens] * len(contexts),
-            [attempt.stream() for attempt in collected.attempts],
-        )
+        limits = [int(self.generation_config.max_new_tokens or 1)] * len(contexts)
+        streams = [attempt.stream() for attempt in collected.attempts]
         version = self._publish(sampler)
         with failing_together():
             made = sampler.sample(version, contexts, limits, streams)

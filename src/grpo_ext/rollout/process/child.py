@@ -96,7 +96,7 @@ class Decoder:
         found = [self._ended(row[:limit]) for row, limit in rows]
         # what is not drawn at random has probability 1
         logps = drawn.logps[-1].tolist() if drawn.logps else [[0.0] * len(row) for row in found]
-        kept = drawn.kept(found) or [None] * count
+        kept: Sequence[Tensor | None] = drawn.kept(found) or [None] * count
         of_rows = zip(found, logps, kept, strict=True)
         return [Sampled(row, its[: len(row)], sets) for row, its, sets in of_rows]
 
@@ -122,7 +122,7 @@ def built(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
     if spec.embedding_dtype is not None:
         _cast_head(model, spec.embedding_dtype)
     if spec.autocast is not None:
-        model.forward = torch.autocast(device.type, spec.autocast)(model.forward)  # type: ignore[method-assign]
+        model.forward = torch.autocast(device.type, spec.autocast)(model.forward)
     return model.eval()
 
 

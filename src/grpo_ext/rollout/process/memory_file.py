@@ -73,4 +73,4 @@ def load(model: nn.Module, table: Table, descriptor: int) -> None:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

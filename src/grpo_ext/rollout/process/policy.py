@@ -107,7 +107,7 @@ def _start(trainer: GRPOTrainer, args: GRPOExtConfig, kind: type) -> Start:
         config=copy.deepcopy(trainer.generation_config),
         ends=frozenset(trainer.eos_token_ids),
         pad=trainer._tokenizer.pad_token_id,
-        multiple=trainer.pad_to_multiple_of,
+        multiple=cast(int | None, trainer.pad_to_multiple_of),
         keeps=scores_kept_sets(args),
     )
     return Start(spec, decoding, _machine(trainer, args.rollout_device))

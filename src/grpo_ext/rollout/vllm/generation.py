@@ -109,6 +109,11 @@ class Generation(vllm_generation.VLLMGeneration):
         self._rounding: Rounding | None = None
         super().__init__(*args, **kwargs)
 
+    @property
+    def policy_dtype(self) -> torch.dtype:
+        """Dtype of the trainer's weights."""
+        return policy_dtype(self.model)
+
     @cached_property
     def sampler_dtype(self) -> torch.dtype:
         """Dtype in which the engine computes."""
@@ -126,7 +131,7 @@ class Generation(vllm_generation.VLLMGeneration):
             self.on_main(self._connect)
             _ = self.sampler_dtype  # its first read is collective
             return
-        dtype = str(policy_dtype(self.model)).removeprefix("torch.") if self.dtype == "auto" else self.dtype
+        dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
         os.environ.setdefault("MASTER_PORT", str(get_free_port()))
         needed = {"max_logprobs": self.top_k + TIES} if self.keeps else {}
