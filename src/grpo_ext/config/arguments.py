@@ -108,8 +108,8 @@ class GRPOExtArguments(GRPOConfig):
     overlap: str | None = _field(
         None,
         "'step': groups train while the rest of their generation is still sampled and scored, by the weights of "
-        "before the step: the same numbers as without, up to rounding. Needs a sampler beside the training: "
-        "`rollout_engine` 'process', or a vLLM server. None (default): off.",
+        "before the step: the same numbers as without, up to rounding. Needs `rollout_engine` "
+        "'process'. None (default): off.",
     )
     completion_length_counts: str = _field(
         "all",

@@ -5,12 +5,19 @@ from collections.abc import Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import micro_batches_of_one_generation
+from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.config.rules import Conflict, Rule
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.combinations import combinations
 
 CHUNK_RULES: tuple[Rule, ...] = (
+    Conflict(
+        "overlap",
+        lambda c: c.overlap and not samples_in_process(c),
+        "groups can only train beside a sampler of their own",
+        "Set rollout_engine: process (without use_vllm), or remove overlap.",
+    ),
     Conflict.of(
         "overlap loss_defaults=trl",
         "stock TRL's denominators are those of the whole generation",
