@@ -37,9 +37,12 @@ def chunk_rows(config: GRPOExtArguments) -> int:
     return math.lcm(config.per_device_train_batch_size, config.num_generations or 1)
 
 
-def chunks_of(config: GRPOExtArguments) -> int:
-    """Return the number of chunks that a generation of one process is cut into; 1 where something needs all of it."""
-    return 1 if any(waits_for_all(config)) else -(-_rows(config) // chunk_rows(config))
+def overlap(config: GRPOExtArguments) -> str:
+    """Return in words how many chunks a process's part of a generation has, or why it is one."""
+    if reason := next(waits_for_all(config), None):
+        return f"none: {reason}"
+    rows, chunk = _rows(config), chunk_rows(config)
+    return f"{-(-rows // chunk)} chunks of {chunk} completions on each process; a chunk trains as soon as it is scored"
 
 
 def _rows(config: GRPOExtArguments) -> int:

@@ -55,7 +55,6 @@ class Collected:
     attempts: Sequence[AttemptId] = ()
     """The attempt that each row is; its random numbers are derived from it."""
     generated: Generated | None = None
-    """What TRL's `_generate` returns, where it has returned; it returns it again."""
     kept: list[Tensor] = field(default_factory=list)
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.kept`."""
     turns_by_reward: dict[str, list[list[float] | None]] = field(default_factory=dict)
@@ -66,6 +65,8 @@ class Collected:
     """Rewards of all processes, [completions, functions], once they are known; NaN where one was not scored."""
     turn_rewards: list[TurnRewards] = field(default_factory=list)
     """Per-turn rewards of each row."""
+    settled: bool = False
+    """Whether dynamic sampling has made it, so that TRL gets it as it is."""
     scored_ids: list[list[int]] = field(default_factory=list)
     """Tokens of the completions that were scored, which a subclass may have changed."""
     logged: dict[str, list[Any]] = field(default_factory=dict)
@@ -75,7 +76,7 @@ class Collected:
     passes: list[Tensor] = field(default_factory=list)
     """Log-probabilities [rows, time] that passes over the generation have computed, in their order."""
     replayed: bool = False
-    """Whether TRL gets `passes` in place of further passes."""
+    """Whether TRL gets `rewards` and `passes` as they are, in place of further ones."""
     ready: Finished | None = None
     """What the background has made of the rows; None where they are generated now."""
 

@@ -40,8 +40,16 @@ class ChunkTrainer(GeneratingTrainer):
     _background: ChunksInBackground | None = None
     _advantage_monitor: AdvantageMonitor
     _drift: Any
-    _regroups: bool
-    _skips: bool
+
+    @property
+    def _regroups(self) -> bool:
+        """Whether rows may be moved between the micro-batches of a step."""
+        raise NotImplementedError
+
+    @property
+    def _skips(self) -> bool:
+        """Whether completions without an advantage leave the forward."""
+        raise NotImplementedError
 
     def _set_up_chunks(self) -> None:
         """Decide whether generations are cut into chunks, and print why not."""

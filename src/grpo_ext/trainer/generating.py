@@ -188,7 +188,8 @@ class GeneratingTrainer(Lifecycle):
 
     def _generate(self, prompts: list) -> Generated:
         collected = self._collecting or Collected([])
-        if collected.generated is not None:
+        if collected.settled:
+            assert collected.generated is not None
             return collected.generated
         with self._times.during("rollout"), self._sampling():
             generated = Generated(*super()._generate(prompts))
@@ -250,7 +251,8 @@ class GeneratingTrainer(Lifecycle):
     ) -> Tensor:
         collected = self._collecting or Collected(inputs)
         collected.scored_ids = completion_ids_list
-        if collected.rewards is not None:
+        if collected.settled or collected.replayed:
+            assert collected.rewards is not None
             self._pending_extra_logs.update(collected.logged)
             self._pending_metrics.update(collected.metrics)
             return collected.rewards

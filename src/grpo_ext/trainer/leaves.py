@@ -239,7 +239,9 @@ class LeavesInBackground:
 
     def __init__(self, leaves: Leaves) -> None:
         self._completing = Background(leaves.completed)
-        self._scoring = Background(lambda asked: leaves.scored(asked[0], asked[1].result()))
+        self._scoring: Background[tuple[Request, Future[Completed]], Finished] = Background(
+            lambda asked: leaves.scored(asked[0], asked[1].result())
+        )
 
     def submit(self, request: Request) -> Future[Finished]:
         """Queue a request; the future gets its result, or the exception that ended it."""
