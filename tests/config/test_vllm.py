@@ -21,8 +21,8 @@ def test_a_correction_without_bounds_corrects_nothing(mode):
     ):
         GRPOExtConfig(**settings)
     GRPOExtConfig(**settings, vllm_importance_sampling_correction=False)
-    for bound in ("clip_min", "clip_max"):
-        GRPOExtConfig(**settings | {f"vllm_importance_sampling_{bound}": 0.5})
+    for bound, value in (("clip_min", 0.5), ("clip_max", 1.5)):
+        GRPOExtConfig(**settings | {f"vllm_importance_sampling_{bound}": value})
 
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm")

@@ -1,54 +1,77 @@
-"""Runs whose completions come from a sampler that is not the policy, without vLLM."""
+"""A sampler beside the policy that is a dictionary of copies of the model, in this process."""
 
-import math
+import copy
+import threading
+import time
+from collections.abc import Callable
 
 import torch
 
-from support import tiny
-from support.trainers import Recorder, build
-
-NOISY, ROWS = 3, 16
+from grpo_ext.rollout.decoding import picked
+from grpo_ext.rollout.samplers import Sampled
 
 
-def rollout(prompts, trainer):
-    """Completions by place in the generation; the sampler is sure of every third one beyond reason, and of its end."""
-    tokenizer, rank, local = trainer.processing_class, trainer.accelerator.process_index, len(prompts)
-    ids, logprobs = [], []
-    for i in range(rank * local, (rank + 1) * local):
-        g = torch.Generator().manual_seed(100 + i)
-        length = int(torch.randint(2, 12, (), generator=g))
-        row = torch.randint(3, len(tiny.WORDS), (length,), generator=g).tolist()
-        ids.append([*row, tokenizer.eos_token_id])
-        noise = 0.3 * torch.randn(length + 1, generator=g)
-        logprobs.append((noise - (0.1 if i % NOISY == 0 else 4.0)).tolist())
-    if rank == 0:
-        logprobs[0][0] = math.nan
-    return {"prompt_ids": tokenizer(list(prompts))["input_ids"], "completion_ids": ids, "logprobs": logprobs}
+class Copies:
+    """Samples by copies of a model, a row at a time and without a cache, so that a row depends on nothing else.
+
+    Args:
+        policy: returns the model, whose weights `publish` copies.
+        ends: tokens that end a completion.
+        seconds: how long a request takes at least.
+    """
+
+    def __init__(self, policy: Callable[[], torch.nn.Module], ends, temperature=1.0, seconds=0.0):
+        self.policy, self.ends, self.temperature, self.seconds = policy, set(ends), temperature, seconds
+        self.models, self.published, self.forgotten, self.asked = {}, [], [], []
+        self.closed = threading.Event()
+
+    def publish(self, version):
+        self.published.append(version)
+        self.models[version] = as_plain(self.policy())
+
+    def sample(self, version, contexts, limits, streams):
+        self.asked.append((version, len(contexts)))
+        if self.closed.wait(self.seconds):
+            raise RuntimeError("the sampler was closed")
+        model = self.models[version]
+        return [
+            sampled(model, context, stream.random(limit), self.ends, self.temperature)
+            for context, limit, stream in zip(contexts, limits, streams, strict=True)
+        ]
+
+    def forget(self, version):
+        self.forgotten.append(version)
+        del self.models[version]
+
+    def close(self):
+        self.closed.set()
 
 
-class NoServer:
-    """In the place of vLLM's engine, which the rollout function replaces."""
-
-    sync_seconds = sync_bytes = 0
-
-    def sync_weights(self):
-        """Weights go nowhere."""
+def as_plain(model):
+    """A copy in which nothing trains; an adapter's weights are merged."""
+    copied = copy.deepcopy(model).eval().requires_grad_(False)
+    return copied.merge_and_unload() if hasattr(copied, "merge_and_unload") else copied
 
 
-def trained(tmp_path, made_by=rollout, model=None, **settings):
-    """A recorder after its run, in which `made_by` is vLLM."""
-    settings = {"max_steps": 1, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, **settings}
-    trainer = build(model or tiny.model(), tmp_path, rows=ROWS, rollout=made_by, kind=Recorder, **settings)
-    trainer.use_vllm = trainer.args.use_vllm = True
-    trainer.vllm_generation, trainer._last_loaded_step = NoServer(), -1
-    trainer.train()
-    return trainer
+@torch.no_grad()
+def sampled(model, context, uniforms, ends, temperature=1.0) -> Sampled:
+    ids, logps = [], []
+    for uniform in uniforms:
+        logits = model(input_ids=torch.tensor([[*context, *ids]])).logits[0, -1:].float() / temperature
+        probabilities = logits.softmax(dim=-1)
+        token = int(picked(probabilities, torch.tensor([uniform])))
+        ids.append(token)
+        logps.append(float(probabilities[0, token].log()))
+        if token in ends:
+            break
+    return Sampled(ids, logps, None)
 
 
-RULES = {
-    "the default": None,
-    "normalised": {"upper": 2.0, "normalize": True},
-    "the second moment": {"statistic": "m2", "upper": 1.0, "action": "mask"},
-    "rejected completions": {"level": "geometric", "statistic": "k1", "upper": 1.0, "action": "reject"},
-    "rejected tokens": {"statistic": "k2", "upper": 0.5, "action": "reject"},
-}
+def slow(seconds):
+    """A reward that takes its time."""
+
+    def reward(completions, **_):
+        time.sleep(seconds)
+        return [float(len(completion)) for completion in completions]
+
+    return reward

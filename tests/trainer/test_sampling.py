@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from grpo_ext import ConfigError
 from grpo_ext.objective.sampler_correction import trl_rule
 from grpo_ext.trainer.diagnosis.rules import diagnose
 from support import tiny
-from support.samplers import ROWS, RULES, NoServer, rollout, trained
+from support.mismatched import ROWS, RULES, NoServer, rollout, trained
 from support.trainers import build, weights
 
 SPLITS = {
@@ -68,6 +69,16 @@ def test_the_samplers_log_probabilities_are_the_ratios_denominator_without_anoth
     assert log["ratio/chi2"] > 0.1
     assert log["sampling/mismatch"] > 0.1
     assert "sampling/kept" not in log
+
+
+@pytest.mark.parametrize("settings", [{}, {"old_logps": "sampler"}], ids=["corrected", "old_logps"])
+def test_a_rollout_function_that_leaves_out_log_probabilities_is_refused_where_the_loss_needs_them(settings, tmp_path):
+    def silent(prompts, trainer):
+        return {**rollout(prompts, trainer), "logprobs": None}
+
+    with pytest.raises(ConfigError, match=r"rollout_func: it returned no logprobs.* Return vLLM's"):
+        trained(tmp_path, silent, **settings)
+    trained(tmp_path, silent, vllm_importance_sampling_correction=False)
 
 
 # Length.

@@ -64,17 +64,23 @@ def _impossible(place: str, rule: SamplerRule) -> Iterator[Problem]:
 
 
 def _bounds(place: str, rule: SamplerRule) -> Iterator[Problem]:
-    if rule.lower is not None and rule.statistic not in ("ratio", "k1"):
-        reason = f"{rule.statistic!r} is 0 where sampler and policy agree, and never below"
-        yield Problem(f"{place}.lower", rule.lower, reason, "Remove it.")
-    for name, value in (("lower", rule.lower), ("upper", rule.upper)):
-        if value is not None and value < 0 and rule.statistic != "k1":
-            yield Problem(f"{place}.{name}", value, f"{rule.statistic!r} is never below 0", "Correct it.")
-    if rule.statistic == "ratio" and rule.upper is not None and 0 <= rule.upper < 1:
-        reason = "a ratio is 1 where sampler and policy agree, and this bound is below"
-        yield Problem(f"{place}.upper", rule.upper, reason, "Set it above 1.")
-    if None not in (rule.lower, rule.upper) and float(rule.lower or 0.0) >= float(rule.upper or 0.0):
-        yield Problem(f"{place}.lower", rule.lower, f"not below upper={rule.upper}", "Swap them.")
+    """Yield bounds that leave out a token or completion at which sampler and policy agree."""
+    agreed, what = (1.0, "a ratio is 1") if rule.statistic == "ratio" else (0.0, f"{rule.statistic!r} is 0")
+    lower, upper = rule.lower, rule.upper
+    if lower is not None and rule.statistic not in ("ratio", "k1"):
+        reason = f"{what} where sampler and policy agree, and never below"
+        yield Problem(f"{place}.lower", lower, reason, "Remove it.")
+    elif lower is not None and upper is not None and upper <= agreed <= lower:
+        yield Problem(f"{place}.lower", lower, f"not below upper={upper}", "Swap them.")
+        return
+    elif lower is not None and rule.statistic == "ratio" and lower < 0:
+        yield Problem(f"{place}.lower", lower, "a ratio is never below 0", "Correct it.")
+    elif lower is not None and lower > agreed:
+        reason = f"{what} where sampler and policy agree, and this bound is above"
+        yield Problem(f"{place}.lower", lower, reason, f"Set it below {agreed:g}.")
+    if upper is not None and upper < agreed:
+        reason = f"{what} where sampler and policy agree, and this bound is below"
+        yield Problem(f"{place}.upper", upper, reason, f"Set it above {agreed:g}.")
 
 
 def _with_the_loss(place: str, rule: SamplerRule, config: GRPOExtArguments) -> Iterator[Problem]:
@@ -132,6 +138,13 @@ def _no_bounds(config: GRPOExtArguments) -> Iterator[Problem]:
             "nor vllm_importance_sampling_clip_max is set",
             "Set one.",
         )
+    elif mode and config.vllm_importance_sampling_correction:
+        low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+        for name, bound, beyond in (("clip_min", low, (low or 0.0) > 1), ("clip_max", high, (high or 1.0) < 1)):
+            if beyond:
+                reason = "a ratio is 1 where sampler and policy agree, and would be outside of the bounds"
+                cure = f"Set it {'below' if name == 'clip_min' else 'above'} 1."
+                yield Problem(f"vllm_importance_sampling_{name}", bound, reason, cure)
 
 
 SAMPLER_RULES: tuple[Rule, ...] = (

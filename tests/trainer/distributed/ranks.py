@@ -35,7 +35,7 @@ from support.figures import evaluated
 from support.figures import trainer as trainer_of_figures
 from support.float64 import FLOAT64, float64_throughout
 from support.fsdp_on_cpu import is_sharded, make_fsdp_real
-from support.samplers import RULES, trained
+from support.mismatched import RULES, trained
 from support.trainers import build, number, record, scripted_rollout, scripted_trajectories, unit_interval, weights
 
 # One step.

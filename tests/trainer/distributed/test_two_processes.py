@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from support import tiny
+from support.mismatched import ROWS, RULES
 from support.processes import CONFIG, launcher, run
-from support.samplers import ROWS, RULES
 
 SCRIPT = Path(__file__).parent / "ranks.py"
 pytestmark = pytest.mark.slow
