@@ -122,20 +122,19 @@ def _once(config: GRPOExtArguments) -> Iterator[Problem]:
         yield Problem("old_logps", old, reason, "Set old_logps: recomputed.", {"loss_type": config.loss_type})
 
 
-def _no_bounds(config: GRPOExtArguments) -> Iterator[Problem]:
-    mode, bounds = config.trl_sampler_mode, [getattr(config, name) for name in TRL_NAMES[1:]]
-    if mode and config.vllm_importance_sampling_correction and all(bound is None for bound in bounds):
-        yield Problem(
-            "vllm_importance_sampling_mode",
-            mode,
-            f"it {mode.rpartition('_')[2]}s ratios outside of bounds, but neither vllm_importance_sampling_clip_min "
-            "nor vllm_importance_sampling_clip_max is set",
-            "Set one.",
-        )
+def _lower_only(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Refuse a lower bound without an upper one, which in stock TRL is 3 if left out, and none if null."""
+    low = config.vllm_importance_sampling_clip_min if config.vllm_importance_sampling_correction else None
+    if low is not None and config.vllm_importance_sampling_clip_max is config.vllm_importance_sampling_cap is None:
+        level, _, action = str(config.trl_sampler_mode).partition("_")
+        block = f"{{level: {level}, lower: {low}, action: {action}}}"
+        cure = f"Set that to 3.0, stock TRL's default; for no upper bound write {FIELD}: {block} instead."
+        reason = "vllm_importance_sampling_clip_max is not set"
+        yield Problem("vllm_importance_sampling_clip_min", low, reason, cure)
 
 
 SAMPLER_RULES: tuple[Rule, ...] = (
-    *(_blocks, _once, _no_bounds, _levels),
+    *(_blocks, _once, _lower_only, _levels),
     Conflict(
         "vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max",
         lambda c: (
