@@ -17,7 +17,7 @@ from step_overhead import Lap, compared, share_of_a_step, timed
 import torch  # isort: skip
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from grpo_ext.rollout.transformers_engine import _Batch
+from grpo_ext.rollout.decoding import _Batch
 from grpo_ext.trainer import generating, grpo_trainer, loss_terms, nonfinite
 from grpo_ext.trainer.diagnosis.recording import Watching
 

@@ -93,11 +93,11 @@ def stale_weights(trainer: Trainer) -> None:
 
 
 def stale_prefix_cache(trainer: Trainer) -> None:
-    from grpo_ext.rollout import transformers_engine
+    from grpo_ext.rollout import decoding
 
     kept: dict[str, Any] = {}
 
-    class Stale(transformers_engine._Batch):
+    class Stale(decoding._Batch):
         def prefill(self):
             if not active(trainer):
                 return super().prefill()
@@ -106,11 +106,11 @@ def stale_prefix_cache(trainer: Trainer) -> None:
                 return super().prefill()
 
     def generate(stock, *args, **kwargs):
-        transformers_engine._Batch, sound = Stale, transformers_engine._Batch
+        decoding._Batch, sound = Stale, decoding._Batch
         try:
             return stock(*args, **kwargs)
         finally:
-            transformers_engine._Batch = sound
+            decoding._Batch = sound
 
     wrapped(trainer, "_generate_single_turn", generate)
 

@@ -39,7 +39,7 @@ TARGETS = {
     # rollout/prompt_cache.py: layers that stand in for these
     "DynamicLayer": cache_utils.DynamicLayer,
     "DynamicCache": transformers.DynamicCache,
-    # rollout/transformers_engine.py: in the place of generate's own decoding
+    # rollout/decoding.py: in the place of generate's own decoding
     "GenerationMixin.generate": transformers.GenerationMixin.generate,
     "GenerationMixin._sample": transformers.GenerationMixin._sample,
     "EosTokenCriteria": generation.EosTokenCriteria,

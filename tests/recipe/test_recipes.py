@@ -1,5 +1,6 @@
 """Recipes: each packaged one is what its header says; each bad one is refused with one sentence that helps."""
 
+import json
 import os
 import re
 from dataclasses import dataclass, field
@@ -423,6 +424,16 @@ def test_check_prints_the_plan(capsys):
     assert "beta_bnpo: clip(epsilon_low=0.2, epsilon_high=0.28, delta=10.0) at token level" in out
     assert "64 completions = 4 prompts x 16" in out
     assert "accuracy x 1, format x 0.5, tags x 0.5" in out
+
+
+def test_check_forecasts_overlap_from_the_run_in_output_dir(tmp_path, capsys):
+    argv = "check", "--config", "quickstart/grpo", "--output_dir", str(tmp_path)
+    assert run(*argv) == 0
+    assert "not known before a run" in words(capsys.readouterr().out)
+    times = {"step": 1, "time/rollout": 3.0, "time/rewards": 0.2, "time/training": 3.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(times) + "\n")
+    assert run(*argv) == 0
+    assert "1.9 times faster, if the sampler has free cores" in words(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("option", [["--num_processes", "2"], ["--num_processes=2"]])

@@ -33,11 +33,12 @@ from transformers import (
 )
 
 from grpo_ext.packing.obstacles import Forward, obstacles
-from grpo_ext.rollout import transformers_engine
+from grpo_ext.rollout import decoding
+from grpo_ext.rollout.decoding import distinct
 from grpo_ext.rollout.prompt_cache import Unsupported
-from grpo_ext.rollout.transformers_engine import GroupedEngine, distinct, grouped_engine
+from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from support import tiny
-from support.trainers import build
+from support.trainers import build, weights
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 41, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
@@ -327,8 +328,8 @@ def model_path(tmp_path_factory):
     ],
 )
 def test_the_trainer_takes_the_engine_that_is_set(overrides, used, model_path, tmp_path, monkeypatch):
-    calls, decode = itertools.count(), transformers_engine._Batch.completed
-    monkeypatch.setattr(transformers_engine._Batch, "completed", lambda self: (next(calls), decode(self))[1])
+    calls, decode = itertools.count(), decoding._Batch.completed
+    monkeypatch.setattr(decoding._Batch, "completed", lambda self: (next(calls), decode(self))[1])
     trainer = build(model_path, tmp_path, **overrides)
     trainer.train()
     assert next(calls) == (2 if used else 0)
@@ -374,7 +375,7 @@ def test_a_required_engine_that_cannot_be_used_raises(model_path, tmp_path):
 @pytest.mark.parametrize(("number", "token"), [(0.0, 0), (0.1, 0), (0.25, 2), (0.6, 2), (0.75, 3), (1 - 2**-53, 3)])
 def test_a_number_selects_the_token_whose_share_contains_it(number, token):
     probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]])
-    assert transformers_engine.picked(probabilities, torch.tensor([number], dtype=torch.float64)).item() == token
+    assert decoding.picked(probabilities, torch.tensor([number], dtype=torch.float64)).item() == token
 
 
 def test_a_rows_tokens_do_not_depend_on_the_other_rows():
@@ -394,3 +395,16 @@ def test_a_rows_tokens_do_not_depend_on_the_other_rows():
         alone = sampled([row])[0]
         assert together[row][: len(alone)] == alone
         assert set(together[row][len(alone) :]) <= {0}
+
+
+@pytest.mark.parametrize("engine", ["auto", "generate"])
+def test_options_of_the_models_generation_config_do_not_change_what_is_drawn(engine, tmp_path):
+    own, ends = {"min_p": 0.5, "no_repeat_ngram_size": 1, "suppress_tokens": [4, 5], "typical_p": 0.5}, []
+    for options in ({}, own):
+        model = tiny.model()
+        model.generation_config.update(**options)
+        trainer = build(model, tmp_path, rollout_engine=engine, max_steps=1)
+        trainer.train()
+        assert all(getattr(model.generation_config, name) == value for name, value in options.items())
+        ends.append(weights(trainer.model))
+    assert ends[0].equal(ends[1])

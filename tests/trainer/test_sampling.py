@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from grpo_ext import ConfigError
 from grpo_ext.commands import replay
 from grpo_ext.objective.sampler_correction import trl_rule
 from grpo_ext.trainer.batches import whole
@@ -135,6 +136,16 @@ def test_a_replay_shows_the_ratio_to_the_sampler(skips, model_path, tmp_path):
             assert token.ratio == pytest.approx(1.0 if unknown else math.exp(d), rel=1e-4)
             cut = min(max(token.ratio, 0.8), 1.2)
             assert token.term == pytest.approx(-min(token.ratio * advantage, cut * advantage), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"old_logps": "sampler"}], ids=["corrected", "old_logps"])
+def test_a_rollout_function_that_leaves_out_log_probabilities_is_refused_where_the_loss_needs_them(settings, tmp_path):
+    def silent(prompts, trainer):
+        return {**rollout(prompts, trainer), "logprobs": None}
+
+    with pytest.raises(ConfigError, match=r"rollout_func: it returned no logprobs.* Return vLLM's"):
+        trained(tmp_path, silent, **settings)
+    trained(tmp_path, silent, vllm_importance_sampling_correction=False)
 
 
 # Length.

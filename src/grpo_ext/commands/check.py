@@ -12,6 +12,7 @@ from rich.table import Table
 from grpo_ext.commands.launching import is_fsdp, wanted_launch
 from grpo_ext.commands.memory import gib, of_recipe, too_large
 from grpo_ext.commands.serve import server_url, wanted
+from grpo_ext.config.chunks import overlap
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
@@ -26,7 +27,9 @@ from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.warnings import recipe_warnings
+from grpo_ext.report.reading import read_runs
 from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts
+from grpo_ext.trainer.diagnosis.overlap import advice
 
 Section = list[tuple[str, str]]
 
@@ -69,6 +72,7 @@ def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
         "Batch": _batch(recipe, rows),
         "Memory": _memory(recipe, look),
         "Sampler and policy": _precision(recipe),
+        "Rollouts beside training": [("", _overlap(recipe))],
         "Warnings": [("", str(warning)) for warning in lines],
         "Not on this machine": [("", str(line)) for line in lacks(recipe.training, recipe.model)],
     }
@@ -123,6 +127,7 @@ def _batch(recipe: Recipe, rows: int | None) -> Section:
         ),
         ("training rows", "not known before loading" if rows is None else f"{rows}"),
         ("optimizer steps", steps),
+        *([("overlap", overlap(c))] if c.overlap else []),
     ]
 
 
@@ -146,6 +151,19 @@ def _precision(recipe: Recipe) -> Section:
     """Return the formats of trainer and sampler, and what is expected to differ between them."""
     weights = recipe.model.dtype or "float32"  # TRL's default
     return [("formats", precision(recipe.training, weights)), *expected_differences(recipe.training, weights)]
+
+
+def _overlap(recipe: Recipe) -> str:
+    """Return what overlap would bring by the times of the run in output_dir, or how to measure it."""
+    try:
+        (earlier,) = read_runs([str(recipe.training.output_dir)])
+    except ConfigError:
+        earlier = None
+    known = earlier and advice(earlier.log, vars(recipe.training))
+    return known or (
+        "not known before a run: it pays where time/rollout + time/rewards and time/training of a step are both large "
+        "(metrics.jsonl; `grpo-ext diagnose RUN` compares them), and sampler and policy have devices of their own"
+    )
 
 
 def _check_server(recipe: Recipe) -> int:

@@ -95,10 +95,22 @@ class GRPOExtArguments(GRPOConfig):
     rollout_engine: str = _field(
         "auto",
         "How completions are made without vLLM: 'grouped', prompts run once per group and finished "
-        "completions leave the batch; 'generate', transformers' own; 'auto' (default), 'grouped' where it gives "
-        "the same distribution and `loss_defaults` is 'paper', else 'generate'.",
+        "completions leave the batch; 'generate', transformers' own; 'process', 'grouped' in a process beside each "
+        "trainer's, with random numbers of each attempt's own; 'auto' (default), 'grouped' where it gives the same "
+        "distribution and `loss_defaults` is 'paper', else 'generate'.",
+    )
+    rollout_device: str | None = _field(
+        None,
+        "Where the process of `rollout_engine` 'process' samples: 'cpu', or 'cuda:1', which is then the device of "
+        "each machine's first process, and the others follow. None (default): the device that trains.",
     )
 
+    overlap: str | None = _field(
+        None,
+        "'step': groups train while the rest of their generation is still sampled and scored, by the weights of "
+        "before the step: the same numbers as without, up to rounding. Needs `rollout_engine` "
+        "'process'. None (default): off.",
+    )
     completion_length_counts: str = _field(
         "all",
         "The tokens of a conversation with environments that `max_completion_length` counts: 'all' (default) "

@@ -14,6 +14,7 @@ from grpo_ext.evaluation.results import EVALUATION
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, METRICS_FILE
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
+from grpo_ext.trainer.diagnosis.overlap import advice
 from grpo_ext.trainer.diagnosis.rules import Finding, diagnose
 
 MAX_RUNS = 10
@@ -65,6 +66,11 @@ class RunFolder:
     def findings(self) -> list[Finding]:
         """Findings of the diagnosis over the whole log."""
         return diagnose(self.training_log)
+
+    @property
+    def overlap(self) -> str | None:
+        """What sampling beside training brings or would bring; None if no times were logged."""
+        return advice(self.log, self.record)
 
     @property
     def training_log(self) -> list[dict[str, Any]]:

@@ -1,12 +1,15 @@
 """Adapters between TRL, which wants a list of rewards, and rewards that return `Scores` or may raise."""
 
+import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import torch
 
+from grpo_ext.rewards.columns import CALLBACKS
 from grpo_ext.rewards.failures import from_outside, nan_warning
 from grpo_ext.rewards.outcomes import Scores, read_value, turn_counts, wrong_length
 from grpo_ext.rewards.runtime import AsyncComponent, Component
@@ -19,14 +22,37 @@ Take = Callable[[str, Scores], None]
 """Receives the name of a reward and its scores of a batch."""
 
 
-def for_trl(reward: Any, take: Take) -> Any:
+class Scored(NamedTuple):
+    """A reward's scores of a batch, and what it logged."""
+
+    scores: Scores
+    logged: list[tuple[str, str, Any]]
+    """Calls of TRL's callbacks: name of the callback, of the column or metric, and values."""
+
+    def replayed(self, columns: Mapping[str, Any]) -> Scores:
+        """Log by the callbacks of `columns` what was recorded; return the scores."""
+        for callback, name, values in self.logged:
+            columns[callback](name, values)
+        return self.scores
+
+
+Ready = Callable[[str, Mapping[str, Any]], Scores | None]
+"""Returns the scores of a batch by name and columns of a reward, where it was scored before."""
+
+
+def scorer_of(reward: Any) -> Any:
+    """Return what scores batches by `reward` as `Scores`; a model is returned as it is."""
+    return reward if isinstance(reward, Component | Contained | torch.nn.Module) else Contained(reward)
+
+
+def for_trl(reward: Any, take: Take, ready: Ready = lambda *_: None) -> Any:
     """Return `reward` as a function that returns TRL's list and hands the whole `Scores` to `take`.
 
     A failure never raises here, on one process only: it is in `Scores.error`. Models are returned as they are.
     """
     if isinstance(reward, torch.nn.Module):
         return reward
-    scorer: Any = reward if isinstance(reward, Component) else Contained(reward)
+    scorer = scorer_of(reward)
     name = scorer.__name__
 
     def taken(scores: Scores) -> list[float | None]:
@@ -34,14 +60,60 @@ def for_trl(reward: Any, take: Take) -> Any:
         return scores.values
 
     async def call_async(**columns: Any) -> list[float | None]:
-        return taken(await scorer.scores_async(columns))
+        return taken(ready(name, columns) or await scorer.scores_async(columns))
 
     def call(**columns: Any) -> list[float | None]:
-        return taken(scorer.scores(columns))
+        return taken(ready(name, columns) or scorer.scores(columns))
 
-    chosen = call_async if isinstance(scorer, AsyncComponent) or getattr(scorer, "is_async", False) else call
+    chosen = call_async if waits(scorer) else call
     chosen.__name__ = name
     return chosen
+
+
+def waits(scorer: Any) -> bool:
+    """Return whether a scorer is awaited."""
+    return isinstance(scorer, AsyncComponent) or getattr(scorer, "is_async", False)
+
+
+def scoring_by(
+    scorers: Sequence[Any], columns: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None
+) -> Future[dict[str, Scored]]:
+    """Score a batch by all functions as TRL does: one after the other, now, then the async ones together in `loop`.
+
+    Args:
+        scorers: by `scorer_of`; models are left out.
+        columns: as TRL passes them, without its callbacks.
+        loop: the event loop of TRL, where a function is async.
+    """
+    functions = [scorer for scorer in scorers if not isinstance(scorer, torch.nn.Module)]
+    scored: dict[str, Scored] = {}
+    for scorer in (one for one in functions if not waits(one)):
+        given, logged = _with_log(columns)
+        scored[scorer.__name__] = Scored(scorer.scores(given), logged)
+
+    async def together(later: Sequence[Any]) -> dict[str, Scored]:
+        logs = [_with_log(columns) for _ in later]
+        found = await asyncio.gather(*(s.scores_async(given) for s, (given, _) in zip(later, logs, strict=True)))
+        for scorer, scores, (_, logged) in zip(later, found, logs, strict=True):
+            scored[scorer.__name__] = Scored(scores, logged)
+        return scored
+
+    if later := [scorer for scorer in functions if waits(scorer)]:
+        assert loop is not None
+        return asyncio.run_coroutine_threadsafe(together(later), loop)
+    known: Future[dict[str, Scored]] = Future()
+    known.set_result(scored)
+    return known
+
+
+def _with_log(columns: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
+    """Return columns with callbacks that record their calls, and the record."""
+    logged: list[tuple[str, str, Any]] = []
+
+    def recorder(callback: str) -> Callable[[str, Any], None]:
+        return lambda name, values: logged.append((callback, name, values))
+
+    return {**columns, **{callback: recorder(callback) for callback in CALLBACKS}}, logged
 
 
 class Contained:

@@ -1,6 +1,6 @@
 """`Collected`: one generation of one process, from the dataset's rows to their rewards, as one object."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +27,25 @@ class Generated(NamedTuple):
     tool_images: list[Any]
 
 
+@dataclass(frozen=True)
+class Finished:
+    """Rows that the background has completed and scored, one entry per row, for TRL's hooks to return."""
+
+    completion_ids: list[list[int]]
+    logprobs: list[list[float | None]] | None
+    """Log-probabilities of the sampled tokens, as TRL takes them; None where the trajectories have them."""
+    completions: list[Any]
+    """Completions as reward functions see them."""
+    scored: Mapping[str, Any]
+    """A `rewards.containment.Scored` for each reward function by name; models are scored on the main thread."""
+    kept: list[Tensor] = field(default_factory=list)
+    """The sets that a truncated sampler drew from, as in `Collected`."""
+    played: Sequence[tuple[Trajectory, Any]] = ()
+    """Trajectories with the figures of their attempts, where environments were played."""
+    seconds: float = 0.0
+    """Seconds that it took."""
+
+
 @dataclass
 class Collected:
     """One generation. TRL's hooks fill it in this order; everything else gets it as an argument."""
@@ -43,7 +62,7 @@ class Collected:
     errors: list[str] = field(default_factory=list)
     """Messages of reward functions whose failure ends the run."""
     rewards: Tensor | None = None
-    """Rewards of all processes, [completions, functions]; NaN where a completion was not scored."""
+    """Rewards of all processes, [completions, functions], once they are known; NaN where one was not scored."""
     turn_rewards: list[TurnRewards] = field(default_factory=list)
     """Per-turn rewards of each row."""
     settled: bool = False
@@ -52,6 +71,14 @@ class Collected:
     """Tokens of the completions that were scored, which a subclass may have changed."""
     logged: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that reward functions logged for the table of completions."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Metrics that reward functions logged."""
+    passes: list[Tensor] = field(default_factory=list)
+    """Log-probabilities [rows, time] that passes over the generation have computed, in their order."""
+    replayed: bool = False
+    """Whether TRL gets `rewards` and `passes` as they are, in place of further ones."""
+    ready: Finished | None = None
+    """What the background has made of the rows; None where they are generated now."""
 
     @property
     def trajectories(self) -> list[Trajectory]:

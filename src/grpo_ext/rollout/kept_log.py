@@ -73,10 +73,11 @@ class Drawn:
         """Return the set of each token of the completions, or an empty list if they are not wanted."""
         if self.log is not None:
             return self.log.sets(completions)
-        return [_encoded_lists(sets) for sets in self.returned]
+        return [encoded_lists(sets) for sets in self.returned]
 
 
-def _encoded_lists(sets: Sequence[Sequence[int]]) -> Int[Tensor, " numbers"]:
+def encoded_lists(sets: Sequence[Sequence[int]]) -> Int[Tensor, " numbers"]:
+    """Return the sets of a completion as one tensor, from the kept tokens at each of its tokens."""
     counts, ids = [len(kept) for kept in sets], [i for kept in sets for i in kept]
     return encoded(torch.tensor(counts, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32))
 

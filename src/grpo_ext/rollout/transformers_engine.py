@@ -1,41 +1,23 @@
-"""Rollouts by transformers that run each distinct prompt once and drop finished rows from the batch.
-
-The engine is a decoding method of `model.generate`, so inputs, logits processors and stopping criteria are those of
-transformers. Samples have the distribution of `generate`, and greedy completions are identical to its own.
-"""
+"""Rollouts by transformers: `model.generate` with the decoding of `rollout.decoding`, where that is exact."""
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.packing.obstacles import Forward, forward_obstacle, obstacles
+from grpo_ext.rollout.decoding import decode
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
-from grpo_ext.rollout.prompt_cache import RowCache, Unsupported, check_layers
+from grpo_ext.rollout.prompt_cache import Unsupported
 
 logger = logging.getLogger(__name__)
-
-LEAVE = 1 / 8
-"""Share of finished rows at which they leave the batch: copying the others costs about one step."""
-
-_PROCESSORS = {
-    "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SuppressTokensLogitsProcessor",
-    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper",
-}  # fmt: skip
-"""Processors that treat each row independently."""
-_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
 
 class GroupedEngine:
@@ -131,219 +113,3 @@ def _recorded(log: KeptLog) -> Callable[..., Any]:
         return model._sample(input_ids, processors, stopping_criteria, generation_config, **inputs)
 
     return sample
-
-
-# Where decoding is exact.
-
-
-def check_call(
-    processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, inputs: dict[str, Any]
-) -> None:
-    """Raise `Unsupported` if the arguments that `generate` has prepared rule out exact decoding."""
-    if config.get_generation_mode() not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
-        raise Unsupported(f"the generation mode is {config.get_generation_mode().value}")
-    if config.return_dict_in_generate or config.prefill_chunk_size is not None or not config.use_cache:
-        raise Unsupported("return_dict_in_generate, prefill_chunk_size or use_cache is set")
-    for processor in processors:
-        if type(processor).__name__ not in _PROCESSORS:
-            raise Unsupported(f"{type(processor).__name__} may depend on other rows")
-    for criterion in criteria:
-        if type(criterion) not in (EosTokenCriteria, MaxLengthCriteria):
-            raise Unsupported(f"{type(criterion).__name__} may depend on other rows")
-    if unknown := {name for name, value in inputs.items() if value is not None} - _INPUTS:
-        raise Unsupported(f"the model takes {', '.join(sorted(unknown))}")
-    if inputs.get("position_ids") is None or inputs["position_ids"].dim() != 2:
-        raise Unsupported("the model does not take position_ids of shape [batch, time]")
-    if type(inputs.get("past_key_values")) is not DynamicCache:
-        raise Unsupported(f"its cache is a {type(inputs.get('past_key_values')).__name__}")
-    check_layers(inputs["past_key_values"])
-
-
-# Decoding.
-
-
-class Prompts(NamedTuple):
-    """The distinct prompts of a batch."""
-
-    rows: Int[Tensor, " distinct"]
-    """First row that has each prompt."""
-    of_row: Int[Tensor, " batch"]
-    """Index of each row's prompt."""
-
-
-def distinct(input_ids: Int[Tensor, "batch time"], mask: Int[Tensor, "batch time"] | None) -> Prompts:
-    """Return the distinct prompts of a batch in order of appearance."""
-    table = input_ids if mask is None else input_ids.masked_fill(mask == 0, -1)
-    seen: dict[tuple[int, ...], int] = {}
-    of_row = [seen.setdefault(tuple(row), len(seen)) for row in table.tolist()]
-    rows = [of_row.index(i) for i in range(len(seen))]
-    return Prompts(torch.tensor(rows, device=input_ids.device), torch.tensor(of_row, device=input_ids.device))
-
-
-def decode(
-    model: PreTrainedModel,
-    input_ids: Int[Tensor, "batch prompt"],
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    *,
-    drawn: Drawn | None = None,
-    uniforms: Float[Tensor, "batch tokens"] | None = None,
-    **inputs: Any,
-) -> Int[Tensor, "batch time"]:
-    """Complete every row of `input_ids`: a decoding method for `generate(custom_generate=...)`.
-
-    Args:
-        drawn: gets the log-probabilities [batch, time] of sampled tokens, undefined after a row's end, and their sets.
-        uniforms: numbers in [0, 1) by which tokens are sampled. A row's tokens then depend on its own numbers and
-            logits only, not on the other rows.
-
-    Raises:
-        Unsupported: decoding would not be exact; another method has to generate the rows.
-    """
-    check_call(logits_processor, stopping_criteria, generation_config, inputs)
-    batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, uniforms)
-    logits, log = batch.prefill(), None if drawn is None else drawn.log
-    while True:
-        batch.append(batch.choose(logits, log))
-        if not len(batch.rows):
-            if drawn is not None and generation_config.do_sample:
-                drawn.logps.append(batch.drawn[:, input_ids.shape[1] : batch.length].log())
-            return batch.completed()
-        logits = batch.forward()
-
-
-class _Batch:
-    """Unfinished rows, and the state for their next token."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        inputs: dict[str, Any],
-        uniforms: Tensor | None,
-    ) -> None:
-        self.uniforms = None if uniforms is None else uniforms.to(input_ids.device)
-        self.prompt = input_ids.shape[1]
-        self.model, self.processors, self.criteria, self.config = model, processors, criteria, config
-        self.cache: DynamicCache = inputs["past_key_values"]
-        self.rows_kept: RowCache | None = None
-        self.options = {name: inputs[name] for name in ("logits_to_keep",) if name in inputs}
-        self.mask: Tensor | None = inputs.get("attention_mask")
-        self.positions: Tensor = inputs["position_ids"]
-        batch, self.length = input_ids.shape
-        self.pad = padding(config)
-        self.output = input_ids.new_full((batch, max(self.length + 1, config.max_length)), self.pad)
-        self.output[:, : self.length] = input_ids
-        self.drawn = torch.ones(self.output.shape, device=input_ids.device)
-        self.rows = torch.arange(batch, device=input_ids.device)
-        self.ids = self.output.clone()
-        self.finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
-
-    def prefill(self) -> Tensor:
-        """Return the logits of the first token, from one forward over the distinct prompts.
-
-        Raises:
-            Unsupported: completions of one prompt cannot share the cache or the forward.
-        """
-        prompts = distinct(self.ids[:, : self.length], self.mask)
-        mask = None if self.mask is None else self.mask[prompts.rows]
-        before = _random_state(self.ids.device)
-        logits = self._logits(
-            input_ids=self.ids[prompts.rows, : self.length],
-            attention_mask=mask,
-            position_ids=self.positions[prompts.rows],
-        )
-        if not torch.equal(before, _random_state(self.ids.device)):
-            raise Unsupported("its forward draws random numbers, which completions of one prompt would share")
-        check_layers(self.cache)
-        self.rows_kept = RowCache(self.cache, prompts.of_row, mask)
-        self.positions = self.positions[:, -1:]
-        return logits[prompts.of_row]
-
-    def forward(self) -> Tensor:
-        """Return the logits of the next token."""
-        assert self.rows_kept is not None
-        self.positions = self.positions + 1
-        return self._logits(
-            input_ids=self.ids[:, self.length - 1 : self.length],
-            attention_mask=self.rows_kept.next_mask(),
-            position_ids=self.positions,
-        )
-
-    def _logits(self, **inputs: Tensor | None) -> Tensor:
-        output = self.model(**inputs, **self.options, past_key_values=self.cache, use_cache=True, return_dict=True)
-        return output.logits[:, -1].to(copy=True, dtype=torch.float32)
-
-    def choose(self, logits: Tensor, log: KeptLog | None) -> Int[Tensor, " rows"]:
-        """Return the next token of each row, as transformers would; record in `log` what it was drawn from."""
-        scores: Tensor = self.processors(self.ids[:, : self.length], logits)  # type: ignore[arg-type]
-        if log is not None:
-            log.add(scores, self.rows)
-        if not self.config.do_sample:
-            return scores.argmax(dim=-1)
-        probabilities = scores.softmax(dim=-1)
-        if self.uniforms is None:
-            tokens = torch.multinomial(probabilities, num_samples=1)
-        else:
-            tokens = picked(probabilities, self.uniforms[self.rows, self.length - self.prompt])
-        self.drawn[self.rows, self.length] = probabilities.gather(-1, tokens)[:, 0]
-        return tokens[:, 0]
-
-    def append(self, tokens: Int[Tensor, " rows"]) -> None:
-        """Add a token to each row; drop the finished rows once they are more than `LEAVE` of the batch."""
-        tokens = tokens.masked_fill(self.finished, self.pad)
-        self.ids[:, self.length] = self.output[self.rows, self.length] = tokens
-        self.length += 1
-        self.finished = self.finished | self.criteria(self.ids[:, : self.length], None)
-        done = int(self.finished.sum())
-        if done == len(self.rows) or done > LEAVE * len(self.rows):
-            self._keep(~self.finished)
-
-    def _keep(self, live: Bool[Tensor, " rows"]) -> None:
-        """Drop all other rows."""
-        rows = live.nonzero()[:, 0]
-        self.rows, self.ids, self.finished = self.rows[rows], self.ids[rows], self.finished[rows]
-        self.positions = self.positions[rows]
-        for processor in self.processors:
-            ignored = getattr(processor, "prompt_ignore_length", None)
-            if isinstance(ignored, Tensor):
-                processor.prompt_ignore_length = ignored.to(rows.device)[rows]
-        if len(rows) and self.rows_kept is not None:
-            self.rows_kept.take(rows)
-
-    def completed(self) -> Int[Tensor, "batch time"]:
-        """Return all rows in their order, padded on the right."""
-        return self.output[:, : self.length]
-
-
-def picked(
-    probabilities: Float[Tensor, "rows tokens"], uniforms: Float[Tensor, " rows"]
-) -> Int[Tensor, "rows 1"]:  # fmt: skip
-    """Return the token of each row whose share of [0, 1) contains the row's number.
-
-    Raises:
-        RuntimeError: a probability is NaN; same message as `torch.multinomial`.
-    """
-    up_to = probabilities.double().cumsum(dim=-1)
-    total = up_to[:, -1:].contiguous()
-    if total.isnan().any():
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    found = torch.searchsorted(up_to, uniforms[:, None] * total, right=True)
-    return torch.minimum(found, torch.searchsorted(up_to, total))  # at most the last token with a share
-
-
-def _random_state(device: torch.device) -> Tensor:
-    source = torch if device.type == "cpu" else torch.get_device_module(device)
-    return source.get_rng_state()
-
-
-def padding(config: GenerationConfig) -> int:
-    """Return the padding token; without one the end-of-sequence token, as in transformers."""
-    if config.pad_token_id is not None:
-        return config.pad_token_id
-    eos = config.eos_token_id
-    return eos[0] if isinstance(eos, list) else eos or 0

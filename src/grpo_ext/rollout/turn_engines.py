@@ -1,4 +1,4 @@
-"""Engines that sample the turns of conversations: a trainer's own engine in waves, or a vLLM server by requests."""
+"""Engines that sample turns of conversations: a trainer's own or a sampler beside it, in waves, or a vLLM server."""
 
 import math
 import os
@@ -15,7 +15,8 @@ from accelerate.utils import gather_object
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.objective.trajectory import Sample
-from grpo_ext.rollout.seeds import AttemptId
+from grpo_ext.rollout.samplers import Sampler
+from grpo_ext.rollout.seeds import AttemptId, drawn
 from grpo_ext.rollout.transformers_engine import GroupedEngine
 from grpo_ext.rollout.vllm.server import CONNECTIONS
 
@@ -140,11 +141,46 @@ class WaveEngine:
         if grouped is None:
             yield
             return
-        drawn = np.zeros((rows, width))
-        for i, (stream, limit) in enumerate(zip(streams, limits, strict=True)):
-            drawn[i, :limit] = stream.random(limit)
-        with temporarily(grouped, uniforms=torch.from_numpy(drawn)):
+        with temporarily(grouped, uniforms=torch.from_numpy(drawn(streams, limits, rows, width))):
             yield
+
+
+class SamplerEngine:
+    """A sampler beside the policy, a wave at a time; for any thread.
+
+    Args:
+        sampler: has the weights.
+        published: the number of the weights there.
+        version: optimizer steps that made the weights.
+        attempts: of one generation.
+        waits: whether a wave waits until all environments have answered.
+    """
+
+    pending = 0
+    descriptor: int | None = None
+
+    def __init__(
+        self, sampler: Sampler, published: int, version: int, attempts: Sequence[AttemptId], *, waits: bool
+    ) -> None:
+        self.sampler, self.published, self.version, self.waits = sampler, published, version, waits
+        self._streams = [attempt.stream() for attempt in attempts]
+
+    def generate(
+        self, contexts: list[list[int]], limits: list[int], attempts: list[int]
+    ) -> list[tuple[int, Sample]]:  # fmt: skip
+        """Sample a turn after each context."""
+        if not contexts:
+            return []
+        streams = [self._streams[number] for number in attempts]
+        sampled = self.sampler.sample(self.published, contexts, limits, streams)
+        return [(number, Sample(made.ids, list(made.logps))) for number, made in zip(attempts, sampled, strict=True)]
+
+    def anyone(self, here: bool) -> bool:
+        """Return whether an attempt of this process is left."""
+        return here
+
+    def close(self) -> None:
+        """End the engine after a generation; the sampler stays."""
 
 
 class ServerEngine(WaveEngine):

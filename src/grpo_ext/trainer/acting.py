@@ -26,9 +26,9 @@ from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import Trajectory
-from grpo_ext.rollout.collected import Collected
+from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.transformers_engine import GroupedEngine
-from grpo_ext.rollout.turn_engines import Sampling, engine_of
+from grpo_ext.rollout.turn_engines import SamplerEngine, Sampling, WaveEngine
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def sampling_of(trainer: GRPOTrainer, args: GRPOExtConfig, grouped: GroupedEngin
         training=cast(PreTrainedModel, trainer.model).training,
         processes=trainer.accelerator.num_processes,
         sharded=trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
-        positions=_positions(trainer.accelerator.unwrap_model(trainer.model), args),
+        positions=positions_of(trainer.accelerator.unwrap_model(trainer.model), args),
         filler=trainer.eos_token_ids[0],
         complete=lambda contexts: trainer._generate_single_turn(contexts, None, {}, 1),
         at_most=lambda tokens: _at_most(trainer, tokens),
@@ -54,10 +54,17 @@ def sampling_of(trainer: GRPOTrainer, args: GRPOExtConfig, grouped: GroupedEngin
     )
 
 
-def _positions(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
+def positions_of(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
+    """Return the positions that model and engine have, if that is known."""
     known = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     known += [args.vllm_max_model_length] if args.use_vllm else []
     return min((int(positions) for positions in known if positions), default=None)
+
+
+def limits_of(args: GRPOExtConfig, positions: int | None, ends: frozenset[int]) -> AttemptLimits:
+    """Return the limits of an attempt; `ends` are the tokens that end a turn."""
+    length, counts_all = args.max_completion_length or 0, args.completion_length_counts == "all"
+    return AttemptLimits(completion=length, counts_all=counts_all, context=positions, ends=ends)
 
 
 @contextmanager
@@ -116,20 +123,23 @@ class Acting:
     ) -> None:
         self.tokenizer, self.hosts = tokenizer, EnvironmentHost(memory_gib)
         self.specs = {spec.name: spec for spec in specs}
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Context in which environments are waited for."""
         self._tools = {s.name: schemas(s.target, s.functions) if s.uses_tools else None for s in specs}
         self._reader = reader_of(tokenizer) if any(self._tools.values()) else None
 
-    def play(self, collected: Collected, sampling: Sampling, ends: frozenset[int], renderer: Renderer) -> Played:
-        """Play one attempt for each row; `ends` are the tokens that end a turn."""
-        engine, args = engine_of(sampling, collected.attempts), sampling.args
-        length, counts_all = args.max_completion_length or 0, args.completion_length_counts == "all"
-        limits = AttemptLimits(completion=length, counts_all=counts_all, context=sampling.positions, ends=ends)
-        attempts = Attempts(engine, self.hosts, renderer, self._parsed, limits, self.waiting)
-        rows = zip(collected.rows, collected.attempts, strict=True)
+    def play(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        attempts: Sequence[AttemptId],
+        engine: WaveEngine | SamplerEngine,
+        limits: AttemptLimits,
+        renderer: Renderer,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Played:
+        """Play one attempt for each row and close the engine; `waiting` is as in `Attempts`."""
+        loop = Attempts(engine, self.hosts, renderer, self._parsed, limits, waiting)
         with closing(engine):
-            return attempts.run([self._task(row, attempt.game) for row, attempt in rows])
+            both = zip(rows, attempts, strict=True)
+            return loop.run([self._task(row, attempt.game) for row, attempt in both])
 
     def _task(self, row: Mapping[str, Any], seed: int) -> Task:
         several = len(self.specs) > 1

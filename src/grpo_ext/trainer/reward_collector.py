@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from grpo_ext.errors import RewardError
-from grpo_ext.rewards.containment import Take, for_trl
+from grpo_ext.rewards.containment import Ready, Take, for_trl, scorer_of
 from grpo_ext.rewards.runtime import Component, Runtime
 from grpo_ext.rollout.collected import Collected, TurnRewards
 from grpo_ext.trainer.findings import BadTensor
@@ -33,11 +33,17 @@ class RewardCollector:
         self, rewards: Sequence[Any], names: list[str], guard: NonFiniteGuard, accelerator: Accelerator
     ) -> None:
         self.rewards, self.names, self.guard, self.accelerator = list(rewards), names, guard, accelerator
+        self.scorers = [scorer_of(reward) for reward in rewards]
         self.runtime: Runtime | None = next((f.runtime for f in rewards if isinstance(f, Component)), None)
 
-    def for_trl(self, take: Take) -> list[Any]:
-        """Return the rewards as TRL calls them; `take` receives what each returned beside its numbers."""
-        return [for_trl(reward, take) for reward in self.rewards]
+    def for_trl(self, take: Take, ready: Ready) -> list[Any]:
+        """Return the rewards as TRL calls them.
+
+        Args:
+            take: receives what each returned beside its numbers.
+            ready: returns scores that the background has made.
+        """
+        return [for_trl(scorer, take, ready) for scorer in self.scorers]
 
     def schedule_weights(self, weights: Tensor, state: TrainerState) -> None:
         """Set the weights of the current step in place."""

@@ -15,6 +15,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from grpo_ext.config import process_engine
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
@@ -114,7 +115,7 @@ def prepare(
     problems = [*machine_problems(args, None)]
     specs, found = parse_environments(environments)
     problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
-    problems += rollout_problems(args, rollouts)
+    problems += [*rollout_problems(args, rollouts), *process_engine.rollout_problems(args, rollouts)]
     if not checked:
         problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
         evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
@@ -148,8 +149,9 @@ def data_problems(
         if not prompts_made or "prompt" in (getattr(dataset, "column_names", None) or ()):
             yield from prompt_problems(dataset, name)
         if isinstance(dataset, Dataset):
-            clashes |= dict.fromkeys(check_columns(dataset.column_names))
-            clashes |= dict.fromkeys(image_problems(args, dataset.column_names))
+            columns = dataset.column_names
+            found = *check_columns(columns), *image_problems(args, columns)
+            clashes |= dict.fromkeys([*found, *process_engine.image_problems(args, columns)])
     yield from clashes
     if isinstance(train_dataset, Dataset):
         yield from too_few(args, len(train_dataset))

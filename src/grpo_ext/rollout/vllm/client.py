@@ -1,5 +1,6 @@
 """TRL's vLLM client with weight transfer without NCCL, and a limit on every wait."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ from grpo_ext.rollout.vllm.watchdog import abort_when_stalled
 T = TypeVar("T")
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 POLL_SECONDS = 5.0
+RETRY_SECONDS = 0.1
+FRESH_SECONDS = 1.0
+"""Age up to which metrics of the server are read again; a server takes longer to restart."""
 EMPTY_ANSWER: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": None}
 """Result of a failed `generate`; `Client.failure` has the reason."""
 
@@ -54,6 +58,15 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
     return future
 
 
+def address_seen_by(host: str | None) -> str:
+    """Return the address at which `host` reaches this machine."""
+    if host in LOOPBACK:
+        return "127.0.0.1"
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
+
+
 class Client(VLLMClient):
     """`trl.generation.vllm_client.VLLMClient` that sends weights by gloo or NCCL and notices a server's death.
 
@@ -75,7 +88,10 @@ class Client(VLLMClient):
         self._store: TCPStore | None = None
         self._group: ProcessGroupGloo | None = None
         self._groups_opened = 0
-        self._started: float | None = None
+        self.serving: str | None = None
+        """Identity of the server that has the weights; a restarted one has another."""
+        self._metrics = threading.Lock()
+        self._metrics_read: tuple[float, str | None] = (-math.inf, None)
         self._updating = False
         self._sent = 0
         """Weights handed to the transfer, which count as progress."""
@@ -143,7 +159,7 @@ class Client(VLLMClient):
         except requests.RequestException as error:
             raise ServerTrouble(f"{self.base_url}: {error}") from error
         if response.status_code == 200:
-            answer: dict[str, Any] = response.json()
+            answer: dict[str, Any] = response.json() if response.content else {}
             return answer
         problem = f"{response.url} answered {response.status_code}: {response.text[:500]}"
         if response.status_code < 500:
@@ -152,18 +168,33 @@ class Client(VLLMClient):
         raise ServerTrouble(problem)
 
     def _metric(self, *names: str, within: float = POLL_SECONDS) -> float | None:
-        """Return the sum of the server's metrics whose lines begin with `names`, or None without an answer in time."""
-        try:
-            lines = requests.get(f"{self.base_url}/metrics", timeout=min(within, POLL_SECONDS)).text.splitlines()
-        except requests.RequestException:
+        """Return the sum of the server's metrics whose lines begin with `names`, or None without an answer in time.
+
+        The threads of many requests share what one of them has read.
+        """
+        with self._metrics:
+            at, text = self._metrics_read
+            if time.monotonic() - at > FRESH_SECONDS:
+                try:
+                    text = requests.get(f"{self.base_url}/metrics", timeout=min(within, POLL_SECONDS)).text
+                except requests.RequestException:
+                    text = None
+                self._metrics_read = time.monotonic(), text
+        if text is None:
             return None
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(names))
 
     def _tokens_processed(self, within: float) -> float | None:
         return self._metric("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{", within=within)
 
-    def _start_time(self) -> float | None:
-        return self._metric("process_start_time_seconds ")
+    def identity(self) -> str | None:
+        """Return what tells the server from a restarted one, or None if it does not answer.
+
+        Without a start time, as where several processes take its requests, it is the identifier of its configuration.
+        """
+        if (start := self._metric("process_start_time_seconds ")) is None:
+            return None
+        return f"started at {start}" if start else str(self.get_server_info()["instance_id"])
 
     def complete(self, prompts: list[list[int]], **settings: Any) -> dict[str, Any]:
         """Generate as TRL's `generate`, from any thread.
@@ -171,7 +202,7 @@ class Client(VLLMClient):
         Raises:
             ServerTrouble: the server did not answer, or has lost the weights that were pushed.
         """
-        if self._start_time() not in (None, self._started):  # restarted between two requests
+        if self.identity() not in (None, self.serving):  # restarted between two requests
             raise ServerTrouble(f"{self.base_url} has been restarted")
         answer: dict[str, Any] = super().generate(prompts, **settings)
         return answer
@@ -204,9 +235,9 @@ class Client(VLLMClient):
                 f'\'{{"backend": "{wanted}"}}\'.'
             )
         self.engine = wanted
-        started = self._start_time()
-        self._updating &= started == self._started  # a restarted server has no unfinished push
-        self._started = started
+        identity = self.identity()
+        self._updating &= identity == self.serving  # a restarted server has no unfinished push
+        self.serving = identity
         if wanted == "nccl":
             self._open_nccl(torch.device(device))
         else:
@@ -249,11 +280,7 @@ class Client(VLLMClient):
             raise ServerTrouble(f"{self.base_url}: weights did not arrive: NCCL was aborted after no progress")
 
     def _open_gloo(self) -> None:
-        address = "127.0.0.1"
-        if urlparse(self.base_url).hostname not in LOOPBACK:
-            from vllm.utils.network_utils import get_ip
-
-            address = get_ip()
+        address = address_seen_by(urlparse(self.base_url).hostname)
         if self._store is None:
             try:
                 self._store = open_store(address, self.group_port, self.timeout, trainer=True)
@@ -347,3 +374,19 @@ class Client(VLLMClient):
         if broken is not None:
             raise ServerTrouble(f"{self.base_url}: weights did not arrive: {broken}") from broken
         self._finish_weight_update()
+
+    def reset_prefix_cache(self) -> None:
+        """Remove what the server has cached by the weights before, as soon as it computes no request by them.
+
+        Raises:
+            ServerTrouble: the server does not answer.
+            RuntimeError: it computes requests that this run does not wait for.
+        """
+        deadline = time.monotonic() + self.patience
+        while self._post(f"{self.base_url}/reset_prefix_cache").get("success") is False:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the vLLM server at {self.base_url} has computed requests of others for {self.patience:g} s, so "
+                    "that its prefix cache keeps the weights before. A server serves one run: give this run its own."
+                )
+            time.sleep(RETRY_SECONDS)

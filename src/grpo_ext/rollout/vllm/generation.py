@@ -22,6 +22,7 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.vllm import sharded_problem
 from grpo_ext.errors import ABSENT, ConfigError, ServerLost
 from grpo_ext.rollout.vllm.client import EMPTY_ANSWER, Client, ServerTrouble
+from grpo_ext.rollout.vllm.host_copy import HostCopy
 from grpo_ext.rollout.vllm.kept import TIES, returned_sets, sampled_first
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
 from grpo_ext.rollout.vllm.server import (
@@ -33,7 +34,7 @@ from grpo_ext.rollout.vllm.server import (
     server_facts,
 )
 from grpo_ext.rollout.vllm.unpushable import unpushable
-from grpo_ext.rollout.vllm.weights import Rounding, effective_weights, is_quantised
+from grpo_ext.rollout.vllm.weights import Rounding, effective_weights, is_quantised, policy_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +111,8 @@ class Generation(vllm_generation.VLLMGeneration):
 
     @property
     def policy_dtype(self) -> torch.dtype:
-        """Dtype of the trainer's weights; an LM head that was cast to float32 does not count."""
-        model: Any = self.model
-        head = model.get_output_embeddings()
-        cast_head = None if head is None else head.weight
-        return next(p.dtype for p in model.parameters() if p.is_floating_point() and p is not cast_head)
+        """Dtype of the trainer's weights."""
+        return policy_dtype(self.model)
 
     @cached_property
     def sampler_dtype(self) -> torch.dtype:
@@ -125,12 +123,12 @@ class Generation(vllm_generation.VLLMGeneration):
         name = None
         if self.accelerator.is_main_process:
             name = self.vllm_client.get_server_info()["model_config"]["dtype"]
-        return cast(torch.dtype, getattr(torch, str(_broadcast(name)).removeprefix("torch.")))
+        return cast(torch.dtype, getattr(torch, str(broadcast(name)).removeprefix("torch.")))
 
     def _init_vllm(self) -> None:
         self._check_policy()
         if self.mode == "server":
-            self._on_main(self._connect)
+            self.on_main(self._connect)
             _ = self.sampler_dtype  # its first read is collective
             return
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
@@ -146,17 +144,25 @@ class Generation(vllm_generation.VLLMGeneration):
         Raises:
             ConfigError: it would sample from another one.
         """
-        problems = [*unpushable(self.model)]
+        problems = [*unpushable(self.model, on_cpu=self.accelerator.device.type == "cpu")]
         if is_quantised(self.model) and (self._dist.is_fsdp or self._dist.is_zero3):
             problems.append(sharded_problem("quantization_config", ABSENT))
         if problems:
             raise ConfigError(problems)
 
     def _connect(self) -> None:
-        url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-        self.vllm_client = Client(url, self.group_port, self.server_timeout, self.weight_transfer)
-        self._check_server(url)
+        self.vllm_client = self.new_client()
+        self._check_server(self.vllm_client.base_url)
         self.vllm_client.init_communicator(self.accelerator.device)
+
+    def new_client(self) -> Client:
+        """Return a client of the server that has no transfer group: it can only send requests.
+
+        Raises:
+            ServerTrouble: the server was not up within `vllm_server_timeout`.
+        """
+        url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        return Client(url, self.group_port, self.server_timeout, self.weight_transfer)
 
     def _check_server(self, url: str) -> None:
         """Compare the server with the policy, as `grpo-ext check` compares it with the recipe.
@@ -168,7 +174,7 @@ class Generation(vllm_generation.VLLMGeneration):
         probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
         needed = Wanted(max_model_len=self.max_completion_length + 1, probe_ids=probe)
         if self.keeps:
-            needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self._asked)
+            needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self.asked)
         better = Wanted(model=self.model.name_or_path, dtype=None if self.dtype == "auto" else self.dtype)
         facts = server_facts(url)
         if broken := [str(problem) for problem in mismatches(needed, facts)]:
@@ -178,8 +184,8 @@ class Generation(vllm_generation.VLLMGeneration):
 
     # The main process talks to the server; every process gets the result.
 
-    def _on_main(self, action: Callable[[], object]) -> None:
-        """Run `action` on the main process.
+    def on_main(self, action: Callable[[], object]) -> None:
+        """Run `action` on the main process; collective.
 
         Raises:
             ServerLost: `action` raised; on every process.
@@ -191,7 +197,7 @@ class Generation(vllm_generation.VLLMGeneration):
             except Exception as raised:
                 logger.debug("vLLM server", exc_info=True)
                 error = f"vLLM server: {raised}"
-        error = _broadcast(error)
+        error = broadcast(error)
         if error is not None:
             raise ServerLost(error)
 
@@ -204,7 +210,7 @@ class Generation(vllm_generation.VLLMGeneration):
         Raises:
             ServerLost: `server_timeout` seconds have passed since the first, or the server refuses the request.
         """
-        self._on_main(partial(self._reconnect, troubles))
+        self.on_main(partial(self._reconnect, troubles))
 
     def _reconnect(self, troubles: Sequence[Exception]) -> None:
         first, last = troubles[0], troubles[-1]
@@ -223,15 +229,22 @@ class Generation(vllm_generation.VLLMGeneration):
             except ServerTrouble as error:
                 logger.debug(f"vLLM server: {error}")
             pause, left = 2 * pause, deadline - time.monotonic()
-        raise ServerLost(
-            f"{last}; it did not recover within vllm_server_timeout={self.server_timeout:g} s. "
+        raise self.lost(last)
+
+    def lost(self, trouble: Exception) -> ServerLost:
+        """Return the error that ends a run whose server did not recover from `trouble`."""
+        return ServerLost(
+            f"{trouble}; it did not recover within vllm_server_timeout={self.server_timeout:g} s. "
             "Start it again (grpo-ext serve --config RECIPE), then resume."
         )
 
     # Weights.
 
-    def sync_weights(self) -> None:
+    def sync_weights(self, copy: HostCopy | None = None) -> None:
         """Push the policy's weights; to a server until they have arrived.
+
+        Args:
+            copy: gets them on the main process.
 
         Raises:
             ServerLost: it died and did not come back; on all processes.
@@ -240,7 +253,7 @@ class Generation(vllm_generation.VLLMGeneration):
         with self.pushing():
             if self.mode == "server":
                 troubles: list[Exception] = []
-                while (trouble := self._push()) is not None:
+                while (trouble := self._push(copy)) is not None:
                     troubles.append(trouble)
                     self.wait_for_server(troubles)
                 self.sync_bytes = self.vllm_client.bytes_sent if self.accelerator.is_main_process else 0
@@ -249,7 +262,7 @@ class Generation(vllm_generation.VLLMGeneration):
                 super().sync_weights()
         self.sync_seconds = time.monotonic() - start
 
-    def _push(self) -> Exception | None:
+    def _push(self, copy: HostCopy | None) -> Exception | None:
         """Try once. Return the failure, which other processes than the main one know only as such."""
         trouble: Exception | None = None
         if self._weight_metadata is None:
@@ -259,15 +272,38 @@ class Generation(vllm_generation.VLLMGeneration):
             ]
         params = self._iter_named_params()
         if self.accelerator.is_main_process:
+            params = params if copy is None else copy.taking(params)
             try:
-                self.vllm_client.update_named_params(self._weight_metadata, params)
-                self.vllm_client.reset_prefix_cache()
+                self._send(params)
             except Exception as error:
                 trouble = error
         for _ in params:  # gathering a parameter is collective
             pass
-        failed = _broadcast(trouble is not None)
+        failed = broadcast(trouble is not None)
         return (trouble or ServerTrouble("")) if failed else None
+
+    def _send(self, named: Iterator[tuple[str, Tensor]]) -> None:
+        self.vllm_client.update_named_params(self._weight_metadata, named)
+        self.vllm_client.reset_prefix_cache()
+
+    def push_again(self, copy: HostCopy, troubles: Sequence[Exception] = ()) -> None:
+        """Push weights that were copied, once the server is back; main process, any thread, no collective.
+
+        Args:
+            copy: the weights.
+            troubles: failures of requests that the server did not answer, if it is known to be down.
+
+        Raises:
+            ServerLost: it did not come back within `vllm_server_timeout` seconds.
+        """
+        failures = [*troubles]
+        while True:
+            if failures:
+                self._reconnect(failures)
+            try:
+                return self._send(copy.named(self.accelerator.device))
+            except ServerTrouble as error:
+                failures.append(error)
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         if is_peft_model(self.model) or is_quantised(self.model):
@@ -303,9 +339,14 @@ class Generation(vllm_generation.VLLMGeneration):
             yield kept
 
     @property
-    def _asked(self) -> int:
-        """Number of likely tokens to ask vLLM for beside the sampled one."""
-        return min(self.top_k + TIES, self._vocabulary)
+    def asked(self) -> int:
+        """Number of likely tokens to ask vLLM for beside the sampled one, where the kept ones are wanted."""
+        return min(self.top_k + TIES, self._vocabulary) if self.keeps else 0
+
+    @property
+    def sets_bound(self) -> int:
+        """Number of tokens from which on a kept set may be larger than what vLLM returned; 0: it returns them all."""
+        return 0 if self.asked == self._vocabulary else self.asked
 
     @property
     def _vocabulary(self) -> int:
@@ -328,10 +369,9 @@ class Generation(vllm_generation.VLLMGeneration):
         stock = partial(super().generate, prompts, images, num_generations, profiler)
         if self._kept is None:
             return self._answered(stock, prompts)
-        with temporarily(self, logprobs=self._asked):
+        with temporarily(self, logprobs=self.asked):
             made, ids, values, tokens = self._answered(stock, prompts)
-        bound = 0 if self._asked == self._vocabulary else self._asked
-        self._kept += [returned_sets(*row, bound) for row in zip(values, tokens, strict=True)]
+        self._kept += [returned_sets(*row, self.sets_bound) for row in zip(values, tokens, strict=True)]
         return made, ids, [sampled_first(*row) for row in zip(ids, values, tokens, strict=True)], tokens
 
     def _answered(self, stock: Callable[[], Completions], prompts: list[list[int]]) -> Completions:
@@ -380,11 +420,24 @@ class Generation(vllm_generation.VLLMGeneration):
                     answers = list(threads.map(lambda row: self.completion_of(row[0], limit, row[1]), rows))
             except Exception as error:
                 self.vllm_client.failure = error
-        answers = _broadcast(answers)
+        answers = broadcast(answers)
         if answers is None:
             return EMPTY_ANSWER["prompt_ids"], EMPTY_ANSWER["completion_ids"], None, None
         mine = answers[self.accelerator.process_index * len(prompts) :][: len(prompts)]
         return prompts, [ids for ids, _ in mine], [logprobs for _, logprobs in mine], None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of a request, as they are at the moment."""
+        return {
+            "repetition_penalty": self.repetition_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+            "logprobs": self.logprobs,
+            "structured_outputs_regex": self.structured_outputs_regex,
+            "generation_kwargs": self.generation_kwargs or {},
+        }
 
     def completion_of(self, context: list[int], limit: int, seed: int) -> tuple[list[int], list[list[float | None]]]:
         """Request one completion; return its ids, and for each id a list that begins with its log-probability.
@@ -392,22 +445,16 @@ class Generation(vllm_generation.VLLMGeneration):
         Raises:
             ServerTrouble: the server did not answer, or has lost the weights that were pushed.
         """
-        answer = self.vllm_client.complete(
-            [context],
-            repetition_penalty=self.repetition_penalty,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p or 0.0,
-            max_tokens=limit,
-            logprobs=self.logprobs,
-            structured_outputs_regex=self.structured_outputs_regex,
-            generation_kwargs={**(self.generation_kwargs or {}), "seed": seed},
-        )
+        answer = self.vllm_client.complete([context], **seeded_request(self.settings(), limit, seed))
         return answer["completion_ids"][0], answer["logprobs"][0]
 
 
-def _broadcast(value: T) -> T:
+def seeded_request(settings: Mapping[str, Any], limit: int, seed: int) -> dict[str, Any]:
+    """Return the settings of a request for one completion with a limit and a seed of its own."""
+    return {**settings, "max_tokens": limit, "generation_kwargs": {**settings["generation_kwargs"], "seed": seed}}
+
+
+def broadcast(value: T) -> T:
     """Return the main process's `value` on every process."""
     box = [value]
     broadcast_object_list(box, from_process=0)

@@ -16,8 +16,8 @@ PROBE = "The answer is 42. <think> x^2 ≠ ½ </think> 答案"
 """Text that different tokenizers encode differently."""
 SECONDS = (5.0, 60.0)
 """Limits for connecting and for answering; vLLM needs long for its configuration on a busy machine."""
-CONNECTIONS = 64
-"""Requests to a server at the same time."""
+CONNECTIONS = 256
+"""Requests of one process to a server at the same time."""
 
 
 class ServerUnreachable(ConnectionError):

@@ -1,0 +1,80 @@
+"""Protocol of samplers beside the policy: they sample by numbered copies of its weights, while it trains."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from grpo_ext.errors import SamplerLost
+
+
+class Sampled(NamedTuple):
+    """One sampled completion."""
+
+    ids: list[int]
+    """Tokens, with the one that ended the completion, if any."""
+    logps: list[float]
+    """Log-probability of each token under the distribution that it was drawn from."""
+    kept: Tensor | None
+    """Sets that a truncated sampler drew the tokens from, as in `packing.kept`; None where the loss needs none."""
+
+
+RowEnded = Callable[[int, Sampled], None]
+"""Takes the number of a row that has ended, and its completion."""
+
+
+class Sampler(Protocol):
+    """Samples completions beside the training of the policy; one for each process."""
+
+    def publish(self, version: int) -> None:
+        """Copy the policy's present weights under this number.
+
+        Main thread, between optimizer steps; collective. It may wait for older requests.
+        """
+
+    def sample(
+        self,
+        version: int,
+        contexts: list[list[int]],
+        limits: list[int],
+        streams: Sequence[np.random.Generator],
+        done: RowEnded | None = None,
+    ) -> list[Sampled]:
+        """Sample a completion after each context.
+
+        Any thread; blocks until all completions are there. A row depends on its weights, context and stream only, and
+        on the rounding of its batch.
+
+        Args:
+            version: number of published weights.
+            contexts: token ids.
+            limits: most tokens of each completion.
+            streams: source of the random numbers of each row; a row takes as many as its limit, or one seed.
+            done: may be called when a row ends, before all have.
+        """
+
+    def forget(self, version: int) -> None:
+        """Drop a version that no request will need."""
+
+    def close(self) -> None:
+        """End the sampler, and requests that have not ended."""
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise on all processes the `SamplerLost` that is raised inside on any; collective, main thread."""
+    lost: SamplerLost | None = None
+    try:
+        yield
+    except SamplerLost as error:
+        lost = error
+    if PartialState().num_processes > 1:
+        reasons = gather_object([None if lost is None else str(lost)])
+        if lost is None and (reason := next(filter(None, reasons), None)):
+            lost = SamplerLost(reason)
+    if lost is not None:
+        raise lost

@@ -1,0 +1,253 @@
+"""A vLLM server as a sampler beside training: every process sends its own requests, the main one the weights."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from grpo_ext.errors import ServerLost
+from grpo_ext.rollout.kept_log import encoded_lists
+from grpo_ext.rollout.samplers import Sampled
+from grpo_ext.rollout.vllm.client import Client, ServerTrouble, in_thread
+from grpo_ext.rollout.vllm.generation import LONGEST_PAUSE, Generation, broadcast, seeded_request
+from grpo_ext.rollout.vllm.host_copy import HostCopy
+from grpo_ext.rollout.vllm.kept import returned_sets, sampled_first
+from grpo_ext.rollout.vllm.repairs import Repairs, shared_store
+from grpo_ext.rollout.vllm.server import CONNECTIONS
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+POLL_SECONDS = 0.5
+
+
+class ServerSampler:
+    """Samples by a vLLM server, which holds one version of the weights; each process sends its own rows.
+
+    Each row is a request of its own with a seed from its stream. The settings of sampling are those of the moment when
+    this object is made. Weights go to the server from the main process, which keeps a copy of them in its memory: if
+    the server dies while a request waits, a thread of the main process pushes the copy once the server is back, and
+    the request is sent again. No collective is started by a thread other than the main one.
+
+    Args:
+        generation: the trainer's `vllm_generation`.
+    """
+
+    _client: Client
+    _repairs: Repairs
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation, self._copy = generation, HostCopy()
+        self._settings = generation.settings() | {"logprobs": generation.asked}
+        self._version: int | None = None
+        self._running, self._held, self._closed = 0, False, True
+        self._changed = threading.Condition()
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Numbers of the versions that the server has: at most one."""
+        return frozenset(() if self._version is None else (self._version,))
+
+    def _open(self) -> None:
+        """Connect this process, and repairs for all; collective."""
+        self._client = self._connected()
+        repair = self._repair if self._generation.accelerator.is_main_process else None
+        self._repairs = Repairs(shared_store(self._generation), self._client, repair)
+        self._closed = False
+
+    def _connected(self) -> Client:
+        """Return the client of this process: the main one's that pushes weights, or one for requests only.
+
+        Raises:
+            ServerLost: a process could not reach the server; on all processes.
+        """
+        generation, client, error = self._generation, None, None
+        try:
+            client = generation.vllm_client if generation.accelerator.is_main_process else generation.new_client()
+        except Exception as raised:
+            error = f"vLLM server: {raised}"
+        errors: list[str | None] = gather_object([error])
+        if lost := next(filter(None, errors), None):
+            raise ServerLost(lost)
+        assert client is not None
+        return client
+
+    # Weights.
+
+    def publish(self, version: int) -> None:
+        """Push the policy's present weights in place of the version before; main thread, collective.
+
+        Waits until all `sample` calls of this process have returned, then, in a barrier, for those of the others: no
+        request is computed by two versions, and the prefix cache that is reset then holds nothing that still grows. A
+        call returns when the server has answered, or when a repair of the server has failed; neither needs the main
+        thread of any process.
+
+        Raises:
+            ServerLost: the server died and did not come back; on all processes.
+        """
+        if self._closed:
+            self._open()
+        with self._alone():
+            self._generation.sync_weights(self._copy)
+            self._client.serving = broadcast(self._client.serving)
+            self._version = version
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the server to other users of `vllm_generation`, such as an evaluation; main thread, collective.
+
+        Waits as `publish` does. `sample` calls that come meanwhile wait until the end of the context, when the server
+        has the published weights again.
+
+        Raises:
+            ServerLost: the server died and did not come back; on all processes.
+        """
+        if self._closed:  # no weights to keep
+            yield
+            return
+        with self._alone():
+            yield
+            if self._version is not None:
+                self._generation.on_main(partial(self._generation.push_again, self._copy))
+                self._client.serving = broadcast(self._client.serving)
+
+    def forget(self, version: int) -> None:
+        """Do nothing: a push has replaced the version before."""
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold back `sample` calls for a `with` block, which begins when those of all processes have returned."""
+        with self._changed:
+            self._held = True
+            self._changed.wait_for(lambda: not self._running)
+        self._generation.accelerator.wait_for_everyone()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held = False
+                self._changed.notify_all()
+
+    def _repair(self, trouble: ServerTrouble) -> None:
+        """Make the server answer by the published weights again; a thread of the main process."""
+        client, device = self._client, self._generation.accelerator.device
+        if client.healthy() and client.identity() == client.serving:
+            logger.warning(f"vLLM server: {trouble}. It still has the weights and is asked again.")
+            return
+        if device.type == "cuda":  # a thread begins with the first device
+            torch.cuda.set_device(device)
+        self._generation.push_again(self._copy, [trouble])
+
+    def close(self) -> None:
+        """End all waits; the server drops requests that it still computes when this process ends.
+
+        A later `publish` opens the sampler again.
+        """
+        if self._closed:
+            return
+        self._repairs.close()
+        with self._changed:
+            self._closed, self._version = True, None
+            self._changed.notify_all()
+
+    # Completions.
+
+    def sample(
+        self, version: int, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator]
+    ) -> list[Sampled]:
+        """Sample a completion after each context by the published weights; any thread, blocks.
+
+        Waits for the server's answers; for a server that has died, until it is back or `vllm_server_timeout` seconds
+        have passed since its last sign of life; and in `publish` and `paused` until they end.
+
+        Raises:
+            ServerLost: the server did not come back, or the sampler was closed.
+            RuntimeError: the server refuses a request, or no longer has this version.
+        """
+        seeds = [int(stream.integers(2**31)) for stream in streams]
+        rows = zip(contexts, limits, seeds, strict=True)
+        with self._entered(version):
+            return self._in_threads([partial(self._sampled, *row) for row in rows])
+
+    @contextmanager
+    def _entered(self, version: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._held)
+            if self._closed:
+                raise ServerLost("the run has ended")
+            if version != self._version:
+                raise RuntimeError(
+                    f"version {version} of the weights is gone: a vLLM server holds one, now {self._version}."
+                )
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _in_threads(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Return the results of calls, `CONNECTIONS` of them at a time, or raise what one of them raised.
+
+        The threads do not keep a process from ending.
+        """
+        found: dict[int, T] = {}
+        waiting: SimpleQueue[int] = SimpleQueue()
+        for i in range(len(calls)):
+            waiting.put(i)
+
+        def work() -> None:
+            while not failed.is_set() and not self._closed:
+                try:
+                    i = waiting.get_nowait()
+                except Empty:
+                    return
+                try:
+                    found[i] = calls[i]()
+                except Exception:
+                    failed.set()
+                    raise
+
+        failed = threading.Event()
+        threads = [in_thread(work) for _ in range(min(CONNECTIONS, len(calls)))]
+        while wait(threads, timeout=POLL_SECONDS).not_done and not self._closed:
+            pass
+        if self._closed:
+            raise ServerLost("the run has ended")
+        for thread in threads:
+            thread.result()
+        return [found[i] for i in range(len(calls))]
+
+    def _sampled(self, context: list[int], limit: int, seed: int) -> Sampled:
+        """Request one completion, again after each repair of the server."""
+        generation, troubles = self._generation, list[ServerTrouble]()
+        request = seeded_request(self._settings, limit, seed)
+        while True:
+            repairs = self._repairs.made
+            try:
+                return self._read(self._client.complete([context], **request))
+            except ServerTrouble as trouble:
+                troubles.append(trouble)
+            if time.monotonic() - troubles[0].since > generation.server_timeout:
+                raise generation.lost(troubles[-1])
+            time.sleep(min(0.5 * len(troubles), LONGEST_PAUSE))
+            self._repairs.wait(repairs, troubles)
+
+    def _read(self, answer: Mapping[str, Any]) -> Sampled:
+        (ids,), (values,), kept = answer["completion_ids"], answer["logprobs"], None
+        if self._generation.keeps:
+            (tokens,) = answer["logprob_token_ids"]
+            kept = encoded_lists(returned_sets(values, tokens, self._generation.sets_bound))
+            values = sampled_first(ids, values, tokens)
+        return Sampled(ids, [math.nan if known[0] is None else known[0] for known in values], kept)

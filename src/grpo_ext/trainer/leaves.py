@@ -1,0 +1,257 @@
+"""The part of a generation that needs no other process: complete this process's rows, and score them.
+
+`Leaves` runs in a background thread. Collectives, metrics and TRL's own code stay on the main thread, whose hooks
+return what was finished here. So nothing here reads what the main thread changes: a request holds all of it.
+"""
+
+import copy
+import time
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState
+from trl.chat_template_utils import parse_response
+from trl.data_utils import is_conversational
+
+from grpo_ext.environments.loop import AttemptLimits
+from grpo_ext.environments.rendering import Renderer
+from grpo_ext.objective.trajectory import COLUMN, batch
+from grpo_ext.rewards.containment import Scored, scoring_by
+from grpo_ext.rollout.background import Background
+from grpo_ext.rollout.collected import Finished
+from grpo_ext.rollout.samplers import RowEnded, Sampled, Sampler
+from grpo_ext.rollout.seeds import AttemptId
+from grpo_ext.rollout.trajectories import completions_seen, fill_empty
+from grpo_ext.rollout.turn_engines import SamplerEngine
+from grpo_ext.trainer.acting import Acting, Played
+
+Row = dict[str, Any]
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns of a row that TRL does not pass to rewards under their own name."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rows to complete and score.
+
+    Attributes:
+        rows: of the dataset.
+        prompt_ids: tokens of the prompts; empty where environments are played.
+        attempts: identity of each row's attempt.
+        version: number of the weights that sample, as published to the sampler.
+        step: optimizer steps that made these weights.
+        state: trainer state that reward functions see.
+    """
+
+    rows: Sequence[Row]
+    prompt_ids: list[list[int]]
+    attempts: Sequence[AttemptId]
+    version: int
+    step: int
+    state: TrainerState
+
+
+def joined_requests(parts: Sequence[Request]) -> Request:
+    """Return the request for the rows of all parts, which differ in nothing else."""
+    rows, attempts = [x for part in parts for x in part.rows], [x for part in parts for x in part.attempts]
+    return replace(
+        parts[0], rows=rows, attempts=attempts, prompt_ids=[ids for part in parts for ids in part.prompt_ids]
+    )
+
+
+@dataclass(frozen=True)
+class Play:
+    """Plays environments.
+
+    Attributes:
+        acting: the environments.
+        limits: limits of each attempt.
+        waits: whether a wave waits until all environments have answered.
+        options: `chat_template_kwargs`.
+    """
+
+    acting: Acting
+    limits: AttemptLimits
+    waits: bool
+    options: Mapping[str, Any]
+
+    def __call__(self, request: Request, sampler: Sampler) -> Played:
+        """Play one attempt for each row."""
+        attempts, renderer = request.attempts, Renderer(self.acting.tokenizer, self.options)
+        engine = SamplerEngine(sampler, request.version, request.step, attempts, waits=self.waits)
+        return self.acting.play(request.rows, attempts, engine, self.limits, renderer)
+
+
+class Completed(NamedTuple):
+    """Completions of a request, as in `Finished`."""
+
+    completion_ids: list[list[int]]
+    logprobs: list[list[float | None]] | None
+    kept: list[Tensor]
+    played: Played
+    completions: list[Any]
+    seconds: float = 0.0
+
+
+class Leaves:
+    """Completes and scores the rows of requests, each in one thread at a time.
+
+    Args:
+        sampler: samples by published weights.
+        scorers: the rewards, as `rewards.containment.scorer_of` returns them.
+        processing_class: of the trainer; copied, since two threads must not use one tokenizer.
+        limit: most tokens of a completion.
+        ends: tokens that end a completion, with padding.
+        eos_token_id: fills an empty completion.
+        play: plays environments, if there are any.
+        loop: TRL's event loop, where a reward is async.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        scorers: Sequence[Any],
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        *,
+        limit: int,
+        ends: Collection[int],
+        eos_token_id: int,
+        play: Play | None = None,
+        loop: AbstractEventLoop | None = None,
+    ) -> None:
+        self.sampler, self.scorers, self.limit, self.ends, self.play = sampler, list(scorers), limit, ends, play
+        self.eos_token_id, self.loop = eos_token_id, loop
+        self._processing: Any = copy.deepcopy(processing_class)
+        self._tokenizer: Any = getattr(self._processing, "tokenizer", self._processing)
+
+    def completed(self, request: Request) -> Completed:
+        """Sample the completions of a request, or play its environments."""
+        began = time.monotonic()
+        made = self._sampled(request) if self.play is None else self._played(request, self.play)
+        return made._replace(seconds=time.monotonic() - began)
+
+    def complete_chunks(self, chunks: Sequence[Request], done: Callable[[int, Completed], None]) -> None:
+        """Complete the chunks of a generation as one batch; call `done` with the number of each that has ended."""
+        every = joined_requests(chunks)
+        of_chunk = [i for i, chunk in enumerate(chunks) for _ in chunk.rows]
+        if self.play is not None:
+            played = list(self.play(every, self.sampler))
+            for i, chunk in enumerate(chunks):
+                done(i, self._of_played(chunk, [game for game, its in zip(played, of_chunk, strict=True) if its == i]))
+            return
+        ended: dict[int, Sampled] = {}
+        reported: set[int] = set()
+
+        def row_ended(row: int, sampled: Sampled) -> None:
+            ended[row] = sampled
+            i = of_chunk[row]
+            rows = [number for number, its in enumerate(of_chunk) if its == i]
+            if i not in reported and all(number in ended for number in rows):
+                reported.add(i)
+                done(i, self._of_sampled(chunks[i], [ended[number] for number in rows]))
+
+        for row, sampled in enumerate(self._sample(every, row_ended)):
+            if row not in ended:
+                row_ended(row, sampled)
+
+    def scored(self, request: Request, made: Completed) -> Finished:
+        """Score completions by all functions; models score on the main thread."""
+        began = time.monotonic()
+        finished = self.scoring(request, made).result()
+        return replace(finished, seconds=made.seconds + time.monotonic() - began)
+
+    def scoring(self, request: Request, made: Completed) -> Future[Finished]:
+        """Score completions by all functions but the async ones, which the result waits for."""
+        rows = [dict(row) for row in request.rows]
+        for row, (trajectory, _) in zip(rows, made.played, strict=False):
+            row[COLUMN] = trajectory
+        columns = _columns(rows, made.completions, made.completion_ids, request.state)
+        finished: Future[Finished] = Future()
+
+        def end(scored: Future[dict[str, Scored]]) -> None:
+            if (error := scored.exception()) is not None:
+                finished.set_exception(error)
+            else:
+                finished.set_result(
+                    Finished(*made[:2], made.completions, scored.result(), made.kept, made.played, made.seconds)
+                )
+
+        scoring_by(self.scorers, columns, self.loop).add_done_callback(end)
+        return finished
+
+    def _sampled(self, request: Request) -> Completed:
+        return self._of_sampled(request, self._sample(request))
+
+    def _sample(self, request: Request, done: RowEnded | None = None) -> list[Sampled]:
+        streams = [attempt.stream() for attempt in request.attempts]
+        limits = [self.limit] * len(streams)
+        reports = {} if done is None else {"done": done}
+        return self.sampler.sample(request.version, request.prompt_ids, limits, streams, **reports)
+
+    def _of_sampled(self, request: Request, sampled: Sequence[Sampled]) -> Completed:
+        ids = [list(one.ids) for one in sampled]
+        logprobs: list[list[float | None]] = [list(one.logps) for one in sampled]
+        fill_empty(ids, logprobs, self.eos_token_id)
+        kept = [one.kept for one in sampled if one.kept is not None]
+        return Completed(ids, logprobs, kept, (), self._texts(request.rows, request.prompt_ids, ids))
+
+    def _played(self, request: Request, play: Play) -> Completed:
+        return self._of_played(request, play(request, self.sampler))
+
+    def _of_played(self, request: Request, played: Played) -> Completed:
+        trajectories = [trajectory for trajectory, _ in played]
+        made = batch(trajectories, self.ends)
+        fill_empty(made.completion_ids, None, self.eos_token_id)
+        texts = self._texts(request.rows, made.prompt_ids, made.completion_ids)
+        return Completed(made.completion_ids, None, [], played, completions_seen(trajectories, texts))
+
+    def _texts(self, rows: Sequence[Row], prompt_ids: list[list[int]], ids: list[list[int]]) -> list[Any]:
+        """Decode completions as TRL does."""
+        if not is_conversational({"prompt": rows[0]["prompt"]}):
+            return list(self._processing.batch_decode(ids, skip_special_tokens=True))
+        if any(getattr(self._tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+            pairs = zip(ids, prompt_ids, strict=True)
+            return [[parse_response(self._tokenizer, one, prefix=prompt, tools=[])] for one, prompt in pairs]
+        texts = self._processing.batch_decode(ids, skip_special_tokens=True)
+        return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def _columns(
+    rows: Sequence[Row], completions: list[Any], completion_ids: list[list[int]], state: TrainerState
+) -> dict[str, Any]:
+    """Return what TRL passes to a reward function, without callbacks."""
+    given = {name: [row[name] for row in rows] for name in rows[0] if name not in _NOT_COLUMNS}
+    prompts = [row["prompt"] for row in rows]
+    batch_of = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+    return {**given, **batch_of, "trainer_state": state}
+
+
+class LeavesInBackground:
+    """Two threads: one completes requests, the other scores what is complete, both in the order of the requests.
+
+    The second waits for the first, which waits for the sampler and for environments. Neither waits for the main
+    thread.
+    """
+
+    def __init__(self, leaves: Leaves) -> None:
+        self._completing = Background(leaves.completed)
+        self._scoring: Background[tuple[Request, Future[Completed]], Finished] = Background(
+            lambda asked: leaves.scored(asked[0], asked[1].result())
+        )
+
+    def submit(self, request: Request) -> Future[Finished]:
+        """Queue a request; the future gets its result, or the exception that ended it."""
+        return self._scoring.submit((request, self._completing.submit(request)))
+
+    def wait(self) -> None:
+        """Wait until all requests have ended."""
+        self._scoring.wait()
+
+    def close(self) -> None:
+        """End both threads; requests that have not begun fail."""
+        self._completing.close()
+        self._scoring.close()

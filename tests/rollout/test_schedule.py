@@ -1,0 +1,144 @@
+"""Windows are sampled by weights of one exact age, each once, in order, without a deadlock."""
+
+import random
+
+import pytest
+
+from grpo_ext.rollout.schedule import Orders, Schedule
+
+RUNS = 100_000
+
+
+class Worker:
+    """A sampler with one thread, which works when it likes, and keeps the weights that were published."""
+
+    def __init__(self, chance, first):
+        self.chance, self.last = chance, first - 1
+        self.weights, self.queue, self.done = {}, [], {}
+        self.most = 0
+
+    def obey(self, orders, now):
+        for version in orders.forget:
+            assert self.weights.pop(version, None) is not None, "no such weights"
+        if orders.publish is not None:
+            assert orders.publish not in self.weights
+            self.weights[orders.publish] = now
+        assert list(orders.submit) == list(range(self.last + 1, self.last + 1 + len(orders.submit))), "out of order"
+        self.last += len(orders.submit)
+        self.queue += [(window, orders.publish) for window in orders.submit]
+        self.most = max(self.most, len(self.weights))
+
+    def work(self, until=None):
+        """Sample as long as the queue lasts and chance wills it, or until a window is done."""
+        while self.queue and (until not in self.done if until is not None else self.chance() < 0.5):
+            window, version = self.queue.pop(0)
+            assert version in self.weights, "no such weights"
+            self.done[window] = self.weights[version]
+
+
+def train(ahead, windows, first, finished, chance, make=Schedule):
+    """Train a run; return for each window the age of the weights that sampled it; None: of a checkpoint."""
+    plan, worker, ages = make(ahead, windows, first, finished), Worker(chance, first + finished), {}
+    for window in range(first, windows):
+        worker.obey(plan.before(window), now=window)
+        worker.work(until=window)
+        known = first <= window < first + finished
+        assert known or window in worker.done, "deadlock: it was never submitted"
+        assert (plan.version(window) is None) is known
+        assert known or plan.version(window) in worker.weights, "no such weights for replacements"
+        ages[window] = None if known else window - worker.done[window]
+        worker.obey(plan.after(window), now=window)
+        worker.work()
+    assert not worker.queue, "sampled for nothing"
+    assert not worker.weights, "never forgotten"
+    assert worker.most <= max(ahead, 1)
+    return ages
+
+
+def check(ahead, windows, first, finished, chance, make=Schedule):
+    ages = train(ahead, windows, first, finished, chance, make)
+    assert list(ages) == list(range(first, windows))
+    for window, age in ages.items():
+        if window >= first + finished:
+            assert age == min(ahead, window - first), (ahead, windows, first, finished, window)
+
+
+def schedules(runs, seed=0):
+    r = random.Random(seed)
+    for _ in range(runs):
+        ahead, first = r.randint(1, 5), r.randint(0, 7)
+        windows = first + r.randint(1, 9)
+        yield ahead, windows, first, min(r.choice((0, ahead)), windows - first), r.random
+
+
+@pytest.mark.parametrize("runs", [2_000, pytest.param(RUNS, marks=pytest.mark.slow)])
+def test_each_window_is_sampled_once_in_order_by_weights_that_are_k_windows_old(runs):
+    for one in schedules(runs):
+        check(*one)
+
+
+def test_the_table_of_two_windows_ahead():
+    plan, found = Schedule(2, 5), []
+    for window in range(5):
+        found.append((plan.before(window), plan.after(window)))
+    assert found == [
+        (Orders((), 0, range(0, 3)), Orders([])),
+        (Orders(), Orders([], 1, range(3, 4))),
+        (Orders(), Orders([0], 2, range(4, 5))),
+        (Orders(), Orders([1])),
+        (Orders(), Orders([2])),
+    ]
+
+
+def test_windows_that_a_checkpoint_has_lost_are_sampled_when_the_next_one_begins():
+    assert train(3, 20, 10, 1, random.random)[12] == 2
+    assert train(3, 20, 10, 1, random.random)[13] == 3
+
+
+class Older(Schedule):
+    """Submits a window later than it should."""
+
+    def _submit(self, window):
+        self.ahead, ahead = self.ahead - 1, self.ahead
+        orders = super()._submit(window)
+        self.ahead = ahead
+        return orders
+
+
+def changed(change):
+    """A schedule whose orders after a window are changed."""
+
+    class Changed(Schedule):
+        def after(self, window):
+            return change(super().after(window), self)
+
+    return Changed
+
+
+def early(orders, plan):
+    rest = [version for version in plan._published if version != orders.publish]
+    return Orders([*orders.forget, *rest[:1]], orders.publish, orders.submit)
+
+
+BROKEN = {
+    "age": (Older, "assert|never submitted"),
+    "twice": (changed(lambda o, _: Orders(o.forget, o.publish, [*o.submit, *o.submit])), "out of order"),
+    "order": (changed(lambda o, _: Orders(o.forget, o.publish, [n + 1 for n in o.submit])), "out of order"),
+    "all": (changed(lambda o, _: Orders(o.forget)), "never submitted"),
+    "end": (
+        lambda ahead, windows, first, finished: Schedule(ahead, windows + 1, first, finished),
+        "for nothing|never",
+    ),
+    "forgotten": (changed(lambda o, _: Orders((), o.publish, o.submit)), "never forgotten"),
+    "too early": (changed(early), "no such weights"),
+}
+
+
+@pytest.mark.parametrize(("broken", "words"), BROKEN.values(), ids=BROKEN)
+def test_each_law_fails_when_it_is_broken(broken, words):
+    def check_all():
+        for one in schedules(500):
+            check(*one, make=broken)
+
+    with pytest.raises(AssertionError, match=words):
+        check_all()
