@@ -140,6 +140,7 @@ def _problems_of_copy(settled: GRPOExtConfig, **changes) -> list[str]:
 NOW_AS_THE_ROW_SAYS = {
     *("importance_sampling_level", "epsilon", "use_bias_correction_kl", "scale_rewards"),
     *("multi_objective_aggregation", "disable_dropout", "vllm_importance_sampling_mode"),
+    "vllm_importance_sampling_clip_max",
 }
 """TRL's fields whose default is None here: "as the row says"."""
 OURS = {

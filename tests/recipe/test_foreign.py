@@ -133,6 +133,13 @@ def test_defaults_are_those_of_the_version_that_is_named(version, expected):
     assert {key: draft.values.get(key) for key in expected} == expected
 
 
+def test_trls_lower_bound_without_an_upper_one_asks_for_it():
+    low, high = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
+    asked = [high in decision for decision in draft_of("trl", {"use_vllm": True, low: 0.5}).decisions]
+    assert any(asked)
+    assert not any(high in decision for decision in draft_of("trl", {"use_vllm": True, low: 0.5, high: 2.0}).decisions)
+
+
 @pytest.mark.parametrize(("kind", "project"), recognise.PROJECTS.items())
 def test_a_default_that_differs_from_ours_is_written_with_its_origin(kind, project):
     draft = draft_of(kind, {"algorithm.adv_estimator": "grpo"} if kind == "verl" else {})

@@ -94,8 +94,6 @@ def _rescaled(config: GRPOExtArguments) -> Iterator[Problem]:
 def _unbounded(config: GRPOExtArguments) -> Iterator[Problem]:
     if config.use_vllm and not config.top_k:
         yield from _needs_sets(config, "vLLM returns them only where top_k bounds their number", "Set top_k: 50 too.")
-    if config.use_vllm and as_mapping(config.generation_kwargs).get("logprobs") is not None:
-        yield from _needs_sets(config, "generation_kwargs.logprobs limits what vLLM returns", "Remove that.")
 
 
 def _elsewhere(config: GRPOExtArguments) -> Iterator[Problem]:

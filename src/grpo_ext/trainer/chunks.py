@@ -103,7 +103,7 @@ class ChunkTrainer(GeneratingTrainer):
         futures, scored, waited = self._submitted(parts), list[Collected](), list[float]()
 
         def score(i: int) -> MicroBatch:
-            collected = Collected(*parts[i], ready=self._taken(futures[i], waited))
+            collected = Collected(*parts[i], ready=self._taken(futures[i], waited), part=True)
             scored.append(collected)
             first = accelerator.process_index * len(rows)
             return self._scored(collected, first, plan.chunks[i].start)

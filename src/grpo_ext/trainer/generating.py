@@ -33,7 +33,7 @@ from grpo_ext.rollout.samplers import failing_together
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
-from grpo_ext.rollout.turn_engines import engine_of
+from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.trainer.acting import Acting, Played, limits_of, sampling_of
 from grpo_ext.trainer.batches import no_early_pass
@@ -218,16 +218,23 @@ class GeneratingTrainer(Lifecycle):
         ready = self._collecting.ready
         played = self._played_now(self.acting, self._collecting) if ready is None else ready.played
         metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, value in self.acting.figures(played, self.accelerator).items():
+        figures = {} if self._collecting.part else self.acting.figures(played, self.accelerator)
+        for name, value in figures.items():
             metrics[name].append(value)
         return {"trajectories": [trajectory for trajectory, _ in played]}
 
     def _played_now(self, acting: Acting, collected: Collected) -> Played:
         sampling, ends = sampling_of(self, self.args, self._engine), frozenset(self.eos_token_ids)
-        engine, limits = engine_of(sampling, collected.attempts), limits_of(self.args, sampling.positions, ends)
+        limits = limits_of(self.args, sampling.positions, ends)
         renderer = Renderer(self._tokenizer, cast(dict[str, Any], self.chat_template_kwargs))
         waiting = partial(self._times.during, "environments")
-        return acting.play(collected.rows, collected.attempts, engine, limits, renderer, waiting)
+        if self._beside is None or not self.model.training:
+            engine: WaveEngine | SamplerEngine = engine_of(sampling, collected.attempts)
+            return acting.play(collected.rows, collected.attempts, engine, limits, renderer, waiting)
+        published, waits = self._publish(self._beside), self.args.environment_waves == "turn"
+        engine = SamplerEngine(self._beside, published, sampling.version, collected.attempts, waits=waits)
+        with failing_together():
+            return acting.play(collected.rows, collected.attempts, engine, limits, renderer, waiting)
 
     def _ready_scores(self, name: str, columns: Mapping[str, Any]) -> Scores | None:
         """Return the scores of a reward if the background has scored these completions, and log what it logged."""
