@@ -442,7 +442,7 @@ def test_options_reach_a_colocated_engine_over_those_of_trl(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     accelerator = SimpleNamespace(num_processes=1, process_index=0, local_process_index=0)
-    accelerator.wait_for_everyone = lambda: None
+    accelerator.wait_for_everyone, accelerator.device = lambda: None, torch.device("cpu")
     accelerator.state, accelerator.distributed_type = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None), "NO"
     options = {"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"}
     policy = tiny.model()
