@@ -23,6 +23,7 @@ CONTINUOUS = {"use_transformers_continuous_batching": True}
         ({"generation_kwargs": {"min_tokens": 4}} | VLLM, r"generation_kwargs.min_tokens=4: .*Leave min_tokens unset"),
         ({"top_p": 0.9} | CONTINUOUS, "top_p=0.9: .*continuous batching"),
         ({"top_k": 4, "torch_compile": True}, "top_k=4: .*compiled"),
+        ({"top_k": 4, "generation_kwargs": {"remove_invalid_values": True}}, "top_k=4: .*finite score. Remove it."),
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2: .*altered distribution.*Leave repetition_penalty"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs.num_beams=2: .*altered.*Leave num_beams"),
     ],

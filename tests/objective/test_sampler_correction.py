@@ -98,6 +98,11 @@ def test_second_moment_cut_keeps_the_most_squares_whose_mean_is_within_the_bound
     assert second_moment_cut(squares + 1, 0.5) == second_moment_cut(squares[:0], 1.0) == -1.0
 
 
+def test_equal_squares_leave_together_so_that_the_mean_is_within_the_bound():
+    squares = torch.tensor([4.0, 0.0, 4.0, 0.0, 4.0], dtype=torch.float64)
+    assert [second_moment_cut(squares, bound) for bound in (2.3, 2.4)] == [0.0, 4.0]
+
+
 def test_bernoulli_kl_is_the_divergence_of_drawing_the_token_or_not():
     p, q = (torch.tensor([values], dtype=torch.float64) for values in ([0.9, 0.5, 1e-30], [0.5, 0.9, 0.5]))
     expected = [0.9 * math.log(1.8) + 0.1 * math.log(0.2), 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(5), math.log(2)]

@@ -182,6 +182,18 @@ def test_every_value_of_the_wrong_type_is_reported_at_once(write):
     assert sorted(problem.split("=")[0] for problem in found) == sorted([*values, "reward_workers"])
 
 
+@pytest.mark.parametrize("value", [3, True, 1.5], ids=str)
+@pytest.mark.parametrize("name", ["sampler_correction", "generation_kwargs", "vllm_engine_kwargs", "loss_kwargs"])
+def test_the_cure_of_what_is_no_mapping_is_one(name, value, write):
+    (found,) = problems([*write(**{name: value, "use_vllm": True})])
+    assert found.endswith(f"Write {name}: {{option: value}}, or leave it out.")
+
+
+def test_the_cure_of_a_value_of_the_wrong_type_is_a_known_name(write):
+    (found,) = problems([*write(loss_type=3)])
+    assert found.endswith("Write loss_type: dapo.")
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("1e-6", 1e-6), ("5E3", 5000.0), ("1.5e-2", 0.015), ("'1e-6'", "1e-6"), ("e3", "e3"), ("1", 1)]
 )

@@ -150,6 +150,16 @@ def test_a_real_run_shows_which_correction_drops_long_completions(stock, tmp_pat
         assert min(row["sampling/kept_long"] for row in log) > 0.9
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_an_evaluation_compares_sampler_and_policy_only_over_the_same_tokens(top_p, tmp_path):
+    """In an evaluation the policy's log-probabilities are over the vocabulary, the sampler's over what top_p kept."""
+    trainer = trained(tmp_path, evaluated=tiny.prompts(ROWS), loss_type="grpo")
+    trainer.args.top_p = top_p
+    found = trainer.evaluate()
+    assert any(name.startswith("eval_sampling/") for name in found) == (top_p == 1.0)
+    assert math.isfinite(found["eval_loss"])
+
+
 def test_trls_names_become_its_weights(tmp_path):
     names = {"mode": "token_mask", "clip_min": 0.5, "clip_max": 3.0}
     trainer = trained(tmp_path, **{f"vllm_importance_sampling_{name}": value for name, value in names.items()})

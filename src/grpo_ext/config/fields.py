@@ -14,7 +14,7 @@ from grpo_ext.config.paths import OF_THE_RUN, unknown
 from grpo_ext.config.settings import SETTINGS, Setting
 from grpo_ext.config.spec import fits, out_of_bounds, wrong_type
 from grpo_ext.errors import Problem, UnknownNameError
-from grpo_ext.objective.losses import find
+from grpo_ext.objective.losses import find, losses
 from grpo_ext.registry import did_you_mean
 
 _ALSO: dict[str, type] = {
@@ -57,8 +57,9 @@ def _type_problems(values: object, part: type, also: Mapping[str, type]) -> Iter
         if value is False and "no" in (row.choices or ()):
             yield Problem(f.name, value, "YAML reads an unquoted no as false", "Write 'no' in quotes.")
         else:
-            names = () if row.function or row.choices is None else row.choices
-            yield wrong_type(f.name, value, hint, None if f.default is dataclasses.MISSING else f.default, names)
+            default = None if f.default is dataclasses.MISSING else f.default
+            names = losses if f.name == "loss_type" else row.choices or ()
+            yield wrong_type(f.name, value, hint, default, names)
 
 
 def choice_problems(config: GRPOExtArguments) -> Iterator[Problem]:

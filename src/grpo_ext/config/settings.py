@@ -77,6 +77,7 @@ def _values(enum: type[Enum]) -> tuple[str, ...]:
 
 _FINITE = Within()
 _POSITIVE = Within(above=0.0)
+GREEDY = "only the likeliest token is left, so that every completion of a group is the same"
 NOT_NEGATIVE = Within(least=0.0)
 COUNT = Within(least=1.0)
 _UNIT = Within(least=0.0, most=1.0)
@@ -161,7 +162,7 @@ SETTINGS: dict[str, Setting] = {
         *("vllm_structured_outputs_regex", "vllm_engine_kwargs"),
         top_p=Setting(_SHARE, verify_without=1.0),
         top_k=Setting(Within(least=0.0, because="0 switches it off"), verify_without=0),
-        min_p=Setting(_UNIT, verify_without=None),
+        min_p=Setting(Within(least=0.0, below=1.0, because=f"at 1 {GREEDY}"), verify_without=None),
         repetition_penalty=Setting(_POSITIVE, verify_without=1.0),
         generation_kwargs=Setting(replay=None, verify_without=None),
         rollout_engine=Setting(choices=("auto", "grouped", "generate", "process")),

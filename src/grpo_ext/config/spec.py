@@ -172,11 +172,15 @@ def wrong_type(
 
     `known` are the names that a setting may have, where it is one of names.
     """
-    fitting = (read for read in _readings(value) if is_bearable(read, hint, conf=_TOWER))
+    mapping = _takes_mapping(hint)
+    readings = (read for read in _readings(value) if isinstance(read, Mapping) or not mapping)
+    fitting = (read for read in readings if is_bearable(read, hint, conf=_TOWER))
     meant = next((read for read in fitting if not known or read in known), default)
     name = setting.rpartition("].")[2]
     if meant is not None:
         cure = f"Write {name}: {_as_yaml(meant)}."
+    elif mapping:
+        cure = f"Write {name}: {{option: value}}, or leave it out."
     else:
         words = f"one of {', '.join(map(str, known))}" if known else _expected(hint)
         cure = f"Write {words}, or leave it out."
@@ -192,6 +196,11 @@ def kind(value: object) -> str:
     return _NAMES.get(type(value), f"a {type(value).__name__}")
 
 
+def _takes_mapping(hint: Any) -> bool:
+    """Return whether a type takes a mapping; its text is then JSON, for the command line."""
+    return any(dict in (part, typing.get_origin(part)) for part in (hint, *typing.get_args(hint)))
+
+
 def _expected(hint: Any) -> str:
     """Return a user's words for a type."""
     origin, parts = typing.get_origin(hint), [p for p in typing.get_args(hint) if p is not type(None)]
@@ -202,8 +211,7 @@ def _expected(hint: Any) -> str:
     if origin is list and parts:
         return f"a list of {_PLURALS.get(parts[0], 'values')}"
     if origin in (types.UnionType, typing.Union):
-        mapping = any(dict in (part, typing.get_origin(part)) for part in parts)  # text only on the command line
-        words = dict.fromkeys(_expected(part) for part in parts if part is not str or not mapping)
+        words = dict.fromkeys(_expected(part) for part in parts if part is not str or not _takes_mapping(hint))
         return " or ".join(word for word in words if word != "a whole number" or "a number" not in words)
     return _NAMES.get(origin or hint, f"a {getattr(hint, '__name__', hint)}")
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.mappings import as_mapping, generation_options
 from grpo_ext.config.rules import Rule
+from grpo_ext.config.settings import GREEDY
 from grpo_ext.errors import Problem
 
 NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
@@ -91,6 +92,11 @@ def _rescaled(config: GRPOExtArguments) -> Iterator[Problem]:
         yield from _altered(rescalings(config))
 
 
+def _greedy(config: GRPOExtArguments) -> Iterator[Problem]:
+    if config.top_k == 1:
+        yield Problem("top_k", 1, GREEDY, "Set a larger one, or 0, which switches it off.")
+
+
 def _unbounded(config: GRPOExtArguments) -> Iterator[Problem]:
     if config.use_vllm and not config.top_k:
         yield from _needs_sets(config, "vLLM returns them only where top_k bounds their number", "Set top_k: 50 too.")
@@ -100,11 +106,14 @@ def _elsewhere(config: GRPOExtArguments) -> Iterator[Problem]:
     if not config.use_vllm and config.use_transformers_continuous_batching:
         reason = "continuous batching does not return them"
         yield from _needs_sets(config, reason, "Set use_transformers_continuous_batching: false.")
+    if not config.use_vllm and as_mapping(config.generation_kwargs).get("remove_invalid_values"):
+        reason = "generation_kwargs.remove_invalid_values gives those that were removed a finite score"
+        yield from _needs_sets(config, reason, "Remove it.")
     if config.torch_compile:
         yield from _needs_sets(config, "a compiled forward cannot take them", "Set torch_compile: false.")
 
 
-TRUNCATION_RULES: tuple[Rule, ...] = (_rescaled, _unbounded, _elsewhere)
+TRUNCATION_RULES: tuple[Rule, ...] = (_greedy, _rescaled, _unbounded, _elsewhere)
 """Exact, or refused."""
 
 

@@ -226,9 +226,9 @@ def bernoulli_kl(
 def second_moment_cut(squares: Float[Tensor, " tokens"], bound: float) -> float:
     """Return the largest square that may stay so that those that stay have a mean of at most `bound`.
 
-    The largest leave first. M2PO, arXiv:2510.01161.
+    The largest leave first, and equal ones together. M2PO, arXiv:2510.01161.
     """
-    ordered = squares.double().sort().values
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    distinct, counts = squares.double().unique(return_counts=True)
+    means = (distinct * counts).cumsum(0) / counts.cumsum(0)
     within = int((means <= bound).sum())  # the means of an ascending sequence ascend
-    return ordered[within - 1].item() if within else -1.0
+    return distinct[within - 1].item() if within else -1.0

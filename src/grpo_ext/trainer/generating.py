@@ -12,7 +12,7 @@ from torch import Tensor
 from trl.trainer.utils import nanstd
 
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.config.truncation import OF_THE_MODEL
+from grpo_ext.config.truncation import OF_THE_MODEL, scores_kept_sets
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.advantages import zero_variance
@@ -43,7 +43,7 @@ from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, row_record
 from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.recording import with_rewards
 from grpo_ext.trainer.reward_collector import RewardCollector
-from grpo_ext.trainer.sampling import correct_sampler
+from grpo_ext.trainer.sampling import correct_sampler, forget_figures_of_trl
 
 
 class GeneratingTrainer(Lifecycle):
@@ -158,7 +158,7 @@ class GeneratingTrainer(Lifecycle):
         version = self._publish(sampler)
         with failing_together():
             made = sampler.sample(version, contexts, limits, streams)
-        collected.kept = [row.kept for row in made if row.kept is not None]
+        collected.kept = [row.kept for row in made if row.kept is not None and self.model.training]
         return [row.ids for row in made], [row.logps for row in made]
 
     def _publish(self, sampler: ProcessSampler) -> int:
@@ -309,6 +309,9 @@ class GeneratingTrainer(Lifecycle):
         if self._evaluated is not None and collected.rewards is not None:
             rank, mask = self.accelerator.process_index, output["completion_mask"]
             output["completion_mask"] = self._evaluated.mask_fillers(mask, collected.rewards, rank)
+        compared = mode == "train" or not scores_kept_sets(self.args)
+        if not compared:  # the sampler's are over the tokens that it kept, the policy's over the vocabulary
+            output.pop("sampling_per_token_logps", None)
         draws_itself = not self.use_vllm and (self.rollout_func is None or self.acting is not None)
         if draws_itself and "sampling_per_token_logps" in output:
             output[DRAWN] = output.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
@@ -319,7 +322,10 @@ class GeneratingTrainer(Lifecycle):
             if early is not None:
                 self._check_drift(early, output)
         self._assign_credit(collected, output, early, mode)
-        if self._sampler_corrected:
+        if self._sampler_corrected and not compared:
+            forget_figures_of_trl(self._metrics[mode])
+            output["importance_sampling_ratio"] = torch.ones_like(output["importance_sampling_ratio"])
+        elif self._sampler_corrected:
             assert early is not None
             # behind the advantages, whose baselines are of all completions, also of rejected ones
             output |= correct_sampler(self.args.sampler_rules, early, output, self._metrics[mode], self.accelerator)

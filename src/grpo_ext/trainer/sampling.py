@@ -45,17 +45,22 @@ def correct_sampler(
         return together[together >= 0]
 
     found = corrected(rules, policy_logps, sampler_logps, mask, gather)
-    for name in [name for name in metrics if name.startswith(OF_TRL)]:
-        if len(metrics[name]) == 1:  # an empty list is logged as a metric without a value
-            del metrics[name]
-        else:
-            metrics[name].pop()
+    forget_figures_of_trl(metrics)
     for name, value in weight_figures(found, mask, accelerator).items():
         metrics[name].append(value)
     changed = {"importance_sampling_ratio": found.weights}
     if any(rule.action == "reject" for rule in rules):
         changed["tool_mask"] = output.get("tool_mask", torch.ones_like(mask)) * found.counted
     return changed
+
+
+def forget_figures_of_trl(metrics: Metrics) -> None:
+    """Remove what TRL has just logged of its own correction."""
+    for name in [name for name in metrics if name.startswith(OF_TRL)]:
+        if len(metrics[name]) == 1:  # an empty list is logged as a metric without a value
+            del metrics[name]
+        else:
+            metrics[name].pop()
 
 
 def weight_figures(found: Corrected, mask: Tensor, accelerator: Accelerator) -> dict[str, float]:
