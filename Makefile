@@ -201,9 +201,11 @@ bench-migrate: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/migrate.py $(CLONES) --write
 	$(BIN)/python docs/tables.py
 
-bench-sampler: install
-	@echo "bench-sampler: bias, gradient by length, and training with int8 weights; minutes"
+bench-sampler: install-vllm
+	@echo "bench-sampler: bias, gradient by length, and training with rounded weights; a quarter of an hour"
 	$(QUIET_ENV) $(BIN)/python benchmarks/sampler_correction.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/sampler_training.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/sampler_training.py --bits 4 3 --updates 4 --steps 64 --rules 'no correction' 'product, 0 above 3 (TRL)' 'token, cut at 2 (default)'
 	$(BIN)/python docs/tables.py
 
 bench-splits: install-deepspeed

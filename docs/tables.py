@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -343,19 +344,22 @@ def sampler_bias_table() -> str:
 
 
 def sampler_training_table() -> str:
-    """Return a table of what a model learned with each rule, by length of its answers."""
-    runs = sampler_results()["runs"]
-    lengths = list(dict.fromkeys(run["tokens"] for run in runs))
+    """Return a table of what a model learned with each rule from a sampler with rounded weights."""
+    runs = json.loads((RESULTS / "sampler_training.json").read_text())
     rows = []
-    for rule in dict.fromkeys(run["rule"] for run in runs):
-        cells = []
-        for length in lengths:
-            of_it = [run for run in runs if (run["rule"], run["tokens"]) == (rule, length)]
-            cells.append(", ".join(f"{run['right']:.2f}" for run in of_it))
-            cells.append(f"{sum(run['weight'] for run in of_it) / len(of_it):.2f}")
-        rows.append((rule, *cells))
-    heads = [text.format(length) for length in lengths for text in ("right tokens, {:,} long", "mean weight")]
-    return table(("rule", *heads), rows)
+    for key in dict.fromkeys((run["updates"], run["bits"], run["rule"]) for run in runs):
+        of_it, (updates, bits, rule) = [run for run in runs if (run["updates"], run["bits"], run["rule"]) == key], key
+        figures = [run["figures"] for run in of_it]
+        cells = [f"{mean(figure['sampling/mismatch'] for figure in figures):.2g}"]
+        for kind in ("short", "long"):
+            cells.append(", ".join(f"{run['after'][kind]:.2f}" for run in of_it))
+            cells.append(f"{mean(figure.get(f'sampling/kept_{kind}', 1.0) for figure in figures):.2f}")
+        several = f", {updates} updates" if updates > 1 else ""
+        rows.append(
+            (f"{bits} bits{several}, {rule}", *cells, f"{mean(figure['sampling/ess'] for figure in figures):.3g}")
+        )
+    heads = ("`mismatch`", "short answers", "`kept_short`", "long answers", "`kept_long`", "`ess`")
+    return table(("weights and rule", *heads), rows)
 
 
 HEALTHY = {

@@ -104,6 +104,10 @@ class ServerLost(RuntimeError):
     """The vLLM server is gone for good; raised on all processes."""
 
 
+class SamplerLost(RuntimeError):
+    """The process that samples completions has failed twice; raised on all processes."""
+
+
 class SaveError(RuntimeError):
     """A checkpoint or the model could not be written; raised on all processes. Earlier checkpoints are intact."""
 

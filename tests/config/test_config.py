@@ -140,6 +140,7 @@ def _problems_of_copy(settled: GRPOExtConfig, **changes) -> list[str]:
 NOW_AS_THE_ROW_SAYS = {
     *("importance_sampling_level", "epsilon", "use_bias_correction_kl", "scale_rewards"),
     *("multi_objective_aggregation", "disable_dropout", "vllm_importance_sampling_mode"),
+    "vllm_importance_sampling_clip_max",
 }
 """TRL's fields whose default is None here: "as the row says"."""
 OURS = {
@@ -147,7 +148,8 @@ OURS = {
     *("skip_zero_advantages", "loss_defaults", "loss_kwargs", "kl_estimator", "kl_placement"),
     *("advantage_estimator", "advantage_kwargs", "missing_rewards", "loss_aggregation"),
     *("loss_aggregation_kwargs", "dynamic_sampling", "dynamic_sampling_max_rounds"),
-    *("completion_length_counts", "environment_waves", "rollout_engine", "vllm_weight_transfer"),
+    *("completion_length_counts", "environment_waves", "rollout_engine", "rollout_device", "overlap"),
+    *("vllm_weight_transfer",),
     *("vllm_dtype", "sampler_correction", "old_logps", "vllm_engine_kwargs", "rollout_drift", "rollout_drift_action"),
 }
 

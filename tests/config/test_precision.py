@@ -61,7 +61,9 @@ def test_check_names_the_correction_and_what_it_costs(settings, line):
 
 def test_a_coarse_sampler_without_the_correction_is_warned_of():
     assert list(coarse_warnings(GRPOExtConfig(**FP8))) == []
-    (found,) = coarse_warnings(GRPOExtConfig(**FP8, vllm_importance_sampling_correction=False))
+    off = FP8 | {"vllm_importance_sampling_correction": False}
+    assert list(coarse_warnings(GRPOExtConfig(**off, old_logps="sampler"))) == []
+    (found,) = coarse_warnings(GRPOExtConfig(**off))
     assert str(found).startswith("vllm_engine_kwargs.kv_cache_dtype='fp8': the sampler is another distribution")
 
 

@@ -21,7 +21,6 @@ CONTINUOUS = {"use_transformers_continuous_batching": True}
         ({"min_p": 0.1} | VLLM, "min_p=0.1: .*top_k bounds"),
         ({"vllm_structured_outputs_regex": "a+"} | VLLM, "vllm_structured_outputs_regex='a.*top_k bounds"),
         ({"generation_kwargs": {"min_tokens": 4}} | VLLM, r"generation_kwargs.min_tokens=4: .*Leave min_tokens unset"),
-        ({"top_k": 4, "generation_kwargs": {"logprobs": 3}} | VLLM, "top_k=4: .*generation_kwargs.logprobs limits"),
         ({"top_p": 0.9} | CONTINUOUS, "top_p=0.9: .*continuous batching"),
         ({"top_k": 4, "torch_compile": True}, "top_k=4: .*compiled"),
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2: .*altered distribution.*Leave repetition_penalty"),

@@ -8,20 +8,32 @@ import pytest
 
 from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.config.engine_options import known_options
+from grpo_ext.objective.sampler_correction import SamplerRule, trl_rule
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True}
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_a_correction_without_bounds_corrects_nothing(mode):
-    settings = CPU | {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": None}
-    with pytest.raises(
-        ConfigError, match=rf"^1 problem.*\n.*mode='{mode}': it {mode.split('_')[1]}s .*clip_max is set"
-    ):
-        GRPOExtConfig(**settings)
-    GRPOExtConfig(**settings, vllm_importance_sampling_correction=False)
-    for bound in ("clip_min", "clip_max"):
-        GRPOExtConfig(**settings | {f"vllm_importance_sampling_{bound}": 0.5})
+NAME = "vllm_importance_sampling_"
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({}, SamplerRule(upper=2.0)),
+        ({"clip_max": None}, SamplerRule(upper=2.0)),
+        ({"clip_max": 3.0}, trl_rule("sequence_mask", None, 3.0)),
+        ({"clip_max": 2.0}, trl_rule("sequence_mask", None, 2.0)),
+        ({"mode": "token_truncate"}, trl_rule("token_truncate", None, 3.0)),
+        ({"mode": "token_mask", "clip_min": 0.5, "clip_max": 4}, trl_rule("token_mask", 0.5, 4.0)),
+    ],
+)
+def test_trls_bound_chooses_its_correction_also_at_its_default(given, rule):
+    config = GRPOExtConfig(**CPU, **{NAME + name: value for name, value in given.items()})
+    assert config.sampler_rules == config.changed(seed=1).sampler_rules == (rule,)
+
+
+def test_stock_trls_bound_is_its_default():
+    assert GRPOExtConfig(**CPU, loss_defaults="trl").sampler_rules == (trl_rule("sequence_mask", None, 3.0),)
 
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from grpo_ext.commands import migrate
@@ -11,6 +12,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import resolve
+from grpo_ext.objective.sampler_correction import corrected
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
 from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.foreign.engine import Draft, defaults_at, own_default, version_key
@@ -129,6 +131,13 @@ def test_a_silent_recipe_of_trl_keeps_the_loss_of_stock_trl(loss_type, beta):
 def test_defaults_are_those_of_the_version_that_is_named(version, expected):
     draft = draft_of("trl", {"use_vllm": True}, version)
     assert {key: draft.values.get(key) for key in expected} == expected
+
+
+def test_trls_lower_bound_without_an_upper_one_asks_for_it():
+    low, high = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
+    asked = [high in decision for decision in draft_of("trl", {"use_vllm": True, low: 0.5}).decisions]
+    assert any(asked)
+    assert not any(high in decision for decision in draft_of("trl", {"use_vllm": True, low: 0.5, high: 2.0}).decisions)
 
 
 @pytest.mark.parametrize(("kind", "project"), recognise.PROJECTS.items())
@@ -279,6 +288,25 @@ def test_the_cosine_reward_of_ms_swift_keeps_its_values():
         "max_value_wrong": 0.0,
     }
     assert not [sentence for sentence in draft.decisions if "cosine" in sentence]
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_the_correction_of_ms_swift_keeps_its_weights(mode):
+    g = torch.Generator().manual_seed(0)
+    d = 0.8 * torch.randn(50, 6, generator=g, dtype=torch.float64)
+    ratio, mean = d.exp(), d.mean(dim=1, keepdim=True).exp()  # its sequences take the geometric mean
+    expected = {
+        "token_truncate": ratio.clamp(max=1.2),
+        "token_mask": ratio.where(ratio <= 1.2, 0.0),
+        "sequence_truncate": mean.clamp(max=1.2),
+        "sequence_mask": ratio.where(mean <= 1.2, 0.0),
+    }[mode]
+    given = {"rollout_importance_sampling_mode": mode, "rollout_importance_sampling_threshold": 1.2}
+    draft = drafted("swift", rlhf_type="grpo", model="m", use_vllm=True, **given)
+    blocks = draft.values["sampler_correction"]
+    config = GRPOExtConfig(use_cpu=True, bf16=False, use_vllm=True, loss_defaults="trl", sampler_correction=blocks)
+    found = corrected(config.sampler_rules, d - 3, torch.full_like(d, -3.0), torch.ones(50, 6))
+    torch.testing.assert_close(found.weights.expand(50, -1), expected.expand(50, found.weights.shape[1]))
 
 
 def test_an_option_of_a_reward_that_is_not_listed_is_left_out():

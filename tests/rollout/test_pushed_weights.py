@@ -242,3 +242,9 @@ def test_packed_weights_that_nothing_unpacks_are_refused():
     [problem] = unpushable(model)
     assert "lm_head.weight" in str(problem)
     assert "load_in_4bit: true" in problem.cure
+
+
+def test_a_mixture_of_experts_is_refused_on_a_cpu_whose_engine_rearranges_experts():
+    assert [*unpushable(mixture())] == []
+    [problem] = unpushable(mixture(), on_cpu=True)
+    assert (problem.field, problem.cure) == ("use_vllm", "Set use_vllm: false, or train on a GPU.")

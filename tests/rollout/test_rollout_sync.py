@@ -14,6 +14,7 @@ import torch
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
+from grpo_ext import GRPOExtConfig
 from grpo_ext.commands import serve
 from grpo_ext.errors import RolloutDrift
 from grpo_ext.quickstart.model import ensure_model
@@ -247,12 +248,11 @@ def test_padding_and_tokens_without_a_score_do_not_count():
 
 
 def drift_check(drifts=(), dtypes=(torch.float32, torch.float32), **settings):
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "bf16": False, "fp16": False}
-    args = neutral | {"rollout_drift": 0.02, "rollout_drift_action": "warn"} | settings
+    args = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True, "rollout_drift": 0.02} | settings
     sampler = SimpleNamespace(
         policy_dtype=dtypes[0], sampler_dtype=dtypes[1], sync_seconds=2.0, sync_bytes=2**20, push_rounding=None
     )
-    found = DriftCheck(SimpleNamespace(**args), sampler)
+    found = DriftCheck(GRPOExtConfig(**args), sampler)
     for drift in drifts:
         found.add(drift)
     return found
@@ -275,8 +275,14 @@ TRUNCATED = measured(log_probs(), (log_probs() + 0.2).clamp(max=0.0))
         ([noisy(1e-6), noisy(0.02), noisy(0.05)], {}, "stale weights"),
         ([noisy(0.05), noisy(0.06, 2), noisy(0.05, 3)], {}, "dtype or kernels"),
         ([noisy(3.0)], {}, "another model, tokenizer or chat template"),
-        ([TRUNCATED], {"top_p": 0.9}, "sampling parameters that truncate"),
-        ([noisy(1e-6), noisy(0.02), noisy(0.05)], {"top_p": 0.9}, "stale weights"),
+        ([TRUNCATED], {"top_p": 0.9, "loss_defaults": "trl"}, "sampling parameters that truncate"),
+        ([noisy(1e-6), noisy(0.02), noisy(0.05)], {"top_p": 0.9, "loss_defaults": "trl"}, "stale weights"),
+        (
+            [noisy(1e-6), TRUNCATED],
+            {"top_p": 0.9, "top_k": 9},
+            "stale weights",
+        ),  # scored over the tokens that were kept
+        ([noisy(1e-6), TRUNCATED], {"min_p": 0.0, "loss_defaults": "trl"}, "stale weights"),
     ],
 )
 def test_the_diagnosis_points_at_the_one_cause_that_fits(drifts, settings, cause):

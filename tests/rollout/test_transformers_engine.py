@@ -38,7 +38,7 @@ from grpo_ext.rollout.decoding import distinct
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from support import tiny
-from support.trainers import build
+from support.trainers import build, weights
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 41, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
@@ -395,3 +395,16 @@ def test_a_rows_tokens_do_not_depend_on_the_other_rows():
         alone = sampled([row])[0]
         assert together[row][: len(alone)] == alone
         assert set(together[row][len(alone) :]) <= {0}
+
+
+@pytest.mark.parametrize("engine", ["auto", "generate"])
+def test_options_of_the_models_generation_config_do_not_change_what_is_drawn(engine, tmp_path):
+    own, ends = {"min_p": 0.5, "no_repeat_ngram_size": 1, "suppress_tokens": [4, 5], "typical_p": 0.5}, []
+    for options in ({}, own):
+        model = tiny.model()
+        model.generation_config.update(**options)
+        trainer = build(model, tmp_path, rollout_engine=engine, max_steps=1)
+        trainer.train()
+        assert all(getattr(model.generation_config, name) == value for name, value in options.items())
+        ends.append(weights(trainer.model))
+    assert ends[0].equal(ends[1])

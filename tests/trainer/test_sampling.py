@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
+from grpo_ext import ConfigError
+from grpo_ext.commands import replay
 from grpo_ext.objective.sampler_correction import trl_rule
+from grpo_ext.trainer.batches import whole
 from grpo_ext.trainer.diagnosis.rules import diagnose
 from support import tiny
 from support.trainers import build, weights
@@ -116,6 +119,35 @@ def test_the_samplers_log_probabilities_are_the_ratios_denominator_without_anoth
     assert "sampling/kept" not in log
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_replay_shows_the_ratio_to_the_sampler(skips, model_path, tmp_path):
+    settings = {"record_batches": 1, "old_logps": "sampler", "loss_type": "grpo", "skip_zero_advantages": skips}
+    trained(tmp_path, model=model_path, **settings)
+    folder = tmp_path / "batches" / "step_1"
+    contents = whole(folder)
+    found = replay.compute(contents, model_path, {})
+    assert found.loss == pytest.approx(replay.recorded(contents)["loss"], rel=1e-5)
+    batches, terms = contents[0]["micro_batches"], iter(found.tokens)
+    for batch in batches:
+        for row, place in batch["completion_mask"].nonzero().tolist():
+            token, advantage = next(terms), batch["advantages"][row].item()
+            d = (batch["per_token_logps"] - batch["sampling_per_token_logps"])[row, place].item()
+            unknown = math.isnan(d) or (skips and advantage == 0)
+            assert token.ratio == pytest.approx(1.0 if unknown else math.exp(d), rel=1e-4)
+            cut = min(max(token.ratio, 0.8), 1.2)
+            assert token.term == pytest.approx(-min(token.ratio * advantage, cut * advantage), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"old_logps": "sampler"}], ids=["corrected", "old_logps"])
+def test_a_rollout_function_that_leaves_out_log_probabilities_is_refused_where_the_loss_needs_them(settings, tmp_path):
+    def silent(prompts, trainer):
+        return {**rollout(prompts, trainer), "logprobs": None}
+
+    with pytest.raises(ConfigError, match=r"rollout_func: it returned no logprobs.* Return vLLM's"):
+        trained(tmp_path, silent, **settings)
+    trained(tmp_path, silent, vllm_importance_sampling_correction=False)
+
+
 # Length.
 
 
@@ -163,7 +195,8 @@ def test_a_real_run_shows_which_correction_drops_long_completions(stock, tmp_pat
 
 
 def test_trls_names_become_its_weights(tmp_path):
-    trainer = trained(tmp_path, vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_min=0.5)
+    names = {"mode": "token_mask", "clip_min": 0.5, "clip_max": 3.0}
+    trainer = trained(tmp_path, **{f"vllm_importance_sampling_{name}": value for name, value in names.items()})
     assert trainer.args.sampler_rules == (trl_rule("token_mask", 0.5, 3.0),)
     log = trainer.state.log_history[0]
     assert 0 <= log["sampling/importance_sampling_ratio/min"] < log["sampling/importance_sampling_ratio/max"] <= 3.0

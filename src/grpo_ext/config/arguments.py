@@ -95,10 +95,22 @@ class GRPOExtArguments(GRPOConfig):
     rollout_engine: str = _field(
         "auto",
         "How completions are made without vLLM: 'grouped', prompts run once per group and finished "
-        "completions leave the batch; 'generate', transformers' own; 'auto' (default), 'grouped' where it gives "
-        "the same distribution and `loss_defaults` is 'paper', else 'generate'.",
+        "completions leave the batch; 'generate', transformers' own; 'process', 'grouped' in a process beside each "
+        "trainer's, with random numbers of each attempt's own; 'auto' (default), 'grouped' where it gives the same "
+        "distribution and `loss_defaults` is 'paper', else 'generate'.",
+    )
+    rollout_device: str | None = _field(
+        None,
+        "Where the process of `rollout_engine` 'process' samples: 'cpu', or 'cuda:1', which is then the device of "
+        "each machine's first process, and the others follow. None (default): the device that trains.",
     )
 
+    overlap: str | None = _field(
+        None,
+        "'step': groups train while the rest of their generation is still sampled and scored, by the weights of "
+        "before the step: the same numbers as without, up to rounding. Needs `rollout_engine` "
+        "'process'. None (default): off.",
+    )
     completion_length_counts: str = _field(
         "all",
         "The tokens of a conversation with environments that `max_completion_length` counts: 'all' (default) "
@@ -143,6 +155,11 @@ class GRPOExtArguments(GRPOConfig):
         None,
         "TRL's name for `sampler_correction`: level and action of a block, such as 'token_truncate'; bounds are "
         "`vllm_importance_sampling_clip_min` and `_max`.",
+    )
+    vllm_importance_sampling_clip_max: float | None = _field(
+        None,
+        "TRL's name for the upper bound; a value chooses TRL's correction. None (default): 3.0, stock TRL's, where "
+        "`vllm_importance_sampling_mode` or `loss_defaults` 'trl' chooses it.",
     )
     old_logps: str = _field(
         "recomputed",
@@ -227,9 +244,16 @@ class GRPOExtArguments(GRPOConfig):
     def trl_sampler_mode(self) -> str | None:
         """The mode of TRL's correction of the sampler, or None where it is not TRL's."""
         name = "vllm_importance_sampling_"
-        given = [getattr(self, name + bound) for bound in ("clip_min", "clip_max", "cap")] != [None, 3.0, None]
+        given = any(getattr(self, name + bound) is not None for bound in ("clip_min", "clip_max", "cap"))
         stock = self.sampler_correction is None and (given or self.loss_defaults == "trl")
         return self.vllm_importance_sampling_mode or (GRPOConfig.vllm_importance_sampling_mode if stock else None)
+
+    @property
+    def trl_sampler_bound(self) -> float:
+        """The upper bound of TRL's correction of the sampler."""
+        given, stock = self.vllm_importance_sampling_clip_max, GRPOConfig.vllm_importance_sampling_clip_max
+        bounds = self.vllm_importance_sampling_cap, given, stock
+        return next(float(bound) for bound in bounds if bound is not None)
 
     @property
     def sampler_rules(self) -> tuple[SamplerRule, ...]:
@@ -237,8 +261,8 @@ class GRPOExtArguments(GRPOConfig):
         if not self.vllm_importance_sampling_correction or self.old_logps == "sampler":
             return ()
         if (mode := self.trl_sampler_mode) is not None:
-            bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-            return (trl_rule(mode, *(None if bound is None else float(bound) for bound in bounds)),)
+            lower = self.vllm_importance_sampling_clip_min
+            return (trl_rule(mode, None if lower is None else float(lower), self.trl_sampler_bound),)
         if (given := self.sampler_correction) is None:
             return DEFAULT
         blocks = cast(list[dict[str, Any]], given if isinstance(given, list | tuple) else [given])

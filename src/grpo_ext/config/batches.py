@@ -59,6 +59,11 @@ def _batch_of(config: GRPOExtArguments) -> _Batch:
     )
 
 
+def micro_batches_of_one_generation(config: GRPOExtArguments) -> int:
+    """Return the micro-batches of a generation on each process."""
+    return _batch_of(config).steps
+
+
 def _nearest(value: int, sound: Mapping[int, bool]) -> list[int]:
     """Return the last sound value below `value` and the first above it."""
     works = sorted(n for n, fits in sound.items() if fits)

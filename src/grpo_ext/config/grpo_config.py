@@ -16,6 +16,7 @@ from grpo_ext.config.broken import without
 from grpo_ext.config.launch import check_joined, planning, rank
 from grpo_ext.config.machine import OF_THE_GPU, meet_within
 from grpo_ext.config.paths import OF_THE_RUN, expand
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ABSENT, Problem, redacted, redacted_text
 from grpo_ext.errors import ConfigError as ConfigError
@@ -39,7 +40,9 @@ class GRPOExtConfig(GRPOExtArguments):
         if self.steps_per_generation is not None:  # a copy of a config may have both, in agreement; TRL takes one
             self.generation_batch_size = None
         meet_within(self)
-        with self._hardware_set_aside():
+        unset = self.vllm_importance_sampling_clip_max is self.vllm_importance_sampling_cap is None
+        bound = {"vllm_importance_sampling_clip_max": self.trl_sampler_bound} if unset else {}
+        with self._hardware_set_aside(), temporarily(self, **bound):  # TRL refuses a mode without a bound
             try:
                 super().__post_init__()
             except (OSError, TypeError, ValueError, NotImplementedError) as error:

@@ -123,6 +123,12 @@ def _override_a_field(config: GRPOExtArguments) -> Iterator[Problem]:
     if given.get("do_sample") is False:
         reason = "every completion of a group is the same then, and no advantage is left"
         yield Problem("generation_kwargs.do_sample", False, reason, "Remove it.")
+    if config.use_vllm and "logprobs" in given:
+        reason = (
+            "TRL asks vLLM for the sampled token's log-probability and takes the first that it returns: of more, that "
+            "is the likeliest token's"
+        )
+        yield Problem("generation_kwargs.logprobs", given["logprobs"], reason, "Remove it.", {"use_vllm": True})
     if config.use_vllm and given.get("seed") is not None:
         yield Problem(
             "generation_kwargs.seed",

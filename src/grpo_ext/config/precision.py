@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.engine_options import QUANTIZES, given_options
+from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.errors import Problem
 
 NATS = {"float32": "0.001", "float16": "0.005", "bfloat16": "0.03"}
@@ -31,7 +32,8 @@ def precision(config: GRPOExtArguments, weights: str) -> str:
 
 def _sampler(config: GRPOExtArguments, computes: str) -> str:
     if not config.use_vllm:
-        return f"transformers, the trainer's own weights, {computes}"
+        where = "in a process of its own, the trainer's" if samples_in_process(config) else "the trainer's own"
+        return f"transformers, {where} weights, {computes}"
     options = (f"{key} {value}" for key, value in coarse_options(config).items())
     return ", ".join([f"vLLM {config.vllm_mode}", _sampler_dtype(config, computes), *options])
 
@@ -86,7 +88,7 @@ def head_problems(config: GRPOExtArguments, *, tied: bool, adapted: bool) -> Ite
 
 def coarse_warnings(config: GRPOExtArguments) -> Iterator[Problem]:
     """Warn of a sampler that is coarser than the policy by choice, and is not corrected for."""
-    if config.use_vllm and not config.vllm_importance_sampling_correction:
+    if config.use_vllm and not config.vllm_importance_sampling_correction and config.old_logps != "sampler":
         for key, value in coarse_options(config).items():
             reason = "the sampler is another distribution than the policy, and nothing corrects for it"
             yield Problem(f"vllm_engine_kwargs.{key}", value, reason, "Set vllm_importance_sampling_correction: true.")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.rules import Conflict, Rule, is_set
+from grpo_ext.config.rules import Rule, is_set
 from grpo_ext.config.spec import Spec
 from grpo_ext.errors import Problem
 from grpo_ext.objective.losses import find
@@ -64,17 +64,23 @@ def _impossible(place: str, rule: SamplerRule) -> Iterator[Problem]:
 
 
 def _bounds(place: str, rule: SamplerRule) -> Iterator[Problem]:
-    if rule.lower is not None and rule.statistic not in ("ratio", "k1"):
-        reason = f"{rule.statistic!r} is 0 where sampler and policy agree, and never below"
-        yield Problem(f"{place}.lower", rule.lower, reason, "Remove it.")
-    for name, value in (("lower", rule.lower), ("upper", rule.upper)):
-        if value is not None and value < 0 and rule.statistic != "k1":
-            yield Problem(f"{place}.{name}", value, f"{rule.statistic!r} is never below 0", "Correct it.")
-    if rule.statistic == "ratio" and rule.upper is not None and 0 <= rule.upper < 1:
-        reason = "a ratio is 1 where sampler and policy agree, and this bound is below"
-        yield Problem(f"{place}.upper", rule.upper, reason, "Set it above 1.")
-    if None not in (rule.lower, rule.upper) and float(rule.lower or 0.0) >= float(rule.upper or 0.0):
-        yield Problem(f"{place}.lower", rule.lower, f"not below upper={rule.upper}", "Swap them.")
+    """Yield bounds that leave out a token or completion at which sampler and policy agree."""
+    agreed, what = (1.0, "a ratio is 1") if rule.statistic == "ratio" else (0.0, f"{rule.statistic!r} is 0")
+    lower, upper = rule.lower, rule.upper
+    if lower is not None and rule.statistic not in ("ratio", "k1"):
+        reason = f"{what} where sampler and policy agree, and never below"
+        yield Problem(f"{place}.lower", lower, reason, "Remove it.")
+    elif lower is not None and upper is not None and upper <= agreed <= lower:
+        yield Problem(f"{place}.lower", lower, f"not below upper={upper}", "Swap them.")
+        return
+    elif lower is not None and rule.statistic == "ratio" and lower < 0:
+        yield Problem(f"{place}.lower", lower, "a ratio is never below 0", "Correct it.")
+    elif lower is not None and lower > agreed:
+        reason = f"{what} where sampler and policy agree, and this bound is above"
+        yield Problem(f"{place}.lower", lower, reason, f"Set it below {agreed:g}.")
+    if upper is not None and upper < agreed:
+        reason = f"{what} where sampler and policy agree, and this bound is below"
+        yield Problem(f"{place}.upper", upper, reason, f"Set it above {agreed:g}.")
 
 
 def _with_the_loss(place: str, rule: SamplerRule, config: GRPOExtArguments) -> Iterator[Problem]:
@@ -122,29 +128,30 @@ def _once(config: GRPOExtArguments) -> Iterator[Problem]:
         yield Problem("old_logps", old, reason, "Set old_logps: recomputed.", {"loss_type": config.loss_type})
 
 
-def _no_bounds(config: GRPOExtArguments) -> Iterator[Problem]:
-    mode, bounds = config.trl_sampler_mode, [getattr(config, name) for name in TRL_NAMES[1:]]
-    if mode and config.vllm_importance_sampling_correction and all(bound is None for bound in bounds):
-        yield Problem(
-            "vllm_importance_sampling_mode",
-            mode,
-            f"it {mode.rpartition('_')[2]}s ratios outside of bounds, but neither vllm_importance_sampling_clip_min "
-            "nor vllm_importance_sampling_clip_max is set",
-            "Set one.",
-        )
+def _lower_only(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Refuse a lower bound without an upper one, which in stock TRL is 3 if left out, and none if null."""
+    low = config.vllm_importance_sampling_clip_min if config.vllm_importance_sampling_correction else None
+    if low is not None and config.vllm_importance_sampling_clip_max is config.vllm_importance_sampling_cap is None:
+        level, _, action = str(config.trl_sampler_mode).partition("_")
+        block = f"{{level: {level}, lower: {low}, action: {action}}}"
+        cure = f"Set that to 3.0, stock TRL's default; for no upper bound write {FIELD}: {block} instead."
+        reason = "vllm_importance_sampling_clip_max is not set"
+        yield Problem("vllm_importance_sampling_clip_min", low, reason, cure)
 
 
-SAMPLER_RULES: tuple[Rule, ...] = (
-    *(_blocks, _once, _no_bounds, _levels),
-    Conflict(
-        "vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max",
-        lambda c: (
-            (low := c.vllm_importance_sampling_clip_min) is not None
-            and (high := c.vllm_importance_sampling_clip_max) is not None
-            and low >= high
-        ),
-        "the lower bound is not below the upper one",
-        "Swap them.",
-    ),
-)
+def _bounds_of_trl(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Refuse TRL's bounds if they are reversed, or if a sampler that agrees with the policy is outside of them."""
+    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    names = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
+    if low is not None and high is not None and low >= high:
+        yield Problem(names[0], low, "the lower bound is not below the upper one", "Swap them.", {names[1]: high})
+    elif config.trl_sampler_mode and config.vllm_importance_sampling_correction:
+        reason = "a ratio is 1 where sampler and policy agree, and would be outside of the bounds"
+        if low is not None and low > 1:
+            yield Problem(names[0], low, reason, "Set it below 1.")
+        if high is not None and high < 1:
+            yield Problem(names[1], high, reason, "Set it above 1.")
+
+
+SAMPLER_RULES: tuple[Rule, ...] = (_blocks, _once, _lower_only, _bounds_of_trl, _levels)
 """Settings of the correction of the sampler."""

@@ -164,7 +164,7 @@ SETTINGS: dict[str, Setting] = {
         min_p=Setting(_UNIT, verify_without=None),
         repetition_penalty=Setting(_POSITIVE, verify_without=1.0),
         generation_kwargs=Setting(replay=None, verify_without=None),
-        rollout_engine=Setting(choices=("auto", "grouped", "generate")),
+        rollout_engine=Setting(choices=("auto", "grouped", "generate", "process")),
         dynamic_sampling=Setting(replay=None, verify_without=None),
         dynamic_sampling_max_rounds=Setting(COUNT),
         max_tool_calling_iterations=Setting(COUNT),
@@ -178,6 +178,8 @@ SETTINGS: dict[str, Setting] = {
     ),
     **_group(
         Change.ROUNDING,
+        "rollout_device",
+        overlap=Setting(choices=("step",), replay=None, verify_without=None),
         environment_waves=Setting(choices=("ready", "turn")),
         vllm_tensor_parallel_size=Setting(COUNT),
     ),

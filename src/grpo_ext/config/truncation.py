@@ -30,6 +30,8 @@ _RESCALES = {
     **dict.fromkeys(("logit_bias", "thinking_token_budget"), None),
 }
 """Keys of `generation_kwargs` that alter the distribution in another way, likewise."""
+OF_THE_MODEL = ("min_p", *_LEAVES_OUT, *_RESCALES)
+"""Options that transformers reads from the model's generation_config.json where a recipe leaves them unset."""
 
 
 def truncations(config: GRPOExtArguments) -> dict[str, object]:
@@ -92,8 +94,6 @@ def _rescaled(config: GRPOExtArguments) -> Iterator[Problem]:
 def _unbounded(config: GRPOExtArguments) -> Iterator[Problem]:
     if config.use_vllm and not config.top_k:
         yield from _needs_sets(config, "vLLM returns them only where top_k bounds their number", "Set top_k: 50 too.")
-    if config.use_vllm and as_mapping(config.generation_kwargs).get("logprobs") is not None:
-        yield from _needs_sets(config, "generation_kwargs.logprobs limits what vLLM returns", "Remove that.")
 
 
 def _elsewhere(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -126,9 +126,12 @@ def adapter_problems(config: GRPOExtArguments, virtual_tokens: bool) -> Iterator
         yield from _needs_sets(config, "an adapter that adds tokens moves the positions", "Use LoRA.")
 
 
+def reshaping(config: GRPOExtArguments) -> dict[str, object]:
+    """Return the settings, by name, that make the sampler another distribution than the one that the loss scores."""
+    return truncations(config) | rescalings(config) if config.loss_defaults == "trl" else {}
+
+
 def reshaped_sampling(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield, as warnings, settings by which stock TRL's gradient is biased."""
-    if config.loss_defaults == "trl":
-        altered = truncations(config) | rescalings(config)
-        for problem in _altered(altered):
-            yield replace(problem, cure=f"Leave {problem.field.rpartition('.')[2]} unset for an unbiased one.")
+    for problem in _altered(reshaping(config)):
+        yield replace(problem, cure=f"Leave {problem.field.rpartition('.')[2]} unset for an unbiased one.")

@@ -21,6 +21,7 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
     ),
     "use_vllm: false": ("cache_implementation", "use_transformers_continuous_batching", "rollout_engine"),
     "use_transformers_continuous_batching: false": ("rollout_engine",),
+    "rollout_engine: process": ("rollout_device",),
     "dynamic_sampling: a reward's name": ("dynamic_sampling_max_rounds",),
     "use_transformers_continuous_batching: true": ("transformers_continuous_batching_config",),
     "use_adaptive_entropy: true": ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),

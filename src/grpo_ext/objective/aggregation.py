@@ -6,7 +6,7 @@ depend on how the same completions are split over processes, micro-batches and a
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
@@ -29,6 +29,8 @@ class AggregationTraits:
     """True if a completion counts by its length."""
     completion_mean: bool = False
     """True if every completion counts the same."""
+    denominator: Literal["tokens", "sequences"] | None = None
+    """The only total that a share is divided by, where there is only one; `overlap: step` learns it last."""
 
 
 aggregations: Registry = Registry("loss_aggregation", AggregationTraits)
@@ -62,7 +64,7 @@ def token_sums(
     return torch.where(mask.bool(), per_token_loss, torch.zeros_like(per_token_loss)).sum(dim=-1)
 
 
-@aggregations.register("seq-mean-token-mean", additive=True, completion_mean=True)
+@aggregations.register("seq-mean-token-mean", additive=True, completion_mean=True, denominator="sequences")
 def seq_mean_token_mean(
     per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
@@ -71,7 +73,7 @@ def seq_mean_token_mean(
     return (token_sums(per_token_loss, mask) / n).sum() / totals.sequences.clamp(min=1)
 
 
-@aggregations.register("token-mean", additive=True, token_mean=True)
+@aggregations.register("token-mean", additive=True, token_mean=True, denominator="tokens")
 def token_mean(
     per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
@@ -79,7 +81,7 @@ def token_mean(
     return token_sums(per_token_loss, mask).sum() / totals.tokens.clamp(min=1)
 
 
-@aggregations.register("seq-mean-token-sum", additive=True)
+@aggregations.register("seq-mean-token-sum", additive=True, denominator="sequences")
 def seq_mean_token_sum(
     per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
@@ -87,7 +89,7 @@ def seq_mean_token_sum(
     return token_sums(per_token_loss, mask).sum() / totals.sequences.clamp(min=1)
 
 
-@aggregations.register("seq-mean-token-sum-norm", additive=True)
+@aggregations.register("seq-mean-token-sum-norm", additive=True, denominator="sequences")
 def seq_mean_token_sum_norm(
     per_token_loss: Float[Tensor, " batch #time"],
     mask: Shaped[Tensor, "batch time"],

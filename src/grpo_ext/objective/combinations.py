@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -10,7 +11,16 @@ from torch import Tensor
 from grpo_ext.objective.advantages import Rewards, _std, evened, extremes, only_signal
 from grpo_ext.registry import Registry
 
-combinations: Registry = Registry("multi_objective_aggregation")
+
+@dataclass(frozen=True)
+class CombinationTraits:
+    """Properties of a combination that other modules use."""
+
+    by_group: bool = False
+    """True if it keeps an estimator's `by_group`."""
+
+
+combinations: Registry = Registry("multi_objective_aggregation", CombinationTraits)
 FunctionRewards = Float[Tensor, "groups completions functions"]
 Advantages = Rewards | Float[Tensor, "groups completions time"]
 Estimator = Callable[[Rewards, int], Advantages]
@@ -59,7 +69,7 @@ def _renormalized(rewards: FunctionRewards, weights: Float[Tensor, " functions"]
     return weights * scale
 
 
-@combinations.register("sum_then_normalize")
+@combinations.register("sum_then_normalize", by_group=True)
 def sum_then_normalize(
     rewards: FunctionRewards,
     weights: Float[Tensor, " functions"],
@@ -96,7 +106,7 @@ def normalize_then_sum(
     return only_signal(torch.where((spread & (weights != 0)).any(), whitened, centred), total)
 
 
-@combinations.register("average_advantages")
+@combinations.register("average_advantages", by_group=True)
 def average_advantages(
     rewards: FunctionRewards, weights: Float[Tensor, " functions"], estimator: Estimator
 ) -> Advantages:

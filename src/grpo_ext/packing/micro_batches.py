@@ -66,14 +66,14 @@ def regroup(micro_batches: Sequence[MicroBatch], window: int, skip_silent: bool 
     batches = []
     for begin in range(0, len(micro_batches), window):
         step = micro_batches[begin : begin + window]
-        together = _joined(step)
+        together = joined(step)
         prompt_mask = together["prompt_mask"].cpu().numpy()
         groups = groups_of(np.where(prompt_mask, together["prompt_ids"].cpu().numpy(), -1))
         cost = together["completion_mask"].sum(dim=1).cpu().numpy()
         if skip_silent:
             cost = np.where(silent(together["advantages"]).cpu().numpy(), 0, cost)
         for rows in _balanced(groups, len(step[0]["prompt_ids"]), len(step), cost, prompt_mask.sum(axis=1)):
-            batches.append(trim(_rows(together, torch.tensor(rows))))
+            batches.append(trim(rows_of(together, torch.tensor(rows))))
     return batches
 
 
@@ -111,24 +111,37 @@ def _pieces_of(group: list[int], size: int, cost: np.ndarray) -> list[list[int]]
     return [part for part in parts if part]
 
 
-def _joined(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
-    def joined(values: list[Any]) -> Any:
-        if isinstance(values[0], Tensor) and values[0].ndim > 0:
-            return torch.cat(values)
-        return [x for value in values for x in value] if isinstance(values[0], list) else values[0]
+def joined(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
+    """Return all rows as one batch, padded to the longest prompt and the longest completion."""
+    widths = [batch["completion_ids"].shape[1] for batch in micro_batches]
 
-    columns = {name: [values] for name, values in micro_batches[0].items()}
-    for batch in micro_batches[1:]:
-        for name, values in batch.items():
-            columns[name].append(values)
-    return cast(MicroBatch, {name: joined(values) for name, values in columns.items()})
+    def together(name: str) -> Any:
+        values: list[Any] = [batch[name] for batch in micro_batches]  # type: ignore[literal-required]
+        if isinstance(values[0], list):
+            return [x for value in values for x in value]
+        if not isinstance(values[0], Tensor) or values[0].ndim == 0:
+            return values[0]
+        by_time = all(x.ndim == 2 and x.shape[1] == width for x, width in zip(values, widths, strict=True))
+        prompts = name.startswith("prompt_")
+        return torch.cat(as_wide(values, left=prompts) if prompts or by_time else values)
+
+    names = [name for name in micro_batches[0] if all(name in batch for batch in micro_batches)]
+    return cast(MicroBatch, {name: together(name) for name in names})
+
+
+def as_wide(values: Sequence[Tensor], *, left: bool = False) -> list[Tensor]:
+    """Pad tensors [rows, time] with 0 to the widest."""
+    missing = [max(x.shape[1] for x in values) - x.shape[1] for x in values]
+    return [torch.nn.functional.pad(x, (n, 0) if left else (0, n)) for x, n in zip(values, missing, strict=True)]
 
 
 def _changed(batch: MicroBatch, change: Callable[[str, Any], Any]) -> MicroBatch:
     return cast(MicroBatch, {name: change(name, value) for name, value in batch.items()})
 
 
-def _rows(batch: MicroBatch, rows: Tensor) -> MicroBatch:
+def rows_of(batch: MicroBatch, rows: Tensor) -> MicroBatch:
+    """Return the rows of these numbers."""
+
     def taken(_: str, value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim > 0:
             return value[rows.to(value.device)]
@@ -177,7 +190,7 @@ def of_live_rows(
     if live.any():
         at = live.nonzero()[:, 0]
         needed = {name: value for name, value in inputs.items() if name in (*_TOKENS, PARENTS, KEPT)}
-        batch = trim(_rows(cast(MicroBatch, needed), at), prompts=False)
+        batch = trim(rows_of(cast(MicroBatch, needed), at), prompts=False)
     else:
         at = live.new_zeros(1, dtype=torch.long)
         prompt, token = inputs["prompt_ids"][:1, -1:], inputs["completion_ids"][:1, :1]

@@ -26,6 +26,8 @@ class Forward(Enum):
     """All completions of a prompt in one row, through our attention."""
     ROLLOUT = "rollout"
     """The prompt's keys and values copied for its completions, through the model's own attention."""
+    ELSEWHERE = "elsewhere"
+    """The same in another process, which gets whole weights and never trains."""
 
 
 def causal_lm(model: Policy) -> PreTrainedModel:
@@ -46,11 +48,14 @@ def forward_obstacle(args: GRPOExtConfig) -> str | None:
 def obstacles(model: Policy, use: Forward = Forward.LOSS) -> Iterator[str]:
     """Yield why a shared prompt would not be exact for this model."""
     yield from _of_adapters(model)
-    if use is Forward.LOSS or model.training:  # evaluation rolls out without noise; the loss is always in training
+    if use is not Forward.ROLLOUT or model.training:  # evaluation rolls out without noise
         yield from _of_noise(model)
     base = causal_lm(model)
     yield from _of_architecture(base)
-    yield from _of_the_loss(base) if use is Forward.LOSS else _of_rollouts(base)
+    if use is Forward.LOSS:
+        yield from _of_the_loss(base)
+    elif use is Forward.ROLLOUT:
+        yield from _of_rollouts(base)
 
 
 # In the loss and in rollouts.

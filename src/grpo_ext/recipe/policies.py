@@ -242,6 +242,8 @@ def _model_problems(empty: PreTrainedModel, model: ModelConfig, training: GRPOEx
     given = as_mapping(training.model_init_kwargs).get("quantization_config")
     if training.use_vllm and quantized is not None and leaves_packed(quantized if given is None else given):
         yield quantized_problem("model_name_or_path", model.model_name_or_path)
+    elif training.use_vllm and not adapted:
+        yield from unpushable(empty, on_cpu=training.use_cpu)
 
 
 def _tokenizer_problems(policy: InspectedPolicy, model: ModelConfig) -> Iterator[Problem]:
@@ -310,4 +312,4 @@ def _adapter_problems(
             return
     policy.trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     if training.use_vllm:
-        yield from unpushable(adapted)
+        yield from unpushable(adapted, on_cpu=training.use_cpu)

@@ -62,7 +62,7 @@ class Collected:
     errors: list[str] = field(default_factory=list)
     """Messages of reward functions whose failure ends the run."""
     rewards: Tensor | None = None
-    """Rewards of all processes, [completions, functions]; NaN where a completion was not scored."""
+    """Rewards of all processes, [completions, functions], once they are known; NaN where one was not scored."""
     turn_rewards: list[TurnRewards] = field(default_factory=list)
     """Per-turn rewards of each row."""
     settled: bool = False
@@ -71,6 +71,14 @@ class Collected:
     """Tokens of the completions that were scored, which a subclass may have changed."""
     logged: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that reward functions logged for the table of completions."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Metrics that reward functions logged."""
+    passes: list[Tensor] = field(default_factory=list)
+    """Log-probabilities [rows, time] that passes over the generation have computed, in their order."""
+    part: bool = False
+    """Whether it is a chunk, whose figures are logged with those of its generation."""
+    replayed: bool = False
+    """Whether TRL gets `rewards` and `passes` as they are, in place of further ones."""
     ready: Finished | None = None
     """What the background has made of the rows; None where they are generated now."""
 

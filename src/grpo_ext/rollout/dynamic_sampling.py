@@ -137,7 +137,7 @@ class Batch:
         of_rewards = {name: [row.get(name) for row in logged] for name in self.logged}
         scored = {"rewards": self.rewards, "turn_rewards": turn_rewards, "logged": of_rewards}
         kept = [] if kept[0] is None else kept
-        return Collected(examples, (), made, kept, settled=True, **scored)
+        return Collected(examples, generated=made, kept=kept, settled=True, **scored)
 
 
 Collect = Callable[[list[dict[str, Any]], list[AttemptId]], Collected]

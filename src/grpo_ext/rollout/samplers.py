@@ -1,10 +1,15 @@
 """Protocol of samplers beside the policy: they sample by numbered copies of its weights, while it trains."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import Tensor
+
+from grpo_ext.errors import SamplerLost
 
 
 class Sampled(NamedTuple):
@@ -18,6 +23,10 @@ class Sampled(NamedTuple):
     """Sets that a truncated sampler drew the tokens from, as in `packing.kept`; None where the loss needs none."""
 
 
+RowEnded = Callable[[int, Sampled], None]
+"""Takes the number of a row that has ended, and its completion."""
+
+
 class Sampler(Protocol):
     """Samples completions beside the training of the policy; one for each process."""
 
@@ -28,7 +37,12 @@ class Sampler(Protocol):
         """
 
     def sample(
-        self, version: int, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator]
+        self,
+        version: int,
+        contexts: list[list[int]],
+        limits: list[int],
+        streams: Sequence[np.random.Generator],
+        done: RowEnded | None = None,
     ) -> list[Sampled]:
         """Sample a completion after each context.
 
@@ -40,6 +54,7 @@ class Sampler(Protocol):
             contexts: token ids.
             limits: most tokens of each completion.
             streams: source of the random numbers of each row; a row takes as many as its limit, or one seed.
+            done: may be called when a row ends, before all have.
         """
 
     def forget(self, version: int) -> None:
@@ -47,3 +62,19 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """End the sampler, and requests that have not ended."""
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise on all processes the `SamplerLost` that is raised inside on any; collective, main thread."""
+    lost: SamplerLost | None = None
+    try:
+        yield
+    except SamplerLost as error:
+        lost = error
+    if PartialState().num_processes > 1:
+        reasons = gather_object([None if lost is None else str(lost)])
+        if lost is None and (reason := next(filter(None, reasons), None)):
+            lost = SamplerLost(reason)
+    if lost is not None:
+        raise lost

@@ -3,7 +3,7 @@
 No random state is involved: batches, processes, resumption and evaluations do not change a seed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -59,3 +59,14 @@ def derived(purpose: Purpose, *identity: int) -> int:
 def numbered(seed: int, source: Source, rows: Iterable[int], group: int) -> list[AttemptId]:
     """Return the attempts of rows that are numbered over all processes, `group` consecutive rows per prompt."""
     return [AttemptId(seed, source, *divmod(row, group)) for row in rows]
+
+
+def drawn(streams: Sequence[np.random.Generator], limits: Sequence[int], rows: int, width: int) -> np.ndarray:
+    """Return numbers in [0, 1), [rows, width], by which rows sample tokens: of each stream as many as its limit.
+
+    There may be more rows than streams, and `width` is at least each limit; what is left is 0.
+    """
+    found = np.zeros((rows, width))
+    for row, stream, limit in zip(found, streams, limits, strict=False):
+        row[:limit] = stream.random(limit)
+    return found

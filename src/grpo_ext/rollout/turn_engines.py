@@ -16,7 +16,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.objective.trajectory import Sample
 from grpo_ext.rollout.samplers import Sampler
-from grpo_ext.rollout.seeds import AttemptId
+from grpo_ext.rollout.seeds import AttemptId, drawn
 from grpo_ext.rollout.transformers_engine import GroupedEngine
 from grpo_ext.rollout.vllm.server import CONNECTIONS
 
@@ -141,10 +141,7 @@ class WaveEngine:
         if grouped is None:
             yield
             return
-        drawn = np.zeros((rows, width))
-        for i, (stream, limit) in enumerate(zip(streams, limits, strict=True)):
-            drawn[i, :limit] = stream.random(limit)
-        with temporarily(grouped, uniforms=torch.from_numpy(drawn)):
+        with temporarily(grouped, uniforms=torch.from_numpy(drawn(streams, limits, rows, width))):
             yield
 
 

@@ -45,7 +45,7 @@ def sampling_of(trainer: GRPOTrainer, args: GRPOExtConfig, grouped: GroupedEngin
         training=cast(PreTrainedModel, trainer.model).training,
         processes=trainer.accelerator.num_processes,
         sharded=trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
-        positions=_positions(trainer.accelerator.unwrap_model(trainer.model), args),
+        positions=positions_of(trainer.accelerator.unwrap_model(trainer.model), args),
         filler=trainer.eos_token_ids[0],
         complete=lambda contexts: trainer._generate_single_turn(contexts, None, {}, 1),
         at_most=lambda tokens: _at_most(trainer, tokens),
@@ -54,7 +54,8 @@ def sampling_of(trainer: GRPOTrainer, args: GRPOExtConfig, grouped: GroupedEngin
     )
 
 
-def _positions(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
+def positions_of(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
+    """Return the positions that model and engine have, if that is known."""
     known = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     known += [args.vllm_max_model_length] if args.use_vllm else []
     return min((int(positions) for positions in known if positions), default=None)

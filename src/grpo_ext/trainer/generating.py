@@ -11,7 +11,10 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
+from grpo_ext.config.temporary import temporarily
+from grpo_ext.config.truncation import OF_THE_MODEL
 from grpo_ext.environments.rendering import Renderer
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.objective.ratios import masked
 from grpo_ext.objective.trajectory import COLUMN
@@ -24,10 +27,13 @@ from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.collected import Collected, Finished, Generated
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.kept_log import Drawn, returning
+from grpo_ext.rollout.process.policy import process_sampler
+from grpo_ext.rollout.process.sampler import ProcessSampler
+from grpo_ext.rollout.samplers import failing_together
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
-from grpo_ext.rollout.turn_engines import engine_of
+from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.trainer.acting import Acting, Played, limits_of, sampling_of
 from grpo_ext.trainer.batches import no_early_pass
@@ -47,10 +53,13 @@ class GeneratingTrainer(Lifecycle):
     reward_runtime: Runtime | None
     _collecting: Collected | None = None
     """The generation that TRL's hooks fill at the moment."""
+    _beside: ProcessSampler | None
+    """What samples for training in a process of its own."""
     _credit: Credit
     _engine: GroupedEngine | None
     _logs: dict[str, Any]
     _pending_extra_logs: Any
+    _pending_metrics: Any
     _rewards: RewardCollector
     _scorer: Scorer
     _times: StepTimes
@@ -67,6 +76,7 @@ class GeneratingTrainer(Lifecycle):
             ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
             self.rollout_func = completed(self.rollout_func, ends, self._tokenizer.eos_token_id)
         self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
+        self._beside = process_sampler(self, args)
         self.vllm_importance_sampling_correction = bool(args.sampler_rules)
         # ratios of tokens without bounds: TRL's weights are replaced
         self.vllm_importance_sampling_mode = "token_mask"
@@ -116,7 +126,6 @@ class GeneratingTrainer(Lifecycle):
         with self._filling(collected):
             rewards = self._calculate_rewards(collected.rows, prompts, made.completions, made.completion_ids)
         collected.rewards = rewards
-        collected.logged = {name: list(values) for name, values in self._pending_extra_logs.items()}
         self._pending_extra_logs.clear()
         return collected
 
@@ -125,18 +134,49 @@ class GeneratingTrainer(Lifecycle):
         """What the background has made of the generation that TRL's hooks fill at the moment."""
         return None if self._collecting is None else self._collecting.ready
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
         if self._collecting is not None and (ready := self._collecting.ready) is not None:
             self._collecting.kept = list(ready.kept)
             return [list(ids) for ids in ready.completion_ids], ready.logprobs
-        with self._drawing() as drawn:
-            completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        if self._beside is not None and self.model.training and self._collecting is not None:
+            return self._sampled_beside(self._beside, self._collecting, prompt_ids)
+        with self._only_settings(), self._drawing() as drawn:
+            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         if drawn.logps and self.model.training:
             logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn.logps[-1], completion_ids, strict=True)]
         if self._collecting is not None and self.model.training:
             self._collecting.kept = drawn.kept(completion_ids)
         fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
         return completion_ids, logprobs
+
+    def _sampled_beside(
+        self, sampler: ProcessSampler, collected: Collected, contexts: list[list[int]]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Sample by the process beside this one, with random numbers of each attempt's own."""
+        limits = [int(self.generation_config.max_new_tokens or 1)] * len(contexts)
+        streams = [attempt.stream() for attempt in collected.attempts]
+        version = self._publish(sampler)
+        with failing_together():
+            made = sampler.sample(version, contexts, limits, streams)
+        collected.kept = [row.kept for row in made if row.kept is not None]
+        return [row.ids for row in made], [row.logps for row in made]
+
+    def _publish(self, sampler: ProcessSampler) -> int:
+        """Give the sampler the present weights, if a step has been made since it got some; return their number."""
+        step = int(self.state.global_step)
+        if step not in sampler.versions:
+            with self._times.during("weight_push"):
+                for version in sampler.versions:
+                    sampler.forget(version)
+                sampler.publish(step)
+        return step
+
+    def _only_settings(self) -> AbstractContextManager[None]:
+        """Let transformers draw by the trainer's settings only, as vLLM does, not by generation_config.json too."""
+        own = getattr(self.accelerator.unwrap_model(self.model), "generation_config", None)
+        if own is None or self.use_vllm or self.args.loss_defaults == "trl":
+            return nullcontext()
+        return temporarily(own, **{name: None for name in OF_THE_MODEL if getattr(own, name, None) is not None})
 
     def _drawing(self) -> AbstractContextManager[Drawn]:
         """Let the engine decode, and record its draws."""
@@ -153,6 +193,7 @@ class GeneratingTrainer(Lifecycle):
             return collected.generated
         with self._times.during("rollout"), self._sampling():
             generated = Generated(*super()._generate(prompts))
+        self._check_logprobs(generated)
         if self._evaluated is not None:
             ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
             self._evaluated.add_completions(generated.completion_ids, generated.tool_mask, ends, self.accelerator)
@@ -161,6 +202,15 @@ class GeneratingTrainer(Lifecycle):
         collected.generated = generated
         return generated
 
+    def _check_logprobs(self, generated: Generated) -> None:
+        """Raise `ConfigError` if a rollout function left out the log-probabilities that the loss needs."""
+        needed = self._sampler_corrected or (self.use_vllm and self.args.old_logps == "sampler")
+        if needed and generated.logprobs is None:
+            reason = "it returned no logprobs, to which the loss with use_vllm: true takes its ratio"
+            cure = "Return vLLM's log-probability of each token, or set vllm_importance_sampling_correction: false"
+            cure += " and leave old_logps unset."
+            raise ConfigError([Problem("rollout_func", ABSENT, reason, cure)])
+
     def _play(self, prompts: list, trainer: object) -> dict[str, Any]:
         """Play conversations with environments; TRL's `rollout_func`."""
         assert self.acting is not None
@@ -168,16 +218,23 @@ class GeneratingTrainer(Lifecycle):
         ready = self._collecting.ready
         played = self._played_now(self.acting, self._collecting) if ready is None else ready.played
         metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, value in self.acting.figures(played, self.accelerator).items():
+        figures = {} if self._collecting.part else self.acting.figures(played, self.accelerator)
+        for name, value in figures.items():
             metrics[name].append(value)
         return {"trajectories": [trajectory for trajectory, _ in played]}
 
     def _played_now(self, acting: Acting, collected: Collected) -> Played:
         sampling, ends = sampling_of(self, self.args, self._engine), frozenset(self.eos_token_ids)
-        engine, limits = engine_of(sampling, collected.attempts), limits_of(self.args, sampling.positions, ends)
+        limits = limits_of(self.args, sampling.positions, ends)
         renderer = Renderer(self._tokenizer, cast(dict[str, Any], self.chat_template_kwargs))
         waiting = partial(self._times.during, "environments")
-        return acting.play(collected.rows, collected.attempts, engine, limits, renderer, waiting)
+        if self._beside is None or not self.model.training:
+            engine: WaveEngine | SamplerEngine = engine_of(sampling, collected.attempts)
+            return acting.play(collected.rows, collected.attempts, engine, limits, renderer, waiting)
+        published, waits = self._publish(self._beside), self.args.environment_waves == "turn"
+        engine = SamplerEngine(self._beside, published, sampling.version, collected.attempts, waits=waits)
+        with failing_together():
+            return acting.play(collected.rows, collected.attempts, engine, limits, renderer, waiting)
 
     def _ready_scores(self, name: str, columns: Mapping[str, Any]) -> Scores | None:
         """Return the scores of a reward if the background has scored these completions, and log what it logged."""
@@ -201,9 +258,10 @@ class GeneratingTrainer(Lifecycle):
     ) -> Tensor:
         collected = self._collecting or Collected(inputs)
         collected.scored_ids = completion_ids_list
-        if collected.settled:
+        if collected.settled or collected.replayed:
             assert collected.rewards is not None
             self._pending_extra_logs.update(collected.logged)
+            self._pending_metrics.update(collected.metrics)
             return collected.rewards
         self._rewards.schedule_weights(self.reward_weights, self.state)
         with self._filling(collected), self._times.during("rewards"):
@@ -216,16 +274,20 @@ class GeneratingTrainer(Lifecycle):
             for name, values in self.acting.columns(played).items():
                 self._pending_extra_logs[name].extend(values)
         collected.rewards, collected.turn_rewards = rewards, self._rewards.turn_rewards(collected, len(completions))
+        collected.logged = {name: list(values) for name, values in self._pending_extra_logs.items()}
+        collected.metrics = {name: list(values) for name, values in self._pending_metrics.items()}
         return rewards
 
     def close_rewards(self) -> None:
-        """End the processes that score rewards and run environments; they would otherwise wait for the next batch."""
-        for processes in (self.acting, self.reward_runtime):
+        """End the processes beside this one; they would otherwise wait for the next batch."""
+        for processes in (self.acting, self.reward_runtime, self._beside):
             if processes is not None:
                 processes.close()
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
+        if self._collecting is not None:  # a chunk of a generation
+            return self._complete(self._collecting, mode)
         attempts = self.attempt_ids(len(inputs))
         collected = Collected(inputs, attempts)
         if self._sampler is not None and mode == "train":

@@ -41,10 +41,10 @@ from grpo_ext.trainer.batches import (
 )
 from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
+from grpo_ext.trainer.chunks import ChunkTrainer
 from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
 from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows
 from grpo_ext.trainer.evaluating import batch_weight
-from grpo_ext.trainer.generating import GeneratingTrainer
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.setup import (
@@ -62,7 +62,7 @@ from grpo_ext.trainer.setup import (
 logger = logging.getLogger(__name__)
 
 
-class GRPOExtTrainer(GeneratingTrainer):
+class GRPOExtTrainer(ChunkTrainer):
     """`trl.GRPOTrainer` whose `loss_type` names a row of `grpo_ext.objective.losses`; takes the same arguments.
 
     Raises:
@@ -164,6 +164,7 @@ class GRPOExtTrainer(GeneratingTrainer):
             self.acting = Acting(ready.environments, copy.deepcopy(self._tokenizer), reward_memory_gib)
         self._set_up_rollouts()
         self._set_up_forward()
+        self._set_up_chunks()
         self._add_callbacks()
         self._rewards = RewardCollector(self.reward_funcs, self.reward_func_names, self._guard, self.accelerator)
         self.reward_runtime = self._rewards.runtime
@@ -204,8 +205,9 @@ class GRPOExtTrainer(GeneratingTrainer):
         self._times = StepTimes(metrics, self.accelerator.device, ("rollout", "rewards"))
         if self.acting is not None:
             self._times.parts += ("environments",)
-        if self.use_vllm:
+        if self.use_vllm or self._beside is not None:
             self._times.parts += ("weight_push",)
+        if self.use_vllm:
             self.vllm_generation.pushing = partial(self._times.during, "weight_push")
         for callback in (self._times, MetricsFile(), Watching(metrics)):
             self.add_callback(callback)
@@ -226,11 +228,16 @@ class GRPOExtTrainer(GeneratingTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Scores:
         collected = self._collecting
+        if collected is not None and collected.replayed:
+            return collected.passes.pop(0), None, None
         if collected is not None and collected.trajectories:  # TRL does not know how their tokens are connected
             kwargs["parents"] = parents_of(collected.trajectories, args[3])
         if collected is not None and collected.kept:
             kwargs[KEPT] = collected.kept
-        return self._scorer.tokens(*args, **kwargs)
+        scores = self._scorer.tokens(*args, **kwargs)
+        if collected is not None:
+            collected.passes.append(scores[0])
+        return scores
 
     def _scores(self, model: nn.Module, inputs: MicroBatch, live: Tensor | None) -> Scores:
         """Score a micro-batch: one forward for the loss and for old log-probabilities."""

@@ -7,9 +7,9 @@ return what was finished here. So nothing here reads what the main thread change
 import copy
 import time
 from asyncio import AbstractEventLoop
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,10 +20,10 @@ from trl.data_utils import is_conversational
 from grpo_ext.environments.loop import AttemptLimits
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import COLUMN, batch
-from grpo_ext.rewards.containment import scored_by
+from grpo_ext.rewards.containment import Scored, scoring_by
 from grpo_ext.rollout.background import Background
 from grpo_ext.rollout.collected import Finished
-from grpo_ext.rollout.samplers import Sampler
+from grpo_ext.rollout.samplers import RowEnded, Sampled, Sampler
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
 from grpo_ext.rollout.turn_engines import SamplerEngine
@@ -53,6 +53,14 @@ class Request:
     version: int
     step: int
     state: TrainerState
+
+
+def joined_requests(parts: Sequence[Request]) -> Request:
+    """Return the request for the rows of all parts, which differ in nothing else."""
+    rows, attempts = [x for part in parts for x in part.rows], [x for part in parts for x in part.attempts]
+    return replace(
+        parts[0], rows=rows, attempts=attempts, prompt_ids=[ids for part in parts for ids in part.prompt_ids]
+    )
 
 
 @dataclass(frozen=True)
@@ -126,21 +134,65 @@ class Leaves:
         made = self._sampled(request) if self.play is None else self._played(request, self.play)
         return made._replace(seconds=time.monotonic() - began)
 
+    def complete_chunks(self, chunks: Sequence[Request], done: Callable[[int, Completed], None]) -> None:
+        """Complete the chunks of a generation as one batch; call `done` with the number of each that has ended."""
+        every = joined_requests(chunks)
+        of_chunk = [i for i, chunk in enumerate(chunks) for _ in chunk.rows]
+        if self.play is not None:
+            played = list(self.play(every, self.sampler))
+            for i, chunk in enumerate(chunks):
+                done(i, self._of_played(chunk, [game for game, its in zip(played, of_chunk, strict=True) if its == i]))
+            return
+        ended: dict[int, Sampled] = {}
+        reported: set[int] = set()
+
+        def row_ended(row: int, sampled: Sampled) -> None:
+            ended[row] = sampled
+            i = of_chunk[row]
+            rows = [number for number, its in enumerate(of_chunk) if its == i]
+            if i not in reported and all(number in ended for number in rows):
+                reported.add(i)
+                done(i, self._of_sampled(chunks[i], [ended[number] for number in rows]))
+
+        for row, sampled in enumerate(self._sample(every, row_ended)):
+            if row not in ended:
+                row_ended(row, sampled)
+
     def scored(self, request: Request, made: Completed) -> Finished:
         """Score completions by all functions; models score on the main thread."""
         began = time.monotonic()
+        finished = self.scoring(request, made).result()
+        return replace(finished, seconds=made.seconds + time.monotonic() - began)
+
+    def scoring(self, request: Request, made: Completed) -> Future[Finished]:
+        """Score completions by all functions but the async ones, which the result waits for."""
         rows = [dict(row) for row in request.rows]
         for row, (trajectory, _) in zip(rows, made.played, strict=False):
             row[COLUMN] = trajectory
         columns = _columns(rows, made.completions, made.completion_ids, request.state)
-        scored = scored_by(self.scorers, columns, self.loop)
-        seconds = made.seconds + time.monotonic() - began
-        return Finished(made.completion_ids, made.logprobs, made.completions, scored, made.kept, made.played, seconds)
+        finished: Future[Finished] = Future()
+
+        def end(scored: Future[dict[str, Scored]]) -> None:
+            if (error := scored.exception()) is not None:
+                finished.set_exception(error)
+            else:
+                finished.set_result(
+                    Finished(*made[:2], made.completions, scored.result(), made.kept, made.played, made.seconds)
+                )
+
+        scoring_by(self.scorers, columns, self.loop).add_done_callback(end)
+        return finished
 
     def _sampled(self, request: Request) -> Completed:
+        return self._of_sampled(request, self._sample(request))
+
+    def _sample(self, request: Request, done: RowEnded | None = None) -> list[Sampled]:
         streams = [attempt.stream() for attempt in request.attempts]
         limits = [self.limit] * len(streams)
-        sampled = self.sampler.sample(request.version, request.prompt_ids, limits, streams)
+        reports = {} if done is None else {"done": done}
+        return self.sampler.sample(request.version, request.prompt_ids, limits, streams, **reports)
+
+    def _of_sampled(self, request: Request, sampled: Sequence[Sampled]) -> Completed:
         ids = [list(one.ids) for one in sampled]
         logprobs: list[list[float | None]] = [list(one.logps) for one in sampled]
         fill_empty(ids, logprobs, self.eos_token_id)
@@ -148,7 +200,9 @@ class Leaves:
         return Completed(ids, logprobs, kept, (), self._texts(request.rows, request.prompt_ids, ids))
 
     def _played(self, request: Request, play: Play) -> Completed:
-        played = play(request, self.sampler)
+        return self._of_played(request, play(request, self.sampler))
+
+    def _of_played(self, request: Request, played: Played) -> Completed:
         trajectories = [trajectory for trajectory, _ in played]
         made = batch(trajectories, self.ends)
         fill_empty(made.completion_ids, None, self.eos_token_id)
@@ -185,7 +239,9 @@ class LeavesInBackground:
 
     def __init__(self, leaves: Leaves) -> None:
         self._completing = Background(leaves.completed)
-        self._scoring = Background(lambda asked: leaves.scored(asked[0], asked[1].result()))
+        self._scoring: Background[tuple[Request, Future[Completed]], Finished] = Background(
+            lambda asked: leaves.scored(asked[0], asked[1].result())
+        )
 
     def submit(self, request: Request) -> Future[Finished]:
         """Queue a request; the future gets its result, or the exception that ended it."""

@@ -18,7 +18,7 @@ from transformers.trainer_utils import TrainOutput, has_length
 
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.engines import check_started
-from grpo_ext.errors import ConfigError, RolloutDrift, ServerLost
+from grpo_ext.errors import ConfigError, RolloutDrift, SamplerLost, ServerLost
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
 from grpo_ext.trainer import findings
@@ -74,7 +74,7 @@ class Lifecycle(SavingTrainer):
             self._guard.start()
             with signals.training(), naming_lost_ranks(self.args.world_size, self.args.ddp_timeout):
                 output = super().train(checkpoint, *args, **kwargs)
-        except (ServerLost, RolloutDrift) as error:
+        except (SamplerLost, ServerLost, RolloutDrift) as error:
             self._save_and_explain(error)
             raise
         finally:

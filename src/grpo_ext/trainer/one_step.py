@@ -6,7 +6,7 @@ The trainer itself computes it, in one process, with the micro-batches of all pr
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -40,7 +40,7 @@ class Token:
     Attributes:
         row: among the step's completions.
         place: in its completion.
-        ratio: of the policy to the old policy.
+        ratio: of the policy to the old policy, or with `old_logps` "sampler" to the sampler.
         term: of the loss, before aggregation.
     """
 
@@ -87,8 +87,13 @@ class OneStep(GRPOExtTrainer):
             grad_norm=self.norm.item(),
             figures={name: _number(value) for name, value in log.items() if not _NOT_OF_THE_LOSS.fullmatch(name)},
             blocks=by_block(self.gradients),
-            tokens=tokens(self.window),
+            tokens=tokens([replace(batch, inputs=self._as_the_loss_read(batch)) for batch in self.window]),
         )
+
+    def _as_the_loss_read(self, batch: ObservedBatch) -> dict[str, Any]:
+        inputs: Any = batch.inputs
+        live = self._live_rows(inputs, "train")
+        return {**self._with_samplers_old(batch.computed["per_token_logps"], inputs, live)}
 
     def _batches(self) -> Generation:
         there, here = self.contents[0]["objective"], plain(self.objective.to_dict())

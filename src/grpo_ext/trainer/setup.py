@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, Union
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from grpo_ext.config import process_engine
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
+from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.precision import head_problems
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import image_problems, rollout_problems
@@ -113,15 +115,16 @@ def prepare(
     problems = [*machine_problems(args, None)]
     specs, found = parse_environments(environments)
     problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
-    problems += rollout_problems(args, rollouts)
+    problems += [*rollout_problems(args, rollouts), *process_engine.rollout_problems(args, rollouts)]
     if not checked:
         problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
         evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
         of_rows = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
         problems += dict.fromkeys(problem for found in of_rows for problem in found)
     problems += quantized_problems(args, model, quantization_config)
-    tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
-    problems += head_problems(args, tied=tied, adapted=peft_config is not None or isinstance(model, PeftModel))
+    adapted = peft_config is not None or isinstance(model, PeftModel)
+    if args.cast_lm_head_to_fp32 and adapted:
+        problems += head_problems(args, tied=is_tied(model, args), adapted=True)
     if reward_funcs or not factory:
         own = environment_reward(specs)
         reward_funcs, args = prepare_rewards(reward_funcs, args, reward_workers, train_dataset, own, problems)
@@ -146,8 +149,9 @@ def data_problems(
         if not prompts_made or "prompt" in (getattr(dataset, "column_names", None) or ()):
             yield from prompt_problems(dataset, name)
         if isinstance(dataset, Dataset):
-            clashes |= dict.fromkeys(check_columns(dataset.column_names))
-            clashes |= dict.fromkeys(image_problems(args, dataset.column_names))
+            columns = dataset.column_names
+            found = *check_columns(columns), *image_problems(args, columns)
+            clashes |= dict.fromkeys([*found, *process_engine.image_problems(args, columns)])
     yield from clashes
     if isinstance(train_dataset, Dataset):
         yield from too_few(args, len(train_dataset))
@@ -164,6 +168,20 @@ def quantized_problems(args: GRPOExtConfig, model: object, quantization_config: 
         yield quantized_problem("quantization_config", type(quantization_config).__name__)
     elif leaves_packed(own) and (packed_before or not packs_while_loading(own)):
         yield quantized_problem("model", type(model).__name__)
+
+
+def is_tied(model: Model, args: GRPOExtConfig) -> bool:
+    """Return whether embedding and head of a model are one weight; of a name, by the configuration there."""
+    config: Any = getattr(model, "config", None)
+    if isinstance(model, str):
+        options = as_mapping(args.model_init_kwargs)
+        try:
+            name, revision = str(policy(model)), options.get("revision")
+            config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+        except (OSError, ValueError):  # TRL reports that the model cannot be loaded
+            return False
+        return bool(options.get("tie_word_embeddings", config.tie_word_embeddings))
+    return bool(config.tie_word_embeddings)
 
 
 def policy(model: Model) -> Model:

@@ -1,5 +1,6 @@
 """ms-swift's arguments of `swift rlhf --rlhf_type grpo`: TRL's mostly, with names and defaults of its own."""
 
+import math
 from typing import Any
 
 from grpo_ext.recipe.foreign import shared, trl
@@ -70,8 +71,8 @@ _TABLE = rules(
         "kl_in_reward": "* kl_placement | true: reward",
         "beta": "* beta = 0.04",
         "scale_rewards": "* scale_rewards | as in TRL; gdpo is multi_objective_aggregation: normalize_then_sum",
-        "rollout_importance_sampling_mode": "* vllm_importance_sampling_mode | the same names",
-        "rollout_importance_sampling_threshold": "* vllm_importance_sampling_clip_max = 2.0",
+        "rollout_importance_sampling_mode": "* sampler_correction | its sequences take the geometric mean",
+        "rollout_importance_sampling_threshold": "* sampler_correction = 2.0 | of rollout_importance_sampling_mode",
         "log_rollout_offpolicy_metrics log_entropy": "- | always logged",
         "vllm_enable_prefix_caching": "- | vLLM does it by default",
         "sleep_level": "vllm_enable_sleep_mode | 1 and 2 are true",
@@ -276,11 +277,29 @@ def _reward(d: Draft, name: str, of: set[str]) -> dict[str, Any] | None:
     return None
 
 
+_CORRECTS, _OF_IT = "rollout_importance_sampling", ("mode", "threshold")
+
+
+def _corrections(bound: float) -> dict[str, Any]:
+    """Return the blocks of each mode; `sequence_mask` weighs tokens of the completions whose mean ratio is kept."""
+    mean = {"level": "geometric", "statistic": "k1", "lower": round(-math.log(bound), 12), "action": "mask"}
+    return {
+        "token_truncate": {"level": "token", "upper": bound},
+        "token_mask": {"level": "token", "upper": bound, "action": "mask"},
+        "sequence_truncate": {"level": "geometric", "upper": bound},
+        "sequence_mask": [{"level": "token"}, mean],
+    }
+
+
 def _sampler(d: Draft) -> None:
     if mode := d.get("rollout_importance_sampling_mode"):
-        d.set("vllm_importance_sampling_correction", True, of="rollout_importance_sampling_mode")
-        d.set("vllm_importance_sampling_mode", mode)
-        d.copy("vllm_importance_sampling_clip_max", "rollout_importance_sampling_threshold")
+        bound, keys = d.get("rollout_importance_sampling_threshold"), [f"{_CORRECTS}_{key}" for key in _OF_IT]
+        d.set("vllm_importance_sampling_correction", True, of=keys[0])
+        blocks = _corrections(float(bound)).get(mode)
+        if blocks is None:
+            d.decide(f"{keys[0]}={mode}: not one of ms-swift's. Write sampler_correction.", *keys)
+        else:
+            d.set("sampler_correction", blocks, of=keys)
     if isinstance(groups := d.get("colocate_groups"), list) and groups:
         d.set("vllm_mode", "colocate")
 

@@ -94,6 +94,9 @@ def set_stock(
 def _finish(d: Draft) -> None:
     if not _OURS & d.given.keys():
         set_stock(d)
+    low, high = (f"vllm_importance_sampling_clip_{bound}" for bound in ("min", "max"))
+    if low in d.values and high not in d.values:
+        d.decide(f"{high}: write the upper bound. Left out, it is TRL's default; with null there is none.")
     whole_groups(d)
     renamed = sorted(OLDER.keys() & d.given.keys())
     if d.title == "TRL" and d.version == _VERSIONS[-1] and renamed:

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.truncation import NEUTRAL
+from grpo_ext.config.truncation import reshaping
 from grpo_ext.errors import RolloutDrift
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class DriftCheck:
         computes = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else sampler.policy_dtype
         self.dtypes = computes, sampler.sampler_dtype
         self.tolerance = tolerance(*self.dtypes) if args.rollout_drift is None else args.rollout_drift
-        self.sampling = {name: getattr(args, name) for name, value in NEUTRAL.items() if getattr(args, name) != value}
+        self.sampling = reshaping(args)
         self.stops = args.rollout_drift_action == "stop"
         self.sampler, self.due, self._explained = sampler, False, False
         self.first: Drift | None = None

@@ -34,7 +34,7 @@ from grpo_ext.rollout.vllm.server import (
     server_facts,
 )
 from grpo_ext.rollout.vllm.unpushable import unpushable
-from grpo_ext.rollout.vllm.weights import Rounding, effective_weights, is_quantised
+from grpo_ext.rollout.vllm.weights import Rounding, effective_weights, is_quantised, policy_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +111,8 @@ class Generation(vllm_generation.VLLMGeneration):
 
     @property
     def policy_dtype(self) -> torch.dtype:
-        """Dtype of the trainer's weights; an LM head that was cast to float32 does not count."""
-        model: Any = self.model
-        head = model.get_output_embeddings()
-        cast_head = None if head is None else head.weight
-        return next(p.dtype for p in model.parameters() if p.is_floating_point() and p is not cast_head)
+        """Dtype of the trainer's weights."""
+        return policy_dtype(self.model)
 
     @cached_property
     def sampler_dtype(self) -> torch.dtype:
@@ -147,7 +144,7 @@ class Generation(vllm_generation.VLLMGeneration):
         Raises:
             ConfigError: it would sample from another one.
         """
-        problems = [*unpushable(self.model)]
+        problems = [*unpushable(self.model, on_cpu=self.accelerator.device.type == "cpu")]
         if is_quantised(self.model) and (self._dist.is_fsdp or self._dist.is_zero3):
             problems.append(sharded_problem("quantization_config", ABSENT))
         if problems:

@@ -1,7 +1,7 @@
 """Policies that a sampler cannot be given: adapters without a sum, heads that adapters untie, packed weights."""
 
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 from peft import PeftModel, PeftType
 from peft.tuners.lora import LoraLayer
@@ -23,44 +23,59 @@ SUMMED = frozenset(
 """Types of adapters that can be added to the weights they adapt, with the network's output unchanged."""
 VARIANTS = (DoraLinearVariant, MiCALinearVariant, MiCAEmbeddingVariant)
 """The same of LoRA's variants; DoRA's class is the base of those of other layers."""
-_WITH_VLLM = {"use_vllm": True}
 
 
-def unpushable(model: nn.Module) -> Iterator[Problem]:
-    """Yield why a sampler that gets the weights of `model` would compute another distribution."""
+class Engine(NamedTuple):
+    """The sampler, as a problem names it."""
+
+    setting: Mapping[str, object]
+    """What chooses it."""
+    instead: str
+    """What chooses another one."""
+
+
+VLLM = Engine({"use_vllm": True}, "use_vllm: false")
+PROCESS = Engine({"rollout_engine": "process"}, "rollout_engine: auto")
+
+
+def unpushable(model: nn.Module, engine: Engine = VLLM, *, on_cpu: bool = False) -> Iterator[Problem]:
+    """Yield why a sampler that gets the weights of `model`, perhaps on a CPU, would compute another distribution."""
     if isinstance(model, PeftModel):
-        yield from _types(model)
-        yield from dict.fromkeys(_layers(model))
-    yield from _heads(base_model(model))
-    yield from dict.fromkeys(_packed(model))
+        yield from _types(model, engine)
+        yield from dict.fromkeys(_layers(model, engine))
+    yield from _heads(base_model(model), engine)
+    yield from dict.fromkeys(_packed(model, engine))
+    if on_cpu and any(".experts." in name for name, _ in model.named_parameters()):
+        reason = "vLLM's CPU build rearranges the weights of experts, so that pushed ones are read in the wrong order"
+        yield Problem("use_vllm", True, reason, "Set use_vllm: false, or train on a GPU.")
 
 
-def _types(model: PeftModel) -> Iterator[Problem]:
+def _types(model: PeftModel, engine: Engine) -> Iterator[Problem]:
     for name in model.active_adapters:
         kind = PeftType(model.peft_config[name].peft_type)
         if kind not in SUMMED:
             reason = (
-                "vLLM samples from one weight per layer, to which adapters of this type have not been shown to add up"
+                "the sampler has one weight per layer, to which adapters of this type have not been shown to add up"
             )
-            cure = "Train a LoRA (use_peft: true), or set use_vllm: false."
-            yield Problem("peft_type", kind.value, reason, cure, _WITH_VLLM)
+            cure = f"Train a LoRA (use_peft: true), or set {engine.instead}."
+            yield Problem("peft_type", kind.value, reason, cure, engine.setting)
 
 
-def _layers(model: PeftModel) -> Iterator[Problem]:
+def _layers(model: PeftModel, engine: Engine) -> Iterator[Problem]:
     packed = is_quantised(model)
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             for variant in layer.lora_variant.values():
                 if not isinstance(variant, VARIANTS):
-                    reason = "this variant of LoRA has not been shown to add up to one weight, from which vLLM samples"
-                    yield Problem("lora", type(variant).__name__, reason, "Set use_vllm: false.", _WITH_VLLM)
+                    reason = "this variant of LoRA has not been shown to add up to one weight, which the sampler needs"
+                    yield Problem("lora", type(variant).__name__, reason, f"Set {engine.instead}.", engine.setting)
         elif packed and isinstance(layer, BaseTunerLayer) and not hasattr(layer, "trainable_tokens_delta"):
             reason = "on a quantized base only a LoRA is added to the unpacked weight"
-            yield Problem("peft_type", type(layer).__name__, reason, "Train a LoRA (use_peft: true).", _WITH_VLLM)
+            yield Problem("peft_type", type(layer).__name__, reason, "Train a LoRA (use_peft: true).", engine.setting)
 
 
-def _heads(base: nn.Module) -> Iterator[Problem]:
-    """Refuse an adapter on one of two weights that are tied: vLLM has one weight for both."""
+def _heads(base: nn.Module, engine: Engine) -> Iterator[Problem]:
+    """Refuse an adapter on one of two weights that are tied: the sampler has one weight for both."""
     model = cast(Any, base)
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if None in ends or _storage(_own(ends[0]).weight) != _storage(_own(ends[1]).weight):
@@ -71,7 +86,7 @@ def _heads(base: nn.Module) -> Iterator[Problem]:
             "Leave both out of lora_target_modules and lora_modules_to_save, or give a LoraConfig with "
             "ensure_weight_tying=True."
         )
-        yield Problem("tie_word_embeddings", True, reason, cure, _WITH_VLLM)
+        yield Problem("tie_word_embeddings", True, reason, cure, engine.setting)
 
 
 def _own(module: Any) -> Any:
@@ -93,12 +108,10 @@ def _storage(parameter: nn.Parameter) -> int:
     return int(parameter.untyped_storage()._cdata)  # also of a view, and without data
 
 
-def _packed(model: nn.Module) -> Iterator[Problem]:
+def _packed(model: nn.Module, engine: Engine) -> Iterator[Problem]:
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() and type(parameter).__name__ not in PACKED:
-            reason = (
-                f"weights of {parameter.dtype}, such as {name}, are sent to vLLM as they are, in their packed form"
-            )
+            reason = f"weights of {parameter.dtype}, such as {name}, are sent to the sampler in their packed form"
             cure = "Name the model before it was quantized, and set load_in_4bit: true to train a LoRA on it."
-            yield Problem("model", ABSENT, reason, cure, _WITH_VLLM)
+            yield Problem("model", ABSENT, reason, cure, engine.setting)
             return

@@ -93,6 +93,13 @@ def effective_weights(
                     yield prefix + name, pushed
 
 
+def policy_dtype(model: Any) -> torch.dtype:
+    """Return the dtype of the weights of `model`; an LM head that was cast to float32 does not count."""
+    head = model.get_output_embeddings()
+    cast_head = None if head is None else head.weight
+    return next(p.dtype for p in model.parameters() if p.is_floating_point() and p is not cast_head)
+
+
 def base_model(model: nn.Module) -> nn.Module:
     """Return the model that PEFT has wrapped."""
     return model.get_base_model() if isinstance(model, PeftModel) else model

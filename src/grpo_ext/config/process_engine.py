@@ -1,0 +1,66 @@
+"""Rules of `rollout_engine: process`, which samples in a process beside each trainer's."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.launch import planning
+from grpo_ext.config.rules import Rule
+from grpo_ext.errors import ABSENT, Problem
+
+_CURE = "Remove it, or set rollout_engine: auto."
+
+
+def samples_in_process(config: GRPOExtArguments) -> bool:
+    """Return whether completions are sampled in a process beside the trainer's."""
+    other = config.use_vllm or config.use_transformers_continuous_batching
+    return config.rollout_engine == "process" and not other
+
+
+def _inexact(config: GRPOExtArguments) -> Iterator[Problem]:
+    if not samples_in_process(config):
+        return
+    reasons = {
+        "neftune_noise_alpha": "it adds noise to the embeddings, which the process would not have",
+        "torch_compile": "the process decodes by the plain forward",
+        "cache_implementation": "the process has a cache of its own",
+    }
+    for name, reason in reasons.items():
+        if value := getattr(config, name):
+            yield Problem(name, value, reason, _CURE, {"rollout_engine": "process"})
+
+
+def _device(config: GRPOExtArguments) -> Iterator[Problem]:
+    name = config.rollout_device
+    if name is None:
+        return
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        yield Problem("rollout_device", name, "it is not a device", "Write cpu, cuda or cuda:1.")
+        return
+    if device.type == "cpu" or planning() or not samples_in_process(config):
+        return
+    found = torch.accelerator.current_accelerator(check_available=True)
+    known = 0 if found is None or found.type != device.type else torch.accelerator.device_count()
+    if (device.index or 0) >= known:
+        yield Problem("rollout_device", name, f"this process sees {known} devices of this type", "Set another one.")
+
+
+PROCESS_RULES: tuple[Rule, ...] = (_inexact, _device)
+"""Settings beside a process that samples, and its device."""
+
+
+def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield the problem of rollouts by `given` arguments, by name, in which the process would have no part."""
+    for name in (name for name, value in given.items() if value and samples_in_process(config)):
+        reason = "the process samples single turns of the dataset's prompts and of environments only"
+        yield Problem(name, ABSENT, reason, _CURE, {"rollout_engine": "process"})
+
+
+def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
+    """Yield the problem of a dataset whose `columns` hold images."""
+    if samples_in_process(config) and isinstance(columns, list) and {"image", "images"} & set(columns):
+        reason = "the process does not take images"
+        yield Problem("rollout_engine", "process", reason, "Set rollout_engine: auto.")

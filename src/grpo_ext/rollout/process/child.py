@@ -1,0 +1,148 @@
+"""The process that samples: builds the policy without adapters, loads versions of its weights, and decodes.
+
+It waits for requests of its parent only. It ends when the parent closes the connection, or has ended in any way.
+"""
+
+import copy
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any, cast
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from grpo_ext.rollout.decoding import decode
+from grpo_ext.rollout.kept_log import Drawn, KeptLog
+from grpo_ext.rollout.process.memory_file import load
+from grpo_ext.rollout.process.messages import Failure, Machine, ModelSpec, Request, Start
+from grpo_ext.rollout.prompt_cache import Unsupported
+from grpo_ext.rollout.samplers import Sampled
+
+TRACEBACK_LINES = 6
+_POLL_SECONDS = 0.5
+
+
+def main() -> None:
+    """Answer the requests of the parent; arguments are the descriptor of the connection and the parent's PID."""
+    descriptor, parent = map(int, sys.argv[1:3])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    connection = Connection(descriptor)
+    try:
+        _serve(connection)
+    except (EOFError, ConnectionError):
+        return
+    except BaseException as error:
+        reason = " | ".join("".join(traceback.format_exception(error)).strip().splitlines()[-TRACEBACK_LINES:])
+        failure = Failure(str(error), True) if isinstance(error, Unsupported) else Failure(reason, False)
+        connection.send_bytes(pickle.dumps(failure))
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent ends, also while it samples."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    os._exit(1)
+
+
+def _serve(connection: Connection) -> None:
+    decoder: Decoder | None = None
+    while True:
+        request: Request = pickle.loads(connection.recv_bytes())
+        if request.start is not None:
+            decoder = Decoder(request.start)
+        assert decoder is not None
+        if request.weights is not None:
+            file = recv_handle(connection)
+            load(decoder.model, request.weights, file)
+            os.close(file)
+        connection.send_bytes(pickle.dumps(decoder.sample(request)))
+
+
+class Decoder:
+    """The model of the process, and how it decodes."""
+
+    def __init__(self, start: Start) -> None:
+        _set_up(start.machine)
+        self.device, self.settings = start.machine.device, start.decoding
+        self.model = built(start.model, self.device)
+
+    @torch.no_grad()
+    def sample(self, request: Request) -> list[Sampled]:
+        """Sample a completion after each context, as the trainer would in its own process."""
+        settings, count = self.settings, len(request.contexts)
+        ids, mask = padded(request.contexts, settings.pad, settings.multiple)
+        drawn = Drawn(log=KeptLog(count) if settings.keeps else None)
+        method = partial(
+            decode, drawn=drawn, uniforms=torch.from_numpy(request.uniforms), limits=torch.tensor(request.limits)
+        )
+        config = copy.deepcopy(settings.config)
+        config.max_new_tokens = max(request.limits)
+        inputs = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
+        output = cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
+        rows = zip(output[:, ids.shape[1] :].tolist(), request.limits, strict=True)
+        found = [self._ended(row[:limit]) for row, limit in rows]
+        # what is not drawn at random has probability 1
+        logps = drawn.logps[-1].tolist() if drawn.logps else [[0.0] * len(row) for row in found]
+        kept: Sequence[Tensor | None] = drawn.kept(found) or [None] * count
+        of_rows = zip(found, logps, kept, strict=True)
+        return [Sampled(row, its[: len(row)], sets) for row, its, sets in of_rows]
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Return a completion up to the token that ends it."""
+        end = next((i for i, token in enumerate(ids) if token in self.settings.ends), len(ids))
+        return ids[: end + 1]
+
+
+def _set_up(machine: Machine) -> None:
+    torch.set_num_threads(machine.threads)
+    torch.set_float32_matmul_precision(machine.matmul_precision)
+    torch.use_deterministic_algorithms(machine.deterministic, warn_only=True)
+    if machine.device.type != "cpu":
+        torch.accelerator.set_device_index(machine.device.index or 0)
+
+
+def built(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+    """Return the model that `spec` describes, without its weights."""
+    with torch.device(device), no_init_weights():
+        model: PreTrainedModel = spec.kind._from_config(spec.config)
+    model.generation_config = spec.generation_config
+    if spec.embedding_dtype is not None:
+        _cast_head(model, spec.embedding_dtype)
+    if spec.autocast is not None:
+        model.forward = torch.autocast(device.type, spec.autocast)(model.forward)
+    return model.eval()
+
+
+def _cast_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let an LM head in float32 compute in it, as TRL's `cast_lm_head_to_fp32` does."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    assert isinstance(head, nn.Module)
+    head.register_forward_pre_hook(lambda _, given: (given[0].float(), *given[1:]))
+    embeddings.register_forward_hook(lambda _, given, output: output.to(dtype))
+
+
+def padded(
+    contexts: Sequence[Sequence[int]], pad: int, multiple: int | None
+) -> tuple[Int[Tensor, "rows time"], Int[Tensor, "rows time"]]:
+    """Return contexts padded on the left, as TRL pads them, and their mask."""
+    longest = max(map(len, contexts))
+    width = longest if multiple is None else -(-longest // multiple) * multiple
+    ids = torch.full((len(contexts), width), pad)
+    mask = torch.zeros_like(ids)
+    for i, context in enumerate(contexts):
+        ids[i, width - len(context) :] = torch.tensor(context)
+        mask[i, width - len(context) :] = 1
+    return ids, mask

@@ -1,0 +1,87 @@
+"""Messages between a trainer and the process that samples for it. Both sides pickle them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How the process builds the policy without adapters."""
+
+    kind: type[PreTrainedModel]
+    config: PreTrainedConfig
+    generation_config: GenerationConfig
+    """The model's own, with the trainer's settings."""
+    autocast: torch.dtype | None
+    """dtype of mixed precision, if the forward computes in it."""
+    embedding_dtype: torch.dtype | None
+    """dtype that embeddings return where the LM head was cast to float32; None where it was not."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the process decodes."""
+
+    config: GenerationConfig
+    ends: frozenset[int]
+    """Tokens that end a completion."""
+    pad: int
+    multiple: int | None
+    """Number of tokens to a multiple of which prompts are padded."""
+    keeps: bool
+    """Whether to return the sets that a truncated sampler drew from."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the process computes, and how torch does."""
+
+    device: torch.device
+    threads: int
+    matmul_precision: str
+    deterministic: bool
+
+
+class Start(NamedTuple):
+    """What a new process needs."""
+
+    model: ModelSpec
+    decoding: Decoding
+    machine: Machine
+
+
+class Place(NamedTuple):
+    """Where a file has a weight or buffer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    offset: int
+
+
+Table: TypeAlias = tuple[Place, ...]
+
+
+class Request(NamedTuple):
+    """Completions to sample."""
+
+    start: Start | None
+    """Given to a new process only."""
+    weights: Table | None
+    """Given where the weights differ from those of the request before; the descriptor of their file follows."""
+    contexts: list[list[int]]
+    limits: list[int]
+    uniforms: np.ndarray
+    """Numbers in [0, 1), [rows, tokens], by which tokens are sampled."""
+
+
+class Failure(NamedTuple):
+    """The answer in place of completions."""
+
+    reason: str
+    unsupported: bool
+    """Whether the model or a setting cannot be decoded exactly, so that asking again is of no use."""

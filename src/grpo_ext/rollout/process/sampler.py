@@ -1,0 +1,209 @@
+"""ProcessSampler: transformers in a process beside the trainer's."""
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from multiprocessing import Pipe
+from multiprocessing.reduction import send_handle
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from grpo_ext.errors import SamplerLost
+from grpo_ext.rollout.process.memory_file import MemoryFile
+from grpo_ext.rollout.process.messages import Failure, Request, Start, Table
+from grpo_ext.rollout.prompt_cache import Unsupported
+from grpo_ext.rollout.samplers import RowEnded, Sampled
+from grpo_ext.rollout.seeds import drawn
+
+logger = logging.getLogger(__name__)
+
+_PROGRAM = "from grpo_ext.rollout.process.child import main; main()"
+
+
+class _Published(NamedTuple):
+    """A version of the weights."""
+
+    copy: int
+    """Its place among all that were published: a version's number may come again with other weights."""
+    file: MemoryFile
+    table: Table
+
+
+class Trouble(RuntimeError):
+    """A process did not answer a request."""
+
+
+class ProcessSampler:
+    """Samples in a process of its own, which has the policy without adapters.
+
+    `sample` waits for the process's answer; it also ends when the process dies, or when `close` kills it. A request
+    that fails is sent once more, to a new process.
+
+    Args:
+        weights: yields the policy's present weights and buffers under the names of the model without adapters;
+            collective where they are spread over processes.
+        start: describes model, decoding and machine; called once, on the main thread.
+    """
+
+    def __init__(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], start: Callable[[], Start]) -> None:
+        self._weights, self._describe = weights, start
+        self._start: Start | None = None
+        self._process: _Process | None = None
+        self._versions: dict[int, _Published] = {}
+        self._spare: list[MemoryFile] = []
+        self._copies = count()
+        self._one_at_a_time, self._starting = threading.Lock(), threading.Lock()
+        self._closed = False
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Numbers of the versions that are published."""
+        return frozenset(self._versions)
+
+    def publish(self, version: int) -> None:
+        """Copy the policy's present weights under this number; does not wait for requests."""
+        self._closed = False
+        if self._start is None:
+            self._start = self._describe()
+        self._running()  # it starts while the weights are copied
+        self.forget(version)
+        file = self._spare.pop() if self._spare else MemoryFile()
+        self._versions[version] = _Published(next(self._copies), file, file.write(self._weights()))
+
+    def sample(
+        self,
+        version: int,
+        contexts: list[list[int]],
+        limits: list[int],
+        streams: Sequence[np.random.Generator],
+        done: RowEnded | None = None,
+    ) -> list[Sampled]:
+        """Sample a completion after each context; a row takes as many numbers of its stream as its limit.
+
+        Raises:
+            SamplerLost: the request failed twice, or the sampler was closed.
+            Unsupported: the model cannot be decoded exactly.
+        """
+        if not contexts:
+            return []
+        uniforms = drawn(streams, limits, len(contexts), max(limits))
+        request = Request(None, None, contexts, limits, uniforms)
+        with self._one_at_a_time:
+            try:
+                return self._ask(version, request)
+            except Trouble as trouble:
+                if not self._closed:
+                    logger.warning(f"the process that samples completions: {trouble}. It is started and asked again.")
+            try:
+                return self._ask(version, request)
+            except Trouble as trouble:
+                raise SamplerLost(f"the process that samples completions failed twice: {trouble}") from None
+
+    def _ask(self, version: int, request: Request) -> list[Sampled]:
+        try:
+            return self._running().sample(request, self._versions[version])
+        except BaseException:
+            self._end_process()
+            raise
+
+    def _running(self) -> "_Process":
+        """Return the process; start it if there is none.
+
+        Raises:
+            SamplerLost: the sampler was closed.
+        """
+        with self._starting:
+            if self._closed:
+                raise SamplerLost("the process that samples was closed")
+            if self._process is None:
+                assert self._start is not None
+                self._process = _Process(self._start)
+            return self._process
+
+    def forget(self, version: int) -> None:
+        """Drop a version; the memory is kept for the next one."""
+        if (published := self._versions.pop(version, None)) is not None:
+            self._spare.append(published.file)
+
+    def close(self) -> None:
+        """End the process, also while it samples, and free the memory of all versions."""
+        self._closed = True
+        self._end_process()
+        for version in self.versions:
+            self.forget(version)
+        while self._spare:
+            self._spare.pop().close()
+
+    def _end_process(self) -> None:
+        with self._starting:
+            process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+
+class _Process:
+    """A process that samples, as its parent has it."""
+
+    def __init__(self, start: Start) -> None:
+        self._start: Start | None = start
+        self._loaded = -1
+        self._connection, theirs = Pipe()
+        path = os.pathsep.join(filter(None, sys.path))  # it imports what we can import
+        with theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,  # signals of the terminal and of a launcher are for the trainer
+            )
+
+    def sample(self, request: Request, weights: _Published) -> list[Sampled]:
+        """Return the completions of a request.
+
+        Raises:
+            Trouble: there was no answer, or a failure.
+            Unsupported: the model cannot be decoded exactly.
+        """
+        stale = weights.copy != self._loaded
+        request = request._replace(start=self._start, weights=weights.table if stale else None)
+        try:
+            self._connection.send_bytes(pickle.dumps(request))
+            if stale:
+                send_handle(self._connection, weights.file.descriptor, self._child.pid)
+            answer = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise Trouble(_exit(self._child)) from None
+        if isinstance(answer, Failure):
+            if answer.unsupported:
+                raise Unsupported(f"rollout_engine='process': {answer.reason}. Set rollout_engine: auto.")
+            raise Trouble(answer.reason)
+        self._start, self._loaded = None, weights.copy
+        found: list[Sampled] = answer
+        return found
+
+    def end(self) -> None:
+        """Kill the process."""
+        self._child.kill()
+        self._child.wait()
+        self._connection.close()
+
+
+def _exit(child: subprocess.Popen[bytes]) -> str:
+    """Return how a process ended that has closed its connection."""
+    try:
+        code = child.wait(5.0)
+    except subprocess.TimeoutExpired:
+        return "it closed its connection"
+    if code >= 0:
+        return f"it ended with exit code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"it was killed by {known.get(-code, f'signal {-code}')}"
