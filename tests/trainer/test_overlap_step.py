@@ -1,6 +1,7 @@
 """`overlap: step` trains what a run without it trains: groups arrive one by one, and nothing else changes."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,9 @@ class Drawn:
 
     def forget(self, version):
         self.versions -= {version}
+
+    def paused(self):
+        return nullcontext()
 
     def close(self):
         self.versions = frozenset()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.reduction import send_handle
@@ -132,6 +133,10 @@ class ProcessSampler:
         """Drop a version; the memory is kept for the next one."""
         if (published := self._versions.pop(version, None)) is not None:
             self._spare.append(published.file)
+
+    def paused(self) -> nullcontext[None]:
+        """Return an empty context: an evaluation samples in the trainer's process."""
+        return nullcontext()
 
     def close(self) -> None:
         """End the process, also while it samples, and free the memory of all versions."""

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 
 from grpo_ext.errors import ServerLost
 from grpo_ext.rollout.kept_log import encoded_lists
-from grpo_ext.rollout.samplers import Sampled
+from grpo_ext.rollout.samplers import RowEnded, Sampled
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble, in_thread
 from grpo_ext.rollout.vllm.generation import LONGEST_PAUSE, Generation, broadcast, seeded_request
 from grpo_ext.rollout.vllm.host_copy import HostCopy
@@ -166,7 +166,7 @@ class ServerSampler:
         contexts: list[list[int]],
         limits: list[int],
         streams: Sequence[np.random.Generator],
-        done: Callable[[int, Sampled], None] | None = None,
+        done: RowEnded | None = None,
     ) -> list[Sampled]:
         """Sample a completion after each context by the published weights; any thread, blocks.
 
@@ -176,8 +176,8 @@ class ServerSampler:
         have passed since its last sign of life; and in `publish` and `paused` until they end.
 
         Raises:
-            ServerLost: the server did not come back, or the sampler was closed.
-            RuntimeError: the server refuses a request, or no longer has this version.
+            ServerLost: the server did not come back or refuses a request, or the sampler was closed.
+            RuntimeError: the server no longer has this version.
         """
         seeds = [int(stream.integers(2**31)) for stream in streams]
         rows = zip(contexts, limits, seeds, strict=True)
@@ -202,9 +202,7 @@ class ServerSampler:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _all(
-        self, requests: Sequence[Callable[[], Sampled]], done: Callable[[int, Sampled], None] | None
-    ) -> list[Sampled]:
+    def _all(self, requests: Sequence[Callable[[], Sampled]], done: RowEnded | None) -> list[Sampled]:
         """Return the answers to requests, `CONNECTIONS` of them at a time, or raise what one of them raised.
 
         Their threads do not keep a process from ending. After a failure no further request is sent.
@@ -240,6 +238,8 @@ class ServerSampler:
                 return self._read(self._client.complete([context], **request))
             except ServerTrouble as trouble:
                 troubles.append(trouble)
+            except RuntimeError as error:
+                raise ServerLost(f"vLLM server: {error}") from error
             if time.monotonic() - troubles[0].since > generation.server_timeout:
                 raise generation.lost(troubles[-1])
             time.sleep(min(0.5 * len(troubles), LONGEST_PAUSE))
