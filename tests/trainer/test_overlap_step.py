@@ -218,6 +218,7 @@ def test_what_needs_the_whole_batch_waits_for_it_and_says_so(case, tmp_path, cap
 
 REFUSED = {
     "rollout_engine": {"rollout_engine": "auto"},
+    "colocated vLLM": {"use_vllm": True, "vllm_mode": "colocate"},
     "dynamic_sampling": {"dynamic_sampling": "reward"},
     "loss_defaults": {"loss_defaults": "trl"},
 }
