@@ -48,7 +48,7 @@ def forward_obstacle(args: GRPOExtConfig) -> str | None:
 def obstacles(model: Policy, use: Forward = Forward.LOSS) -> Iterator[str]:
     """Yield why a shared prompt would not be exact for this model."""
     yield from _of_adapters(model)
-    if use is not Forward.ROLLOUT or model.training:  # evaluation rolls out without noise
+    if use is Forward.LOSS or (use is Forward.ROLLOUT and model.training):  # evaluation rolls out without noise
         yield from _of_noise(model)
     base = causal_lm(model)
     yield from _of_architecture(base)

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from unittest.mock import patch
 
 import pytest
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from trl.generation.vllm_generation import VLLMGeneration, ensure_master_addr_port
 
@@ -78,7 +79,7 @@ def test_runs_that_start_at_the_same_moment_take_ports_of_their_own(monkeypatch)
         with patch.dict(os.environ):
             run = Generation.__new__(Generation)
             run.mode, run.dtype, run.engine_kwargs, run.keeps = "colocate", "float32", {}, False
-            run.model = tiny.model()
+            run.model, run.accelerator = tiny.model(), Accelerator()
             run._init_vllm()
     assert ports[0] != ports[1]
 
