@@ -362,6 +362,13 @@ def sampler_training_table() -> str:
     return table(("weights and rule", *heads), rows)
 
 
+def memory_estimates_table() -> str:
+    """Return a table of measured peaks of memory and what `check` estimates."""
+    rows = json.loads((RESULTS / "memory_estimate.json").read_text())["rows"]
+    found = [(name, f"{row['measured']} MiB", f"{row['ratio']:.2f}") for name, row in rows.items()]
+    return table(("model and settings", "measured peak", "estimate / measured"), found)
+
+
 HEALTHY = {
     "loss": "near 0 on-policy, of either sign; not a measure of learning",
     "grad_norm": "above 0 if a group has an advantage; 0 means that this step changed no weight",
@@ -455,6 +462,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sampler_kept": sampler_kept_table,
     "sampler_bias": sampler_bias_table,
     "sampler_training": sampler_training_table,
+    "memory_estimates": memory_estimates_table,
     "textarena": textarena_table,
     "migrated": migrated_table,
     "defaults_of_trl": trl_defaults,

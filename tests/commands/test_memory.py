@@ -1,5 +1,8 @@
 """The estimate of memory in `grpo-ext check`: its parts follow the settings, and it never refuses."""
 
+import sys
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
@@ -10,8 +13,12 @@ from grpo_ext.commands import memory
 from grpo_ext.commands.memory import Shape, estimate
 from support import tiny
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import memory_estimate
+
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 4, "gradient_checkpointing": False}
-SIZE = {"per_device_train_batch_size": 8, "max_completion_length": 64, "shared_prefix": "false"}
+SIZE = {"per_device_train_batch_size": 8, "max_completion_length": 64, "shared_prefix": "auto"}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=4, vocab_size=500, **HEADS)
 
@@ -50,11 +57,22 @@ def test_each_setting_moves_its_part():
     plain = parts()
     assert parts(max_completion_length=128)["activations"] > 1.5 * plain["activations"]
     assert parts(gradient_checkpointing=True)["activations"] < 0.6 * plain["activations"]
-    assert parts(shared_prefix="auto")["activations"] < plain["activations"]
+    assert parts(shared_prefix="false")["activations"] > plain["activations"] + 512 * 32_768 * 4  # TRL's buffer
+    assert parts(entropy_coef=0.01)["activations"] == plain["activations"] + 512 * 500 * 4
+    assert parts(gradient_accumulation_steps=2)["activations"] == plain["activations"] + 4000
     assert parts(dtype="bfloat16")["weights"] == plain["weights"] / 2
     assert parts(use_vllm=True)["engine"] == plain["weights"] + 2**30
     assert "engine" not in parts(use_vllm=True, vllm_mode="server")
     assert estimate(GRPOExtConfig(**CPU | SIZE), None, 1000, 1000, None, 32).keys() == plain.keys() - {"activations"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"shared_prefix": "false"}]
+)
+def test_the_estimate_is_near_the_peak_of_a_step(settings):
+    found = memory_estimate.run(memory_estimate.SMALL, 16, 96, "float32", settings)
+    assert found["ratio"] == pytest.approx(1, abs=0.15)
 
 
 def test_an_engine_on_a_gpu_takes_its_share(monkeypatch):

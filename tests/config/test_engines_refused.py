@@ -4,7 +4,7 @@ import pytest
 from accelerate.parallelism_config import ParallelismConfig
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.config.engines import check_started
+from grpo_ext.config.engines import ENGINE_RULES, check_started
 from grpo_ext.errors import ConfigError
 
 LAUNCHES = {
@@ -47,7 +47,8 @@ def test_a_launch_that_splits_rows_is_refused(words, monkeypatch):
 def test_data_parallelism_is_allowed(launch, monkeypatch):
     for name, value in launch.items():
         monkeypatch.setenv(name, value)
-    config()
+    launched = config()
+    assert [problem for rule in ENGINE_RULES for problem in rule(launched)] == []
 
 
 def test_parallelism_in_the_config_is_refused():

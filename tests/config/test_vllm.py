@@ -8,6 +8,7 @@ import pytest
 
 from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.config.engine_options import known_options
+from grpo_ext.config.precision import coarse_options
 from grpo_ext.objective.sampler_correction import SamplerRule, trl_rule
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True}
@@ -45,6 +46,24 @@ def test_an_unknown_option_of_the_engine_is_answered_with_the_nearest_one(given)
     with pytest.raises(ConfigError, match=r"kv_cache_dtyp='fp8': .* no such option. Did you mean 'kv_cache_dtype'"):
         GRPOExtConfig(**CPU, vllm_engine_kwargs=given({"kv_cache_dtyp": "fp8", "max_num_seqs": 4}))
     GRPOExtConfig(**CPU, vllm_engine_kwargs=given({"kv_cache_dtype": "fp8", "max_num_seqs": 4}))
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_a_cache_of_fewer_bits_is_the_only_quantization_of_a_colocated_engine(mode):
+    """A trainer on a CPU says nothing about its server, which may have GPUs."""
+    GRPOExtConfig(**CPU, vllm_mode=mode, vllm_engine_kwargs={"kv_cache_dtype": "fp8"})
+    quantized = CPU | {"vllm_mode": mode, "vllm_engine_kwargs": {"quantization": "fp8"}}
+    if mode == "colocate":
+        with pytest.raises(ConfigError, match="a push to a colocated engine writes weights in place"):
+            GRPOExtConfig(**quantized)
+    else:
+        assert coarse_options(GRPOExtConfig(**quantized)) == {"quantization": "fp8"}
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "fp8", "nvfp4", "turboquant_3bit_nc"])
+def test_a_cache_of_fewer_than_16_bits_makes_the_sampler_coarser(dtype):
+    config = GRPOExtConfig(**CPU, vllm_engine_kwargs={"kv_cache_dtype": dtype})
+    assert bool(coarse_options(config)) == (dtype not in ("auto", "bfloat16", "float16"))
 
 
 @needs_vllm

@@ -15,8 +15,9 @@ from peft import LoraConfig, get_peft_model
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import SamplerLost
-from grpo_ext.rollout.process.child import padded
+from grpo_ext.rollout.process.child import built, padded
 from grpo_ext.rollout.process.memory_file import MemoryFile, load
+from grpo_ext.rollout.process.messages import ModelSpec
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.seeds import drawn
@@ -271,6 +272,18 @@ def test_a_file_in_memory_holds_weights_and_buffers_of_any_dtype():
     for ours, theirs in zip(policy.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
         assert ours.dtype == theirs.dtype
+    file.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_of_the_process_takes_the_weights_of_the_policy(tied):
+    policy, file = tiny.model(tie_word_embeddings=tied), MemoryFile()
+    spec = ModelSpec(type(policy), policy.config, policy.generation_config, None, None)
+    model = built(spec, torch.device("cpu"))
+    weights = dict(effective_weights(policy, torch.float32, Rounding()))
+    load(model, file.write((weights | dict(policy.named_buffers())).items()), file.descriptor)
+    ids = torch.tensor([CONTEXTS[0]])
+    assert torch.equal(model(ids).logits, policy.eval()(ids).logits)
     file.close()
 
 

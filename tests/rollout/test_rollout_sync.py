@@ -31,6 +31,7 @@ from grpo_ext.rollout.vllm.server import (
     engine_mismatches,
     mismatches,
     server_facts,
+    unsuited,
 )
 from support import tiny
 
@@ -379,9 +380,23 @@ def test_options_of_the_engine_are_compared_with_what_the_server_reports(options
     assert all(words in problem for words, problem in zip(differing, found, strict=True))
 
 
-def test_a_server_that_speculates_is_reported():
-    (found,) = engine_mismatches({}, CONFIG | {"speculative_config": {"method": "ngram"}})
-    assert str(found).startswith("speculative_config={'method': 'ngram'}: vLLM's CPU build draws drafted tokens at")
+@pytest.mark.parametrize(
+    ("reported", "words"),
+    [
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config={'method': 'ngram'}: drafted tokens have"),
+        ({"watermark_config": {"key": 1}}, "watermark_config={'key': 1}: a watermark chooses tokens by a key"),
+        (
+            {"device_config": {"device_type": "cpu"}, "model_config": {"quantization": "fp8"}},
+            "quantization='fp8': a push to a server on a CPU writes weights in place",
+        ),
+        ({"device_config": {"device_type": "cuda"}, "model_config": {"quantization": "fp8"}}, None),
+        ({"device_config": {"device_type": "cpu"}, "model_config": {"quantization": None}}, None),
+    ],
+    ids=str,
+)
+def test_a_server_whose_samples_cannot_be_the_policys_is_refused(reported, words):
+    found = [str(problem) for problem in unsuited(CONFIG | reported)]
+    assert [problem.startswith(words) for problem in found] == ([True] if words else [])
 
 
 def test_a_model_is_the_same_by_another_path(tmp_path, monkeypatch):

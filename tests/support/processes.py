@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import yaml
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "accelerate_configs" / "cpu_ddp.yaml"
@@ -54,6 +55,14 @@ def with_deepspeed() -> dict[str, str]:
 
 def has_deepspeed() -> bool:
     return (Path(DEEPSPEED) / "deepspeed").is_dir() if DEEPSPEED else find_spec("deepspeed") is not None
+
+
+def needs_deepspeed(engine: str) -> None:
+    """Skip the test of an engine of DeepSpeed where that is not installed, unless it is required."""
+    if engine.startswith("zero") and not has_deepspeed():
+        if os.environ.get("GRPO_EXT_REQUIRE_DEEPSPEED") == "1":
+            pytest.fail("DeepSpeed is not installed, and is required here")
+        pytest.skip("DeepSpeed is not installed")
 
 
 def free_port() -> str:

@@ -39,10 +39,11 @@ def build(
     peft_config=None,
     rollout=None,
     evaluated=None,
+    kind=GRPOExtTrainer,
     **settings,
 ):
     args = GRPOExtConfig(output_dir=str(tmp_path), **(tiny.TRAINING | settings))
-    return GRPOExtTrainer(
+    return kind(
         model=model,
         reward_funcs=list(rewards),
         args=args,
@@ -80,7 +81,4 @@ class Recorder(GRPOExtTrainer):
 
 
 def record(model, tmp_path, rewards, rows=64, **settings):
-    args = GRPOExtConfig(output_dir=str(tmp_path), **(tiny.TRAINING | settings))
-    return Recorder(
-        model, list(rewards), args, tiny.prompts(rows), processing_class=tiny.tokenizer()
-    )  # fmt: skip
+    return build(model, tmp_path, rewards, rows, kind=Recorder, **settings)

@@ -28,7 +28,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.report.reading import read_runs
-from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts
+from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts, unsuited
 from grpo_ext.trainer.diagnosis.overlap import advice
 
 Section = list[tuple[str, str]]
@@ -173,7 +173,7 @@ def _check_server(recipe: Recipe) -> int:
     url = server_url(recipe)
     try:
         facts = server_facts(url)
-        problems = [*mismatches(wanted(recipe), facts)]
+        problems = [*mismatches(wanted(recipe), facts), *unsuited(facts.config)]
         problems += engine_mismatches(given_options(recipe.training), facts.config)
     except ServerUnreachable as error:
         print(f"vLLM server: {error}.")

@@ -6,9 +6,12 @@ from typing import Any
 import psutil
 import torch
 from transformers import PreTrainedConfig
+from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
+from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.machine import is_for_another
+from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.packing.lm_head import CHUNK
 from grpo_ext.recipe.parts import Recipe
@@ -18,8 +21,8 @@ FLOAT = 4
 """Bytes of a float32."""
 CPU_CACHE = 2**30
 """Bytes of vLLM's cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE sets another size."""
-CHUNKS = 3
-"""Chunks of logits that the LM head holds at a time: log-probabilities, their gradient, its product."""
+TILE = (TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE)
+"""Tokens and words of the one buffer of logits that TRL's LM head has."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Shape:
         hidden: width of the residual stream.
         inner: width of the MLP; of a mixture of experts, that of all experts of a token together.
         queries: width of all query heads together.
+        keys: width of all key heads together.
         vocabulary: rows of the LM head.
     """
 
@@ -38,6 +42,7 @@ class Shape:
     hidden: int
     inner: int
     queries: int
+    keys: int
     vocabulary: int
 
     @classmethod
@@ -49,31 +54,89 @@ class Shape:
             inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
             if experts := getattr(text, "num_experts_per_tok", None):
                 inner = int(experts) * int(getattr(text, "moe_intermediate_size", None) or inner)
-            queries = heads * int(getattr(text, "head_dim", None) or hidden // heads)
-            return cls(int(text.num_hidden_layers), hidden, inner, queries, int(text.vocab_size))
+            each = int(getattr(text, "head_dim", None) or hidden // heads)
+            keys = each * int(getattr(text, "num_key_value_heads", None) or heads)
+            return cls(int(text.num_hidden_layers), hidden, inner, heads * each, keys, int(text.vocab_size))
         except (AttributeError, TypeError):
             return None
 
-    def layer(self, width: int) -> int:
+    def layer(self, width: int, *, merged: bool = False) -> int:
         """Return the bytes that one token leaves in one layer for the backward, at `width` bytes a number.
 
-        Two norms keep their input in float32 and their product, the projections their inputs, attention its queries,
-        keys and values for each head and its output, the MLP four times its inner width.
+        Two norms keep their input in float32 and their product, the projections their inputs, the MLP four times its
+        inner width. Attention keeps queries, keys and values for each query head, and its output twice; if prompts are
+        shared (`merged`), keys and values for each key head, and its output once.
         """
-        return width * (4 * self.hidden + 5 * self.queries + 4 * self.inner) + 2 * FLOAT * self.hidden
+        attention = 2 * (self.queries + self.keys) if merged else 5 * self.queries
+        return width * (4 * self.hidden + attention + 4 * self.inner) + 2 * FLOAT * self.hidden
+
+    def gradients(self, width: int) -> int:
+        """Return the bytes per token that the backward of a layer adds at its peak.
+
+        That is in the MLP: the gradients of both factors of its product, while the product itself is free again, and
+        of the residual stream, before and after.
+        """
+        return width * 2 * (self.inner + self.hidden)
 
 
-def activations(shape: Shape, tokens: int, labels: int, *, width: int, checkpointed: bool) -> int:
-    """Return the bytes of a forward of `tokens` and the LM head at `labels` positions, kept for the backward.
+@dataclass(frozen=True)
+class Batch:
+    """The sizes of a micro-batch.
 
-    With gradient checkpointing each layer keeps its input, and one layer at a time is computed again. The gradients of
-    one layer count as much as what it keeps.
+    Args:
+        tokens: those that are computed, shared prompts once.
+        labels: those that the loss scores.
+        width: bytes of a number that is computed.
+        merged: whether prompts are shared.
+        checkpointed: whether layers are computed again for the backward.
+        logits: bytes of logits that the LM head holds at a time.
+        accumulated: whether an earlier micro-batch has left gradients.
     """
-    one = tokens * shape.layer(width)
-    body = shape.layers * tokens * shape.hidden * width + one if checkpointed else shape.layers * one
-    body += one
-    logits = min(labels * shape.vocabulary, CHUNK)
-    return body + CHUNKS * FLOAT * logits + 2 * FLOAT * labels * shape.hidden
+
+    tokens: int
+    labels: int
+    width: int
+    merged: bool
+    checkpointed: bool
+    logits: int
+    accumulated: bool
+
+
+def peak(shape: Shape, batch: Batch, gradients: int) -> int:
+    """Return the most bytes that gradients and activations take together in a forward and backward.
+
+    Three moments compete: the backward of the LM head, when every layer still keeps what it needs; that of the last
+    layer, which gradient checkpointing computes again from its input; and that of the first layer, when all gradients
+    are there.
+
+    Args:
+        shape: of the model.
+        batch: of the step.
+        gradients: bytes of all gradients.
+    """
+    stream = batch.tokens * shape.hidden * batch.width
+    layer = batch.tokens * shape.layer(batch.width, merged=batch.merged)
+    backward = layer + batch.tokens * shape.gradients(batch.width)
+    below = stream * shape.layers if batch.checkpointed else stream + layer * (shape.layers - 1)
+    above = 0 if batch.checkpointed else layer
+    before = gradients if batch.accumulated else 0
+    head = min(FLOAT * shape.vocabulary * shape.hidden, gradients)  # 0 or little where only an adapter is trained
+    at_head = before + head + below + above + batch.logits + 2 * FLOAT * batch.labels * shape.hidden
+    return max(at_head, max(before, head) + below + backward, gradients + backward)
+
+
+def logits_held(training: GRPOExtArguments, vocabulary: int, labels: int, width: int) -> int:
+    """Return the bytes of logits that the LM head holds at a time.
+
+    TRL's has one buffer. Ours, on a CPU with shared prompts and over kept sets, has log-probabilities of a chunk and
+    their gradient, its copy in 16 bits, and one more for the gradient of an entropy bonus.
+    """
+    ours = (training.use_cpu and training.prefix_setting != "false") or scores_kept_sets(training)
+    if not ours:
+        return min(labels, TILE[0]) * TILE[1] * width
+    positions = -(-labels // max(1, -(-labels * vocabulary // CHUNK)))
+    each = (2 + bool(training.entropy_coef)) * FLOAT + (width if width < FLOAT else 0)
+    return positions * vocabulary * each
 
 
 def _width(dtype: str | None) -> int:
@@ -104,9 +167,17 @@ def estimate(
         "autocast": parameters * computes if computes < each else 0,
     }
     if shape is not None:
-        tokens, labels = prompts * prompt + rows * completion, rows * completion
-        checkpointed = bool(training.gradient_checkpointing)
-        parts["activations"] = activations(shape, tokens, labels, width=computes, checkpointed=checkpointed)
+        labels = rows * completion
+        batch = Batch(
+            tokens=prompts * prompt + labels,
+            labels=labels,
+            width=computes,
+            merged=training.prefix_setting != "false",
+            checkpointed=bool(training.gradient_checkpointing),
+            logits=logits_held(training, shape.vocabulary, labels, computes),
+            accumulated=training.gradient_accumulation_steps > 1,
+        )
+        parts["activations"] = peak(shape, batch, parts["gradients"]) - parts["gradients"]
     if training.use_vllm and training.vllm_mode == "colocate":
         parts["engine"] = _engine(training, parameters * computes)
     return parts

@@ -14,7 +14,7 @@ from grpo_ext.errors import Problem
 from grpo_ext.registry import did_you_mean
 
 SETTINGS_OF = {
-    **dict.fromkeys(("model", "tokenizer", "hf_config_path"), "model_name_or_path"),
+    **dict.fromkeys(("model", "model_weights", "tokenizer", "hf_config_path"), "model_name_or_path"),
     **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), "model_revision"),
     "trust_remote_code": "trust_remote_code",
     "dtype": "vllm_dtype",
@@ -33,8 +33,20 @@ _OF_PROCESSES = ("distributed_executor_backend", "pipeline_parallel_size", "nnod
 """Options of the processes of an engine; a colocated one runs in the trainer's."""
 QUANTIZES = ("quantization", "quantization_config")
 """Options that quantize the weights of the engine."""
-SPECULATION = "vLLM's CPU build draws drafted tokens at a wrong temperature (vllm#55005), and no GPU has been measured"
-"""Why speculative decoding is refused: samples and their log-probabilities are not the policy's."""
+SPECULATION = (
+    "drafted tokens have been measured on vLLM's CPU build only, which draws them at a wrong temperature "
+    "(vllm#55005); on a GPU it is not known whether their log-probabilities are right"
+)
+"""Why speculative decoding is refused."""
+IN_PLACE = "writes weights in place, and quantized layers have others"
+"""Why an engine that is pushed to in place cannot be quantized."""
+WATERMARK = "a watermark chooses tokens by a key, so samples are not drawn from the policy"
+"""Why a watermark is refused."""
+
+
+def quantizes_cache(key: str, value: object) -> bool:
+    """Return whether an option stores keys and values in fewer than 16 bits."""
+    return key == "kv_cache_dtype" and value not in ("auto", "float32", "float16", "bfloat16")
 
 
 def given_options(config: GRPOExtArguments) -> Mapping[str, Any]:
@@ -77,22 +89,21 @@ def _refused(key: str) -> tuple[str, str] | None:
         return "the correction needs log-probabilities after temperature and truncation", "Remove it."
     if key.startswith("spec_") or key == "speculative_config":
         return SPECULATION, "Remove it."
+    if key == "watermark_config":
+        return WATERMARK, "Remove it."
     return None
 
 
 def _options_of_a_mode(config: GRPOExtArguments) -> Iterator[Problem]:
-    """Refuse options that an engine in the trainer's processes, or on a CPU, cannot have."""
+    """Refuse options that an engine in the trainer's processes cannot have."""
     for key, value in given_options(config).items():
         of_processes = key in _OF_PROCESSES or key.startswith("data_parallel_")
         if of_processes and config.vllm_mode == "colocate":
             reason = "a colocated engine runs in the trainer's processes"
             yield Problem(f"vllm_engine_kwargs.{key}", value, reason, "Remove it, or set vllm_mode: server.")
-        if key in QUANTIZES and (config.use_cpu or config.vllm_mode == "colocate"):
-            reason = (
-                "a push to a colocated engine, or on a CPU, writes weights in place, and quantized layers have others"
-            )
-            cure = "Remove it." if config.use_cpu else "Set vllm_mode: server: a server quantizes each push again."
-            yield Problem(f"vllm_engine_kwargs.{key}", value, reason, cure)
+        if key in QUANTIZES and config.vllm_mode == "colocate":
+            cure = "Remove it, or set vllm_mode: server: on GPUs a server quantizes each push again."
+            yield Problem(f"vllm_engine_kwargs.{key}", value, f"a push to a colocated engine {IN_PLACE}", cure)
 
 
 ENGINE_OPTION_RULES: tuple[Rule, ...] = (_options, _options_of_a_mode)

@@ -111,7 +111,8 @@ TRUNCATION_RULES: tuple[Rule, ...] = (_rescaled, _unbounded, _elsewhere)
 def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> Iterator[Problem]:
     """Yield the problem of rollouts by `given` arguments, by name, that do not carry the tokens that were kept."""
     for name in (name for name, value in given.items() if value):
-        yield from _needs_sets(config, f"{name} does not pass them on", f"Remove {name}.")
+        verb = "do" if name.endswith("s") else "does"
+        yield from _needs_sets(config, f"{name} {verb} not pass them on", f"Remove {name}.")
 
 
 def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:

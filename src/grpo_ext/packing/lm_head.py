@@ -53,9 +53,10 @@ class LabelledLogProbs(torch.autograd.Function):
             log_p = _log_softmax(hidden[rows], weight, bias, _left_out(kept, rows, weight), *ctx.form)[0]
             logps[rows] = log_p.gather(1, labels[rows, None])[:, 0]
             if entropies is not None:
-                entropies[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
+                entropies[rows] = -log_p.exp().mul_(log_p).sum(dim=1)
             if len(log_p) == len(hidden) and any(ctx.needs_input_grad):
                 whole.append(log_p)
+            del log_p  # a chunk at a time
         ctx.save_for_backward(hidden, weight, bias, labels, entropies, *whole)
         return logps, entropies, None, None, None
 
@@ -101,6 +102,7 @@ class LabelledLogProbs(torch.autograd.Function):
                 d_weight.addmm_(grad.T, hidden[rows].to(dtype))
             elif d_weight is not None:
                 d_weight += (grad.T @ hidden[rows].to(dtype)).to(accumulated)
+            del log_p, slope, grad
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), *[None] * 7
 
@@ -146,7 +148,7 @@ def _logit_gradient(
     grad = log_p.exp()
     if grad_entropies is not None and entropies is not None:
         share = (log_p + entropies[:, None]).mul_(grad_entropies[:, None])
-        grad.mul_(-(share + grad_logps[:, None] if grad_logps is not None else share))
+        grad.mul_((share if grad_logps is None else share.add_(grad_logps[:, None])).neg_())
     elif grad_logps is not None:
         grad.mul_(-grad_logps[:, None])
     if grad_logps is not None:

@@ -12,7 +12,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from torch.distributed.tensor import DTensor
 
 torch.set_num_threads(1)
 
@@ -22,6 +21,7 @@ from grpo_ext.errors import RolloutDrift, ServerLost
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.rollout.vllm import client
 from grpo_ext.train import leave_process_group
+from grpo_ext.trainer.verification.watched import whole
 from support import tiny
 from support.fsdp_on_cpu import make_fsdp_real
 from support.vllm_runs import send_all, server_processes
@@ -130,7 +130,7 @@ def main(output: Path, settings: dict) -> None:
         quantization_config=settings.get("quantization_config"),
         environments=settings.get("environments"),
     )
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+    before = {n: whole(p) for n, p in trainer.model.named_parameters() if not p.requires_grad}
     if settings["mode"] == "colocate":
         sizes = trainer.vllm_generation.llm.llm_engine.vllm_config.scheduler_config
         found = {"batched": sizes.max_num_batched_tokens, "sequences": sizes.max_num_seqs}
@@ -158,8 +158,7 @@ def main(output: Path, settings: dict) -> None:
         if trainer.accelerator.is_main_process:
             (output / "log.json").write_text(json.dumps(trainer.state.log_history))
     if peft is not None:
-        named = [(n, p) for n, p in trainer.model.named_parameters() if n in before]
-        after = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in named}
+        after = {n: whole(p) for n, p in trainer.model.named_parameters() if n in before}
         assert after.keys() == before.keys()
         changed = [n for n, p in after.items() if not torch.equal(p, before[n])]
         assert not changed, changed

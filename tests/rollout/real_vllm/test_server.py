@@ -8,10 +8,13 @@ import sys
 import pytest
 
 from support import tiny
-from support.processes import PATIENCE, machines, on_cpu
+from support.processes import PATIENCE, machines, needs_deepspeed, on_cpu, with_deepspeed
 from support.vllm_runs import DDP, ENV, HEADS, RUN, drifts, free_port, steps, train
 
 FLOAT32 = 0.02
+"""Mean difference in nats above which a run in float32 is stopped."""
+ROUNDING = 2e-5
+"""What vLLM's kernels and the trainer's differ by in float32, with room: 3e-6 was measured."""
 
 
 @pytest.fixture
@@ -55,12 +58,18 @@ def test_lora_arrives_merged(tied, address, tmp_path):
     assert max(drifts(log)) < FLOAT32
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_two_trainer_processes_share_one_server(lora, tied, address, tmp_path):
+@pytest.mark.parametrize(
+    ("engine", "lora"), [("fsdp2", False), ("fsdp2", True), pytest.param("zero3", True, marks=pytest.mark.slow)]
+)
+def test_two_trainer_processes_share_one_server(engine, lora, tied, address, tmp_path):
+    """Shards of base and adapter are gathered and summed: what is left is float32's rounding."""
+    needs_deepspeed(engine)
     settings = {"config": {"max_steps": 5, "learning_rate": 1e-2 if lora else 3e-3}, "lora": lora} | address
-    log, _, _ = train(tmp_path, "server", tied, launch=on_cpu("fsdp2", tmp_path), **settings)
+    env = with_deepspeed() if engine == "zero3" else {}
+    log, _, _ = train(tmp_path, "server", tied, launch=on_cpu(engine, tmp_path), env=env, **settings)
     assert len(drifts(log)) == 5
-    assert max(drifts(log)) < FLOAT32
+    assert max(drifts(log)) < ROUNDING
+    assert (max(entry.get("sampling/push_rounding", -1) for entry in steps(log)) == 0) == lora
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
@@ -34,6 +35,7 @@ from support.figures import evaluated
 from support.figures import trainer as trainer_of_figures
 from support.float64 import FLOAT64, float64_throughout
 from support.fsdp_on_cpu import is_sharded, make_fsdp_real
+from support.mismatched import RULES, trained
 from support.trainers import build, number, record, scripted_rollout, scripted_trajectories, unit_interval, weights
 
 # One step.
@@ -64,6 +66,21 @@ def one_step(model: str, output: str, rows: str, *names: str) -> None:
         if trainer.accelerator.is_main_process:
             log = [entry for entry in trainer.state.log_history if "reward" in entry]
             torch.save({"weights": weights(trainer.model), "log": log}, Path(output) / f"{name}.pt")
+
+
+@float64_throughout()
+def sampler_correction(model: str, output: str, rows: str) -> None:
+    """A step by each rule about a sampler that is not the policy."""
+    for name, rule in RULES.items():
+        settings = {"sampler_correction": rule, "skip_zero_advantages": False, **FLOAT64}
+        trainer = trained(Path(output) / name, model=model, per_device_train_batch_size=int(rows), **settings)
+        (made,) = trainer.outputs
+        each = made["importance_sampling_ratio"].expand(-1, made["completion_mask"].shape[1])
+        ratios = gather_object([row[live] for row, live in zip(each, made["completion_mask"].bool(), strict=True)])
+        log = {k: v for k, v in trainer.state.log_history[0].items() if k.startswith("sampling/")}
+        if trainer.accelerator.is_main_process:
+            facts = {"weights": weights(trainer.model), "ratios": torch.cat(ratios), "log": log}
+            torch.save(facts, Path(output) / f"{name}.pt")
 
 
 # Shared prompts.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support import tiny
-from support.processes import ENVIRONMENT, PATIENCE, has_deepspeed, launcher, on_cpu, run, with_deepspeed
+from support.processes import ENVIRONMENT, PATIENCE, launcher, needs_deepspeed, on_cpu, run, with_deepspeed
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "ranks.py"
@@ -25,13 +25,6 @@ ENGINES = {
     "zero2": ("zero2", {}, ZERO, False),
     "zero3 that leaves its weights apart": ("zero3", {"zero3_save_16bit_model": False}, ZERO, True),
 }
-
-
-def needs_deepspeed(engine: str) -> None:
-    if engine.startswith("zero") and not has_deepspeed():
-        if os.environ.get("GRPO_EXT_REQUIRE_DEEPSPEED") == "1":
-            pytest.fail("DeepSpeed is not installed, and is required here")
-        pytest.skip("DeepSpeed is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from distributed.test_engines import needs_deepspeed
 from support import tiny
-from support.processes import CONFIG, launcher, on_cpu, run, with_deepspeed
+from support.processes import CONFIG, launcher, needs_deepspeed, on_cpu, run, with_deepspeed
 
 pytestmark = pytest.mark.slow
 SHIM = Path(__file__).parents[2] / "support" / "fsdp_on_cpu.py"

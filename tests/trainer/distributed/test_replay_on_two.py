@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from distributed.test_engines import needs_deepspeed
 from grpo_ext.commands import replay
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.trainer.batches import whole
 from support import tiny
-from support.processes import launcher, on_cpu, run, with_deepspeed
+from support.processes import launcher, needs_deepspeed, on_cpu, run, with_deepspeed
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.test_engines import needs_deepspeed
+from support.processes import needs_deepspeed
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 

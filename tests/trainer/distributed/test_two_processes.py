@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from support import tiny
+from support.mismatched import ROWS, RULES
 from support.processes import CONFIG, launcher, run
 
 SCRIPT = Path(__file__).parent / "ranks.py"
@@ -35,6 +36,20 @@ def test_two_processes_make_the_same_step_as_one(name, results):
     for mine, theirs in zip(one["log"], two["log"], strict=True):
         for key in ("loss", "reward", "kl", "entropy", "advantages/zero_variance_groups", "log_ratio/clamped_frac"):
             assert mine[key] == pytest.approx(theirs[key], abs=1e-6), key
+
+
+def test_two_processes_correct_the_sampler_as_one_does(tmp_path):
+    """Weights over their mean and the second moment's cut are of the generation of both processes."""
+    model, found = tiny.save(tmp_path / "model"), {}
+    for name, launch, rows in (("one", [sys.executable], ROWS), ("two", launcher(), ROWS // 2)):
+        run([*launch, str(SCRIPT), "sampler_correction", model, str(tmp_path / name), str(rows)])
+        found[name] = {rule: torch.load(tmp_path / name / f"{rule}.pt") for rule in RULES}
+    for rule in RULES:
+        one, two = found["one"][rule], found["two"][rule]
+        for name in ("ratios", "weights"):
+            torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-12)
+        assert two["log"] == pytest.approx(one["log"], rel=1e-12, abs=1e-12)
+        assert one["ratios"].unique().numel() > 1
 
 
 def test_a_recipe_trains_under_accelerate_launch(results, tmp_path):

@@ -123,6 +123,7 @@ def built(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
     """Return the model that `spec` describes, without its weights."""
     with torch.device(device), no_init_weights():
         model: PreTrainedModel = spec.kind._from_config(spec.config)
+    model.tie_weights()  # what `no_init_weights` leaves out
     model.generation_config = spec.generation_config
     if spec.embedding_dtype is not None:
         _cast_head(model, spec.embedding_dtype)

@@ -32,6 +32,7 @@ from grpo_ext.rollout.vllm.server import (
     engine_mismatches,
     mismatches,
     server_facts,
+    unsuited,
 )
 from grpo_ext.rollout.vllm.unpushable import unpushable
 from grpo_ext.rollout.vllm.weights import Rounding, effective_weights, is_quantised, policy_dtype
@@ -168,7 +169,8 @@ class Generation(vllm_generation.VLLMGeneration):
         """Compare the server with the policy, as `grpo-ext check` compares it with the recipe.
 
         Raises:
-            RuntimeError: the server has another vocabulary, or takes fewer tokens than a completion may have.
+            RuntimeError: the server has another vocabulary, takes fewer tokens than a completion may have, or does
+                not sample from the policy.
         """
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
@@ -177,7 +179,7 @@ class Generation(vllm_generation.VLLMGeneration):
             needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self.asked)
         better = Wanted(model=self.model.name_or_path, dtype=None if self.dtype == "auto" else self.dtype)
         facts = server_facts(url)
-        if broken := [str(problem) for problem in mismatches(needed, facts)]:
+        if broken := list(map(str, (*mismatches(needed, facts), *unsuited(facts.config)))):
             raise RuntimeError("\n".join([f"the one at {url} does not suit this run:", *broken]))
         for problem in (*mismatches(better, facts), *engine_mismatches(self.engine_kwargs, facts.config)):
             logger.warning(f"vLLM server at {url}: {problem}")

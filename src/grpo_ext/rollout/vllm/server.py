@@ -9,7 +9,7 @@ from typing import Any
 
 import requests
 
-from grpo_ext.config.engine_options import SPECULATION
+from grpo_ext.config.engine_options import IN_PLACE, SPECULATION, WATERMARK
 from grpo_ext.errors import Problem
 
 PROBE = "The answer is 42. <think> x^2 ≠ ½ </think> 答案"
@@ -125,17 +125,29 @@ _REPORTED_AS = {"kv_cache_dtype": "cache_dtype"}
 def engine_mismatches(options: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each option of a recipe that a server reports with another value.
 
-    Its report has the options of the engine in sections; those that it does not have are not compared. Speculative
-    decoding, which no recipe may ask for, is a problem too.
+    Its report has the options of the engine in sections; those that it does not have are not compared.
     """
-    if drafts := config.get("speculative_config"):
-        yield Problem("speculative_config", drafts, SPECULATION, "Start the server without it.")
     sections = [config, *(section for section in config.values() if isinstance(section, Mapping))]
     for key, wanted in options.items():
         name = _REPORTED_AS.get(key, key)
         found = next((section[name] for section in sections if name in section), wanted)
         if not _covers(found, wanted):
             yield Problem(f"vllm_engine_kwargs.{key}", wanted, f"the server has {found!r}", _CURE)
+
+
+def unsuited(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each option of a server with which its samples cannot be the policy's."""
+    if drafts := config.get("speculative_config"):
+        yield Problem("speculative_config", drafts, SPECULATION, "Start the server without it.")
+    if mark := config.get("watermark_config"):
+        yield Problem("watermark_config", mark, WATERMARK, "Start the server without it.")
+    device, quantization = (
+        (config.get(section) or {}).get(key)
+        for section, key in (("device_config", "device_type"), ("model_config", "quantization"))
+    )
+    if device == "cpu" and quantization:
+        cure = "Start the server on GPUs, or without it."
+        yield Problem("quantization", quantization, f"a push to a server on a CPU {IN_PLACE}", cure)
 
 
 def _covers(found: object, wanted: object) -> bool:

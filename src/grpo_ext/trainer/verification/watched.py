@@ -16,7 +16,7 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 def trained_weights(model: nn.Module) -> Weights:
     """Return all trained parameters, gathered if an engine has split them; call it on every process."""
-    return {plain_name(name): _whole(p).cpu() for name, p in model.named_parameters() if p.requires_grad}
+    return {plain_name(name): whole(p).cpu() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def plain_name(name: str) -> str:
@@ -26,7 +26,8 @@ def plain_name(name: str) -> str:
     return name
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def whole(parameter: Tensor) -> Tensor:
+    """Return a copy of a parameter, gathered if an engine has split it; call it on every process."""
     if isinstance(parameter, DTensor):
         return parameter.full_tensor().detach().clone()
     if hasattr(parameter, "ds_id"):
