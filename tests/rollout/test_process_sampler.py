@@ -167,9 +167,7 @@ def endless(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_request_whose_process_is_killed_is_asked_again_once_and_reports_no_row_twice(
-    tmp_path, sampler_of, caplog
-):
+def test_a_request_whose_process_is_killed_is_asked_again_once_and_reports_no_row_twice(tmp_path, sampler_of, caplog):
     sampler, reported = sampler_of(endless(tmp_path)), []
 
     def kill_after_the_first(row, _):

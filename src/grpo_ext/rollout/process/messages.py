@@ -1,7 +1,6 @@
 """Messages between a trainer and the process that samples for it. Both sides pickle them.
 
-The trainer sends a `Request`; the process answers with one `Ended` after the other until all rows have ended, or with a
-`Failure`.
+The trainer sends a `Request`. The process answers with an `Ended` whenever rows end, until all have, or with a `Failure`.
 """
 
 from dataclasses import dataclass
