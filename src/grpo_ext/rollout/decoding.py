@@ -202,7 +202,7 @@ class _Batch:
         return tokens[:, 0]
 
     def append(self, tokens: Int[Tensor, " rows"]) -> Int[Tensor, " left"]:
-        """Add a token to each row; drop finished rows, and return them, once they are more than `LEAVE` of the batch."""
+        """Add a token to each row; drop and return finished rows once they are more than `LEAVE` of the batch."""
         tokens = tokens.masked_fill(self.finished, self.pad)
         self.ids[:, self.length] = self.output[self.rows, self.length] = tokens
         self.length += 1

@@ -1,6 +1,6 @@
 """Messages between a trainer and the process that samples for it. Both sides pickle them.
 
-The trainer sends a `Request`. The process answers with an `Ended` whenever rows end, until all have, or with a `Failure`.
+The trainer sends a `Request`. The process answers with an `Ended` whenever rows end, until all have, or a `Failure`.
 """
 
 from dataclasses import dataclass
