@@ -109,13 +109,14 @@ def change(model):
     ids=["float32, kept sets", "bfloat16", "bfloat16, head in float32", "mixed precision"],
 )
 def test_each_version_samples_what_the_policy_would_in_its_own_process(dtype, settings, tmp_path, sampler_of):
-    """Two versions are alive at once; requests go from one to the other."""
+    """Two versions are alive at once; requests go from one to the other. The model's own options have no part."""
     trainer = trainer_of(tiny.model(dtype=dtype), tmp_path, learning_rate=0.0, max_steps=1, **settings)
     trainer.train()  # the forward is then as accelerate has prepared it
     sampler, expected = sampler_of(trainer), {}
     for version in (3, 4):
         expected[version] = in_process(trainer)
-        sampler.publish(version)
+        with temporarily(trainer.model.generation_config, no_repeat_ngram_size=1):
+            sampler.publish(version)
         change(trainer.model)
     for version in (4, 3, 3, 4):
         assert_same(sampled(sampler, version), expected[version])
@@ -145,14 +146,15 @@ def test_a_policy_with_adapters_is_sampled_by_its_effective_weights(name, tmp_pa
 
 
 @pytest.mark.slow
-def test_each_row_ends_at_its_own_limit(tmp_path, sampler_of):
+def test_each_row_ends_at_its_own_limit_and_is_reported_then(tmp_path, sampler_of):
     trainer = trainer_of(tiny.model(eos_token_id=40), tmp_path)
-    sampler = sampler_of(trainer)
+    sampler, limits, reported = sampler_of(trainer), [1, 24, 5, 3, 24, 2], []
     sampler.publish(0)
-    limits = [1, 24, 5, 3, 24, 2]
-    long, cut = sampled(sampler, 0), sampled(sampler, 0, limits)
+    cut = sampler.sample(0, CONTEXTS, limits, streams(), lambda row, sampled: reported.append((row, sampled)))
+    long = sampled(sampler, 0)
     assert [row.ids for row in cut] == [row.ids[:limit] for row, limit in zip(long, limits, strict=True)]
     assert [len(row.logps) for row in cut] == [len(row.ids) for row in cut]
+    assert reported == [(row, cut[row]) for row in sorted(range(6), key=lambda row: len(cut[row].ids))]
 
 
 # What fails.
@@ -164,24 +166,21 @@ def endless(tmp_path):
     return trainer_of(tiny.model(), tmp_path, **without_end)
 
 
-def kill_the_child(delay):
-    time.sleep(delay)
-    children()[0].kill()
-
-
 @pytest.mark.slow
-def test_a_request_whose_process_is_killed_is_asked_again_once(tmp_path, sampler_of, caplog):
-    trainer = endless(tmp_path)
-    sampler = sampler_of(trainer)
+def test_a_request_whose_process_is_killed_is_asked_again_once_and_reports_no_row_twice(tmp_path, sampler_of, caplog):
+    sampler, reported = sampler_of(endless(tmp_path)), []
+
+    def kill_after_the_first(row, _):
+        reported.append(row)
+        if len(reported) == 1:
+            children()[0].kill()
+
     sampler.publish(0)
-    expected = sampled(sampler, 0)
-    killing = threading.Thread(target=kill_the_child, args=(0.3,))
-    killing.start()
-    long = sampler.sample(0, [[5, 6, 7]], [1500], streams()[:1])
-    killing.join()
+    limits = [1, 1500, 2, 3, 4, 5]
+    found = sampler.sample(0, CONTEXTS, limits, streams(), kill_after_the_first)
     assert "it was killed by SIGKILL. It is started and asked again." in caplog.text
-    assert long == sampler.sample(0, [[5, 6, 7]], [1500], streams()[:1])
-    assert sampled(sampler, 0) == expected
+    assert reported == [0, 2, 3, 4, 5, 1]
+    assert found == sampled(sampler, 0, limits)
 
 
 @pytest.mark.slow

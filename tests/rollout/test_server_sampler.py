@@ -137,6 +137,24 @@ def test_a_row_is_a_request_of_its_own_with_its_limit_and_a_seed_from_its_stream
     assert found[0].kept is None
 
 
+def test_each_row_is_handed_over_when_it_ends_in_the_thread_of_the_caller(sampler, generation, server):
+    complete, ended = generation.vllm_client.complete, []
+
+    def slow_for_first(prompts, **request):
+        if prompts[0] == [1]:
+            until(lambda: len(ended) == 2)
+        return complete(prompts, **request)
+
+    def done(number, row):
+        ended.append((number, row, threading.current_thread()))
+
+    generation.vllm_client.complete = slow_for_first
+    found = sampler.sample(0, [[1], [2], [3]], [1] * 3, streams(1, 2, 3), done)
+    assert ended[-1][0] == 0
+    assert {number: row for number, row, _ in ended} == dict(enumerate(found))
+    assert {thread for *_, thread in ended} == {threading.current_thread()}
+
+
 def test_it_returns_the_tokens_that_a_truncated_server_kept(generation):
     generation.keeps, generation.asked, generation.sets_bound = True, 5, 5
     sampler = ServerSampler(generation)

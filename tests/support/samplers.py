@@ -4,6 +4,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -42,6 +43,9 @@ class Copies:
     def forget(self, version):
         self.forgotten.append(version)
         del self.models[version]
+
+    def paused(self):
+        return nullcontext()
 
     def close(self):
         self.closed.set()

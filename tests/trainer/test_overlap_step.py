@@ -1,6 +1,8 @@
 """`overlap: step` trains what a run without it trains: groups arrive one by one, and nothing else changes."""
 
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,9 @@ class Drawn:
 
     def forget(self, version):
         self.versions -= {version}
+
+    def paused(self):
+        return nullcontext()
 
     def close(self):
         self.versions = frozenset()
@@ -163,26 +168,36 @@ def test_environments_are_played_and_logged_as_without_overlap(tmp_path):
     assert found[0].state.log_history[0]["environments/Twice/turns"] > 1
 
 
-def test_groups_train_while_later_ones_are_still_scored(tmp_path):
-    trained, seen = [], []
+def test_groups_train_while_later_ones_are_still_sampled(tmp_path):
+    scored, losses, trained = [], [], threading.Event()
+
+    class Waiting(Drawn):
+        """Reports the first group, and the others when a micro-batch has trained."""
+
+        def sample(self, *request, done=None):
+            made = super().sample(*request)
+            for row, sampled in enumerate(made):
+                assert row < 4 or trained.wait(60)
+                done(row, sampled)
+            return made
 
     def noting(completions, **_):
-        seen.append((len(completions), len(trained)))
+        scored.append(len(completions))
         return [float(len(c)) for c in completions]
 
     class Noting(GRPOExtTrainer):
         def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            trained.append(loss)
-            return loss
+            losses.append(super().training_step(*args, **kwargs).item())
+            trained.set()
+            return torch.tensor(losses[-1])
 
     args = GRPOExtConfig(output_dir=str(tmp_path), **(SETTINGS | {"max_steps": 1}), overlap="step")
     trainer = Noting(tiny.model(), noting, args, tiny.prompts(64), processing_class=tiny.tokenizer())
-    trainer._beside = Drawn()
+    trainer._beside = Waiting()
     trainer.train()
-    assert [rows for rows, _ in seen] == [4] * 4  # each group once
-    assert trained[-1] != 0  # the step's loss, once its denominators are known
-    assert [loss.item() for loss in trained[:-1]] == [0.0] * 7
+    assert scored == [4] * 4  # each group once
+    assert losses[:-1] == [0.0] * 7
+    assert losses[-1] != 0  # the step's loss, once its denominators are known
 
 
 def test_a_failing_reward_ends_the_run_as_without_overlap(tmp_path):
@@ -214,6 +229,7 @@ def test_what_needs_the_whole_batch_waits_for_it_and_says_so(case, tmp_path, cap
 
 REFUSED = {
     "rollout_engine": {"rollout_engine": "auto"},
+    "colocated vLLM": {"use_vllm": True, "vllm_mode": "colocate"},
     "dynamic_sampling": {"dynamic_sampling": "reward"},
     "loss_defaults": {"loss_defaults": "trl"},
 }

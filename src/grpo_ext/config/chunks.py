@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import micro_batches_of_one_generation
-from grpo_ext.config.process_engine import samples_in_process
+from grpo_ext.config.process_engine import samples_by_server, samples_in_process
 from grpo_ext.config.rules import Conflict, Rule
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -14,9 +14,9 @@ from grpo_ext.objective.combinations import combinations
 CHUNK_RULES: tuple[Rule, ...] = (
     Conflict(
         "overlap",
-        lambda c: c.overlap and not samples_in_process(c),
+        lambda c: c.overlap and not samples_in_process(c) and not samples_by_server(c),
         "groups can only train beside a sampler of their own",
-        "Set rollout_engine: process (without use_vllm), or remove overlap.",
+        "Set rollout_engine: process (without use_vllm), or vllm_mode: server (with it), or remove overlap.",
     ),
     Conflict.of(
         "overlap loss_defaults=trl",

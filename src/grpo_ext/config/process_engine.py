@@ -1,4 +1,4 @@
-"""Rules of `rollout_engine: process`, which samples in a process beside each trainer's."""
+"""Rules of samplers beside the policy: the process of `rollout_engine: process`, and a vLLM server with overlap."""
 
 from collections.abc import Iterator, Mapping
 
@@ -16,6 +16,11 @@ def samples_in_process(config: GRPOExtArguments) -> bool:
     """Return whether completions are sampled in a process beside the trainer's."""
     other = config.use_vllm or config.use_transformers_continuous_batching
     return config.rollout_engine == "process" and not other
+
+
+def samples_by_server(config: GRPOExtArguments) -> bool:
+    """Return whether a vLLM server samples while the policy trains."""
+    return bool(config.overlap and config.use_vllm and config.vllm_mode == "server")
 
 
 def _inexact(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -53,10 +58,14 @@ PROCESS_RULES: tuple[Rule, ...] = (_inexact, _device)
 
 
 def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield the problem of rollouts by `given` arguments, by name, in which the process would have no part."""
-    for name in (name for name, value in given.items() if value and samples_in_process(config)):
-        reason = "the process samples single turns of the dataset's prompts and of environments only"
-        yield Problem(name, ABSENT, reason, _CURE, {"rollout_engine": "process"})
+    """Yield the problem of rollouts by `given` arguments, by name, in which a sampler beside would have no part."""
+    for name in (name for name, value in given.items() if value):
+        reason = "single turns of the dataset's prompts and of environments only are sampled"
+        if samples_in_process(config):
+            yield Problem(name, ABSENT, f"{reason} by the process", _CURE, {"rollout_engine": "process"})
+        elif samples_by_server(config):
+            cure = "Remove it, or remove overlap."
+            yield Problem(name, ABSENT, f"{reason} beside the training", cure, {"overlap": config.overlap})
 
 
 def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
@@ -64,3 +73,5 @@ def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Proble
     if samples_in_process(config) and isinstance(columns, list) and {"image", "images"} & set(columns):
         reason = "the process does not take images"
         yield Problem("rollout_engine", "process", reason, "Set rollout_engine: auto.")
+    elif samples_by_server(config) and isinstance(columns, list) and {"image", "images"} & set(columns):
+        yield Problem("overlap", config.overlap, "images are not sampled beside the training", "Remove overlap.")

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +39,9 @@ class HasEngine(Protocol):
     def rollouts(self, rows: list[Row], attempts: list[AttemptId]) -> Collected:
         """Return one generation."""
 
+    def background_paused(self) -> AbstractContextManager[None]:
+        """Return a context in which what samples beside the training is free for an evaluation."""
+
 
 @contextmanager
 def evaluating(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
@@ -48,7 +51,8 @@ def evaluating(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
     model.eval()
     trainer.num_generations_eval = chosen.samples
     try:
-        with random_streams_kept(), _vllm(trainer, chosen) if trainer.use_vllm else _transformers(trainer, chosen):
+        settings = _vllm(trainer, chosen) if trainer.use_vllm else _transformers(trainer, chosen)
+        with random_streams_kept(), trainer.background_paused(), settings:
             yield
     finally:
         model.train(training)

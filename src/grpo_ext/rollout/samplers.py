@@ -1,7 +1,7 @@
 """Protocol of samplers beside the policy: they sample by numbered copies of its weights, while it trains."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -9,7 +9,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from grpo_ext.errors import SamplerLost
+from grpo_ext.errors import SamplerLost, ServerLost
 
 
 class Sampled(NamedTuple):
@@ -29,6 +29,10 @@ RowEnded = Callable[[int, Sampled], None]
 
 class Sampler(Protocol):
     """Samples completions beside the training of the policy; one for each process."""
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Numbers of the versions that it has."""
 
     def publish(self, version: int) -> None:
         """Copy the policy's present weights under this number.
@@ -60,21 +64,23 @@ class Sampler(Protocol):
     def forget(self, version: int) -> None:
         """Drop a version that no request will need."""
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which the engine that samples is free for an evaluation; main thread, collective."""
+
     def close(self) -> None:
         """End the sampler, and requests that have not ended."""
 
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Raise on all processes the `SamplerLost` that is raised inside on any; collective, main thread."""
-    lost: SamplerLost | None = None
+    """Raise on all processes that the sampler is lost if it is on any; collective, main thread."""
+    lost: SamplerLost | ServerLost | None = None
     try:
         yield
-    except SamplerLost as error:
+    except (SamplerLost, ServerLost) as error:
         lost = error
     if PartialState().num_processes > 1:
-        reasons = gather_object([None if lost is None else str(lost)])
-        if lost is None and (reason := next(filter(None, reasons), None)):
-            lost = SamplerLost(reason)
+        found = gather_object([lost])
+        lost = lost or next(filter(None, found), None)
     if lost is not None:
         raise lost

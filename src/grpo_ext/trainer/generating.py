@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
+from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import OF_THE_MODEL, scores_kept_sets
 from grpo_ext.environments.rendering import Renderer
@@ -28,13 +29,13 @@ from grpo_ext.rollout.collected import Collected, Finished, Generated
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.kept_log import Drawn, returning
 from grpo_ext.rollout.process.policy import process_sampler
-from grpo_ext.rollout.process.sampler import ProcessSampler
-from grpo_ext.rollout.samplers import failing_together
+from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
+from grpo_ext.rollout.vllm.lazy_import import server_sampler
 from grpo_ext.trainer.acting import Acting, Played, limits_of, sampling_of
 from grpo_ext.trainer.batches import no_early_pass
 from grpo_ext.trainer.callbacks import StepTimes
@@ -53,8 +54,8 @@ class GeneratingTrainer(Lifecycle):
     reward_runtime: Runtime | None
     _collecting: Collected | None = None
     """The generation that TRL's hooks fill at the moment."""
-    _beside: ProcessSampler | None
-    """What samples for training in a process of its own."""
+    _beside: Sampler | None
+    """What samples for training beside it: a process, or a vLLM server."""
     _credit: Credit
     _engine: GroupedEngine | None
     _logs: dict[str, Any]
@@ -65,6 +66,7 @@ class GeneratingTrainer(Lifecycle):
     _times: StepTimes
     model_wrapped: Any
     use_vllm: bool
+    _last_loaded_step: int
     vllm_importance_sampling_correction: bool
 
     def _set_up_rollouts(self) -> None:
@@ -77,6 +79,8 @@ class GeneratingTrainer(Lifecycle):
             self.rollout_func = completed(self.rollout_func, ends, self._tokenizer.eos_token_id)
         self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
         self._beside = process_sampler(self, args)
+        if samples_by_server(args):
+            self._beside = server_sampler(self.vllm_generation)
         self.vllm_importance_sampling_correction = bool(args.sampler_rules)
         # ratios of tokens without bounds: TRL's weights are replaced
         self.vllm_importance_sampling_mode = "token_mask"
@@ -150,9 +154,9 @@ class GeneratingTrainer(Lifecycle):
         return completion_ids, logprobs
 
     def _sampled_beside(
-        self, sampler: ProcessSampler, collected: Collected, contexts: list[list[int]]
+        self, sampler: Sampler, collected: Collected, contexts: list[list[int]]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample by the process beside this one, with random numbers of each attempt's own."""
+        """Sample by what samples beside the training, with random numbers of each attempt's own."""
         limits = [int(self.generation_config.max_new_tokens or 1)] * len(contexts)
         streams = [attempt.stream() for attempt in collected.attempts]
         version = self._publish(sampler)
@@ -161,7 +165,7 @@ class GeneratingTrainer(Lifecycle):
         collected.kept = [row.kept for row in made if row.kept is not None and self.model.training]
         return [row.ids for row in made], [row.logps for row in made]
 
-    def _publish(self, sampler: ProcessSampler) -> int:
+    def _publish(self, sampler: Sampler) -> int:
         """Give the sampler the present weights, if a step has been made since it got some; return their number."""
         step = int(self.state.global_step)
         if step not in sampler.versions:
@@ -170,6 +174,13 @@ class GeneratingTrainer(Lifecycle):
                     sampler.forget(version)
                 sampler.publish(step)
         return step
+
+    def background_paused(self) -> AbstractContextManager[None]:
+        """Return a context in which what samples beside the training is free for an evaluation."""
+        if self._beside is None:
+            return nullcontext()
+        self._last_loaded_step = -1  # TRL then pushes the present weights
+        return self._beside.paused()
 
     def _only_settings(self) -> AbstractContextManager[None]:
         """Let transformers draw by the trainer's settings only, as vLLM does, not by generation_config.json too."""
@@ -191,6 +202,8 @@ class GeneratingTrainer(Lifecycle):
         if collected.settled:
             assert collected.generated is not None
             return collected.generated
+        if self.use_vllm and self._beside is not None and self.model.training:
+            self._last_loaded_step = self.state.global_step  # TRL would push below running requests
         with self._times.during("rollout"), self._sampling():
             generated = Generated(*super()._generate(prompts))
         self._check_logprobs(generated)

@@ -143,19 +143,16 @@ class Leaves:
             for i, chunk in enumerate(chunks):
                 done(i, self._of_played(chunk, [game for game, its in zip(played, of_chunk, strict=True) if its == i]))
             return
-        ended: dict[int, Sampled] = {}
-        reported: set[int] = set()
+        ended: list[dict[int, Sampled]] = [{} for _ in chunks]
 
         def row_ended(row: int, sampled: Sampled) -> None:
-            ended[row] = sampled
             i = of_chunk[row]
-            rows = [number for number, its in enumerate(of_chunk) if its == i]
-            if i not in reported and all(number in ended for number in rows):
-                reported.add(i)
-                done(i, self._of_sampled(chunks[i], [ended[number] for number in rows]))
+            ended[i][row] = sampled
+            if len(ended[i]) == len(chunks[i].rows):
+                done(i, self._of_sampled(chunks[i], [ended[i][number] for number in sorted(ended[i])]))
 
         for row, sampled in enumerate(self._sample(every, row_ended)):
-            if row not in ended:
+            if row not in ended[of_chunk[row]]:
                 row_ended(row, sampled)
 
     def scored(self, request: Request, made: Completed) -> Finished:

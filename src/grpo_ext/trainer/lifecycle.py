@@ -6,7 +6,7 @@ Only the hooks are here. What they do is in `checkpoints`, `nonfinite`, `finding
 import math
 import time
 from collections import defaultdict
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,10 @@ class Lifecycle(SavingTrainer):
 
     # Evaluation.
 
+    def background_paused(self) -> AbstractContextManager[None]:
+        """Return a context in which what samples beside the training is free for an evaluation."""
+        return nullcontext()
+
     def evaluate(
         self,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
@@ -159,7 +163,7 @@ class Lifecycle(SavingTrainer):
         self._figures.clear()  # a step that failed may have left some
         evaluated = self._evaluated = Evaluated(rows)
         try:
-            with random_streams_kept():
+            with random_streams_kept(), self.background_paused():
                 output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self._evaluated = None

@@ -20,17 +20,17 @@ def pytest_itemcollected(item):
         item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make install-vllm installs its CPU build"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tied(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True, **HEADS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def untied(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False, **HEADS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served(tmp_path_factory, tied):
     server = Server(tmp_path_factory.mktemp("server"), tied)
     server.start()

@@ -36,14 +36,15 @@ class Faults:
 
     def __init__(self, trainer, output: Path, settings: dict) -> None:
         self.trainer, self.output, self.settings = trainer, output, settings
-        self.due = dict(settings.get("faults", {}))
+        self.due, self.lock = dict(settings.get("faults", {})), threading.Lock()
         trainer.vllm_generation._iter_named_params = self.struck_push(trainer.vllm_generation._iter_named_params)
         client.Client._post = self.struck_request(client.Client._post)
 
     def strikes(self, during: str) -> bool:
-        if self.trainer.state.global_step < self.due.get(during, math.inf):
-            return False
-        del self.due[during]
+        with self.lock:  # requests come from many threads
+            if self.trainer.state.global_step < self.due.get(during, math.inf):
+                return False
+            del self.due[during]
         return self.trainer.accelerator.is_main_process
 
     def strike(self, name: str, processes: list) -> None:
@@ -125,6 +126,7 @@ def main(output: Path, settings: dict) -> None:
         None if "environments" in settings else [count_a],
         args=GRPOExtConfig(str(output / "out"), **(arguments | settings.get("config", {}))),
         train_dataset=settings.get("rows") or tiny.prompts(),
+        eval_dataset=tiny.prompts(4) if "eval_strategy" in settings.get("config", {}) else None,
         processing_class=tiny.tokenizer(),
         peft_config=peft,
         quantization_config=settings.get("quantization_config"),

@@ -1,4 +1,7 @@
-"""Messages between a trainer and the process that samples for it. Both sides pickle them."""
+"""Messages between a trainer and the process that samples for it. Both sides pickle them.
+
+The trainer sends a `Request`. The process answers with an `Ended` whenever rows end, until all have, or a `Failure`.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -6,6 +9,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from grpo_ext.rollout.samplers import Sampled
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,7 @@ class ModelSpec:
     kind: type[PreTrainedModel]
     config: PreTrainedConfig
     generation_config: GenerationConfig
-    """The model's own, with the trainer's settings."""
+    """The model's own, without the options that the trainer's settings alone decide on."""
     autocast: torch.dtype | None
     """dtype of mixed precision, if the forward computes in it."""
     embedding_dtype: torch.dtype | None
@@ -79,8 +84,12 @@ class Request(NamedTuple):
     """Numbers in [0, 1), [rows, tokens], by which tokens are sampled."""
 
 
+Ended: TypeAlias = list[tuple[int, Sampled]]
+"""Numbers of rows that have ended, each with its completion."""
+
+
 class Failure(NamedTuple):
-    """The answer in place of completions."""
+    """The last answer to a request that failed."""
 
     reason: str
     unsupported: bool

@@ -94,12 +94,14 @@ def _start(trainer: GRPOTrainer, args: GRPOExtConfig, kind: type) -> Start:
     config = copy.deepcopy(base.config)
     if hasattr(config, "quantization_config"):  # it gets unpacked weights
         del config.quantization_config
+    with cast(Any, trainer)._only_settings():
+        generation_config = copy.deepcopy(cast(Any, base).generation_config)
     # accelerate has wrapped the forward of the model that it was given, which with adapters is PEFT's
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
     spec = ModelSpec(
         kind=kind,
         config=config,
-        generation_config=cast(Any, base).generation_config,
+        generation_config=generation_config,
         autocast=mixed if "_original_forward" in vars(base) else None,
         embedding_dtype=policy_dtype(model) if args.cast_lm_head_to_fp32 else None,
     )

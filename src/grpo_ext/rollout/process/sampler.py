@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.reduction import send_handle
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from grpo_ext.errors import SamplerLost
 from grpo_ext.rollout.process.memory_file import MemoryFile
-from grpo_ext.rollout.process.messages import Failure, Request, Start, Table
+from grpo_ext.rollout.process.messages import Ended, Failure, Request, Start, Table
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import RowEnded, Sampled
 from grpo_ext.rollout.seeds import drawn
@@ -88,6 +89,8 @@ class ProcessSampler:
     ) -> list[Sampled]:
         """Sample a completion after each context; a row takes as many numbers of its stream as its limit.
 
+        Calls `done` for each row, when it leaves the batch.
+
         Raises:
             SamplerLost: the request failed twice, or the sampler was closed.
             Unsupported: the model cannot be decoded exactly.
@@ -95,21 +98,27 @@ class ProcessSampler:
         if not contexts:
             return []
         uniforms = drawn(streams, limits, len(contexts), max(limits))
-        request = Request(None, None, contexts, limits, uniforms)
+        request, ended = Request(None, None, contexts, limits, uniforms), dict[int, Sampled]()
         with self._one_at_a_time:
             try:
-                return self._ask(version, request)
+                self._ask(version, request, ended, done)
             except Trouble as trouble:
                 if not self._closed:
                     logger.warning(f"the process that samples completions: {trouble}. It is started and asked again.")
-            try:
-                return self._ask(version, request)
-            except Trouble as trouble:
-                raise SamplerLost(f"the process that samples completions failed twice: {trouble}") from None
+                try:
+                    self._ask(version, request, ended, done)
+                except Trouble as again:
+                    raise SamplerLost(f"the process that samples completions failed twice: {again}") from None
+        return [ended[row] for row in range(len(contexts))]
 
-    def _ask(self, version: int, request: Request) -> list[Sampled]:
+    def _ask(self, version: int, request: Request, ended: dict[int, Sampled], done: RowEnded | None) -> None:
+        """Add the rows of a request to `ended`; those that it has already are sampled once more, and left alone."""
         try:
-            return self._running().sample(request, self._versions[version])
+            for row, sampled in self._running().sample(request, self._versions[version]):
+                if row not in ended:
+                    ended[row] = sampled
+                    if done is not None:
+                        done(row, sampled)
         except BaseException:
             self._end_process()
             raise
@@ -132,6 +141,10 @@ class ProcessSampler:
         """Drop a version; the memory is kept for the next one."""
         if (published := self._versions.pop(version, None)) is not None:
             self._spare.append(published.file)
+
+    def paused(self) -> nullcontext[None]:
+        """Return an empty context: an evaluation samples in the trainer's process."""
+        return nullcontext()
 
     def close(self) -> None:
         """End the process, also while it samples, and free the memory of all versions."""
@@ -166,35 +179,48 @@ class _Process:
                 start_new_session=True,  # signals of the terminal and of a launcher are for the trainer
             )
 
-    def sample(self, request: Request, weights: _Published) -> list[Sampled]:
-        """Return the completions of a request.
+    def sample(self, request: Request, weights: _Published) -> Iterator[tuple[int, Sampled]]:
+        """Yield the number and the completion of each row of a request, when it has ended.
 
         Raises:
             Trouble: there was no answer, or a failure.
             Unsupported: the model cannot be decoded exactly.
         """
-        stale = weights.copy != self._loaded
+        stale, missing = weights.copy != self._loaded, len(request.contexts)
         request = request._replace(start=self._start, weights=weights.table if stale else None)
-        try:
+        with _trouble(self._child):
             self._connection.send_bytes(pickle.dumps(request))
             if stale:
                 send_handle(self._connection, weights.file.descriptor, self._child.pid)
-            answer = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            raise Trouble(_exit(self._child)) from None
-        if isinstance(answer, Failure):
-            if answer.unsupported:
-                raise Unsupported(f"rollout_engine='process': {answer.reason}. Set rollout_engine: auto.")
-            raise Trouble(answer.reason)
         self._start, self._loaded = None, weights.copy
-        found: list[Sampled] = answer
-        return found
+        while missing:
+            ended = self._answer()
+            missing -= len(ended)
+            yield from ended
+
+    def _answer(self) -> Ended:
+        with _trouble(self._child):
+            answer: Ended | Failure = pickle.loads(self._connection.recv_bytes())
+        if isinstance(answer, Failure) and answer.unsupported:
+            raise Unsupported(f"rollout_engine='process': {answer.reason}. Set rollout_engine: auto.")
+        if isinstance(answer, Failure):
+            raise Trouble(answer.reason)
+        return answer
 
     def end(self) -> None:
         """Kill the process."""
         self._child.kill()
         self._child.wait()
         self._connection.close()
+
+
+@contextmanager
+def _trouble(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Raise `Trouble` where the connection to a process is lost."""
+    try:
+        yield
+    except (EOFError, OSError):
+        raise Trouble(_exit(child)) from None
 
 
 def _exit(child: subprocess.Popen[bytes]) -> str:

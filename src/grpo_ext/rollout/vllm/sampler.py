@@ -5,11 +5,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from accelerate.utils import gather_object
 
 from grpo_ext.errors import ServerLost
 from grpo_ext.rollout.kept_log import encoded_lists
-from grpo_ext.rollout.samplers import Sampled
+from grpo_ext.rollout.samplers import RowEnded, Sampled
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble, in_thread
 from grpo_ext.rollout.vllm.generation import LONGEST_PAUSE, Generation, broadcast, seeded_request
 from grpo_ext.rollout.vllm.host_copy import HostCopy
@@ -27,7 +26,6 @@ from grpo_ext.rollout.vllm.server import CONNECTIONS
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 POLL_SECONDS = 0.5
 
 
@@ -163,21 +161,28 @@ class ServerSampler:
     # Completions.
 
     def sample(
-        self, version: int, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator]
+        self,
+        version: int,
+        contexts: list[list[int]],
+        limits: list[int],
+        streams: Sequence[np.random.Generator],
+        done: RowEnded | None = None,
     ) -> list[Sampled]:
         """Sample a completion after each context by the published weights; any thread, blocks.
+
+        `done` is called with the index of each row and its completion when it ends, in the thread of the caller.
 
         Waits for the server's answers; for a server that has died, until it is back or `vllm_server_timeout` seconds
         have passed since its last sign of life; and in `publish` and `paused` until they end.
 
         Raises:
-            ServerLost: the server did not come back, or the sampler was closed.
-            RuntimeError: the server refuses a request, or no longer has this version.
+            ServerLost: the server did not come back or refuses a request, or the sampler was closed.
+            RuntimeError: the server no longer has this version.
         """
         seeds = [int(stream.integers(2**31)) for stream in streams]
         rows = zip(contexts, limits, seeds, strict=True)
         with self._entered(version):
-            return self._in_threads([partial(self._sampled, *row) for row in rows])
+            return self._all([partial(self._sampled, *row) for row in rows], done)
 
     @contextmanager
     def _entered(self, version: int) -> Iterator[None]:
@@ -197,37 +202,31 @@ class ServerSampler:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _in_threads(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the results of calls, `CONNECTIONS` of them at a time, or raise what one of them raised.
+    def _all(self, requests: Sequence[Callable[[], Sampled]], done: RowEnded | None) -> list[Sampled]:
+        """Return the answers to requests, `CONNECTIONS` of them at a time, or raise what one of them raised.
 
-        The threads do not keep a process from ending.
+        Their threads do not keep a process from ending. After a failure no further request is sent.
         """
-        found: dict[int, T] = {}
-        waiting: SimpleQueue[int] = SimpleQueue()
-        for i in range(len(calls)):
-            waiting.put(i)
+        places, failed = threading.Semaphore(CONNECTIONS), threading.Event()
 
-        def work() -> None:
-            while not failed.is_set() and not self._closed:
-                try:
-                    i = waiting.get_nowait()
-                except Empty:
-                    return
-                try:
-                    found[i] = calls[i]()
-                except Exception:
+        def answer(request: Callable[[], Sampled]) -> Sampled | None:
+            with places:
+                return None if self._closed or failed.is_set() else request()
+
+        answers = [in_thread(partial(answer, request)) for request in requests]
+        numbers = {future: i for i, future in enumerate(answers)}
+        waiting = set(answers)
+        while waiting and not self._closed:
+            ended, waiting = wait(waiting, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+            for future in ended:
+                if future.exception() is not None:
                     failed.set()
-                    raise
-
-        failed = threading.Event()
-        threads = [in_thread(work) for _ in range(min(CONNECTIONS, len(calls)))]
-        while wait(threads, timeout=POLL_SECONDS).not_done and not self._closed:
-            pass
+                elif done is not None and (row := future.result()) is not None:
+                    done(numbers[future], row)
         if self._closed:
             raise ServerLost("the run has ended")
-        for thread in threads:
-            thread.result()
-        return [found[i] for i in range(len(calls))]
+        found = [future.result() for future in answers]
+        return [row for row in found if row is not None]
 
     def _sampled(self, context: list[int], limit: int, seed: int) -> Sampled:
         """Request one completion, again after each repair of the server."""
@@ -239,6 +238,8 @@ class ServerSampler:
                 return self._read(self._client.complete([context], **request))
             except ServerTrouble as trouble:
                 troubles.append(trouble)
+            except RuntimeError as error:
+                raise ServerLost(f"vLLM server: {error}") from error
             if time.monotonic() - troubles[0].since > generation.server_timeout:
                 raise generation.lost(troubles[-1])
             time.sleep(min(0.5 * len(troubles), LONGEST_PAUSE))
