@@ -84,7 +84,7 @@ def _heads(base: nn.Module, engine: Engine) -> Iterator[Problem]:
         reason = "the embedding and the LM head share a weight, and the adapter changes one of them only"
         cure = (
             "Leave both out of lora_target_modules and lora_modules_to_save, or give a LoraConfig with "
-            "ensure_weight_tying=True."
+            "modules_to_save=['embed_tokens'] and ensure_weight_tying=True."  # TRL refuses a LoRA on the head
         )
         yield Problem("tie_word_embeddings", True, reason, cure, engine.setting)
 
