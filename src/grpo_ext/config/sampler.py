@@ -92,7 +92,8 @@ def _with_the_loss(place: str, rule: SamplerRule, config: GRPOExtArguments) -> I
     if rule.by_token and config.objective.one_term:
         reason = "this loss has one term for a whole completion, so single tokens cannot be left out"
         beside = {"loss_type": config.loss_type}
-        yield Problem(f"{place}.action", "reject", reason, "Set level: geometric.", beside)
+        cure = "Set action: mask." if rule.statistic == "m2" else "Set level: geometric."
+        yield Problem(f"{place}.action", "reject", reason, cure, beside)
 
 
 def _levels(config: GRPOExtArguments) -> Iterator[Problem]:
