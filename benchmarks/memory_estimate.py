@@ -81,11 +81,12 @@ def run(
     tokenizer = build_tokenizer()
     heads = {"num_key_value_heads": sizes["num_attention_heads"] // 2, "bos_token_id": None, "eos_token_id": 1}
     model = LlamaForCausalLM(LlamaConfig(**({"vocab_size": len(tokenizer)} | sizes | heads)))
-    model.to(getattr(torch, dtype)).generation_config.suppress_tokens = [1]  # no completion ends early
+    model.to(getattr(torch, dtype))
     args = GRPOExtConfig(
         tempfile.mkdtemp(), loss_type="grpo", use_cpu=True, bf16=False, max_steps=1, num_generations=8,
         per_device_train_batch_size=completions, max_completion_length=tokens, skip_zero_advantages=False,
-        save_strategy="no", report_to="none", disable_tqdm=True, **{"gradient_checkpointing": False} | settings,
+        save_strategy="no", report_to="none", disable_tqdm=True, generation_kwargs={"suppress_tokens": [1]},
+        **{"gradient_checkpointing": False} | settings,  # no completion ends early
     )  # fmt: skip
     trainer = Measured(
         model, [lambda completions, **_: [float(i % 3) for i in range(len(completions))]], args,
