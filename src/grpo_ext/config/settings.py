@@ -166,6 +166,7 @@ SETTINGS: dict[str, Setting] = {
         repetition_penalty=Setting(_POSITIVE, verify_without=1.0),
         generation_kwargs=Setting(replay=None, verify_without=None),
         rollout_engine=Setting(choices=("auto", "grouped", "generate", "process")),
+        rollout_ahead=Setting(NOT_NEGATIVE, replay=0, verify_without=0),
         dynamic_sampling=Setting(replay=None, verify_without=None),
         dynamic_sampling_max_rounds=Setting(COUNT),
         max_tool_calling_iterations=Setting(COUNT),
