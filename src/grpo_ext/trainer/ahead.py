@@ -21,9 +21,9 @@ from grpo_ext.rollout.collected import Collected, Finished
 from grpo_ext.rollout.samplers import Sampler
 from grpo_ext.rollout.schedule import Orders, Schedule
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.trainer.checkpoints import in_flight
-from grpo_ext.trainer.checkpoints.in_flight import InFlight
+from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.generating import GeneratingTrainer
+from grpo_ext.trainer.in_flight import InFlight
 from grpo_ext.trainer.leaves import LeavesInBackground, Request
 from grpo_ext.trainer.requests import leaves_of, request_of, taken
 
@@ -161,15 +161,19 @@ class AheadTrainer(GeneratingTrainer):
             in_flight.write(folder, self.accelerator.process_index, self._waited_for())
 
     def _waited_for(self) -> InFlight:
-        """Return what is in flight, when each window has been finished, or has failed."""
+        """Return what is in flight, when each window has been finished, or has failed.
+
+        With it the weights of windows that are still to be sampled, or whose silent groups may be replaced.
+        """
         if self._ahead is None or self._beside is None:
             return self._in_flight
         found, needed = list[tuple[int, Finished | None]](), set[int]()
         replaces = self._sampler is not None and self.accelerator.is_main_process
         for window, (_, future) in sorted(self._ahead.asked.items()):
-            version, failed = self._ahead.schedule.version(window), future.exception() is not None
-            found.append((version, None if failed else future.result()))
-            needed |= {version} if failed or replaces else set()
+            version = self._ahead.schedule.version(window)
+            kept = future.exception() is None and in_flight.can_be_read(future.result())
+            found.append((version, future.result() if kept else None))
+            needed |= {version} if replaces or not kept else set()
         copies = {version: self._beside.copy_of(version) for version in sorted(needed)}
         return InFlight(found, {version: copy for version, copy in copies.items() if copy is not None})
 

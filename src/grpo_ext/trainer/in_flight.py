@@ -39,9 +39,8 @@ class InFlight:
 
 
 def write(folder: Path, rank: int, in_flight: InFlight) -> None:
-    """Write this process's part; what could not be read back is left to be sampled again."""
-    windows = [(version, finished if _can_be_read(finished) else None) for version, finished in in_flight.windows]
-    torch.save({"windows": windows, "weights": in_flight.weights}, _file(folder, rank))
+    """Write this process's part."""
+    torch.save({"windows": list(in_flight.windows), "weights": in_flight.weights}, _file(folder, rank))
 
 
 def read(folder: Path, rank: int) -> InFlight:
@@ -61,11 +60,11 @@ def _load(file: Path | io.BytesIO) -> dict:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _can_be_read(finished: Finished | None) -> bool:
+def can_be_read(finished: Finished) -> bool:
     """Return whether completions hold only what `read` accepts; rewards may log any object."""
     buffer = io.BytesIO()
     try:
-        torch.save({"windows": finished}, buffer)
+        torch.save({"windows": [(0, finished)], "weights": {}}, buffer)
         buffer.seek(0)
         _load(buffer)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError):
