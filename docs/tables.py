@@ -403,6 +403,23 @@ def healthy_table() -> str:
     return table(("metric", "least", "median", "greatest", "on a healthy run"), rows)
 
 
+def stale_table() -> str:
+    """Return a table of benchmarks/stale_samples.py: what trains, by length, with and without a limit of age."""
+    rows = []
+    for row in json.loads((RESULTS / "stale_samples.json").read_text())["rows"]:
+        shares = (f"{row[name]:.0%}".replace("%", " %") for name in ("trained", "shortest_tenth", "longest_tenth"))
+        length = f"{row['mean_length_trained_over_generated']:.2f}"
+        rule = code(row["rule"]) if row["rule"].startswith("rollout_ahead") else row["rule"]
+        rows.append((rule, *shares, length, f"{row['step_over_training']:.2f}"))
+    heads = (
+        "completions that train",
+        "of the shortest tenth",
+        "of the longest tenth",
+        "mean length, trained / sampled",
+    )
+    return table(("rule", *heads, "step / training"), rows)
+
+
 OUTCOMES = {
     "the game is for several players": r"player|for several",
     "its word lists are to be downloaded": "NLTK",
@@ -465,6 +482,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory_estimates": memory_estimates_table,
     "textarena": textarena_table,
     "migrated": migrated_table,
+    "stale": stale_table,
     "defaults_of_trl": trl_defaults,
 }
 
