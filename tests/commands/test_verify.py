@@ -14,10 +14,13 @@ from transformers import (
     Qwen3Config,
 )
 
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.commands import verify
 from grpo_ext.errors import ConfigError
+from grpo_ext.trainer import chunks
+from grpo_ext.trainer.verification.overlapped import ALLOWED, FixedCompletions, Overlapped, save_model
 from grpo_ext.trainer.verification.row_by_row import differences
-from grpo_ext.trainer.verification.small import save_small
+from grpo_ext.trainer.verification.small import VOCABULARY, Rows, save_small, tokenizer
 from support import tiny
 from support.commands import command
 
@@ -53,6 +56,50 @@ def test_a_wrong_gradient_is_far_off():
     before, after = ({"w": torch.tensor(w, dtype=torch.float64)} for w in ([1.0, 1.0], [0.7, 0.6]))
     assert differences({"weights": [before, after]}, [gradient], 0.1) == [pytest.approx(0, abs=1e-12)]
     assert differences({"weights": [before, after]}, [{"w": gradient["w"] / 2}], 0.1) == [pytest.approx(1.0)]
+
+
+class Fixed(FixedCompletions, GRPOExtTrainer):
+    """A trainer with fixed completions."""
+
+
+def compared(folder, **settings) -> Overlapped:
+    """Compare short runs, as a launch of verify does."""
+    save_model(folder / "small")
+
+    def trainer(overlap, **changes):
+        args = GRPOExtConfig(str(folder / "out"), **(OVERLAPS | changes), overlap=overlap)
+        rewards = Rows(VOCABULARY, 4).reward_functions()
+        prompts = [{"prompt": f"w{3 + i % 40}"} for i in range(64)]
+        return Fixed(str(folder / "small"), rewards, args, prompts, processing_class=tokenizer())
+
+    return Overlapped.of(GRPOExtConfig(str(folder), **(OVERLAPS | settings), overlap="step"), trainer)
+
+
+OVERLAPS = {
+    **tiny.TRAINING,
+    **{"rollout_engine": "process", "num_generations": 4, "gradient_accumulation_steps": 8, "loss_type": "dapo"},
+    **{"per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.05},
+}
+
+
+def test_an_overlapped_run_is_compared_up_to_rounding(tmp_path):
+    found = compared(tmp_path)
+    assert 0 < found.difference <= ALLOWED
+    assert found.columns()[2] == "equal"
+
+
+def test_a_wrong_denominator_of_an_overlapped_run_differs(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, "correction", lambda *_: 1.0)
+    found = compared(tmp_path)
+    assert found.differs
+    assert found.columns()[2] == "DIFFERS"
+
+
+def test_a_recipe_that_waits_for_all_rows_is_not_compared(tmp_path):
+    found = compared(tmp_path, entropy_coef=0.01)
+    assert (found.waits, found.difference) == ("the entropy bonus has a denominator of its own", 0.0)
+    found.write(tmp_path)
+    assert Overlapped.read(tmp_path) == found
 
 
 RECIPE = """
@@ -95,6 +142,18 @@ def test_a_recipe_is_verified(processes, recipe, capfd, monkeypatch):
     code, lines = verified(capfd, "--config", path, "--num_processes", processes)
     for name in ("the recipe's", "one micro-batch", "row by row", "resumed"):
         assert lines[name][1:] == ["equal"], lines
+    assert code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_recipe_that_overlaps_is_verified(processes, recipe, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    path = recipe("loss_type: dapo\noverlap: step\nrollout_engine: process\n")
+    keys = ("--num_processes", processes, "--gradient_accumulation_steps", "8")
+    code, lines = verified(capfd, "--config", path, *keys)
+    assert lines["overlap: step"][1:] == ["equal"], lines
+    assert "(weights, float64)" in lines["overlap: step"][0]
     assert code == 0
 
 

@@ -30,6 +30,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+from grpo_ext.trainer.verification.overlapped import FixedCompletions, Overlapped, largest_difference, save_model
 from grpo_ext.trainer.verification.row_by_row import RowByRow, Terms, differences
 from grpo_ext.trainer.verification.small import VOCABULARY, Rows, load_small, save_small, tokenizer
 from grpo_ext.trainer.verification.watched import Watched
@@ -80,7 +81,7 @@ def splits(processes: int, rows: int, accumulation: int, group: int) -> Iterator
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table; return 1 if a gradient, or a resumed run, differs."""
+    """Print the table; return 1 if a gradient differs, or a resumed run, or one that overlaps."""
     processes, line = launcher(options)
     with planned_processes(processes):
         recipe = load_recipe(options.keys)
@@ -92,14 +93,16 @@ def run(options: argparse.Namespace) -> int:
         plan = {"keys": options.keys, "half": half, "splits": [dataclasses.asdict(split) for split in chosen]}
         (folder / "plan.json").write_text(json.dumps(plan))
         save_small(base_path(recipe), folder / "model", trust_remote_code=c.trust_remote_code)
+        if c.overlap and not half:
+            save_model(folder / "overlap")
         if len(line) > 1:
             line += ["--mixed_precision", "bf16" if half else "no"]
         _launch(line, folder)
         with planned_processes(processes):
             found = {split: _difference(recipe, split, half, folder) for split in chosen}
         whole, resumed = (torch.load(folder / f"{name}.pt") for name in ("whole", "resumed"))
-    off = max((whole[name].double() - resumed[name].double()).abs().max().item() for name in whole)
-    return _print(recipe, options.precision, found, off)
+        overlap = Overlapped.read(folder)
+    return _print(recipe, options.precision, found, largest_difference(whole, resumed), overlap)
 
 
 def launcher(options: argparse.Namespace) -> tuple[int, list[str]]:
@@ -110,21 +113,26 @@ def launcher(options: argparse.Namespace) -> tuple[int, list[str]]:
     return wanted.planned or 1, accelerate_command(wanted)
 
 
-def _print(recipe: Recipe, precision: str, found: Mapping[BatchSplit, float], off: float) -> int:
+def _print(
+    recipe: Recipe, precision: str, found: Mapping[BatchSplit, float], off: float, overlap: Overlapped | None
+) -> int:
     """Print the comparison and return the exit code."""
     allowed, console = _TOLERANCES[precision], Console()
+    wrong = [off > 0, overlap is not None and overlap.differs, *(worst > allowed for worst in found.values())]
     heads = ("split", "processes x rows x accumulation", "relative difference of the gradient", "verdict")
     table = Table(*heads, box=None)
     for split, worst in found.items():
         table.add_row(split.name, str(split), f"{worst:.1e}", "equal" if worst <= allowed else "DIFFERS")
     table.add_row("resumed", "after the first step", f"{off:.1e} (weights)", "DIFFERS" if off else "equal")
+    if overlap is not None:
+        table.add_row("overlap: step", *overlap.columns())
     console.print(recipe.training.objective.describe(), markup=False)
     console.print(f"in {precision}, compared with one row at a time; allowed: {allowed:g}")
     console.print(table)
     left_out = sorted(name for name, value in LEFT_OUT.items() if getattr(recipe.training, name) != value)
     if left_out:
         console.print(f"left out: {', '.join(left_out)}")
-    return 0 if not off and all(worst <= allowed for worst in found.values()) else 1
+    return int(any(wrong))
 
 
 def _training(recipe: Recipe, split: BatchSplit, half: bool, folder: Path, **changes: Any) -> GRPOExtConfig:
@@ -183,6 +191,8 @@ def main() -> None:
         trainer.train()
         trainer.save(folder / split.file)
     _interrupted(recipe, chosen[0], plan["half"], folder)
+    if recipe.training.overlap and not plan["half"]:
+        _overlapped(recipe, chosen[0], folder)
     leave_process_group()
 
 
@@ -190,17 +200,23 @@ class WatchedTrainer(Watched, GRPOExtTrainer):  # type: ignore[misc]
     """The trainer, which records the inputs and weights of each step."""
 
 
+class FixedTrainer(FixedCompletions, GRPOExtTrainer):
+    """The trainer, with fixed completions in place of a sampler's."""
+
+
 def _trainer(recipe: Recipe, training: GRPOExtConfig, folder: Path) -> WatchedTrainer:
-    rows = _rows(recipe)
-    return WatchedTrainer(
-        str(folder / "model"),
-        rows.reward_functions(),
-        training,
-        Dataset.from_list([{"prompt": f"w{3 + i % 40}"} for i in range(16 * MAX_ROWS)]),
-        processing_class=tokenizer(),
-        peft_config=get_peft_config(recipe.model),
-        rollout_func=rows.rollout,
-    )
+    return WatchedTrainer(**_arguments(recipe, training, folder / "model"), rollout_func=_rows(recipe).rollout)
+
+
+def _arguments(recipe: Recipe, training: GRPOExtConfig, model: Path) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "reward_funcs": _rows(recipe).reward_functions(),
+        "args": training,
+        "train_dataset": Dataset.from_list([{"prompt": f"w{3 + i % 40}"} for i in range(16 * MAX_ROWS)]),
+        "processing_class": tokenizer(),
+        "peft_config": get_peft_config(recipe.model),
+    }
 
 
 def _interrupted(recipe: Recipe, split: BatchSplit, half: bool, folder: Path) -> None:
@@ -219,6 +235,19 @@ def _interrupted(recipe: Recipe, split: BatchSplit, half: bool, folder: Path) ->
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.accelerator.is_main_process:
             torch.save(trainer.weights[-1], folder / f"{name}.pt")
+
+
+def _overlapped(recipe: Recipe, split: BatchSplit, folder: Path) -> None:
+    """Train a run with and without overlap, and compare their weights."""
+
+    def trainer(overlap: str | None, **changes: Any) -> FixedTrainer:
+        training = _training(recipe, split, False, folder, **changes, overlap=overlap)
+        arguments = _arguments(recipe, training, folder / "overlap")
+        if (adapter := arguments["peft_config"]) is not None:
+            adapter.target_modules = "all-linear"  # the recipe's names are those of its own model
+        return FixedTrainer(**arguments)
+
+    Overlapped.of(recipe.training, trainer).write(folder)
 
 
 if __name__ == "__main__":
