@@ -25,7 +25,7 @@ WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED=$(abspath $(VENV))/deepspeed
 QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-grid bench-vllm bench-losses bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults bench-migrate bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults bench-migrate bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -44,6 +44,8 @@ help:
 	@echo "make bench-grid    time a step over a grid of sizes, beside a plain forward and without shared prompts"
 	@echo "make bench-vllm    time a step with vLLM in the training process beside transformers"
 	@echo "make bench-losses  train the quickstart task with six losses and write benchmarks/losses.md"
+	@echo "make bench-overlap time steps in turn beside those that overlap with rollouts, and rewrite docs/overlap.md's tables; 12 minutes"
+	@echo "make bench-lag     train the quickstart task on completions of older weights and write benchmarks/lag.md"
 	@echo "make bench-trajectories  time a step of conversations of ten turns, and check that rows of a trajectory have one gradient"
 	@echo "make bench-environments  time environments that take their time beside stock TRL, and let a thousand of them fail"
 	@echo "make bench-textarena  check and play every game of TextArena, which it installs, and rewrite docs/environments.md's table"
@@ -169,6 +171,16 @@ bench-vllm: install-vllm
 bench-losses: install
 	@echo "bench-losses: the quickstart task with six losses"
 	$(QUIET_ENV) $(BIN)/python benchmarks/losses.py
+
+bench-overlap: install-vllm
+	@echo "bench-overlap: steps in turn, overlap: step and rollout_ahead, and which lengths train; leave two cores free"
+	$(QUIET_ENV) $(BIN)/python benchmarks/overlap.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/stale_samples.py
+	$(BIN)/python docs/tables.py
+
+bench-lag: install
+	@echo "bench-lag: the quickstart task with completions of weights that are 0, 1, 4 and 8 generations old"
+	$(QUIET_ENV) $(BIN)/python benchmarks/lag.py --again
 
 bench-trajectories: install
 	@echo "bench-trajectories: one gradient for each trajectory, and a step of ten turns, beside a row for each turn"

@@ -106,7 +106,7 @@ def by_queue(durations: np.ndarray, training: float, limit: int) -> Outcome:
 
 
 def row(rule: str, outcome: Outcome, durations: np.ndarray, training: float) -> dict:
-    """Return the shares of all, of the shortest and of the longest tenth that trained, and the rest of a table's row."""
+    """Return the shares that trained of all, of the shortest and of the longest tenth, and the time of a step."""
     trained, dropped = np.array(outcome.trained), np.array(outcome.dropped)
     low, high = np.quantile(durations, (0.1, 0.9))
 

@@ -403,6 +403,39 @@ def healthy_table() -> str:
     return table(("metric", "least", "median", "greatest", "on a healthy run"), rows)
 
 
+PARTS = {
+    "process": "transformers in its own process",
+    "judge": "the same, a longer training, a judge of 2 s",
+    "server": "vLLM server (CPU)",
+}
+"""Parts of benchmarks/overlap.py."""
+
+
+def overlap_table() -> str:
+    """Return a table of `make bench-overlap`: steps in turn and steps that overlap with rollouts."""
+    path, rows = RESULTS / "overlap.json", []
+    if not path.exists():
+        return "Not measured yet."
+    found = json.loads(path.read_text())["parts"]
+    for part in (part for part in PARTS if part in found):
+        its = found[part]
+        apart = f"{its['rollout_seconds']:.2f} s + {its['training_seconds']:.2f} s"
+        for name, row in its["variants"].items():
+            setting, _, judge = name.partition(", ")
+            shown = setting if setting == "in turn" else code(setting)
+            faster = ratio(row["first_over_step"]["median"], row["first_over_step"]["range"])
+            least = f"{row['step_over_least']['median']:.2f}"
+            step = f"{row['step_seconds']:.2f} s"
+            rows.append((PARTS[part], apart, f"{shown}{', judge' if judge else ''}", step, *faster, least))
+            apart = ""
+    heads = ("sampling + training", "steps", "a step", "times faster than in turn", "spread", "step / least")
+    rest = "".join(f" Not run yet: {text}." for part, text in PARTS.items() if part not in found)
+    runs = "; ".join(
+        f"{PARTS[part]}: {found[part]['repeats']} x {found[part]['steps']}" for part in PARTS if part in found
+    )
+    return f"{table(('sampler', *heads), rows)}\n\nRepeats and steps of each: {runs}.{rest}"
+
+
 def stale_table() -> str:
     """Return a table of benchmarks/stale_samples.py: what trains, by length, with and without a limit of age."""
     rows = []
@@ -483,6 +516,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "textarena": textarena_table,
     "migrated": migrated_table,
     "stale": stale_table,
+    "overlap": overlap_table,
     "defaults_of_trl": trl_defaults,
 }
 
