@@ -298,3 +298,11 @@ def test_one_wrong_letter_still_finds_the_name(slip):
     typed, name, known = slip
     if typed not in known:
         assert name in did_you_mean(typed, known)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"), [("rollout_device", "Write cpu"), ("dynamic_sampling", "Write reward"), ("fsdp", "Launch by")]
+)
+def test_a_number_in_place_of_a_name_is_not_to_be_quoted(name, cure):
+    with pytest.raises(ConfigError, match=rf"{name}=3: a whole number where text is expected. {cure}"):
+        GRPOExtConfig("out", use_cpu=True, bf16=False, **{name: 3})

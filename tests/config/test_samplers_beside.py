@@ -4,6 +4,7 @@ import pytest
 
 from grpo_ext import GRPOExtConfig
 from grpo_ext.config.process_engine import image_problems, rollout_problems, samples_by_server
+from grpo_ext.errors import ConfigError
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 8, "num_generations": 8}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
@@ -27,3 +28,20 @@ def test_rollouts_of_the_training_process_and_images_are_refused_beside_it(case,
 def test_a_server_samples_beside_the_training_only_with_overlap(tmp_path):
     found = [samples_by_server(GRPOExtConfig(str(tmp_path), **CPU, **settings)) for settings, _ in CASES.values()]
     assert found == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"num_beams": 2}, {"guidance_scale": 1.5}, {"stop_strings": ["."]}, {"use_cache": False}, {"max_time": 3.0}],
+)
+def test_what_the_process_cannot_decode_is_refused_before_it_starts(option, tmp_path):
+    settings = {**CPU, "loss_defaults": "trl", "generation_kwargs": option}
+    GRPOExtConfig(str(tmp_path), **settings)
+    name = next(iter(option))
+    with pytest.raises(ConfigError, match=rf"generation_kwargs\.{name}=.* with rollout_engine='process'"):
+        GRPOExtConfig(str(tmp_path), **settings, rollout_engine="process")
+
+
+def test_the_process_may_have_options_of_each_row_by_itself(tmp_path):
+    options = {"num_beams": 1, "use_cache": True, "min_new_tokens": 2, "renormalize_logits": False}
+    GRPOExtConfig(str(tmp_path), **CPU, generation_kwargs=options, rollout_engine="process")

@@ -59,7 +59,8 @@ def _type_problems(values: object, part: type, also: Mapping[str, type]) -> Iter
         else:
             default = None if f.default is dataclasses.MISSING else f.default
             names = losses if f.name == "loss_type" else row.choices or ()
-            yield wrong_type(f.name, value, hint, default, names)
+            problem = wrong_type(f.name, value, hint, default, names)
+            yield dataclasses.replace(problem, cure=row.text) if row.text else problem
 
 
 def choice_problems(config: GRPOExtArguments) -> Iterator[Problem]:

@@ -7,9 +7,17 @@ import torch
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.launch import planning
 from grpo_ext.config.rules import Rule
+from grpo_ext.config.truncation import rescalings
 from grpo_ext.errors import ABSENT, Problem
 
 _CURE = "Remove it, or set rollout_engine: auto."
+_UNDECODED: dict[str, object] = {
+    **dict.fromkeys(("top_h", "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens"), None),
+    **dict.fromkeys(("stop_strings", "max_time", "prefill_chunk_size", "prompt_lookup_num_tokens"), None),
+    **dict.fromkeys(("renormalize_logits", "return_dict_in_generate"), False),
+    **{"encoder_no_repeat_ngram_size": 0, "use_cache": True},
+}
+"""Keys of `generation_kwargs` that `rollout.decoding` refuses, besides those that rescale; each with its default."""
 
 
 def samples_in_process(config: GRPOExtArguments) -> bool:
@@ -54,7 +62,18 @@ def _device(config: GRPOExtArguments) -> Iterator[Problem]:
         yield Problem("rollout_device", name, f"this process sees {known} devices of this type", "Set another one.")
 
 
-PROCESS_RULES: tuple[Rule, ...] = (_inexact, _device)
+def _undecodable(config: GRPOExtArguments) -> Iterator[Problem]:
+    if not samples_in_process(config) or not isinstance(config.generation_kwargs, dict):
+        return
+    given = config.generation_kwargs
+    rescaling = (name.removeprefix("generation_kwargs.") for name in rescalings(config))
+    for name in dict.fromkeys(name for name in (*rescaling, *_UNDECODED) if name in given):
+        if (value := given[name]) is not None and value != _UNDECODED.get(name):
+            reason = "the process samples token by token, each row by itself"
+            yield Problem(f"generation_kwargs.{name}", value, reason, _CURE, {"rollout_engine": "process"})
+
+
+PROCESS_RULES: tuple[Rule, ...] = (_inexact, _undecodable, _device)
 """Settings beside a process that samples, and its device."""
 
 

@@ -46,6 +46,7 @@ class Setting:
         within: bounds of a number.
         choices: the names that it may have; None where all are allowed.
         function: whether it may also name a function of the user's, `./file.py:name`.
+        text: cure of a value that is not text, where that value as text would be wrong too.
         unused: why GRPO has no use for the setting; only its default is allowed.
         replay: value in `grpo-ext replay`, which computes the loss of one step.
         verify: value in `grpo-ext verify`, which compares gradients of splits.
@@ -57,6 +58,7 @@ class Setting:
     within: Within | None = None
     choices: Collection[object] | None = None
     function: bool = False
+    text: str = ""
     unused: str = ""
     replay: object = ABSENT
     verify: object = ABSENT
@@ -167,7 +169,9 @@ SETTINGS: dict[str, Setting] = {
         generation_kwargs=Setting(replay=None, verify_without=None),
         rollout_engine=Setting(choices=("auto", "grouped", "generate", "process"), verify="auto"),
         rollout_ahead=Setting(NOT_NEGATIVE, replay=0, verify_without=0),
-        dynamic_sampling=Setting(replay=None, verify_without=None),
+        dynamic_sampling=Setting(
+            text="Write reward, or the name of one of the rewards, or leave it out.", replay=None, verify_without=None
+        ),
         dynamic_sampling_max_rounds=Setting(COUNT),
         max_tool_calling_iterations=Setting(COUNT),
         completion_length_counts=Setting(choices=("all", "policy")),
@@ -180,7 +184,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     **_group(
         Change.ROUNDING,
-        rollout_device=Setting(verify=None),
+        rollout_device=Setting(text="Write cpu, cuda or cuda:1, or leave it out.", verify=None),
         overlap=Setting(choices=("step",), replay=None, verify=None),
         environment_waves=Setting(choices=("ready", "turn")),
         vllm_tensor_parallel_size=Setting(COUNT),
@@ -256,7 +260,8 @@ SETTINGS: dict[str, Setting] = {
     **_group(
         Change.ANOTHER_RUN,
         *("tf32", "liger_kernel_config", "use_cache", "accelerator_config", "parallelism_config"),
-        *("fsdp", "fsdp_config", "deepspeed"),
+        *("fsdp_config", "deepspeed"),
+        fsdp=Setting(text="Launch by --accelerate_config fsdp2, or leave it out."),
         lora_r=Setting(COUNT),
         lora_alpha=Setting(COUNT),
         lora_dropout=Setting(BELOW_ONE),
