@@ -15,17 +15,23 @@ from safetensors.torch import load_file
 
 from support import tiny
 from support.interrupted import without_clocks
-from support.processes import ENVIRONMENT, PATIENCE
+from support.processes import ENVIRONMENT, PATIENCE, launcher
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("KILLS", "2"))
 STEPS = 4 * KILLS
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
+AHEAD = {"rollout_engine": "process", "rollout_ahead": 2, "steps_per_generation": 1}
+RUNS = {"in turn": (1, {}), "ahead": (1, AHEAD), "ahead, two processes": (2, AHEAD)}
+"""Processes and further settings."""
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def recipe(request, tmp_path_factory):
     """Generations of two steps, a reward whose weight moves, dynamic sampling, and a log of every third step."""
     folder = tmp_path_factory.mktemp("kills")
+    processes, further = RUNS[request.param]
     values = tiny.TRAINING | {
         "model_name_or_path": tiny.save(folder / "model", max_position_embeddings=1024),
         "dataset_name": "quickstart/addition",
@@ -47,15 +53,18 @@ def recipe(tmp_path_factory):
         "save_steps": 1,
         "save_total_limit": 2,
     }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
-    return folder / "recipe.yaml"
+    values["per_device_train_batch_size"] //= processes
+    (folder / f"{processes}.yaml").write_text(yaml.safe_dump(values | further))
+    return folder / f"{processes}.yaml"
 
 
 def start(recipe: Path, output: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "grpo_ext.train", "--config", str(recipe), "--output_dir", str(output)]
+    python = [sys.executable] if recipe.stem == "1" else launcher()
+    command = [*python, "-m", "grpo_ext.train", "--config", str(recipe), "--output_dir", str(output)]
     path = os.pathsep.join([str(Path(tiny.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=env, text=True, start_new_session=True, **pipes)
 
 
 def newest(output: Path) -> int:
@@ -80,7 +89,7 @@ def killed(recipe: Path, output: Path, moment) -> None:
     process, before = start(recipe, output), newest(output)
     wait(lambda: newest(output) > before + random.randint(0, 1), process)
     moment(process)
-    process.send_signal(signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)
     printed, _ = process.communicate()
     assert process.returncode in (-signal.SIGKILL, 0), printed[-3000:]
     assert "Traceback" not in printed, printed[-3000:]

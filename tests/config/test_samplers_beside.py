@@ -1,8 +1,10 @@
 """What a sampler beside the training cannot sample is refused: a process's and a vLLM server's."""
 
 import pytest
+from datasets import Dataset
 
 from grpo_ext import GRPOExtConfig
+from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.process_engine import image_problems, rollout_problems, samples_by_server
 from grpo_ext.errors import ConfigError
 
@@ -45,3 +47,42 @@ def test_what_the_process_cannot_decode_is_refused_before_it_starts(option, tmp_
 def test_the_process_may_have_options_of_each_row_by_itself(tmp_path):
     options = {"num_beams": 1, "use_cache": True, "min_new_tokens": 2, "renormalize_logits": False}
     GRPOExtConfig(str(tmp_path), **CPU, generation_kwargs=options, rollout_engine="process")
+
+
+AHEAD = {"rollout_engine": "process", "rollout_ahead": 2, "max_steps": 8}
+AHEAD_REFUSED = {
+    "the trainer's own engine": ({"rollout_engine": "auto"}, "by a sampler that has older weights"),
+    "colocated vLLM": ({"use_vllm": True, "vllm_mode": "colocate"}, "samples while nothing trains"),
+    "overlap": ({"overlap": "step"}, "is complete when it begins"),
+    "stock TRL": ({"loss_defaults": "trl"}, "of its present weights"),
+    "no correction": ({"vllm_importance_sampling_correction": False}, "nothing would correct"),
+    "fresh prompts on a server": ({**SERVER, "dynamic_sampling": "reward"}, "has the latest ones only"),
+    "other rows": ({"ignore_data_skip": True}, "on other rows"),
+    "more than the run": ({"max_steps": 2}, "the run has 2 generations"),
+    "a fraction": ({"rollout_ahead": 1.5}, "rollout_ahead"),
+    "below 0": ({"rollout_ahead": -1}, "rollout_ahead"),
+}
+
+
+@pytest.mark.parametrize("case", AHEAD_REFUSED)
+def test_what_cannot_be_sampled_ahead_is_refused(case, tmp_path):
+    settings, words = AHEAD_REFUSED[case]
+    with pytest.raises(ConfigError, match=words) as caught:
+        GRPOExtConfig(str(tmp_path), **CPU, **(AHEAD | settings))
+    assert len(caught.value.problems) == 1
+
+
+def test_streams_and_short_epochs_cannot_be_sampled_ahead(tmp_path):
+    config = GRPOExtConfig(str(tmp_path), **CPU, **(AHEAD | {"max_steps": -1}), num_train_epochs=1)
+    rows = Dataset.from_list([{"prompt": "a"}] * 3)
+    (stream,) = ahead_problems(config, rows.to_iterable_dataset())
+    assert "a stream does not allow" in stream.reason
+    assert not [*ahead_problems(config, rows)]
+    (short,) = ahead_problems(config, rows.select(range(2)))
+    assert "the run has 2 generations" in short.reason
+
+
+def test_the_plain_ratio_to_the_sampler_is_a_correction(tmp_path):
+    config = GRPOExtConfig(str(tmp_path), **CPU, **AHEAD, old_logps="sampler")
+    assert config.sampler_rules == ()
+    assert samples_by_server(GRPOExtConfig(str(tmp_path), **CPU, **SERVER, rollout_ahead=1))
