@@ -38,14 +38,15 @@ class Worker:
 
 def train(ahead, windows, first, finished, chance, make=Schedule):
     """Train a run; return for each window the age of the weights that sampled it; None: of a checkpoint."""
-    plan, worker, ages = make(ahead, windows, first, finished), Worker(chance, first + finished), {}
+    in_flight = {window: window - ahead for window in range(first, first + finished)}
+    plan, worker, ages = make(ahead, windows, first, in_flight), Worker(chance, first + finished), {}
     for window in range(first, windows):
         worker.obey(plan.before(window), now=window)
         worker.work(until=window)
         known = first <= window < first + finished
         assert known or window in worker.done, "deadlock: it was never submitted"
-        assert (plan.version(window) is None) is known
         assert known or plan.version(window) in worker.weights, "no such weights for replacements"
+        assert not known or plan.version(window) == window - ahead
         ages[window] = None if known else window - worker.done[window]
         worker.obey(plan.after(window), now=window)
         worker.work()
@@ -90,6 +91,12 @@ def test_the_table_of_two_windows_ahead():
     ]
 
 
+def test_weights_of_a_checkpoint_are_forgotten_when_no_window_needs_them():
+    plan = Schedule(2, 9, 4, {4: 2, 5: 3}, [2, 3])
+    assert plan.after(4) == Orders([2], 4, range(6, 7))
+    assert plan.after(5) == Orders([3], 5, range(7, 8))
+
+
 def test_windows_that_a_checkpoint_has_lost_are_sampled_when_the_next_one_begins():
     assert train(3, 20, 10, 1, random.random)[12] == 2
     assert train(3, 20, 10, 1, random.random)[13] == 3
@@ -126,7 +133,7 @@ BROKEN = {
     "order": (changed(lambda o, _: Orders(o.forget, o.publish, [n + 1 for n in o.submit])), "out of order"),
     "all": (changed(lambda o, _: Orders(o.forget)), "never submitted"),
     "end": (
-        lambda ahead, windows, first, finished: Schedule(ahead, windows + 1, first, finished),
+        lambda ahead, windows, first, in_flight: Schedule(ahead, windows + 1, first, in_flight),
         "for nothing|never",
     ),
     "forgotten": (changed(lambda o, _: Orders((), o.publish, o.submit)), "never forgotten"),

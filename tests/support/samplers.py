@@ -26,11 +26,20 @@ class Copies:
         self.models, self.published, self.forgotten, self.asked = {}, [], [], []
         self.closed = threading.Event()
 
-    def publish(self, version):
+    @property
+    def versions(self):
+        return frozenset(self.models)
+
+    def publish(self, version, weights=None):
         self.published.append(version)
         self.models[version] = as_plain(self.policy())
+        if weights is not None:
+            self.models[version].load_state_dict(weights)
 
-    def sample(self, version, contexts, limits, streams):
+    def copy_of(self, version):
+        return self.models[version].state_dict()
+
+    def sample(self, version, contexts, limits, streams, done=None):
         self.asked.append((version, len(contexts)))
         if self.closed.wait(self.seconds):
             raise RuntimeError("the sampler was closed")
@@ -42,7 +51,7 @@ class Copies:
 
     def forget(self, version):
         self.forgotten.append(version)
-        del self.models[version]
+        self.models.pop(version, None)
 
     def paused(self):
         return nullcontext()
@@ -54,6 +63,8 @@ class Copies:
 def as_plain(model):
     """A copy in which nothing trains; an adapter's weights are merged."""
     copied = copy.deepcopy(model).eval().requires_grad_(False)
+    for module in copied.modules():
+        vars(module).pop("forward", None)  # of accelerate or TRL, which would run the model's own weights
     return copied.merge_and_unload() if hasattr(copied, "merge_and_unload") else copied
 
 

@@ -111,6 +111,12 @@ class GRPOExtArguments(GRPOConfig):
         "before the step: the same numbers as without, up to rounding. Needs `rollout_engine` "
         "'process'. None (default): off.",
     )
+    rollout_ahead: int = _field(
+        0,
+        "How many generations are sampled and scored while one trains: each is sampled by weights exactly this many "
+        "generations older than those that it begins to train, which `sampler_correction` corrects for. Needs "
+        "`rollout_engine` 'process' or a vLLM server. 0 (default): off.",
+    )
     completion_length_counts: str = _field(
         "all",
         "The tokens of a conversation with environments that `max_completion_length` counts: 'all' (default) "
@@ -239,6 +245,11 @@ class GRPOExtArguments(GRPOConfig):
     def zero_advantages_skipped(self) -> bool:
         """`skip_zero_advantages`, settled."""
         return self.loss_defaults == "paper" if self.skip_zero_advantages is None else self.skip_zero_advantages
+
+    @property
+    def samples_otherwise(self) -> bool:
+        """Whether what samples may differ from the policy: it is vLLM, or it has older weights."""
+        return bool(self.use_vllm or self.rollout_ahead)
 
     @property
     def trl_sampler_mode(self) -> str | None:

@@ -1,5 +1,6 @@
 """Every rule that a config must obey, checked all at once."""
 
+from grpo_ext.config.ahead import AHEAD_RULES
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import BATCH_RULES
 from grpo_ext.config.broken import as_far_as_sound, without
@@ -20,7 +21,7 @@ from grpo_ext.errors import Problem
 
 RELATIONS: tuple[Rule, ...] = (
     *(*BATCH_RULES, hardware_problems, *ENGINE_RULES, *VLLM_RULES, *SAMPLER_RULES, *RUN_RULES, *KEYWORD_RULES),
-    *(*PROCESS_RULES, *TRUNCATION_RULES, *LOSS_RULES, *CHUNK_RULES),
+    *(*PROCESS_RULES, *TRUNCATION_RULES, *LOSS_RULES, *CHUNK_RULES, *AHEAD_RULES),
 )
 """Rules between fields. A rule ends where it reads a field that is refused already, so each is about one matter."""
 

@@ -62,7 +62,7 @@ def waits_for_all(config: GRPOExtArguments) -> Iterator[str]:
         yield "the entropy bonus has a denominator of its own"
     if config.top_entropy_quantile < 1:
         yield "top_entropy_quantile compares the tokens of a micro-batch"
-    if config.use_vllm and (named := [rule for rule in config.sampler_rules if rule.of_the_batch]):
+    if config.samples_otherwise and (named := [rule for rule in config.sampler_rules if rule.of_the_batch]):
         yield f"the sampler correction {named[0].describe()!r} depends on the whole batch"
     if config.deepspeed:
         yield "DeepSpeed makes the optimizer step in its backward pass, before the denominators are known"

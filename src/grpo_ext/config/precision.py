@@ -50,8 +50,12 @@ def coarse_options(config: GRPOExtArguments) -> dict[str, object]:
 
 def expected_differences(config: GRPOExtArguments, weights: str) -> Iterator[tuple[str, str]]:
     """Yield each source of a difference between the sampler's and the policy's log-probabilities, and its size."""
+    if ahead := config.rollout_ahead:
+        yield "age", f"the sampler's weights are {ahead} generation{'s' if ahead > 1 else ''} older (rollout_ahead)"
     if not config.use_vllm:
         yield "kernels", "rounding only: transformers samples with the trainer's own weights and modules"
+        if ahead:
+            yield "correction", _correction(config)
         return
     computes = computed_in(config, weights)
     dtype = _sampler_dtype(config, computes)

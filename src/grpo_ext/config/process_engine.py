@@ -1,4 +1,4 @@
-"""Rules of samplers beside the policy: the process of `rollout_engine: process`, and a vLLM server with overlap."""
+"""Rules of samplers beside the policy: the process of `rollout_engine: process`, and a server beside training."""
 
 from collections.abc import Iterator, Mapping
 
@@ -28,7 +28,8 @@ def samples_in_process(config: GRPOExtArguments) -> bool:
 
 def samples_by_server(config: GRPOExtArguments) -> bool:
     """Return whether a vLLM server samples while the policy trains."""
-    return bool(config.overlap and config.use_vllm and config.vllm_mode == "server")
+    beside = config.overlap or config.rollout_ahead
+    return bool(beside and config.use_vllm and config.vllm_mode == "server")
 
 
 def _inexact(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -78,13 +79,14 @@ PROCESS_RULES: tuple[Rule, ...] = (_inexact, _undecodable, _device)
 
 def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> Iterator[Problem]:
     """Yield the problem of rollouts by `given` arguments, by name, in which a sampler beside would have no part."""
-    for name in (name for name, value in given.items() if value):
+    for name in (name for name, argument in given.items() if argument):
         reason = "single turns of the dataset's prompts and of environments only are sampled"
         if samples_in_process(config):
             yield Problem(name, ABSENT, f"{reason} by the process", _CURE, {"rollout_engine": "process"})
         elif samples_by_server(config):
-            cure = "Remove it, or remove overlap."
-            yield Problem(name, ABSENT, f"{reason} beside the training", cure, {"overlap": config.overlap})
+            setting, value = _beside(config)
+            cure = f"Remove it, or remove {setting}."
+            yield Problem(name, ABSENT, f"{reason} beside the training", cure, {setting: value})
 
 
 def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
@@ -93,4 +95,10 @@ def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Proble
         reason = "the process does not take images"
         yield Problem("rollout_engine", "process", reason, "Set rollout_engine: auto.")
     elif samples_by_server(config) and isinstance(columns, list) and {"image", "images"} & set(columns):
-        yield Problem("overlap", config.overlap, "images are not sampled beside the training", "Remove overlap.")
+        setting, value = _beside(config)
+        yield Problem(setting, value, "images are not sampled beside the training", f"Remove {setting}.")
+
+
+def _beside(config: GRPOExtArguments) -> tuple[str, object]:
+    """Return the setting that lets a server sample beside the training, and its value."""
+    return ("overlap", config.overlap) if config.overlap else ("rollout_ahead", config.rollout_ahead)

@@ -188,7 +188,7 @@ def _loss(objective: Objective, config: GRPOExtArguments) -> None:
 
 def _sampler(config: GRPOExtArguments) -> Tensor | None:
     """Return the sampler's importance ratio, where the run will have one."""
-    rules = config.sampler_rules if config.use_vllm else ()
+    rules = config.sampler_rules if config.samples_otherwise else ()
     return torch.ones(ROWS, TIME if any(rule.by_token for rule in rules) else 1) if rules else None
 
 

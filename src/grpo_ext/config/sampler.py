@@ -99,7 +99,7 @@ def _with_the_loss(place: str, rule: SamplerRule, config: GRPOExtArguments) -> I
 def _levels(config: GRPOExtArguments) -> Iterator[Problem]:
     """Refuse a level at which the loss cannot take the correction."""
     levels = find(config.loss_type).sampler_levels
-    if not config.use_vllm or next(_blocks(config), None) is not None:
+    if not config.samples_otherwise or next(_blocks(config), None) is not None:
         return
     if all(("token" if rule.by_token else "sequence") in levels for rule in config.sampler_rules):
         return

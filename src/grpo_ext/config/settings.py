@@ -168,6 +168,7 @@ SETTINGS: dict[str, Setting] = {
         repetition_penalty=Setting(_POSITIVE, verify_without=1.0),
         generation_kwargs=Setting(replay=None, verify_without=None),
         rollout_engine=Setting(choices=("auto", "grouped", "generate", "process"), verify="auto"),
+        rollout_ahead=Setting(NOT_NEGATIVE, replay=0, verify_without=0),
         dynamic_sampling=Setting(
             text="Write reward, or the name of one of the rewards, or leave it out.", replay=None, verify_without=None
         ),

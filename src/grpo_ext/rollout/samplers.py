@@ -1,6 +1,6 @@
 """Protocol of samplers beside the policy: they sample by numbered copies of its weights, while it trains."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
@@ -34,11 +34,14 @@ class Sampler(Protocol):
     def versions(self) -> frozenset[int]:
         """Numbers of the versions that it has."""
 
-    def publish(self, version: int) -> None:
-        """Copy the policy's present weights under this number.
+    def publish(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Copy the policy's present weights, or a copy of older ones, under this number.
 
         Main thread, between optimizer steps; collective. It may wait for older requests.
         """
+
+    def copy_of(self, version: int) -> dict[str, Tensor] | None:
+        """Return a copy of a version for `publish`, to be stored; None where it cannot take one."""
 
     def sample(
         self,

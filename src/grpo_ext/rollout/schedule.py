@@ -18,7 +18,7 @@ publishing waits for no later window. A version is forgotten as soon as no windo
 never more than K.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -44,18 +44,26 @@ class Schedule:
         ahead: K, at least 1.
         windows: number of windows of the whole run, where known: none beyond is submitted.
         first: window that the run begins or resumes with.
-        finished: windows from `first` on that a checkpoint holds.
+        in_flight: windows from `first` on that a checkpoint holds, each with the version that samples it.
+        published: versions that a checkpoint holds.
     """
 
-    def __init__(self, ahead: int, windows: int, first: int = 0, finished: int = 0) -> None:
+    def __init__(
+        self,
+        ahead: int,
+        windows: int,
+        first: int = 0,
+        in_flight: Mapping[int, int] | None = None,
+        published: Collection[int] = (),
+    ) -> None:
         self.ahead, self.windows = ahead, windows
-        self._submitted = first + finished
-        self._sampled_by: dict[int, int] = {}
-        self._published: list[int] = []
+        self._sampled_by = dict(in_flight or {})
+        self._submitted = first + len(self._sampled_by)
+        self._published = list(published)
 
-    def version(self, window: int) -> int | None:
-        """Return the version that samples a window that was submitted; None if a checkpoint holds it."""
-        return self._sampled_by.get(window)
+    def version(self, window: int) -> int:
+        """Return the version that samples a window that was submitted, and not yet taken."""
+        return self._sampled_by[window]
 
     def before(self, window: int) -> Orders:
         """Return what has to happen before a window can be taken: nothing, but for the first of a run."""

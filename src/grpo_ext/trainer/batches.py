@@ -154,7 +154,7 @@ def _check_weights(args: GRPOExtConfig, content: Content, folder: Path) -> None:
         ConfigError: it differs.
     """
     recorded = GRPOExtConfig.as_given(content["settings"]).sampler_rules
-    if args.use_vllm and recorded != args.sampler_rules:
+    if args.samples_otherwise and recorded != args.sampler_rules:
         reason = f"its weights correct the sampler by {recorded or 'no rule'}, and these settings have another rule"
         raise _refusal(folder, reason, "Set sampler_correction as the recorded run did.")
 

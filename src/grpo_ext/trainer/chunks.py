@@ -21,17 +21,17 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.packing.micro_batches import MicroBatch, as_wide, regroup
 from grpo_ext.rollout.collected import Collected, Finished
 from grpo_ext.rollout.seeds import AttemptId
+from grpo_ext.trainer.ahead import AheadTrainer
 from grpo_ext.trainer.arriving import Arriving, Plan, correction, provisional, scale
 from grpo_ext.trainer.batches import Generation, counted
 from grpo_ext.trainer.credit import AdvantageMonitor
 from grpo_ext.trainer.diagnosis.recording import ROWS, log_rows
-from grpo_ext.trainer.generating import GeneratingTrainer
 from grpo_ext.trainer.requests import ChunksInBackground, leaves_of, request_of, taken
 
 Rows = list[dict[str, Any]]
 
 
-class ChunkTrainer(GeneratingTrainer):
+class ChunkTrainer(AheadTrainer):
     """`trl.GRPOTrainer` whose groups may train before the last of their generation is scored."""
 
     _arriving: Arriving | None = None

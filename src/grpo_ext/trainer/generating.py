@@ -1,7 +1,7 @@
 """GeneratingTrainer: the hooks of TRL's GRPOTrainer that make one generation, from its rows to its advantages."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -37,7 +37,7 @@ from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import server_sampler
 from grpo_ext.trainer.acting import Acting, Played, limits_of, sampling_of
-from grpo_ext.trainer.batches import no_early_pass
+from grpo_ext.trainer.batches import forward_only, no_early_pass
 from grpo_ext.trainer.callbacks import StepTimes
 from grpo_ext.trainer.credit import Credit, group_shares
 from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, row_record
@@ -54,11 +54,15 @@ class GeneratingTrainer(Lifecycle):
     reward_runtime: Runtime | None
     _collecting: Collected | None = None
     """The generation that TRL's hooks fill at the moment."""
+    _age = 0
+    """Generations by which the weights that sampled a generation are older than the policy's."""
     _beside: Sampler | None
     """What samples for training beside it: a process, or a vLLM server."""
     _credit: Credit
     _engine: GroupedEngine | None
     _logs: dict[str, Any]
+    _older: bool
+    """Whether completions are of older weights."""
     _pending_extra_logs: Any
     _pending_metrics: Any
     _rewards: RewardCollector
@@ -78,6 +82,7 @@ class GeneratingTrainer(Lifecycle):
             ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
             self.rollout_func = completed(self.rollout_func, ends, self._tokenizer.eos_token_id)
         self._engine = grouped_engine(args, sharded=self.is_fsdp_enabled)
+        self._older = args.rollout_ahead > 0
         self._beside = process_sampler(self, args)
         if samples_by_server(args):
             self._beside = server_sampler(self.vllm_generation)
@@ -114,7 +119,7 @@ class GeneratingTrainer(Lifecycle):
             rows: of a dataset.
             attempts: identity of each row's attempt; seeds of environments and their turns come from it.
         """
-        with self._filling(Collected(rows, attempts)) as collected:
+        with self._filling(Collected(rows, attempts, ready=self._finished(attempts))) as collected:
             collected.generated = Generated(*self._generate([row["prompt"] for row in rows]))
         extra = collected.generated.extra
         added = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
@@ -132,6 +137,10 @@ class GeneratingTrainer(Lifecycle):
         collected.rewards = rewards
         self._pending_extra_logs.clear()
         return collected
+
+    def _finished(self, attempts: Sequence[AttemptId]) -> Finished | None:
+        """Return what was made of attempts before their generation began; None where they are made now."""
+        return None
 
     @property
     def _ready(self) -> Finished | None:
@@ -301,12 +310,15 @@ class GeneratingTrainer(Lifecycle):
         mode = "train" if self.model.training else "eval"
         if self._collecting is not None:  # a chunk of a generation
             return self._complete(self._collecting, mode)
-        attempts = self.attempt_ids(len(inputs))
-        collected = Collected(inputs, attempts)
-        if self._sampler is not None and mode == "train":
-            silent = partial(self._credit.silent_groups, weights=self.reward_weights, group=self.num_generations)
-            collected = self._sampler.settle(inputs, attempts, self.collect, silent, self._metrics[mode])
-        return self._complete(collected, mode)
+        return self._complete(self._begun(inputs, mode), mode)
+
+    def _begun(self, rows: list[dict[str, Any]], mode: str) -> Collected:
+        """Return a generation for TRL's hooks to fill; with dynamic sampling it is filled already."""
+        attempts = self.attempt_ids(len(rows))
+        if self._sampler is None or mode != "train":
+            return Collected(rows, attempts, ready=self._finished(attempts))
+        silent = partial(self._credit.silent_groups, weights=self.reward_weights, group=self.num_generations)
+        return self._sampler.settle(rows, attempts, self.collect, silent, self._metrics[mode])
 
     def _complete(self, collected: Collected, mode: str) -> dict[str, Any]:
         """Return the batch of a generation, which TRL fills unless it is settled or ready."""
@@ -326,16 +338,20 @@ class GeneratingTrainer(Lifecycle):
         if not compared:  # the sampler's are over the tokens that it kept, the policy's over the vocabulary
             output.pop("sampling_per_token_logps", None)
         draws_itself = not self.use_vllm and (self.rollout_func is None or self.acting is not None)
+        draws_itself = draws_itself and not (self._older and mode == "train")
         if draws_itself and "sampling_per_token_logps" in output:
             output[DRAWN] = output.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
         # computed on TRL's micro-batches, not on the loss's: not bit-identical, so unusable as old log-probabilities
         early = output.pop("old_per_token_logps", None)
-        if mode == "train" and self._drift is not None and "sampling_per_token_logps" in output:
+        if early is None and self._sampler_corrected:
+            early = self._policy_logps(output)
+        comparable = mode == "train" and self._age == 0 and "sampling_per_token_logps" in output
+        if self._drift is not None and comparable:
             self._drift.due = True
             if early is not None:
                 self._check_drift(early, output)
         self._assign_credit(collected, output, early, mode)
-        if self._sampler_corrected and not compared:
+        if self._sampler_corrected and not compared:  # in evaluations by vLLM
             forget_figures_of_trl(self._metrics[mode])
             output["importance_sampling_ratio"] = torch.ones_like(output["importance_sampling_ratio"])
         elif self._sampler_corrected:
@@ -346,7 +362,16 @@ class GeneratingTrainer(Lifecycle):
 
     @property
     def _sampler_corrected(self) -> bool:
-        return self.use_vllm and self.vllm_importance_sampling_correction
+        """Whether the loss is corrected for what sampled the completions."""
+        elsewhere = self.use_vllm or (self._older and self.model.training)
+        return bool(elsewhere and self.vllm_importance_sampling_correction)
+
+    def _policy_logps(self, output: Mapping[str, Any]) -> Tensor:
+        """Return the policy's log-probabilities of a generation."""
+        score, inputs = self._get_per_token_logps_and_entropies, cast(MicroBatch, output)
+        rows = self.args.per_device_train_batch_size
+        with forward_only(self.model, self.args):
+            return self._scorer.micro_batch(score, self.model, inputs, entropy=False, batch_size=rows)[0]
 
     def _check_drift(self, logps: Tensor, inputs: Mapping[str, Any]) -> None:
         """Compare the sampler with the policy and log the figures."""
@@ -422,9 +447,7 @@ class GeneratingTrainer(Lifecycle):
     def _reward_kl(self, output: dict[str, Any], logps: Tensor | None, mask: Tensor, mode: str) -> Tensor:
         """KL estimate of each token of this process's completions, to lower the rewards by."""
         if logps is None:
-            rows = self.args.per_device_train_batch_size
-            score, inputs = self._get_per_token_logps_and_entropies, cast(MicroBatch, output)
-            logps, _, _ = self._scorer.micro_batch(score, self.model, inputs, entropy=False, batch_size=rows)
+            logps = self._policy_logps(output)
         log_ref_ratio = masked(output["ref_per_token_logps"] - logps, mask)
         per_token = self.objective.kl_penalty({"log_ref_ratio": log_ref_ratio, "mask": mask})
         by_row = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)

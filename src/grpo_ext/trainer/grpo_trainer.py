@@ -311,7 +311,8 @@ class GRPOExtTrainer(ChunkTrainer):
 
     def _with_samplers_old(self, logps: Tensor, inputs: MicroBatch, live: Tensor | None) -> MicroBatch:
         """Return a micro-batch whose old log-probabilities are the sampler's, where it has them, if so configured."""
-        if self.args.old_logps == "recomputed" or not self.use_vllm or "sampling_per_token_logps" not in inputs:
+        otherwise = self.use_vllm or self._older
+        if self.args.old_logps == "recomputed" or not otherwise or "sampling_per_token_logps" not in inputs:
             return inputs
         sampler = inputs["sampling_per_token_logps"].to(logps.dtype)
         known = ~sampler.isnan() if live is None else ~sampler.isnan() & live[:, None]

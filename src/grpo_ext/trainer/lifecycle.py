@@ -185,15 +185,22 @@ class Lifecycle(SavingTrainer):
     def _get_eval_sampler(self, eval_dataset: object) -> SameOrderSampler:
         return SameOrderSampler(super()._get_eval_sampler(eval_dataset))
 
+    @property
+    def _uses(self) -> int:
+        """Micro-batches that train on one generation."""
+        return int(self.args.steps_per_generation or 1) * self.num_iterations
+
     def attempt_ids(self, count: int) -> list[AttemptId]:
         """Return the ids of this process's next `count` attempts, in training or evaluation."""
-        args, world, rank = self.args, self.accelerator.num_processes, self.accelerator.process_index
         if self.model.training:
-            generation = self._step // (int(args.steps_per_generation or 1) * self.num_iterations)
-            first = (generation * world + rank) * count
-            return numbered(args.seed, Source.TRAINING, range(first, first + count), self.num_generations)
-        rows = self._eval_rows.next(rank * count, count)
-        return numbered(args.seed, Source.EVALUATION, rows, self.num_generations_eval)
+            return self.attempts_of(self._step // self._uses, count)
+        rows = self._eval_rows.next(self.accelerator.process_index * count, count)
+        return numbered(self.args.seed, Source.EVALUATION, rows, self.num_generations_eval)
+
+    def attempts_of(self, generation: int, count: int) -> list[AttemptId]:
+        """Return the ids of this process's `count` attempts of a generation, which training numbers from 0."""
+        first = (generation * self.accelerator.num_processes + self.accelerator.process_index) * count
+        return numbered(self.args.seed, Source.TRAINING, range(first, first + count), self.num_generations)
 
     # Resume.
 

@@ -77,7 +77,8 @@ class OneStep(GRPOExtTrainer):
             ConfigError: the loss needs something that was not recorded.
         """
         self.contents, self._replayed = contents, OneStep._batches
-        self.use_vllm = bool(contents[0]["settings"].get("use_vllm"))
+        settings = contents[0]["settings"]
+        self.use_vllm, self._older = bool(settings.get("use_vllm")), bool(settings.get("rollout_ahead"))
         self.remove_callback(Progress)
         self.train()
         log = next(row for row in self.state.log_history if "loss" in row)
@@ -168,7 +169,8 @@ def _missing(trainer: OneStep, first: MicroBatch) -> Iterator[Problem]:
         reason = "the batch has no log-probabilities of the sampler"
         cure = "Set it to false, or record a run with it."
         yield Problem("vllm_importance_sampling_correction", True, reason, cure)
-    if trainer.args.old_logps == "sampler" and not (trainer.use_vllm and "sampling_per_token_logps" in first):
+    otherwise = trainer.use_vllm or trainer._older
+    if trainer.args.old_logps == "sampler" and not (otherwise and "sampling_per_token_logps" in first):
         reason = "the batch has no log-probabilities of the sampler"
         yield Problem("old_logps", "sampler", reason, "Set it to recomputed, or record a run with vLLM.")
     if trainer.use_adaptive_entropy:

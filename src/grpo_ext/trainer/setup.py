@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from grpo_ext.config import process_engine
+from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.machine import machine_problems
@@ -155,6 +156,7 @@ def data_problems(
     yield from clashes
     if isinstance(train_dataset, Dataset):
         yield from too_few(args, len(train_dataset))
+    yield from ahead_problems(args, train_dataset)
 
 
 def quantized_problems(args: GRPOExtConfig, model: object, quantization_config: object) -> Iterator[Any]:

@@ -30,7 +30,7 @@ def untied(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False, **HEADS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # a later file of the same worker may count its processes
 def served(tmp_path_factory, tied):
     server = Server(tmp_path_factory.mktemp("server"), tied)
     server.start()

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO, cast
 
 import torch
@@ -62,13 +62,19 @@ def load(model: nn.Module, table: Table, descriptor: int) -> None:
             f"the policy's weights are not those of a {type(model).__name__} that is built from its config: "
             f"{', '.join(sorted(strange)[:5])}"
         )
+    for name, values in read(table, descriptor):
+        targets[name].data = values.to(targets[name].device)
+
+
+def read(table: Table, descriptor: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a file, with their names."""
     for name, dtype, shape, offset in table:
         values = torch.empty(shape, dtype=dtype, device="cpu")
         data = _bytes(values)
         while data:
-            read = os.preadv(descriptor, [data], offset)
-            data, offset = data[read:], offset + read
-        targets[name].data = values.to(targets[name].device)
+            count = os.preadv(descriptor, [data], offset)
+            data, offset = data[count:], offset + count
+        yield name, values
 
 
 def _bytes(tensor: Tensor) -> memoryview:

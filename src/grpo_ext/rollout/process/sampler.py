@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from multiprocessing import Pipe
@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from grpo_ext.errors import SamplerLost
-from grpo_ext.rollout.process.memory_file import MemoryFile
+from grpo_ext.rollout.process.memory_file import MemoryFile, read
 from grpo_ext.rollout.process.messages import Ended, Failure, Request, Start, Table
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import RowEnded, Sampled
@@ -69,15 +69,21 @@ class ProcessSampler:
         """Numbers of the versions that are published."""
         return frozenset(self._versions)
 
-    def publish(self, version: int) -> None:
-        """Copy the policy's present weights under this number; does not wait for requests."""
+    def publish(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Copy the policy's present weights, or others, under this number; does not wait for requests."""
         self._closed = False
         if self._start is None:
             self._start = self._describe()
         self._running()  # it starts while the weights are copied
         self.forget(version)
         file = self._spare.pop() if self._spare else MemoryFile()
-        self._versions[version] = _Published(next(self._copies), file, file.write(self._weights()))
+        named = self._weights() if weights is None else weights.items()
+        self._versions[version] = _Published(next(self._copies), file, file.write(named))
+
+    def copy_of(self, version: int) -> dict[str, Tensor]:
+        """Return a copy of a version."""
+        published = self._versions[version]
+        return dict(read(published.table, published.file.descriptor))
 
     def sample(
         self,

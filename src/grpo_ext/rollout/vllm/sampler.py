@@ -82,7 +82,7 @@ class ServerSampler:
 
     # Weights.
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Push the policy's present weights in place of the version before; main thread, collective.
 
         Waits until all `sample` calls of this process have returned, then, in a barrier, for those of the others: no
@@ -118,6 +118,9 @@ class ServerSampler:
             if self._version is not None:
                 self._generation.on_main(partial(self._generation.push_again, self._copy))
                 self._client.serving = broadcast(self._client.serving)
+
+    def copy_of(self, version: int) -> None:
+        """Return None: weights go to the server as they are gathered."""
 
     def forget(self, version: int) -> None:
         """Do nothing: a push has replaced the version before."""

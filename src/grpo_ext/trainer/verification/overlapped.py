@@ -39,9 +39,12 @@ class FixedSampler:
     def __init__(self) -> None:
         self.versions = frozenset[int]()
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, weights: object = None) -> None:
         """Note the version; no weights are needed."""
         self.versions = frozenset({version})
+
+    def copy_of(self, version: int) -> None:
+        """Return None: there are no weights."""
 
     def sample(
         self,

@@ -1,0 +1,203 @@
+"""AheadTrainer: generations are sampled and scored while earlier ones train (`rollout_ahead`).
+
+`rollout.schedule` decides which weights sample which generation, and when; it calls a generation a window. Here its
+orders are carried out: the rows of later windows are drawn as the dataloader will draw them, weights are published,
+requests go to the background, and a window that begins to train is taken from there. TRL's hooks then return what the
+background has made of it.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+from grpo_ext.config.temporary import temporarily
+from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.rollout.collected import Collected, Finished
+from grpo_ext.rollout.samplers import Sampler
+from grpo_ext.rollout.schedule import Orders, Schedule
+from grpo_ext.rollout.seeds import AttemptId
+from grpo_ext.trainer import in_flight
+from grpo_ext.trainer.generating import GeneratingTrainer
+from grpo_ext.trainer.in_flight import InFlight
+from grpo_ext.trainer.leaves import LeavesInBackground, Request
+from grpo_ext.trainer.requests import leaves_of, request_of, taken
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass
+class Ahead:
+    """What is sampled ahead in a run.
+
+    Attributes:
+        schedule: who samples what, and when.
+        drawn: numbers of the rows of each later window, of all processes.
+        background: completes and scores.
+        asked: windows that were submitted and not yet taken, each with its request, unless a checkpoint had it.
+    """
+
+    schedule: Schedule
+    drawn: Iterator[list[int]]
+    background: LeavesInBackground
+    asked: dict[int, tuple[Request | None, Future[Finished]]] = field(default_factory=dict)
+    window: int | None = None
+    """The window that begins to train, until all its completions are known."""
+
+
+class AheadTrainer(GeneratingTrainer):
+    """`trl.GRPOTrainer` that trains on generations of older weights, each of exactly the same age."""
+
+    _ahead: Ahead | None = None
+    _in_flight = InFlight()
+    """What a checkpoint has that the run continues from, until the first generation."""
+    _made: tuple[Sequence[AttemptId], Finished] | None = None
+    """Attempts that the background has completed, of the window that begins to train."""
+
+    def _begun(self, rows: Rows, mode: str) -> Collected:
+        if not self._older or mode != "train":
+            return super()._begun(rows, mode)
+        assert self._beside is not None
+        window = self._step // self._uses
+        if self._ahead is None:
+            self._ahead = self._started(self._beside, window, len(rows))
+        ahead, count = self._ahead, len(rows)
+        ahead.window = window
+        self._obey(ahead, self._beside, ahead.schedule.before(window), count)
+        self._age = window - ahead.schedule.version(window)
+        self._made = self.attempts_of(window, count), self._take(ahead, window, rows)
+        collected = super()._begun(rows, mode)
+        self._made, ahead.window = None, None
+        self._obey(ahead, self._beside, ahead.schedule.after(window), count)
+        return collected
+
+    def _started(self, sampler: Sampler, first: int, count: int) -> Ahead:
+        """Return the state of a run that begins or resumes with the window `first`, of `count` rows a process."""
+        kept, self._in_flight = self._in_flight, InFlight()
+        for version, weights in kept.weights.items():
+            sampler.publish(version, weights)
+        # a server has no older weights: what it had not finished is sampled by those of now
+        known = list(takewhile(lambda its: its[1] is not None or its[0] in kept.weights, kept.windows))
+        versions = {first + i: version for i, (version, _) in enumerate(known)}
+        windows = math.ceil(self.state.max_steps * self.args.gradient_accumulation_steps / self._uses)
+        schedule = Schedule(self.args.rollout_ahead, windows, first, versions, list(kept.weights))
+        with temporarily(self, _train_sampler=self._train_sampler):
+            drawn = upcoming(self._get_train_sampler(), count * self.accelerator.num_processes)
+        ahead = Ahead(schedule, islice(drawn, first, None), LeavesInBackground(leaves_of(self, sampler)))
+        for window, (version, finished) in zip(versions, known, strict=True):
+            if finished is None:
+                self._submit(ahead, window, version, count)
+            else:
+                next(ahead.drawn)
+                ahead.asked[window] = None, _done(finished)
+        return ahead
+
+    def _obey(self, ahead: Ahead, sampler: Sampler, orders: Orders, count: int) -> None:
+        for version in orders.forget:
+            sampler.forget(version)
+        if orders.publish is None:
+            return
+        with self._times.during("weight_push"):
+            sampler.publish(orders.publish)
+        for window in orders.submit:
+            self._submit(ahead, window, orders.publish, count)
+
+    def _submit(self, ahead: Ahead, window: int, version: int, count: int) -> None:
+        first = self.accelerator.process_index * count
+        dataset: Any = self.train_dataset
+        rows = [dataset[i] for i in next(ahead.drawn)[first : first + count]]
+        request = request_of(self, rows, self.attempts_of(window, count), version)
+        ahead.asked[window] = request, ahead.background.submit(request)
+
+    def _take(self, ahead: Ahead, window: int, rows: Rows) -> Finished:
+        """Wait for the completions of the window that begins to train.
+
+        Raises:
+            ConfigError: the dataloader has other rows.
+            SamplerLost: or ServerLost, the sampler is lost on this or another process.
+        """
+        request, future = ahead.asked[window]
+        if request is not None and [row["prompt"] for row in request.rows] != [row["prompt"] for row in rows]:
+            reason = "the dataloader's rows are not those of the training set in the sampler's order"
+            cure = "Remove it, or what changes rows or their order on the way."
+            raise ConfigError([Problem("rollout_ahead", self.args.rollout_ahead, reason, cure)])
+        began, metrics = time.monotonic(), self._metrics["train"]
+        with self._times.during("rollout"):
+            finished = taken(future)
+        del ahead.asked[window]
+        metrics["overlap/waited"].append(time.monotonic() - began)
+        metrics["overlap/rollout_seconds"].append(finished.seconds)
+        return finished
+
+    def _finished(self, attempts: Sequence[AttemptId]) -> Finished | None:
+        return self._made[1] if self._made is not None and self._made[0] == attempts else None
+
+    def _publish(self, sampler: Sampler) -> int:
+        """Return the version that samples what is still missing of a window: groups that replace silent ones."""
+        if self._ahead is None or self._ahead.window is None:
+            return super()._publish(sampler)
+        version = self._ahead.schedule.version(self._ahead.window)
+        if version not in sampler.versions:  # a server's, after a resume
+            version = self._ahead.window
+            sampler.publish(version)
+        return version
+
+    def close_rewards(self) -> None:
+        """End what samples, scores and plays ahead."""
+        super().close_rewards()
+        if self._ahead is not None:
+            self._ahead.background.close()
+            self._ahead = None
+
+    # Checkpoints.
+
+    def _save_own(self, folder: Path) -> None:
+        super()._save_own(folder)
+        if self._older:
+            in_flight.write(folder, self.accelerator.process_index, self._waited_for())
+
+    def _waited_for(self) -> InFlight:
+        """Return what is in flight, when each window has been finished, or has failed.
+
+        With it the weights of windows that are still to be sampled, or whose silent groups may be replaced.
+        """
+        if self._ahead is None or self._beside is None:
+            return self._in_flight
+        found, needed = list[tuple[int, Finished | None]](), set[int]()
+        replaces = self._sampler is not None and self.accelerator.is_main_process
+        for window, (_, future) in sorted(self._ahead.asked.items()):
+            version = self._ahead.schedule.version(window)
+            kept = future.exception() is None and in_flight.can_be_read(future.result())
+            found.append((version, future.result() if kept else None))
+            needed |= {version} if replaces or not kept else set()
+        copies = {version: self._beside.copy_of(version) for version in sorted(needed)}
+        return InFlight(found, {version: copy for version, copy in copies.items() if copy is not None})
+
+    def _restore(self, *, epoch_over: bool) -> None:
+        super()._restore(epoch_over=epoch_over)
+        if self._older and self._resumed is not None and self._resumed.state is not None:
+            self._in_flight = in_flight.read(self._resumed.checkpoint, self.accelerator.process_index)
+
+
+def upcoming(sampler: Any, rows: int) -> Iterator[list[int]]:
+    """Yield the numbers of the `rows` rows of each generation of all processes, epoch after epoch.
+
+    Args:
+        sampler: TRL's, from which nothing has been drawn.
+        rows: of a generation.
+    """
+    sampler.repeat_count = 1
+    while True:
+        drawn = iter(sampler)
+        while len(numbers := list(islice(drawn, rows))) == rows:
+            yield numbers
+
+
+def _done(finished: Finished) -> Future[Finished]:
+    future: Future[Finished] = Future()
+    future.set_result(finished)
+    return future

@@ -1,0 +1,302 @@
+"""`rollout_ahead: K` trains what a run in sequence trains that samples each generation by weights K windows old."""
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
+from grpo_ext.errors import ConfigError, SamplerLost
+from grpo_ext.trainer.generating import GeneratingTrainer
+from support import tiny, trainers
+from support.processes import launcher, run
+from support.samplers import Copies
+
+SETTINGS = {
+    **tiny.TRAINING,
+    **{"rollout_engine": "process", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    **{"num_generations": 4, "learning_rate": 0.02, "max_steps": 7, "max_completion_length": 5},
+    "shared_prefix": "false",  # packed forwards must not run beside others in one process
+}
+PLAY = [{"prompt": [{"role": "user", "content": f"play {i}"}]} for i in range(8)]
+
+
+class InSequence(GRPOExtTrainer):
+    """Samples each generation when it begins to train, by weights that it has kept since `ahead` windows."""
+
+    _begun = GeneratingTrainer._begun
+
+    def __init__(self, *args, ahead, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.ahead, self._older = ahead, True
+
+    def _publish(self, sampler):
+        window = self._step // self._uses
+        if window not in sampler.versions:
+            sampler.publish(window)
+        return max(0, window - self.ahead)
+
+
+class Once(Conversation):
+    """Answers once."""
+
+    answered = False
+
+    def reset(self, row):
+        return [{"role": "user", "content": "ab"}]
+
+    def step(self, message):
+        done, self.answered = self.answered, True
+        return Step(done=True) if done else Step([{"role": "user", "content": "cd"}])
+
+
+def trainer_of(folder, ahead, *, in_sequence=False, sampler=Copies, plays=False, rewards=None, peft=None, **settings):
+    args = GRPOExtConfig(output_dir=str(folder), **(SETTINGS | settings), rollout_ahead=0 if in_sequence else ahead)
+    kind, more = (InSequence, {"ahead": ahead}) if in_sequence else (GRPOExtTrainer, {})
+    if plays:
+        more["environments"] = [{"path": Once, "isolate": False}]
+    trainer = kind(
+        tiny.model(),
+        rewards or [tiny.spread if plays else tiny.count_a],
+        args,
+        PLAY if plays else tiny.prompts(12),
+        eval_dataset=None if plays else tiny.prompts(4),
+        processing_class=tiny.tokenizer(),
+        peft_config=peft,
+        **more,
+    )
+    if sampler is not None:
+        trainer._beside = sampler(lambda: trainer.accelerator.unwrap_model(trainer.model), trainer.eos_token_ids)
+    return trainer
+
+
+class Until(TrainerCallback):
+    """Ends the run after a step."""
+
+    def __init__(self, last):
+        self.last = last
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.last
+
+
+def trained(*args, resume=None, until=None, **kwargs):
+    trainer = trainer_of(*args, **kwargs)
+    if until is not None:
+        trainer.add_callback(Until(until))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def assert_same(trainer, other):
+    weights, others = trainers.weights(trainer.model), trainers.weights(other.model)
+    assert torch.equal(weights, others)
+    assert not torch.equal(weights, trainers.weights(tiny.model()))
+    for row, its in zip(trainer.state.log_history, other.state.log_history, strict=True):
+        for name in ("loss", "grad_norm", "reward", "completions/mean_length", "sampling/kept", "kl"):
+            assert row.get(name) == its.get(name), (row["step"], name)
+
+
+CASES = {
+    "plain": {},
+    "several steps a generation": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 9},
+    "a generation used twice": {"num_iterations": 2, "max_steps": 11},
+    "the KL penalty": {"beta": 0.1},
+    "an adapter": {"peft": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)},
+    "environments": {"plays": True, "max_completion_length": 12},
+    "dynamic sampling": {"dynamic_sampling": "reward"},
+    "the sampler's old log-probabilities": {"old_logps": "sampler"},
+    "masked tokens, sequences rejected": {
+        "sampler_correction": [
+            {"level": "token", "lower": 0.5, "upper": 2.0, "action": "mask"},
+            {"level": "geometric", "statistic": "k1", "upper": 0.5, "lower": -0.5, "action": "reject"},
+        ]
+    },
+    "evaluation in between": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
+    "epochs": {"max_steps": -1, "num_train_epochs": 2},
+}
+
+
+DISTANCES = [2, *(pytest.param(ahead, marks=pytest.mark.slow) for ahead in (1, 4))]
+
+
+@pytest.mark.parametrize("ahead", DISTANCES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_of_sampling_in_sequence_by_older_weights(case, ahead, tmp_path):
+    assert_same(
+        trained(tmp_path / "ahead", ahead, **CASES[case]),
+        trained(tmp_path / "sequence", ahead, in_sequence=True, **CASES[case]),
+    )
+
+
+def test_older_weights_sample_and_are_forgotten(tmp_path):
+    fresh, older = (trained(tmp_path, ahead, in_sequence=True) for ahead in (0, 2))
+    assert not torch.equal(trainers.weights(fresh.model), trainers.weights(older.model))
+    trainer = trained(tmp_path, 2)
+    sampler = trainer._beside
+    assert sampler.asked == [(version, 8) for version in (0, 0, 0, 1, 2, 3, 4)]
+    assert sampler.published == [0, 1, 2, 3, 4]
+    assert sampler.forgotten[:4] == [0, 1, 2, 3]
+    ratios = [row["sampling/importance_sampling_ratio/max"] for row in trainer.state.log_history[:-1]]
+    assert ratios[0] == pytest.approx(1, abs=1e-5)  # sampled by the weights that train
+    assert max(ratios) > 1.05
+
+
+def test_a_generation_is_sampled_while_an_earlier_one_trains(tmp_path):
+    steps, begun = [], threading.Event()
+
+    class Waiting(Copies):
+        """Samples the second window only when the first has begun to train."""
+
+        def sample(self, version, *request, **more):
+            assert version == 0 or begun.wait(60)
+            return super().sample(version, *request, **more)
+
+    class Noting(GRPOExtTrainer):
+        def training_step(self, *args, **kwargs):
+            begun.set()
+            loss = super().training_step(*args, **kwargs)
+            steps.append(sorted(self._ahead.asked))
+            return loss
+
+    args = GRPOExtConfig(output_dir=str(tmp_path), **SETTINGS, rollout_ahead=1)
+    trainer = Noting(tiny.model(), tiny.count_a, args, tiny.prompts(12), processing_class=tiny.tokenizer())
+    trainer._beside = Waiting(lambda: trainer.model, trainer.eos_token_ids)
+    trainer.train()
+    assert steps[::2] == [[1], [2], [3], [4], [5], [6], []]
+
+
+RESUMED = (
+    "plain",
+    "several steps a generation",
+    "a generation used twice",
+    "environments",
+    "dynamic sampling",
+    "epochs",
+)
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_has_the_bits_of_one_that_went_through_and_samples_nothing_twice(case, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1} | CASES[case]
+    through = trained(tmp_path, 2, **saving)
+    windows = -(-through.state.max_steps * through.args.gradient_accumulation_steps // through._uses)
+    for step in (3, through.state.max_steps - 2):
+        resumed = trained(tmp_path, 2, resume=str(tmp_path / f"checkpoint-{step}"), **saving)
+        assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
+        begun = -(-step * through.args.gradient_accumulation_steps // through._uses)
+        if case not in ("environments", "dynamic sampling"):  # which ask for more than one batch a window
+            assert len(resumed._beside.asked) == max(0, windows - begun - 2)
+
+
+def test_a_resumed_run_that_is_stopped_at_once_can_be_resumed(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "max_steps": 6}
+    through = trained(tmp_path / "through", 1, **saving)
+    trained(tmp_path / "twice", 1, until=3, **saving)
+    # from the middle of a generation to its end, so that none begins
+    trained(tmp_path / "twice", 1, until=4, resume=str(tmp_path / "twice" / "checkpoint-3"), **saving)
+    resumed = trained(tmp_path / "twice", 1, resume=str(tmp_path / "twice" / "checkpoint-4"), **saving)
+    assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
+
+
+class LostAt(Copies):
+    """Is lost at one of its requests."""
+
+    fails_at = 3
+
+    def sample(self, *args, **kwargs):
+        if len(self.asked) == self.fails_at:
+            raise SamplerLost("the process that samples is gone")
+        return super().sample(*args, **kwargs)
+
+
+def test_a_lost_sampler_ends_the_run_which_resumes_with_the_same_bits(tmp_path):
+    with pytest.raises(SamplerLost, match=r"is gone\nThe run can be resumed from .*checkpoint-3"):
+        trained(tmp_path / "lost", 2, sampler=LostAt)
+    resumed = trained(tmp_path / "lost", 2, resume=str(tmp_path / "lost" / "checkpoint-3"))
+    assert torch.equal(trainers.weights(resumed.model), trainers.weights(trained(tmp_path, 2).model))
+
+
+def test_what_a_checkpoint_cannot_hold_is_sampled_again_with_the_same_bits(tmp_path):
+    class Odd:
+        """Something that no checkpoint reads back."""
+
+    def logs(completions, log_extra, **_):
+        log_extra("odd", [Odd() for _ in completions])
+        return tiny.count_a(completions)
+
+    saving = {"save_strategy": "steps", "save_steps": 1, "rewards": [logs]}
+    through = trained(tmp_path, 2, **saving)
+    resumed = trained(tmp_path, 2, resume=str(tmp_path / "checkpoint-3"), **saving)
+    assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
+
+
+def test_a_failing_reward_ends_the_run_as_in_sequence(tmp_path):
+    def broken(completions, trainer_state, **_):
+        if trainer_state.global_step > 1:
+            raise RuntimeError("no judge")
+        return tiny.count_a(completions)
+
+    messages = []
+    for in_sequence in (True, False):
+        with pytest.raises(Exception, match="no judge") as caught:
+            trained(tmp_path, 1, rewards=[broken], in_sequence=in_sequence)
+        messages.append(type(caught.value))
+    assert messages[0] is messages[1]
+    assert not [thread for thread in threading.enumerate() if "grpo_ext background" in thread.name]
+
+
+def test_rows_that_the_dataloader_changes_are_refused(tmp_path):
+    class Changed(GRPOExtTrainer):
+        def get_train_dataloader(self):
+            self.train_dataset = self.train_dataset.map(lambda row: {"prompt": row["prompt"] + "!"})
+            loader = super().get_train_dataloader()
+            self.train_dataset = tiny.prompts(12)
+            return loader
+
+    args = GRPOExtConfig(output_dir=str(tmp_path), **SETTINGS, rollout_ahead=1)
+    trainer = Changed(tiny.model(), tiny.count_a, args, tiny.prompts(12), processing_class=tiny.tokenizer())
+    trainer._beside = Copies(lambda: trainer.model, trainer.eos_token_ids)
+    with pytest.raises(ConfigError, match="the dataloader's rows are not those"):
+        trainer.train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "an adapter"])
+def test_the_process_that_samples_gives_the_same_bits_ahead_as_in_sequence(case, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 3, "sampler": None} | CASES[case]
+    ahead = trained(tmp_path / "ahead", 2, **saving)
+    assert_same(ahead, trained(tmp_path / "sequence", 2, in_sequence=True, **saving))
+    resumed = trained(tmp_path / "ahead", 2, resume=str(tmp_path / "ahead" / "checkpoint-3"), **saving)
+    assert torch.equal(trainers.weights(ahead.model), trainers.weights(resumed.model))
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_bits_of_sampling_in_sequence(tmp_path):
+    folder = str(Path(__file__).parents[1])
+    out = run([*launcher(), __file__, str(tmp_path)], PYTHONPATH=f"{folder}:{sys.path[0]}:{':'.join(sys.path)}")
+    assert out.count("the same bits") == len(ON_TWO)
+
+
+ON_TWO = ("plain", "a generation used twice", "the KL penalty", "environments", "dynamic sampling", "an adapter")
+
+
+def compare_on_two(folder):
+    """One of two processes."""
+    for case in ON_TWO:
+        settings = CASES[case] | {"per_device_train_batch_size": 2}
+        assert_same(trained(folder, 2, **settings), whole := trained(folder, 2, in_sequence=True, **settings))
+        saving = settings | {"save_strategy": "steps", "save_steps": 2}
+        trained(f"{folder}/{case}", 2, **saving)
+        resumed = trained(f"{folder}/{case}", 2, resume=f"{folder}/{case}/checkpoint-4", **saving)
+        assert torch.equal(trainers.weights(whole.model), trainers.weights(resumed.model))
+        whole.accelerator.print("the same bits")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    compare_on_two(sys.argv[1])
