@@ -441,6 +441,15 @@ def test_a_server_gets_the_flags_that_its_recipe_needs(model):
 
 
 @needs_vllm
+def test_a_server_on_a_cpu_beside_training_cuts_no_prompt(model):
+    name = "--max-num-batched-tokens"
+    assert name not in flags(packaged(model))
+    assert flags(packaged(model, rollout_ahead=1))[name] == "16384"
+    own = json.dumps({"max_num_batched_tokens": 512})
+    assert flags(packaged(model, rollout_ahead=1, vllm_engine_kwargs=own))[name] == "512"
+
+
+@needs_vllm
 def test_options_of_the_engine_are_words_of_the_servers_command(model):
     options = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "compilation_config": {"mode": 0}}
     found = serve.command(packaged(model, vllm_engine_kwargs=json.dumps(options)), "127.0.0.1", 8000)

@@ -18,6 +18,7 @@ import torch
 
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.launch import planned_processes
+from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.loading import base_path, load_tokenizer
@@ -28,6 +29,8 @@ from grpo_ext.rollout.vllm.kept import TIES
 from grpo_ext.rollout.vllm.server import PROBE, Wanted
 
 STOP_SECONDS = 20.0
+MANY_TOKENS = 16384
+"""Tokens of a step of vLLM on a CPU, so that no prompt is cut over two: it then fails where requests have seeds."""
 
 
 def server_url(recipe: Recipe) -> str:
@@ -97,6 +100,8 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
         "--revision": recipe.model.model_revision,
         "--seed": c.seed,
     }
+    if on_cpu(recipe) and samples_by_server(c) and "max_num_batched_tokens" not in given_options(c):
+        flags["--max-num-batched-tokens"] = MANY_TOKENS
     switches = {"--enforce-eager": on_cpu(recipe), "--trust-remote-code": c.trust_remote_code}
     line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in flags.items():
