@@ -62,7 +62,7 @@ GIVES_TOKENS = {
 def problems(name: str, **settings) -> list[str]:
     """Return the problems that `check` finds in the functions of a recipe."""
     config = {"loss_defaults": "paper", "beta": 0.0, "max_completion_length": 7, **dict.fromkeys(UNSET)}
-    config |= {"num_generations": 4, "use_vllm": False, "multi_objective_aggregation": "sum_then_normalize"}
+    config |= {"num_generations": 4, "samples_otherwise": False, "multi_objective_aggregation": "sum_then_normalize"}
     given = SimpleNamespace(**config | {"loss_type": name} | settings)
     given.objective = resolve(given)
     return [str(problem) for problem in rehearsal_problems(given)]
