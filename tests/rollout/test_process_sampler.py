@@ -212,7 +212,8 @@ def test_closing_ends_a_request_of_another_thread(tmp_path, sampler_of):
 
 @pytest.mark.slow
 def test_what_cannot_be_decoded_exactly_is_refused_with_the_reason(tmp_path, sampler_of):
-    trainer = trainer_of(tiny.model(), tmp_path, generation_kwargs={"num_beams": 2}, loss_defaults="trl")
+    trainer = trainer_of(tiny.model(), tmp_path)
+    trainer.generation_config.num_beams = 2  # which settings refuse
     sampler = sampler_of(trainer)
     sampler.publish(0)
     with pytest.raises(Unsupported, match=r"rollout_engine='process': the generation mode is beam.*engine: auto"):
