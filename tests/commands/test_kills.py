@@ -27,7 +27,7 @@ RUNS = {"in turn": (1, {}), "ahead": (1, AHEAD), "ahead, two processes": (2, AHE
 """Processes and further settings."""
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module")
 def recipe(request, tmp_path_factory):
     """Generations of two steps, a reward whose weight moves, dynamic sampling, and a log of every third step."""
     folder = tmp_path_factory.mktemp("kills")
@@ -109,7 +109,11 @@ def never_killed(recipe):
     return ended(recipe, recipe.parent / "whole")
 
 
-@pytest.mark.parametrize("when", ["anywhere", "in mid save"])
+@pytest.mark.parametrize(
+    ("recipe", "when"),
+    [("in turn", "anywhere"), ("in turn", "in mid save"), *((run, "anywhere") for run in RUNS if run != "in turn")],
+    indirect=["recipe"],
+)
 def test_a_run_killed_repeatedly_ends_at_the_same_bits(when, recipe, never_killed, tmp_path):
     random.seed(0)
     saving = tmp_path / "out" / "_saving"
