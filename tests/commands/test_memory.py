@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -91,3 +92,16 @@ def test_a_recipe_that_cannot_fit_is_warned_of_with_the_numbers(monkeypatch):
     assert str(found).startswith("memory: by the estimate it is 2.50 GiB, most of it for activations, and the device")
     assert "Halve per_device_train_batch_size" in str(found)
     assert memory.too_large(Recipe, {"weights": 2**29}) is None
+
+
+def test_copies_of_the_weights_for_rollouts_are_counted(tmp_path, monkeypatch):
+    settings = {"use_cpu": True, "bf16": False, "max_steps": 9, "report_to": "none"}
+    training = GRPOExtConfig(str(tmp_path), **settings, rollout_engine="process", rollout_ahead=4)
+    recipe = SimpleNamespace(training=training, model=SimpleNamespace(dtype="bfloat16"))
+    policy = SimpleNamespace(parameters=2**30)
+    assert memory.copies(recipe, policy) == 4 * 2**31
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=2**32))
+    assert "8.00 GiB of copies of the weights are more than the main memory" in str(memory.too_many(recipe, 2**33))
+    assert memory.too_many(recipe, 2**32) is None
+    recipe.training = GRPOExtConfig(str(tmp_path), **settings)
+    assert memory.copies(recipe, policy) == 0

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_ext.commands.launching import is_fsdp, wanted_launch
-from grpo_ext.commands.memory import gib, of_recipe, too_large
+from grpo_ext.commands.memory import copies, gib, of_recipe, too_large, too_many
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.config.ahead import described
 from grpo_ext.config.chunks import overlap
@@ -144,9 +144,10 @@ def _memory(recipe: Recipe, look: Look) -> Section:
         ("parameters", f"{policy.parameters / 1e6:.2f} M, {policy.trained / 1e6:.2f} M trained"),
         ("memory per replica", f"about {gib(sum(parts.values()))}: {shown}"),
     ]
-    if problem := too_large(recipe, parts):
-        rows.append(("Warning", str(problem)))
-    return rows
+    if size := copies(recipe, policy):
+        rows.append(("weights for rollouts", f"{gib(size)} of main memory beside each training process"))
+    found = too_large(recipe, parts), too_many(recipe, size)
+    return [*rows, *(("Warning", str(problem)) for problem in found if problem is not None)]
 
 
 def _precision(recipe: Recipe) -> Section:

@@ -11,6 +11,7 @@ from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.machine import is_for_another
+from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.packing.lm_head import CHUNK
@@ -221,6 +222,22 @@ def too_large(recipe: Recipe, parts: dict[str, int]) -> Problem | None:
         "engine": "Lower vllm_gpu_memory_utilization, or set vllm_mode: server.",
     }
     return Problem("memory", ABSENT, reason, cures.get(largest, "Shard it (--accelerate_config fsdp2), or use_peft."))
+
+
+def copies(recipe: Recipe, policy: InspectedPolicy) -> int:
+    """Return the bytes of main memory for the versions of the weights that a process beside the trainer samples by."""
+    if not samples_in_process(recipe.training):
+        return 0
+    return max(1, recipe.training.rollout_ahead) * policy.parameters * _width(recipe.model.dtype)
+
+
+def too_many(recipe: Recipe, size: int) -> Problem | None:
+    """Return a warning if copies of the weights exceed the main memory."""
+    memory = int(psutil.virtual_memory().total)
+    if size <= memory or is_for_another(recipe.training):
+        return None
+    reason = f"{gib(size)} of copies of the weights are more than the main memory, {gib(memory)}"
+    return Problem("rollout_ahead", recipe.training.rollout_ahead, reason, "Lower it, or sample by a vLLM server.")
 
 
 def gib(size: float) -> str:
