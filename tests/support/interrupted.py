@@ -14,7 +14,7 @@ from grpo_ext.config.launch import world_size
 from support import tiny
 from support.trainers import weights
 
-CLOCKS = ("step_time", "time/", "runtime", "seconds", "per_second", "total_flos")
+CLOCKS = ("step_time", "time/", "overlap/waited", "runtime", "seconds", "per_second", "total_flos")
 """What a clock gives, or counts from the start of the process."""
 
 WINDOWS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}

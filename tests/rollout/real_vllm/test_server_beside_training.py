@@ -52,3 +52,18 @@ def test_each_process_plays_its_own_conversations_with_a_server(tied, address, t
     assert_sound(log, 4)
     assert max(entry["environments/guess/turns"] for entry in steps(log)) > 1
     assert all(entry["environments/guess/failed"] == 0 for entry in steps(log))
+
+
+@pytest.mark.parametrize(("ahead", "launch"), [(2, None), (1, DDP)])
+def test_generations_are_sampled_ahead_by_older_weights(ahead, launch, tied, address, tmp_path):
+    config = OVERLAP | EVALUATED | {"overlap": None, "rollout_ahead": ahead, "max_steps": 5}
+    log, _, _ = train(tmp_path, "server", tied, launch=launch, **address, config=config)
+    trained = steps(log)
+    assert [entry["step"] for entry in trained] == list(range(1, 6))
+    assert all(math.isfinite(entry["loss"]) and entry["overlap/rollout_seconds"] > 0 for entry in trained)
+    (drift,) = [entry["sampling/drift_mean"] for entry in trained if "sampling/drift_mean" in entry]
+    assert drift < FLOAT32  # of the first generation, which the weights sampled that train on it
+    largest = [entry["sampling/importance_sampling_ratio/max"] for entry in trained]
+    assert largest[0] == pytest.approx(1, abs=FLOAT32)
+    assert max(largest[1:]) > 1 + FLOAT32
+    assert len([entry for entry in log if "eval_reward" in entry]) == 3
