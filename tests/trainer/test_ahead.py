@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,65 @@ def test_rows_that_the_dataloader_changes_are_refused(tmp_path):
     trainer._beside = Copies(lambda: trainer.model, trainer.eos_token_ids)
     with pytest.raises(ConfigError, match="the dataloader's rows are not those"):
         trainer.train()
+
+
+class OneVersion(Copies):
+    """Has one version, as a vLLM server; a push waits only for requests that have begun."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.working = threading.Lock()
+
+    def publish(self, version, weights=None):
+        with self.working:
+            self.models.clear()
+            super().publish(version, weights)
+
+    def copy_of(self, version):
+        return None
+
+    def sample(self, *args, **kwargs):
+        with self.working:
+            return super().sample(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("case", "ahead"), [("plain", 4), ("environments", 2)])
+def test_a_server_gets_new_weights_when_no_window_needs_the_old_ones(case, ahead, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_ext.trainer.ahead.samples_by_server", lambda _: True)
+    assert_same(
+        trained(tmp_path / "server", ahead, sampler=OneVersion, **CASES[case]),
+        trained(tmp_path / "sequence", ahead, in_sequence=True, **CASES[case]),
+    )
+
+
+@pytest.mark.parametrize("case", ["evaluation in between", "dynamic sampling"])
+def test_rewards_are_never_called_by_two_threads_at_once(case, tmp_path):
+    calls, together = threading.Lock(), []
+
+    def reward(completions, **_):
+        free = calls.acquire(blocking=False)
+        together.append(not free)
+        time.sleep(0.03)
+        if free:
+            calls.release()
+        return tiny.count_a(completions)
+
+    trained(tmp_path, 4, rewards=[reward], **CASES[case])
+    assert len(together) > 7
+    assert not any(together)
+
+
+def test_a_second_call_of_train_does_not_begin_with_what_a_checkpoint_had(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "max_steps": 6}
+    trained(tmp_path / "saved", 1, until=3, **saving)
+    trainer = trainer_of(tmp_path / "saved", 1, **saving)
+    trainer.add_callback(stop := Until(4))
+    # ends with the generation in whose middle it resumes, so that none begins
+    trainer.train(resume_from_checkpoint=str(tmp_path / "saved" / "checkpoint-3"))
+    trainer.remove_callback(stop)
+    sampler = trainer._beside = Copies(lambda: trainer.model, trainer.eos_token_ids)
+    trainer.train()
+    assert sampler.asked[:3] == [(0, 8), (0, 8), (1, 8)]
 
 
 @pytest.mark.slow

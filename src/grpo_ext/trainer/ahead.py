@@ -10,11 +10,15 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
+
+from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.rollout.collected import Collected, Finished
@@ -80,8 +84,10 @@ class AheadTrainer(GeneratingTrainer):
         kept, self._in_flight = self._in_flight, InFlight()
         for version, weights in kept.weights.items():
             sampler.publish(version, weights)
-        # a server has no older weights: what it had not finished is sampled by those of now
+        # a server has no older weights: what it had not finished, on any process, is sampled by those of now
         known = list(takewhile(lambda its: its[1] is not None or its[0] in kept.weights, kept.windows))
+        if self.accelerator.num_processes > 1:  # pushes are collective, so all processes need the same orders
+            known = known[: min(gather_object([len(known)]))]
         versions = {first + i: version for i, (version, _) in enumerate(known)}
         windows = math.ceil(self.state.max_steps * self.args.gradient_accumulation_steps / self._uses)
         schedule = Schedule(self.args.rollout_ahead, windows, first, versions, list(kept.weights))
@@ -102,6 +108,8 @@ class AheadTrainer(GeneratingTrainer):
         if orders.publish is None:
             return
         with self._times.during("weight_push"):
+            if samples_by_server(self.args):  # it replaces the weights of windows that are not yet sampled
+                ahead.background.wait_for_samples()
             sampler.publish(orders.publish)
         for window in orders.submit:
             self._submit(ahead, window, orders.publish, count)
@@ -137,14 +145,25 @@ class AheadTrainer(GeneratingTrainer):
         return self._made[1] if self._made is not None and self._made[0] == attempts else None
 
     def _publish(self, sampler: Sampler) -> int:
-        """Return the version that samples what is still missing of a window: groups that replace silent ones."""
+        """Return the version that samples what is still missing of a window: groups that replace silent ones.
+
+        They are sampled, played and scored by this thread, when the background has nothing left to do: rewards and
+        environments serve one thread.
+        """
         if self._ahead is None or self._ahead.window is None:
             return super()._publish(sampler)
+        self._ahead.background.wait()
         version = self._ahead.schedule.version(self._ahead.window)
         if version not in sampler.versions:  # a server's, after a resume
             version = self._ahead.window
             sampler.publish(version)
         return version
+
+    def background_paused(self) -> AbstractContextManager[None]:
+        """Wait for all windows in flight: rewards and environments serve one thread, that of an evaluation now."""
+        if self._ahead is not None:
+            self._ahead.background.wait()
+        return super().background_paused()
 
     def close_rewards(self) -> None:
         """End what samples, scores and plays ahead."""
@@ -176,6 +195,10 @@ class AheadTrainer(GeneratingTrainer):
             needed |= {version} if replaces or not kept else set()
         copies = {version: self._beside.copy_of(version) for version in sorted(needed)}
         return InFlight(found, {version: copy for version, copy in copies.items() if copy is not None})
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        self._in_flight = InFlight()  # an earlier call of `train` may have left it
+        return super()._init_training_state(*args, **kwargs)
 
     def _restore(self, *, epoch_over: bool) -> None:
         super()._restore(epoch_over=epoch_over)

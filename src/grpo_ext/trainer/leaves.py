@@ -248,6 +248,10 @@ class LeavesInBackground:
         """Wait until all requests have ended."""
         self._scoring.wait()
 
+    def wait_for_samples(self) -> None:
+        """Wait until no request needs the sampler; some may still be scored."""
+        self._completing.wait()
+
     def close(self) -> None:
         """End both threads; requests that have not begun fail."""
         self._completing.close()
