@@ -46,16 +46,17 @@ def test_what_the_process_cannot_decode_is_refused_before_it_starts(option, tmp_
 
 def test_the_process_may_have_options_of_each_row_by_itself(tmp_path):
     options = {"num_beams": 1, "use_cache": True, "min_new_tokens": 2, "renormalize_logits": False}
-    GRPOExtConfig(str(tmp_path), **CPU, generation_kwargs=options, rollout_engine="process")
+    config = GRPOExtConfig(str(tmp_path), **CPU, generation_kwargs=options, rollout_engine="process")
+    assert config.generation_kwargs == options
 
 
 AHEAD = {"rollout_engine": "process", "rollout_ahead": 2, "max_steps": 8}
 AHEAD_REFUSED = {
     "the trainer's own engine": ({"rollout_engine": "auto"}, "by a sampler that has older weights"),
-    "colocated vLLM": ({"use_vllm": True, "vllm_mode": "colocate"}, "samples while nothing trains"),
+    "colocated vLLM": ({"use_vllm": True, "vllm_mode": "colocate"}, "in turn with the training"),
     "overlap": ({"overlap": "step"}, "is complete when it begins"),
     "stock TRL": ({"loss_defaults": "trl"}, "of its present weights"),
-    "no correction": ({"vllm_importance_sampling_correction": False}, "nothing would correct"),
+    "no correction": ({"vllm_importance_sampling_correction": False}, "would bias the gradient"),
     "fresh prompts on a server": ({**SERVER, "dynamic_sampling": "reward"}, "has the latest ones only"),
     "other rows": ({"ignore_data_skip": True}, "on other rows"),
     "more than the run": ({"max_steps": 2}, "the run has 2 generations"),

@@ -47,7 +47,7 @@ AHEAD_RULES: tuple[Rule, ...] = (
     Conflict(
         "rollout_ahead vllm_mode",
         lambda c: c.rollout_ahead and c.use_vllm and c.vllm_mode == "colocate",
-        "a colocated vLLM has the policy's device and weights, and samples while nothing trains",
+        "a colocated vLLM has the policy's device and weights, and samples in turn with the training",
         "Set vllm_mode: server, or remove rollout_ahead.",
     ),
     Conflict(
@@ -69,7 +69,7 @@ AHEAD_RULES: tuple[Rule, ...] = (
     Conflict(
         "rollout_ahead vllm_importance_sampling_correction",
         lambda c: c.rollout_ahead and not c.vllm_importance_sampling_correction and c.old_logps != "sampler",
-        "nothing would correct for completions of older weights",
+        "completions of older weights would bias the gradient",
         "Set it to true, or old_logps: sampler, with which the loss takes its ratio to those weights.",
     ),
     Conflict(

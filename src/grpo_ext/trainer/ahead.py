@@ -36,7 +36,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass
 class Ahead:
-    """What is sampled ahead in a run.
+    """Generations that a run samples ahead.
 
     Attributes:
         schedule: who samples what, and when.
@@ -58,7 +58,7 @@ class AheadTrainer(GeneratingTrainer):
 
     _ahead: Ahead | None = None
     _in_flight = InFlight()
-    """What a checkpoint has that the run continues from, until the first generation."""
+    """Generations of the checkpoint that the run continues from, until its first generation."""
     _made: tuple[Sequence[AttemptId], Finished] | None = None
     """Attempts that the background has completed, of the window that begins to train."""
 
@@ -147,7 +147,7 @@ class AheadTrainer(GeneratingTrainer):
     def _publish(self, sampler: Sampler) -> int:
         """Return the version that samples what is still missing of a window: groups that replace silent ones.
 
-        They are sampled, played and scored by this thread, when the background has nothing left to do: rewards and
+        They are sampled, played and scored by this thread, when the background has ended all its work: rewards and
         environments serve one thread.
         """
         if self._ahead is None or self._ahead.window is None:
@@ -210,7 +210,7 @@ def upcoming(sampler: Any, rows: int) -> Iterator[list[int]]:
     """Yield the numbers of the `rows` rows of each generation of all processes, epoch after epoch.
 
     Args:
-        sampler: TRL's, from which nothing has been drawn.
+        sampler: a new one of TRL's.
         rows: of a generation.
     """
     sampler.repeat_count = 1
