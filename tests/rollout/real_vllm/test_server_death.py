@@ -19,6 +19,8 @@ LONG = {
     "generation_kwargs": {"ignore_eos": True},
     "vllm_server_timeout": 360.0,
 }
+AWAY = 30.0
+"""Seconds until a server that stays away is given up: more than it takes to join its group on a busy machine."""
 GRACE = 60.0
 JSON = {"Content-Type": "application/json"}
 
@@ -63,12 +65,12 @@ def test_a_run_outlives_the_death_of_its_server(served, tied, address, tmp_path)
 
 def test_all_processes_end_when_the_server_stays_away_and_resume_when_it_is_back(served, tied, address, tmp_path):
     served.wait()
-    fault = {"faults": {"generation": 2}, "signal": "SIGKILL", "config": LONG | {"vllm_server_timeout": 15.0}}
+    fault = {"faults": {"generation": 2}, "signal": "SIGKILL", "config": LONG | {"vllm_server_timeout": AWAY}}
     _, said, code = train(tmp_path, "server", tied, launch=DDP, check=False, **address, **fault)
     assert code != 0
-    assert "did not recover within vllm_server_timeout=15 s" in said
+    assert "did not recover within vllm_server_timeout=30 s" in said
     for rank in (0, 1):
-        assert number(tmp_path / f"ended_{rank}") - number(tmp_path / "struck") < 15 + GRACE
+        assert number(tmp_path / f"ended_{rank}") - number(tmp_path / "struck") < AWAY + GRACE
     checkpoint = tmp_path / "out" / "checkpoint-2"
     assert f"resumed from {checkpoint}" in said
     served.process.wait(60)
@@ -94,24 +96,24 @@ def test_a_server_that_dies_beside_the_training_gets_weights_and_requests_again(
 
 def test_all_processes_end_when_the_server_beside_their_training_stays_away(served, tied, address, tmp_path):
     served.wait()
-    fault = {"faults": {"generation": 1}, "signal": "SIGKILL", "config": OVERLAP | {"vllm_server_timeout": 10.0}}
+    fault = {"faults": {"generation": 1}, "signal": "SIGKILL", "config": OVERLAP | {"vllm_server_timeout": AWAY}}
     _, said, code = train(tmp_path, "server", tied, launch=DDP, check=False, **address, **fault)
     assert code != 0
-    assert "did not recover within vllm_server_timeout=10 s" in said
+    assert "did not recover within vllm_server_timeout=30 s" in said
     for rank in (0, 1):
-        assert number(tmp_path / f"ended_{rank}") - number(tmp_path / "struck") < 10 + GRACE
+        assert number(tmp_path / f"ended_{rank}") - number(tmp_path / "struck") < AWAY + GRACE
 
 
 def test_a_run_ends_when_its_server_hangs_for_good(served, tied, address, tmp_path):
     served.wait()
-    fault = {"faults": {"push": 1}, "signal": "SIGSTOP", "config": LONG | {"vllm_server_timeout": 6.0}}
+    fault = {"faults": {"push": 1}, "signal": "SIGSTOP", "config": LONG | {"vllm_server_timeout": AWAY}}
     try:
         _, said, code = train(tmp_path, "server", tied, check=False, **address, **fault)
     finally:
         send_all(server_processes(served.port), signal.SIGCONT)
     assert code != 0
-    assert "did not recover within vllm_server_timeout=6 s" in said
-    assert number(tmp_path / "ended_0") - number(tmp_path / "struck") < 6 + GRACE
+    assert "did not recover within vllm_server_timeout=30 s" in said
+    assert number(tmp_path / "ended_0") - number(tmp_path / "struck") < AWAY + GRACE
     assert (tmp_path / "out" / "checkpoint-1").exists()
 
 
@@ -150,7 +152,7 @@ def erring(served):
 
 def test_a_run_outlives_a_server_that_errs_and_then_hangs_for_a_while(served, erring, tied, address, tmp_path):
     served.wait()
-    settings = LONG | {"vllm_server_timeout": 15.0}
+    settings = LONG | {"vllm_server_timeout": AWAY}
     fault = {"faults": {"generation": 2}, "signal": "SIGSTOP", "hang_seconds": 7, "config": settings}
     log, said, _ = train(tmp_path, "server", tied, **(address | {"port": erring}), **fault)
     assert said.count("answered 500") == 3
