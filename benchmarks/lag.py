@@ -1,9 +1,10 @@
 """Held-out accuracy of the quickstart, trained on completions of older weights (`rollout_ahead: K`): `make bench-lag`.
 
 Every run starts from the warm model of its seed and trains `quickstart/dr_grpo` with the transformers engine in a
-process of its own. Two rules for completions that are K generations old: the default, token ratios to the sampler that
-are cut at 2 and a clip around the weights that begin to train; and `old_logps: sampler`, a plain clip around the
-weights that sampled. Hard cases have a larger lag, a larger learning rate and several passes over each generation.
+process of its own. Rules for completions that are K generations old: the default, token ratios to the sampler that are
+cut at 2 and a clip around the weights that begin to train; the same with tokens outside of .5 to 2 left out; and
+`old_logps: sampler`, a plain clip around the weights that sampled. Hard cases have a larger lag, a larger learning rate
+and several passes over each generation.
 Writes results/lag.json, lag.md and lag.png; runs that are in the file already are kept unless `--again` is set.
 """
 
@@ -32,8 +33,13 @@ USUAL = {"max_steps": STEPS, "learning_rate": 1e-4}
 HARD = {"max_steps": STEPS, "learning_rate": 3e-4, "num_iterations": 2}
 LAGS = {"usual": (USUAL, (0, 1, 4)), "hard": (HARD, (0, 8))}
 """Settings and lags of each case."""
-RULES = {"corrected": "recomputed", "plain clip": "sampler"}
-"""Values of `old_logps`."""
+MASK = {"level": "token", "lower": 0.5, "upper": 2.0, "action": "mask"}
+RULES = {
+    "corrected": {"old_logps": "recomputed"},
+    "masked": {"sampler_correction": json.dumps(MASK)},
+    "plain clip": {"old_logps": "sampler"},
+}
+"""Settings of each rule."""
 Run = dict[str, Any]
 
 
@@ -57,7 +63,7 @@ def train_once(case: str, lag: int, rule: str, seed: int) -> Run:
         settings |= {"save_strategy": "no", "disable_tqdm": "true", "rollout_engine": "process"}
         settings |= LAGS[case][0] | {"logging_steps": 2}
         if lag:
-            settings |= {"rollout_ahead": lag, "old_logps": RULES[rule]}
+            settings |= {"rollout_ahead": lag} | RULES[rule]
         arguments = [piece for key, value in settings.items() for piece in (f"--{key}", str(value))]
         recipe = load_recipe(["--config", "quickstart/dr_grpo", *arguments])
         held_out = EvalSet("held_out", rewards=recipe.rewards, temperature=0.0)
@@ -87,14 +93,14 @@ def in_process(*key: Any) -> Run:
 
 
 def keys(cases: list[str], seeds: list[int]) -> list[tuple[str, int, str, int]]:
-    """Return case, lag, rule and seed of each run; without a lag both rules are the same."""
+    """Return case, lag, rule and seed of each run; without a lag all rules are the same."""
     return [
         (case, lag, rule, seed)
-        for seed in seeds
         for case in cases
+        for seed in seeds
         for lag in LAGS[case][1]
         for rule in RULES
-        if lag or rule == "corrected"
+        if (lag or rule == "corrected") and (case == "hard" or rule != "masked")
     ]
 
 

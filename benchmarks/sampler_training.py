@@ -44,6 +44,7 @@ SHORT, LONG, SHIFT, GROUP, PROMPTS = 4, 128, 3, 8, 8
 STEPS, LEARNING_RATE, ERRORS, WARM_STEPS = 32, 1e-3, 0.4, 400
 RULES = {
     "no correction": {"vllm_importance_sampling_correction": False},
+    "plain clip around the sampler": {"old_logps": "sampler"},
     "product, 0 above 3 (TRL)": {"vllm_importance_sampling_mode": "sequence_mask"},
     "token, cut at 2 (default)": {},
     "geometric mean, 0 outside of .99 to 1.01": {

@@ -347,7 +347,8 @@ def sampler_training_table() -> str:
     """Return a table of what a model learned with each rule from a sampler with rounded weights."""
     runs = json.loads((RESULTS / "sampler_training.json").read_text())
     rows = []
-    for key in dict.fromkeys((run["updates"], run["bits"], run["rule"]) for run in runs):
+    keys = dict.fromkeys((run["updates"], run["bits"], run["rule"]) for run in runs)
+    for key in sorted(keys, key=lambda key: (key[0], -key[1])):
         of_it, (updates, bits, rule) = [run for run in runs if (run["updates"], run["bits"], run["rule"]) == key], key
         figures = [run["figures"] for run in of_it]
         cells = [f"{mean(figure['sampling/mismatch'] for figure in figures):.2g}"]
