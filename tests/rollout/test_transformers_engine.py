@@ -8,6 +8,8 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from scipy.stats import chisquare
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GenerationConfig,
@@ -44,6 +46,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 41, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 SIZES |= {"max_position_embeddings": 128, "initializer_range": 0.3}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+KINDS = ["sliding_attention", "full_attention"]
 MODELS = {
     "llama": lambda: tiny.model(max_position_embeddings=128),
     "llama-eager": lambda: tiny.model(attn_implementation="eager"),
@@ -52,6 +55,8 @@ MODELS = {
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8)),
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=6)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=16, layer_types=KINDS)),
     "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, sliding_window=None)),
     "gpt2": lambda: GPT2LMHeadModel(

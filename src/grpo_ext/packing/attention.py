@@ -52,7 +52,7 @@ def attention(
     differs = kwargs.get("sliding_window", window) != window  # the one in the mask holds for sdpa and eager
     asks = ("dropout", dropout), ("a mask", masked), ("a window that is not its mask's", differs)
     foreign += [name for name, asked in asks if asked]
-    if LAYOUT not in kwargs or foreign or value.shape[-1] != query.shape[-1]:
+    if LAYOUT not in kwargs or foreign:
         asked = ", ".join(foreign) or "an attention other than softmax(q k) v"
         raise ForeignAttention(f"{type(module).__name__} asks for {asked}, which shared_prefix does not support")
     _follow(module)
@@ -62,9 +62,10 @@ def attention(
     segments, scale = kwargs[LAYOUT], query.shape[-1] ** -0.5 if scaling is None else scaling
     window = None if window is None or segments.longest <= window else window
     softcap, sinks = _beside_scores(kwargs)
-    if softcap is None and device == "cpu":
+    kernel = softcap is None and value.shape[-1] == query.shape[-1]
+    if kernel and device == "cpu":
         return MergedAttention.apply(query, key, value, calls_of(segments, window), scale, sinks), None
-    plain = softcap is None and sinks is None and window is None
+    plain = kernel and sinks is None and window is None
     if plain and flash_is_exact(query.device, query.dtype, query.shape[-1]):
         return FlashAttention.apply(query, key, value, segments, scale), None
     return by_sdpa(query, key, value, segments, scale, window, softcap, sinks), None

@@ -118,12 +118,19 @@ def _of_the_loss(base: PreTrainedModel) -> Iterator[str]:
         yield f"{type(base).__name__} does not take its attention from transformers' AttentionInterface"
     if any(getattr(module, "is_causal", True) is False for module in base.modules()):
         yield "attention looks ahead"
-    if getattr(config, "kv_lora_rank", None) is not None:
-        yield "keys and values are of different sizes"
     if base.base_model is base:
         yield f"{type(base).__name__} has no base model apart from its head"
+    elif _beside_the_head(base):
+        yield f"the head of {type(base).__name__} computes more than its output embeddings"
     if not any(name.endswith("rotary_emb") for name, _ in base.named_modules()):
         yield "positions are not rotary"
+
+
+def _beside_the_head(base: PreTrainedModel) -> bool:
+    """Return whether a model has parameters beside its base model's and its output embeddings'."""
+    parts = base.base_model, base.get_output_embeddings()
+    known = {id(p) for part in parts if part is not None for p in part.parameters()}
+    return any(id(p) not in known for p in base.parameters())
 
 
 # Only in rollouts: processes decode different numbers of tokens.

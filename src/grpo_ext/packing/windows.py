@@ -32,13 +32,6 @@ def of_mask(*args: object, local_size: int | None = None, use_vmap: bool = False
     return None if local_size is None else Window(local_size)
 
 
-def has_windows(config: Any) -> bool:
-    """Return whether some layers of a model of this config see a window only."""
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    return window is not None if kinds is None else "sliding_attention" in kinds
-
-
 @contextmanager
 def narrowed(model: nn.Module) -> Iterator[None]:
     """Narrow every window of `model` to `NARROW` tokens for a `with` block, so that a few tokens exceed it."""
