@@ -60,6 +60,7 @@ ARCHITECTURES = {
         transformers.Qwen2Config,
         {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
     ),
+    "gemma2-sdpa": (transformers.Gemma2Config, WINDOWS | {"attn_logit_softcapping": 2.0}),
     "gemma2-capped": (
         transformers.Gemma2Config,
         WINDOWS | {"attn_implementation": "eager", "attn_logit_softcapping": 2.0},

@@ -8,8 +8,6 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from scipy.stats import chisquare
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GenerationConfig,
@@ -46,7 +44,6 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 41, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 SIZES |= {"max_position_embeddings": 128, "initializer_range": 0.3}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
-KINDS = ["sliding_attention", "full_attention"]
 MODELS = {
     "llama": lambda: tiny.model(max_position_embeddings=128),
     "llama-eager": lambda: tiny.model(attn_implementation="eager"),
@@ -56,7 +53,9 @@ MODELS = {
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=6)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=16, layer_types=KINDS)),
+    "qwen2-window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    ),
     "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, sliding_window=None)),
     "gpt2": lambda: GPT2LMHeadModel(
@@ -236,10 +235,6 @@ def test_no_mask_is_built_where_nothing_is_padded():
 # Refusals.
 
 
-def sliding():
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)).eval()
-
-
 def noisy():
     config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.1)
     return MixtralForCausalLM(config).train()
@@ -261,7 +256,6 @@ def dropping():
 @pytest.mark.parametrize(
     ("make", "overrides", "reason"),
     [
-        (sliding, {}, "sliding window of 4"),
         (noisy, {}, "router is noisy"),
         (scaled, {}, "length of the batch"),
         (prompt_tuned, {}, "adds tokens before the prompt"),
@@ -272,7 +266,7 @@ def dropping():
         (tiny.model, {"forced_eos_token_id": 3}, "ForcedEOSTokenLogitsProcessor"),
         (tiny.model, {"max_time": 60.0}, "MaxTimeCriteria"),
     ],
-    ids=["sliding", "jitter", "rope", "prompt", "dropout", "beams", "static", "no-cache", "processor", "criterion"],
+    ids=["jitter", "rope", "prompt", "dropout", "beams", "static", "no-cache", "processor", "criterion"],
 )
 def test_generate_takes_over_where_the_engine_is_not_exact(make, overrides, reason, caplog):
     torch.manual_seed(0)
