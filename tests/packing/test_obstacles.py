@@ -29,7 +29,6 @@ def jitter(model):
         ("mixtral", {"router_jitter_noise": 0.1}, "noisy in training", BOTH),
         ("llama", {"attention_dropout": 0.1}, "dropout is active in model.layers.0.self_attn", BOTH),
         ("gemma3_text", {"layer_types": ["full_attention"] * 4, "use_bidirectional_attention": True}, "ahead", LOSS),
-        ("gemma2", {"layer_types": ["full_attention"] * 4}, "attention scores are capped", LOSS),
     ],
 )
 def test_a_setting(model_type, settings, words, uses):

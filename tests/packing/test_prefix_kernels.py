@@ -14,7 +14,8 @@ import torch
 from grpo_ext.packing import flash as prefix_flash
 from grpo_ext.packing.attention import attention
 from grpo_ext.packing.flash import EXAMPLE, FlashAttention, flash_is_exact
-from grpo_ext.packing.kernels import MergedAttention, Run, Segments, by_sdpa
+from grpo_ext.packing.kernels import Run, Segments, by_sdpa
+from grpo_ext.packing.merged import MergedAttention, calls_of
 
 TWO_PROMPTS = Segments(
     (Run(0, 1, 5), Run(5, 1, 3), Run(8, 2, 4, (0, 5)), Run(16, 1, 6, (0, 5)), Run(22, 2, 2, (5, 8)), Run(26, 2, 3))
@@ -37,34 +38,49 @@ LAYOUTS = {
         )
     ),
 }
-IMPLEMENTATIONS = {"cpu": MergedAttention.apply, "cuda": FlashAttention.apply, "sdpa": by_sdpa}
 
 
-def attends(segments, i, j):
-    """Token by token, from the definition."""
+def merged(query, key, value, segments, scale, window=None, softcap=None, sinks=None):
+    assert softcap is None
+    return MergedAttention.apply(query, key, value, calls_of(segments, window), scale, sinks)
+
+
+IMPLEMENTATIONS = {"cpu": merged, "cuda": FlashAttention.apply, "sdpa": by_sdpa}
+
+
+def path(segments, i):
+    """The tokens that token i follows, and itself, from the definition."""
     for run in segments.runs:
         if run.start <= i < run.stop:
-            begin = i - (i - run.start) % run.length
-            return begin <= j <= i or (run.prefix is not None and attends(segments, run.prefix[1] - 1, j))
+            own = [*range(i - (i - run.start) % run.length, i + 1)]
+            return own if run.prefix is None else path(segments, run.prefix[1] - 1) + own
     raise AssertionError(i)
 
 
-def dense(query, key, value, segments, scale):
+def dense(query, key, value, segments, scale, window=None, softcap=None, sinks=None):
     tokens, repeats = query.shape[2], query.shape[1] // key.shape[1]
-    seen = torch.tensor([[attends(segments, i, j) for j in range(tokens)] for i in range(tokens)])
+    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for i in range(tokens):
+        seen[i, path(segments, i)[-(window or 0) :]] = True
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    scores = (query @ key.mT * scale).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    scores = query @ key.mT * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(1, -1, tokens, 1)], dim=-1)
+    return (scores.softmax(-1)[..., :tokens] @ value).transpose(1, 2)
 
 
-def results(function, key_heads, segments):
+def results(function, key_heads, segments, *, window=None, softcap=None, sinks=False):
     g = torch.Generator().manual_seed(0)
     tokens = segments.runs[-1].stop
     leaves = [torch.randn(1, h, tokens, 8, generator=g, dtype=torch.float64) for h in (4, key_heads, key_heads)]
+    leaves += [torch.randn(4, generator=g, dtype=torch.float64)] if sinks else []
     weight = torch.randn(1, tokens, 4, 8, generator=g, dtype=torch.float64)
     for x in leaves:
         x.requires_grad_()
-    out = function(*leaves, segments, 0.3)
+    further = {"window": window, "softcap": softcap, "sinks": leaves[3] if sinks else None}
+    out = function(*leaves[:3], segments, 0.3, **{name: x for name, x in further.items() if x is not None})
     return [out, *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
@@ -124,6 +140,44 @@ def test_values_and_gradients(name, layout, key_heads, flash_kernel):
     expected = results(dense, key_heads, LAYOUTS[layout])
     for ours, theirs in zip(results(IMPLEMENTATIONS[name], key_heads, LAYOUTS[layout]), expected, strict=True):
         assert (ours - theirs).abs().max() < 1e-12
+
+
+PLAIN, SINKS = {}, {"sinks": True}
+CAPPED = {"softcap": 0.7}  # torch's kernel for a CPU cannot
+
+
+@pytest.mark.parametrize(
+    ("name", "further"),
+    [("cpu", PLAIN), ("cpu", SINKS), ("sdpa", PLAIN), ("sdpa", SINKS), ("sdpa", CAPPED), ("sdpa", CAPPED | SINKS)],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 7])
+def test_windows_capped_scores_and_sinks(name, window, further, monkeypatch):
+    """A window counts back along a token's path, past its siblings; blocks of queries are as short as they can be."""
+    monkeypatch.setattr("grpo_ext.packing.kernels.BLOCK", 2)
+    calls_of.cache_clear()
+    for segments in LAYOUTS.values():
+        expected = results(dense, 2, segments, window=window, **further)
+        found = results(IMPLEMENTATIONS[name], 2, segments, window=window, **further)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours - theirs).abs().max() < 1e-12
+    calls_of.cache_clear()
+
+
+def test_a_window_over_more_tokens_than_the_kernel_takes_at_a_time():
+    segments = Segments((Run(0, 1, 700), Run(700, 2, 60, (0, 700)), Run(820, 1, 300, (0, 700))))
+    for window in (150, 640):
+        expected = results(dense, 2, segments, window=window, sinks=True)
+        for ours, theirs in zip(results(merged, 2, segments, window=window, sinks=True), expected, strict=True):
+            assert (ours - theirs).abs().max() < 1e-12
+
+
+def test_a_window_bounds_what_is_computed():
+    """A prompt of 4,096 tokens and eight completions over a window of 256."""
+    segments = Segments((Run(0, 1, 4096), Run(4096, 8, 128, (0, 4096))))
+    inner, outer = calls_of(segments, 256)
+    scores = [call.asking[1] * call.asking[2] * call.answering[2] for call in (*inner, *outer)]
+    assert sum(scores) < 2.1 * 256 * segments.runs[-1].stop
 
 
 def test_the_attention_that_transformers_calls():

@@ -21,6 +21,7 @@ from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.kernels import Segments
 from grpo_ext.packing.layout import pack
 from grpo_ext.packing.lm_head import LabelledLogProbs
+from grpo_ext.packing.merged import calls_of
 from grpo_ext.packing.obstacles import obstacles
 from grpo_ext.packing.policy import PrefixSharing, Size
 from support import tiny
@@ -45,6 +46,7 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 ARCHITECTURES = {
     "llama": (transformers.LlamaConfig, {}),
     "llama-tied-mha": (transformers.LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -53,6 +55,18 @@ ARCHITECTURES = {
     "qwen3-moe": (transformers.Qwen3MoeConfig, MOE),
     "gemma": (transformers.GemmaConfig, {"tie_word_embeddings": True}),
     "mistral": (transformers.MistralConfig, {"sliding_window": None}),
+    "mistral-window": (transformers.MistralConfig, {"sliding_window": 6}),
+    "qwen2-window": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    ),
+    "gemma2-sdpa": (transformers.Gemma2Config, WINDOWS | {"attn_logit_softcapping": 2.0}),
+    "gemma2-capped": (
+        transformers.Gemma2Config,
+        WINDOWS | {"attn_implementation": "eager", "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": (transformers.Gemma3TextConfig, WINDOWS),
+    "gpt-oss": (transformers.GptOssConfig, WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "phi": (transformers.PhiConfig, {"num_key_value_heads": 4}),
     "phi3": (transformers.Phi3Config, {}),
 }
@@ -61,7 +75,7 @@ ARCHITECTURES = {
 def network(name: str, dtype=torch.float32, **overrides):
     torch.manual_seed(0)
     config_cls, settings = ARCHITECTURES[name]
-    extra = {"experts_implementation": "eager"} if name == "qwen3-moe" else {}
+    extra = {"experts_implementation": "eager"} if name in ("qwen3-moe", "gpt-oss") else {}
     model = transformers.AutoModelForCausalLM.from_config(config_cls(**(SIZES | settings | overrides)), **extra)
     model = model.to(dtype)
     if dtype == torch.float64:
@@ -133,21 +147,30 @@ def assert_same(model, run, tolerance, gradient_tolerance=None):
         assert (found[name] - value).abs().max() < gradient_tolerance * max(1.0, value.abs().max()), name
 
 
+PRECISE = {"f64": (torch.float64, 1e-10), "f32": (torch.float32, 1e-4)}
+NAN = [("f64", "gemma2-capped")]
+"""Where transformers' eager attention, whose softmax is in float32, gives NaN for padding."""
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)], ids=["f64", "f32"])
-def test_values_and_gradients_are_the_plain_forwards(name, dtype, tolerance, checkpointing):
+@pytest.mark.parametrize(
+    ("precision", "name"), [case for case in itertools.product(PRECISE, ARCHITECTURES) if case not in NAN]
+)
+def test_values_and_gradients_are_the_plain_forwards(name, precision, checkpointing):
+    dtype, tolerance = PRECISE[precision]
     model = network(name, dtype)
     if checkpointing:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # transformers' router computes in float32, whatever the model's dtype
+    before = model.config._attn_implementation
     assert_same(model, lambda: packed(model), tolerance, 1e-6 if name == "qwen3-moe" and tolerance < 1e-6 else None)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == before
 
 
-def test_lora_and_reentrant_checkpointing():
-    model = network("llama", torch.float64)
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_lora_and_reentrant_checkpointing(name):
+    model = network(name, torch.float64)
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     wrapped = get_peft_model(model, adapter)
     wrapped.train()
@@ -176,11 +199,13 @@ def test_only_distinct_tokens_are_computed():
     assert covered == list(range(layout.tokens))
 
 
-@pytest.mark.parametrize("change", ["hole", "right-padded prompt", "no labels"])
+@pytest.mark.parametrize("change", ["hole", "hole in a prompt", "right-padded prompt", "no labels"])
 def test_masks_that_cannot_be_packed_have_no_layout(change):
     mask = MASK.clone()
     if change == "hole":
         mask[0, -COMPLETION:] = torch.tensor([1, 0, 1, 1, 0, 0, 0])
+    elif change == "hole in a prompt":
+        mask[MASK[:, 0].argmax(), 3] = 0
     elif change == "right-padded prompt":
         mask[0, -COMPLETION - 1] = 0
     else:
@@ -226,13 +251,10 @@ def test_a_failing_forward_leaves_no_hook_and_no_attention_behind():
 # Where it is used.
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 OBSTACLES = {
-    "sliding window": ("mistral", {"sliding_window": 64}),
-    "layers of sliding_attention": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    ),
-    "dynamic rotary": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "layers of chunked_attention": ("llama", {"layer_types": ["full_attention", "chunked_attention"]}),
+    "dynamic rotary": ("llama", {"rope_parameters": DYNAMIC}),
 }
 
 
@@ -275,8 +297,8 @@ def test_adapters_of_the_embedding(adapter, setting, model_path, tmp_path):
 
 
 def test_shared_prefix_true_is_refused_where_it_is_not_exact(tmp_path):
-    model = network("mistral", sliding_window=8, vocab_size=len(tiny.WORDS))
-    with pytest.raises(ConfigError, match="sliding window of 8"):
+    model = network("llama", rope_parameters=DYNAMIC, vocab_size=len(tiny.WORDS))
+    with pytest.raises(ConfigError, match="dynamic rotary"):
         build(model, tmp_path, shared_prefix="true")
     assert not build(model, tmp_path).sharing.possible
 
@@ -405,6 +427,23 @@ def test_the_check_tells_a_wrong_packing_from_rounding(precision, weights, fault
 
     sharing.check(plain_forward, packed_forward, model, IDS.device)
     assert sharing.possible == (fault == "none"), sharing.reason
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma3"])
+@pytest.mark.parametrize("off", [0, 1, -1])
+def test_the_check_exceeds_windows_longer_than_its_rows(name, off, monkeypatch):
+    model = network(name, sliding_window=4096)
+    monkeypatch.setattr("grpo_ext.packing.attention.calls_of", lambda s, window: calls_of(s, window and window + off))
+
+    def plain_forward(ids, mask, completion):
+        labels = torch.cat([torch.full_like(ids[:, completion:], -100), ids[:, completion:]], dim=1)
+        outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        return outputs.log_probs[:, -completion:], None, None
+
+    sharing = PrefixSharing("auto", model)
+    sharing.check(plain_forward, lambda *batch: log_probs(model, model, *batch), model, IDS.device)
+    assert sharing.possible == (off == 0)
+    assert model.config.sliding_window == model.model.layers[0].self_attn.config.sliding_window == 4096
 
 
 def test_an_attention_that_asks_for_a_mask_is_not_packed(tmp_path):

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from transformers import MistralConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from grpo_ext.objective.aggregation import StepTotals, step_totals
@@ -29,9 +30,9 @@ LOSSES = [
 ]
 
 
-def network(dtype=torch.float64):
+def network(dtype=torch.float64, **settings):
     """In float32 with the weights that models begin with: sharper ones amplify rounding, whatever the rows."""
-    model = tiny.model(dtype=dtype, initializer_range=0.3 if dtype == torch.float64 else 0.02)
+    model = tiny.model(dtype=dtype, initializer_range=0.3 if dtype == torch.float64 else 0.02, **settings)
     add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
     return model
 
@@ -119,6 +120,20 @@ def test_every_loss_has_one_gradient_whatever_rows_a_trajectory_takes():
         assert expected.norm() > 1e-3, name
         for way, values in ways.items():
             assert off(gradient(settled, model, values, known, given), expected) < 1e-12, (name, settings, way)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 8, 13])
+@float64_throughout()
+def test_a_window_counts_the_tokens_of_a_context_wherever_they_are_packed(window):
+    model = network(kind=MistralConfig, sliding_window=window)
+    tree, rows = scores(model, TRAJECTORIES, "true"), by_turn(model, TRAJECTORIES)
+    live = torch.tensor(rewritten.padded(TRAJECTORIES)[-1]).bool()
+    weights = torch.randn(2, *live.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * live
+    for found, expected in zip(tree, rows, strict=True):
+        assert (found - expected)[live].abs().max() < 1e-12
+    slopes = [torch.autograd.grad((weights * torch.stack(x)).sum(), [*model.parameters()]) for x in (tree, rows)]
+    for found, expected in zip(*slopes, strict=True):
+        assert (found - expected).abs().max() < 1e-11 * max(1.0, expected.abs().max())
 
 
 def test_in_float32_it_is_the_same_to_rounding():

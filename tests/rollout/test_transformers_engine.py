@@ -52,6 +52,10 @@ MODELS = {
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8)),
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=6)),
+    "qwen2-window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    ),
     "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, sliding_window=None)),
     "gpt2": lambda: GPT2LMHeadModel(
@@ -231,10 +235,6 @@ def test_no_mask_is_built_where_nothing_is_padded():
 # Refusals.
 
 
-def sliding():
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)).eval()
-
-
 def noisy():
     config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.1)
     return MixtralForCausalLM(config).train()
@@ -256,7 +256,6 @@ def dropping():
 @pytest.mark.parametrize(
     ("make", "overrides", "reason"),
     [
-        (sliding, {}, "sliding window of 4"),
         (noisy, {}, "router is noisy"),
         (scaled, {}, "length of the batch"),
         (prompt_tuned, {}, "adds tokens before the prompt"),
@@ -267,7 +266,7 @@ def dropping():
         (tiny.model, {"forced_eos_token_id": 3}, "ForcedEOSTokenLogitsProcessor"),
         (tiny.model, {"max_time": 60.0}, "MaxTimeCriteria"),
     ],
-    ids=["sliding", "jitter", "rope", "prompt", "dropout", "beams", "static", "no-cache", "processor", "criterion"],
+    ids=["jitter", "rope", "prompt", "dropout", "beams", "static", "no-cache", "processor", "criterion"],
 )
 def test_generate_takes_over_where_the_engine_is_not_exact(make, overrides, reason, caplog):
     torch.manual_seed(0)

@@ -129,8 +129,8 @@ NOT_BUILT = {
     "reformer": "does not generate while it is in training",
     "xlstm": "its state has another shape than its recurrence expects, in transformers 5.17",
 }
-SINGLE = ("xglm", "xlnet")
-"""Those with a float32 constant in their forward."""
+SINGLE = ("xglm", "xlnet", "granite_swa", "granitemoe_swa")
+"""Those with a float32 constant in their forward, with which padding is NaN in float64."""
 
 
 def config(model_type: str) -> transformers.PreTrainedConfig:

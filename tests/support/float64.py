@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm, MistralRotaryEmbedding
 from trl.trainer import utils
 
 from grpo_ext.packing.lm_head import LabelledLogProbs
@@ -16,10 +17,12 @@ FLOAT64 = {"model_init_kwargs": {"dtype": torch.float64}}
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
-    """Llama's norm and rotary angles and TRL's LM head compute in float32 whatever the model is; here they do not."""
+    """Let norms and rotary angles of Llama and Mistral, and TRL's LM head, compute in the model's dtype, not float32."""
     with (
         patch.object(LlamaRMSNorm, "forward", _norm),
         patch.object(LlamaRotaryEmbedding, "forward", _rotary),
+        patch.object(MistralRMSNorm, "forward", _norm),
+        patch.object(MistralRotaryEmbedding, "forward", _rotary),
         patch.object(utils, "_ChunkedLogProbFunction", LabelledLogProbs),
     ):
         yield

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789 +=.:?\n"]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '<eos>' }}{% endfor %}"
@@ -21,7 +21,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def model(seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> LlamaForCausalLM:
+def model(
+    seed: int = 0, dtype: torch.dtype = torch.float32, *, kind: type[PreTrainedConfig] = LlamaConfig, **overrides
+) -> PreTrainedModel:
     torch.manual_seed(seed)
     settings = {
         "vocab_size": len(WORDS),
@@ -37,8 +39,7 @@ def model(seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> Lla
         "initializer_range": 0.3,
         "tie_word_embeddings": False,
     }
-    config = LlamaConfig(**(settings | overrides))
-    return LlamaForCausalLM(config).to(dtype)
+    return AutoModelForCausalLM.from_config(kind(**(settings | overrides))).to(dtype)
 
 
 def save(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> str:

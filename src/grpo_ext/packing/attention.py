@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from grpo_ext.packing.flash import FlashAttention, flash_is_exact
-from grpo_ext.packing.kernels import MergedAttention, by_sdpa
+from grpo_ext.packing.kernels import by_sdpa
+from grpo_ext.packing.merged import MergedAttention, calls_of
+from grpo_ext.packing.windows import Window, of_mask
 
 NAME = "grpo_ext_shared_prefix"
 LAYOUT = "grpo_ext_segments"
+INSTEAD = "grpo_ext_instead_of"
+"""The forward's argument with the name of the attention that this one replaces."""
 
-_FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window", "cache")
-"""Arguments of attention functions that ask for more than softmax(q k) v."""
+_FOREIGN = ("position_bias", "cache")
+"""Arguments of attention functions that ask for more than softmax(q k) v, a window, capped scores and sinks."""
 
 
 class ForeignAttention(ValueError):
@@ -40,11 +44,15 @@ def attention(
     """Compute attention over packed segments; called by transformers.
 
     Raises:
-        ForeignAttention: the model asks for something that packing does not support, such as a sliding window.
+        ForeignAttention: the model asks for something that packing does not support, such as a mask of its own.
     """
     foreign = [name for name in _FOREIGN if kwargs.get(name) is not None]
-    foreign += [name for name, asked in (("dropout", dropout), ("a mask", attention_mask is not None)) if asked]
-    if LAYOUT not in kwargs or foreign or value.shape[-1] != query.shape[-1]:
+    window = attention_mask.size if isinstance(attention_mask, Window) else None
+    masked = attention_mask is not None and window is None
+    differs = kwargs.get("sliding_window", window) != window  # the one in the mask holds for sdpa and eager
+    asks = ("dropout", dropout), ("a mask", masked), ("a window that is not its mask's", differs)
+    foreign += [name for name, asked in asks if asked]
+    if LAYOUT not in kwargs or foreign:
         asked = ", ".join(foreign) or "an attention other than softmax(q k) v"
         raise ForeignAttention(f"{type(module).__name__} asks for {asked}, which shared_prefix does not support")
     _follow(module)
@@ -52,11 +60,20 @@ def attention(
     if torch.is_autocast_enabled(device):  # as torch's own attention under autocast
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     segments, scale = kwargs[LAYOUT], query.shape[-1] ** -0.5 if scaling is None else scaling
-    if device == "cpu":
-        return MergedAttention.apply(query, key, value, segments, scale), None
-    if flash_is_exact(query.device, query.dtype, query.shape[-1]):
+    window = None if window is None or segments.longest <= window else window
+    softcap, sinks = _beside_scores(kwargs)
+    kernel = softcap is None and value.shape[-1] == query.shape[-1]
+    if kernel and device == "cpu":
+        return MergedAttention.apply(query, key, value, calls_of(segments, window), scale, sinks), None
+    plain = kernel and sinks is None and window is None
+    if plain and flash_is_exact(query.device, query.dtype, query.shape[-1]):
         return FlashAttention.apply(query, key, value, segments, scale), None
-    return by_sdpa(query, key, value, segments, scale), None
+    return by_sdpa(query, key, value, segments, scale, window, softcap, sinks), None
+
+
+def _beside_scores(kwargs: dict[str, Any]) -> tuple[float | None, Tensor | None]:
+    """Return the bound of the scores and the sinks, unless this replaces transformers' sdpa, which ignores both."""
+    return (None, None) if kwargs.get(INSTEAD) == "sdpa" else (kwargs.get("softcap"), kwargs.get("s_aux"))
 
 
 # The config selects the attention during a forward; a layer that is recomputed in the backward selects it itself.
@@ -98,9 +115,5 @@ def _restore(module: Any, args: object, kwargs: dict[str, Any], output: object) 
         del module._grpo_ext_before
 
 
-def _no_mask(*args: object, **kwargs: object) -> None:
-    """Build no mask: the segments replace it."""
-
-
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, of_mask)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_ext.packing.attention import LAYOUT, selected
+from grpo_ext.packing.attention import INSTEAD, LAYOUT, selected
 from grpo_ext.packing.kept import KeptSets
 from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
@@ -39,13 +39,14 @@ def log_probs(
     flat = input_ids.reshape(-1)
     target = labels // width * completion + labels % width - (width - completion)
     sets = None if kept is None else kept.at(target)
+    own = base.config.get_text_config()._attn_implementation
     with _shared(base, scored, device, sets):
         outputs = model(
             input_ids=flat[source][None],
             position_ids=position[None],
             shift_labels=flat[labels][None],
             fused_lm_head=True,
-            **{LAYOUT: layout.segments},
+            **{LAYOUT: layout.segments, INSTEAD: own},
             **inputs,
         )
 

@@ -59,13 +59,15 @@ def pack(
 ) -> Layout | None:
     """Return the layout of a padded batch whose last `completion` columns are completions, or None.
 
-    None if the mask of a completion has holes, a prompt's last column is padding, or no position has a label. `whole`
-    keeps tokens that predict no label, for figures that count every token.
+    None if a mask has holes, a prompt's last column is padding, or no position has a label. `whole` keeps tokens that
+    predict no label, for figures that count every token.
     """
     rows, width = input_ids.shape
     start = width - completion
     lengths = mask[:, start:].sum(axis=1)
-    contiguous = (mask[:, start:] == (np.arange(completion) < lengths[:, None])).all()
+    prompts = mask[:, :start].sum(axis=1, keepdims=True)
+    column = np.arange(width) - start
+    contiguous = (mask == ((column >= -prompts) & (column < lengths[:, None]))).all()
     if not contiguous or start == 0 or not mask[:, start - 1].all() or not lengths.any():
         return None
     pieces: list[_Piece] = []

@@ -17,6 +17,8 @@ KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 """Implementations of transformers that differ only in rounding, so that ours may replace them."""
 GROWING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings with frequencies that depend on the length of the batch."""
+KNOWN_LAYERS = ("full_attention", "sliding_attention")
+"""Kinds of layers whose tokens see their own path only, or the last tokens of it."""
 
 
 class Forward(Enum):
@@ -90,10 +92,8 @@ def _of_architecture(base: PreTrainedModel) -> Iterator[str]:
         yield "the model has an encoder"
     if getattr(base, "_is_stateful", False):
         yield "the model carries a recurrent state"
-    if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+    if kinds := set(getattr(config, "layer_types", None) or ()) - {*KNOWN_LAYERS}:
         yield f"the model has layers of {', '.join(sorted(kinds))}"
-    elif not hasattr(config, "layer_types") and getattr(config, "sliding_window", None) is not None:
-        yield f"attention is limited to a sliding window of {config.sliding_window} tokens"
     if growing := sorted(_rope_types(config) & set(GROWING_ROPE)):
         yield f"{growing[0]} rotary embeddings depend on the length of the batch"
 
@@ -118,14 +118,19 @@ def _of_the_loss(base: PreTrainedModel) -> Iterator[str]:
         yield f"{type(base).__name__} does not take its attention from transformers' AttentionInterface"
     if any(getattr(module, "is_causal", True) is False for module in base.modules()):
         yield "attention looks ahead"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        yield "attention scores are capped"
-    if getattr(config, "kv_lora_rank", None) is not None:
-        yield "keys and values are of different sizes"
     if base.base_model is base:
         yield f"{type(base).__name__} has no base model apart from its head"
+    elif _beside_the_head(base):
+        yield f"the head of {type(base).__name__} computes more than its output embeddings"
     if not any(name.endswith("rotary_emb") for name, _ in base.named_modules()):
         yield "positions are not rotary"
+
+
+def _beside_the_head(base: PreTrainedModel) -> bool:
+    """Return whether a model has parameters beside its base model's and its output embeddings'."""
+    parts = base.base_model, base.get_output_embeddings()
+    known = {id(p) for part in parts if part is not None for p in part.parameters()}
+    return any(id(p) not in known for p in base.parameters())
 
 
 # Only in rollouts: processes decode different numbers of tokens.

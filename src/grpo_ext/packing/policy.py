@@ -19,6 +19,7 @@ from grpo_ext.packing.forward import positions_moved
 from grpo_ext.packing.layout import Layout, pack
 from grpo_ext.packing.obstacles import Policy, causal_lm, obstacles
 from grpo_ext.packing.tree import is_plain, pack_tree, plain_rows
+from grpo_ext.packing.windows import narrowed
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,8 @@ class PrefixSharing:
         """Compare the two forwards once on a few tokens; if they differ, share no prompts.
 
         They may differ by rounding: by `NOISES` times the change of the plain forward of `base` when all positions are
-        shifted, which only changes the rounding of a model with relative positions.
+        shifted, which only changes the rounding of a model with relative positions. Windows are narrowed for both, so
+        that the few tokens exceed them.
 
         Raises:
             ConfigError: they differ, and `shared_prefix` is true.
@@ -166,7 +168,7 @@ class PrefixSharing:
         mask, completion = torch.ones_like(ids), ids.shape[1] // 2
         layout = pack(ids.cpu().numpy(), mask.cpu().numpy(), completion)
         assert layout is not None
-        with torch.no_grad():
+        with torch.no_grad(), narrowed(base):
             expected = plain(ids, mask, completion)[0]
             noise = 0.0
             for by in (1, 3, 5):

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 ROOM = 64
 """Positions by which a full cache grows."""
@@ -61,6 +61,53 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
 
+class RoomySlidingLayer(RoomyLayer):
+    """`DynamicSlidingWindowLayer` with spare room: it holds the last positions that a window reaches, of all `seen`.
+
+    Args:
+        layer: transformers' layer after the prompts.
+        rows: index of each row's prompt.
+    """
+
+    is_sliding = True
+
+    def __init__(self, layer: DynamicSlidingWindowLayer, rows: Int[Tensor, " batch"]) -> None:
+        self.window, self.seen = layer.sliding_window, layer.get_seq_length()
+        super().__init__(layer.keys, layer.values, rows)
+
+    def get_seq_length(self) -> int:
+        """Return the number of positions that the layer has seen."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """Return the window."""
+        return self.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys of the next queries, and how many positions are before these."""
+        return self.length + query_length, self.seen - self.length
+
+    def take(self, rows: Int[Tensor, " batch"], first: int) -> None:
+        """Keep only these rows, from position `first` on."""
+        super().take(rows, max(0, first - (self.seen - self.length)))
+        self.seen -= first
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Append positions; return the keys and values that their window reaches."""
+        keys, values = super().update(key_states, value_states)
+        self.seen += key_states.shape[2]
+        if (out := self.length - (self.window - 1)) > 0:
+            self._keys, self._values = self._keys[:, :, out:], self._values[:, :, out:]
+            self.length -= out
+            self._show()
+        return keys, values
+
+
+def _row_layer(layer: Any, rows: Int[Tensor, " batch"]) -> RoomyLayer:
+    sliding = isinstance(layer, DynamicSlidingWindowLayer)
+    return RoomySlidingLayer(layer, rows) if sliding else RoomyLayer(layer.keys, layer.values, rows)
+
+
 def _with_room(states: Tensor, rows: Int[Tensor, " batch"], first: int, length: int) -> Tensor:
     """Return a buffer that begins with `states[rows, :, first:length]`."""
     _, heads, _, dimensions = states.shape
@@ -85,7 +132,7 @@ class RowCache:
         layers: list[Any] = cache.layers
         if any(layer.keys is None for layer in layers):
             raise Unsupported("some of its layers have an empty cache")
-        self.layers = [RoomyLayer(layer.keys, layer.values, of_row) for layer in layers]
+        self.layers = [_row_layer(layer, of_row) for layer in layers]
         cache.layers[:] = self.layers
         self.mask = None if mask is None or bool(mask.all()) else mask[of_row]
 
@@ -107,7 +154,7 @@ class RowCache:
 
 
 def check_layers(cache: DynamicCache) -> None:
-    """Raise `Unsupported` unless every layer grows by one position for each token."""
+    """Raise `Unsupported` unless every layer grows by one position for each token, or holds the last ones of them."""
     for layer in cache.layers:
-        if type(layer) is not DynamicLayer:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise Unsupported(f"its cache has a {type(layer).__name__}")
