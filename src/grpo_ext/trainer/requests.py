@@ -68,10 +68,21 @@ class ChunksInBackground:
         began = time.monotonic()
         completed: list[Future[Completed]] = [Future() for _ in chunks]
         finished: list[Future[Finished]] = [Future() for _ in chunks]
-        self._completing.submit((chunks, completed))
+
+        def fail_the_rest(ended: Future[None]) -> None:
+            if (error := ended.exception()) is not None:
+                for future in (one for one in completed if not one.done()):
+                    future.set_exception(error)
+
+        self._completing.submit((chunks, completed)).add_done_callback(fail_the_rest)
         for one in zip(chunks, completed, finished, strict=True):
             self._scoring.submit((*one, began))
         return finished
+
+    def stop(self) -> None:
+        """Begin no further request; see `close`."""
+        self._completing.stop()
+        self._scoring.stop()
 
     def close(self) -> None:
         """End both threads."""
@@ -80,12 +91,7 @@ class ChunksInBackground:
 
     def _complete(self, asked: tuple[Sequence[Request], list[Future[Completed]]]) -> None:
         chunks, futures = asked
-        try:
-            self._leaves.complete_chunks(chunks, lambda i, made: futures[i].set_result(made))
-        except BaseException as error:
-            for future in futures:
-                if not future.done():
-                    future.set_exception(error)
+        self._leaves.complete_chunks(chunks, lambda i, made: futures[i].set_result(made))
 
     def _score(self, asked: tuple[Request, Future[Completed], Future[Finished], float]) -> None:
         chunk, completed, finished, began = asked
