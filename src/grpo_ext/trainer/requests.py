@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from grpo_ext.rollout.background import Background
@@ -68,15 +69,9 @@ class ChunksInBackground:
         began = time.monotonic()
         completed: list[Future[Completed]] = [Future() for _ in chunks]
         finished: list[Future[Finished]] = [Future() for _ in chunks]
-
-        def fail_the_rest(ended: Future[None]) -> None:
-            if (error := ended.exception()) is not None:
-                for future in (one for one in completed if not one.done()):
-                    future.set_exception(error)
-
-        self._completing.submit((chunks, completed)).add_done_callback(fail_the_rest)
+        self._completing.submit((chunks, completed)).add_done_callback(partial(_fail, completed))
         for one in zip(chunks, completed, finished, strict=True):
-            self._scoring.submit((*one, began))
+            self._scoring.submit((*one, began)).add_done_callback(partial(_fail, one[2:]))
         return finished
 
     def stop(self) -> None:
@@ -102,7 +97,11 @@ class ChunksInBackground:
             else:
                 finished.set_result(replace(scoring.result(), seconds=time.monotonic() - began))
 
-        try:
-            self._leaves.scoring(chunk, completed.result()).add_done_callback(end)
-        except BaseException as error:
-            finished.set_exception(error)
+        self._leaves.scoring(chunk, completed.result()).add_done_callback(end)
+
+
+def _fail(futures: Sequence[Future[Any]], ended: Future[None]) -> None:
+    """Let those of `futures` that are not done fail by the error of a request, if it had one."""
+    if (error := ended.exception()) is not None:
+        for future in (one for one in futures if not one.done()):
+            future.set_exception(error)
