@@ -6,6 +6,7 @@ from datasets import Dataset
 from grpo_ext import GRPOExtConfig
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.process_engine import image_problems, rollout_problems, samples_by_server
+from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ConfigError
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 8, "num_generations": 8}
@@ -51,6 +52,20 @@ def test_the_process_may_have_options_of_each_row_by_itself(tmp_path):
 
 
 AHEAD = {"rollout_engine": "process", "rollout_ahead": 2, "max_steps": 8}
+CORRECTIONS = (
+    {"old_logps": "sampler", "vllm_importance_sampling_correction": False},
+    {"sampler_correction": [{"level": "token", "upper": 2.0, "action": "truncate"}]},
+)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize(("ahead", "idle"), [(0, True), (2, False)])
+def test_a_correction_of_the_sampler_has_an_effect_with_older_weights(ahead, idle, correction, tmp_path):
+    config = GRPOExtConfig(str(tmp_path), **CPU, **(AHEAD | correction | {"rollout_ahead": ahead}))
+    found = [problem for problem in warnings(config) if "no effect" in problem.reason]
+    assert [sorted(problem.field.split(", ")) for problem in found] == ([sorted(correction)] if idle else [])
+
+
 AHEAD_REFUSED = {
     "the trainer's own engine": ({"rollout_engine": "auto"}, "by a sampler that has older weights"),
     "colocated vLLM": ({"use_vllm": True, "vllm_mode": "colocate"}, "in turn with the training"),

@@ -90,3 +90,14 @@ def slow(seconds):
         return [float(len(completion)) for completion in completions]
 
     return reward
+
+
+calls = []
+
+
+def stuck_at_the_second_call(completions, **_):
+    """A reward that scores the first batch only."""
+    calls.append(len(completions))
+    if len(calls) > 1:
+        time.sleep(60)
+    return [float(len(completion)) for completion in completions]

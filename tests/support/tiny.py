@@ -86,3 +86,4 @@ TRAINING = {
     "max_steps": 2,
     "seed": 7,
 }
+MOVING_REFERENCE = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}

@@ -5,13 +5,14 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
-from grpo_ext.errors import ConfigError, SamplerLost
+from grpo_ext.errors import ConfigError, RewardError, SamplerLost
 from grpo_ext.trainer.generating import GeneratingTrainer
 from support import tiny, trainers
 from support.processes import launcher, run
@@ -102,14 +103,19 @@ def assert_same(trainer, other):
             assert row.get(name) == its.get(name), (row["step"], name)
 
 
+def often_silent(completions, **_):
+    """A reward that is the same for all of many a group."""
+    return [float("e" in completion) for completion in completions]
+
+
 CASES = {
     "plain": {},
     "several steps a generation": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 9},
     "a generation used twice": {"num_iterations": 2, "max_steps": 11},
-    "the KL penalty": {"beta": 0.1},
+    "the KL penalty": {"beta": 0.1, **tiny.MOVING_REFERENCE},
     "an adapter": {"peft": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)},
     "environments": {"plays": True, "max_completion_length": 12},
-    "dynamic sampling": {"dynamic_sampling": "reward"},
+    "dynamic sampling": {"dynamic_sampling": "reward", "rewards": [often_silent]},
     "the sampler's old log-probabilities": {"old_logps": "sampler"},
     "masked tokens, sequences rejected": {
         "sampler_correction": [
@@ -128,10 +134,10 @@ DISTANCES = [2, *(pytest.param(ahead, marks=pytest.mark.slow) for ahead in (1, 4
 @pytest.mark.parametrize("ahead", DISTANCES)
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_are_those_of_sampling_in_sequence_by_older_weights(case, ahead, tmp_path):
-    assert_same(
-        trained(tmp_path / "ahead", ahead, **CASES[case]),
-        trained(tmp_path / "sequence", ahead, in_sequence=True, **CASES[case]),
-    )
+    trainer = trained(tmp_path / "ahead", ahead, **CASES[case])
+    assert_same(trainer, trained(tmp_path / "sequence", ahead, in_sequence=True, **CASES[case]))
+    if case == "dynamic sampling":
+        assert len(trainer._beside.asked) > 2 * trainer.state.max_steps, "hardly a group was replaced"
 
 
 def test_older_weights_sample_and_are_forgotten(tmp_path):
@@ -222,18 +228,80 @@ def test_a_lost_sampler_ends_the_run_which_resumes_with_the_same_bits(tmp_path):
     assert torch.equal(trainers.weights(resumed.model), trainers.weights(trained(tmp_path, 2).model))
 
 
-def test_what_a_checkpoint_cannot_hold_is_sampled_again_with_the_same_bits(tmp_path):
-    class Odd:
-        """Something that no checkpoint reads back."""
+class LostForReplacements(Copies):
+    """Is lost when the main thread asks for groups in place of silent ones, in the fourth window."""
 
-    def logs(completions, log_extra, **_):
-        log_extra("odd", [Odd() for _ in completions])
+    def sample(self, *args, **kwargs):
+        if threading.current_thread() is threading.main_thread() and len(self.published) == 3:
+            raise SamplerLost("the process that samples is gone")
+        return super().sample(*args, **kwargs)
+
+
+def test_a_sampler_lost_in_the_middle_of_a_window_costs_no_completion_of_it(tmp_path):
+    settings = CASES["dynamic sampling"]
+    with pytest.raises(SamplerLost, match=r"resumed from .*checkpoint-3"):
+        trained(tmp_path / "lost", 2, sampler=LostForReplacements, **settings)
+    resumed = trained(tmp_path / "lost", 2, resume=str(tmp_path / "lost" / "checkpoint-3"), **settings)
+    through = trained(tmp_path, 2, **settings)
+    assert torch.equal(trainers.weights(resumed.model), trainers.weights(through.model))
+
+
+class Odd:
+    """Something that no checkpoint reads back."""
+
+
+@pytest.mark.parametrize(("logged", "scorings"), [(np.int64(3), 2), (Odd(), 4)])
+def test_scores_that_a_checkpoint_cannot_hold_are_made_again_but_no_completion_is(logged, scorings, tmp_path):
+    calls = []
+
+    def logs(completions, log_extra, log_metric, **_):
+        calls.append(len(completions))
+        log_extra("column", [logged for _ in completions])
+        log_metric("mean", np.mean([1.0, 2.0]))
         return tiny.count_a(completions)
 
     saving = {"save_strategy": "steps", "save_steps": 1, "rewards": [logs]}
     through = trained(tmp_path, 2, **saving)
+    calls.clear()
     resumed = trained(tmp_path, 2, resume=str(tmp_path / "checkpoint-3"), **saving)
     assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
+    assert resumed._beside.asked == [(version, 8) for version in (3, 4)]
+    assert len(calls) == scorings
+
+
+def test_a_resumed_run_asks_a_reward_again_that_had_failed_for_windows_in_flight(tmp_path):
+    broken = [True]
+
+    def judge(completions, trainer_state, **_):
+        if broken and trainer_state.global_step > 1:
+            raise RuntimeError("no judge")
+        return tiny.count_a(completions)
+
+    saving = {"save_strategy": "steps", "save_steps": 1, "rewards": [judge]}
+    with pytest.raises(RewardError, match="no judge"):
+        trained(tmp_path, 2, **saving)
+    broken.clear()
+    resumed = trained(tmp_path, 2, resume=True, **saving)
+    through = trained(tmp_path / "through", 2, **saving)
+    assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
+    assert len(resumed._beside.asked) == 1
+
+
+def test_an_error_ends_a_reward_that_is_scored_in_flight(tmp_path, caplog):
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise ValueError("of a callback")
+
+    stuck = {"name": "stuck", "func": "support.samplers:stuck_at_the_second_call", "timeout": 60}
+    trainer = trainer_of(tmp_path, 2, rewards=[stuck])
+    trainer.add_callback(Failing())
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="of a callback"):
+        trainer.train()
+    assert time.monotonic() - began < 30
+    assert not [thread for thread in threading.enumerate() if "grpo_ext background" in thread.name]
+    assert not [worker for worker in trainer.reward_runtime.pool._workers if worker is not None]
+    assert "failed" not in caplog.text  # the reward did not
 
 
 def test_a_failing_reward_ends_the_run_as_in_sequence(tmp_path):
@@ -305,9 +373,9 @@ def test_rewards_are_never_called_by_two_threads_at_once(case, tmp_path):
         time.sleep(0.03)
         if free:
             calls.release()
-        return tiny.count_a(completions)
+        return often_silent(completions)
 
-    trained(tmp_path, 4, rewards=[reward], **CASES[case])
+    trained(tmp_path, 4, **(CASES[case] | {"rewards": [reward]}))
     assert len(together) > 7
     assert not any(together)
 

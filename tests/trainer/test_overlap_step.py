@@ -88,7 +88,7 @@ def assert_equal(trainer, other):
 
 CASES = {
     "one step a generation": {},
-    "the KL penalty": {"beta": 0.1},
+    "the KL penalty": {"beta": 0.1, **tiny.MOVING_REFERENCE},
     "several steps a generation": {"gradient_accumulation_steps": 4, "steps_per_generation": 8},
     "a generation used twice": {"num_iterations": 2, "max_steps": 4},
     "clipped gradients": {"max_grad_norm": 0.01},

@@ -12,8 +12,15 @@ from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
 
+_CORRECTION = "vllm_importance_sampling_"
+_OF_VLLM = [f.name for f in dataclasses.fields(GRPOExtArguments) if f.name.startswith("vllm_")]
+
 _SWITCHES: dict[str, tuple[str, ...]] = {
-    "use_vllm: true": ("vllm_", "rollout_drift", "rollout_drift_action", "sampler_correction", "old_logps"),
+    "use_vllm: true": (
+        *(name for name in _OF_VLLM if not name.startswith(_CORRECTION)),
+        *("rollout_drift", "rollout_drift_action"),
+    ),
+    "use_vllm: true or rollout_ahead": (_CORRECTION, "sampler_correction", "old_logps"),
     "vllm_mode: server": ("vllm_server_", "vllm_group_port", "vllm_weight_transfer"),
     "vllm_mode: colocate": ("vllm_enable_sleep_mode",),
     "vllm_importance_sampling_correction: true": (
@@ -39,6 +46,7 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
 }
 """Settings without which others have no effect; a name that ends in _ means all names that begin with it."""
 _ON: dict[str, Callable[[GRPOExtArguments], object]] = {
+    "use_vllm: true or": lambda c: c.samples_otherwise,
     "dynamic_sampling": lambda c: c.dynamic_sampling is not None,
     "eval_strategy": lambda c: c.eval_strategy in ("steps", "no"),
     "an lr_scheduler_type": lambda c: c.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau"),

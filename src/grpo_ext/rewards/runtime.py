@@ -73,6 +73,10 @@ class Runtime:
     def _isolated(self, spec: RewardSpec) -> bool:
         return self.size > 0 and spec.isolated
 
+    def interrupt(self) -> None:
+        """End what another thread scores in workers, until `close`: `scores` raises `Interrupted` there."""
+        self.pool.interrupt()
+
     def close(self) -> None:
         """End the workers."""
         self.pool.close()

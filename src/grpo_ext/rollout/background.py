@@ -53,10 +53,14 @@ class Background(Generic[Request, Result]):
         for future in list(self._unfinished):
             future.exception()
 
-    def close(self) -> None:
-        """End the thread after the request that it works on; later ones fail with `Closed`."""
+    def stop(self) -> None:
+        """Begin no further request: they fail with `Closed`."""
         self._closed = True
         self._requests.put(None)
+
+    def close(self) -> None:
+        """End the thread after the request that it works on; later ones fail with `Closed`."""
+        self.stop()
         self._thread.join(LAST_SECONDS)
 
     def _run(self) -> None:

@@ -28,7 +28,7 @@ from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.generating import GeneratingTrainer
 from grpo_ext.trainer.in_flight import InFlight
-from grpo_ext.trainer.leaves import LeavesInBackground, Request
+from grpo_ext.trainer.leaves import Completed, LeavesInBackground, Request
 from grpo_ext.trainer.requests import leaves_of, request_of, taken
 
 Rows = list[dict[str, Any]]
@@ -76,12 +76,14 @@ class AheadTrainer(GeneratingTrainer):
         self._made = self.attempts_of(window, count), self._take(ahead, window, rows)
         collected = super()._begun(rows, mode)
         self._made, ahead.window = None, None
+        del ahead.asked[window]  # till here a lost sampler may end the run before the window trains
         self._obey(ahead, self._beside, ahead.schedule.after(window), count)
         return collected
 
     def _started(self, sampler: Sampler, first: int, count: int) -> Ahead:
         """Return the state of a run that begins or resumes with the window `first`, of `count` rows a process."""
         kept, self._in_flight = self._in_flight, InFlight()
+        kept = kept if kept.first == first else InFlight()  # the run ended between two windows
         for version, weights in kept.weights.items():
             sampler.publish(version, weights)
         # a server has no older weights: what it had not finished, on any process, is sampled by those of now
@@ -95,8 +97,8 @@ class AheadTrainer(GeneratingTrainer):
             drawn = upcoming(self._get_train_sampler(), count * self.accelerator.num_processes)
         ahead = Ahead(schedule, islice(drawn, first, None), LeavesInBackground(leaves_of(self, sampler)))
         for window, (version, finished) in zip(versions, known, strict=True):
-            if finished is None:
-                self._submit(ahead, window, version, count)
+            if finished is None or not finished.scored:
+                self._submit(ahead, window, version, count, finished)
             else:
                 next(ahead.drawn)
                 ahead.asked[window] = None, _done(finished)
@@ -114,12 +116,14 @@ class AheadTrainer(GeneratingTrainer):
         for window in orders.submit:
             self._submit(ahead, window, orders.publish, count)
 
-    def _submit(self, ahead: Ahead, window: int, version: int, count: int) -> None:
+    def _submit(self, ahead: Ahead, window: int, version: int, count: int, finished: Finished | None = None) -> None:
+        """Ask for a window; only for its scores where its completions are there."""
         first = self.accelerator.process_index * count
         dataset: Any = self.train_dataset
         rows = [dataset[i] for i in next(ahead.drawn)[first : first + count]]
         request = request_of(self, rows, self.attempts_of(window, count), version)
-        ahead.asked[window] = request, ahead.background.submit(request)
+        made = None if finished is None else Completed.of(finished)
+        ahead.asked[window] = request, ahead.background.submit(request, made)
 
     def _take(self, ahead: Ahead, window: int, rows: Rows) -> Finished:
         """Wait for the completions of the window that begins to train.
@@ -136,7 +140,6 @@ class AheadTrainer(GeneratingTrainer):
         began, metrics = time.monotonic(), self._metrics["train"]
         with self._times.during("rollout"):
             finished = taken(future)
-        del ahead.asked[window]
         metrics["overlap/waited"].append(time.monotonic() - began)
         metrics["overlap/rollout_seconds"].append(finished.seconds)
         return finished
@@ -167,10 +170,10 @@ class AheadTrainer(GeneratingTrainer):
 
     def close_rewards(self) -> None:
         """End what samples, scores and plays ahead."""
-        super().close_rewards()
         if self._ahead is not None:
-            self._ahead.background.close()
+            self._end_background(self._ahead.background)
             self._ahead = None
+        super().close_rewards()
 
     # Checkpoints.
 
@@ -190,11 +193,12 @@ class AheadTrainer(GeneratingTrainer):
         replaces = self._sampler is not None and self.accelerator.is_main_process
         for window, (_, future) in sorted(self._ahead.asked.items()):
             version = self._ahead.schedule.version(window)
-            kept = future.exception() is None and in_flight.can_be_read(future.result())
-            found.append((version, future.result() if kept else None))
-            needed |= {version} if replaces or not kept else set()
+            kept = in_flight.to_be_kept(future.result()) if future.exception() is None else None
+            found.append((version, kept))
+            needed |= {version} if replaces or kept is None else set()
         copies = {version: self._beside.copy_of(version) for version in sorted(needed)}
-        return InFlight(found, {version: copy for version, copy in copies.items() if copy is not None})
+        weights = {version: copy for version, copy in copies.items() if copy is not None}
+        return InFlight(found, weights, min(self._ahead.asked, default=0))
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         self._in_flight = InFlight()  # an earlier call of `train` may have left it

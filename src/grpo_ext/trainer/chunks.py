@@ -128,10 +128,10 @@ class ChunkTrainer(AheadTrainer):
 
     def close_rewards(self) -> None:
         """End what samples, scores and plays beside the training."""
-        super().close_rewards()
         if self._background is not None:
-            self._background.close()
+            self._end_background(self._background)
             self._background = None
+        super().close_rewards()
 
     def _evened(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         return regroup(batches, len(batches), self._skips) if self._regroups else batches

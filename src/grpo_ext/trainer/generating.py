@@ -41,8 +41,10 @@ from grpo_ext.trainer.batches import forward_only, no_early_pass
 from grpo_ext.trainer.callbacks import StepTimes
 from grpo_ext.trainer.credit import Credit, group_shares
 from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, row_record
+from grpo_ext.trainer.leaves import LeavesInBackground
 from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.recording import with_rewards
+from grpo_ext.trainer.requests import ChunksInBackground
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler, forget_figures_of_trl
 
@@ -299,6 +301,16 @@ class GeneratingTrainer(Lifecycle):
         collected.logged = {name: list(values) for name, values in self._pending_extra_logs.items()}
         collected.metrics = {name: list(values) for name, values in self._pending_metrics.items()}
         return rewards
+
+    def _end_background(self, background: LeavesInBackground | ChunksInBackground) -> None:
+        """End threads that sample, play and score, and first what they wait for."""
+        background.stop()
+        if self.reward_runtime is not None:
+            self.reward_runtime.interrupt()
+        for processes in (self.acting, self._beside):
+            if processes is not None:
+                processes.close()
+        background.close()
 
     def close_rewards(self) -> None:
         """End the processes beside this one; they would otherwise wait for the next batch."""

@@ -1,16 +1,18 @@
 """Generations that were sampled ahead when a checkpoint was written; one file for each process.
 
-It holds their completions and scores, and, for those that had none, the weights that are to sample them. Only the
-classes of `SAFE` are read back.
+It holds their completions and scores, and, for those that had none, the weights that are to sample them. Scores that
+failed, or cannot be read back, are left out: a run that resumes scores those completions again. Only the classes of
+`SAFE` and NumPy's scalars are read back.
 """
 
 import io
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,12 @@ from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rollout.collected import Finished
 
 SAFE = (Finished, Scored, Scores, Trajectory, Turn, Tree, AttemptFigures)
+_OF_NUMPY: tuple[Any, ...] = (
+    np.float64(0).__reduce__()[0],
+    np.dtype,
+    *{type(np.dtype(code)) for code in np.typecodes["All"]},
+)
+"""What makes a scalar of NumPy, which rewards often log."""
 
 Weights: TypeAlias = dict[str, Tensor]
 
@@ -32,21 +40,24 @@ class InFlight:
     Attributes:
         windows: of each the version of the weights that sample it, and its completions, if it has them.
         weights: weights by version.
+        first: number of the first window.
     """
 
     windows: Sequence[tuple[int, Finished | None]] = ()
     weights: dict[int, Weights] = field(default_factory=dict)
+    first: int = 0
 
 
 def write(folder: Path, rank: int, in_flight: InFlight) -> None:
     """Write this process's part."""
-    torch.save({"windows": list(in_flight.windows), "weights": in_flight.weights}, _file(folder, rank))
+    content = {"windows": list(in_flight.windows), "weights": in_flight.weights, "first": in_flight.first}
+    torch.save(content, _file(folder, rank))
 
 
 def read(folder: Path, rank: int) -> InFlight:
     """Return this process's part; weights that it did not need to keep are the first process's."""
     own, first = _load(_file(folder, rank)), _load(_file(folder, 0))
-    return InFlight(own["windows"], {**first["weights"], **own["weights"]})
+    return InFlight(own["windows"], {**first["weights"], **own["weights"]}, own["first"])
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -55,18 +66,28 @@ def _file(folder: Path, rank: int) -> Path:
 
 def _load(file: Path | io.BytesIO) -> dict:
     if isinstance(file, Path) and not file.exists():
-        return {"windows": [], "weights": {}}
-    with torch.serialization.safe_globals(list(SAFE)):
+        return {"windows": [], "weights": {}, "first": 0}
+    with torch.serialization.safe_globals([*SAFE, *_OF_NUMPY]):
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def can_be_read(finished: Finished) -> bool:
-    """Return whether completions hold only what `read` accepts; rewards may log any object."""
+def to_be_kept(finished: Finished) -> Finished | None:
+    """Return what a checkpoint keeps of completions: not the scores if one of them failed, or cannot be read back.
+
+    None if it can keep nothing: rewards may log any object, and environments return any.
+    """
+    failed = any(scored.scores.error for scored in finished.scored.values())
+    without = replace(finished, scored={})
+    return next((part for part in (without if failed else finished, without) if _can_be_read(part)), None)
+
+
+def _can_be_read(finished: Finished) -> bool:
+    """Return whether completions hold only what `read` accepts."""
     buffer = io.BytesIO()
     try:
         torch.save({"windows": [(0, finished)], "weights": {}}, buffer)
         buffer.seek(0)
         _load(buffer)
-    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError):
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, RuntimeError):
         return False
     return True

@@ -96,6 +96,12 @@ class Completed(NamedTuple):
     completions: list[Any]
     seconds: float = 0.0
 
+    @classmethod
+    def of(cls, finished: Finished) -> "Completed":
+        """Return completions without their scores."""
+        made = finished.completion_ids, finished.logprobs, finished.kept, finished.played, finished.completions
+        return cls(*made, finished.seconds)
+
 
 class Leaves:
     """Completes and scores the rows of requests, each in one thread at a time.
@@ -240,9 +246,20 @@ class LeavesInBackground:
             lambda asked: leaves.scored(asked[0], asked[1].result())
         )
 
-    def submit(self, request: Request) -> Future[Finished]:
-        """Queue a request; the future gets its result, or the exception that ended it."""
-        return self._scoring.submit((request, self._completing.submit(request)))
+    def submit(self, request: Request, made: Completed | None = None) -> Future[Finished]:
+        """Queue a request, or only the scoring of what was `made` of it.
+
+        The future gets its result, or the exception that ended it.
+        """
+        completed: Future[Completed] = Future() if made is not None else self._completing.submit(request)
+        if made is not None:
+            completed.set_result(made)
+        return self._scoring.submit((request, completed))
+
+    def stop(self) -> None:
+        """Begin no further request; see `close`."""
+        self._completing.stop()
+        self._scoring.stop()
 
     def wait(self) -> None:
         """Wait until all requests have ended."""

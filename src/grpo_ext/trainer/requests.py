@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from grpo_ext.rollout.background import Background
@@ -68,10 +69,15 @@ class ChunksInBackground:
         began = time.monotonic()
         completed: list[Future[Completed]] = [Future() for _ in chunks]
         finished: list[Future[Finished]] = [Future() for _ in chunks]
-        self._completing.submit((chunks, completed))
+        self._completing.submit((chunks, completed)).add_done_callback(partial(_fail, completed))
         for one in zip(chunks, completed, finished, strict=True):
-            self._scoring.submit((*one, began))
+            self._scoring.submit((*one, began)).add_done_callback(partial(_fail, one[2:]))
         return finished
+
+    def stop(self) -> None:
+        """Begin no further request; see `close`."""
+        self._completing.stop()
+        self._scoring.stop()
 
     def close(self) -> None:
         """End both threads."""
@@ -80,12 +86,7 @@ class ChunksInBackground:
 
     def _complete(self, asked: tuple[Sequence[Request], list[Future[Completed]]]) -> None:
         chunks, futures = asked
-        try:
-            self._leaves.complete_chunks(chunks, lambda i, made: futures[i].set_result(made))
-        except BaseException as error:
-            for future in futures:
-                if not future.done():
-                    future.set_exception(error)
+        self._leaves.complete_chunks(chunks, lambda i, made: futures[i].set_result(made))
 
     def _score(self, asked: tuple[Request, Future[Completed], Future[Finished], float]) -> None:
         chunk, completed, finished, began = asked
@@ -96,7 +97,11 @@ class ChunksInBackground:
             else:
                 finished.set_result(replace(scoring.result(), seconds=time.monotonic() - began))
 
-        try:
-            self._leaves.scoring(chunk, completed.result()).add_done_callback(end)
-        except BaseException as error:
-            finished.set_exception(error)
+        self._leaves.scoring(chunk, completed.result()).add_done_callback(end)
+
+
+def _fail(futures: Sequence[Future[Any]], ended: Future[None]) -> None:
+    """Let those of `futures` that are not done fail by the error of a request, if it had one."""
+    if (error := ended.exception()) is not None:
+        for future in (one for one in futures if not one.done()):
+            future.set_exception(error)

@@ -69,6 +69,12 @@ class Child:
             os.close(answers)
         _children.add(self)
 
+    def interrupt(self) -> None:
+        """Kill it with all that it started, for another thread that waits for its answer and then calls `kill`."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
     def kill(self, grace: float = 0.0) -> int:
         """Kill it with all that it started, after `grace` seconds in which it may exit. Return the exit code."""
         if self._open:

@@ -30,6 +30,10 @@ class Status(StrEnum):
     """The worker process ended, or wrote something that is not an answer."""
 
 
+class Interrupted(BaseException):
+    """The jobs of another thread were ended by `Pool.interrupt`; no failure of a reward."""
+
+
 @dataclass
 class Job:
     """One call of one function."""
@@ -100,11 +104,16 @@ class Pool:
         self._workers: list[Worker | None] = [None] * workers
         """The worker of each place."""
         self._owner = os.getpid()
+        self._interrupted = False
         remove_stale_folders()
         atexit.register(self.close)
 
     def run(self, jobs: Sequence[Job], *, deadline: float | None = None) -> list[Outcome]:
-        """Return the outcome of each job, in order; jobs not begun by `deadline` (monotonic seconds) time out."""
+        """Return the outcome of each job, in order; jobs not begun by `deadline` (monotonic seconds) time out.
+
+        Raises:
+            Interrupted: another thread interrupts the pool.
+        """
         outcomes: dict[int, Outcome] = {}
         waiting = list(range(len(jobs)))
         busy: dict[Worker, tuple[int, int]] = {}  # place, job
@@ -120,11 +129,13 @@ class Pool:
                         outcomes[i] = Outcome(Status.FAILED, reason=str(error))
                     else:
                         busy[self._give(place, jobs[i], request)] = place, i
+                self._check()
                 for worker, outcome in _finished(busy) if busy else ():
                     place, i = busy.pop(worker)
                     outcomes[i] = outcome
                     if outcome.status in (Status.TIMEOUT, Status.DIED):
                         self._end(place)
+                self._check()
         finally:
             for place, _ in busy.values():  # interrupted: their answers will not be read
                 self._end(place)
@@ -150,8 +161,23 @@ class Pool:
         worker.give(job, request)  # if it is dead already, reading its answer will show that
         return worker
 
+    def interrupt(self) -> None:
+        """Kill the workers, so that a `run` of another thread ends with `Interrupted`; until `close`.
+
+        That thread discards them, as it may read from their pipes.
+        """
+        self._interrupted = True
+        for worker in list(self._workers):
+            if worker is not None:
+                worker.interrupt()
+
+    def _check(self) -> None:
+        if self._interrupted:
+            raise Interrupted
+
     def close(self) -> None:
         """End all workers."""
+        self._interrupted = False
         if os.getpid() != self._owner:  # a forked child must not touch its parent's workers
             return
         for place in range(self.size):
