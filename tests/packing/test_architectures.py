@@ -1,5 +1,7 @@
 """Every causal architecture of transformers shares prompts exactly, in loss and in rollouts, or is refused by name."""
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from grpo_ext.packing.layout import pack
 from grpo_ext.packing.obstacles import obstacles
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.transformers_engine import GroupedEngine
-from support import architectures
+from support import architectures, image_text
 
 BOTH = {
     "": (
@@ -74,6 +76,30 @@ ROLLOUTS = {
     "SuppressTokensAtBeginLogitsProcessor may depend on other rows": "whisper",
 }
 """The others, in rollouts of a model that is in training."""
+SEEING_BOTH = {
+    "": (
+        "chameleon cosmos3_edge cosmos3_omni deepseek_ocr2 emu3 ernie4_5_vl_moe glm46v glm4v glm4v_moe glm_ocr glmga "
+        "granite4_vision hunyuan_vl paddleocr_vl qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe step3p7"
+    ),
+    "the model has an encoder": "florence2 t5gemma2",
+    "the model carries a recurrent state": "glm5_next",
+    "positions are not rotary": "git kosmos-2.5",
+    "the model has layers of sliding_attention": "muse_glimmer",
+}
+"""What is said of models that also take images, on text, where it is not what is said of the model inside."""
+SEEING_LOSS = SEEING_BOTH | {
+    "": SEEING_BOTH[""] + " mllama",
+    "does not take its attention from": "evolla",
+    "has no base model": "qwen2_5_omni_thinker qwen3_omni_moe_thinker",
+    "keys and values are of different sizes": "mistral4",
+    "attention looks ahead": "paligemma",
+}
+SEEING_ROLLOUTS = SEEING_BOTH | {
+    "": SEEING_BOTH[""] + " mistral4",
+    "return_dict_in_generate, prefill_chunk_size or use_cache is set": "evolla",
+    "some of its layers have an empty cache": "mllama",
+    "the model does not take position_ids of shape [batch, time]": "qwen2_5_omni_thinker qwen3_omni_moe_thinker",
+}
 TOLERANCE = 1e-4
 """Nats: norms and routers round to float32 in float64 models; a mask that is lost is off by tenths and more."""
 COMPLETION = 7
@@ -113,13 +139,17 @@ def gradients(model: Any, logps: Tensor, entropies: Tensor) -> dict[str, Tensor]
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def in_the_loss(model: Any) -> str:
+GROUPS = [(9, [7, 3, 5, 5]), (4, [2, 0, 6]), (1, [3, 3]), (6, [4])], [(40, [7, 7, 4]), (12, [7, 5])]
+"""Lengths of prompts and of their completions."""
+
+
+def in_the_loss(model: Any, batches: Sequence[list[tuple[int, list[int]]]] = GROUPS) -> str:
     """Why prompts are not shared; nothing, after both forwards have been found the same, where they are."""
     switch_dropout_off(model)
     if reason := next(obstacles(model), ""):
         return reason
     add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
-    for groups in ([(9, [7, 3, 5, 5]), (4, [2, 0, 6]), (1, [3, 3]), (6, [4])], [(40, [7, 7, 4]), (12, [7, 5])]):
+    for groups in batches:
         ids, mask = padded(groups)
         layout = pack(ids.numpy(), mask.numpy(), COMPLETION)
         assert layout is not None
@@ -161,10 +191,22 @@ def prompts(lengths: list[int]) -> dict[str, Tensor]:
     return {"input_ids": torch.stack([known[length] for length in lengths]), "attention_mask": mask.long()}
 
 
-def in_rollouts(model: Any) -> str:
+def marks(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """What a processor adds to text for a model that also takes images: no token is one of an image."""
+    taken = inspect.signature(type(model).forward).parameters if image_text.sees(model) else ()
+    return {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in taken}
+
+
+ROLLS = ([5, 5, 5, 9, 9, 3, 3, 12, 7, 5], 24), ([260, 260, 251, 251, 260, 200, 200], 10)
+"""Lengths of prompts, and the most tokens of a completion."""
+
+
+def in_rollouts(model: Any, batches: Sequence[tuple[list[int], int]] = ROLLS) -> str:
     """Why prompts are not shared; nothing, after greedy tokens and logits have been found the same, where they are."""
     switch_dropout_off(model.train())
-    for lengths, tokens in (([5, 5, 5, 9, 9, 3, 3, 12, 7, 5], 24), ([260, 260, 251, 251, 260, 200, 200], 10)):
+    for lengths, tokens in batches:
+        given = prompts(lengths)
+        given |= marks(model, given["input_ids"])
         config = GenerationConfig(
             max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=[1, 7, 20, 30], disable_compile=True
         )
@@ -174,10 +216,10 @@ def in_rollouts(model: Any) -> str:
             options = {"generation_config": config, "logits_processor": LogitsProcessorList([seen])}
             try:
                 if engine is None:
-                    ids = model.generate(**prompts(lengths), **options)
+                    ids = model.generate(**given, **options)
                 else:
                     with engine.generating(model):
-                        ids = model.generate(**prompts(lengths), **options)
+                        ids = model.generate(**given, **options)
             except Unsupported as reason:
                 return str(reason)
             found.append((ids, seen.logits))
@@ -207,3 +249,23 @@ def test_prompts_are_shared_exactly_or_refused_by_name(outcome, table, model_typ
     assert words is not None, f"{model_type} is new: write it down under {found!r}"
     assert words in found
     assert bool(words) == bool(found)
+
+
+# Models that also take images, on text.
+
+SEEING = [name for name in image_text.IMAGE_TEXT if name not in image_text.NOT_BUILT]
+
+
+@pytest.mark.parametrize("model_type", SEEING)
+def test_a_model_that_also_takes_images_shares_text_as_the_model_inside(model_type):
+    model = image_text.model(model_type)
+    inside = model.config.get_text_config(decoder=True).model_type
+    for outcome, batches, table, own in (
+        (in_rollouts, ROLLS[:1], ROLLOUTS, SEEING_ROLLOUTS),  # first: it leaves positions behind
+        (in_the_loss, GROUPS[:1], LOSS, SEEING_LOSS),
+    ):
+        found = outcome(model, batches)
+        words = next((words for words, types in own.items() if model_type in types.split()), expected(table, inside))
+        assert words is not None, f"{model_type} is new: write it down under {found!r}"
+        assert words in found
+        assert bool(words) == bool(found)

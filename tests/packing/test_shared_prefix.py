@@ -24,7 +24,7 @@ from grpo_ext.packing.lm_head import LabelledLogProbs
 from grpo_ext.packing.merged import calls_of
 from grpo_ext.packing.obstacles import obstacles
 from grpo_ext.packing.policy import PrefixSharing, Size
-from support import tiny
+from support import image_text, tiny
 from support.float64 import FLOAT64, float64_throughout
 from support.trainers import build, scripted_rollout, weights
 
@@ -564,6 +564,18 @@ def test_twenty_steps_end_at_the_same_weights(beta, model_path, tmp_path):
     }
     assert (ends["true"] - weights(tiny.load(model_path))).abs().max() > 1e-2
     assert (ends["true"] - ends["false"]).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_a_model_that_also_takes_images_trains_on_text_as_without_sharing(name, tmp_path):
+    settings = {"max_grad_norm": 0.1, "per_device_train_batch_size": 8}
+    ends = []
+    for shared in ("true", "false"):
+        trainer = after(image_text.model(name), tmp_path, 2, shared_prefix=shared, **settings)
+        assert trainer.sharing.possible == (shared == "true")
+        ends.append(weights(trainer.model))
+    assert (ends[0] - weights(image_text.model(name))).abs().max() > 1e-4
+    assert (ends[0] - ends[1]).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,11 @@ def causal_lm(model: Policy) -> PreTrainedModel:
     return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
 
 
+def text_model(base: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a causal language model that computes text: of one that also takes images, its decoder."""
+    return base if base.config.get_text_config(decoder=True) is base.config else base.get_decoder()
+
+
 def forward_obstacle(args: GRPOExtConfig) -> str | None:
     """Return why a run cannot share prompts, in the loss or in rollouts, independent of its model."""
     if args.neftune_noise_alpha is not None:
@@ -96,6 +101,8 @@ def _of_architecture(base: PreTrainedModel) -> Iterator[str]:
         yield f"the model has layers of {', '.join(sorted(kinds))}"
     if growing := sorted(_rope_types(config) & set(GROWING_ROPE)):
         yield f"{growing[0]} rotary embeddings depend on the length of the batch"
+    if base.config.sub_configs and not _is_rotary(text_model(base)):  # GIT and Kosmos count positions by themselves
+        yield "positions are not rotary"
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
@@ -108,21 +115,19 @@ def _rope_types(config: PreTrainedConfig) -> set[str]:
 
 
 def _of_the_loss(base: PreTrainedModel) -> Iterator[str]:
-    config: Any = base.config
-    if config.get_text_config() is not config:
-        yield "the model takes more than text"
-        return
+    text = text_model(base)
+    config: Any = base.config.get_text_config(decoder=True)
     if config._attn_implementation not in KNOWN_ATTENTION:
         yield f"attention implementation {config._attn_implementation!r} is not known to compute plain attention"
-    if not getattr(base, "_supports_attention_backend", False):
-        yield f"{type(base).__name__} does not take its attention from transformers' AttentionInterface"
-    if any(getattr(module, "is_causal", True) is False for module in base.modules()):
-        yield "attention looks ahead"
     if base.base_model is base:
         yield f"{type(base).__name__} has no base model apart from its head"
     elif _beside_the_head(base):
         yield f"the head of {type(base).__name__} computes more than its output embeddings"
-    if not any(name.endswith("rotary_emb") for name, _ in base.named_modules()):
+    if not getattr(text, "_supports_attention_backend", False):
+        yield f"{type(text).__name__} does not take its attention from transformers' AttentionInterface"
+    if any(getattr(module, "is_causal", True) is False for module in text.modules()):
+        yield "attention looks ahead"
+    if not _is_rotary(text):
         yield "positions are not rotary"
 
 
@@ -131,6 +136,10 @@ def _beside_the_head(base: PreTrainedModel) -> bool:
     parts = base.base_model, base.get_output_embeddings()
     known = {id(p) for part in parts if part is not None for p in part.parameters()}
     return any(id(p) not in known for p in base.parameters())
+
+
+def _is_rotary(text: PreTrainedModel) -> bool:
+    return any(name.endswith("rotary_emb") for name, _ in text.named_modules())
 
 
 # Only in rollouts: processes decode different numbers of tokens.

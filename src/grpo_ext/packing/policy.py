@@ -17,7 +17,7 @@ from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.packing.attention import ForeignAttention
 from grpo_ext.packing.forward import positions_moved
 from grpo_ext.packing.layout import Layout, pack
-from grpo_ext.packing.obstacles import Policy, causal_lm, obstacles
+from grpo_ext.packing.obstacles import Policy, causal_lm, obstacles, text_model
 from grpo_ext.packing.tree import is_plain, pack_tree, plain_rows
 from grpo_ext.packing.windows import narrowed
 
@@ -51,13 +51,13 @@ class Size:
 
     @classmethod
     def of(cls, base: PreTrainedModel) -> "Size":
-        """Count a model; of a mixture of experts, the active ones."""
-        config: Any = base.config
+        """Count the text of a model; of a mixture of experts, the active ones."""
+        text, config = text_model(base), base.config.get_text_config(decoder=True)
         weights: list[Any] = [m.weight for m in (base.get_input_embeddings(), base.get_output_embeddings())]
-        embeddings = {id(weight): weight.numel() for weight in weights}
-        experts = sum(p.numel() for n, p in base.named_parameters() if ".experts." in n)
+        embeddings = {id(weight) for weight in weights}
+        experts = sum(p.numel() for n, p in text.named_parameters() if ".experts." in n)
         active = getattr(config, "num_experts_per_tok", 1) / max(1, getattr(config, "num_experts", None) or 1)
-        body = sum(getattr(p, "ds_numel", p.numel()) for p in base.parameters()) - sum(embeddings.values())
+        body = sum(getattr(p, "ds_numel", p.numel()) for p in text.parameters() if id(p) not in embeddings)
         body = int(body - experts * (1 - min(1.0, active)))
         return cls(body=body, head=weights[1].numel(), layers=config.num_hidden_layers)
 

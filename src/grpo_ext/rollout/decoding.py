@@ -59,6 +59,25 @@ def check_call(
     check_layers(inputs["past_key_values"])
 
 
+_KINDS = ("token_type_ids", "mm_token_type_ids")
+"""Marks of the tokens of images, 0 for text; the model reads them with the prompt."""
+
+
+def text_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return arguments for a model that also takes images as those of a language model, and its marks of text.
+
+    Only if they hold text: positions are then equal on all axes. Others are returned as they are.
+    """
+    if model.config.get_text_config(decoder=True) is model.config:
+        return inputs, {}
+    marks = {name: inputs[name] for name in _KINDS if inputs.get(name) is not None and not inputs[name].any()}
+    text = {name: value for name, value in inputs.items() if name not in marks}
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.dim() == 3 and bool((positions == positions[:1]).all()):
+        text["position_ids"] = positions[0]
+    return text, marks
+
+
 # Decoding.
 
 
@@ -105,9 +124,10 @@ def decode(
     Raises:
         Unsupported: decoding would not be exact; another method has to generate the rows.
     """
+    inputs, marks = text_inputs(model, inputs)
     check_call(logits_processor, stopping_criteria, generation_config, inputs)
     batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, uniforms, limits)
-    logits, log = batch.prefill(), None if drawn is None else drawn.log
+    logits, log = batch.prefill(marks), None if drawn is None else drawn.log
     while True:
         left = batch.append(batch.choose(logits, log))
         if ended is not None and len(left):
@@ -151,8 +171,10 @@ class _Batch:
         self.ids = self.output.clone()
         self.finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
 
-    def prefill(self) -> Tensor:
+    def prefill(self, marks: dict[str, Tensor]) -> Tensor:
         """Return the logits of the first token, from one forward over the distinct prompts.
+
+        `marks` are arguments of this forward only, equal for equal prompts.
 
         Raises:
             Unsupported: completions of one prompt cannot share the cache or the forward.
@@ -164,6 +186,7 @@ class _Batch:
             input_ids=self.ids[prompts.rows, : self.length],
             attention_mask=mask,
             position_ids=self.positions[prompts.rows],
+            **{name: mark[prompts.rows] for name, mark in marks.items()},
         )
         if not torch.equal(before, _random_state(self.ids.device)):
             raise Unsupported("its forward draws random numbers, which completions of one prompt would share")
