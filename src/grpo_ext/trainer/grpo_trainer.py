@@ -48,6 +48,7 @@ from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows
 from grpo_ext.trainer.evaluating import batch_weight
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
 from grpo_ext.trainer.piecewise import SHARDED, Terms, check, more_to_come, together
+from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
@@ -122,6 +123,8 @@ class GRPOExtTrainer(ChunkTrainer):
             environments: conversation partners, as in a recipe; `path` may be a class.
             reward_memory_gib: memory that an environment's process may use.
         """
+        if replaced := [*replacement_problems(type(self), model)]:
+            raise ConfigError(replaced)
         rollouts = {"rollout_func": rollout_func, "environment_factory": environment_factory, "tools": tools}
         ready = prepare(
             model,
