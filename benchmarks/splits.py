@@ -60,10 +60,11 @@ FEATURES = {
         "entropy_coef": 0.01,
         "max_steps": 4,
     },
+    "pieces of 24 tokens": {"micro_batch_tokens": 24},
 }
 SPLITS = {1: ((16, 1), (4, 4), (1, 16)), 2: ((8, 1), (4, 2), (2, 4))}
 """Rows of a micro-batch and accumulation, by processes."""
-ZERO_SPLITS, ZERO_FEATURES = ((8, 1), (2, 4)), ("plain", "all of these")
+ZERO_SPLITS, ZERO_FEATURES = ((8, 1), (2, 4)), ("plain", "all of these", "pieces of 24 tokens")
 LAUNCHES = ("one", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 NAMES = [name for i, name in enumerate(losses) if losses[name] not in list(losses.values())[:i]]
 
@@ -123,10 +124,13 @@ def cases(launch: str, names: list[str], stock: bool) -> Iterator[Case]:
     zero = launch.startswith("zero")
     for name in names:
         for feature in ZERO_FEATURES if zero else FEATURES:
+            in_pieces = "micro_batch_tokens" in FEATURES[feature]
+            if in_pieces and losses[name].aggregation == "micro-batch-token-mean":
+                continue
             for rows, accumulation in ZERO_SPLITS if zero else SPLITS[processes]:
                 yield Case(name, feature, processes, rows, accumulation)
                 row = losses[name]
-                if stock and (row.trl or row.trl_name) and not zero and launch != "fsdp2":
+                if stock and not in_pieces and (row.trl or row.trl_name) and not zero and launch != "fsdp2":
                     yield Case(name, feature, processes, rows, accumulation, stock=True)
 
 

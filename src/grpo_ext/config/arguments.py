@@ -134,6 +134,12 @@ class GRPOExtArguments(GRPOConfig):
         "Whether a prompt is computed once for the completions that share a micro-batch: true, false, or "
         "'auto' (default), where it is exact and pays.",
     )
+    micro_batch_tokens: int | None = _field(
+        None,
+        "The most tokens that a forward and backward of the loss computes: micro-batches are cut into pieces, whose "
+        "gradients are added. A shared prompt counts once, elsewhere padding counts too; a completion that has more "
+        "with its prompt is a piece of its own. None (default): a micro-batch is one piece.",
+    )
     skip_zero_advantages: bool | None = _field(
         None,
         "Whether completions with an advantage of zero leave forward and backward where nothing else "

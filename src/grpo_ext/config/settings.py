@@ -152,6 +152,7 @@ SETTINGS: dict[str, Setting] = {
     **_group(
         Change.ROUNDING,
         *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+        micro_batch_tokens=Setting(COUNT),
         shared_prefix=Setting(choices=("auto", "true", "false", True, False)),
         in_one_step=True,
     ),

@@ -45,7 +45,7 @@ class MicroBatch(TypedDict, total=False):
 
 
 PARENTS: Final = "parents"
-_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+TOKENS: Final = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
 def live_mask(inputs: Mapping[str, Any]) -> Tensor:
@@ -189,7 +189,7 @@ def of_live_rows(
     rows, time = inputs["completion_ids"].shape
     if live.any():
         at = live.nonzero()[:, 0]
-        needed = {name: value for name, value in inputs.items() if name in (*_TOKENS, PARENTS, KEPT)}
+        needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, KEPT)}
         batch = trim(rows_of(cast(MicroBatch, needed), at), prompts=False)
     else:
         at = live.new_zeros(1, dtype=torch.long)

@@ -201,6 +201,17 @@ class PrefixSharing:
             return layout
         return layout if self.size.gain(layout, device) > MARGIN else None
 
+    def arranged(
+        self, input_ids: Tensor, mask: Tensor, completion: int, parents: Tensor | None = None, *, whole: bool = False
+    ) -> tuple[Layout | None, np.ndarray | None]:
+        """Return the packed layout of rows, None for the plain forward; and their `parents` if they are trees."""
+        tree = None if parents is None else _tree(parents, mask[:, -completion:])
+        if tree is None:
+            return self.layout(input_ids, mask, completion, whole), None
+        if self.size is None:
+            return None, tree
+        return pack_tree(input_ids.cpu().numpy(), mask.cpu().numpy(), tree, whole=whole), tree
+
     def scores(
         self,
         plain: Plain,
@@ -225,13 +236,8 @@ class PrefixSharing:
             rows = slice(begin, begin + batch_size)
             ids, live = input_ids[rows], mask[rows]
             sets = {} if kept is None else {"kept": kept[rows]}
-            tree = None if parents is None else _tree(parents[rows], live[:, -completion:])
-            if tree is None:
-                layout = self.layout(ids, live, completion, compute_aux_loss)
-            elif self.size is not None:
-                layout = pack_tree(ids.cpu().numpy(), live.cpu().numpy(), tree, whole=compute_aux_loss)
-            else:
-                layout = None
+            of_rows = None if parents is None else parents[rows]
+            layout, tree = self.arranged(ids, live, completion, of_rows, whole=compute_aux_loss)
             if layout is not None:
                 logps, entropies, aux_loss = packed(ids, layout, completion, **extra, **sets)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))

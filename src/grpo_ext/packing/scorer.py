@@ -1,7 +1,7 @@
 """Log-probabilities, entropies and auxiliary loss of micro-batches, by a packed forward where that pays."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_live_rows
 from grpo_ext.packing.obstacles import causal_lm
+from grpo_ext.packing.pieces import Part, TokenLimit, in_pieces
 from grpo_ext.packing.policy import PrefixSharing, Scores
 
 
@@ -27,6 +28,7 @@ class Scorer:
         sharing: decides which micro-batches are packed.
         accelerator: unwraps models; its autocast applies to packed forwards.
         forward_only: context without gradients, for the check of the packed forward.
+        limit: cuts batches into pieces, in place of a number of rows.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class Scorer:
         sharing: PrefixSharing,
         accelerator: Accelerator,
         forward_only: Callable[[], AbstractContextManager[None]],
+        limit: TokenLimit | None = None,
     ) -> None:
         self.stock, self.sharing, self.accelerator, self.forward_only = stock, sharing, accelerator, forward_only
+        self.limit = limit
         names = list(inspect.signature(stock).parameters)
         self.multimodal = names[names.index("compute_aux_loss") + 1 :]
         """Arguments of TRL's forward beside tokens: images and what they need."""
@@ -78,6 +82,17 @@ class Scorer:
 
         return forward(inputs) if live is None else (*of_live_rows(forward, inputs, live), None)
 
+    def parts(self, model: nn.Module, inputs: MicroBatch, live: Tensor | None = None) -> list[Part]:
+        """Return the parts of a micro-batch whose losses have a forward and backward each, one after another.
+
+        Rows that are not `live` are in the last one. Where processes need as many forwards as each other, the first
+        ones may have no rows.
+        """
+        if self.limit is None or not torch.is_grad_enabled():
+            return [Part(inputs, live)]
+        self.check(model, inputs["completion_ids"].device)
+        return self.limit.parts(inputs, live)
+
     def tokens(
         self,
         model: nn.Module,
@@ -97,7 +112,7 @@ class Scorer:
         the sets that each row's tokens were drawn from, as in `kept`, over which all scores are then normalised.
 
         Raises:
-            ValueError: rows with either hold images, or TRL's LM head computes other positions than theirs.
+            ValueError: rows with either or with a limit hold images, or TRL's LM head computes other positions than theirs.
         """
         options: dict[str, Any] = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         sharing, has_images = self.sharing, any(value is not None for value in multimodal.values())
@@ -105,32 +120,54 @@ class Scorer:
             raise ValueError("a trajectory whose context was rewritten cannot hold images yet. Leave one of them out.")
         if kept_tokens is not None and has_images:
             raise ValueError("images are not scored over the tokens that top_p, top_k or min_p kept. Unset these.")
-        rowwise = parents is None and kept_tokens is None and not sharing.possible and sharing.agreed is None
-        if has_images or rowwise:
+        if self.limit is not None and has_images:
+            raise ValueError("rows with images are not cut by tokens yet. Unset micro_batch_tokens.")
+        plainly = parents is None and kept_tokens is None and not sharing.possible and sharing.agreed is None
+        if has_images or (plainly and self.limit is None):
             batch = input_ids, attention_mask, logits_to_keep, batch_size
             return self.stock(model, *batch, **options, **multimodal)
 
-        def plain(ids: Tensor, mask: Tensor, completion: int, kept: Sequence[Tensor] | None = None) -> Scores:
-            if kept is None:
-                return self.stock(model, ids, mask, completion, **options)
-            with labelled_positions_only(ids.device, partial(_sets_of_rows, kept, mask, completion)):
-                return self.stock(model, ids, mask, completion, **options)
+        self.check(model, input_ids.device)
+        score = partial(sharing.scores, partial(self._plain, model, options), partial(self._packed, model), **options)
+        rows = input_ids, attention_mask, logits_to_keep
+        if self.limit is not None:
+            return in_pieces(self.limit, score, *rows, parents, kept_tokens)
+        return score(*rows, batch_size or len(input_ids), parents=parents, kept=kept_tokens)
 
-        base = causal_lm(self.accelerator.unwrap_model(model))
-
-        def packed(
-            ids: Tensor, layout: Layout, completion: int, kept: Sequence[Tensor] | None = None, **extra: Any
-        ) -> Scores:
-            sets = None if kept is None else KeptSets.of(kept, completion, ids.device)
-            with self.accelerator.autocast():
-                return log_probs(model, base, ids, layout, completion, kept=sets, **extra)
-
-        if sharing.possible and not sharing.checked:
+    def check(self, model: nn.Module, device: torch.device) -> None:
+        """Compare the packed forward with the plain one, once, and share no prompts if they differ."""
+        if self.sharing.possible and not self.sharing.checked:
+            base = causal_lm(self.accelerator.unwrap_model(model))
             with self.forward_only():
-                sharing.check(plain, packed, base, input_ids.device)
-        size = batch_size or len(input_ids)
-        rows = input_ids, attention_mask, logits_to_keep, size
-        return sharing.scores(plain, packed, *rows, **options, parents=parents, kept=kept_tokens)
+                self.sharing.check(partial(self._plain, model, {}), partial(self._packed, model), base, device)
+
+    def _plain(
+        self,
+        model: nn.Module,
+        options: Mapping[str, Any],
+        ids: Tensor,
+        mask: Tensor,
+        completion: int,
+        kept: Sequence[Tensor] | None = None,
+    ) -> Scores:
+        if kept is None:
+            return self.stock(model, ids, mask, completion, **options)
+        with labelled_positions_only(ids.device, partial(_sets_of_rows, kept, mask, completion)):
+            return self.stock(model, ids, mask, completion, **options)
+
+    def _packed(
+        self,
+        model: nn.Module,
+        ids: Tensor,
+        layout: Layout,
+        completion: int,
+        kept: Sequence[Tensor] | None = None,
+        **extra: Any,
+    ) -> Scores:
+        base = causal_lm(self.accelerator.unwrap_model(model))
+        sets = None if kept is None else KeptSets.of(kept, completion, ids.device)
+        with self.accelerator.autocast():
+            return log_probs(model, base, ids, layout, completion, kept=sets, **extra)
 
 
 def _sets_of_rows(kept: Sequence[Tensor], mask: Tensor, completion: int, positions: int) -> KeptSets:

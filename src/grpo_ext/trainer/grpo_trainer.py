@@ -25,6 +25,7 @@ from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
 from grpo_ext.packing.obstacles import adds_tokens, forward_obstacle
+from grpo_ext.packing.pieces import Part, TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.trajectories import parents_of
@@ -46,6 +47,8 @@ from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
 from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows
 from grpo_ext.trainer.evaluating import batch_weight
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
+from grpo_ext.trainer.piecewise import SHARDED, Terms, check, more_to_come, together
+from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
@@ -120,6 +123,8 @@ class GRPOExtTrainer(ChunkTrainer):
             environments: conversation partners, as in a recipe; `path` may be a class.
             reward_memory_gib: memory that an environment's process may use.
         """
+        if replaced := [*replacement_problems(type(self), model)]:
+            raise ConfigError(replaced)
         rollouts = {"rollout_func": rollout_func, "environment_factory": environment_factory, "tools": tools}
         ready = prepare(
             model,
@@ -189,10 +194,14 @@ class GRPOExtTrainer(ChunkTrainer):
         self.sharing = PrefixSharing(args.prefix_setting, self.model, further=forward_obstacle(args))
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([self.sharing.problem()])
-        if self.rollout_func is not None and self.accelerator.num_processes > 1:
+        several, sharded = self.accelerator.num_processes > 1, self.accelerator.distributed_type in SHARDED
+        if self.rollout_func is not None and several:
             self.sharing.agreed = self._largest
+        check(args, aux_loss=self.aux_loss_enabled)
+        agreed = self._largest if several and (sharded or self.sharing.agreed is not None) else None
+        limit = None if (most := args.micro_batch_tokens) is None else TokenLimit(most, self.sharing, agreed)
         stock = super()._get_per_token_logps_and_entropies
-        self._scorer = Scorer(stock, self.sharing, self.accelerator, partial(forward_only, self.model, args))
+        self._scorer = Scorer(stock, self.sharing, self.accelerator, partial(forward_only, self.model, args), limit)
 
     def _largest(self, number: int) -> int:
         """Return the largest of all processes' numbers."""
@@ -264,15 +273,43 @@ class GRPOExtTrainer(ChunkTrainer):
         return self.args.zero_advantages_skipped and self.objective.row.silent_at_zero and not terms and not coupled
 
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
-        objective, mode = self.objective, "train" if self.model.training else "eval"
-        live = self._live_rows(inputs, mode)
-        logps, entropies, aux_loss = self._scores(model, inputs, live)
-        assert entropies is not None
+        mode = "train" if self.model.training else "eval"
+        live, mask = self._live_rows(inputs, mode), live_mask(inputs)
+        totals = self._totals(inputs, mask, mode)
+        parts, made = self._scorer.parts(model, inputs, live), list[Terms]()
+        count = sum(not part.is_spare for part in parts)
+        for part in parts[:-1]:
+            with more_to_come(self.accelerator, model):
+                terms = self._terms(model, part, totals, mode, count)
+                self._backward(terms.loss)
+            made.append(terms.detached())
+        made.append(self._terms(model, parts[-1], totals, mode, count))
+        loss, logps, per_token_loss, entropies = together(made, parts)
         if inputs in self._generation:
             inputs.setdefault("old_per_token_logps", logps.detach())
-        mask = live_mask(inputs)
         if mode == "train" and self._drift is not None and self._drift.due:
             self._check_drift(logps.detach(), inputs)
+        self._guard.note(per_token_logps=logps, per_token_loss=per_token_loss, entropies=entropies)
+        stock = self.args.loss_defaults == "trl"
+        if self._evaluated is None and (mode == "eval" or stock or self.accelerator.sync_gradients):
+            self._figures.log(self._metrics[mode], self.accelerator)
+            add_ess(self._metrics[mode])
+        return loss
+
+    def _backward(self, loss: Tensor) -> None:
+        """Add the gradient of a part of a micro-batch, as transformers' `training_step` does of the last one."""
+        own = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+        self.accelerator.backward(loss, **own)
+
+    def _terms(self, model: nn.Module, part: Part, totals: StepTotals, mode: str, parts: int) -> Terms:
+        """Compute one of so many `parts` of a micro-batch: its share of the loss of the step."""
+        objective, inputs, live = self.objective, part.inputs, part.live
+        logps, entropies, aux_loss = self._scores(model, inputs, live)
+        assert entropies is not None
+        if part.is_spare:
+            none = logps[:0]
+            return Terms(logps.sum() * 0.0, none, none, none)
+        mask = live_mask(inputs)
         tensors = objective.tensors(logps, self._with_samplers_old(logps, inputs, live), mask)
         entropy_mask = None
         if self.top_entropy_quantile < 1.0:
@@ -285,10 +322,7 @@ class GRPOExtTrainer(ChunkTrainer):
             tensors["kl"] = objective.kl_penalty(tensors)
             per_token_loss = per_token_loss + objective.beta * tensors["kl"]
 
-        seen = entropies if live is None else entropies.detach().masked_fill(~live[:, None], torch.nan)
-        self._guard.note(per_token_logps=logps, per_token_loss=per_token_loss, entropies=seen)
         world = self.accelerator.num_processes  # processes average their gradients, but shares must be added
-        totals = self._totals(inputs, mask, mode)
         loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
         stock = self.args.loss_defaults == "trl"
@@ -296,7 +330,8 @@ class GRPOExtTrainer(ChunkTrainer):
         weight = loss.new_ones(()) if mode == "train" else batch_weight(objective, totals)
         if self._entropy_bonus_enabled:
             as_trl = stock and objective.aggregation == "token-mean"  # TRL logs its shares unscaled
-            figures["policy_loss"] = policy_loss.detach() * (1.0 if as_trl else accumulation), weight
+            policy_figure = policy_loss.detach() * (1.0 if as_trl else accumulation)
+            figures["policy_loss"] = policy_figure * parts, weight / parts
             loss = loss - entropy_bonus(self, self.args, entropies, mask, entropy_mask, totals, mode)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
@@ -304,10 +339,8 @@ class GRPOExtTrainer(ChunkTrainer):
         if self._evaluated is not None:
             figures["loss"] = loss.detach(), weight
         self._figures.add(figures, regions, mask)
-        if self._evaluated is None and (mode == "eval" or stock or self.accelerator.sync_gradients):
-            self._figures.log(self._metrics[mode], self.accelerator)
-            add_ess(self._metrics[mode])
-        return loss
+        seen = entropies if live is None else entropies.detach().masked_fill(~live[:, None], torch.nan)
+        return Terms(loss, logps, per_token_loss, seen)
 
     def _with_samplers_old(self, logps: Tensor, inputs: MicroBatch, live: Tensor | None) -> MicroBatch:
         """Return a micro-batch whose old log-probabilities are the sampler's, where it has them, if so configured."""

@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from grpo_ext.config import process_engine
+from grpo_ext.config import pieces, process_engine
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -152,6 +152,7 @@ def data_problems(
         if isinstance(dataset, Dataset):
             columns = dataset.column_names
             found = *check_columns(columns), *image_problems(args, columns)
+            found = *found, *pieces.image_problems(args, columns)
             clashes |= dict.fromkeys([*found, *process_engine.image_problems(args, columns)])
     yield from clashes
     if isinstance(train_dataset, Dataset):

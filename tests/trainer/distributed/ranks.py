@@ -24,9 +24,11 @@ from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.errors import NonFiniteError, SaveError
 from grpo_ext.evaluation.evaluate import evaluate
+from grpo_ext.packing.pieces import TokenLimit
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.train import leave_process_group
+from grpo_ext.trainer.piecewise import SHARDED
 from grpo_ext.trainer.verification.watched import trained_weights
 from support import interrupted, poisoned, tiny, trainers, worlds
 from support.dealt import AT_A_TIME, LIMITS, SAMPLES, dealing
@@ -92,6 +94,8 @@ SHARED = {
     "groups over two micro-batches": {"beta": 0.05, "gradient_accumulation_steps": 2},
     "trajectories": {"beta": 0.05, "advantage_estimator": "gigpo", "mask_truncated_completions": True},
     "trajectories as rows": {"beta": 0.05, "shared_prefix": "false", "gradient_accumulation_steps": 4},
+    "pieces": {"micro_batch_tokens": 12},
+    "trajectories in pieces": {"beta": 0.05, "shared_prefix": "false", "micro_batch_tokens": 60},
 }
 
 
@@ -111,6 +115,23 @@ def counted(sharing):
     if agreed is not None:
         sharing.agreed = lambda count: forwards.append((count, agreed(count))) or forwards[-1][1]
     return forwards
+
+
+def of_own_number(trainer):
+    """Numbers of parts of this process's micro-batches, and of the spare ones; only sharded weights need equal ones."""
+    found, cut = [], TokenLimit.parts
+
+    def parts(limit, *args):
+        made = cut(limit, *args)
+        found.append((len(made), sum(part.is_spare for part in made)))
+        return made
+
+    if trainer._scorer.limit is not None:
+        if trainer.accelerator.distributed_type not in SHARDED and trainer.sharing.possible:
+            trainer.sharing.agreed = None
+            trainer._scorer.limit = replace(trainer._scorer.limit, agreed=None)
+        TokenLimit.parts = parts
+    return found
 
 
 @float64_throughout()
@@ -133,13 +154,15 @@ def shared(model: str, output: str, rows: str, shared: str) -> None:
         rollout, rewards = scripted_rollout, [half_silent]
         if name.startswith("trajectories"):
             rollout, rewards = scripted_trajectories, [half_silent, by_turn]
-        trainer = build(model, Path(output) / name, rewards, rollout=rollout, **(fixed | settings))
-        forwards = counted(trainer.sharing)
+        whole = {"micro_batch_tokens": None} if shared == "false" else {}
+        trainer = build(model, Path(output) / name, rewards, rollout=rollout, **(fixed | settings | whole))
+        forwards, parts = counted(trainer.sharing), of_own_number(trainer)
         trainer.train()
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.accelerator.is_main_process:
             log = [entry for entry in trainer.state.log_history if "reward" in entry]
             facts = {"shared": trainer.sharing.possible, "sharded": is_sharded(trainer.model), "forwards": forwards}
+            facts["parts"] = parts
             torch.save({"weights": weights, "log": log, **facts}, f"{output}/{name}.pt")
 
 

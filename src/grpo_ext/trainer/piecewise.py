@@ -1,0 +1,70 @@
+"""The loss of a micro-batch in parts, each with a forward and backward of its own (`micro_batch_tokens`)."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.packing.pieces import Part
+
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+"""Engines whose processes exchange weights in each forward, so that all need as many."""
+
+
+class Terms(NamedTuple):
+    """What the loss has computed of some rows."""
+
+    loss: Tensor
+    per_token_logps: Tensor
+    per_token_loss: Tensor
+    entropies: Tensor
+
+    def detached(self) -> "Terms":
+        """Return the same without a graph."""
+        return Terms(*(values.detach() for values in self))
+
+
+def together(made: Sequence[Terms], parts: Sequence[Part]) -> Terms:
+    """Return the terms of all rows of a micro-batch; the gradient is the last part's."""
+    if len(parts) == 1:
+        return made[0]
+    rows = [part.rows for part in parts if part.rows is not None]
+    made = [terms for terms, part in zip(made, parts, strict=True) if not part.is_spare]
+    order = torch.cat(rows).argsort()
+    loss = torch.stack([terms.loss for terms in made]).sum()
+    logps, losses, entropies = (torch.cat(column)[order] for column in list(zip(*made, strict=True))[1:])
+    return Terms(loss, logps, losses, entropies)
+
+
+@contextmanager
+def more_to_come(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Compute a part as transformers computes a micro-batch before the last of a step: gradients are only added up."""
+    if not accelerator.sync_gradients:
+        yield
+        return
+    each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    engine = accelerator.distributed_type == DistributedType.DEEPSPEED
+    accelerator.sync_gradients = False
+    try:
+        with nullcontext() if each or engine else accelerator.no_sync(model=model):
+            yield
+    finally:
+        accelerator.sync_gradients = True
+
+
+def check(args: GRPOExtConfig, *, aux_loss: bool) -> None:
+    """Refuse to cut the micro-batches of a model whose loss has a term of all their rows.
+
+    Raises:
+        ConfigError: it has, and `micro_batch_tokens` is set.
+    """
+    if args.micro_batch_tokens is not None and aux_loss:
+        reason = "the router's auxiliary loss depends on the rows that a forward computes"
+        cure = "Set router_aux_loss_coef: 0, or unset micro_batch_tokens."
+        raise ConfigError([Problem("micro_batch_tokens", args.micro_batch_tokens, reason, cure)])
