@@ -121,14 +121,14 @@ def _of_the_loss(base: PreTrainedModel) -> Iterator[str]:
         yield f"attention implementation {config._attn_implementation!r} is not known to compute plain attention"
     if base.base_model is base:
         yield f"{type(base).__name__} has no base model apart from its head"
-    elif _beside_the_head(base):
-        yield f"the head of {type(base).__name__} computes more than its output embeddings"
     if not getattr(text, "_supports_attention_backend", False):
         yield f"{type(text).__name__} does not take its attention from transformers' AttentionInterface"
     if any(getattr(module, "is_causal", True) is False for module in text.modules()):
         yield "attention looks ahead"
     if not _is_rotary(text):
         yield "positions are not rotary"
+    if base.base_model is not base and _beside_the_head(base):
+        yield f"the head of {type(base).__name__} computes more than its output embeddings"
 
 
 def _beside_the_head(base: PreTrainedModel) -> bool:
