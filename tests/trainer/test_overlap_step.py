@@ -107,13 +107,15 @@ def test_overlap_changes_neither_weights_nor_figures(case, tmp_path):
     assert_equal(plain, overlapped)
 
 
+EVERY = {"max_steps": 20, "gradient_accumulation_steps": 4, "rewards": (trainers.binary,), "shared_prefix": "false"}
+"""Settings under which every loss is compared: chunks of four rows, two for each process."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", losses)
 def test_every_loss_trains_the_same_weights(loss, tmp_path):
-    rewards = (trainers.binary,)
     with float64_throughout():
-        settings = {"loss_type": loss, "max_steps": 20, "rewards": rewards}
-        plain, overlapped = (train(tmp_path, overlap, **settings) for overlap in (None, "step"))
+        plain, overlapped = (train(tmp_path, overlap, **EVERY, loss_type=loss) for overlap in (None, "step"))
     assert_equal(plain, overlapped)
 
 
@@ -249,8 +251,8 @@ def test_two_processes_train_the_same_weights_with_and_without_overlap(tmp_path)
 
 
 ON_TWO = {
-    "grpo": {"loss_type": "grpo"},
-    "dapo": {"loss_type": "dapo", "beta": 0.1},
+    **{loss: EVERY | {"loss_type": loss} for loss in losses},
+    "the KL penalty": {"beta": 0.1},
     "several steps": {"gradient_accumulation_steps": 4, "steps_per_generation": 8},
 }
 
