@@ -134,6 +134,12 @@ class GRPOExtArguments(GRPOConfig):
         "Whether a prompt is computed once for the completions that share a micro-batch: true, false, or "
         "'auto' (default), where it is exact and pays.",
     )
+    router_replay: str | None = _field(
+        None,
+        "Mixtures of experts: whose choice of experts is used again in the forwards of the loss, the old policy and the "
+        "reference, with the gate weights of each: 'rollout', the sampler's (R3, arXiv:2510.11370), or 'old', that of "
+        "the policy before the update (GSPO, arXiv:2507.18071). None (default): each forward chooses.",
+    )
     skip_zero_advantages: bool | None = _field(
         None,
         "Whether completions with an advantage of zero leave forward and backward where nothing else "

@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.precision import precision
+from grpo_ext.config.routes import model_problems
 from grpo_ext.config.truncation import adapter_problems
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
@@ -24,8 +25,9 @@ from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
-from grpo_ext.packing.obstacles import adds_tokens, forward_obstacle
+from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle
 from grpo_ext.packing.policy import PrefixSharing, Scores
+from grpo_ext.packing.routes import ROUTES, replay_obstacle
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
@@ -191,8 +193,23 @@ class GRPOExtTrainer(ChunkTrainer):
             raise ConfigError([self.sharing.problem()])
         if self.rollout_func is not None and self.accelerator.num_processes > 1:
             self.sharing.agreed = self._largest
+        self._check_routes()
         stock = super()._get_per_token_logps_and_entropies
         self._scorer = Scorer(stock, self.sharing, self.accelerator, partial(forward_only, self.model, args))
+
+    def _check_routes(self) -> None:
+        """Refuse `router_replay` where it is not exact; it runs a few tokens through the model."""
+        if self.args.router_replay is None:
+            return
+        base = causal_lm(self.accelerator.unwrap_model(self.model))
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            obstacle: str | None = "the weights may be spread over processes"
+        elif adds_tokens(self.model):
+            obstacle = "the adapter adds tokens before the prompt"
+        else:
+            obstacle = replay_obstacle(base)
+        if found := [*model_problems(self.args, obstacle)]:
+            raise ConfigError(found)
 
     def _largest(self, number: int) -> int:
         """Return the largest of all processes' numbers."""
@@ -232,8 +249,8 @@ class GRPOExtTrainer(ChunkTrainer):
             return collected.passes.pop(0), None, None
         if collected is not None and collected.trajectories:  # TRL does not know how their tokens are connected
             kwargs["parents"] = parents_of(collected.trajectories, args[3])
-        if collected is not None and collected.kept:
-            kwargs[KEPT] = collected.kept
+        if collected is not None:
+            kwargs |= {name: rows for name, rows in ((KEPT, collected.kept), (ROUTES, collected.routes)) if rows}
         scores = self._scorer.tokens(*args, **kwargs)
         if collected is not None:
             collected.passes.append(scores[0])
@@ -266,6 +283,9 @@ class GRPOExtTrainer(ChunkTrainer):
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
         objective, mode = self.objective, "train" if self.model.training else "eval"
         live = self._live_rows(inputs, mode)
+        if mode == "train" and self.args.router_replay is not None and ROUTES not in inputs:
+            raise RuntimeError("router_replay: the batch has no routes, and its forward would choose other experts")
+        self._scorer.agreed = torch.zeros(2)
         logps, entropies, aux_loss = self._scores(model, inputs, live)
         assert entropies is not None
         if inputs in self._generation:
@@ -294,6 +314,9 @@ class GRPOExtTrainer(ChunkTrainer):
         stock = self.args.loss_defaults == "trl"
         figures, regions = loss_figures(objective, tensors, entropies, inputs, live, as_stock=stock)
         weight = loss.new_ones(()) if mode == "train" else batch_weight(objective, totals)
+        if self.args.router_replay is not None:
+            equal, compared = self._scorer.agreed.to(loss.device)
+            figures["sampling/route_agreement"] = equal / compared.clamp(min=1), compared
         if self._entropy_bonus_enabled:
             as_trl = stock and objective.aggregation == "token-mean"  # TRL logs its shares unscaled
             figures["policy_loss"] = policy_loss.detach() * (1.0 if as_trl else accumulation), weight
