@@ -136,8 +136,8 @@ class GRPOExtArguments(GRPOConfig):
     )
     router_replay: str | None = _field(
         None,
-        "Mixtures of experts: whose choice of experts is used again in the forwards of the loss, the old policy and the "
-        "reference, with the gate weights of each: 'rollout', the sampler's (R3, arXiv:2510.11370), or 'old', that of "
+        "Mixtures of experts: whose choice of experts the forwards of the loss, the old policy and the reference use "
+        "again, each with gate weights of its own: 'rollout', the sampler's (R3, arXiv:2510.11370), or 'old', that of "
         "the policy before the update (GSPO, arXiv:2507.18071). None (default): each forward chooses.",
     )
     skip_zero_advantages: bool | None = _field(

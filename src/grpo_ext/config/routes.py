@@ -67,7 +67,7 @@ def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Proble
         yield Problem("router_replay", config.router_replay, reason, "Remove router_replay.")
 
 
-def model_problems(config: GRPOExtArguments, obstacle: str | None) -> Iterator[Problem]:
+def replay_problems(config: GRPOExtArguments, obstacle: str | None) -> Iterator[Problem]:
     """Yield the problem of a model that has an `obstacle` to replay."""
     if config.router_replay is not None and obstacle is not None:
         yield Problem("router_replay", config.router_replay, obstacle, "Remove router_replay.")

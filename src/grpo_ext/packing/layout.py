@@ -61,8 +61,8 @@ def pack(
     """Return the layout of a padded batch whose last `completion` columns are completions, or None.
 
     None if the mask of a completion has holes, a prompt's last column is padding, or no position has a label. `whole`
-    keeps tokens that predict no label, for figures that count every token. Rows with other numbers in `apart` do not share
-    a prompt.
+    keeps tokens that predict no label, for figures that count every token. Rows with different numbers in `apart` do
+    not share a prompt.
     """
     rows, width = input_ids.shape
     start = width - completion

@@ -1,8 +1,8 @@
 """Router replay: a token is sent to the experts that another forward chose for it, with the present router's weights.
 
-The router computes its logits as ever; only its choice (`topk`) is replaced, so that gate weights and their gradient are
-those of the present logits over the given experts, by the model's own formula. R3, arXiv:2510.11370, replays the choice
-of the sampler; the routing replay of GSPO, arXiv:2507.18071, that of the old policy.
+Only the router's choice (its `topk`) is replaced. Gate weights and their gradient are those of the present logits over
+the given experts, by the model's own formula. R3, arXiv:2510.11370, replays the choice of the sampler; the routing
+replay of GSPO, arXiv:2507.18071, that of the old policy.
 
 Routes travel as an argument of the forward to its layers, so that gradient checkpointing replays them when it
 recomputes a layer.
@@ -11,6 +11,7 @@ recomputes a layer.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -217,13 +218,23 @@ def padded(
 
 
 def prompts_apart(rows: Sequence[Tensor], prompt_mask: np.ndarray) -> np.ndarray:
-    """Return a number for each row; rows whose prompts took other routes have others, so that they share no forward."""
+    """Return a number for each row, another one where the routes of its prompt are others."""
     known: dict[bytes, int] = {}
     keys = [row[: int(live.sum())].numpy().tobytes() for row, live in zip(rows, prompt_mask, strict=True)]
     return np.array([known.setdefault(key, len(known)) for key in keys])
 
 
 # Where replay is exact.
+
+
+def without_routers(base: PreTrainedModel) -> str | None:
+    """Return why a model has no routes, by its modules only."""
+    blocks = sum(1 for module in base.modules() if isinstance(getattr(module, "experts", None), nn.Module))
+    if not blocks:
+        return f"{type(base).__name__} has no experts"
+    if len(routers_of(base)) != blocks:
+        return f"{type(base).__name__} has experts without a router that is known"
+    return None
 
 
 @torch.no_grad()
@@ -233,35 +244,33 @@ def replay_obstacle(base: PreTrainedModel) -> str | None:
     The router's own choice, when it is given, has to reproduce the logits bit for bit; any other choice has to arrive
     at the experts, each with a weight.
     """
-    routers, name = routers_of(base), type(base).__name__
-    blocks = sum(1 for module in base.modules() if isinstance(getattr(module, "experts", None), nn.Module))
-    if not blocks:
-        return f"{name} has no experts"
-    if len(routers) != blocks:
-        return f"{name} has experts without a router that is known"
+    if reason := without_routers(base):
+        return reason
+    routers, trained = routers_of(base), base.training
     ids = torch.arange(2, 14, device=base.device).view(2, 6) % base.config.get_text_config().vocab_size
+    router = f"a {type(routers[0].module).__name__}"
 
     def logits(use: Use) -> Tensor:
         with routed(base, use):
             return base(input_ids=ids, use_cache=False).logits
 
-    trained = base.training
     base.eval()
     try:
         recorded = Recorded()
         expected = logits(recorded)
-        kinds = [len(recorded.seen.get(number, ())) for number in range(len(routers))]
-        if kinds != [1] * len(routers):
-            return f"a {type(routers[0].module).__name__} does not choose its experts by one topk"
+        if [len(recorded.seen.get(number, ())) for number in range(len(routers))] != [1] * len(routers):
+            return f"{router} does not choose its experts by one topk"
         natural = recorded.taken(1)[0]
         if not torch.equal(logits(Replayed(natural)), expected):
-            return f"a {type(routers[0].module).__name__} does not reproduce its output from its own choice"
+            return f"{router} does not reproduce its output from its own choice"
         others = _others(natural, [router.count for router in routers])
-        return _not_arriving(routers, others, lambda: logits(Replayed(others)))
+        if not _arrive(routers, others, lambda: logits(Replayed(others))):
+            return f"the experts behind {router} do not get given routes, each with a weight"
     except (TypeError, RuntimeError) as error:
-        return f"{name} does not hand routes to its routers ({error})"
+        return f"{type(base).__name__} does not hand routes to its routers ({error})"
     finally:
         base.train(trained)
+    return None
 
 
 def _others(natural: Tensor, counts: Sequence[int]) -> Tensor:
@@ -271,22 +280,19 @@ def _others(natural: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.stack([(shift + step) % count for count in counts], dim=1).short()
 
 
-def _not_arriving(routers: Sequence[Router], given: Tensor, forward: Callable[[], Tensor]) -> str | None:
-    """Return why the experts of a forward do not get the routes that were `given`, each with a weight."""
+def _arrive(routers: Sequence[Router], given: Tensor, forward: Callable[[], Tensor]) -> bool:
+    """Return whether the experts of a forward get the routes that were `given`, each with a weight."""
     arrived: list[bool] = []
 
-    def hook(number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        alike = [x for x in tensors if x.shape == given[:, number].shape]
-        indices = [x for x in alike if not x.is_floating_point()]
+    def look(number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        routes = given[:, number]
+        alike = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.shape == routes.shape]
+        sent = any(torch.equal(x.short(), routes) for x in alike if not x.is_floating_point())
         weights = [x for x in alike if x.is_floating_point()]
-        sent = any(torch.equal(x.short(), given[:, number]) for x in indices)
         arrived.append(sent and any(bool((x.isfinite() & (x != 0)).all()) for x in weights))
 
     handles = [
-        router.experts.register_forward_pre_hook(
-            lambda module, args, kwargs, number=number: hook(number, module, args, kwargs), with_kwargs=True
-        )
+        router.experts.register_forward_pre_hook(partial(look, number), with_kwargs=True)
         for number, router in enumerate(routers)
     ]
     try:
@@ -294,6 +300,4 @@ def _not_arriving(routers: Sequence[Router], given: Tensor, forward: Callable[[]
     finally:
         for handle in handles:
             handle.remove()
-    if arrived == [True] * len(routers):
-        return None
-    return f"the experts behind a {type(routers[0].module).__name__} do not get given routes, each with a weight"
+    return arrived == [True] * len(routers)

@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.precision import precision
-from grpo_ext.config.routes import model_problems
+from grpo_ext.config.routes import replay_problems
 from grpo_ext.config.truncation import adapter_problems
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
@@ -208,7 +208,7 @@ class GRPOExtTrainer(ChunkTrainer):
             obstacle = "the adapter adds tokens before the prompt"
         else:
             obstacle = replay_obstacle(base)
-        if found := [*model_problems(self.args, obstacle)]:
+        if found := [*replay_problems(self.args, obstacle)]:
             raise ConfigError(found)
 
     def _largest(self, number: int) -> int:
