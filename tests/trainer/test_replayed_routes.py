@@ -10,7 +10,7 @@ from grpo_ext import ConfigError, GRPOExtTrainer
 from grpo_ext.packing.routes import ROUTES
 from grpo_ext.rollout.route_log import RouteLog
 from support import experts, tiny
-from support.trainers import build, weights
+from support.trainers import build, number, weights
 
 
 class Watched(GRPOExtTrainer):
@@ -39,10 +39,16 @@ class Watched(GRPOExtTrainer):
         return scores
 
 
-def trained(tmp_path, peft_config=None, **settings):
+def by_half(prompts, completions, **_):
+    """Every second prompt's completions score alike, and have no advantage."""
+    return [len(c) * (number(p) % 2) / 10 for p, c in zip(prompts, completions, strict=True)]
+
+
+def trained(tmp_path, peft_config=None, rewards=(tiny.count_a, tiny.length), **settings):
     common = {"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 2, "learning_rate": 0.05, "logging_steps": 1}
     common |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    trainer = build(experts.model(), tmp_path, kind=Watched, peft_config=peft_config, **{**common, **settings})
+    further = {"kind": Watched, "peft_config": peft_config, **common, **settings}
+    trainer = build(experts.model(), tmp_path, rewards, **further)
     trainer.train()
     return trainer
 
@@ -62,16 +68,18 @@ def test_old_policy_reference_and_loss_take_the_same_routes(replay, tmp_path):
 
 
 def test_weights_do_not_depend_on_how_the_forward_is_made(tmp_path):
+    common = {"router_replay": "rollout", "num_iterations": 2, "rewards": (by_half,)}
     ends = {
-        name: weights(trained(tmp_path, **{"router_replay": "rollout", "num_iterations": 2, **settings}).model)
+        name: weights(trained(tmp_path, **{**common, **settings}).model)
         for name, settings in {
             "packed": {"shared_prefix": "true"},
             "rows": {"shared_prefix": "false", "gradient_checkpointing": True},
+            "silent rows too": {"skip_zero_advantages": False},
             "one micro-batch": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
             "off": {"router_replay": None},
         }.items()
     }
-    for name in ("rows", "one micro-batch"):
+    for name in ("rows", "silent rows too", "one micro-batch"):
         torch.testing.assert_close(ends[name], ends["packed"], rtol=0, atol=1e-5)
     assert (ends["off"] - ends["packed"]).abs().max() > 1e-3
 

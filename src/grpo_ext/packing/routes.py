@@ -47,7 +47,7 @@ class Router:
 def routers_of(base: PreTrainedModel) -> list[Router]:
     """Return the routers of a model, in the order of its layers."""
     found = []
-    for layer in (module for module in base.base_model.modules() if isinstance(module, GradientCheckpointingLayer)):
+    for layer in _layers(base):
         for block in layer.modules():
             experts, count = (
                 getattr(block, "experts", None),
@@ -59,6 +59,10 @@ def routers_of(base: PreTrainedModel) -> list[Router]:
             if isinstance(experts, nn.Module) and isinstance(gate, nn.Module) and count:
                 found.append(Router(gate, layer, experts, count))
     return found
+
+
+def _layers(base: PreTrainedModel) -> list[nn.Module]:
+    return [module for module in base.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 # Choices of a router: recorded, or given.
@@ -150,13 +154,14 @@ def routed(base: PreTrainedModel, use: Use) -> Iterator[None]:
 def _followed(base: PreTrainedModel) -> int:
     """Make the layers of a model hand routes to their routers; return the number of these."""
     routers = routers_of(base)
-    for number, router in enumerate(routers):
-        if not hasattr(router.layer, _ROUTERS):
-            setattr(router.layer, _ROUTERS, [])
-            router.layer.register_forward_pre_hook(_hand_out, with_kwargs=True)
-            router.layer.register_forward_hook(_take_back, always_call=True)
-        if not any(found[1].module is router.module for found in getattr(router.layer, _ROUTERS)):
-            getattr(router.layer, _ROUTERS).append((number, router))
+    for layer in _layers(base):
+        if hasattr(layer, _ROUTERS):
+            continue
+        own = [(number, router) for number, router in enumerate(routers) if router.layer is layer]
+        setattr(layer, _ROUTERS, own)
+        layer.register_forward_pre_hook(_hand_out, with_kwargs=True)
+        layer.register_forward_hook(_take_back, always_call=True)
+        for _, router in own:
             router.module.register_forward_pre_hook(_enter)
             router.module.register_forward_hook(_leave, always_call=True)
     return len(routers)
@@ -241,8 +246,8 @@ def without_routers(base: PreTrainedModel) -> str | None:
 def replay_obstacle(base: PreTrainedModel) -> str | None:
     """Return why the routes of a model cannot be replayed exactly, after a few forwards over a few tokens.
 
-    The router's own choice, when it is given, has to reproduce the logits bit for bit; any other choice has to arrive
-    at the experts, each with a weight.
+    The router's own choice, when it is given, has to reproduce the logits as well as the same forward again does: on
+    most devices to the bit. Any other choice has to arrive at the experts, each with a weight.
     """
     if reason := without_routers(base):
         return reason
@@ -261,7 +266,8 @@ def replay_obstacle(base: PreTrainedModel) -> str | None:
         if [len(recorded.seen.get(number, ())) for number in range(len(routers))] != [1] * len(routers):
             return f"{router} does not choose its experts by one topk"
         natural = recorded.taken(1)[0]
-        if not torch.equal(logits(Replayed(natural)), expected):
+        noise = (logits(Recorded()) - expected).abs().max()
+        if not (logits(Replayed(natural)) - expected).abs().max() <= 3 * noise:
             return f"{router} does not reproduce its output from its own choice"
         others = _others(natural, [router.count for router in routers])
         if not _arrive(routers, others, lambda: logits(Replayed(others))):
