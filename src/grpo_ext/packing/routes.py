@@ -49,15 +49,10 @@ def routers_of(base: PreTrainedModel) -> list[Router]:
     found = []
     for layer in _layers(base):
         for block in layer.modules():
-            experts, count = (
-                getattr(block, "experts", None),
-                getattr(getattr(block, "experts", None), "num_experts", 0),
-            )
-            gate = next(
-                (g for g in (getattr(block, name, None) for name in ("gate", "router")) if g is not None), None
-            )
-            if isinstance(experts, nn.Module) and isinstance(gate, nn.Module) and count:
-                found.append(Router(gate, layer, experts, count))
+            experts = getattr(block, "experts", None)
+            gates = [gate for name in ("gate", "router") if isinstance(gate := getattr(block, name, None), nn.Module)]
+            if isinstance(experts, nn.Module) and gates and (count := getattr(experts, "num_experts", 0)):
+                found.append(Router(gates[0], layer, experts, count))
     return found
 
 
