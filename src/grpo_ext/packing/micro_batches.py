@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.layout import groups_of
+from grpo_ext.packing.routes import ROUTES
 
 
 class MicroBatch(TypedDict, total=False):
@@ -24,6 +25,8 @@ class MicroBatch(TypedDict, total=False):
     """Index of the token before each token of the completion, for trajectories with rewritten contexts."""
     kept_tokens: list[Tensor]
     """The sets that a truncated sampler drew each row's tokens from, as in `kept`."""
+    routes: list[Tensor]
+    """The experts to which each row's tokens are sent, as in `routes`."""
     advantages: Tensor
     """[rows] or [rows, time]."""
     num_items_in_batch: Tensor
@@ -189,7 +192,7 @@ def of_live_rows(
     rows, time = inputs["completion_ids"].shape
     if live.any():
         at = live.nonzero()[:, 0]
-        needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, KEPT)}
+        needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, KEPT, ROUTES)}
         batch = trim(rows_of(cast(MicroBatch, needed), at), prompts=False)
     else:
         at = live.new_zeros(1, dtype=torch.long)

@@ -1,14 +1,16 @@
 """Log-probabilities, entropies and auxiliary loss of micro-batches, by a packed forward where that pays."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.kept import KEPT, KeptSets, places_of_rows
@@ -18,6 +20,7 @@ from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_live_rows
 from grpo_ext.packing.obstacles import causal_lm
 from grpo_ext.packing.pieces import Part, TokenLimit, in_pieces
 from grpo_ext.packing.policy import PrefixSharing, Scores
+from grpo_ext.packing.routes import ROUTES, Recorded, Replayed, routed, split
 
 
 class Scorer:
@@ -29,6 +32,9 @@ class Scorer:
         accelerator: unwraps models; its autocast applies to packed forwards.
         forward_only: context without gradients, for the check of the packed forward.
         limit: cuts batches into pieces, in place of a number of rows.
+
+    Attributes:
+        agreed: replayed routes that were the router's own choice too, and their number.
     """
 
     def __init__(
@@ -40,7 +46,7 @@ class Scorer:
         limit: TokenLimit | None = None,
     ) -> None:
         self.stock, self.sharing, self.accelerator, self.forward_only = stock, sharing, accelerator, forward_only
-        self.limit = limit
+        self.limit, self.agreed = limit, torch.zeros(2)
         names = list(inspect.signature(stock).parameters)
         self.multimodal = names[names.index("compute_aux_loss") + 1 :]
         """Arguments of TRL's forward beside tokens: images and what they need."""
@@ -67,7 +73,7 @@ class Scorer:
 
         def forward(batch: MicroBatch) -> Scores:
             further: dict[str, Any] = {
-                name: value for name, value in batch.items() if name in (PARENTS, KEPT, *self.multimodal)
+                name: value for name, value in batch.items() if name in (PARENTS, KEPT, ROUTES, *self.multimodal)
             }
             return score(
                 model,
@@ -104,15 +110,18 @@ class Scorer:
         compute_aux_loss: bool = False,
         parents: Tensor | None = None,
         kept_tokens: Sequence[Tensor] | None = None,
+        routes: Sequence[Tensor] | None = None,
         **multimodal: Any,
     ) -> Scores:
         """Score the last `logits_to_keep` tokens of rows [rows, width]; arguments as TRL's.
 
         `parents` [rows, logits_to_keep], as in `tree`, of trajectories whose contexts were rewritten; `kept_tokens`
-        the sets that each row's tokens were drawn from, as in `kept`, over which all scores are then normalised.
+        the sets that each row's tokens were drawn from, as in `kept`, over which all scores are then normalised;
+        `routes` the experts to which each row's tokens are sent, as in `routes`.
 
         Raises:
-            ValueError: rows with either or with a limit hold images, or TRL's LM head computes other positions than theirs.
+            ValueError: rows with any of these or with a limit hold images, TRL's LM head computes other positions than
+                theirs, or rows with routes have rewritten contexts.
         """
         options: dict[str, Any] = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         sharing, has_images = self.sharing, any(value is not None for value in multimodal.values())
@@ -122,8 +131,10 @@ class Scorer:
             raise ValueError("images are not scored over the tokens that top_p, top_k or min_p kept. Unset these.")
         if self.limit is not None and has_images:
             raise ValueError("rows with images are not cut by tokens yet. Unset micro_batch_tokens.")
-        plainly = parents is None and kept_tokens is None and not sharing.possible and sharing.agreed is None
-        if has_images or (plainly and self.limit is None):
+        if routes is not None and (has_images or parents is not None):
+            raise ValueError("routes cannot be replayed with images or rewritten contexts. Remove router_replay.")
+        plainly = all(x is None for x in (self.limit, parents, kept_tokens, routes))
+        if has_images or (plainly and not sharing.possible and sharing.agreed is None):
             batch = input_ids, attention_mask, logits_to_keep, batch_size
             return self.stock(model, *batch, **options, **multimodal)
 
@@ -132,12 +143,12 @@ class Scorer:
         rows = input_ids, attention_mask, logits_to_keep
         if self.limit is not None:
             return in_pieces(self.limit, score, *rows, parents, kept_tokens)
-        return score(*rows, batch_size or len(input_ids), parents=parents, kept=kept_tokens)
+        return score(*rows, batch_size or len(input_ids), parents=parents, kept=kept_tokens, routes=routes)
 
     def check(self, model: nn.Module, device: torch.device) -> None:
         """Compare the packed forward with the plain one, once, and share no prompts if they differ."""
         if self.sharing.possible and not self.sharing.checked:
-            base = causal_lm(self.accelerator.unwrap_model(model))
+            base = self._base(model)
             with self.forward_only():
                 self.sharing.check(partial(self._plain, model, {}), partial(self._packed, model), base, device)
 
@@ -149,10 +160,14 @@ class Scorer:
         mask: Tensor,
         completion: int,
         kept: Sequence[Tensor] | None = None,
+        experts: Tensor | None = None,
     ) -> Scores:
-        if kept is None:
-            return self.stock(model, ids, mask, completion, **options)
-        with labelled_positions_only(ids.device, partial(_sets_of_rows, kept, mask, completion)):
+        with ExitStack() as stack:
+            if kept is not None:
+                sets = partial(_sets_of_rows, kept, mask, completion)
+                stack.enter_context(labelled_positions_only(ids.device, sets))
+            if experts is not None:
+                stack.enter_context(self._replaying(self._base(model), experts.flatten(0, 1)))
             return self.stock(model, ids, mask, completion, **options)
 
     def _packed(
@@ -162,12 +177,42 @@ class Scorer:
         layout: Layout,
         completion: int,
         kept: Sequence[Tensor] | None = None,
+        experts: Tensor | None = None,
         **extra: Any,
     ) -> Scores:
-        base = causal_lm(self.accelerator.unwrap_model(model))
+        base = self._base(model)
         sets = None if kept is None else KeptSets.of(kept, completion, ids.device)
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), ExitStack() as stack:
+            if experts is not None:
+                source = torch.from_numpy(layout.source).to(ids.device)
+                stack.enter_context(self._replaying(base, experts.flatten(0, 1)[source]))
             return log_probs(model, base, ids, layout, completion, kept=sets, **extra)
+
+    def _base(self, model: nn.Module) -> PreTrainedModel:
+        return causal_lm(self.accelerator.unwrap_model(model))
+
+    @contextmanager
+    def _replaying(self, base: PreTrainedModel, experts: Tensor) -> Iterator[None]:
+        """Send the tokens of the forwards of a `with` block to their `experts` [tokens, layers, experts]."""
+        use = Replayed(experts)
+        with routed(base, use):
+            yield
+        self.agreed = self.agreed.to(experts.device) + use.agreed
+
+    def routes(
+        self, model: nn.Module, prompts: Sequence[list[int]], completions: Sequence[list[int]], batch_size: int
+    ) -> list[Tensor]:
+        """Return the experts that `model` chooses for the tokens of each row, as in `routes`."""
+        base, device, found = self._base(model), self.accelerator.device, list[Tensor]()
+        rows = [torch.tensor([*prompt, *ids]) for prompt, ids in zip(prompts, completions, strict=True)]
+        for begin in range(0, len(rows), batch_size):
+            part, recorded = rows[begin : begin + batch_size], Recorded()
+            ids = pad_sequence(part, batch_first=True).to(device)
+            mask = pad_sequence([torch.ones_like(row) for row in part], batch_first=True).to(device)
+            with self.forward_only(), routed(base, recorded):
+                self.stock(model, ids, mask, 1)
+            found += split(recorded.taken(len(part)), mask)
+        return found
 
 
 def _sets_of_rows(kept: Sequence[Tensor], mask: Tensor, completion: int, positions: int) -> KeptSets:

@@ -57,6 +57,8 @@ class Collected:
     generated: Generated | None = None
     kept: list[Tensor] = field(default_factory=list)
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.kept`."""
+    routes: list[Tensor] = field(default_factory=list)
+    """The experts to which each row's tokens are sent, as in `packing.routes`, with `router_replay`."""
     turns_by_reward: dict[str, list[list[float] | None]] = field(default_factory=dict)
     """Per-turn rewards of all rows by reward function, as the functions returned them."""
     errors: list[str] = field(default_factory=list)

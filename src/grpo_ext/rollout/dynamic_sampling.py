@@ -99,7 +99,7 @@ class FreshPrompts:
 
 
 Row: TypeAlias = tuple[Any, ...]
-"""Row, prompt ids, ids, tool mask, completion, log-probabilities, kept sets, logged columns, turn rewards."""
+"""Row, prompt ids, ids, tool mask, completion, log-probabilities, kept sets, routes, logged, turn rewards."""
 
 
 @dataclass
@@ -124,20 +124,21 @@ class Batch:
         unknown: list[Any] = [None] * count
         masks, logprobs = made.tool_mask or unknown, made.logprobs or unknown
         columns = (collected.rows, made.prompt_ids, made.completion_ids, masks, made.completions, logprobs)
-        rows = list(zip(*columns, collected.kept or unknown, logged, collected.turn_rewards, strict=True))
+        lists = collected.kept or unknown, collected.routes or unknown
+        rows = list(zip(*columns, *lists, logged, collected.turn_rewards, strict=True))
         return cls(rows, rewards, list(collected.logged), list(made.extra))
 
     def collected(self) -> Collected:
         """Join the rows to a scored generation."""
         columns: list[Any] = [list(column) for column in zip(*self.rows, strict=True)]
-        examples, prompt_ids, ids, masks, completions, logprobs, kept, logged, turn_rewards = columns
+        examples, prompt_ids, ids, masks, completions, logprobs, kept, routes, logged, turn_rewards = columns
         extra = {name: [example[name] for example in examples] for name in self.extra}
         tool_mask, scores = (None if any(part is None for part in column) else column for column in (masks, logprobs))
         made = Generated(prompt_ids, ids, tool_mask, completions, scores, extra, None, [])
         of_rewards = {name: [row.get(name) for row in logged] for name in self.logged}
         scored = {"rewards": self.rewards, "turn_rewards": turn_rewards, "logged": of_rewards}
-        kept = [] if kept[0] is None else kept
-        return Collected(examples, generated=made, kept=kept, settled=True, **scored)
+        kept, routes = ([] if of_rows[0] is None else of_rows for of_rows in (kept, routes))
+        return Collected(examples, generated=made, kept=kept, routes=routes, settled=True, **scored)
 
 
 Collect = Callable[[list[dict[str, Any]], list[AttemptId]], Collected]

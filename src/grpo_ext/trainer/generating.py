@@ -21,6 +21,7 @@ from grpo_ext.objective.ratios import masked
 from grpo_ext.objective.trajectory import COLUMN
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
+from grpo_ext.packing.routes import ROUTES
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rewards.containment import Scored
 from grpo_ext.rewards.outcomes import Scores
@@ -161,6 +162,7 @@ class GeneratingTrainer(Lifecycle):
             logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn.logps[-1], completion_ids, strict=True)]
         if self._collecting is not None and self.model.training:
             self._collecting.kept = drawn.kept(completion_ids)
+            self._collecting.routes = [] if drawn.routes is None else drawn.routes.routes(completion_ids)
         fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
         return completion_ids, logprobs
 
@@ -224,6 +226,9 @@ class GeneratingTrainer(Lifecycle):
         if (trajectories := generated.extra.get(COLUMN)) is not None:
             generated = generated._replace(completions=completions_seen(trajectories, generated.completions))
         collected.generated = generated
+        if self.args.router_replay == "old" and self.model.training:
+            ids, size = (generated.prompt_ids, generated.completion_ids), self.args.per_device_train_batch_size
+            collected.routes = self._scorer.routes(self.model, *ids, size)
         return generated
 
     def _check_logprobs(self, generated: Generated) -> None:
@@ -336,8 +341,7 @@ class GeneratingTrainer(Lifecycle):
         """Return the batch of a generation, which TRL fills unless it is settled or ready."""
         with self._filling(collected), no_early_pass(self.args):
             output = super()._generate_and_score_completions(collected.rows)
-        if collected.kept:
-            output[KEPT] = collected.kept
+        output |= {name: rows for name, rows in ((KEPT, collected.kept), (ROUTES, collected.routes)) if rows}
         made = collected.trajectories
         if made and (parents := parents_of(made, output["completion_ids"].shape[1])) is not None:
             output[PARENTS] = parents.to(self.accelerator.device)

@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.precision import precision
+from grpo_ext.config.routes import replay_problems
 from grpo_ext.config.truncation import adapter_problems
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
@@ -24,9 +25,10 @@ from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
-from grpo_ext.packing.obstacles import adds_tokens, forward_obstacle
+from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle
 from grpo_ext.packing.pieces import Part, TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
+from grpo_ext.packing.routes import ROUTES, replay_obstacle
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
@@ -200,8 +202,23 @@ class GRPOExtTrainer(ChunkTrainer):
         check(args, aux_loss=self.aux_loss_enabled)
         agreed = self._largest if several and (sharded or self.sharing.agreed is not None) else None
         limit = None if (most := args.micro_batch_tokens) is None else TokenLimit(most, self.sharing, agreed)
+        self._check_routes()
         stock = super()._get_per_token_logps_and_entropies
         self._scorer = Scorer(stock, self.sharing, self.accelerator, partial(forward_only, self.model, args), limit)
+
+    def _check_routes(self) -> None:
+        """Refuse `router_replay` where it is not exact; it runs a few tokens through the model."""
+        if self.args.router_replay is None:
+            return
+        base = causal_lm(self.accelerator.unwrap_model(self.model))
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            obstacle: str | None = "the weights may be spread over processes"
+        elif adds_tokens(self.model):
+            obstacle = "the adapter adds tokens before the prompt"
+        else:
+            obstacle = replay_obstacle(base)
+        if found := [*replay_problems(self.args, obstacle)]:
+            raise ConfigError(found)
 
     def _largest(self, number: int) -> int:
         """Return the largest of all processes' numbers."""
@@ -241,8 +258,8 @@ class GRPOExtTrainer(ChunkTrainer):
             return collected.passes.pop(0), None, None
         if collected is not None and collected.trajectories:  # TRL does not know how their tokens are connected
             kwargs["parents"] = parents_of(collected.trajectories, args[3])
-        if collected is not None and collected.kept:
-            kwargs[KEPT] = collected.kept
+        if collected is not None:
+            kwargs |= {name: rows for name, rows in ((KEPT, collected.kept), (ROUTES, collected.routes)) if rows}
         scores = self._scorer.tokens(*args, **kwargs)
         if collected is not None:
             collected.passes.append(scores[0])
@@ -274,6 +291,8 @@ class GRPOExtTrainer(ChunkTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
         mode = "train" if self.model.training else "eval"
+        if mode == "train" and self.args.router_replay is not None and ROUTES not in inputs:
+            raise RuntimeError("router_replay: the batch has no routes, and its forward would choose other experts")
         live, mask = self._live_rows(inputs, mode), live_mask(inputs)
         totals = self._totals(inputs, mask, mode)
         parts, made = self._scorer.parts(model, inputs, live), list[Terms]()
@@ -304,6 +323,7 @@ class GRPOExtTrainer(ChunkTrainer):
     def _terms(self, model: nn.Module, part: Part, totals: StepTotals, mode: str, parts: int) -> Terms:
         """Compute one of so many `parts` of a micro-batch: its share of the loss of the step."""
         objective, inputs, live = self.objective, part.inputs, part.live
+        self._scorer.agreed = torch.zeros(2)
         logps, entropies, aux_loss = self._scores(model, inputs, live)
         assert entropies is not None
         if part.is_spare:
@@ -328,6 +348,9 @@ class GRPOExtTrainer(ChunkTrainer):
         stock = self.args.loss_defaults == "trl"
         figures, regions = loss_figures(objective, tensors, entropies, inputs, live, as_stock=stock)
         weight = loss.new_ones(()) if mode == "train" else batch_weight(objective, totals)
+        if self.args.router_replay is not None:
+            equal, compared = self._scorer.agreed.to(loss.device)
+            figures["sampling/route_agreement"] = equal / compared.clamp(min=1), compared
         if self._entropy_bonus_enabled:
             as_trl = stock and objective.aggregation == "token-mean"  # TRL logs its shares unscaled
             policy_figure = policy_loss.detach() * (1.0 if as_trl else accumulation)

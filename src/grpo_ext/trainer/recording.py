@@ -25,6 +25,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.objective import Objective
 from grpo_ext.packing.kept import KEPT
+from grpo_ext.packing.routes import ROUTES
 from grpo_ext.trainer.checkpoints.identity import plain, settings
 from grpo_ext.trainer.checkpoints.manifest import sync
 from grpo_ext.trainer.findings import ObservedBatch
@@ -107,8 +108,8 @@ def packed(tensors: Mapping[str, object]) -> Kept:
     """Return a micro-batch on the CPU, its whole numbers narrowed; `dtypes` holds the original types."""
     kept: Kept = {"dtypes": {}}
     for name, values in tensors.items():
-        if name == KEPT and isinstance(values, list):
-            kept[name] = [sets.cpu() for sets in values]
+        if name in (KEPT, ROUTES) and isinstance(values, list):
+            kept[name] = [of_row.cpu() for of_row in values]
         if not isinstance(values, Tensor):
             continue
         kept["dtypes"][name] = str(values.dtype).removeprefix("torch.")
@@ -122,9 +123,9 @@ def packed(tensors: Mapping[str, object]) -> Kept:
 
 
 def unpacked(kept: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the tensors of a micro-batch with their original types, and its kept sets."""
+    """Return the tensors of a micro-batch with their original types, its kept sets and its routes."""
     return {
-        name: values if name == KEPT else values.to(device, getattr(torch, kept["dtypes"][name]))
+        name: values if name in (KEPT, ROUTES) else values.to(device, getattr(torch, kept["dtypes"][name]))
         for name, values in kept.items()
         if name != "dtypes"
     }

@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from grpo_ext.config import pieces, process_engine
+from grpo_ext.config import pieces, process_engine, routes
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -117,6 +117,7 @@ def prepare(
     specs, found = parse_environments(environments)
     problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
     problems += [*rollout_problems(args, rollouts), *process_engine.rollout_problems(args, rollouts)]
+    problems += routes.rollout_problems(args, rollouts)
     if not checked:
         problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
         evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
@@ -152,7 +153,7 @@ def data_problems(
         if isinstance(dataset, Dataset):
             columns = dataset.column_names
             found = *check_columns(columns), *image_problems(args, columns)
-            found = *found, *pieces.image_problems(args, columns)
+            found += *pieces.image_problems(args, columns), *routes.image_problems(args, columns)
             clashes |= dict.fromkeys([*found, *process_engine.image_problems(args, columns)])
     yield from clashes
     if isinstance(train_dataset, Dataset):
