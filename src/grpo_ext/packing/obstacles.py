@@ -120,10 +120,10 @@ def _of_the_loss(base: PreTrainedModel) -> Iterator[str]:
         yield "attention looks ahead"
     if base.base_model is base:
         yield f"{type(base).__name__} has no base model apart from its head"
-    elif _beside_the_head(base):
-        yield f"the head of {type(base).__name__} computes more than its output embeddings"
     if not any(name.endswith("rotary_emb") for name, _ in base.named_modules()):
         yield "positions are not rotary"
+    if base.base_model is not base and _beside_the_head(base):
+        yield f"the head of {type(base).__name__} computes more than its output embeddings"
 
 
 def _beside_the_head(base: PreTrainedModel) -> bool:
