@@ -33,7 +33,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
@@ -75,6 +75,8 @@ class Work:
     hidden: int | None = None
     """Another width than the device's model has, and another depth."""
     layers: int | None = None
+    window: int | None = None
+    """Sliding window of each layer."""
 
 
 RAGGED = tuple(round(math.exp(math.log(16) + (i + 0.5) / 8 * math.log(512 / 16))) for i in range(8))
@@ -87,17 +89,19 @@ WORKS = (
     Work("the same, 2 groups", 256, RAGGED, 3.0, groups=2),
     Work("the same, 2 groups, one of zero variance", 256, RAGGED, 5.1, groups=2, silent=1),
     Work("prompt 256, completion 32, G 4, vocabulary 152 k", 256, (32,) * 4, 20.0, vocabulary=151_936),
+    Work("prompt 1024, completion 128, G 8, sliding windows of 512", 1024, (128,) * 8, 3.0, window=512),
 )
 MEMORY = WORKS[2]
 
 
-def policy(work: Work, device: str) -> LlamaForCausalLM:
+def policy(work: Work, device: str) -> PreTrainedModel:
     torch.manual_seed(0)
     shape = CPU_MODEL if device == "cpu" else CUDA_MODEL
     if work.hidden is not None:
         shape = shape | {"hidden_size": work.hidden, "intermediate_size": 2 * work.hidden}
         shape |= {"num_hidden_layers": work.layers, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(
+    kind = LlamaConfig if work.window is None else partial(MistralConfig, sliding_window=work.window)
+    config = kind(
         vocab_size=work.vocabulary,
         max_position_embeddings=4096,
         pad_token_id=0,
@@ -105,7 +109,7 @@ def policy(work: Work, device: str) -> LlamaForCausalLM:
         bos_token_id=None,
         **shape,
     )
-    return LlamaForCausalLM(config).to(torch.float32 if device == "cpu" else torch.bfloat16)
+    return AutoModelForCausalLM.from_config(config).to(torch.float32 if device == "cpu" else torch.bfloat16)
 
 
 def completions_of(work: Work, device: str) -> dict:

@@ -17,7 +17,7 @@ FLOAT64 = {"model_init_kwargs": {"dtype": torch.float64}}
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
-    """Let norms and rotary angles of Llama and Mistral, and TRL's LM head, compute in the model's dtype, not float32."""
+    """Let norms and rotary angles of Llama and Mistral, and TRL's LM head, compute in the dtype of the model."""
     with (
         patch.object(LlamaRMSNorm, "forward", _norm),
         patch.object(LlamaRotaryEmbedding, "forward", _rotary),

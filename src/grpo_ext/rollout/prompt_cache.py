@@ -71,7 +71,7 @@ class RoomySlidingLayer(RoomyLayer):
 
     is_sliding = True
 
-    def __init__(self, layer: DynamicSlidingWindowLayer, rows: Int[Tensor, " batch"]) -> None:
+    def __init__(self, layer: Any, rows: Int[Tensor, " batch"]) -> None:
         self.window, self.seen = layer.sliding_window, layer.get_seq_length()
         super().__init__(layer.keys, layer.values, rows)
 
