@@ -25,7 +25,8 @@ WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED=$(abspath $(VENV))/deepspeed
 QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults bench-migrate bench-trl clean
+DEVICE ?= cuda
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults bench-migrate bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -41,6 +42,8 @@ help:
 	@echo "make tables        rewrite the generated tables of README.md and docs/"
 	@echo "make docs          build the documentation as a site, $(SITE)/index.html, in $(DOCS); a warning is an error"
 	@echo "make bench         time steps side by side with stock TRL, and rewrite README's table of them"
+	@echo "make bench-gpu     check and time everything on this machine's GPU, beside stock TRL, and rewrite README's table; 10 minutes"
+	@echo "make bench-census  count the architectures that share prompts, by the tables of their test, for docs/differences.md"
 	@echo "make bench-grid    time a step over a grid of sizes, beside a plain forward and without shared prompts"
 	@echo "make bench-vllm    time a step with vLLM in the training process beside transformers"
 	@echo "make bench-losses  train the quickstart task with six losses and write benchmarks/losses.md"
@@ -158,6 +161,15 @@ bench: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/answers.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts steps memory --pairs 3
+	$(BIN)/python docs/tables.py
+
+bench-gpu: install
+	@echo "bench-gpu: correctness, then speed and memory, on $(DEVICE); DEVICE=cpu is a small form of it"
+	$(QUIET_ENV) $(BIN)/python benchmarks/gpu.py --device $(DEVICE)
+	$(BIN)/python docs/tables.py
+
+bench-census: install
+	$(QUIET_ENV) $(BIN)/python benchmarks/census.py
 	$(BIN)/python docs/tables.py
 
 bench-grid: install

@@ -478,6 +478,39 @@ def textarena_table() -> str:
     return table((f"of the {len(found['games'])} names of {found['textarena']}", "names", "games"), rows)
 
 
+def gpu_table(path: Path = RESULTS / "gpu.json") -> str:
+    """Return a table of `make bench-gpu`: what was checked, and steps beside stock TRL."""
+    if not path.exists():
+        no_figures = "not run yet: `make bench-gpu`, on a machine with a GPU, writes this table"
+        return table(("part", "stock TRL", "grpo-ext", "outcome"), [("all", "", "", no_figures)])
+    found = json.loads(path.read_text())
+    rows = [row | {"part": part} for part, rows in found["parts"].items() for row in rows]
+    lines = [
+        timed(row) if "work" in row else (row["part"], "", "", plain(f"{row['outcome']}: {row['detail']}"))
+        for row in rows
+    ]
+    return table((f"on {found['device']}", "stock TRL", "grpo-ext", "outcome"), lines)
+
+
+def timed(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the line of a step: seconds and what it adds to the GPU's memory."""
+    cells = []
+    for side in ("stock", "grpo-ext"):
+        seconds, mib = row["seconds_of"][side], row["mib"][side]
+        cells.append("out of memory" if seconds is None else f"{seconds:.3f} s" + (f", {mib:,.0f} MiB" if mib else ""))
+    return row["work"], *cells, f"**{row['ratio']:.2f}** times faster" if row["ratio"] else ""
+
+
+def census_table() -> str:
+    """Return how many architectures share prompts."""
+    found = json.loads((RESULTS / "census.json").read_text())
+    rows = [
+        (kind, str(now["tried"]), *(f"{now[use]} ({found['before'][kind][use]})" for use in ("loss", "rollouts")))
+        for kind, now in found["now"].items()
+    ]
+    return table(("architectures", "tried", "share in the loss (before)", "in rollouts (before)"), rows)
+
+
 def families(names: list[str], most: int = 25) -> str:
     """Return the first games, without their variants."""
     games = list(dict.fromkeys(name.partition("-v0")[0] for name in names))
@@ -532,6 +565,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sampler_bias": sampler_bias_table,
     "sampler_training": sampler_training_table,
     "memory_estimates": memory_estimates_table,
+    "gpu": gpu_table,
+    "census": census_table,
     "textarena": textarena_table,
     "migrated": migrated_table,
     "stale": stale_table,

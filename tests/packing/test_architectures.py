@@ -1,7 +1,9 @@
 """Every causal architecture of transformers shares prompts exactly, in loss and in rollouts, or is refused by name."""
 
 import inspect
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,16 +258,29 @@ def test_prompts_are_shared_exactly_or_refused_by_name(outcome, table, model_typ
 SEEING = [name for name in image_text.IMAGE_TEXT if name not in image_text.NOT_BUILT]
 
 
+def expected_of_text(table: dict[str, str], own: dict[str, str], model_type: str) -> str | None:
+    """What is said of the model inside, or of this one in `own`."""
+    found = (words for words, types in own.items() if model_type in types.split())
+    inside = image_text.config(model_type).get_text_config(decoder=True).model_type
+    return next(found, expected(table, inside))
+
+
 @pytest.mark.parametrize("model_type", SEEING)
 def test_a_model_that_also_takes_images_shares_text_as_the_model_inside(model_type):
     model = image_text.model(model_type)
-    inside = model.config.get_text_config(decoder=True).model_type
     for outcome, batches, table, own in (
         (in_rollouts, ROLLS[:1], ROLLOUTS, SEEING_ROLLOUTS),  # first: it leaves positions behind
         (in_the_loss, GROUPS[:1], LOSS, SEEING_LOSS),
     ):
-        found = outcome(model, batches)
-        words = next((words for words, types in own.items() if model_type in types.split()), expected(table, inside))
+        found, words = outcome(model, batches), expected_of_text(table, own, model_type)
         assert words is not None, f"{model_type} is new: write it down under {found!r}"
         assert words in found
         assert bool(words) == bool(found)
+
+
+def test_the_documentation_has_these_counts(monkeypatch):
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(benchmarks))
+    from census import counted
+
+    assert json.loads((benchmarks / "results" / "census.json").read_text())["now"] == counted(), "make bench-census"

@@ -71,13 +71,17 @@ def sees(model: Any) -> bool:
     return model.config.get_text_config(decoder=True) is not model.config
 
 
+def config(model_type: str) -> transformers.PreTrainedConfig:
+    """A tiny config."""
+    cls = CONFIG_MAPPING[model_type]
+    return cls(**_settings(cls))
+
+
 def model(model_type: str) -> Any:
     """A tiny model whose parameters are none of them at their initial values, in float64."""
     torch.manual_seed(0)
-    cls = CONFIG_MAPPING[model_type]
-    config = cls(**_settings(cls))
-    kind = transformers.AutoModelForImageTextToText._model_mapping[cls]
-    made = kind._from_config(config, experts_implementation="eager")
+    kind = transformers.AutoModelForImageTextToText._model_mapping[CONFIG_MAPPING[model_type]]
+    made = kind._from_config(config(model_type), experts_implementation="eager")
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.25 * torch.randn_like(parameter))

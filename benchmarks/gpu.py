@@ -1,0 +1,119 @@
+"""Correctness, then speed and peak memory, on the GPU of this machine: `make bench-gpu`.
+
+Each part is a process with a time limit, so that one that crashes or hangs costs only its own lines; together they end
+within ten minutes. Results are written after each part, to results/gpu.json. With `--device cpu` a small form of each
+part runs in a minute, and build/gpu_cpu.json gets its results.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+HERE = Path(__file__).parent
+RESULTS = {"cuda": HERE / "results" / "gpu.json", "cpu": HERE.parent / "build" / "gpu_cpu.json"}
+CPU_SECONDS = 60
+"""Time limit of a part in its small form."""
+
+
+class Part(NamedTuple):
+    """A script, its argument, its time limit in seconds, and what it needs: packages, and GPUs in all forms."""
+
+    script: str
+    argument: str
+    seconds: int
+    packages: tuple[str, ...] = ()
+    gpus: int = 0
+
+
+PARTS = {
+    "attention in bfloat16": Part("gpu_checks.py", "attention", 40),
+    "on-policy log-ratio": Part("gpu_checks.py", "on_policy", 60),
+    "sharing on and off": Part("gpu_checks.py", "sharing", 50),
+    "vLLM server, NCCL push": Part("gpu_checks.py", "server", 110, ("vllm",), 2),
+    "vLLM colocated, sleep mode": Part("gpu_checks.py", "colocate", 80, ("vllm",), 1),
+    "QLoRA with vLLM": Part("gpu_checks.py", "qlora", 80, ("vllm", "bitsandbytes"), 1),
+    "speed, 0.5 B": Part("gpu_speed.py", "0.5 B", 90),
+    "speed, 1.7 B": Part("gpu_speed.py", "1.7 B", 90, (), 1),
+}
+"""In this order; their limits add up to ten minutes."""
+
+
+def missing(part: Part, device: str) -> str | None:
+    """Return why a part cannot run here."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if gpus < part.gpus:
+        return f"needs {part.gpus} GPU{'s' if part.gpus > 1 else ''}, and has {gpus}"
+    absent = [name for name in part.packages if find_spec(name) is None]
+    return f"{', '.join(absent)} not installed" if absent else None
+
+
+def run(name: str, device: str) -> list[dict[str, Any]]:
+    """Return the lines of JSON that a part has printed, and one that it failed or was skipped, if it was."""
+    part = PARTS[name]
+    if reason := missing(part, device):
+        return [{"outcome": "skipped", "detail": reason}]
+    seconds = CPU_SECONDS if device == "cpu" else part.seconds
+    begin, reason = time.perf_counter(), None
+    command = [sys.executable, str(HERE / part.script), part.argument, device]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    try:
+        printed, errors = process.communicate(timeout=seconds)
+        if process.returncode:
+            reason = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+        printed, _ = process.communicate()
+        reason = f"not done after {seconds} s"
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    rows += [{"outcome": "failed", "detail": reason}] if reason else []
+    return [row | {"part_seconds": round(time.perf_counter() - begin, 1)} for row in rows]
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Name the device and the versions."""
+    found = {}
+    for name in ("torch", "transformers", "trl", "vllm", "bitsandbytes"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    card = torch.cuda.get_device_name(0) if device == "cuda" else platform.machine()
+    return {"device": card, "devices": torch.cuda.device_count(), **found}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=RESULTS, default="cuda")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=[*PARTS], help="the others keep results")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("bench-gpu: torch sees no GPU here. DEVICE=cpu runs the small form.", file=sys.stderr)
+        return 2
+    path = RESULTS[options.device]
+    path.parent.mkdir(exist_ok=True)
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    results = {"parts": results.get("parts", {})} | machine(options.device)
+    for name in options.parts:
+        results["parts"][name] = run(name, options.device)
+        path.write_text(json.dumps(results, indent=2) + "\n")
+        for row in results["parts"][name]:
+            print(f"{name}: {row.get('outcome', row.get('ratio'))} {row.get('detail', row.get('work'))}", flush=True)
+    return int(any(row.get("outcome") == "failed" for name in options.parts for row in results["parts"][name]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""`make bench-gpu DEVICE=cpu`: the small form of the checks and timings for a GPU runs to its end."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_small_form_runs_and_no_check_fails():
+    line = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu"]
+    run = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stdout + run.stderr
+    path = ROOT / "build" / "gpu_cpu.json"
+    parts = json.loads(path.read_text())["parts"]
+    outcomes = {name: row.get("outcome", "timed") for name, rows in parts.items() for row in rows}
+    assert outcomes == {
+        "attention in bfloat16": "passed",
+        "on-policy log-ratio": "passed",
+        "sharing on and off": "passed",
+        "vLLM server, NCCL push": "skipped",
+        "vLLM colocated, sleep mode": "skipped",
+        "QLoRA with vLLM": "skipped",
+        "speed, 0.5 B": "timed",
+        "speed, 1.7 B": "skipped",
+    }
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    shown = tables.gpu_table(path)
+    assert len(shown.splitlines()) == 2 + len(outcomes)
+    assert "not run yet" in tables.gpu_table(path.with_name("absent.json"))
