@@ -165,8 +165,7 @@ bench: install
 
 bench-gpu: install
 	@echo "bench-gpu: correctness, then speed and memory, on $(DEVICE); DEVICE=cpu is a small form of it"
-	$(QUIET_ENV) $(BIN)/python benchmarks/gpu.py --device $(DEVICE)
-	$(BIN)/python docs/tables.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/gpu.py --device $(DEVICE); outcome=$$?; $(BIN)/python docs/tables.py; exit $$outcome
 
 bench-census: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/census.py
