@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from grpo_ext.packing.forward import log_probs
+from grpo_ext.packing.images import IMAGES, RowImages, forward_arguments
 from grpo_ext.packing.kept import KEPT, KeptSets, places_of_rows
 from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
@@ -41,10 +42,6 @@ class Scorer:
         self.multimodal = names[names.index("compute_aux_loss") + 1 :]
         """Arguments of TRL's forward beside tokens: images and what they need."""
 
-    def has_images(self, inputs: MicroBatch) -> bool:
-        """Return whether a micro-batch holds more than tokens."""
-        return any(name in inputs for name in self.multimodal)
-
     def micro_batch(
         self,
         score: Callable[..., Scores],
@@ -63,7 +60,7 @@ class Scorer:
 
         def forward(batch: MicroBatch) -> Scores:
             further: dict[str, Any] = {
-                name: value for name, value in batch.items() if name in (PARENTS, KEPT, *self.multimodal)
+                name: value for name, value in batch.items() if name in (PARENTS, KEPT, IMAGES, *self.multimodal)
             }
             return score(
                 model,
@@ -89,23 +86,27 @@ class Scorer:
         compute_aux_loss: bool = False,
         parents: Tensor | None = None,
         kept_tokens: Sequence[Tensor] | None = None,
+        images: Sequence[RowImages] | None = None,
         **multimodal: Any,
     ) -> Scores:
         """Score the last `logits_to_keep` tokens of rows [rows, width]; arguments as TRL's.
 
         `parents` [rows, logits_to_keep], as in `tree`, of trajectories whose contexts were rewritten; `kept_tokens`
-        the sets that each row's tokens were drawn from, as in `kept`, over which all scores are then normalised.
+        the sets that each row's tokens were drawn from, as in `kept`, over which all scores are then normalised;
+        `images` those of each row, as in `images`.
 
         Raises:
             ValueError: rows with either hold images, or TRL's LM head computes other positions than theirs.
         """
         options: dict[str, Any] = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-        sharing, has_images = self.sharing, any(value is not None for value in multimodal.values())
+        sharing, has_images = self.sharing, bool(images) or any(x is not None for x in multimodal.values())
         if parents is not None and has_images:
             raise ValueError("a trajectory whose context was rewritten cannot hold images yet. Leave one of them out.")
         if kept_tokens is not None and has_images:
             raise ValueError("images are not scored over the tokens that top_p, top_k or min_p kept. Unset these.")
         rowwise = parents is None and kept_tokens is None and not sharing.possible and sharing.agreed is None
+        if images:
+            return self._seeing(model, input_ids, attention_mask, logits_to_keep, batch_size, images, options)
         if has_images or rowwise:
             batch = input_ids, attention_mask, logits_to_keep, batch_size
             return self.stock(model, *batch, **options, **multimodal)
@@ -131,6 +132,27 @@ class Scorer:
         size = batch_size or len(input_ids)
         rows = input_ids, attention_mask, logits_to_keep, size
         return sharing.scores(plain, packed, *rows, **options, parents=parents, kept=kept_tokens)
+
+    def _seeing(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        mask: Tensor,
+        completion: int,
+        batch_size: int | None,
+        images: Sequence[RowImages],
+        options: dict[str, Any],
+    ) -> Scores:
+        """Score rows with images by TRL's forward, `batch_size` rows at a time; each call gets whole rows."""
+        size = batch_size or len(input_ids)
+        parts: list[Scores] = []
+        for begin in range(0, len(input_ids), size):
+            rows = slice(begin, begin + size)
+            seen = forward_arguments(images[rows], mask[rows], completion)
+            parts.append(self.stock(model, input_ids[rows], mask[rows], completion, **options, **seen))
+        logps, entropies, losses = ([x for x in column if x is not None] for column in zip(*parts, strict=True))
+        aux = torch.stack(losses).mean() if losses else None
+        return torch.cat(logps), torch.cat(entropies) if entropies else None, aux
 
 
 def _sets_of_rows(kept: Sequence[Tensor], mask: Tensor, completion: int, positions: int) -> KeptSets:
