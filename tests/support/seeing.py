@@ -198,12 +198,12 @@ SIZES = ((56, 56), (84, 56), (56, 84), (28, 56))
 
 
 def rows(counts: Sequence[int], column: str = "images") -> Dataset:
-    """Return prompts of different lengths with so many pictures each, of different sizes."""
+    """Return different prompts with so many pictures each, of different sizes."""
     made, seed = [], 0
     for i, count in enumerate(counts):
         pictures = [picture(seed + n, *SIZES[(seed + n) % len(SIZES)]) for n in range(count)]
         seed += count
-        prompt = [{"role": "user", "content": "abcdefgh"[: 2 + i % 5] + ":"}]
+        prompt = [{"role": "user", "content": f"{'abcdefgh'[: 2 + i % 5]}{i}:"}]
         made.append({"prompt": prompt, column: pictures if column == "images" else next(iter(pictures), None)})
     return Dataset.from_list(made)
 
@@ -228,8 +228,8 @@ def ids_of(family: str, row: dict[str, Any]) -> dict[str, torch.Tensor]:
     )
 
 
-def alone(family: str, policy: PreTrainedModel, row: dict[str, Any], completion: Sequence[int]) -> torch.Tensor:
-    """Return the log-probabilities of a completion by the model's own logits: one row, no padding, nothing shared."""
+def logits(family: str, policy: PreTrainedModel, row: dict[str, Any], completion: Sequence[int]) -> torch.Tensor:
+    """Return the model's own logits of a completion's tokens: one row, no padding, nothing shared."""
     inputs = dict(ids_of(family, row))
     end = torch.tensor([list(completion)])
     for name in ("token_type_ids", "mm_token_type_ids"):
@@ -237,5 +237,10 @@ def alone(family: str, policy: PreTrainedModel, row: dict[str, Any], completion:
             inputs[name] = torch.cat([inputs[name], torch.zeros_like(end)], dim=1)
     inputs["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(end)], dim=1)
     inputs["input_ids"] = torch.cat([inputs["input_ids"], end], dim=1)
-    logits = nn.Module.__call__(policy, **inputs).logits[0, -len(completion) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, end[0, :, None])[:, 0]
+    return nn.Module.__call__(policy, **inputs).logits[0, -len(completion) - 1 : -1]
+
+
+def alone(family: str, policy: PreTrainedModel, row: dict[str, Any], completion: Sequence[int]) -> torch.Tensor:
+    """Return the log-probabilities of a completion by `logits`."""
+    log_p = logits(family, policy, row, completion).log_softmax(-1)
+    return log_p.gather(-1, torch.tensor(completion)[:, None])[:, 0]
