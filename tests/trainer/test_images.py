@@ -1,5 +1,6 @@
-"""Prompts with images train by the gradient of each row computed by itself, whatever moves rows and leaves them out."""
+"""Prompts with images train by the gradient of each row computed by itself, wherever rows are moved or left out."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,12 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from grpo_ext.errors import ConfigError
+from grpo_ext.data.config import DataConfig
+from grpo_ext.data.loading import load_datasets
+from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.packing.images import COUNT, IMAGES
-from grpo_ext.packing.micro_batches import MicroBatch, joined, regroup, rows_of, trim
+from grpo_ext.packing.micro_batches import MicroBatch, joined, of_live_rows, regroup, rows_of, trim
+from grpo_ext.rollout.seeing import described, prompts_seen
 from grpo_ext.trainer.batches import whole
 from support import seeing, tiny
 
@@ -198,3 +202,85 @@ def test_recorded_batches_with_images_train_again(tmp_path):
     assert len(stored) == 3  # one for each prompt that has images, not for each of its completions
     for one, other in zip(*(policy.parameters() for policy in policies), strict=True):
         assert torch.equal(one, other)
+
+
+def test_rows_without_an_advantage_leave_a_forward_over_one_image_for_the_processes_that_wait(tmp_path):
+    trainer = build(
+        "idefics3", tmp_path, seeing.rows(RAGGED), reward=lambda completions, **_: [1.0] * len(completions)
+    )
+    seen = []
+
+    def forward(batch):
+        seen.append(batch)
+        logps = torch.ones_like(batch["completion_mask"], dtype=torch.double, requires_grad=True)
+        return logps, logps.detach(), None
+
+    trainer.train()
+    batch = next(batch for batch in trainer.seen if any(int(row[COUNT]) for row in batch[IMAGES]))
+    none = torch.zeros(len(batch["advantages"]), dtype=torch.bool)
+    logps, _ = of_live_rows(forward, batch, none)
+    assert [int(row[COUNT]) > 0 for row in seen[0][IMAGES]] == [True]
+    assert seen[0]["completion_ids"].shape == (1, 1)
+    assert logps.requires_grad
+
+
+REFUSED = {
+    "use_vllm=True: completions of prompts with images": {"use_vllm": True, "vllm_mode": "server"},
+    "tools: images in the prompt": {"tools": [print]},
+    "rollout_func: images in the prompt": {"rollout_func": print},
+    "the processor is a TokenizersBackend": {"processing_class": seeing.tokenizer("llava")},
+    "top_p=0.9": {"top_p": 0.9},
+    "TRL reads 'images' where both are given": {"columns": {"image": "a.png", "images": ["a.png"]}},
+    "it holds lists. Rename the column to 'images'": {"columns": {"image": ["a.png"]}},
+    "it holds single values. Rename the column to 'image'": {"columns": {"images": "a.png"}},
+    "no file 'no.png'": {"columns": {"image": "no.png"}},
+    "it holds Value('int64')": {"columns": {"image": 3}},
+    "the prompts are text": {"columns": {"prompt": "what?", "image": "a.png"}},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_not_shown_right_with_images_is_refused_at_the_start(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seeing.picture(0).save("a.png")
+    given = dict(REFUSED[words])
+    row = {"prompt": [{"role": "user", "content": "a:"}], **given.pop("columns", {"image": "a.png"})}
+    arguments = {name: given.pop(name) for name in ("tools", "rollout_func", "processing_class") if name in given}
+    with pytest.raises((ConfigError, DataError)) as refused:
+        GRPOExtTrainer(
+            model=seeing.model("llava"),
+            reward_funcs=[tiny.spread],
+            args=GRPOExtConfig(output_dir="run", **(SETTINGS | given)),
+            train_dataset=[row] * 4,
+            **{"processing_class": seeing.processor("llava"), **arguments},
+        )
+    assert words in str(refused.value)
+
+
+def test_a_recipes_files_may_hold_paths_and_parquet_bytes(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    pictures = [seeing.picture(i) for i in range(3)]
+    for i, one in enumerate(pictures):
+        one.save(folder / f"{i}.png")
+    prompt = [{"role": "user", "content": "a:"}]
+    rows = [{"prompt": prompt, "images": [f"{i}.png" for i in range(count)]} for count in (1, 2, 0)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoded = [{"bytes": (folder / f"{i}.png").read_bytes(), "path": None} for i in range(3)]
+    Dataset.from_list([{"prompt": prompt, "image": one} for one in encoded]).to_parquet(folder / "one.parquet")
+    several, _ = load_datasets(str(folder / "train.jsonl"), DataConfig(), eval_needed=False)
+    single, _ = load_datasets(str(folder / "one.parquet"), DataConfig(), eval_needed=False)
+    assert [[one.tobytes() for one in row] for row in several["images"]] == [
+        [one.tobytes() for one in pictures[:count]] for count in (1, 2, 0)
+    ]
+    assert [one.tobytes() for one in single["image"]] == [one.tobytes() for one in pictures]
+    with pytest.raises(DataError, match="the tokens of images would not be counted"):
+        load_datasets(str(folder / "train.jsonl"), DataConfig(max_prompt_length=9), eval_needed=False)
+
+
+def test_the_table_of_completions_shows_the_sizes_of_images():
+    (prompt,) = prompts_seen([{"prompt": [{"role": "user", "content": "a:"}], "image": seeing.picture(0, 84, 56)}])
+    assert described(prompt)[0]["content"] == [
+        {"type": "text", "text": "[image 84x56]"},
+        {"type": "text", "text": "a:"},
+    ]

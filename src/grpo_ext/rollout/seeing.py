@@ -35,6 +35,25 @@ def images_in(prompt: object) -> list[Any]:
     return [part.get("image") for part in parts if isinstance(part, dict) and part.get("type") == "image"]
 
 
+def described(prompt: Any) -> Any:
+    """Return a conversation with the size of each image, as text, in its place."""
+    if not images_in(prompt):
+        return prompt
+    return [
+        {**message, "content": [_shown(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in prompt
+    ]
+
+
+def _shown(part: dict[str, Any]) -> dict[str, Any]:
+    size = getattr(part.get("image"), "size", None)
+    if part.get("type") != "image" or size is None:
+        return part
+    return {"type": "text", "text": f"[image {size[0]}x{size[1]}]"}
+
+
 def each_alone(stock: Callable[[list], Tokenized], prompts: list) -> tuple[Tokenized, list[RowImages]]:
     """Tokenize prompts of which some have images, each by itself with `stock`; completions of one prompt share it.
 

@@ -32,7 +32,7 @@ from grpo_ext.rollout.kept_log import Drawn, returning
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.seeing import PreparedImages, Tokenized, each_alone, images_in, prompts_seen
+from grpo_ext.rollout.seeing import PreparedImages, Tokenized, described, each_alone, images_in, prompts_seen
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
@@ -352,6 +352,7 @@ class GeneratingTrainer(Lifecycle):
         output = {name: value for name, value in output.items() if name not in self._scorer.multimodal}
         if collected.images:
             output[IMAGES] = collected.images
+            _replace_tail(self._logs["prompt"], [described(prompt) for prompt in list(self._logs["prompt"])])
         made = collected.trajectories
         if made and (parents := parents_of(made, output["completion_ids"].shape[1])) is not None:
             output[PARENTS] = parents.to(self.accelerator.device)
