@@ -55,9 +55,9 @@ def table(results: list[dict]) -> str:
     lines = [
         "# Name the colour",
         "",
-        "`grpo-ext train --config quickstart/colours`: the share of 120 pictures, none of them trained on, whose colour",
-        "a tiny Llava names (sampled, six colours), before and after training. Time is that of one thread, the warm-up",
-        "with it. `make bench-colours` rewrites this file.",
+        "`grpo-ext train --config quickstart/colours`: the share of 120 pictures, none of them trained on, whose",
+        "colour a tiny Llava names (sampled, six colours), before and after training. Time is that of one thread,",
+        "the warm-up with it. `make bench-colours` rewrites this file.",
         "",
         "| seed | before | after | seconds of CPU |",
         "|---|---|---|---|",

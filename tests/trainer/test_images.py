@@ -205,9 +205,7 @@ def test_recorded_batches_with_images_train_again(tmp_path):
 
 
 def test_rows_without_an_advantage_leave_a_forward_over_one_image_for_the_processes_that_wait(tmp_path):
-    trainer = build(
-        "idefics3", tmp_path, seeing.rows(RAGGED), reward=lambda completions, **_: [1.0] * len(completions)
-    )
+    trainer = build("llava", tmp_path, seeing.rows(RAGGED), model=seeing.model("llava", dtype=torch.float32))
     seen = []
 
     def forward(batch):

@@ -110,7 +110,7 @@ def build_seeing_model(tokenizer: "PreTrainedTokenizerFast", text: dict[str, Any
     config = LlavaConfig(
         vision_config=VISION,
         text_config={"model_type": "llama", "vocab_size": len(tokenizer), **ends, **text},
-        image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
+        image_token_index=tokenizer.vocab[IMAGE],
         image_seq_length=(SIDE // PATCH) ** 2,
         tie_word_embeddings=text["tie_word_embeddings"],
     )
