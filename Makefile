@@ -26,7 +26,7 @@ QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
 DEVICE ?= cuda
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-credit bench-faults bench-migrate bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-colours bench-credit bench-faults bench-migrate bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -53,6 +53,7 @@ help:
 	@echo "make bench-environments  time environments that take their time beside stock TRL, and let a thousand of them fail"
 	@echo "make bench-textarena  check and play every game of TextArena, which it installs, and rewrite docs/environments.md's table"
 	@echo "make bench-game    train the quickstart that plays a game and write benchmarks/game.md"
+	@echo "make bench-colours train the quickstart that sees pictures and write benchmarks/colours.md"
 	@echo "make bench-credit  count the episodes that credit by turn needs, beside GRPO, and write benchmarks/turn_credit.md"
 	@echo "make bench-splits  check every loss's gradient under every split and engine, and rewrite docs/launching.md's table"
 	@echo "make bench-sampler compare corrections of the sampler, and rewrite docs/vllm.md's tables"
@@ -211,6 +212,10 @@ bench-textarena: install
 bench-game: install
 	@echo "bench-game: the quickstart that plays a game, three seeds"
 	$(QUIET_ENV) $(BIN)/python benchmarks/game.py
+
+bench-colours: install
+	@echo "bench-colours: the quickstart that sees pictures, three seeds"
+	$(QUIET_ENV) $(BIN)/python benchmarks/colours.py
 
 bench-credit: install
 	@echo "bench-credit: a task of five turns of which one decides, by GRPO and by credit by turn"

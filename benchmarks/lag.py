@@ -4,7 +4,8 @@ Every run starts from the warm model of its seed and trains `quickstart/dr_grpo`
 process of its own. Rules for completions that are K generations old: the default, token ratios to the sampler that are
 cut at 2 and a clip around the weights that begin to train; the same with tokens outside of .5 to 2 left out; and
 `old_logps: sampler`, a plain clip around the weights that sampled. Hard cases have a larger lag, a larger learning
-rate and several passes over each generation. Writes results/lag.json, lag.md and lag.png; runs that are in the file already are kept unless `--again` is set.
+rate and several passes over each generation. Writes results/lag.json, lag.md and lag.png; runs that are in the file
+already are kept unless `--again` is set.
 """
 
 import argparse

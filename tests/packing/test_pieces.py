@@ -149,7 +149,9 @@ def test_steps_metrics_and_bounds(case, path, tmp_path):
 def one_batch(path, tmp_path_factory):
     """A trainer with a micro-batch of every tensor that a loss may read."""
     folder = tmp_path_factory.mktemp("run")
-    trainer = after(path, folder, steps=1, beta=0.05, loss_type="deepseek_v3", micro_batch_tokens=30, kl_placement="loss")
+    trainer = after(
+        path, folder, steps=1, beta=0.05, loss_type="deepseek_v3", micro_batch_tokens=30, kl_placement="loss"
+    )
     inputs, g = trainer._buffered_inputs[0], torch.Generator().manual_seed(0)
     inputs["old_per_token_logps"] = inputs["old_per_token_logps"] + 0.3 * torch.randn(
         inputs["old_per_token_logps"].shape, generator=g, dtype=torch.float64

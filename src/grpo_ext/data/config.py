@@ -14,9 +14,9 @@ from grpo_ext.objective.options import Count, Within, option_defaults
 from grpo_ext.registry import did_you_mean
 
 PROCEDURAL, QUICKSTART = "reasoning_gym/", "quickstart/"
-GAME = f"{QUICKSTART}guess"
+GAME, COLOURS = f"{QUICKSTART}guess", f"{QUICKSTART}colours"
 """The quickstart's task that has no options."""
-_TASKS = (f"{QUICKSTART}addition", GAME)
+_TASKS = (f"{QUICKSTART}addition", GAME, COLOURS)
 NaturalNumber = Annotated[int, Within(least=0.0)]
 Share = Annotated[float, Within(least=0.0, most=1.0)]
 
@@ -188,7 +188,7 @@ def _procedural_problems(config: DataConfig, name: str, dataset_config: str | No
     if name.startswith(QUICKSTART) and config.test_size is not None:
         reason = f"{name!r} brings its own evaluation split"
         found.append(Problem("test_size", config.test_size, reason, "Unset test_size."))
-    if name == GAME:
+    if name in (GAME, COLOURS):
         return found + _unused_kwargs(config, name)
     try:
         given = task_options(config)

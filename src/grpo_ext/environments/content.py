@@ -6,10 +6,7 @@ MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio
 """Types of parts that are not text."""
 COLUMNS = ("image", "images")
 """Dataset columns in which TRL looks for a prompt's images."""
-TEXT_ONLY_CURE = (
-    "Use text only, or train in Python with the class as environment_factory, which keeps TRL's own loop and its "
-    "images."
-)
+TEXT_ONLY_CURE = "Use text only."
 
 
 def is_parts(content: object) -> bool:

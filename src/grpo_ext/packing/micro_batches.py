@@ -7,13 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_ext.packing.images import COUNT, IMAGES, RowImages
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.layout import groups_of
 from grpo_ext.packing.routes import ROUTES
 
 
 class MicroBatch(TypedDict, total=False):
-    """Rows of a generation as the loss sees them, padded to [rows, time]; images have further keys."""
+    """Rows of a generation as the loss sees them, padded to [rows, time]."""
 
     prompt_ids: Tensor
     prompt_mask: Tensor
@@ -44,7 +45,8 @@ class MicroBatch(TypedDict, total=False):
     """Number of the row in its generation, over all processes."""
     recorded: Tensor
     """Figures of each row for a diagnosis, [rows, figures, 1]."""
-    pixel_values: Tensor
+    images: list[RowImages]
+    """What the processor made of each row's prompt beside its tokens, as in `images`."""
 
 
 PARENTS: Final = "parents"
@@ -187,13 +189,19 @@ def of_live_rows(
     """Log-probabilities and entropies [batch, time] of the rows that are `live`, through a forward of only those.
 
     The others have their old log-probabilities, a ratio of 1, and no gradient. Where no row is live the forward runs
-    over a single token, for the processes that wait for this one's collectives, and the result depends on it by zero.
+    over a single token, for the processes that wait for this one's collectives, and the result depends on it by zero;
+    where rows have images it runs over the images of one.
     """
     rows, time = inputs["completion_ids"].shape
     if live.any():
         at = live.nonzero()[:, 0]
-        needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, KEPT, ROUTES)}
+        needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, KEPT, ROUTES, IMAGES)}
         batch = trim(rows_of(cast(MicroBatch, needed), at), prompts=False)
+    elif IMAGES in inputs:
+        at = live.new_tensor([_row_that_sees(inputs[IMAGES])], dtype=torch.long)
+        row = rows_of(cast(MicroBatch, {name: inputs[name] for name in (*TOKENS, IMAGES)}), at)  # type: ignore[literal-required]
+        row["completion_ids"], row["completion_mask"] = row["completion_ids"][:, :1], torch.ones_like(at)[:, None]
+        batch = row
     else:
         at = live.new_zeros(1, dtype=torch.long)
         prompt, token = inputs["prompt_ids"][:1, -1:], inputs["completion_ids"][:1, :1]
@@ -208,3 +216,8 @@ def of_live_rows(
         return ground + torch.nn.functional.pad(logps * 0.0, padding), entropies.new_zeros(rows, time)
     logps, entropies = (torch.nn.functional.pad(x, padding) for x in (logps, entropies))
     return ground.index_copy(0, at, logps), entropies.new_zeros(rows, time).index_copy(0, at, entropies)
+
+
+def _row_that_sees(rows: Sequence[RowImages]) -> int:
+    """Return the number of the first row that has images, or 0."""
+    return next((i for i, row in enumerate(rows) if int(row[COUNT])), 0)

@@ -92,7 +92,10 @@ class TokenLimit:
             pieces[-1] = torch.cat([pieces[-1], (~live).nonzero()[:, 0]]).sort().values
         parts = [Part(rows_of(inputs, rows), None if live is None else live[rows], rows) for rows in pieces]
         token = MicroBatch(**{name: inputs[name][:1] for name in TOKENS})  # type: ignore[literal-required,typeddict-item]
-        return [*[Part(token, torch.zeros_like(token["completion_ids"][:, 0], dtype=torch.bool), at[:0])] * spare, *parts]
+        return [
+            *[Part(token, torch.zeros_like(token["completion_ids"][:, 0], dtype=torch.bool), at[:0])] * spare,
+            *parts,
+        ]
 
 
 @dataclass(frozen=True)

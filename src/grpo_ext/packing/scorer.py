@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from grpo_ext.packing.forward import log_probs
+from grpo_ext.packing.images import IMAGES, RowImages, forward_arguments
 from grpo_ext.packing.kept import KEPT, KeptSets, places_of_rows
 from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
@@ -51,10 +52,6 @@ class Scorer:
         self.multimodal = names[names.index("compute_aux_loss") + 1 :]
         """Arguments of TRL's forward beside tokens: images and what they need."""
 
-    def has_images(self, inputs: MicroBatch) -> bool:
-        """Return whether a micro-batch holds more than tokens."""
-        return any(name in inputs for name in self.multimodal)
-
     def micro_batch(
         self,
         score: Callable[..., Scores],
@@ -73,7 +70,9 @@ class Scorer:
 
         def forward(batch: MicroBatch) -> Scores:
             further: dict[str, Any] = {
-                name: value for name, value in batch.items() if name in (PARENTS, KEPT, ROUTES, *self.multimodal)
+                name: value
+                for name, value in batch.items()
+                if name in (PARENTS, KEPT, ROUTES, IMAGES, *self.multimodal)
             }
             return score(
                 model,
@@ -111,20 +110,22 @@ class Scorer:
         parents: Tensor | None = None,
         kept_tokens: Sequence[Tensor] | None = None,
         routes: Sequence[Tensor] | None = None,
+        images: Sequence[RowImages] | None = None,
         **multimodal: Any,
     ) -> Scores:
         """Score the last `logits_to_keep` tokens of rows [rows, width]; arguments as TRL's.
 
         `parents` [rows, logits_to_keep], as in `tree`, of trajectories whose contexts were rewritten; `kept_tokens`
         the sets that each row's tokens were drawn from, as in `kept`, over which all scores are then normalised;
-        `routes` the experts to which each row's tokens are sent, as in `routes`.
+        `routes` the experts to which each row's tokens are sent, as in `routes`; `images` those of each row, as in
+        `images`.
 
         Raises:
             ValueError: rows with any of these or with a limit hold images, TRL's LM head computes other positions than
                 theirs, or rows with routes have rewritten contexts.
         """
         options: dict[str, Any] = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-        sharing, has_images = self.sharing, any(value is not None for value in multimodal.values())
+        sharing, has_images = self.sharing, bool(images) or any(x is not None for x in multimodal.values())
         if parents is not None and has_images:
             raise ValueError("a trajectory whose context was rewritten cannot hold images yet. Leave one of them out.")
         if kept_tokens is not None and has_images:
@@ -134,6 +135,8 @@ class Scorer:
         if routes is not None and (has_images or parents is not None):
             raise ValueError("routes cannot be replayed with images or rewritten contexts. Remove router_replay.")
         plainly = all(x is None for x in (self.limit, parents, kept_tokens, routes))
+        if images:
+            return self._seeing(model, input_ids, attention_mask, logits_to_keep, batch_size, images, options)
         if has_images or (plainly and not sharing.possible and sharing.agreed is None):
             batch = input_ids, attention_mask, logits_to_keep, batch_size
             return self.stock(model, *batch, **options, **multimodal)
@@ -213,6 +216,27 @@ class Scorer:
                 self.stock(model, ids, mask, 1)
             found += split(recorded.taken(len(part)), mask)
         return found
+
+    def _seeing(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        mask: Tensor,
+        completion: int,
+        batch_size: int | None,
+        images: Sequence[RowImages],
+        options: dict[str, Any],
+    ) -> Scores:
+        """Score rows with images by TRL's forward, `batch_size` rows at a time; each call gets whole rows."""
+        size = batch_size or len(input_ids)
+        parts: list[Scores] = []
+        for begin in range(0, len(input_ids), size):
+            rows = slice(begin, begin + size)
+            seen = forward_arguments(images[rows], mask[rows], completion)
+            parts.append(self.stock(model, input_ids[rows], mask[rows], completion, **options, **seen))
+        logps, entropies, losses = ([x for x in column if x is not None] for column in zip(*parts, strict=True))
+        aux = torch.stack(losses).mean() if losses else None
+        return torch.cat(logps), torch.cat(entropies) if entropies else None, aux
 
 
 def _sets_of_rows(kept: Sequence[Tensor], mask: Tensor, completion: int, positions: int) -> KeptSets:

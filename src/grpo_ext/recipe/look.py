@@ -10,6 +10,7 @@ from jinja2 import Environment, TemplateError, meta
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import too_few
 from grpo_ext.config.broken import as_far_as_sound, is_broken
+from grpo_ext.config.images import image_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data import chat_template
 from grpo_ext.data.config import PROCEDURAL, QUICKSTART
@@ -116,6 +117,7 @@ def findings(
             notes += map(str, _too_long(train, tokenizer, training.max_completion_length, context))
         notes += trained_on(recipe, train, test)
     problems += as_far_as_sound(ahead_problems(training, train))
+    problems += as_far_as_sound(image_problems(training, train.column_names))
     problems += fit.dataset_problems(environments, train)
     if train.column_names is not None:  # None for some streams
         found, warnings = _reward_findings(recipe.rewards, train)

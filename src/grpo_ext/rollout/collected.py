@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from grpo_ext.objective.trajectory import COLUMN, Trajectory
+from grpo_ext.packing.images import RowImages
 from grpo_ext.rollout.seeds import AttemptId
 
 TurnRewards = list[list[float] | None]
@@ -59,6 +60,8 @@ class Collected:
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.kept`."""
     routes: list[Tensor] = field(default_factory=list)
     """The experts to which each row's tokens are sent, as in `packing.routes`, with `router_replay`."""
+    images: list[RowImages] = field(default_factory=list)
+    """The images of each row, as in `packing.images`; empty where no row has any."""
     turns_by_reward: dict[str, list[list[float] | None]] = field(default_factory=dict)
     """Per-turn rewards of all rows by reward function, as the functions returned them."""
     errors: list[str] = field(default_factory=list)

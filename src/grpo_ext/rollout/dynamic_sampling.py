@@ -19,6 +19,7 @@ from torch import Tensor
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.advantages import zero_variance
+from grpo_ext.packing.images import no_images
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
@@ -99,7 +100,8 @@ class FreshPrompts:
 
 
 Row: TypeAlias = tuple[Any, ...]
-"""Row, prompt ids, ids, tool mask, completion, log-probabilities, kept sets, routes, logged, turn rewards."""
+"""Row, prompt ids, ids, tool mask, completion, log-probabilities, images, those as tensors, kept sets, routes, logged
+columns, turn rewards."""
 
 
 @dataclass
@@ -124,21 +126,30 @@ class Batch:
         unknown: list[Any] = [None] * count
         masks, logprobs = made.tool_mask or unknown, made.logprobs or unknown
         columns = (collected.rows, made.prompt_ids, made.completion_ids, masks, made.completions, logprobs)
-        lists = collected.kept or unknown, collected.routes or unknown
+        lists = (
+            made.images or unknown,
+            collected.images or unknown,
+            collected.kept or unknown,
+            collected.routes or unknown,
+        )
         rows = list(zip(*columns, *lists, logged, collected.turn_rewards, strict=True))
         return cls(rows, rewards, list(collected.logged), list(made.extra))
 
     def collected(self) -> Collected:
         """Join the rows to a scored generation."""
         columns: list[Any] = [list(column) for column in zip(*self.rows, strict=True)]
-        examples, prompt_ids, ids, masks, completions, logprobs, kept, routes, logged, turn_rewards = columns
+        examples, prompt_ids, ids, masks, completions, logprobs, images, seen, kept, routes, logged, turn_rewards = (
+            columns
+        )
         extra = {name: [example[name] for example in examples] for name in self.extra}
         tool_mask, scores = (None if any(part is None for part in column) else column for column in (masks, logprobs))
-        made = Generated(prompt_ids, ids, tool_mask, completions, scores, extra, None, [])
+        found = images if any(images) else None
+        made = Generated(prompt_ids, ids, tool_mask, completions, scores, extra, found, [])
         of_rewards = {name: [row.get(name) for row in logged] for name in self.logged}
         scored = {"rewards": self.rewards, "turn_rewards": turn_rewards, "logged": of_rewards}
         kept, routes = ([] if of_rows[0] is None else of_rows for of_rows in (kept, routes))
-        return Collected(examples, generated=made, kept=kept, routes=routes, settled=True, **scored)
+        seen = [] if found is None else [row or no_images() for row in seen]
+        return Collected(examples, generated=made, kept=kept, routes=routes, images=seen, settled=True, **scored)
 
 
 Collect = Callable[[list[dict[str, Any]], list[AttemptId]], Collected]
@@ -192,8 +203,6 @@ class DynamicSampler:
 
         def scored(rows: list[dict[str, Any]], attempts: list[AttemptId]) -> tuple[Batch, list[bool]]:
             collected = collect(rows, attempts)
-            if collected.generated is not None and collected.generated.images is not None:
-                raise ConfigError([_no_images(self.by)])
             return Batch.of(collected), self._dead(collected, silent)
 
         batch, dead = scored(rows, attempts)
@@ -243,10 +252,6 @@ class DynamicSampler:
                     batch.rows[local] = rows[source * group + i]
 
 
-def _no_images(by: str | None) -> Problem:
-    return Problem("dynamic_sampling", by, "a batch with images cannot be put together from rows", "Remove it.")
-
-
 def _unfit(by: str | None, dataset: object, stateful: bool) -> Iterator[Problem]:
     if stateful:
         yield Problem(
@@ -255,5 +260,3 @@ def _unfit(by: str | None, dataset: object, stateful: bool) -> Iterator[Problem]
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         reason = f"it draws rows of the training set by number, which a {type(dataset).__name__} does not allow"
         yield Problem("dynamic_sampling", by, reason, "Set dataset_streaming: false.")
-    elif isinstance(dataset, Dataset) and {"image", "images"} & set(dataset.column_names):
-        yield _no_images(by)

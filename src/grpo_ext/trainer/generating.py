@@ -19,6 +19,7 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.objective.ratios import masked
 from grpo_ext.objective.trajectory import COLUMN
+from grpo_ext.packing.images import IMAGES
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
 from grpo_ext.packing.routes import ROUTES
@@ -32,6 +33,7 @@ from grpo_ext.rollout.kept_log import Drawn, returning
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
+from grpo_ext.rollout.seeing import PreparedImages, Tokenized, described, each_alone, images_in, prompts_seen
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
@@ -48,6 +50,7 @@ from grpo_ext.trainer.recording import with_rewards
 from grpo_ext.trainer.requests import ChunksInBackground
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler, forget_figures_of_trl
+from grpo_ext.trainer.seeing import check_fields, check_seen, images_of_tools
 
 
 class GeneratingTrainer(Lifecycle):
@@ -123,7 +126,7 @@ class GeneratingTrainer(Lifecycle):
             attempts: identity of each row's attempt; seeds of environments and their turns come from it.
         """
         with self._filling(Collected(rows, attempts, ready=self._finished(attempts))) as collected:
-            collected.generated = Generated(*self._generate([row["prompt"] for row in rows]))
+            collected.generated = Generated(*self._generate(prompts_seen(rows)))
         extra = collected.generated.extra
         added = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
         collected.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
@@ -131,7 +134,7 @@ class GeneratingTrainer(Lifecycle):
 
     def collect(self, rows: list[dict[str, Any]], attempts: list[AttemptId]) -> Collected:
         """Generate and score a completion for each row; each process needs as many rows."""
-        collected, prompts = self.rollouts(rows, attempts), [row["prompt"] for row in rows]
+        collected, prompts = self.rollouts(rows, attempts), prompts_seen(rows)
         made = collected.generated
         assert made is not None
         self._pending_extra_logs.clear()
@@ -149,6 +152,24 @@ class GeneratingTrainer(Lifecycle):
     def _ready(self) -> Finished | None:
         """What the background has made of the generation that TRL's hooks fill at the moment."""
         return None if self._collecting is None else self._collecting.ready
+
+    def _tokenize_prompts(self, prompts: list) -> Tokenized:
+        """Tokenize as TRL does; where there are images, each prompt by itself, so that a row's tensors are known."""
+        stock = super()._tokenize_prompts
+        if not any(map(images_in, prompts)):
+            return stock(prompts)
+        check_seen(self, prompts)
+        tokenized, rows = each_alone(stock, prompts)
+        check_fields(rows, self._scorer.multimodal)
+        if self._collecting is not None:
+            self._collecting.images = rows
+        return tokenized
+
+    def _seen_once(self) -> AbstractContextManager[None]:
+        """Let TRL take the images as `_tokenize_prompts` has prepared them."""
+        if not self._is_vlm:
+            return nullcontext()
+        return temporarily(self, processing_class=PreparedImages(self.processing_class))
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
         if self._collecting is not None and (ready := self._collecting.ready) is not None:
@@ -225,6 +246,8 @@ class GeneratingTrainer(Lifecycle):
             self._evaluated.add_completions(generated.completion_ids, generated.tool_mask, ends, self.accelerator)
         if (trajectories := generated.extra.get(COLUMN)) is not None:
             generated = generated._replace(completions=completions_seen(trajectories, generated.completions))
+        if any(generated.tool_images):
+            raise ConfigError([images_of_tools()])
         collected.generated = generated
         if self.args.router_replay == "old" and self.model.training:
             ids, size = (generated.prompt_ids, generated.completion_ids), self.args.per_device_train_batch_size
@@ -339,9 +362,13 @@ class GeneratingTrainer(Lifecycle):
 
     def _complete(self, collected: Collected, mode: str) -> dict[str, Any]:
         """Return the batch of a generation, which TRL fills unless it is settled or ready."""
-        with self._filling(collected), no_early_pass(self.args):
+        with self._filling(collected), no_early_pass(self.args), self._seen_once():
             output = super()._generate_and_score_completions(collected.rows)
-        output |= {name: rows for name, rows in ((KEPT, collected.kept), (ROUTES, collected.routes)) if rows}
+        output = {name: value for name, value in output.items() if name not in self._scorer.multimodal}
+        lists = (KEPT, collected.kept), (ROUTES, collected.routes), (IMAGES, collected.images)
+        output |= {name: rows for name, rows in lists if rows}
+        if collected.images:
+            _replace_tail(self._logs["prompt"], [described(prompt) for prompt in list(self._logs["prompt"])])
         made = collected.trajectories
         if made and (parents := parents_of(made, output["completion_ids"].shape[1])) is not None:
             output[PARENTS] = parents.to(self.accelerator.device)

@@ -23,6 +23,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
+from grpo_ext.packing.images import IMAGES
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle
@@ -52,6 +53,7 @@ from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mas
 from grpo_ext.trainer.piecewise import SHARDED, Terms, check, more_to_come, together
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
+from grpo_ext.trainer.seeing import check_processor
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
     Reward,
@@ -165,6 +167,7 @@ class GRPOExtTrainer(ChunkTrainer):
         if found:
             raise ConfigError(found)
         check_reward_names(self.reward_func_names)
+        check_processor(self, ready.train_dataset, ready.eval_dataset)
         make_portable(self.model)
         if ready.environments:
             # a copy: the background may play while TRL tokenizes
@@ -259,7 +262,10 @@ class GRPOExtTrainer(ChunkTrainer):
         if collected is not None and collected.trajectories:  # TRL does not know how their tokens are connected
             kwargs["parents"] = parents_of(collected.trajectories, args[3])
         if collected is not None:
-            kwargs |= {name: rows for name, rows in ((KEPT, collected.kept), (ROUTES, collected.routes)) if rows}
+            lists = (KEPT, collected.kept), (ROUTES, collected.routes), (IMAGES, collected.images)
+            if collected.images:  # TRL's are of the whole generation
+                kwargs = {name: value for name, value in kwargs.items() if name not in self._scorer.multimodal}
+            kwargs |= {name: rows for name, rows in lists if rows}
         scores = self._scorer.tokens(*args, **kwargs)
         if collected is not None:
             collected.passes.append(scores[0])
@@ -272,7 +278,7 @@ class GRPOExtTrainer(ChunkTrainer):
 
     def _live_rows(self, inputs: MicroBatch, mode: str) -> Tensor | None:
         """Rows that have a gradient, or None where all are computed."""
-        if mode != "train" or not self._skips or self._scorer.has_images(inputs) or self._shows_drift(inputs):
+        if mode != "train" or not self._skips or self._shows_drift(inputs):
             return None
         live = ~silent(inputs["advantages"])
         return None if live.all() else live
@@ -441,10 +447,9 @@ class GRPOExtTrainer(ChunkTrainer):
 
         False where a micro-batch's part of the loss depends on its other rows.
         """
-        text_only = not self._scorer.has_images(self._buffered_inputs[0])
         additive = self.objective.additive and self.top_entropy_quantile == 1.0
         additive = additive and not self.aux_loss_enabled
-        return self.sharing.possible and self.args.exact_denominators and text_only and additive
+        return self.sharing.possible and self.args.exact_denominators and additive
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """Return TRL's mask, also above the 2^24 tokens that `torch.quantile` takes."""

@@ -24,6 +24,7 @@ from grpo_ext import __version__
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.objective import Objective
+from grpo_ext.packing.images import IMAGES
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.routes import ROUTES
 from grpo_ext.trainer.checkpoints.identity import plain, settings
@@ -110,6 +111,8 @@ def packed(tensors: Mapping[str, object]) -> Kept:
     for name, values in tensors.items():
         if name in (KEPT, ROUTES) and isinstance(values, list):
             kept[name] = [of_row.cpu() for of_row in values]
+        if name == IMAGES:  # those of a prompt are one object for all its rows, on the disk too
+            kept[name] = values
         if not isinstance(values, Tensor):
             continue
         kept["dtypes"][name] = str(values.dtype).removeprefix("torch.")
@@ -123,9 +126,9 @@ def packed(tensors: Mapping[str, object]) -> Kept:
 
 
 def unpacked(kept: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the tensors of a micro-batch with their original types, its kept sets and its routes."""
+    """Return the tensors of a micro-batch with their original types, its kept sets, its routes and its images."""
     return {
-        name: values if name in (KEPT, ROUTES) else values.to(device, getattr(torch, kept["dtypes"][name]))
+        name: values if name in (KEPT, ROUTES, IMAGES) else values.to(device, getattr(torch, kept["dtypes"][name]))
         for name, values in kept.items()
         if name != "dtypes"
     }
@@ -203,8 +206,6 @@ class Recorder:
             return
         root, window = Path(self.trainer.args.output_dir or ".") / FOLDER, list(window)
         try:
-            if any("pixel_values" in watched.inputs for watched in window):
-                raise RuntimeError("it holds images, and only text is recorded")
             content = {**taken(self.trainer, window), "grad_norm": grad_norm.item()}
             root.mkdir(parents=True, exist_ok=True)
             needed, free = size(content), shutil.disk_usage(root).free
@@ -219,8 +220,10 @@ class Recorder:
 def size(content: Content) -> int:
     """Return the bytes of the tensors of a recording."""
     every = [values for batch in content["micro_batches"] for values in batch.values()]
-    tensors = [tensor for values in every for tensor in (values if isinstance(values, list) else [values])]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+    listed = [value for values in every for value in (values if isinstance(values, list) else [values])]
+    found = [tensor for value in listed for tensor in (value.values() if isinstance(value, dict) else [value])]
+    tensors = {id(tensor): tensor for tensor in found if isinstance(tensor, Tensor)}
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def read(path: Path) -> Content:

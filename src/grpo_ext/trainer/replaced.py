@@ -37,7 +37,9 @@ def replacement_problems(trainer: type, model: object) -> Iterator[Problem]:
     """Refuse to train where unsloth has replaced what this trainer is built on."""
     if found := list(dict.fromkeys(replacements(trainer, model))):
         shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-        reason = f"it has replaced {shown}, so that losses and log-probabilities here would not be what they are said to be"
+        reason = (
+            f"it has replaced {shown}, so that losses and log-probabilities here would not be what they are said to be"
+        )
         yield Problem(LIBRARY, "imported", reason, _CURE)
 
 

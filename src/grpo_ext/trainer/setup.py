@@ -15,17 +15,20 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from grpo_ext.config import pieces, process_engine, routes
+from grpo_ext.config import process_engine, routes
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.images import image_problems
+from grpo_ext.config.images import rollout_problems as image_rollout_problems
 from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.precision import head_problems
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.config.truncation import image_problems, rollout_problems
+from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.config.vllm import leaves_packed, packs_while_loading, quantized_problem
 from grpo_ext.data.given import Checked, as_dataset, prompt_problems
+from grpo_ext.data.pictures import image_columns, with_pictures
 from grpo_ext.data.rows import check_columns
 from grpo_ext.environments.composition import EnvironmentSpec, parse_environments
 from grpo_ext.environments.fit import beside_problems, setting_problems
@@ -110,8 +113,8 @@ def prepare(
     if not isinstance(args, GRPOExtConfig):
         raise TypeError(f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more.")
     checked = isinstance(train_dataset, Checked)
-    train_dataset = as_dataset(train_dataset, "train_dataset")
-    eval_dataset = as_dataset(eval_dataset, "eval_dataset")
+    train_dataset = seen(as_dataset(train_dataset, "train_dataset"), "train_dataset")
+    eval_dataset = seen(as_dataset(eval_dataset, "eval_dataset"), "eval_dataset")
     factory = rollouts["environment_factory"] is not None  # which may bring prompts and a reward
     problems = [*machine_problems(args, None)]
     specs, found = parse_environments(environments)
@@ -123,6 +126,8 @@ def prepare(
         evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
         of_rows = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
         problems += dict.fromkeys(problem for found in of_rows for problem in found)
+    if columns := image_columns(train_dataset, eval_dataset):
+        problems += [*image_problems(args, columns), *image_rollout_problems(rollouts)]
     problems += quantized_problems(args, model, quantization_config)
     adapted = peft_config is not None or isinstance(model, PeftModel)
     if args.cast_lm_head_to_fp32 and adapted:
@@ -138,6 +143,13 @@ def prepare(
 # Data and model.
 
 
+def seen(dataset: Any, name: str) -> Any:
+    """Return a dataset, or several by name, with pictures where its columns of images hold paths or bytes."""
+    if isinstance(dataset, Mapping):
+        return {key: with_pictures(value, f"{name}[{key!r}]") for key, value in dataset.items()}
+    return with_pictures(dataset, name)
+
+
 def data_problems(
     args: GRPOExtConfig, train_dataset: object, eval_dataset: object, *, prompts_made: bool = False
 ) -> Iterator[Any]:
@@ -151,10 +163,7 @@ def data_problems(
         if not prompts_made or "prompt" in (getattr(dataset, "column_names", None) or ()):
             yield from prompt_problems(dataset, name)
         if isinstance(dataset, Dataset):
-            columns = dataset.column_names
-            found = *check_columns(columns), *image_problems(args, columns)
-            found += *pieces.image_problems(args, columns), *routes.image_problems(args, columns)
-            clashes |= dict.fromkeys([*found, *process_engine.image_problems(args, columns)])
+            clashes |= dict.fromkeys(check_columns(dataset.column_names))
     yield from clashes
     if isinstance(train_dataset, Dataset):
         yield from too_few(args, len(train_dataset))

@@ -1,0 +1,118 @@
+"""Columns of images: paths and bytes become pictures, which are opened when a row is read."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Image, IterableDataset, List, Value
+
+from grpo_ext.data.rows import RowError, parse_chat
+from grpo_ext.errors import ABSENT, DataError, Problem
+
+ONE, SEVERAL = "image", "images"
+"""Columns in which TRL looks for a prompt's images: one, or a list."""
+
+
+def image_columns(*given: Any) -> list[str]:
+    """Return the names of columns of images of some datasets, or mappings of them."""
+    every = [each for one in given for each in (one.values() if isinstance(one, Mapping) else [one])]
+    names = [name for dataset in every for name in (getattr(dataset, "column_names", None) or ())]
+    return [name for name in (ONE, SEVERAL) if name in names]
+
+
+def with_pictures(dataset: Any, source: str, folder: Path | None = None) -> Any:
+    """Return a dataset whose columns of images hold pictures; any other dataset as it is.
+
+    Args:
+        dataset: its images are paths, bytes, {'bytes': ..., 'path': ...} or pictures.
+        source: its name in an error.
+        folder: relative paths count from there; None: from the working directory.
+
+    Raises:
+        DataError: a column does not hold images, a file does not exist, or a prompt with images is text.
+    """
+    names = image_columns(dataset)
+    if not names:
+        return dataset
+    problems = [*_shapes(dataset, names, source)]
+    if isinstance(dataset, Dataset) and not problems:
+        problems += [*_missing(dataset, names, source, folder), *_texts(dataset, names, source)]
+    if problems:
+        raise DataError(problems)
+    for name in names if isinstance(dataset, Dataset) else ():
+        dataset = _opened(dataset, name, folder)
+    return dataset
+
+
+def _leaf(dataset: Any, name: str) -> Any:
+    feature = dataset.features[name]
+    return feature.feature if isinstance(feature, List) else feature
+
+
+def _shapes(dataset: Dataset | IterableDataset, names: list[str], source: str) -> Iterator[Problem]:
+    """Yield columns with values other than images, or with lists under the wrong name."""
+    for name in names:
+        place, cure = f"{source}, column {name!r}", "Give paths, bytes or pictures."
+        if isinstance(dataset, IterableDataset) and not isinstance((dataset.features or {}).get(name), Image | List):
+            yield Problem(place, ABSENT, "a stream's paths are not opened", "Set dataset_streaming: false.")
+            continue
+        leaf, listed = _leaf(dataset, name), isinstance(dataset.features[name], List)
+        if listed != (name == SEVERAL):
+            found, other = ("lists", SEVERAL) if listed else ("single values", ONE)
+            yield Problem(place, ABSENT, f"it holds {found}", f"Rename the column to {other!r}.")
+        elif not isinstance(leaf, Image) and not _is_path(leaf) and not _is_bytes(leaf):
+            yield Problem(place, ABSENT, f"it holds {leaf}", cure)
+
+
+def _is_path(leaf: Any) -> bool:
+    return isinstance(leaf, Value) and leaf.dtype in ("string", "large_string")
+
+
+def _is_bytes(leaf: Any) -> bool:
+    binary = isinstance(leaf, Value) and leaf.dtype in ("binary", "large_binary")
+    return binary or (isinstance(leaf, dict) and set(leaf) == {"bytes", "path"})
+
+
+def _paths(values: Any) -> list[str]:
+    return [path for path in (values if isinstance(values, list) else [values]) if path is not None]
+
+
+def _missing(dataset: Dataset, names: list[str], source: str, folder: Path | None) -> Iterator[Problem]:
+    """Yield the first path without a file."""
+    for name in (name for name in names if _is_path(_leaf(dataset, name))):
+        for index, values in enumerate(dataset.select_columns([name])[name]):
+            for path in _paths(values):
+                if not _found(path, folder).is_file():
+                    error = RowError(f"no file {path!r}", "Paths count from the folder of the data's file.", name)
+                    yield error.at(f"{source}, row {index} (from 0)")
+                    return
+
+
+def _texts(dataset: Dataset, names: list[str], source: str) -> Iterator[Problem]:
+    """Yield the first prompt that is text, in which an image would have no place."""
+    if "prompt" in dataset.column_names and isinstance(parse_chat(dataset[:1]["prompt"][0], "prompt"), str):
+        reason = f"the prompts are text, and an image ({names[0]!r}) needs a message"
+        yield Problem(f"{source}, column 'prompt'", ABSENT, reason, "Write [{role: user, content: ...}].")
+
+
+def _found(path: str, folder: Path | None) -> Path:
+    return (folder or Path()) / Path(path).expanduser()
+
+
+def _opened(dataset: Dataset, name: str, folder: Path | None) -> Dataset:
+    leaf = _leaf(dataset, name)
+    if isinstance(leaf, Image):
+        return dataset
+    if _is_path(leaf):
+
+        def absolute(values: Any) -> dict[str, Any]:
+            whole = [None if path is None else str(_found(path, folder).absolute()) for path in _listed(values)]
+            return {name: whole if isinstance(values, list) else whole[0]}
+
+        dataset = dataset.map(absolute, input_columns=name, load_from_cache_file=False)
+    picture = Image(mode="RGB")
+    return dataset.cast_column(name, List(picture) if name == SEVERAL else picture)
+
+
+def _listed(values: Any) -> list[Any]:
+    return values if isinstance(values, list) else [values]

@@ -1,0 +1,93 @@
+"""Prompts with images: rendered and tokenized each by itself, once for all completions of a prompt."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import BatchFeature
+from trl.data_utils import prepare_multimodal_messages
+
+from grpo_ext.packing.images import RowImages, joined_fields, row_images
+
+Tokenized = tuple[list[list[int]], list[Any] | None, dict[str, Any]]
+"""What TRL's `_tokenize_prompts` returns: ids, images and further tensors of the prompts."""
+
+
+def prompts_seen(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the prompts of a dataset's rows with the images of their columns in them, as TRL puts them."""
+    images = [_column(row) for row in rows]
+    if not any(images):
+        return [row["prompt"] for row in rows]
+    return [prepare_multimodal_messages(row["prompt"], images=seen) for row, seen in zip(rows, images, strict=True)]
+
+
+def _column(row: Mapping[str, Any]) -> list[Any]:
+    if "images" in row:
+        return list(row["images"] or ())
+    return [] if row.get("image") is None else [row["image"]]
+
+
+def images_in(prompt: object) -> list[Any]:
+    """Return the images in the content parts of a conversation."""
+    messages = prompt if isinstance(prompt, list) else []
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part.get("image") for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+
+
+def described(prompt: Any) -> Any:
+    """Return a conversation with the size of each image, as text, in its place."""
+    if not images_in(prompt):
+        return prompt
+    return [
+        {**message, "content": [_shown(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in prompt
+    ]
+
+
+def _shown(part: dict[str, Any]) -> dict[str, Any]:
+    size = getattr(part.get("image"), "size", None)
+    if part.get("type") != "image" or size is None:
+        return part
+    return {"type": "text", "text": f"[image {size[0]}x{size[1]}]"}
+
+
+def each_alone(stock: Callable[[list], Tokenized], prompts: list) -> tuple[Tokenized, list[RowImages]]:
+    """Tokenize prompts of which some have images, each by itself with `stock`; completions of one prompt share it.
+
+    Returns TRL's result, and the images of each prompt.
+    """
+    ids: list[list[int]] = []
+    rows: list[RowImages] = []
+    for i, prompt in enumerate(prompts):
+        if i and prompt == prompts[i - 1]:
+            ids.append(ids[-1])
+            rows.append(rows[-1])
+            continue
+        (row_ids,), _, fields = stock([prompt])
+        ids.append(list(row_ids))
+        rows.append(row_images(fields, len(images_in(prompt))))
+    types = {name: [row[name].tolist() for row in rows] for name in _types(rows)}
+    return (ids, [images_in(prompt) or None for prompt in prompts], {**joined_fields(rows), **types}), rows
+
+
+def _types(rows: Sequence[RowImages]) -> Iterator[str]:
+    """Yield the names of tensors with a number for each token, which TRL pads for generation."""
+    names = ("token_type_ids", "mm_token_type_ids")
+    yield from (name for name in names if all(name in row for row in rows))
+
+
+class PreparedImages:
+    """A processor whose images TRL does not prepare again for the loss: each row has its own already."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+    def __call__(self, *args: Any, images: Any = None, **kwargs: Any) -> Any:
+        """Return a placeholder for images, and what the processor returns for text."""
+        return self._processor(*args, **kwargs) if images is None else BatchFeature({"pixel_values": torch.empty(0)})

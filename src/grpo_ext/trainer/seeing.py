@@ -1,0 +1,58 @@
+"""Refusals of images that a run would not compute right, found when the first batch has them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_ext.config.images import image_problems, rollout_problems
+from grpo_ext.data.pictures import image_columns
+from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.packing.images import COUNT, RowImages
+from grpo_ext.rollout.seeing import images_in
+
+
+def check_processor(trainer: Any, *datasets: object) -> None:
+    """Refuse datasets with columns of images for a tokenizer, which would write them into the prompt as text.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    found = image_columns(*datasets)
+    if found and not trainer._is_vlm:
+        reason = f"the processor is a {type(trainer.processing_class).__name__}, so the model would not see the images"
+        cure = "Name a model of images and text with its processor, or remove the column."
+        raise ConfigError([Problem(f"column {found[0]!r}", ABSENT, reason, cure)])
+
+
+def check_seen(trainer: Any, prompts: list) -> None:
+    """Refuse settings beside images in the prompts themselves, which no column announced.
+
+    Raises:
+        ConfigError: a setting is not shown to be right for them, or an image is missing.
+    """
+    rollouts = {name: getattr(trainer, name) for name in ("tools", "rollout_func", "environment_factories")}
+    problems = [*image_problems(trainer.args, ["images"]), *rollout_problems(rollouts)]
+    if any(image is None for prompt in prompts for image in images_in(prompt)):
+        cure = "Give as many images as there are {'type': 'image'} in the messages."
+        problems.append(Problem("prompt", ABSENT, "a part of type 'image' has no image", cure))
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_fields(rows: Sequence[RowImages], known: Sequence[str]) -> None:
+    """Refuse a processor whose tensors do not all reach the model through TRL's forward, with arguments `known`.
+
+    Raises:
+        ConfigError: one would be left out.
+    """
+    if unknown := sorted({name for row in rows for name in row if name not in known}):
+        reason = f"its processor makes {', '.join(unknown)}, which TRL does not pass to the model"
+        raise ConfigError([Problem("model_name_or_path", ABSENT, reason, "Use another model for images.")])
+    if any("pixel_values" not in row for row in rows if int(row[COUNT])):
+        reason = "its processor returns no pixel_values for a prompt with images"
+        raise ConfigError([Problem("model_name_or_path", ABSENT, reason, "Use another model for images.")])
+
+
+def images_of_tools() -> Problem:
+    """Return the problem of a tool that returned an image."""
+    reason = "a tool returned an image, and TRL leaves out all images of a batch where one completion is cut short"
+    return Problem("tools", ABSENT, reason, "Return text.")
