@@ -13,6 +13,7 @@ from grpo_ext.packing.attention import LAYOUT, selected
 from grpo_ext.packing.kept import KeptSets
 from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
+from grpo_ext.packing.recurrent import carried
 
 
 def log_probs(
@@ -71,6 +72,7 @@ def _shared(
 
     with ExitStack() as stack:
         stack.enter_context(selected(base))
+        stack.enter_context(carried(base))
         stack.enter_context(labelled_positions_only(device, None if sets is None else lambda _: sets))
         stack.callback(base.base_model.register_forward_hook(narrow).remove)
         yield

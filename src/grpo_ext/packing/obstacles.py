@@ -11,6 +11,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.packing.dropout import active_dropout
+from grpo_ext.packing.recurrent import LAYER_TYPES, is_recurrent
 
 Policy: TypeAlias = PreTrainedModel | PeftModel
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -51,6 +52,7 @@ def obstacles(model: Policy, use: Forward = Forward.LOSS) -> Iterator[str]:
     if use is Forward.LOSS or (use is Forward.ROLLOUT and model.training):  # evaluation rolls out without noise
         yield from _of_noise(model)
     base = causal_lm(model)
+    yield from _of_states(base, use)
     yield from _of_architecture(base)
     if use is Forward.LOSS:
         yield from _of_the_loss(base)
@@ -82,15 +84,26 @@ def _of_noise(model: Policy) -> Iterator[str]:
         yield "the router is noisy in training"
 
 
+def _of_states(base: PreTrainedModel, use: Forward) -> Iterator[str]:
+    """Yield a state beside keys and values that is not carried from a prompt to its completions."""
+    kinds = _layer_types(base) & LAYER_TYPES
+    if not (kinds or getattr(base, "_is_stateful", False)) or any(map(is_recurrent, base.modules())):
+        return
+    if use is Forward.LOSS or not kinds:  # in rollouts the state lies in the cache, which checks its layers
+        yield "the model carries a recurrent state"
+
+
+def _layer_types(base: PreTrainedModel) -> set[str]:
+    return set(getattr(base.config.get_text_config(decoder=True), "layer_types", None) or ())
+
+
 def _of_architecture(base: PreTrainedModel) -> Iterator[str]:
     config: Any = base.config.get_text_config(decoder=True)
     if len(set(getattr(base, "hf_device_map", {}).values())) > 1:
         yield "the model is spread over several devices"
     if base.config.is_encoder_decoder:
         yield "the model has an encoder"
-    if getattr(base, "_is_stateful", False):
-        yield "the model carries a recurrent state"
-    if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+    if kinds := _layer_types(base) - {"full_attention"} - LAYER_TYPES:
         yield f"the model has layers of {', '.join(sorted(kinds))}"
     elif not hasattr(config, "layer_types") and getattr(config, "sliding_window", None) is not None:
         yield f"attention is limited to a sliding window of {config.sliding_window} tokens"
@@ -114,7 +127,8 @@ def _of_the_loss(base: PreTrainedModel) -> Iterator[str]:
         return
     if config._attn_implementation not in KNOWN_ATTENTION:
         yield f"attention implementation {config._attn_implementation!r} is not known to compute plain attention"
-    if not getattr(base, "_supports_attention_backend", False):
+    recurrent = any(map(is_recurrent, base.modules()))
+    if not getattr(base, "_supports_attention_backend", False) and not recurrent:
         yield f"{type(base).__name__} does not take its attention from transformers' AttentionInterface"
     if any(getattr(module, "is_causal", True) is False for module in base.modules()):
         yield "attention looks ahead"
@@ -124,7 +138,7 @@ def _of_the_loss(base: PreTrainedModel) -> Iterator[str]:
         yield "keys and values are of different sizes"
     if base.base_model is base:
         yield f"{type(base).__name__} has no base model apart from its head"
-    if not any(name.endswith("rotary_emb") for name, _ in base.named_modules()):
+    if not any(name.endswith("rotary_emb") for name, _ in base.named_modules()) and not recurrent:
         yield "positions are not rotary"
 
 
