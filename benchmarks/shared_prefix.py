@@ -33,7 +33,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
@@ -54,6 +54,11 @@ CUDA_MODEL = {
     "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
 }  # fmt: skip
 """The shape of a 0.5 B Qwen2.5."""
+HYBRID = {
+    "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
+"""Sizes of the gated delta rule beside those of a model."""
 
 PROCESSES = 5
 RATIOS = ("auto_over_false", "false_over_false")
@@ -75,6 +80,8 @@ class Work:
     hidden: int | None = None
     """Another width than the device's model has, and another depth."""
     layers: int | None = None
+    hybrid: bool = False
+    """Three of four layers with the gated delta rule, as in Qwen3.5."""
 
 
 RAGGED = tuple(round(math.exp(math.log(16) + (i + 0.5) / 8 * math.log(512 / 16))) for i in range(8))
@@ -86,26 +93,25 @@ WORKS = (
     Work("prompt 256, completions 16 to 512, G 8", 256, RAGGED, 3.0),
     Work("the same, 2 groups", 256, RAGGED, 3.0, groups=2),
     Work("the same, 2 groups, one of zero variance", 256, RAGGED, 5.1, groups=2, silent=1),
+    Work("prompt 1024, completion 128, G 8, Qwen3.5", 1024, (128,) * 8, 3.0, hybrid=True),
     Work("prompt 256, completion 32, G 4, vocabulary 152 k", 256, (32,) * 4, 20.0, vocabulary=151_936),
 )
 MEMORY = WORKS[2]
 
 
-def policy(work: Work, device: str) -> LlamaForCausalLM:
+def policy(work: Work, device: str) -> LlamaForCausalLM | Qwen3_5ForCausalLM:
     torch.manual_seed(0)
     shape = CPU_MODEL if device == "cpu" else CUDA_MODEL
     if work.hidden is not None:
         shape = shape | {"hidden_size": work.hidden, "intermediate_size": 2 * work.hidden}
         shape |= {"num_hidden_layers": work.layers, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        vocab_size=work.vocabulary,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        **shape,
-    )
-    return LlamaForCausalLM(config).to(torch.float32 if device == "cpu" else torch.bfloat16)
+    shape |= {"vocab_size": work.vocabulary, "max_position_embeddings": 4096}
+    shape |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    if work.hybrid:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape, **HYBRID))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    return model.to(torch.float32 if device == "cpu" else torch.bfloat16)
 
 
 def completions_of(work: Work, device: str) -> dict:

@@ -87,10 +87,13 @@ def _of_noise(model: Policy) -> Iterator[str]:
 def _of_states(base: PreTrainedModel, use: Forward) -> Iterator[str]:
     """Yield a state beside keys and values that is not carried from a prompt to its completions."""
     kinds = _layer_types(base) & LAYER_TYPES
-    if not (kinds or getattr(base, "_is_stateful", False)) or any(map(is_recurrent, base.modules())):
+    if not (kinds or getattr(base, "_is_stateful", False)):
         return
-    if use is Forward.LOSS or not kinds:  # in rollouts the state lies in the cache, which checks its layers
-        yield "the model carries a recurrent state"
+    if not any(map(is_recurrent, base.modules())) and (use is Forward.LOSS or not kinds):
+        yield "the model carries a recurrent state"  # in rollouts it lies in the cache, which checks its layers
+    biased = (name for name, module in base.named_modules() if getattr(module, "bias", None) is not None)
+    if padded := next((name for name in biased if name.endswith(".in_proj")), None):
+        yield f"the bias of {padded} lets padding into its convolution: a padded row differs from the row by itself"
 
 
 def _layer_types(base: PreTrainedModel) -> set[str]:

@@ -22,7 +22,7 @@ from grpo_ext.packing.kernels import Segments, Span
 CACHE_ARGUMENT = {
     **dict.fromkeys(
         (
-            "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer",
+            "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer",
             "OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet",
             "Zamba2MambaMixer",
         ),
@@ -30,7 +30,7 @@ CACHE_ARGUMENT = {
     ),
     **dict.fromkeys(("Lfm2MoeShortConv", "Lfm2ShortConv"), "past_key_values"),
 }  # fmt: skip
-"""transformers' layers that continue from the state in their cache, however many tokens follow; its argument's name."""
+"""transformers' layers that continue from their cache, however many tokens follow, and its argument's name."""
 LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mlp", "moe"})
 """What configs call layers with such a state, and, beside them, layers that mix no tokens."""
 TILE = 64
@@ -125,7 +125,8 @@ class State(LinearAttentionLayer):
     ) -> Tensor:
         """Return the inputs of the convolution after those of the parent; keep the last ones."""
         before = self.conv_states[0]
-        assert state_idx == 0 and conv_kernel_size is not None
+        assert state_idx == 0
+        assert conv_kernel_size is not None
         whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
         short = max(0, conv_kernel_size - whole.shape[-1])
         self.conv_states[0] = nn.functional.pad(whole, (short, 0))[..., -conv_kernel_size:]
@@ -194,7 +195,7 @@ def _follow(parent: nn.Module, layer: nn.Module) -> nn.Module:
 def _split(parent: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
     if LAYOUT in kwargs:
         for layer in _recurrent_children(parent):
-            layer._grpo_ext_before = vars(layer).get("forward")
+            vars(layer)["_grpo_ext_before"] = vars(layer).get("forward")
             layer.forward = partial(by_segments, layer.forward, layer, kwargs[LAYOUT])
 
 
