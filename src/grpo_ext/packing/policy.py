@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -164,8 +163,8 @@ class PrefixSharing:
         """Compare the two forwards once on a few tokens; if they differ, share no prompts.
 
         They may differ by rounding: by `NOISES` times the change of the plain forward of `base` when all positions are
-        shifted, which only changes the rounding of a model with relative positions. The embeddings of a model with
-        recurrent layers, which may have no positions, are rounded differently as well.
+        shifted, which only changes the rounding of a model with relative positions. Where that changes nothing, as
+        without positions, the embeddings are rounded differently.
 
         Raises:
             ConfigError: they differ, and `shared_prefix` is true.
@@ -175,13 +174,15 @@ class PrefixSharing:
         mask, completion = torch.ones_like(ids), ids.shape[1] // 2
         layout = pack(ids.cpu().numpy(), mask.cpu().numpy(), completion)
         assert layout is not None
-        recurrent = self.size is not None and self.size.recurrent > 0
         with torch.no_grad():
             expected = plain(ids, mask, completion)[0]
             noise = 0.0
-            for by in (1, 3, 5):
-                with positions_moved(base, by), rounded_differently(base, by) if recurrent else nullcontext():
-                    noise = max(noise, _distance(plain(ids, mask, completion)[0], expected))
+            for change in (positions_moved, rounded_differently):
+                for by in (1, 3, 5):
+                    with change(base, by):
+                        noise = max(noise, _distance(plain(ids, mask, completion)[0], expected))
+                if noise > 0:
+                    break
             try:
                 error = _distance(packed(ids, layout, completion)[0], expected)
                 reason = f"it is {error:.2g} nats per token off the plain forward, whose rounding is {noise:.2g}"
