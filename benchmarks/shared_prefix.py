@@ -33,7 +33,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen3_5TextConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
@@ -54,6 +54,11 @@ CUDA_MODEL = {
     "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
 }  # fmt: skip
 """The shape of a 0.5 B Qwen2.5."""
+HYBRID = {
+    "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
+"""Sizes of the gated delta rule beside those of a model."""
 
 PROCESSES = 5
 RATIOS = ("auto_over_false", "false_over_false")
@@ -77,6 +82,8 @@ class Work:
     layers: int | None = None
     window: int | None = None
     """Sliding window of each layer."""
+    hybrid: bool = False
+    """Three of four layers with the gated delta rule, as in Qwen3.5."""
 
 
 RAGGED = tuple(round(math.exp(math.log(16) + (i + 0.5) / 8 * math.log(512 / 16))) for i in range(8))
@@ -88,6 +95,7 @@ WORKS = (
     Work("prompt 256, completions 16 to 512, G 8", 256, RAGGED, 3.0),
     Work("the same, 2 groups", 256, RAGGED, 3.0, groups=2),
     Work("the same, 2 groups, one of zero variance", 256, RAGGED, 5.1, groups=2, silent=1),
+    Work("prompt 1024, completion 128, G 8, Qwen3.5", 1024, (128,) * 8, 3.0, hybrid=True),
     Work("prompt 256, completion 32, G 4, vocabulary 152 k", 256, (32,) * 4, 20.0, vocabulary=151_936),
     Work("prompt 1024, completion 128, G 8, sliding windows of 512", 1024, (128,) * 8, 3.0, window=512),
 )
@@ -100,15 +108,14 @@ def policy(work: Work, device: str) -> PreTrainedModel:
     if work.hidden is not None:
         shape = shape | {"hidden_size": work.hidden, "intermediate_size": 2 * work.hidden}
         shape |= {"num_hidden_layers": work.layers, "num_attention_heads": 4, "num_key_value_heads": 2}
-    kind = LlamaConfig if work.window is None else partial(MistralConfig, sliding_window=work.window)
-    config = kind(
-        vocab_size=work.vocabulary,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        **shape,
-    )
+    shape |= {"vocab_size": work.vocabulary, "max_position_embeddings": 4096}
+    shape |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    if work.hybrid:
+        config = Qwen3_5TextConfig(**shape, **HYBRID)
+    elif work.window is not None:
+        config = MistralConfig(**shape, sliding_window=work.window)
+    else:
+        config = LlamaConfig(**shape)
     return AutoModelForCausalLM.from_config(config).to(torch.float32 if device == "cpu" else torch.bfloat16)
 
 

@@ -16,7 +16,7 @@ NAMES = {
     48: "intermediate_size ffn_dim d_inner dff dim_ff decoder_ffn_dim encoder_ffn_dim ffn_hidden_size",
     16: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size kv_lora_rank q_lora_rank "
     "mamba_d_head mamba_head_dim sliding_window attention_window_size attention_chunk_size index_topk window_size "
-    "sliding_window_size",
+    "sliding_window_size mamba_chunk_size chunk_size",
     12: "qk_head_dim",
     8: "head_dim v_head_dim qk_nope_head_dim mamba_d_state state_size ssm_state_size linear_key_head_dim "
     "linear_value_head_dim linear_head_dim index_head_dim dim_head d_head",
@@ -115,6 +115,11 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """What the sizes alone leave wrong."""
+RECURRENT = (
+    "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5",
+    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+)  # fmt: skip
+"""Those with recurrent layers that share prompts in the loss and in rollouts."""
 NOT_BUILT = {
     "blt": "transformers' own forward looks for a number of layers that its config does not have",
     **dict.fromkeys(

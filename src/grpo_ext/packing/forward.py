@@ -13,6 +13,7 @@ from grpo_ext.packing.attention import INSTEAD, LAYOUT, selected
 from grpo_ext.packing.kept import KeptSets
 from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
+from grpo_ext.packing.recurrent import carried
 
 
 def log_probs(
@@ -72,6 +73,7 @@ def _shared(
 
     with ExitStack() as stack:
         stack.enter_context(selected(base))
+        stack.enter_context(carried(base))
         stack.enter_context(labelled_positions_only(device, None if sets is None else lambda _: sets))
         stack.callback(base.base_model.register_forward_hook(narrow).remove)
         yield
@@ -81,11 +83,28 @@ def _shared(
 def positions_moved(base: PreTrainedModel, by: int) -> Iterator[None]:
     """Shift the positions of plain forwards by `by`: only rounding changes where positions are relative."""
 
-    def moved(module: nn.Module, args: object, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        ids = kwargs["input_ids"]
+    def moved(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ids = args[0] if args else kwargs["input_ids"]
         return args, kwargs | {"position_ids": torch.arange(by, by + ids.shape[1], device=ids.device)[None]}
 
     handle = base.base_model.register_forward_pre_hook(moved, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def rounded_differently(base: PreTrainedModel, seed: int) -> Iterator[None]:
+    """Change the embeddings of tokens by at most their last digit, at random."""
+
+    def changed(module: nn.Module, args: object, found: Tensor) -> Tensor:
+        device = found.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else found.dtype
+        share = torch.rand(found.shape, generator=torch.Generator().manual_seed(seed)).to(found.device)
+        return (found * (1 + torch.finfo(dtype).eps * (2 * share - 1))).to(found.dtype)
+
+    handle = base.get_input_embeddings().register_forward_hook(changed)
     try:
         yield
     finally:

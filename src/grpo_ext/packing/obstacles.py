@@ -11,6 +11,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.packing.dropout import active_dropout
+from grpo_ext.packing.recurrent import LAYER_TYPES, is_recurrent
 
 Policy: TypeAlias = PreTrainedModel | PeftModel
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -58,6 +59,7 @@ def obstacles(model: Policy, use: Forward = Forward.LOSS) -> Iterator[str]:
     if use is Forward.LOSS or (use is Forward.ROLLOUT and model.training):  # evaluation rolls out without noise
         yield from _of_noise(model)
     base = causal_lm(model)
+    yield from _of_states(base, use)
     yield from _of_architecture(base)
     if use is Forward.LOSS:
         yield from _of_the_loss(base)
@@ -89,15 +91,29 @@ def _of_noise(model: Policy) -> Iterator[str]:
         yield "the router is noisy in training"
 
 
+def _of_states(base: PreTrainedModel, use: Forward) -> Iterator[str]:
+    """Yield a state beside keys and values that is not carried from a prompt to its completions."""
+    kinds = _layer_types(base) & LAYER_TYPES
+    if not (kinds or getattr(base, "_is_stateful", False)):
+        return
+    if not any(map(is_recurrent, base.modules())) and (use is Forward.LOSS or not kinds):
+        yield "the model carries a recurrent state"  # in rollouts it lies in the cache, which checks its layers
+    biased = (name for name, module in base.named_modules() if getattr(module, "bias", None) is not None)
+    if padded := next((name for name in biased if name.endswith(".in_proj")), None):
+        yield f"the bias of {padded} lets padding into its convolution: a padded row differs from the row by itself"
+
+
+def _layer_types(base: PreTrainedModel) -> set[str]:
+    return set(getattr(base.config.get_text_config(decoder=True), "layer_types", None) or ())
+
+
 def _of_architecture(base: PreTrainedModel) -> Iterator[str]:
     config: Any = base.config.get_text_config(decoder=True)
     if len(set(getattr(base, "hf_device_map", {}).values())) > 1:
         yield "the model is spread over several devices"
     if base.config.is_encoder_decoder:
         yield "the model has an encoder"
-    if getattr(base, "_is_stateful", False):
-        yield "the model carries a recurrent state"
-    if kinds := set(getattr(config, "layer_types", None) or ()) - {*KNOWN_LAYERS}:
+    if kinds := _layer_types(base) - {*KNOWN_LAYERS} - LAYER_TYPES:
         yield f"the model has layers of {', '.join(sorted(kinds))}"
     if growing := sorted(_rope_types(config) & set(GROWING_ROPE)):
         yield f"{growing[0]} rotary embeddings depend on the length of the batch"
@@ -121,11 +137,12 @@ def _of_the_loss(base: PreTrainedModel) -> Iterator[str]:
         yield f"attention implementation {config._attn_implementation!r} is not known to compute plain attention"
     if base.base_model is base:
         yield f"{type(base).__name__} has no base model apart from its head"
-    if not getattr(text, "_supports_attention_backend", False):
+    recurrent = any(map(is_recurrent, text.modules()))
+    if not getattr(text, "_supports_attention_backend", False) and not recurrent:
         yield f"{type(text).__name__} does not take its attention from transformers' AttentionInterface"
     if any(getattr(module, "is_causal", True) is False for module in text.modules()):
         yield "attention looks ahead"
-    if not _is_rotary(text):
+    if not _is_rotary(text) and not recurrent:
         yield "positions are not rotary"
     if base.base_model is not base and _beside_the_head(base):
         yield f"the head of {type(base).__name__} computes more than its output embeddings"

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.packing.attention import ForeignAttention
-from grpo_ext.packing.forward import positions_moved
+from grpo_ext.packing.forward import positions_moved, rounded_differently
 from grpo_ext.packing.layout import Layout, pack
 from grpo_ext.packing.obstacles import Policy, causal_lm, obstacles, text_model
+from grpo_ext.packing.recurrent import is_recurrent
 from grpo_ext.packing.routes import padded, prompts_apart
 from grpo_ext.packing.tree import is_plain, pack_tree, plain_rows
 from grpo_ext.packing.windows import narrowed
@@ -32,6 +33,8 @@ SPEED = {"cpu": 5e10}
 SPEED_ELSEWHERE = 2e14
 CALL_SECONDS = 3e-5
 """Seconds of one attention call with its views and copies."""
+RECURRENT_CALL_SECONDS = 5e-4
+"""Seconds of a recurrent layer's call on few tokens."""
 PACK_SECONDS = 1e-3
 """Seconds to lay out a micro-batch."""
 PASSES = 3
@@ -49,6 +52,8 @@ class Size:
     head: int
     """Parameters of the LM head."""
     layers: int
+    recurrent: int = 0
+    """Those of the layers with a recurrent state."""
 
     @classmethod
     def of(cls, base: PreTrainedModel) -> "Size":
@@ -60,7 +65,8 @@ class Size:
         active = getattr(config, "num_experts_per_tok", 1) / max(1, getattr(config, "num_experts", None) or 1)
         body = sum(getattr(p, "ds_numel", p.numel()) for p in text.parameters() if id(p) not in embeddings)
         body = int(body - experts * (1 - min(1.0, active)))
-        return cls(body=body, head=weights[1].numel(), layers=config.num_hidden_layers)
+        recurrent = sum(map(is_recurrent, base.modules()))
+        return cls(body, head=weights[1].numel(), layers=config.num_hidden_layers, recurrent=recurrent)
 
     def gain(self, layout: Layout, device: str) -> float:
         """Return seconds saved divided by seconds spent, for a packed forward and its backward."""
@@ -86,7 +92,8 @@ class Size:
     def _gain(self, tokens: int, scores: int, calls: int, device: str) -> float:
         """Return the gain from `tokens` and `scores` saved; on a CPU stock TRL scores every position."""
         saved = 2 * self.body * tokens + (2 * self.head * scores if device == "cpu" else 0)
-        spent = PACK_SECONDS + self.layers * calls * CALL_SECONDS * PASSES
+        seconds = self.layers * CALL_SECONDS + self.recurrent * RECURRENT_CALL_SECONDS
+        spent = PACK_SECONDS + calls * seconds * PASSES
         return saved * PASSES / SPEED.get(device, SPEED_ELSEWHERE) / spent
 
 
@@ -159,8 +166,9 @@ class PrefixSharing:
         """Compare the two forwards once on a few tokens; if they differ, share no prompts.
 
         They may differ by rounding: by `NOISES` times the change of the plain forward of `base` when all positions are
-        shifted, which only changes the rounding of a model with relative positions. Windows are narrowed for both, so
-        that the few tokens exceed them.
+        shifted, which only changes the rounding of a model with relative positions. Where that changes nothing, as
+        without positions, the embeddings are rounded differently. Windows are narrowed for both, so that the few tokens
+        exceed them.
 
         Raises:
             ConfigError: they differ, and `shared_prefix` is true.
@@ -173,9 +181,12 @@ class PrefixSharing:
         with torch.no_grad(), narrowed(base):
             expected = plain(ids, mask, completion)[0]
             noise = 0.0
-            for by in (1, 3, 5):
-                with positions_moved(base, by):
-                    noise = max(noise, _distance(plain(ids, mask, completion)[0], expected))
+            for change in (positions_moved, rounded_differently):
+                for by in (1, 3, 5):
+                    with change(base, by):
+                        noise = max(noise, _distance(plain(ids, mask, completion)[0], expected))
+                if noise > 0:
+                    break
             try:
                 error = _distance(packed(ids, layout, completion)[0], expected)
                 reason = f"it is {error:.2g} nats per token off the plain forward, whose rounding is {noise:.2g}"

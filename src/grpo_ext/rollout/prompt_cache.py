@@ -1,12 +1,18 @@
-"""Key-value cache of a batch: computed once per prompt, then copied to each of its rows."""
+"""Key-value cache and recurrent states of a batch: computed once per prompt, then copied to each of its rows."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 ROOM = 64
 """Positions by which a full cache grows."""
@@ -103,9 +109,45 @@ class RoomySlidingLayer(RoomyLayer):
         return keys, values
 
 
-def _row_layer(layer: Any, rows: Int[Tensor, " batch"]) -> RoomyLayer:
-    sliding = isinstance(layer, DynamicSlidingWindowLayer)
-    return RoomySlidingLayer(layer, rows) if sliding else RoomyLayer(layer.keys, layer.values, rows)
+class RowStates(LinearAttentionLayer):
+    """Recurrent states of every row; they have no positions.
+
+    Args:
+        layer: states of the prompts.
+        rows: index of each row's prompt.
+    """
+
+    def __init__(self, layer: LinearAttentionLayer, rows: Int[Tensor, " batch"]) -> None:
+        super().__init__()
+        vars(self).update(vars(layer))
+        self.take(rows, 0)
+
+    def take(self, rows: Int[Tensor, " batch"], first: int) -> None:
+        """Keep only these rows."""
+        self.reorder_cache(rows)  # type: ignore[arg-type]
+
+
+class RowKeysAndStates(RoomyLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc,override]
+    """`RoomyLayer` and `RowStates` of a layer with attention and recurrence."""
+
+    def __init__(self, layer: Any, rows: Int[Tensor, " batch"]) -> None:
+        super().__init__(layer.keys, layer.values, rows)
+        vars(self).update((name, value) for name, value in vars(layer).items() if name not in ("keys", "values"))
+        LinearAttentionLayer.reorder_cache(self, rows)  # type: ignore[arg-type]
+
+    def take(self, rows: Int[Tensor, " batch"], first: int) -> None:
+        """Keep only these rows, and keys from position `first` on."""
+        super().take(rows, first)
+        LinearAttentionLayer.reorder_cache(self, rows)  # type: ignore[arg-type]
+
+
+_ROWS: dict[type, Callable[[Any, Tensor], RoomyLayer | RowStates]] = {
+    DynamicLayer: lambda layer, rows: RoomyLayer(layer.keys, layer.values, rows),
+    DynamicSlidingWindowLayer: RoomySlidingLayer,
+    LinearAttentionAndFullAttentionLayer: RowKeysAndStates,
+    LinearAttentionLayer: RowStates,
+}
+"""The layer of rows for each layer of prompts that transformers makes."""
 
 
 def _with_room(states: Tensor, rows: Int[Tensor, " batch"], first: int, length: int) -> Tensor:
@@ -130,9 +172,9 @@ class RowCache:
 
     def __init__(self, cache: DynamicCache, of_row: Int[Tensor, " batch"], mask: Tensor | None) -> None:
         layers: list[Any] = cache.layers
-        if any(layer.keys is None for layer in layers):
+        if any(isinstance(layer, DynamicLayer) and layer.keys is None for layer in layers):
             raise Unsupported("some of its layers have an empty cache")
-        self.layers = [_row_layer(layer, of_row) for layer in layers]
+        self.layers = [_ROWS[type(layer)](layer, of_row) for layer in layers]
         cache.layers[:] = self.layers
         self.mask = None if mask is None or bool(mask.all()) else mask[of_row]
 
@@ -154,7 +196,7 @@ class RowCache:
 
 
 def check_layers(cache: DynamicCache) -> None:
-    """Raise `Unsupported` unless every layer grows by one position for each token, or holds the last ones of them."""
+    """Raise `Unsupported` unless rows can take copies of every layer."""
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in _ROWS:
             raise Unsupported(f"its cache has a {type(layer).__name__}")
