@@ -167,8 +167,8 @@ class PrefixSharing:
 
         They may differ by rounding: by `NOISES` times the change of the plain forward of `base` when all positions are
         shifted, which only changes the rounding of a model with relative positions. Where that changes nothing, as
-        without positions, the embeddings are rounded differently. Windows are narrowed for both, so that the few tokens
-        exceed them.
+        without positions, the embeddings are rounded differently. Windows are narrowed for both, so that the few
+        tokens exceed them.
 
         Raises:
             ConfigError: they differ, and `shared_prefix` is true.
