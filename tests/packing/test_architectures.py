@@ -84,19 +84,18 @@ ROLLOUTS = {
 SEEING_BOTH = {
     "": (
         "chameleon cosmos3_edge cosmos3_omni deepseek_ocr2 emu3 ernie4_5_vl_moe glm46v glm4v glm4v_moe glm_ocr glmga "
-        "granite4_vision hunyuan_vl paddleocr_vl qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe step3p7"
+        "granite4_vision hunyuan_vl muse_glimmer paddleocr_vl qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe step3p7"
     ),
     "the model has an encoder": "florence2 t5gemma2",
     "the model carries a recurrent state": "glm5_next",
     "positions are not rotary": "git kosmos-2.5",
-    "the model has layers of sliding_attention": "muse_glimmer",
 }
 """What is said of models that also take images, on text, where it is not what is said of the model inside."""
 SEEING_LOSS = SEEING_BOTH | {
-    "": SEEING_BOTH[""] + " mllama",
+    "": SEEING_BOTH[""] + " mistral4 mllama",
+    "TRL's LM head multiplies logits": "aya_vision cohere2_vision",
     "does not take its attention from": "evolla",
     "has no base model": "qwen2_5_omni_thinker qwen3_omni_moe_thinker",
-    "keys and values are of different sizes": "mistral4",
     "attention looks ahead": "paligemma",
 }
 SEEING_ROLLOUTS = SEEING_BOTH | {

@@ -1,9 +1,12 @@
 """What keeps siblings apart in the loss and what does so in rollouts, beyond the architectures as they come."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from grpo_ext import ConfigError, GRPOExtTrainer
 from grpo_ext.packing.obstacles import Forward, obstacles
-from support import architectures
+from support import architectures, image_text
 
 BOTH, LOSS = (Forward.LOSS, Forward.ROLLOUT), (Forward.LOSS,)
 
@@ -52,3 +55,12 @@ def test_noise_of_training_keeps_no_rollout_of_an_evaluation_apart():
     model = changed("llama", attention_dropout=0.1)
     assert next(obstacles(model.eval(), Forward.ROLLOUT), None) is None
     assert "dropout" in next(obstacles(model.eval(), Forward.LOSS))
+
+
+def test_a_model_whose_logits_only_trl_scales_is_refused():
+    model = image_text.model("aya_vision")
+    with pytest.raises(ConfigError, match="logit_scale=0.0625, which this model does not"):
+        GRPOExtTrainer._check_scale(SimpleNamespace(model=model))
+    model.config.text_config.logit_scale = 1.0
+    GRPOExtTrainer._check_scale(SimpleNamespace(model=model))
+    GRPOExtTrainer._check_scale(SimpleNamespace(model=architectures.model("cohere2")))

@@ -199,7 +199,7 @@ def of_live_rows(
         batch = trim(rows_of(cast(MicroBatch, needed), at), prompts=False)
     elif IMAGES in inputs:
         at = live.new_tensor([_row_that_sees(inputs[IMAGES])], dtype=torch.long)
-        row = rows_of(cast(MicroBatch, {name: inputs[name] for name in (*TOKENS, IMAGES)}), at)  # type: ignore[literal-required]
+        row = rows_of(cast(MicroBatch, {name: inputs[name] for name in (*TOKENS, IMAGES)}), at)
         row["completion_ids"], row["completion_mask"] = row["completion_ids"][:, :1], torch.ones_like(at)[:, None]
         batch = row
     else:

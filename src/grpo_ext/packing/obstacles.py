@@ -43,6 +43,16 @@ def text_model(base: PreTrainedModel) -> PreTrainedModel:
     return base if base.config.get_text_config(decoder=True) is base.config else base.get_decoder()
 
 
+def scale_of_trl_only(base: PreTrainedModel) -> float | None:
+    """Return the factor by which TRL's LM head multiplies logits and the model itself does not, or None.
+
+    TRL reads it from the config of the text model; Aya Vision and Cohere 2 Vision use that model without its head.
+    """
+    scale = getattr(base.config.get_text_config(decoder=True), "logit_scale", None)
+    scaled = scale is None or text_model(base) is base or hasattr(base, "logit_scale")
+    return None if scaled or scale == 1.0 else scale
+
+
 def forward_obstacle(args: GRPOExtConfig) -> str | None:
     """Return why a run cannot share prompts, in the loss or in rollouts, independent of its model."""
     if args.neftune_noise_alpha is not None:
@@ -117,7 +127,8 @@ def _of_architecture(base: PreTrainedModel) -> Iterator[str]:
         yield f"the model has layers of {', '.join(sorted(kinds))}"
     if growing := sorted(_rope_types(config) & set(GROWING_ROPE)):
         yield f"{growing[0]} rotary embeddings depend on the length of the batch"
-    if base.config.sub_configs and not _is_rotary(text_model(base)):  # GIT and Kosmos count positions by themselves
+    sees = "vision_config" in base.config.sub_configs
+    if sees and not _is_rotary(text_model(base)):  # GIT and Kosmos count positions by themselves
         yield "positions are not rotary"
 
 
@@ -144,6 +155,8 @@ def _of_the_loss(base: PreTrainedModel) -> Iterator[str]:
         yield "attention looks ahead"
     if not _is_rotary(text) and not recurrent:
         yield "positions are not rotary"
+    if (scale := scale_of_trl_only(base)) is not None:
+        yield f"TRL's LM head multiplies logits by {scale:g}, which {type(base).__name__} does not"
     if base.base_model is not base and _beside_the_head(base):
         yield f"the head of {type(base).__name__} computes more than its output embeddings"
 

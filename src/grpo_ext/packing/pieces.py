@@ -7,6 +7,7 @@ the loss compute the same pieces.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -91,11 +92,9 @@ class TokenLimit:
         if live is not None:
             pieces[-1] = torch.cat([pieces[-1], (~live).nonzero()[:, 0]]).sort().values
         parts = [Part(rows_of(inputs, rows), None if live is None else live[rows], rows) for rows in pieces]
-        token = MicroBatch(**{name: inputs[name][:1] for name in TOKENS})  # type: ignore[literal-required,typeddict-item]
-        return [
-            *[Part(token, torch.zeros_like(token["completion_ids"][:, 0], dtype=torch.bool), at[:0])] * spare,
-            *parts,
-        ]
+        token = cast(MicroBatch, {name: value[:1] for name, value in cast(dict, inputs).items() if name in TOKENS})
+        none = torch.zeros_like(token["completion_ids"][:, 0], dtype=torch.bool)
+        return [*[Part(token, none, at[:0])] * spare, *parts]
 
 
 @dataclass(frozen=True)

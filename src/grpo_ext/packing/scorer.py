@@ -142,7 +142,8 @@ class Scorer:
             return self.stock(model, *batch, **options, **multimodal)
 
         self.check(model, input_ids.device)
-        score = partial(sharing.scores, partial(self._plain, model, options), partial(self._packed, model), **options)
+        plain, packed = partial(self._plain, model, options), partial(self._packed, model)
+        score: Callable[..., Scores] = partial(sharing.scores, plain, packed, **options)
         rows = input_ids, attention_mask, logits_to_keep
         if self.limit is not None:
             return in_pieces(self.limit, score, *rows, parents, kept_tokens)

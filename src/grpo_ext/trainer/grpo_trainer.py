@@ -19,14 +19,14 @@ from grpo_ext.config.precision import precision
 from grpo_ext.config.routes import replay_problems
 from grpo_ext.config.truncation import adapter_problems
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.images import IMAGES
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
-from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle
+from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, scale_of_trl_only
 from grpo_ext.packing.pieces import Part, TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.routes import ROUTES, replay_obstacle
@@ -196,6 +196,7 @@ class GRPOExtTrainer(ChunkTrainer):
             switch_dropout_off(self.model)
         elif dropout := active_dropout(self.model):
             logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
+        self._check_scale()
         self.sharing = PrefixSharing(args.prefix_setting, self.model, further=forward_obstacle(args))
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([self.sharing.problem()])
@@ -208,6 +209,14 @@ class GRPOExtTrainer(ChunkTrainer):
         self._check_routes()
         stock = super()._get_per_token_logps_and_entropies
         self._scorer = Scorer(stock, self.sharing, self.accelerator, partial(forward_only, self.model, args), limit)
+
+    def _check_scale(self) -> None:
+        """Refuse a model whose logits TRL's LM head scales and the model itself does not."""
+        base = causal_lm(self.model)
+        if (scale := scale_of_trl_only(base)) is not None:
+            reason = f"TRL's LM head multiplies logits by text_config.logit_scale={scale:g}, which this model does not"
+            cure = "Set text_config.logit_scale to 1.0 in its config, which changes nothing else."
+            raise ConfigError([Problem("model", type(base).__name__, reason, cure)])
 
     def _check_routes(self) -> None:
         """Refuse `router_replay` where it is not exact; it runs a few tokens through the model."""

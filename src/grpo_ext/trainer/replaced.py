@@ -12,8 +12,8 @@ LIBRARY = "unsloth"
 HOOKS = ("__init__", "train", "_inner_training_loop", "training_step", "compute_loss", "get_batch_samples")
 """Methods of transformers' trainer that unsloth 2026.10 replaces when it is imported."""
 _CURE = (
-    "Do not import unsloth in this process: give the model's name or folder, which may be one that unsloth has saved; or "
-    "train with unsloth's own GRPOTrainer."
+    "Do not import unsloth in this process: give the model's name or folder, which may be one that unsloth has saved; "
+    "or train with unsloth's own GRPOTrainer."
 )
 
 
@@ -37,9 +37,7 @@ def replacement_problems(trainer: type, model: object) -> Iterator[Problem]:
     """Refuse to train where unsloth has replaced what this trainer is built on."""
     if found := list(dict.fromkeys(replacements(trainer, model))):
         shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-        reason = (
-            f"it has replaced {shown}, so that losses and log-probabilities here would not be what they are said to be"
-        )
+        reason = f"it has replaced {shown}, so losses and log-probabilities would not be those of the settings"
         yield Problem(LIBRARY, "imported", reason, _CURE)
 
 

@@ -118,7 +118,7 @@ def counted(sharing):
 
 
 def of_own_number(trainer):
-    """Numbers of parts of this process's micro-batches, and of the spare ones; only sharded weights need equal ones."""
+    """Numbers of parts of this process's micro-batches, and of spare ones; only sharded weights need equal numbers."""
     found, cut = [], TokenLimit.parts
 
     def parts(limit, *args):
