@@ -193,6 +193,7 @@ bench-overlap: install-vllm
 bench-lag: install
 	@echo "bench-lag: the quickstart task with completions of weights that are 0, 1, 4 and 8 generations old"
 	$(QUIET_ENV) $(BIN)/python benchmarks/lag.py --again
+	$(BIN)/python docs/tables.py
 
 bench-trajectories: install
 	@echo "bench-trajectories: one gradient for each trajectory, and a step of ten turns, beside a row for each turn"

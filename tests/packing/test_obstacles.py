@@ -59,7 +59,7 @@ def test_noise_of_training_keeps_no_rollout_of_an_evaluation_apart():
 
 def test_a_model_whose_logits_only_trl_scales_is_refused():
     model = image_text.model("aya_vision")
-    with pytest.raises(ConfigError, match="logit_scale=0.0625, which this model does not"):
+    with pytest.raises(ConfigError, match=r"logit_scale=0\.0625, which this model does not"):
         GRPOExtTrainer._check_scale(SimpleNamespace(model=model))
     model.config.text_config.logit_scale = 1.0
     GRPOExtTrainer._check_scale(SimpleNamespace(model=model))

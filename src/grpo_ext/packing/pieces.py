@@ -82,7 +82,8 @@ class TokenLimit:
 
     def parts(self, inputs: MicroBatch, live: Tensor | None) -> list[Part]:
         """Cut a micro-batch by its `live` rows; the last part has the others too."""
-        ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         at = torch.arange(len(ids), device=ids.device) if live is None else live.nonzero()[:, 0]
         parents = inputs[PARENTS][at] if PARENTS in inputs else None
         pieces = [at[rows] for rows in self.cut(ids[at], mask[at], inputs["completion_ids"].shape[1], parents)]
