@@ -87,12 +87,12 @@ SEEING_BOTH = {
         "granite4_vision hunyuan_vl muse_glimmer paddleocr_vl qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe step3p7"
     ),
     "the model has an encoder": "florence2 t5gemma2",
-    "the model carries a recurrent state": "glm5_next",
     "positions are not rotary": "git kosmos-2.5",
 }
 """What is said of models that also take images, on text, where it is not what is said of the model inside."""
 SEEING_LOSS = SEEING_BOTH | {
     "": SEEING_BOTH[""] + " mistral4 mllama",
+    "the model carries a recurrent state": "glm5_next",
     "TRL's LM head multiplies logits": "aya_vision cohere2_vision",
     "does not take its attention from": "evolla",
     "has no base model": "qwen2_5_omni_thinker qwen3_omni_moe_thinker",
@@ -100,6 +100,7 @@ SEEING_LOSS = SEEING_BOTH | {
 }
 SEEING_ROLLOUTS = SEEING_BOTH | {
     "": SEEING_BOTH[""] + " mistral4",
+    "the model has layers of deepseek_sparse_attention": "glm5_next",
     "return_dict_in_generate, prefill_chunk_size or use_cache is set": "evolla",
     "some of its layers have an empty cache": "mllama",
     "the model does not take position_ids of shape [batch, time]": "qwen2_5_omni_thinker qwen3_omni_moe_thinker",

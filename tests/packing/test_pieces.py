@@ -11,7 +11,7 @@ from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
 from grpo_ext.packing.pieces import TokenLimit
 from grpo_ext.packing.policy import PrefixSharing
-from support import rewritten, tiny
+from support import rewritten, seeing, tiny
 from support.float64 import FLOAT64, float64_throughout
 from support.pure import objective
 from support.trainers import build, scripted_rollout, scripted_trajectories, unit_interval, weights
@@ -198,7 +198,9 @@ def test_what_needs_whole_micro_batches_is_refused(settings, words, tmp_path):
 
 
 def test_images_are_refused(path, tmp_path):
-    rows = [{"prompt": "a:", "image": None}] * 16
+    seeing.picture(0).save(tmp_path / "a.png")
+    prompt = [{"role": "user", "content": "a:"}]
+    rows = [{"prompt": prompt, "image": str(tmp_path / "a.png")}] * 16
     args = GRPOExtConfig(str(tmp_path), **tiny.TRAINING, micro_batch_tokens=64)
     with pytest.raises(ConfigError, match="rows with images are not cut by tokens yet"):
         GRPOExtTrainer(path, [unit_interval], args, rows, processing_class=tiny.tokenizer())

@@ -196,10 +196,10 @@ def test_processes_of_accelerate_find_it_from_another_folder(tmp_path):
 def test_a_model_on_disk_is_looked_at_under_zero_3(tmp_path, monkeypatch, adapter):
     """There transformers partitions what it builds, which a model without data cannot be; parts of a model as well."""
     parameters = sum(p.numel() for p in tiny.model().parameters())
+    model = {"model_name_or_path": tiny.save(tmp_path / "model"), **adapter}
     engine = SimpleNamespace(is_zero3=lambda: True)
     monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: engine)
     look = Look()
-    model = {"model_name_or_path": tiny.save(tmp_path / "model"), **adapter}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({**QUICK, **tiny.TRAINING, **model}))
     load_recipe(["--config", str(tmp_path / "r.yaml")], look)
     assert deepspeed.is_deepspeed_zero3_enabled()

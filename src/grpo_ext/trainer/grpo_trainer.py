@@ -345,6 +345,8 @@ class GRPOExtTrainer(ChunkTrainer):
             none = logps[:0]
             return Terms(logps.sum() * 0.0, none, none, none)
         mask = live_mask(inputs)
+        if mode == "train":  # at the first step of a generation the policy is the old one
+            inputs = {"old_per_token_logps": logps.detach(), **inputs}
         tensors = objective.tensors(logps, self._with_samplers_old(logps, inputs, live), mask)
         entropy_mask = None
         if self.top_entropy_quantile < 1.0:

@@ -90,6 +90,7 @@ class ChunksInBackground:
 
     def _score(self, asked: tuple[Request, Future[Completed], Future[Finished], float]) -> None:
         chunk, completed, finished, began = asked
+        made = completed.result()
 
         def end(scoring: Future[Finished]) -> None:
             if (error := scoring.exception()) is not None:
@@ -97,7 +98,7 @@ class ChunksInBackground:
             else:
                 finished.set_result(replace(scoring.result(), seconds=time.monotonic() - began))
 
-        self._leaves.scoring(chunk, completed.result()).add_done_callback(end)
+        self._leaves.scoring(chunk, made).add_done_callback(end)
 
 
 def _fail(futures: Sequence[Future[Any]], ended: Future[None]) -> None:

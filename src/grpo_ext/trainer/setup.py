@@ -113,10 +113,10 @@ def prepare(
     if not isinstance(args, GRPOExtConfig):
         raise TypeError(f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more.")
     checked = isinstance(train_dataset, Checked)
-    train_dataset = seen(as_dataset(train_dataset, "train_dataset"), "train_dataset")
-    eval_dataset = seen(as_dataset(eval_dataset, "eval_dataset"), "eval_dataset")
     factory = rollouts["environment_factory"] is not None  # which may bring prompts and a reward
     problems = [*machine_problems(args, None)]
+    train_dataset = seen(as_dataset(train_dataset, "train_dataset"), "train_dataset", problems)
+    eval_dataset = seen(as_dataset(eval_dataset, "eval_dataset"), "eval_dataset", problems)
     specs, found = parse_environments(environments)
     problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
     problems += [*rollout_problems(args, rollouts), *process_engine.rollout_problems(args, rollouts)]
@@ -143,11 +143,18 @@ def prepare(
 # Data and model.
 
 
-def seen(dataset: Any, name: str) -> Any:
-    """Return a dataset, or several by name, with pictures where its columns of images hold paths or bytes."""
+def seen(dataset: Any, name: str, problems: list[Any]) -> Any:
+    """Return a dataset, or several by name, with pictures where its columns of images hold paths or bytes.
+
+    A dataset whose images cannot be read is returned as it is, and its problems are added to `problems`.
+    """
     if isinstance(dataset, Mapping):
-        return {key: with_pictures(value, f"{name}[{key!r}]") for key, value in dataset.items()}
-    return with_pictures(dataset, name)
+        return {key: seen(value, f"{name}[{key!r}]", problems) for key, value in dataset.items()}
+    try:
+        return with_pictures(dataset, name)
+    except DataError as error:
+        problems += error.problems
+        return dataset
 
 
 def data_problems(
