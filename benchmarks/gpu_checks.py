@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.objective.objective import Objective
 from grpo_ext.packing.flash import EXAMPLE, TOLERANCE, FlashAttention
-from grpo_ext.packing.kernels import MergedAttention, by_sdpa
+from grpo_ext.packing.kernels import by_sdpa
+from grpo_ext.packing.merged import MergedAttention, calls_of
 from step_overhead import CHARACTERS, tokenizer
 
 DRIFT = 0.1
@@ -33,19 +34,25 @@ SERVER_SECONDS = 80
 
 def attention(device: str) -> str:
     """Compare the packed attention with dense attention in float32, values and gradients."""
-    kernel, dtype = (FlashAttention, torch.bfloat16) if device == "cuda" else (MergedAttention, torch.float32)
+
+    def packed(query: Any, key: Any, value: Any, segments: Any, scale: float) -> Any:
+        if device == "cuda":
+            return FlashAttention.apply(query, key, value, segments, scale)
+        return MergedAttention.apply(query, key, value, calls_of(segments, None), scale, None)
+
+    name, dtype = ("flash kernel", torch.bfloat16) if device == "cuda" else ("merged attention", torch.float32)
     bound, worst, g = TOLERANCE if device == "cuda" else 1e-5, 0.0, torch.Generator().manual_seed(0)
     for size in (64, 128):
         drawn = [torch.randn(1, heads, 509, size, generator=g).to(device, dtype) for heads in (4, 2, 2)]
         results = []
-        for function, exact in ((kernel.apply, dtype), (by_sdpa, torch.float32)):
+        for function, exact in ((packed, dtype), (by_sdpa, torch.float32)):
             leaves = [x.detach().to(exact).requires_grad_() for x in drawn]
             out = function(*leaves, EXAMPLE, size**-0.5)
             grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
             results.append([out, *torch.autograd.grad(out, leaves, grad.to(exact))])
         worst = max(worst, *(((f.float() - e).norm() / e.norm()).item() for f, e in zip(*results, strict=True)))
     assert worst < bound, f"off by {worst:.2g}, where {bound:.2g} is allowed"
-    return f"{kernel.__name__} in {dtype}: off by {worst:.1e} of the norm at most (allowed: {bound:.0e})"
+    return f"{name} in {dtype}: off by {worst:.1e} of the norm at most (allowed: {bound:.0e})"
 
 
 # Training.

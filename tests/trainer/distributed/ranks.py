@@ -158,7 +158,7 @@ def shared(model: str, output: str, rows: str, shared: str) -> None:
         trainer = build(model, Path(output) / name, rewards, rollout=rollout, **(fixed | settings | whole))
         forwards, parts = counted(trainer.sharing), of_own_number(trainer)
         trainer.train()
-        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        weights, parts = trainer.accelerator.get_state_dict(trainer.model_wrapped), gather_object(parts)
         if trainer.accelerator.is_main_process:
             log = [entry for entry in trainer.state.log_history if "reward" in entry]
             facts = {"shared": trainer.sharing.possible, "sharded": is_sharded(trainer.model), "forwards": forwards}

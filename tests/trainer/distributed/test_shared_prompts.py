@@ -47,4 +47,4 @@ def test_two_processes_that_share_make_the_step_of_one_that_does_not(launch, mod
         for mine, theirs in zip(one["log"], two["log"], strict=True):
             for key in ("loss", "reward", "advantages/zero_variance_groups"):
                 assert mine[key] == pytest.approx(theirs[key], abs=1e-6), key
-    assert any(spare)  # of the first process, which has fewer pieces at times
+    assert any(spare) == (launch == "fsdp2")  # one process has fewer pieces at times
