@@ -26,7 +26,7 @@ QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
 DEVICE ?= cuda
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-colours bench-credit bench-faults bench-migrate bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-claims bench-colours bench-credit bench-faults bench-migrate bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -54,6 +54,7 @@ help:
 	@echo "make bench-textarena  check and play every game of TextArena, which it installs, and rewrite docs/environments.md's table"
 	@echo "make bench-game    train the quickstart that plays a game and write benchmarks/game.md"
 	@echo "make bench-colours train the quickstart that sees pictures and write benchmarks/colours.md"
+	@echo "make bench-claims  check claims of papers, all or ONLY='length maxrl', and write benchmarks/claims.md; hours, may be stopped and resumed"
 	@echo "make bench-credit  count the episodes that credit by turn needs, beside GRPO, and write benchmarks/turn_credit.md"
 	@echo "make bench-splits  check every loss's gradient under every split and engine, and rewrite docs/launching.md's table"
 	@echo "make bench-sampler compare corrections of the sampler, and rewrite docs/vllm.md's tables"
@@ -217,6 +218,11 @@ bench-game: install
 bench-colours: install
 	@echo "bench-colours: the quickstart that sees pictures, three seeds"
 	$(QUIET_ENV) $(BIN)/python benchmarks/colours.py
+
+ONLY ?=
+bench-claims: install
+	@echo "bench-claims: claims of papers, each with our experiment, figures and verdict"
+	$(QUIET_ENV) $(BIN)/python benchmarks/claims $(if $(ONLY),--only $(ONLY))
 
 bench-credit: install
 	@echo "bench-credit: a task of five turns of which one decides, by GRPO and by credit by turn"
