@@ -1,4 +1,4 @@
-"""The tiny models of the claims: a Llama of 30 thousand parameters on characters, its warm-up, training and sampling."""
+"""The tiny models of the claims: a Llama of 30 thousand parameters on characters; warm-up, training, sampling."""
 
 import contextlib
 import hashlib
@@ -93,7 +93,7 @@ def train(
     settings: dict[str, Any],
     callbacks: Sequence[TrainerCallback] = (),
 ) -> GRPOExtTrainer:
-    """Train by `GRPOExtTrainer`, quietly; return the trainer, whose `state.log_history` has the figures of each step."""
+    """Train by `GRPOExtTrainer`, quietly; return the trainer: its `state.log_history` has the figures of each step."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     disable_progress_bars()
