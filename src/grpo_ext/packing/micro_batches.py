@@ -46,7 +46,7 @@ class MicroBatch(TypedDict, total=False):
     recorded: Tensor
     """Figures of each row for a diagnosis, [rows, figures, 1]."""
     images: list[RowImages]
-    """What the processor made of each row's prompt beside its tokens, as in `images`."""
+    """The processor's tensors of each row's prompt beside its tokens, as in `images`."""
 
 
 PARENTS: Final = "parents"

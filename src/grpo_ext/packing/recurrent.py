@@ -32,7 +32,7 @@ CACHE_ARGUMENT = {
 }  # fmt: skip
 """transformers' layers that continue from their cache, however many tokens follow, and its argument's name."""
 LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mlp", "moe"})
-"""What configs call layers with such a state, and, beside them, layers that mix no tokens."""
+"""Names in configs of layers with such a state, and, beside them, of layers that mix no tokens."""
 TILE = 64
 """Segments without successors run together if their lengths differ by less; the delta rule pads to as many tokens."""
 

@@ -64,7 +64,7 @@ def _layers(base: PreTrainedModel) -> list[nn.Module]:
 
 
 class Use(Protocol):
-    """What becomes of the choices of a forward's routers."""
+    """A way to record or replace the choices of a forward's routers."""
 
     def choice(self, router: int, natural: Tensor) -> Tensor:
         """Return the experts of each token, [tokens, experts], in place of those that router number `router` chose."""

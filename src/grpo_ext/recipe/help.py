@@ -1,4 +1,4 @@
-"""What `grpo-ext train --help-all` prints: every key of a recipe, by subject, ours first."""
+"""Text of `grpo-ext train --help-all`: every key of a recipe, by subject, ours first."""
 
 import dataclasses
 import textwrap

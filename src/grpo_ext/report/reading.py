@@ -69,7 +69,7 @@ class RunFolder:
 
     @property
     def overlap(self) -> str | None:
-        """What sampling beside training brings or would bring; None if no times were logged."""
+        """Return the gain of sampling beside training, real or forecast; None if no times were logged."""
         return advice(self.log, self.record)
 
     @property

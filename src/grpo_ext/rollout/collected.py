@@ -85,7 +85,7 @@ class Collected:
     replayed: bool = False
     """Whether TRL gets `rewards` and `passes` as they are, in place of further ones."""
     ready: Finished | None = None
-    """What the background has made of the rows; None where they are generated now."""
+    """The background's results for the rows; None where they are generated now."""
 
     @property
     def trajectories(self) -> list[Trajectory]:

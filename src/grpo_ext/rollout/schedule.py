@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Orders:
-    """What to do at one point, in this order.
+    """The actions of one point, in this order.
 
     Attributes:
         forget: versions that no window needs any more.

@@ -10,7 +10,7 @@ from trl.data_utils import prepare_multimodal_messages
 from grpo_ext.packing.images import RowImages, joined_fields, row_images
 
 Tokenized = tuple[list[list[int]], list[Any] | None, dict[str, Any]]
-"""What TRL's `_tokenize_prompts` returns: ids, images and further tensors of the prompts."""
+"""The result of TRL's `_tokenize_prompts`: ids, images and further tensors of the prompts."""
 
 
 def prompts_seen(rows: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -63,7 +63,7 @@ class GeneratingTrainer(Lifecycle):
     _age = 0
     """Generations by which the weights that sampled a generation are older than the policy's."""
     _beside: Sampler | None
-    """What samples for training beside it: a process, or a vLLM server."""
+    """The sampler that runs beside training: a process, or a vLLM server."""
     _credit: Credit
     _engine: GroupedEngine | None
     _logs: dict[str, Any]
@@ -150,7 +150,7 @@ class GeneratingTrainer(Lifecycle):
 
     @property
     def _ready(self) -> Finished | None:
-        """What the background has made of the generation that TRL's hooks fill at the moment."""
+        """Return the background's rows of the generation that TRL's hooks fill at the moment."""
         return None if self._collecting is None else self._collecting.ready
 
     def _tokenize_prompts(self, prompts: list) -> Tokenized:

@@ -28,7 +28,7 @@ _OF_NUMPY: tuple[Any, ...] = (
     np.dtype,
     *{type(np.dtype(code)) for code in np.typecodes["All"]},
 )
-"""What makes a scalar of NumPy, which rewards often log."""
+"""NumPy's constructor of a scalar; rewards often log one."""
 
 Weights: TypeAlias = dict[str, Tensor]
 

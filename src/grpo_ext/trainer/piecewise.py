@@ -18,7 +18,7 @@ SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 class Terms(NamedTuple):
-    """What the loss has computed of some rows."""
+    """Results of the loss for some rows."""
 
     loss: Tensor
     per_token_logps: Tensor

@@ -52,7 +52,7 @@ class Machine:
 
 
 class Start(NamedTuple):
-    """What a new process needs."""
+    """Everything that a new process needs."""
 
     model: ModelSpec
     decoding: Decoding

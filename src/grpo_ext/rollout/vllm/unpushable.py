@@ -29,9 +29,9 @@ class Engine(NamedTuple):
     """The sampler, as a problem names it."""
 
     setting: Mapping[str, object]
-    """What chooses it."""
+    """The setting that chooses it."""
     instead: str
-    """What chooses another one."""
+    """The setting that chooses another sampler, as text."""
 
 
 VLLM = Engine({"use_vllm": True}, "use_vllm: false")

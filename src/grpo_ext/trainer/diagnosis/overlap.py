@@ -1,4 +1,4 @@
-"""What it would bring to sample and score completions while the policy trains, from the times that a run logs."""
+"""Forecast the gain of sampling and scoring while the policy trains, from the times that a run logs."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
