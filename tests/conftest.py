@@ -11,6 +11,7 @@ from jaxtyping import install_import_hook
 
 install_import_hook(["grpo_ext.registry", "grpo_ext.objective"], "beartype.beartype")
 
+import signal
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a script ignore it, and so would children
 settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
 
