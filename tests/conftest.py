@@ -21,7 +21,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a script ignore it, and so would children
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs, and their children, ignore it
 settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
 
