@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from support import tiny
 from support.interrupted import without_clocks
+from support.noted import windows_scored
 from support.processes import ENVIRONMENT, PATIENCE, launcher
 
 pytestmark = pytest.mark.slow
@@ -39,7 +40,7 @@ def recipe(request, tmp_path_factory):
         "reward_funcs": [
             {
                 "name": "spread",
-                "func": "support.tiny:spread",
+                "func": "support.noted:spread",
                 "weight": 1.0,
                 "weight_schedule": {"kind": "linear", "to": 0.2},
             },
@@ -63,7 +64,8 @@ def start(recipe: Path, output: Path) -> subprocess.Popen:
     python = [sys.executable] if recipe.stem == "1" else launcher()
     command = [*python, "-m", "grpo_ext.train", "--config", str(recipe), "--output_dir", str(output)]
     path = os.pathsep.join([str(Path(tiny.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
+    noted = output.with_name(f"{output.name}-from-{newest(output)}")
+    env = os.environ | ENVIRONMENT | {"PYTHONPATH": path, "NOTED": str(noted)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, env=env, text=True, start_new_session=True, **pipes)
 
@@ -111,12 +113,28 @@ def never_killed(recipe):
     return ended(recipe, recipe.parent / "whole")
 
 
+def assert_nothing_of_a_checkpoint_is_sampled_again(whole: Path, out: Path) -> None:
+    """A process that resumes from step s takes the windows in flight from the checkpoint: s + K is its first."""
+    for rank in ("0", "1"):
+        for path in whole.parent.glob(f"whole-from-0-{rank}-*.jsonl"):
+            order = [prompts for _, prompts in windows_scored(path)]
+            assert len(order) == STEPS
+            runs = [*out.parent.glob(f"out-from-*-{rank}-*.jsonl")]
+            assert runs
+            for started in runs:
+                resumed_from = int(started.name.split("-")[2])
+                found = [(step, order.index(prompts)) for step, prompts in windows_scored(started)]
+                first = resumed_from + AHEAD["rollout_ahead"] if resumed_from else 0
+                assert [window for _, window in found] == [*range(first, first + len(found))]
+                assert all(step == max(0, window - AHEAD["rollout_ahead"]) for step, window in found)
+
+
 @pytest.mark.parametrize(
     ("recipe", "when"),
     [("in turn", "anywhere"), ("in turn", "in mid save"), *((run, "anywhere") for run in RUNS if run != "in turn")],
     indirect=["recipe"],
 )
-def test_a_run_killed_repeatedly_ends_at_the_same_bits(when, recipe, never_killed, tmp_path):
+def test_a_run_killed_repeatedly_ends_at_the_same_bits(when, recipe, never_killed, tmp_path, request):
     random.seed(0)
     saving = tmp_path / "out" / "_saving"
     for _ in range(KILLS):
@@ -126,6 +144,8 @@ def test_a_run_killed_repeatedly_ends_at_the_same_bits(when, recipe, never_kille
             killed(recipe, tmp_path / "out", lambda process: half_way(saving, process))
             print(f"left half done: {sorted(p.name for p in saving.glob('*/*'))}")
     weights, log = ended(recipe, tmp_path / "out")
+    if "ahead" in str(request.node.callspec.id):
+        assert_nothing_of_a_checkpoint_is_sampled_again(recipe.parent / "whole", tmp_path / "out")
     assert log == never_killed[1]
     assert weights.keys() == never_killed[0].keys()
     assert all((weights[name] == tensor).all() for name, tensor in never_killed[0].items())

@@ -158,6 +158,26 @@ def test_a_signal_to_any_process_saves_a_checkpoint_and_exits_with_75(how, numbe
     run.nothing_left()
 
 
+BESIDE = {
+    "ahead": (ALONE, {"rollout_ahead": 2}),
+    "ahead, two processes": (TWO, {"rollout_ahead": 2}),
+    "overlap: step": (ALONE, {"overlap": "step", "gradient_accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_what_samples_beside_the_training_ends_with_a_run_that_gets_a_signal(case, start):
+    how, settings = BESIDE[case]
+    run = start(how, rollout_engine="process", **settings).training()
+    samplers = [p for p in run.processes() if "grpo_ext.rollout.process.child" in " ".join(p.cmdline())]
+    assert len(samplers) == (2 if how is TWO else 1)
+    run.process.send_signal(signal.SIGINT)
+    assert run.ended() == NOT_FINISHED, run.text[-4000:]
+    saved(run, "SIGINT")
+    assert how is not ALONE or "Traceback" not in run.text, run.text[-6000:]
+    run.nothing_left()
+
+
 def test_the_same_command_resumes(start):
     run = start(ALONE, max_steps=6).training(2)
     run.process.send_signal(signal.SIGTERM)

@@ -88,6 +88,20 @@ def test_what_cannot_be_sampled_ahead_is_refused(case, tmp_path):
     assert len(caught.value.problems) == 1
 
 
+DEVICES = [(None, True), ("cuda", True), ("cuda:0", True), ("cuda:1", False), ("cpu", False)]
+
+
+@pytest.mark.parametrize(("device", "shared"), DEVICES)
+def test_a_sampler_on_the_device_of_the_policy_is_warned_of(device, shared, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_ext.config.process_engine.planning", lambda: True)  # there is no such device here
+    for settings in (AHEAD, {"rollout_engine": "process", "overlap": "step"}, {"rollout_engine": "process"}):
+        config = GRPOExtConfig(str(tmp_path), **(CPU | settings), rollout_device=device)
+        assert not [problem for problem in warnings(config) if "one device" in problem.reason]
+        config.use_cpu = False
+        found = [problem for problem in warnings(config) if "one device" in problem.reason]
+        assert len(found) == (shared and len(settings) > 1)
+
+
 def test_streams_and_short_epochs_cannot_be_sampled_ahead(tmp_path):
     config = GRPOExtConfig(str(tmp_path), **CPU, **(AHEAD | {"max_steps": -1}), num_train_epochs=1)
     rows = Dataset.from_list([{"prompt": "a"}] * 3)

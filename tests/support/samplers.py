@@ -99,5 +99,5 @@ def stuck_at_the_second_call(completions, **_):
     """A reward that scores the first batch only."""
     calls.append(len(completions))
     if len(calls) > 1:
-        time.sleep(60)
+        time.sleep(600)
     return [float(len(completion)) for completion in completions]

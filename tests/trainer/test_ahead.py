@@ -1,5 +1,7 @@
 """`rollout_ahead: K` trains what a run in sequence trains that samples each generation by weights K windows old."""
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -12,7 +14,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
-from grpo_ext.errors import ConfigError, RewardError, SamplerLost
+from grpo_ext.errors import ConfigError, RewardError, RunInterrupted, SamplerLost
 from grpo_ext.trainer.generating import GeneratingTrainer
 from support import tiny, trainers
 from support.processes import launcher, run
@@ -148,6 +150,7 @@ def test_older_weights_sample_and_are_forgotten(tmp_path):
     assert sampler.asked == [(version, 8) for version in (0, 0, 0, 1, 2, 3, 4)]
     assert sampler.published == [0, 1, 2, 3, 4]
     assert sampler.forgotten[:4] == [0, 1, 2, 3]
+    assert [row["overlap/age"] for row in trainer.state.log_history[:-1]] == [0, 1, 2, 2, 2, 2, 2]
     ratios = [row["sampling/importance_sampling_ratio/max"] for row in trainer.state.log_history[:-1]]
     assert ratios[0] == pytest.approx(1, abs=1e-5)  # sampled by the weights that train
     assert max(ratios) > 1.05
@@ -228,6 +231,58 @@ def test_a_lost_sampler_ends_the_run_which_resumes_with_the_same_bits(tmp_path):
     assert torch.equal(trainers.weights(resumed.model), trainers.weights(trained(tmp_path, 2).model))
 
 
+class Told(TrainerCallback):
+    """Gets a signal in the third step, which does not end before something hangs."""
+
+    def __init__(self, hangs):
+        self.hangs = hangs
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # another thread reads it
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        assert state.global_step < 2 or self.hangs.wait(300)
+
+
+def of_its_step(completions, trainer_state, **_):
+    """A reward that depends on when it was asked for."""
+    last = len(trainer_state.log_history)
+    return [trainer_state.global_step + 0.1 * last + a for a in tiny.count_a(completions)]
+
+
+@pytest.mark.parametrize(("hanging", "again"), [("sampler", [(2, 8)]), ("reward", [])])
+def test_a_signal_does_not_wait_for_windows_in_flight_and_costs_no_bit(hanging, again, tmp_path):
+    """The second of two windows in flight hangs; its completions are sampled again if they are what it lacked."""
+    hangs, ended = threading.Event(), threading.Event()
+
+    class Hanging(Copies):
+        def sample(self, *args, **kwargs):
+            if hanging == "sampler" and len(self.asked) == 4 and not ended.is_set():
+                hangs.set()
+                self.seconds = 600.0
+            return super().sample(*args, **kwargs)
+
+    def judge(completions, trainer_state, **_):
+        if hanging == "reward" and trainer_state.global_step == 2 and not ended.is_set():
+            hangs.set()
+            ended.wait(600)
+        return of_its_step(completions, trainer_state)
+
+    settings = {"rewards": [judge], "save_strategy": "no"}
+    trainer = trainer_of(tmp_path / "told", 2, sampler=Hanging, **settings)
+    trainer.add_callback(Told(hangs))
+    began = time.monotonic()
+    with pytest.raises(RunInterrupted, match="saved checkpoint-3"):
+        trainer.train()
+    assert time.monotonic() - began < 300
+    ended.set()
+    resumed = trained(tmp_path / "told", 2, resume=True, **settings)
+    assert_same(trained(tmp_path / "through", 2, **settings), resumed)
+    assert resumed._beside.asked == [*again, (3, 8), (4, 8)]
+
+
 class LostForReplacements(Copies):
     """Is lost when the main thread asks for groups in place of silent ones, in the fourth window."""
 
@@ -292,13 +347,13 @@ def test_an_error_ends_a_reward_that_is_scored_in_flight(tmp_path, caplog):
         def on_step_end(self, args, state, control, **kwargs):
             raise ValueError("of a callback")
 
-    stuck = {"name": "stuck", "func": "support.samplers:stuck_at_the_second_call", "timeout": 60}
+    stuck = {"name": "stuck", "func": "support.samplers:stuck_at_the_second_call", "timeout": 600}
     trainer = trainer_of(tmp_path, 2, rewards=[stuck])
     trainer.add_callback(Failing())
     began = time.monotonic()
     with pytest.raises(ValueError, match="of a callback"):
         trainer.train()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
     assert not [thread for thread in threading.enumerate() if "grpo_ext background" in thread.name]
     assert not [worker for worker in trainer.reward_runtime.pool._workers if worker is not None]
     assert "failed" not in caplog.text  # the reward did not

@@ -29,6 +29,7 @@ RUNS = {
         **{"rollout_engine": "process", "overlap": "step"},
         **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
     },
+    "ahead": {"rollout_engine": "process", "rollout_ahead": 1, "max_steps": 2},
 }
 
 

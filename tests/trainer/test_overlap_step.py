@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, SamplerLost
 from grpo_ext.objective.losses import losses
 from grpo_ext.rollout.samplers import Sampled
 from support import tiny, trainers
@@ -131,6 +131,31 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(case, tmp_path):
     for step in (1, 2, 3):
         resumed = train(tmp_path, "step", resume=str(tmp_path / f"checkpoint-{step}"), **saving)
         assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
+
+
+@pytest.mark.parametrize("case", ["one step a generation", "several steps a generation", "a generation used twice"])
+def test_a_sampler_lost_between_two_micro_batches_costs_the_generation_and_no_bit(case, tmp_path):
+    settings = CASES[case] | {"max_steps": 6}
+    through = train(tmp_path / "through", "step", **settings)
+    begun = []
+
+    class Lost(Drawn):
+        """Is lost in the third generation, when some of its groups have trained."""
+
+        def sample(self, *request, done=None):
+            begun.append(request)
+            if len(begun) != 3:
+                return super().sample(*request, done=done)
+            for row, sampled in enumerate(super().sample(*request)[:8]):
+                done(row, sampled)
+            raise SamplerLost("the process that samples is gone")
+
+    with pytest.raises(SamplerLost, match=r"resumed from .*checkpoint-(2|4)") as lost:
+        train(tmp_path / "lost", "step", sampler=Lost, **settings)
+    checkpoint = str(lost.value).rpartition(" ")[2].rstrip(".")
+    resumed = train(tmp_path / "lost", "step", resume=checkpoint, **settings)
+    assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
+    assert figures(resumed)[:-1] == figures(through)[:-1]
 
 
 class Twice(Conversation):

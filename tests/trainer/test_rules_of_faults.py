@@ -122,6 +122,15 @@ def test_an_impossible_value_is_found_in_the_first_steps(name, changes, since):
     assert [f.rule.name for f in diagnose(history(changes, since=since))] == [name]
 
 
+@pytest.mark.parametrize("value", [0.15, 0.5])
+def test_older_weights_differ_from_the_first_steps_on_and_that_is_no_fault(value):
+    ages = {"overlap/age": lambda n: float(min(n, 2))}
+    assert not diagnose(history(level(value) | ages, since=2))
+    assert diagnose(history(level(value), since=2))
+    leaps = {"overlap/age": 2.0, "sampling/mismatch": lambda n: 1e-3 if n < 11 else value}
+    assert diagnose(history(leaps, since=1))
+
+
 @pytest.mark.parametrize("value", [None, math.nan, "nan", True, 10**400])
 def test_a_metric_that_is_not_a_number_is_unknown(value):
     changes = {name: value for name in history()[0] if name not in ("step", "reward")}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.launch import planning
+from grpo_ext.config.launch import local_world_size, planning
 from grpo_ext.config.rules import Rule
 from grpo_ext.config.truncation import rescalings
 from grpo_ext.errors import ABSENT, Problem
@@ -71,6 +71,19 @@ def _undecodable(config: GRPOExtArguments) -> Iterator[Problem]:
         if (value := given[name]) is not None and value != _UNDECODED.get(name):
             reason = "the process samples token by token, each row by itself"
             yield Problem(f"generation_kwargs.{name}", value, reason, _CURE, {"rollout_engine": "process"})
+
+
+def same_device(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Warn of sampler and policy on one GPU, where their work adds up."""
+    if config.use_cpu or not samples_in_process(config) or not (config.overlap or config.rollout_ahead):
+        return
+    device = None if config.rollout_device is None else torch.device(config.rollout_device)
+    if device is not None and (device.type == "cpu" or (device.index or 0) >= local_world_size()):
+        return
+    name, value = _beside(config)
+    reason = "sampler and policy compute on one device, so only the wait for rewards and environments is hidden"
+    cure = f"Set rollout_device to one that does not train, or remove {name}."
+    yield Problem(name, value, reason, cure, {"rollout_device": config.rollout_device})
 
 
 PROCESS_RULES: tuple[Rule, ...] = (_inexact, _undecodable, _device)

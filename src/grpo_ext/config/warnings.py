@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.precision import coarse_warnings
+from grpo_ext.config.process_engine import same_device
 from grpo_ext.config.rehearsal import rehearsal_warnings
 from grpo_ext.config.rules import Conflict, Rule, is_set, plain
 from grpo_ext.config.truncation import reshaped_sampling
@@ -178,6 +179,7 @@ _UNUSUAL: tuple[Rule, ...] = (
         "Set use_bias_correction_kl: false.",
     ),
     _off_policy,
+    same_device,
     coarse_warnings,
     Conflict.of("use_bias_correction_kl !beta", "beta=0 means no KL term", "Set beta > 0 or remove it."),
 )

@@ -1,9 +1,8 @@
-"""Keep an evaluation from changing the random numbers of the training that follows."""
+"""Keep an evaluation, or a step that fails, from changing the random numbers of the training that follows."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,18 +11,25 @@ import torch
 @contextmanager
 def random_streams_kept() -> Iterator[None]:
     """Restore the random states of Python, numpy and torch, on the CPU and on this process's device."""
-    python, numeric = random.getstate(), np.random.get_state()
+    restore = random_streams()
     try:
-        with torch.random.fork_rng(**_device()):
-            yield
+        yield
     finally:
+        restore()
+
+
+def random_streams() -> Callable[[], None]:
+    """Return a function that restores the random states of now."""
+    python, numeric, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    found = torch.accelerator.current_accelerator(check_available=True)
+    device = None if found is None else torch.get_device_module(found)
+    of_device = None if device is None else device.get_rng_state()
+
+    def restore() -> None:
         random.setstate(python)
         np.random.set_state(numeric)
+        torch.set_rng_state(cpu)
+        if device is not None:
+            device.set_rng_state(of_device)
 
-
-def _device() -> dict[str, Any]:
-    """Return arguments of `fork_rng`, which by default opens every device of the machine."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        return {"devices": []}
-    return {"devices": [torch.accelerator.current_device_index()], "device_type": found.type}
+    return restore

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate.utils import gather_object
 
@@ -28,10 +28,11 @@ from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.generating import GeneratingTrainer
 from grpo_ext.trainer.in_flight import InFlight
-from grpo_ext.trainer.leaves import Completed, LeavesInBackground, Request
+from grpo_ext.trainer.leaves import Completed, LeavesInBackground, Request, Submitted
 from grpo_ext.trainer.requests import leaves_of, request_of, taken
 
 Rows = list[dict[str, Any]]
+T = TypeVar("T")
 
 
 @dataclass
@@ -42,13 +43,14 @@ class Ahead:
         schedule: who samples what, and when.
         drawn: numbers of the rows of each later window, of all processes.
         background: completes and scores.
-        asked: windows that were submitted and not yet taken, each with its request, unless a checkpoint had it.
+        asked: windows that were submitted and not yet taken, each with its request, unless a checkpoint had it, and
+            with what is made of it.
     """
 
     schedule: Schedule
     drawn: Iterator[list[int]]
     background: LeavesInBackground
-    asked: dict[int, tuple[Request | None, Future[Finished]]] = field(default_factory=dict)
+    asked: dict[int, tuple[Request | None, Submitted]] = field(default_factory=dict)
     window: int | None = None
     """The window that begins to train, until all its completions are known."""
 
@@ -98,10 +100,12 @@ class AheadTrainer(GeneratingTrainer):
         ahead = Ahead(schedule, islice(drawn, first, None), LeavesInBackground(leaves_of(self, sampler)))
         for window, (version, finished) in zip(versions, known, strict=True):
             if finished is None or not finished.scored:
-                self._submit(ahead, window, version, count, finished)
+                # v_s was published, and this window asked for, when window s had been taken
+                step = min(version * self._uses // self.args.gradient_accumulation_steps, self.state.global_step)
+                self._submit(ahead, window, version, count, finished, step)
             else:
                 next(ahead.drawn)
-                ahead.asked[window] = None, _done(finished)
+                ahead.asked[window] = None, Submitted(_done(Completed.of(finished)), _done(finished))
         return ahead
 
     def _obey(self, ahead: Ahead, sampler: Sampler, orders: Orders, count: int) -> None:
@@ -116,12 +120,29 @@ class AheadTrainer(GeneratingTrainer):
         for window in orders.submit:
             self._submit(ahead, window, orders.publish, count)
 
-    def _submit(self, ahead: Ahead, window: int, version: int, count: int, finished: Finished | None = None) -> None:
-        """Ask for a window; only for its scores where its completions are there."""
+    def _submit(
+        self,
+        ahead: Ahead,
+        window: int,
+        version: int,
+        count: int,
+        finished: Finished | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Ask for a window; only for its scores where its completions are there.
+
+        Args:
+            ahead: the state.
+            window: number of the window.
+            version: number of the weights that sample it.
+            count: rows of this process.
+            finished: completions, if they are there.
+            step: optimizer step after which it was asked for, if not now.
+        """
         first = self.accelerator.process_index * count
         dataset: Any = self.train_dataset
         rows = [dataset[i] for i in next(ahead.drawn)[first : first + count]]
-        request = request_of(self, rows, self.attempts_of(window, count), version)
+        request = request_of(self, rows, self.attempts_of(window, count), version, step)
         made = None if finished is None else Completed.of(finished)
         ahead.asked[window] = request, ahead.background.submit(request, made)
 
@@ -132,16 +153,17 @@ class AheadTrainer(GeneratingTrainer):
             ConfigError: the dataloader has other rows.
             SamplerLost: or ServerLost, the sampler is lost on this or another process.
         """
-        request, future = ahead.asked[window]
+        request, submitted = ahead.asked[window]
         if request is not None and [row["prompt"] for row in request.rows] != [row["prompt"] for row in rows]:
             reason = "the dataloader's rows are not those of the training set in the sampler's order"
             cure = "Remove it, or what changes rows or their order on the way."
             raise ConfigError([Problem("rollout_ahead", self.args.rollout_ahead, reason, cure)])
         began, metrics = time.monotonic(), self._metrics["train"]
         with self._times.during("rollout"):
-            finished = taken(future)
+            finished = taken(submitted.finished)
         metrics["overlap/waited"].append(time.monotonic() - began)
         metrics["overlap/rollout_seconds"].append(finished.seconds)
+        metrics["overlap/age"].append(float(self._age))
         return finished
 
     def _finished(self, attempts: Sequence[AttemptId]) -> Finished | None:
@@ -185,15 +207,19 @@ class AheadTrainer(GeneratingTrainer):
     def _waited_for(self) -> InFlight:
         """Return what is in flight, when each window has been finished, or has failed.
 
-        With it the weights of windows that are still to be sampled, or whose silent groups may be replaced.
+        With it the weights of windows that are still to be sampled, or whose silent groups may be replaced. A run that
+        ends early, by a signal say, does not wait: what is not there by now is sampled by these weights when it
+        resumes. A server has no older weights, so there it waits.
         """
         if self._ahead is None or self._beside is None:
             return self._in_flight
         found, needed = list[tuple[int, Finished | None]](), set[int]()
         replaces = self._sampler is not None and self.accelerator.is_main_process
-        for window, (_, future) in sorted(self._ahead.asked.items()):
-            version = self._ahead.schedule.version(window)
-            kept = in_flight.to_be_kept(future.result()) if future.exception() is None else None
+        if not self._leaving or samples_by_server(self.args):
+            self._ahead.background.wait()
+        for window, (_, submitted) in sorted(self._ahead.asked.items()):
+            version, made = self._ahead.schedule.version(window), submitted.made()
+            kept = None if made is None else in_flight.to_be_kept(made)
             found.append((version, kept))
             needed |= {version} if replaces or kept is None else set()
         copies = {version: self._beside.copy_of(version) for version in sorted(needed)}
@@ -224,7 +250,7 @@ def upcoming(sampler: Any, rows: int) -> Iterator[list[int]]:
             yield numbers
 
 
-def _done(finished: Finished) -> Future[Finished]:
-    future: Future[Finished] = Future()
-    future.set_result(finished)
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
     return future

@@ -7,7 +7,7 @@ and log-probabilities that are known by then, for the sake of the figures.
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +20,7 @@ from grpo_ext.config.chunks import chunk_rows, waits_for_all
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.packing.micro_batches import MicroBatch, as_wide, regroup
 from grpo_ext.rollout.collected import Collected, Finished
+from grpo_ext.rollout.random_streams import random_streams
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer.ahead import AheadTrainer
 from grpo_ext.trainer.arriving import Arriving, Plan, correction, provisional, scale
@@ -38,6 +39,8 @@ class ChunkTrainer(AheadTrainer):
     _chunk: int | None = None
     """Rows of a chunk; None where a generation is scored as one."""
     _background: ChunksInBackground | None = None
+    _restore_streams: Callable[[], None] | None = None
+    """Restores the random states of before the generation whose first optimizer step is under way."""
     _advantage_monitor: AdvantageMonitor
     _drift: Any
 
@@ -91,6 +94,7 @@ class ChunkTrainer(AheadTrainer):
     def _begin(self, rows: Rows, chunk: int) -> None:
         """Order a generation, and plan its micro-batches."""
         args, accelerator = self.args, self.accelerator
+        self._restore_streams = random_streams()
         attempts, window = self.attempt_ids(len(rows)), args.gradient_accumulation_steps
         order = torch.randperm(len(rows)).tolist()  # the numbers that TRL would draw to shuffle
         plan = Plan.of(order, args.per_device_train_batch_size, window, chunk).agreed(accelerator)
@@ -126,8 +130,16 @@ class ChunkTrainer(AheadTrainer):
         waited.append(time.monotonic() - began)
         return finished
 
+    def _save_and_explain(self, error: Exception) -> None:
+        """Save as a run in turn does; a generation of which some chunks are lost begins again when the run resumes."""
+        if self._restore_streams is not None:
+            self._restore_streams()
+            self._step -= self._step % int(self.args.steps_per_generation or 1)
+        super()._save_and_explain(error)
+
     def close_rewards(self) -> None:
         """End what samples, scores and plays beside the training."""
+        self._restore_streams = None
         if self._background is not None:
             self._end_background(self._background)
             self._background = None
@@ -194,6 +206,7 @@ class ChunkTrainer(AheadTrainer):
         factor = correction(self.objective.aggregation, generation.totals[0], totals[0])
         scale(model, factor)
         self._guard.scale_losses(factor)
+        self._restore_streams = None
         self._generation = Generation(generation.micro_batches, totals)
         return torch.stack(arriving.losses).sum() * factor
 

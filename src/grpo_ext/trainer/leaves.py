@@ -102,6 +102,25 @@ class Completed(NamedTuple):
         made = finished.completion_ids, finished.logprobs, finished.kept, finished.played, finished.completions
         return cls(*made, finished.seconds)
 
+    def with_scores(self, scored: Mapping[str, Scored]) -> Finished:
+        """Return completions with their scores."""
+        return Finished(*self[:2], self.completions, scored, self.kept, self.played, self.seconds)
+
+
+class Submitted(NamedTuple):
+    """What the background makes of a request; each future gets its result, or the exception that ended it."""
+
+    completed: Future[Completed]
+    finished: Future[Finished]
+
+    def made(self) -> Finished | None:
+        """Return what is there by now: completions with scores, or without; None if there are no completions."""
+        if self.finished.done() and self.finished.exception() is None:
+            return self.finished.result()
+        if self.completed.done() and self.completed.exception() is None:
+            return self.completed.result().with_scores({})
+        return None
+
 
 class Leaves:
     """Completes and scores the rows of requests, each in one thread at a time.
@@ -179,9 +198,7 @@ class Leaves:
             if (error := scored.exception()) is not None:
                 finished.set_exception(error)
             else:
-                finished.set_result(
-                    Finished(*made[:2], made.completions, scored.result(), made.kept, made.played, made.seconds)
-                )
+                finished.set_result(made.with_scores(scored.result()))
 
         scoring_by(self.scorers, columns, self.loop).add_done_callback(end)
         return finished
@@ -246,15 +263,12 @@ class LeavesInBackground:
             lambda asked: leaves.scored(asked[0], asked[1].result())
         )
 
-    def submit(self, request: Request, made: Completed | None = None) -> Future[Finished]:
-        """Queue a request, or only the scoring of what was `made` of it.
-
-        The future gets its result, or the exception that ended it.
-        """
+    def submit(self, request: Request, made: Completed | None = None) -> Submitted:
+        """Queue a request, or only the scoring of what was `made` of it."""
         completed: Future[Completed] = Future() if made is not None else self._completing.submit(request)
         if made is not None:
             completed.set_result(made)
-        return self._scoring.submit((request, completed))
+        return Submitted(completed, self._scoring.submit((request, completed)))
 
     def stop(self) -> None:
         """Begin no further request; see `close`."""

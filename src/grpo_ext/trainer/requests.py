@@ -38,12 +38,23 @@ def leaves_of(trainer: Any, sampler: Sampler) -> Leaves:
     )
 
 
-def request_of(trainer: Any, rows: Sequence[dict[str, Any]], attempts: Sequence[AttemptId], version: int) -> Request:
-    """Return the request for a trainer's rows, sampled by its present weights, published as `version`."""
+def request_of(
+    trainer: Any, rows: Sequence[dict[str, Any]], attempts: Sequence[AttemptId], version: int, step: int | None = None
+) -> Request:
+    """Return the request for a trainer's rows.
+
+    Args:
+        trainer: the trainer.
+        rows: of the dataset.
+        attempts: identity of each row's attempt.
+        version: number of the weights that sample, as published to the sampler.
+        step: optimizer steps that made these weights; by default all that have been made.
+    """
+    step = trainer.state.global_step if step is None else step
     prompts = [] if trainer.acting is not None else copy.deepcopy([row["prompt"] for row in rows])
     ids = trainer._tokenize_prompts(prompts)[0] if prompts else []
-    state = replace(trainer.state, log_history=[*trainer.state.log_history])
-    return Request(rows, ids, attempts, version, trainer.state.global_step, state)
+    known = [row for row in trainer.state.log_history if row.get("step", 0) <= step]
+    return Request(rows, ids, attempts, version, step, replace(trainer.state, global_step=step, log_history=known))
 
 
 def taken(future: Future[Finished]) -> Finished:

@@ -63,6 +63,11 @@ class History:
         """True where tools or environments take part, which may end a completion from outside."""
         return any(name.startswith(("tools/", "environments/")) for name in self.columns)
 
+    @property
+    def samples_ahead(self) -> bool:
+        """True where completions are of older weights, from which the policy differs by more than rounding."""
+        return any(self.columns.get("overlap/age", []))
+
     def last(self, name: str, rows: int) -> list[float]:
         """Return the last values, or [] if one of them is missing."""
         found = _known(self.columns.get(name, [])[-rows:])
@@ -105,11 +110,16 @@ _MISMATCH = "sampling/mismatch"
 
 
 def _leap(history: History, rows: int, without_earlier: float = _ALONE) -> list[float]:
-    """Return the last mismatches if all are far beyond the earlier ones, or beyond `without_earlier` without any."""
+    """Return the last mismatches if all are far beyond the earlier ones, or beyond `without_earlier` without any.
+
+    Where completions are of older weights, there is no limit without earlier ones.
+    """
     values = history.last(_MISMATCH, rows)
     if not values or min(values) <= _ROUNDING:
         return []
     before = history.before(_MISMATCH, rows)
+    if not before and history.samples_ahead:
+        return []
     limit = _LEAP * max(before) if before else without_earlier
     return values if min(values) > limit else []
 

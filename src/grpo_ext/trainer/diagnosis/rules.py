@@ -146,7 +146,8 @@ RULES: tuple[Rule, ...] = (
         ("sampling/mismatch",),
         "`sampling/mismatch` leaps beyond 0.2 nats per token",
         "sampler and trainer do not read the same prompt (template, tokenizer), or are not the same model",
-        "Give both sides one `chat_template` and one model; `grpo-ext check` looks at them.",
+        "Give both sides one `chat_template` and one model; `grpo-ext check` looks at them. With `rollout_ahead` the "
+        "policy may also have moved far within as many generations: lower `learning_rate`.",
     ),
     Rule(
         "truncated sampling",
@@ -162,7 +163,8 @@ RULES: tuple[Rule, ...] = (
         "`sampling/mismatch` leaps and grows",
         "weights that were pushed did not reach the sampler, or it keeps what earlier ones have made of the prompts",
         "Look at `sampling/weight_sync_seconds` and the server's log, and start the server again. Reset the prefix "
-        "cache after each push, or start the server with --no-enable-prefix-caching.",
+        "cache after each push, or start the server with --no-enable-prefix-caching. With `rollout_ahead` the policy "
+        "may also move further within as many generations than before: lower `learning_rate`.",
     ),
     Rule(
         "sampler's precision",
