@@ -19,10 +19,7 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.objective.ratios import masked
 from grpo_ext.objective.trajectory import COLUMN
-from grpo_ext.packing.images import IMAGES
-from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
-from grpo_ext.packing.routes import ROUTES
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rewards.containment import Scored
 from grpo_ext.rewards.outcomes import Scores
@@ -365,8 +362,7 @@ class GeneratingTrainer(Lifecycle):
         with self._filling(collected), no_early_pass(self.args), self._seen_once():
             output = super()._generate_and_score_completions(collected.rows)
         output = {name: value for name, value in output.items() if name not in self._scorer.multimodal}
-        lists = (KEPT, collected.kept), (ROUTES, collected.routes), (IMAGES, collected.images)
-        output |= {name: rows for name, rows in lists if rows}
+        output |= collected.lists
         if collected.images:
             _replace_tail(self._logs["prompt"], [described(prompt) for prompt in list(self._logs["prompt"])])
         made = collected.trajectories

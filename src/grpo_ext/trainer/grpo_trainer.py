@@ -23,8 +23,6 @@ from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
-from grpo_ext.packing.images import IMAGES
-from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, scale_of_trl_only
 from grpo_ext.packing.pieces import Part, TokenLimit
@@ -266,18 +264,16 @@ class GRPOExtTrainer(ChunkTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Scores:
         collected = self._collecting
-        if collected is not None and collected.replayed:
+        if collected is None:
+            return self._scorer.tokens(*args, **kwargs)
+        if collected.replayed:
             return collected.passes.pop(0), None, None
-        if collected is not None and collected.trajectories:  # TRL does not know how their tokens are connected
+        if collected.trajectories:  # TRL does not know how their tokens are connected
             kwargs["parents"] = parents_of(collected.trajectories, args[3])
-        if collected is not None:
-            lists = (KEPT, collected.kept), (ROUTES, collected.routes), (IMAGES, collected.images)
-            if collected.images:  # TRL's are of the whole generation
-                kwargs = {name: value for name, value in kwargs.items() if name not in self._scorer.multimodal}
-            kwargs |= {name: rows for name, rows in lists if rows}
-        scores = self._scorer.tokens(*args, **kwargs)
-        if collected is not None:
-            collected.passes.append(scores[0])
+        if collected.images:  # TRL's are of the whole generation
+            kwargs = {name: value for name, value in kwargs.items() if name not in self._scorer.multimodal}
+        scores = self._scorer.tokens(*args, **(kwargs | collected.lists))
+        collected.passes.append(scores[0])
         return scores
 
     def _scores(self, model: nn.Module, inputs: MicroBatch, live: Tensor | None) -> Scores:
