@@ -145,11 +145,6 @@ class GeneratingTrainer(Lifecycle):
         """Return what was made of attempts before their generation began; None where they are made now."""
         return None
 
-    @property
-    def _ready(self) -> Finished | None:
-        """Return the background's rows of the generation that TRL's hooks fill at the moment."""
-        return None if self._collecting is None else self._collecting.ready
-
     def _tokenize_prompts(self, prompts: list) -> Tokenized:
         """Tokenize as TRL does; where there are images, each prompt by itself, so that a row's tensors are known."""
         stock = super()._tokenize_prompts
@@ -169,31 +164,32 @@ class GeneratingTrainer(Lifecycle):
         return temporarily(self, processing_class=PreparedImages(self.processing_class))
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
-        if self._collecting is not None and (ready := self._collecting.ready) is not None:
-            self._collecting.kept = list(ready.kept)
+        collected, training = self._collecting, self.model.training
+        if collected is not None and (ready := collected.ready) is not None:
+            collected.kept = list(ready.kept)
             return [list(ids) for ids in ready.completion_ids], ready.logprobs
-        if self._beside is not None and self.model.training and self._collecting is not None:
-            return self._sampled_beside(self._beside, self._collecting, prompt_ids)
+        if self._beside is not None and training and collected is not None:
+            return self._sampled_beside(self._beside, collected, prompt_ids)
         with self._only_settings(), self._drawing() as drawn:
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        if drawn.logps and self.model.training:
+        if drawn.logps and training:
             logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn.logps[-1], completion_ids, strict=True)]
-        if self._collecting is not None and self.model.training:
-            self._collecting.kept = drawn.kept(completion_ids)
-            self._collecting.routes = [] if drawn.routes is None else drawn.routes.routes(completion_ids)
+        if collected is not None and training:
+            collected.kept = drawn.kept(completion_ids)
+            collected.routes = [] if drawn.routes is None else drawn.routes.routes(completion_ids)
         fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
         return completion_ids, logprobs
 
     def _sampled_beside(
         self, sampler: Sampler, collected: Collected, contexts: list[list[int]]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample by what samples beside the training, with random numbers of each attempt's own."""
+        """Sample, in training, by what samples beside it, with random numbers of each attempt's own."""
         limits = [int(self.generation_config.max_new_tokens or 1)] * len(contexts)
         streams = [attempt.stream() for attempt in collected.attempts]
         version = self._publish(sampler)
         with failing_together():
             made = sampler.sample(version, contexts, limits, streams)
-        collected.kept = [row.kept for row in made if row.kept is not None and self.model.training]
+        collected.kept = [row.kept for row in made if row.kept is not None]
         return [row.ids for row in made], [row.logps for row in made]
 
     def _publish(self, sampler: Sampler) -> int:
@@ -287,11 +283,9 @@ class GeneratingTrainer(Lifecycle):
 
     def _ready_scores(self, name: str, columns: Mapping[str, Any]) -> Scores | None:
         """Return the scores of a reward if the background has scored these completions, and log what it logged."""
-        ready = self._ready
-        if ready is None or (columns["completions"], columns["completion_ids"]) != (
-            ready.completions,
-            ready.completion_ids,
-        ):
+        ready = None if self._collecting is None else self._collecting.ready
+        given = columns["completions"], columns["completion_ids"]
+        if ready is None or given != (ready.completions, ready.completion_ids):
             return None
         scored: Scored = ready.scored[name]
         return scored.replayed(columns)
