@@ -221,7 +221,7 @@ class GeneratingTrainer(Lifecycle):
         if self._engine is not None:
             return self._engine.generating(self.accelerator.unwrap_model(self.model_wrapped))
         if self.use_vllm and self.model.training:
-            return returning(cast(Any, self.vllm_generation))
+            return returning(cast(Any, self.vllm_generation).keeping())
         return nullcontext(Drawn())
 
     def _generate(self, prompts: list) -> Generated:
