@@ -74,7 +74,7 @@ def _is_bytes(leaf: Any) -> bool:
 
 
 def _paths(values: Any) -> list[str]:
-    return [path for path in (values if isinstance(values, list) else [values]) if path is not None]
+    return [path for path in _listed(values) if path is not None]
 
 
 def _missing(dataset: Dataset, names: list[str], source: str, folder: Path | None) -> Iterator[Problem]:
