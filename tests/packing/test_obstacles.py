@@ -1,11 +1,10 @@
 """What keeps siblings apart in the loss and what does so in rollouts, beyond the architectures as they come."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from grpo_ext import ConfigError, GRPOExtTrainer
+from grpo_ext import ConfigError
 from grpo_ext.packing.obstacles import Forward, obstacles
+from grpo_ext.trainer.model_checks import check_scale
 from support import architectures, image_text
 
 BOTH, LOSS = (Forward.LOSS, Forward.ROLLOUT), (Forward.LOSS,)
@@ -60,7 +59,7 @@ def test_noise_of_training_keeps_no_rollout_of_an_evaluation_apart():
 def test_a_model_whose_logits_only_trl_scales_is_refused():
     model = image_text.model("aya_vision")
     with pytest.raises(ConfigError, match=r"logit_scale=0\.0625, which this model does not"):
-        GRPOExtTrainer._check_scale(SimpleNamespace(model=model))
+        check_scale(model)
     model.config.text_config.logit_scale = 1.0
-    GRPOExtTrainer._check_scale(SimpleNamespace(model=model))
-    GRPOExtTrainer._check_scale(SimpleNamespace(model=architectures.model("cohere2")))
+    check_scale(model)
+    check_scale(architectures.model("cohere2"))

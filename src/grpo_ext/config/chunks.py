@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import micro_batches_of_one_generation
 from grpo_ext.config.process_engine import samples_by_server, samples_in_process
-from grpo_ext.config.rules import Conflict, Rule
+from grpo_ext.config.rules import UPDATING, Conflict, Rule, plain
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.combinations import combinations
 
+BY_DEEPSPEED = "DeepSpeed makes the optimizer step in its backward pass, before the denominators are known"
 CHUNK_RULES: tuple[Rule, ...] = (
     Conflict(
         "overlap",
@@ -65,8 +66,8 @@ def waits_for_all(config: GRPOExtArguments) -> Iterator[str]:
     if config.samples_otherwise and (named := [rule for rule in config.sampler_rules if rule.of_the_batch]):
         yield f"the sampler correction {named[0].describe()!r} depends on the whole batch"
     if config.deepspeed:
-        yield "DeepSpeed makes the optimizer step in its backward pass, before the denominators are known"
-    if str(getattr(config.optim, "value", config.optim)) in ("lomo", "adalomo"):
+        yield BY_DEEPSPEED
+    if plain(config.optim) in UPDATING:
         yield "optim: lomo updates the weights in its backward pass, before the denominators are known"
     if rows % group:
         yield f"a group of {group} completions is on several processes, which have {rows} rows each"

@@ -4,20 +4,19 @@ from collections.abc import Iterator, Mapping
 
 from grpo_ext.config import pieces, process_engine, routes, truncation
 from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.vllm import splits_weights
 from grpo_ext.errors import ABSENT, Problem
 
 
 def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
     """Yield the problems of a dataset whose `columns` hold images."""
-    found = [name for name in ("image", "images") if isinstance(columns, list) and name in columns]
+    found = columns_of_images(columns)
     if len(found) > 1:
         yield Problem("column 'image'", ABSENT, "TRL reads 'images' where both are given", "Keep one of them.")
+    for part in (truncation, process_engine, pieces, routes):
+        yield from part.image_problems(config, columns)
     if found:
-        yield from truncation.image_problems(config, columns)
-        yield from process_engine.image_problems(config, columns)
-        yield from pieces.image_problems(config, columns)
-        yield from routes.image_problems(config, columns)
         yield from setting_problems(config)
 
 

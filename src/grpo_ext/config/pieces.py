@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.rules import Conflict, Rule, plain
+from grpo_ext.config.rules import UPDATING, Conflict, Rule, columns_of_images, plain
 from grpo_ext.errors import Problem
 
 PIECE_RULES: tuple[Rule, ...] = (
@@ -27,7 +27,7 @@ PIECE_RULES: tuple[Rule, ...] = (
     ),
     Conflict(
         "micro_batch_tokens optim",
-        lambda c: c.micro_batch_tokens is not None and plain(c.optim) in ("lomo", "adalomo"),
+        lambda c: c.micro_batch_tokens is not None and plain(c.optim) in UPDATING,
         "it updates the weights in its backward pass, before the last piece is computed",
         "Choose another optimizer, or unset micro_batch_tokens.",
     ),
@@ -40,7 +40,7 @@ def _has_bonus(config: GRPOExtArguments) -> bool:
 
 def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
     """Yield the problem of a dataset whose `columns` hold images."""
-    if config.micro_batch_tokens is not None and isinstance(columns, list) and {"image", "images"} & set(columns):
+    if config.micro_batch_tokens is not None and columns_of_images(columns):
         reason = "rows with images are not cut by tokens yet"
         cure = "Unset it, and lower per_device_train_batch_size."
         yield Problem("micro_batch_tokens", config.micro_batch_tokens, reason, cure)

@@ -6,7 +6,7 @@ import torch
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.launch import local_world_size, planning
-from grpo_ext.config.rules import Rule
+from grpo_ext.config.rules import Rule, columns_of_images
 from grpo_ext.config.truncation import rescalings
 from grpo_ext.errors import ABSENT, Problem
 
@@ -104,10 +104,12 @@ def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> I
 
 def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
     """Yield the problem of a dataset whose `columns` hold images."""
-    if samples_in_process(config) and isinstance(columns, list) and {"image", "images"} & set(columns):
+    if not columns_of_images(columns):
+        return
+    if samples_in_process(config):
         reason = "the process does not take images"
         yield Problem("rollout_engine", "process", reason, "Set rollout_engine: auto.")
-    elif samples_by_server(config) and isinstance(columns, list) and {"image", "images"} & set(columns):
+    elif samples_by_server(config):
         setting, value = _beside(config)
         yield Problem(setting, value, "images are not sampled beside the training", f"Remove {setting}.")
 

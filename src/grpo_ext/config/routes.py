@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.process_engine import samples_in_process
-from grpo_ext.config.rules import Conflict, Rule
+from grpo_ext.config.rules import Conflict, Rule, columns_of_images
 from grpo_ext.errors import Problem
 
 _OWN = "Set router_replay: old, which replays the policy's own routes"
@@ -67,7 +67,7 @@ def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> I
 
 def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
     """Yield the problem of a dataset whose `columns` hold images."""
-    if config.router_replay is not None and isinstance(columns, list) and {"image", "images"} & set(columns):
+    if config.router_replay is not None and columns_of_images(columns):
         reason = "a model of images cannot take routes yet"
         yield Problem("router_replay", config.router_replay, reason, "Remove router_replay.")
 

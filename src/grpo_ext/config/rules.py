@@ -10,6 +10,10 @@ from grpo_ext.errors import Problem
 
 Rule: TypeAlias = Callable[[GRPOExtArguments], Iterator[Problem]]
 """Takes a config and yields the problems of one matter."""
+UPDATING = ("lomo", "adalomo")
+"""Optimizers that update the weights in the backward pass."""
+IMAGE_COLUMNS = ("image", "images")
+"""Dataset columns in which TRL looks for a prompt's images: one, or a list."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ def _holds(config: GRPOExtArguments, setting: str) -> bool:
 def plain(value: object) -> object:
     """Return a setting as a recipe writes it; in a copy of a config it may be a member of an enum."""
     return getattr(value, "value", value)
+
+
+def columns_of_images(columns: object) -> list[str]:
+    """Return the columns of a dataset that hold images; some streams have None for columns."""
+    return [name for name in IMAGE_COLUMNS if isinstance(columns, list) and name in columns]
 
 
 def is_set(config: object, name: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.mappings import as_mapping, generation_options
-from grpo_ext.config.rules import Rule
+from grpo_ext.config.rules import Rule, columns_of_images
 from grpo_ext.config.settings import GREEDY
 from grpo_ext.errors import Problem
 
@@ -126,7 +126,7 @@ def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> I
 
 def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
     """Yield the problem of a dataset whose `columns` hold images."""
-    if isinstance(columns, list) and {"image", "images"} & set(columns):
+    if columns_of_images(columns):
         yield from _needs_sets(config, "a model of images cannot take them yet")
 
 

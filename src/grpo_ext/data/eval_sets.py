@@ -89,7 +89,6 @@ _SPEC = Spec.of(
     k=int | list[int] | tuple[int, ...],
     reward_funcs=object,
 )
-KEYS = tuple(_SPEC.hints)
 
 
 def parse_eval_sets(

@@ -6,18 +6,18 @@ from typing import Any
 
 from datasets import Dataset, Image, IterableDataset, List, Value
 
+from grpo_ext.config.rules import IMAGE_COLUMNS, columns_of_images
 from grpo_ext.data.rows import RowError, parse_chat
 from grpo_ext.errors import ABSENT, DataError, Problem
 
-ONE, SEVERAL = "image", "images"
-"""Columns in which TRL looks for a prompt's images: one, or a list."""
+ONE, SEVERAL = IMAGE_COLUMNS
 
 
 def image_columns(*given: Any) -> list[str]:
     """Return the names of columns of images of some datasets, or mappings of them."""
     every = [each for one in given for each in (one.values() if isinstance(one, Mapping) else [one])]
     names = [name for dataset in every for name in (getattr(dataset, "column_names", None) or ())]
-    return [name for name in (ONE, SEVERAL) if name in names]
+    return columns_of_images(names)
 
 
 def with_pictures(dataset: Any, source: str, folder: Path | None = None) -> Any:
@@ -74,7 +74,7 @@ def _is_bytes(leaf: Any) -> bool:
 
 
 def _paths(values: Any) -> list[str]:
-    return [path for path in (values if isinstance(values, list) else [values]) if path is not None]
+    return [path for path in _listed(values) if path is not None]
 
 
 def _missing(dataset: Dataset, names: list[str], source: str, folder: Path | None) -> Iterator[Problem]:

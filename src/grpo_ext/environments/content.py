@@ -4,8 +4,6 @@ from typing import Any
 
 MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url")
 """Types of parts that are not text."""
-COLUMNS = ("image", "images")
-"""Dataset columns in which TRL looks for a prompt's images."""
 TEXT_ONLY_CURE = "Use text only."
 
 

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.config import routes
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.environments.content import COLUMNS, TEXT_ONLY_CURE, medium
+from grpo_ext.environments.content import TEXT_ONLY_CURE, medium
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, RESET, is_conversation
 from grpo_ext.environments.rendering import CannotRender, Renderer
 from grpo_ext.environments.tools import schemas
@@ -56,10 +57,8 @@ def dataset_problems(specs: Sequence[EnvironmentSpec], dataset: Dataset | Iterab
     given = [column for column in columns if len(specs) == 1 or column != ENVIRONMENT_COLUMN]
     for spec in specs:
         yield from _reset_problems(spec, given)
-    for column in COLUMNS:
-        if column in columns:
-            yield Problem(f"column {column!r}", ABSENT, TEXT_ONLY, TEXT_ONLY_CURE)
-            break
+    for column in columns_of_images(list(columns))[:1]:
+        yield Problem(f"column {column!r}", ABSENT, TEXT_ONLY, TEXT_ONLY_CURE)
     yield from _prompt_problems(dataset)
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 IMAGES: Final = "images"
 """Key of a micro-batch: the images of each row."""
 COUNT: Final = "num_images"
-_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+"""Tensors with a number for each token: 0 for text, others for images."""
 _TOKENS = ("input_ids", "attention_mask")
 
 RowImages: TypeAlias = dict[str, Tensor]
@@ -24,7 +25,7 @@ RowImages: TypeAlias = dict[str, Tensor]
 def row_images(fields: Mapping[str, Any], count: int) -> RowImages:
     """Return the images of a prompt from what its processor made of that prompt by itself, a batch of one."""
     made = {name: torch.as_tensor(np.asarray(value)) for name, value in fields.items() if name not in _TOKENS}
-    row = {name: value[0] if name in _OF_TOKENS else value for name, value in made.items()}
+    row = {name: value[0] if name in OF_TOKENS else value for name, value in made.items()}
     return {**row, COUNT: torch.tensor(count)}
 
 
@@ -35,13 +36,13 @@ def no_images() -> RowImages:
 
 def joined_fields(rows: Sequence[RowImages]) -> dict[str, Tensor]:
     """Join tensors of several rows, padded with 0 to the largest, but for those with a number for each token."""
-    names = dict.fromkeys(name for row in rows for name in row if name not in (COUNT, *_OF_TOKENS))
+    names = dict.fromkeys(name for row in rows for name in row if name not in (COUNT, *OF_TOKENS))
     return {name: _concatenated([row[name] for row in rows if name in row]) for name in names}
 
 
 def joined_types(rows: Sequence[RowImages], mask: Tensor, completion: int) -> dict[str, Tensor]:
     """Return the types of tokens, [rows, width]: those of the prompts, and 0 for the `completion` columns."""
-    names = dict.fromkeys(name for row in rows for name in row if name in _OF_TOKENS)
+    names = dict.fromkeys(name for row in rows for name in row if name in OF_TOKENS)
     lengths = mask[:, : mask.shape[1] - completion].sum(dim=1).tolist()
     types = {name: torch.zeros(mask.shape, dtype=torch.long) for name in names}
     for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):

@@ -168,13 +168,15 @@ class MergedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
         query, key, value, out, lse, sinks = ctx.saved_tensors
-        grad, calls, scale = grads[0].transpose(1, 2), ctx.calls, ctx.scale
+        grad, scale = grads[0].transpose(1, 2), ctx.scale
+        calls: tuple[tuple[Call, ...], ...] = ctx.calls
         key_heads = key.shape[1]
         repeats = query.shape[1] // key_heads
         grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (query, key, value))
         for call in chain(*calls):
-            q, k, v, g, o, norm = _pieces(query, key, value, grad, out, lse, call.asking, call.answering, key_heads)
-            dq, dk, dv = _flash_backward(g, q, k, v, o, norm, call, scale)
+            q, g, o, norm = (_queries(x, *call.asking, key_heads) for x in (query, grad, out, lse))
+            k, v = (_keys(x, *call.answering, repeats) for x in (key, value))
+            dq, dk, dv = _flash_backward(g, q, k, v, o, norm[..., 0].contiguous(), call, scale)
             parts = (grad_q, call.asking, dq), (grad_k, call.answering, dk), (grad_v, call.answering, dv)
             for target, where, part in parts:
                 part = part if target is grad_q else _summed(part, repeats)
@@ -184,21 +186,3 @@ class MergedAttention(torch.autograd.Function):
             shares = torch.exp(sinks.to(lse.dtype)[None, :, None, None] - lse)
             grad_sinks = -(shares * (grad * out).sum(-1, keepdim=True)).sum((0, 2, 3)).to(sinks.dtype)
         return grad_q, grad_k, grad_v, None, None, grad_sinks
-
-
-def _pieces(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    asking: tuple[int, int, int],
-    answering: tuple[int, int, int],
-    key_heads: int,
-) -> tuple[Tensor, ...]:
-    """q, k, v, gradient, output, log-sum-exp for one call of the backward kernel."""
-    repeats = query.shape[1] // key_heads
-    q, g, o, norm = (_queries(x, *asking, key_heads) for x in (query, grad, out, lse))
-    k, v = (_keys(x, *answering, repeats) for x in (key, value))
-    return q, k, v, g, o, norm[..., 0].contiguous()

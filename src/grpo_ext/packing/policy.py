@@ -270,11 +270,7 @@ class PrefixSharing:
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))
             else:
                 parts.append(self._by_rows(partial(plain, **given), ids, live, completion, tree))
-        if len(parts) == 1:
-            return parts[0]
-        found = [[x for x in column if x is not None] for column in zip(*parts, strict=True)]
-        aux = torch.stack(found[2]).mean() if found[2] else None
-        return torch.cat(found[0]), torch.cat(found[1]) if found[1] else None, aux
+        return concatenated(parts)
 
     def _by_rows(
         self, plain: Plain, input_ids: Tensor, mask: Tensor, completion: int, tree: np.ndarray | None
@@ -308,6 +304,13 @@ def _tree(parents: Tensor, live: Tensor) -> np.ndarray | None:
 
 def _tensor(array: np.ndarray, beside: Tensor) -> Tensor:
     return torch.from_numpy(array).to(beside.device)
+
+
+def concatenated(parts: Sequence[Scores]) -> Scores:
+    """Join the scores of consecutive rows; the auxiliary loss is the mean of theirs."""
+    logps, entropies, losses = ([x for x in column if x is not None] for column in zip(*parts, strict=True))
+    aux = torch.stack(losses).mean() if losses else None
+    return torch.cat(logps), torch.cat(entropies) if entropies else None, aux
 
 
 def _gathered(scores: list[Scores], tokens: list[Tensor], places: Tensor) -> Scores:

@@ -20,7 +20,7 @@ from grpo_ext.packing.lm_head import labelled_positions_only
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_live_rows
 from grpo_ext.packing.obstacles import causal_lm
 from grpo_ext.packing.pieces import Part, TokenLimit, in_pieces
-from grpo_ext.packing.policy import PrefixSharing, Scores
+from grpo_ext.packing.policy import PrefixSharing, Scores, concatenated
 from grpo_ext.packing.routes import ROUTES, Recorded, Replayed, routed, split
 
 
@@ -235,9 +235,7 @@ class Scorer:
             rows = slice(begin, begin + size)
             seen = forward_arguments(images[rows], mask[rows], completion)
             parts.append(self.stock(model, input_ids[rows], mask[rows], completion, **options, **seen))
-        logps, entropies, losses = ([x for x in column if x is not None] for column in zip(*parts, strict=True))
-        aux = torch.stack(losses).mean() if losses else None
-        return torch.cat(logps), torch.cat(entropies) if entropies else None, aux
+        return concatenated(parts)
 
 
 def _sets_of_rows(kept: Sequence[Tensor], mask: Tensor, completion: int, positions: int) -> KeptSets:

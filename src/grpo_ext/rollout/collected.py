@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from grpo_ext.objective.trajectory import COLUMN, Trajectory
-from grpo_ext.packing.images import RowImages
+from grpo_ext.packing.images import IMAGES, RowImages
+from grpo_ext.packing.kept import KEPT
+from grpo_ext.packing.routes import ROUTES
 from grpo_ext.rollout.seeds import AttemptId
 
 TurnRewards = list[list[float] | None]
@@ -86,6 +88,12 @@ class Collected:
     """Whether TRL gets `rewards` and `passes` as they are, in place of further ones."""
     ready: Finished | None = None
     """The background's results for the rows; None where they are generated now."""
+
+    @property
+    def lists(self) -> dict[str, list[Any]]:
+        """Kept sets, routes and images of the rows, where there are any, by their names in a micro-batch."""
+        lists: dict[str, list[Any]] = {KEPT: self.kept, ROUTES: self.routes, IMAGES: self.images}
+        return {name: rows for name, rows in lists.items() if rows}
 
     @property
     def trajectories(self) -> list[Trajectory]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
+from grpo_ext.packing.images import OF_TOKENS
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import RowCache, Unsupported, check_layers
 from grpo_ext.rollout.route_log import RouteLog
@@ -60,10 +61,6 @@ def check_call(
     check_layers(inputs["past_key_values"])
 
 
-_KINDS = ("token_type_ids", "mm_token_type_ids")
-"""Marks of the tokens of images, 0 for text; the model reads them with the prompt."""
-
-
 def text_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return arguments for a model that also takes images as those of a language model, and its marks of text.
 
@@ -71,7 +68,7 @@ def text_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[st
     """
     if model.config.get_text_config(decoder=True) is model.config:
         return inputs, {}
-    marks = {name: inputs[name] for name in _KINDS if inputs.get(name) is not None and not inputs[name].any()}
+    marks = {name: inputs[name] for name in OF_TOKENS if inputs.get(name) is not None and not inputs[name].any()}
     text = {name: value for name, value in inputs.items() if name not in marks}
     positions = inputs.get("position_ids")
     if positions is not None and positions.dim() == 3 and bool((positions == positions[:1]).all()):

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -11,13 +10,6 @@ from torch import Tensor
 
 from grpo_ext.packing.kept import encoded
 from grpo_ext.rollout.route_log import RouteLog
-
-
-class Returns(Protocol):
-    """A sampler that returns the tokens that it kept."""
-
-    def keeping(self) -> AbstractContextManager[list[list[list[int]]]]:
-        """Yield a list that gets the kept tokens of each completion."""
 
 
 class KeptLog:
@@ -91,7 +83,7 @@ def encoded_lists(sets: Sequence[Sequence[int]]) -> Int[Tensor, " numbers"]:
 
 
 @contextmanager
-def returning(sampler: Returns) -> Iterator[Drawn]:
-    """Yield what then gets the tokens that vLLM kept, if they are wanted."""
-    with sampler.keeping() as returned:
+def returning(keeping: AbstractContextManager[list[list[list[int]]]]) -> Iterator[Drawn]:
+    """Yield what then gets the tokens that vLLM kept, which `keeping` yields for each completion."""
+    with keeping as returned:
         yield Drawn(returned=returned)

@@ -1,13 +1,13 @@
 """Prompts with images: rendered and tokenized each by itself, once for all completions of a prompt."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import BatchFeature
 from trl.data_utils import prepare_multimodal_messages
 
-from grpo_ext.packing.images import RowImages, joined_fields, row_images
+from grpo_ext.packing.images import OF_TOKENS, RowImages, joined_fields, row_images
 
 Tokenized = tuple[list[list[int]], list[Any] | None, dict[str, Any]]
 """The result of TRL's `_tokenize_prompts`: ids, images and further tensors of the prompts."""
@@ -69,14 +69,8 @@ def each_alone(stock: Callable[[list], Tokenized], prompts: list) -> tuple[Token
         (row_ids,), _, fields = stock([prompt])
         ids.append(list(row_ids))
         rows.append(row_images(fields, len(images_in(prompt))))
-    types = {name: [row[name].tolist() for row in rows] for name in _types(rows)}
+    types = {name: [row[name].tolist() for row in rows] for name in OF_TOKENS if all(name in row for row in rows)}
     return (ids, [images_in(prompt) or None for prompt in prompts], {**joined_fields(rows), **types}), rows
-
-
-def _types(rows: Sequence[RowImages]) -> Iterator[str]:
-    """Yield the names of tensors with a number for each token, which TRL pads for generation."""
-    names = ("token_type_ids", "mm_token_type_ids")
-    yield from (name for name in names if all(name in row for row in rows))
 
 
 class PreparedImages:

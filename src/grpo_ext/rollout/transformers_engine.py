@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
@@ -116,15 +116,7 @@ def _recorded(drawn: Drawn) -> Callable[..., Any]:
             drawn.routes.add()
         return scores
 
-    def sample(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **inputs: Any,
-    ) -> Any:
-        processors = LogitsProcessorList([*logits_processor, record])
-        return model._sample(input_ids, processors, stopping_criteria, generation_config, **inputs)
+    def sample(model: Any, input_ids: Tensor, logits_processor: LogitsProcessorList, **given: Any) -> Any:
+        return model._sample(input_ids, LogitsProcessorList([*logits_processor, record]), **given)
 
     return sample

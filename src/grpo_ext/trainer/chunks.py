@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_ext.config.chunks import chunk_rows, waits_for_all
+from grpo_ext.config.chunks import BY_DEEPSPEED, chunk_rows, waits_for_all
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.packing.micro_batches import MicroBatch, as_wide, regroup
 from grpo_ext.rollout.collected import Collected, Finished
@@ -69,7 +69,7 @@ class ChunkTrainer(AheadTrainer):
         if self.aux_loss_enabled:
             yield "the router's auxiliary loss depends on the rows of a micro-batch"
         if self.is_deepspeed_enabled:
-            yield "DeepSpeed makes the optimizer step in its backward pass, before the denominators are known"
+            yield BY_DEEPSPEED
 
     # Micro-batches.
 

@@ -1,6 +1,5 @@
-"""GeneratingTrainer: the hooks of TRL's GRPOTrainer that make one generation, from its rows to its advantages."""
+"""GeneratingTrainer: the hooks of TRL's GRPOTrainer that make one generation."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -9,21 +8,14 @@ from typing import Any, cast
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from trl.trainer.utils import nanstd
 
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import OF_THE_MODEL, scores_kept_sets
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.errors import ABSENT, ConfigError, Problem
-from grpo_ext.objective.advantages import zero_variance
-from grpo_ext.objective.ratios import masked
 from grpo_ext.objective.trajectory import COLUMN
-from grpo_ext.packing.images import IMAGES
-from grpo_ext.packing.kept import KEPT
-from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
-from grpo_ext.packing.routes import ROUTES
-from grpo_ext.packing.scorer import Scorer
+from grpo_ext.packing.micro_batches import PARENTS
 from grpo_ext.rewards.containment import Scored
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.runtime import Runtime
@@ -40,21 +32,19 @@ from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import server_sampler
 from grpo_ext.trainer.acting import Acting, Played, limits_of, sampling_of
-from grpo_ext.trainer.batches import forward_only, no_early_pass
+from grpo_ext.trainer.batches import no_early_pass
 from grpo_ext.trainer.callbacks import StepTimes
-from grpo_ext.trainer.credit import Credit, group_shares
-from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, row_record
+from grpo_ext.trainer.crediting import CreditingTrainer, replace_tail
+from grpo_ext.trainer.diagnosis.recording import DRAWN
 from grpo_ext.trainer.leaves import LeavesInBackground
-from grpo_ext.trainer.lifecycle import Lifecycle
-from grpo_ext.trainer.recording import with_rewards
 from grpo_ext.trainer.requests import ChunksInBackground
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler, forget_figures_of_trl
 from grpo_ext.trainer.seeing import check_fields, check_seen, images_of_tools
 
 
-class GeneratingTrainer(Lifecycle):
-    """`trl.GRPOTrainer` that fills one `Collected` per generation and assigns credit by the objective."""
+class GeneratingTrainer(CreditingTrainer):
+    """`trl.GRPOTrainer` that fills one `Collected` per generation."""
 
     acting: Acting | None
     reward_runtime: Runtime | None
@@ -64,15 +54,12 @@ class GeneratingTrainer(Lifecycle):
     """Generations by which the weights that sampled a generation are older than the policy's."""
     _beside: Sampler | None
     """The sampler that runs beside training: a process, or a vLLM server."""
-    _credit: Credit
     _engine: GroupedEngine | None
-    _logs: dict[str, Any]
     _older: bool
     """Whether completions are of older weights."""
     _pending_extra_logs: Any
     _pending_metrics: Any
     _rewards: RewardCollector
-    _scorer: Scorer
     _times: StepTimes
     model_wrapped: Any
     use_vllm: bool
@@ -148,11 +135,6 @@ class GeneratingTrainer(Lifecycle):
         """Return what was made of attempts before their generation began; None where they are made now."""
         return None
 
-    @property
-    def _ready(self) -> Finished | None:
-        """Return the background's rows of the generation that TRL's hooks fill at the moment."""
-        return None if self._collecting is None else self._collecting.ready
-
     def _tokenize_prompts(self, prompts: list) -> Tokenized:
         """Tokenize as TRL does; where there are images, each prompt by itself, so that a row's tensors are known."""
         stock = super()._tokenize_prompts
@@ -172,31 +154,32 @@ class GeneratingTrainer(Lifecycle):
         return temporarily(self, processing_class=PreparedImages(self.processing_class))
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
-        if self._collecting is not None and (ready := self._collecting.ready) is not None:
-            self._collecting.kept = list(ready.kept)
+        collected, training = self._collecting, self.model.training
+        if collected is not None and (ready := collected.ready) is not None:
+            collected.kept = list(ready.kept)
             return [list(ids) for ids in ready.completion_ids], ready.logprobs
-        if self._beside is not None and self.model.training and self._collecting is not None:
-            return self._sampled_beside(self._beside, self._collecting, prompt_ids)
+        if self._beside is not None and training and collected is not None:
+            return self._sampled_beside(self._beside, collected, prompt_ids)
         with self._only_settings(), self._drawing() as drawn:
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        if drawn.logps and self.model.training:
+        if drawn.logps and training:
             logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn.logps[-1], completion_ids, strict=True)]
-        if self._collecting is not None and self.model.training:
-            self._collecting.kept = drawn.kept(completion_ids)
-            self._collecting.routes = [] if drawn.routes is None else drawn.routes.routes(completion_ids)
+        if collected is not None and training:
+            collected.kept = drawn.kept(completion_ids)
+            collected.routes = [] if drawn.routes is None else drawn.routes.routes(completion_ids)
         fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
         return completion_ids, logprobs
 
     def _sampled_beside(
         self, sampler: Sampler, collected: Collected, contexts: list[list[int]]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample by what samples beside the training, with random numbers of each attempt's own."""
+        """Sample, in training, by what samples beside it, with random numbers of each attempt's own."""
         limits = [int(self.generation_config.max_new_tokens or 1)] * len(contexts)
         streams = [attempt.stream() for attempt in collected.attempts]
         version = self._publish(sampler)
         with failing_together():
             made = sampler.sample(version, contexts, limits, streams)
-        collected.kept = [row.kept for row in made if row.kept is not None and self.model.training]
+        collected.kept = [row.kept for row in made if row.kept is not None]
         return [row.ids for row in made], [row.logps for row in made]
 
     def _publish(self, sampler: Sampler) -> int:
@@ -228,7 +211,7 @@ class GeneratingTrainer(Lifecycle):
         if self._engine is not None:
             return self._engine.generating(self.accelerator.unwrap_model(self.model_wrapped))
         if self.use_vllm and self.model.training:
-            return returning(cast(Any, self.vllm_generation))
+            return returning(cast(Any, self.vllm_generation).keeping())
         return nullcontext(Drawn())
 
     def _generate(self, prompts: list) -> Generated:
@@ -290,11 +273,9 @@ class GeneratingTrainer(Lifecycle):
 
     def _ready_scores(self, name: str, columns: Mapping[str, Any]) -> Scores | None:
         """Return the scores of a reward if the background has scored these completions, and log what it logged."""
-        ready = self._ready
-        if ready is None or (columns["completions"], columns["completion_ids"]) != (
-            ready.completions,
-            ready.completion_ids,
-        ):
+        ready = None if self._collecting is None else self._collecting.ready
+        given = columns["completions"], columns["completion_ids"]
+        if ready is None or given != (ready.completions, ready.completion_ids):
             return None
         scored: Scored = ready.scored[name]
         return scored.replayed(columns)
@@ -365,15 +346,14 @@ class GeneratingTrainer(Lifecycle):
         with self._filling(collected), no_early_pass(self.args), self._seen_once():
             output = super()._generate_and_score_completions(collected.rows)
         output = {name: value for name, value in output.items() if name not in self._scorer.multimodal}
-        lists = (KEPT, collected.kept), (ROUTES, collected.routes), (IMAGES, collected.images)
-        output |= {name: rows for name, rows in lists if rows}
+        output |= collected.lists
         if collected.images:
-            _replace_tail(self._logs["prompt"], [described(prompt) for prompt in list(self._logs["prompt"])])
+            replace_tail(self._logs["prompt"], [described(prompt) for prompt in list(self._logs["prompt"])])
         made = collected.trajectories
         if made and (parents := parents_of(made, output["completion_ids"].shape[1])) is not None:
             output[PARENTS] = parents.to(self.accelerator.device)
         if self.acting is not None and self.log_completions:
-            _replace_tail(self._logs["prompt"], gather_object([trajectory.opening for trajectory in made]))
+            replace_tail(self._logs["prompt"], gather_object([trajectory.opening for trajectory in made]))
         if self._evaluated is not None and collected.rewards is not None:
             rank, mask = self.accelerator.process_index, output["completion_mask"]
             output["completion_mask"] = self._evaluated.mask_fillers(mask, collected.rewards, rank)
@@ -409,98 +389,8 @@ class GeneratingTrainer(Lifecycle):
         elsewhere = self.use_vllm or (self._older and self.model.training)
         return bool(elsewhere and self.vllm_importance_sampling_correction)
 
-    def _policy_logps(self, output: Mapping[str, Any]) -> Tensor:
-        """Return the policy's log-probabilities of a generation."""
-        score, inputs = self._get_per_token_logps_and_entropies, cast(MicroBatch, output)
-        rows = self.args.per_device_train_batch_size
-        with forward_only(self.model, self.args):
-            return self._scorer.micro_batch(score, self.model, inputs, entropy=False, batch_size=rows)[0]
-
     def _check_drift(self, logps: Tensor, inputs: Mapping[str, Any]) -> None:
         """Compare the sampler with the policy and log the figures."""
         assert self._drift is not None
         for name, value in self._drift.check(logps, inputs, self.accelerator).items():
             self._metrics["train"][name].append(value)
-
-    def _assign_credit(self, collected: Collected, output: dict[str, Any], early: Tensor | None, mode: str) -> None:
-        """Log the rewards and replace TRL's advantages by the objective's.
-
-        Args:
-            collected: the generation.
-            output: of TRL, this process's rows.
-            early: the policy's log-probabilities, if TRL has computed them.
-            mode: "train" or "eval".
-        """
-        assert collected.rewards is not None
-        group, rank = (
-            self.num_generations if mode == "train" else self.num_generations_eval,
-            self.accelerator.process_index,
-        )
-        rewards = collected.rewards.double().view(-1, group, collected.rewards.shape[1])
-        weights = self.reward_weights.double().to(self.accelerator.device)
-        total = self._credit.total(rewards, weights)
-        self._log_rewards(rewards, total, mode)
-        if mode == "train":
-            output |= with_rewards(output, rewards, rank)
-            output[ROWS] = self._row_record(collected, rewards, total)
-        if self.objective.stock_advantages and self.args.loss_defaults == "trl":
-            self._note_zero_advantages(rewards, zero_variance(total), mode)
-            return
-        tokens: dict[str, Tensor] = {}
-        if self.objective.sees_tokens:
-            mask = live_mask(output)
-            kl = self._reward_kl(output, early, mask, mode) if self.objective.kl_in_reward else None
-            tokens = self._credit.tokens(collected, mask, group, kl)
-
-        def log_metric(name: str, value: float) -> None:
-            if mode == "train":  # an evaluation's figures would count the rows that fill up its last batch
-                self._metrics[mode][name].append(value)
-
-        dtype, remember = output["advantages"].dtype, mode == "train"
-        credited = self._credit.advantages(rewards, weights, total, tokens, log_metric, dtype=dtype, remember=remember)
-        self._note_zero_advantages(rewards, credited.silent, mode)
-        _replace_tail(self._logs["advantages"], credited.by_completion().tolist())
-        output["advantages"] = credited.local(rank, *output["completion_ids"].shape)
-
-    def _row_record(self, collected: Collected, rewards: Tensor, total: Tensor) -> Tensor:
-        """Figures that this process's rows carry for a diagnosis."""
-        drawn, rank = collected.scored_ids, self.accelerator.process_index
-        first = rank * len(drawn)
-        mine = slice(first, first + len(drawn))
-        return row_record(rewards.flatten(0, 1)[mine], total.flatten()[mine], drawn, first, self.num_generations)
-
-    def _log_rewards(self, rewards: Tensor, total: Tensor, mode: str) -> None:
-        """Log the total that trains, in place of TRL's, which counts a partial None as 0; and the kinds of groups."""
-        metrics = self._metrics[mode]
-        if self.objective.missing_rewards != "zero":
-            metrics["reward"][-1] = total.nanmean().item()
-            metrics["reward_std"][-1] = nanstd(total).item()
-        for name, share in group_shares(rewards, self.reward_func_names).items():
-            metrics[name].append(share)
-
-    def _note_zero_advantages(self, rewards: Tensor, silent: Tensor, mode: str) -> None:
-        """Log and remember the groups, [groups], in which no completion has an advantage."""
-        self._metrics[mode]["advantages/zero_variance_groups"].append(silent.double().mean().item())
-        if mode == "train":
-            self._advantage_monitor.add(rewards, bool(silent.all()))
-        elif self._evaluated is not None:
-            self._evaluated.add_silent(silent, self.num_generations_eval)
-
-    @torch.no_grad()
-    def _reward_kl(self, output: dict[str, Any], logps: Tensor | None, mask: Tensor, mode: str) -> Tensor:
-        """KL estimate of each token of this process's completions, to lower the rewards by."""
-        if logps is None:
-            logps = self._policy_logps(output)
-        log_ref_ratio = masked(output["ref_per_token_logps"] - logps, mask)
-        per_token = self.objective.kl_penalty({"log_ref_ratio": log_ref_ratio, "mask": mask})
-        by_row = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)
-        total, known = self.accelerator.gather(by_row).double().sum(dim=0).tolist()
-        self._metrics[mode]["kl"].append(total / max(known, 1.0))
-        return per_token
-
-
-def _replace_tail(logged: deque[Any], values: list[Any]) -> None:
-    """Replace what TRL has just appended to a column of the table of completions."""
-    for _ in range(min(len(values), len(logged))):
-        logged.pop()
-    logged.extend(values)

@@ -16,20 +16,17 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.precision import precision
-from grpo_ext.config.routes import replay_problems
 from grpo_ext.config.truncation import adapter_problems
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
-from grpo_ext.packing.images import IMAGES
-from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
-from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, scale_of_trl_only
+from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle
 from grpo_ext.packing.pieces import Part, TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
-from grpo_ext.packing.routes import ROUTES, replay_obstacle
+from grpo_ext.packing.routes import ROUTES
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
@@ -50,7 +47,8 @@ from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
 from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows
 from grpo_ext.trainer.evaluating import batch_weight
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
-from grpo_ext.trainer.piecewise import SHARDED, Terms, check, more_to_come, together
+from grpo_ext.trainer.model_checks import check_pieces, check_routes, check_scale
+from grpo_ext.trainer.piecewise import SHARDED, Terms, more_to_come, together
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.seeing import check_processor
@@ -196,41 +194,20 @@ class GRPOExtTrainer(ChunkTrainer):
             switch_dropout_off(self.model)
         elif dropout := active_dropout(self.model):
             logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
-        self._check_scale()
+        check_scale(causal_lm(self.model))
         self.sharing = PrefixSharing(args.prefix_setting, self.model, further=forward_obstacle(args))
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([self.sharing.problem()])
         several, sharded = self.accelerator.num_processes > 1, self.accelerator.distributed_type in SHARDED
         if self.rollout_func is not None and several:
             self.sharing.agreed = self._largest
-        check(args, aux_loss=self.aux_loss_enabled)
+        check_pieces(args, aux_loss=self.aux_loss_enabled)
         agreed = self._largest if several and (sharded or self.sharing.agreed is not None) else None
         limit = None if (most := args.micro_batch_tokens) is None else TokenLimit(most, self.sharing, agreed)
-        self._check_routes()
+        model, spread = self.accelerator.unwrap_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled
+        check_routes(args, model, sharded=spread)
         stock = super()._get_per_token_logps_and_entropies
         self._scorer = Scorer(stock, self.sharing, self.accelerator, partial(forward_only, self.model, args), limit)
-
-    def _check_scale(self) -> None:
-        """Refuse a model whose logits TRL's LM head scales and the model itself does not."""
-        base = causal_lm(self.model)
-        if (scale := scale_of_trl_only(base)) is not None:
-            reason = f"TRL's LM head multiplies logits by text_config.logit_scale={scale:g}, which this model does not"
-            cure = "Set text_config.logit_scale to 1.0 in its config, which changes nothing else."
-            raise ConfigError([Problem("model", type(base).__name__, reason, cure)])
-
-    def _check_routes(self) -> None:
-        """Refuse `router_replay` where it is not exact; it runs a few tokens through the model."""
-        if self.args.router_replay is None:
-            return
-        base = causal_lm(self.accelerator.unwrap_model(self.model))
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            obstacle: str | None = "the weights may be spread over processes"
-        elif adds_tokens(self.model):
-            obstacle = "the adapter adds tokens before the prompt"
-        else:
-            obstacle = replay_obstacle(base)
-        if found := [*replay_problems(self.args, obstacle)]:
-            raise ConfigError(found)
 
     def _largest(self, number: int) -> int:
         """Return the largest of all processes' numbers."""
@@ -266,18 +243,16 @@ class GRPOExtTrainer(ChunkTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Scores:
         collected = self._collecting
-        if collected is not None and collected.replayed:
+        if collected is None:
+            return self._scorer.tokens(*args, **kwargs)
+        if collected.replayed:
             return collected.passes.pop(0), None, None
-        if collected is not None and collected.trajectories:  # TRL does not know how their tokens are connected
+        if collected.trajectories:  # TRL does not know how their tokens are connected
             kwargs["parents"] = parents_of(collected.trajectories, args[3])
-        if collected is not None:
-            lists = (KEPT, collected.kept), (ROUTES, collected.routes), (IMAGES, collected.images)
-            if collected.images:  # TRL's are of the whole generation
-                kwargs = {name: value for name, value in kwargs.items() if name not in self._scorer.multimodal}
-            kwargs |= {name: rows for name, rows in lists if rows}
-        scores = self._scorer.tokens(*args, **kwargs)
-        if collected is not None:
-            collected.passes.append(scores[0])
+        if collected.images:  # TRL's are of the whole generation
+            kwargs = {name: value for name, value in kwargs.items() if name not in self._scorer.multimodal}
+        scores = self._scorer.tokens(*args, **(kwargs | collected.lists))
+        collected.passes.append(scores[0])
         return scores
 
     def _scores(self, model: nn.Module, inputs: MicroBatch, live: Tensor | None) -> Scores:

@@ -22,9 +22,9 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.vllm import sharded_problem
 from grpo_ext.errors import ABSENT, ConfigError, ServerLost
 from grpo_ext.rollout.vllm.client import EMPTY_ANSWER, Client, ServerTrouble
+from grpo_ext.rollout.vllm.colocated import each_seeded, engine_settings
 from grpo_ext.rollout.vllm.host_copy import HostCopy
 from grpo_ext.rollout.vllm.kept import TIES, returned_sets, sampled_first
-from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
 from grpo_ext.rollout.vllm.server import (
     CONNECTIONS,
     PROBE,
@@ -44,31 +44,6 @@ Completions: TypeAlias = tuple[Any, ...]
 """Prompt ids, completion ids, log-probabilities and their token ids, as TRL's `generate` returns them."""
 LONGEST_PAUSE = 5.0
 """Seconds between two attempts to reach a lost server."""
-
-
-@contextmanager
-def _engine_settings(dtype: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Let TRL build its engine with our dtype and options; on a CPU keep weights in place, threads and memory small.
-
-    `options` replace those that TRL gives, such as `max_num_batched_tokens`.
-    """
-    from vllm.platforms import current_platform
-
-    settings: dict[str, Any] = {"dtype": dtype}
-    if current_platform.is_cpu():
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM must not bind the trainer's threads
-        settings["enforce_eager"] = True
-        keep_weights_in_place()
-    threads, engine = torch.get_num_threads(), vllm_generation.LLM
-    # TRL would quantize the engine as the policy is, and such an engine takes no weights that are pushed unpacked.
-    with temporarily(
-        vllm_generation,
-        LLM=lambda **given: engine(**given | settings | options),
-        is_bitsandbytes_available=lambda: False,
-    ):
-        yield
-    torch.set_num_threads(threads)
 
 
 class Generation(vllm_generation.VLLMGeneration):
@@ -136,7 +111,7 @@ class Generation(vllm_generation.VLLMGeneration):
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
         os.environ.setdefault("MASTER_PORT", str(get_free_port()))
         needed = {"max_logprobs": self.top_k + TIES} if self.keeps else {}
-        with _engine_settings(dtype, {**self.engine_kwargs, **needed}):
+        with engine_settings(dtype, {**self.engine_kwargs, **needed}):
             super()._init_vllm()
 
     def _check_policy(self) -> None:
@@ -386,7 +361,7 @@ class Generation(vllm_generation.VLLMGeneration):
         if self.mode == "colocate":
             if seeds is None:
                 return stock()
-            each = partial(_each_seeded, self.llm.generate, self._seeds_of_engine(seeds))
+            each = partial(each_seeded, self.llm.generate, self._seeds_of_engine(seeds))
             with temporarily(self.llm, generate=each):
                 return stock()
         troubles: list[Exception] = []
@@ -461,12 +436,3 @@ def broadcast(value: T) -> T:
     box = [value]
     broadcast_object_list(box, from_process=0)
     return box[0]
-
-
-def _each_seeded(
-    generate: Callable[..., T], seeds: list[int], prompts: list[object], *, sampling_params: Any, **options: object
-) -> T:
-    each = [sampling_params.clone() for _ in prompts]
-    for params, seed in zip(each, seeds, strict=True):
-        params.seed = seed
-    return generate(prompts, sampling_params=each, **options)

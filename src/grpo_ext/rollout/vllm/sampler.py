@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 
 from grpo_ext.errors import ServerLost
 from grpo_ext.rollout.kept_log import encoded_lists
-from grpo_ext.rollout.samplers import RowEnded, Sampled
+from grpo_ext.rollout.samplers import RowEnded, Sampled, failing_together
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble, in_thread
 from grpo_ext.rollout.vllm.generation import LONGEST_PAUSE, Generation, broadcast, seeded_request
 from grpo_ext.rollout.vllm.host_copy import HostCopy
@@ -69,16 +68,12 @@ class ServerSampler:
         Raises:
             ServerLost: a process could not reach the server; on all processes.
         """
-        generation, client, error = self._generation, None, None
-        try:
-            client = generation.vllm_client if generation.accelerator.is_main_process else generation.new_client()
-        except Exception as raised:
-            error = f"vLLM server: {raised}"
-        errors: list[str | None] = gather_object([error])
-        if lost := next(filter(None, errors), None):
-            raise ServerLost(lost)
-        assert client is not None
-        return client
+        generation = self._generation
+        with failing_together():
+            try:
+                return generation.vllm_client if generation.accelerator.is_main_process else generation.new_client()
+            except Exception as error:
+                raise ServerLost(f"vLLM server: {error}") from error
 
     # Weights.
 

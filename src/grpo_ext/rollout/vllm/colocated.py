@@ -1,0 +1,49 @@
+"""The engine of `vllm_mode: colocate`: how TRL builds it, and how each row gets a seed."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from trl.generation import vllm_generation
+
+from grpo_ext.config.temporary import temporarily
+from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
+
+T = TypeVar("T")
+
+
+@contextmanager
+def engine_settings(dtype: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Let TRL build its engine with our dtype and options; on a CPU keep weights in place, threads and memory small.
+
+    `options` replace those that TRL gives, such as `max_num_batched_tokens`.
+    """
+    from vllm.platforms import current_platform
+
+    settings: dict[str, Any] = {"dtype": dtype}
+    if current_platform.is_cpu():
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM must not bind the trainer's threads
+        settings["enforce_eager"] = True
+        keep_weights_in_place()
+    threads, engine = torch.get_num_threads(), vllm_generation.LLM
+    # TRL would quantize the engine as the policy is, and such an engine takes no weights that are pushed unpacked.
+    with temporarily(
+        vllm_generation,
+        LLM=lambda **given: engine(**given | settings | options),
+        is_bitsandbytes_available=lambda: False,
+    ):
+        yield
+    torch.set_num_threads(threads)
+
+
+def each_seeded(
+    generate: Callable[..., T], seeds: list[int], prompts: list[object], *, sampling_params: Any, **options: object
+) -> T:
+    """Generate by the engine's `generate` with a seed for each prompt."""
+    each = [sampling_params.clone() for _ in prompts]
+    for params, seed in zip(each, seeds, strict=True):
+        params.seed = seed
+    return generate(prompts, sampling_params=each, **options)
