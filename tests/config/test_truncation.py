@@ -26,6 +26,9 @@ CONTINUOUS = {"use_transformers_continuous_batching": True}
         ({"top_k": 4, "generation_kwargs": {"remove_invalid_values": True}}, "top_k=4: .*finite score. Remove it."),
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2: .*altered distribution.*Leave repetition_penalty"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs.num_beams=2: .*altered.*Leave num_beams"),
+        ({"generation_kwargs": {"guidance_scale": 0}}, "generation_kwargs.guidance_scale=0: .*altered"),
+        ({"generation_kwargs": {"thinking_token_budget": 0}} | VLLM, "thinking_token_budget=0: .*altered"),
+        ({"generation_kwargs": {"allowed_token_ids": [0]}} | VLLM, r"allowed_token_ids=\[0\]: .*top_k bounds"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_unless_it_is_to_be_as_stock_trl(settings, expected):
@@ -44,6 +47,9 @@ def test_what_cannot_be_scored_is_refused_unless_it_is_to_be_as_stock_trl(settin
         ({"top_k": 5}, True),
         ({"min_p": 0.1}, True),
         ({"generation_kwargs": {"min_new_tokens": 4}}, True),
+        ({"generation_kwargs": {"forced_eos_token_id": 0}}, True),  # a token, not an option that is off
+        ({"generation_kwargs": {"typical_p": 1.0, "suppress_tokens": [], "penalty_alpha": 0.0}}, False),
+        ({"generation_kwargs": {"diversity_penalty": 0.0, "watermarking_config": None, "min_length": 0}}, False),
         ({"top_p": 0.9, "top_k": 50} | VLLM, True),
     ],
 )

@@ -19,12 +19,13 @@ from grpo_ext.commands import serve
 from grpo_ext.errors import RolloutDrift
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.rollout.vllm import plugin
+from grpo_ext.rollout.vllm import generation, plugin
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.drift import Drift, DriftCheck
 from grpo_ext.rollout.vllm.generation import Generation
 from grpo_ext.rollout.vllm.gloo import TensorSpec, open_group, open_store, receive, send, specs_of
 from grpo_ext.rollout.vllm.server import (
+    PROBE,
     ServerFacts,
     ServerUnreachable,
     Wanted,
@@ -385,6 +386,8 @@ def test_options_of_the_engine_are_compared_with_what_the_server_reports(options
     [
         ({"speculative_config": {"method": "ngram"}}, "speculative_config={'method': 'ngram'}: drafted tokens have"),
         ({"watermark_config": {"key": 1}}, "watermark_config={'key': 1}: a watermark chooses tokens by a key"),
+        ({"kv_transfer_config": {"kv_connector": "x"}}, "kv_transfer_config={'kv_connector': 'x'}: keys and values"),
+        ({"kv_transfer_config": None}, None),
         (
             {"device_config": {"device_type": "cpu"}, "model_config": {"quantization": "fp8"}},
             "quantization='fp8': a push to a server on a CPU writes weights in place",
@@ -397,6 +400,35 @@ def test_options_of_the_engine_are_compared_with_what_the_server_reports(options
 def test_a_server_whose_samples_cannot_be_the_policys_is_refused(reported, words):
     found = [str(problem) for problem in unsuited(CONFIG | reported)]
     assert [problem.startswith(words) for problem in found] == ([True] if words else [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "temperature", "keeps", "suits"),
+    [
+        ("processed_logprobs", 0.7, True, True),
+        ("raw_logprobs", 1.0, False, True),
+        ("raw_logprobs", 0.7, False, False),
+        ("raw_logprobs", 1.0, True, False),
+        ("raw_logits", 1.0, False, False),
+        ("processed_logits", 1.0, False, False),
+    ],
+)
+def test_a_server_that_returns_other_log_probabilities_than_the_samplers_is_refused(
+    mode, temperature, keeps, suits, monkeypatch
+):
+    """vLLM's default are those before the temperature, by which the correction would be wrong at each token."""
+    policy, tokenizer = tiny.model(), tiny.tokenizer()
+    settings = {"keeps": keeps, "temperature": temperature, "top_k": 4, "max_completion_length": 8, "dtype": "auto"}
+    found = Generation.__new__(Generation)
+    vars(found).update(settings, model=policy, processing_class=tokenizer, engine_kwargs={})
+    ids = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
+    facts = ServerFacts(policy.name_or_path, 512, "float32", mode, "gloo", ids, 99, CONFIG)
+    monkeypatch.setattr(generation, "server_facts", lambda url: facts)
+    if suits:
+        found._check_server("http://server")
+    else:
+        with pytest.raises(RuntimeError, match=rf"http://server does not suit.*\nlogprobs_mode='{mode}': the corr"):
+            found._check_server("http://server")
 
 
 def test_a_model_is_the_same_by_another_path(tmp_path, monkeypatch):

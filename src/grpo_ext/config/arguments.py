@@ -181,9 +181,9 @@ class GRPOExtArguments(GRPOConfig):
     )
     old_logps: str = _field(
         "recomputed",
-        "The log-probabilities that the loss's ratio is taken to: 'recomputed' (default), those of the policy that "
-        "was pushed, by its own forward; 'sampler', those that vLLM returned, without that forward and without "
-        "`sampler_correction`.",
+        "The log-probabilities that the loss's ratio is taken to: 'recomputed' (default), those of the policy before "
+        "it trains on a generation, by its own forward; 'sampler', those that vLLM or an older policy returned, "
+        "without that forward and without `sampler_correction`.",
     )
     vllm_engine_kwargs: dict | str | None = _field(
         None,

@@ -44,6 +44,21 @@ WATERMARK = "a watermark chooses tokens by a key, so samples are not drawn from 
 """Why a watermark is refused."""
 
 
+KEPT_ELSEWHERE = (
+    "keys and values that are kept outside of the engine's own cache stay those of earlier weights after a push"
+)
+"""Why an engine whose cache spills over is refused: a reset of the prefix cache leaves the other store as it is."""
+_ANOTHER_MODEL = "the engine would build another model than the policy", "Change the model's own config.json instead."
+_REFUSED = {
+    "logprobs_mode": ("the correction needs log-probabilities after temperature and truncation", "Remove it."),
+    "speculative_config": (SPECULATION, "Remove it."),
+    "watermark_config": (WATERMARK, "Remove it."),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_size"), (KEPT_ELSEWHERE, "Remove it.")),
+    **dict.fromkeys(("hf_overrides", "model_class_overrides"), _ANOTHER_MODEL),
+}
+"""Options that no recipe may pass, each with the reason and the cure."""
+
+
 def quantizes_cache(key: str, value: object) -> bool:
     """Return whether an option stores keys and values in fewer than 16 bits."""
     return key == "kv_cache_dtype" and value not in ("auto", "float32", "float16", "bfloat16")
@@ -73,7 +88,7 @@ def known_options() -> tuple[str, ...]:
 def _options(config: GRPOExtArguments) -> Iterator[Problem]:
     known = known_options()
     for key, value in given_options(config).items():
-        if found := _refused(key):
+        if found := _refused(key, value):
             yield Problem(f"vllm_engine_kwargs.{key}", value, *found)
         elif known and key not in known:
             yield Problem(
@@ -81,17 +96,13 @@ def _options(config: GRPOExtArguments) -> Iterator[Problem]:
             )
 
 
-def _refused(key: str) -> tuple[str, str] | None:
+def _refused(key: str, value: object) -> tuple[str, str] | None:
     """Return why no recipe may pass this option, and the cure."""
     if setting := SETTINGS_OF.get(key):
         return f"{setting} controls it", f"Set {setting} instead."
-    if key == "logprobs_mode":
-        return "the correction needs log-probabilities after temperature and truncation", "Remove it."
-    if key.startswith("spec_") or key == "speculative_config":
-        return SPECULATION, "Remove it."
-    if key == "watermark_config":
-        return WATERMARK, "Remove it."
-    return None
+    if key == "hf_overrides" and isinstance(value, Mapping) and value.keys() <= {"architectures"}:
+        return None  # the class of the same model in vLLM
+    return _REFUSED.get("speculative_config" if key.startswith("spec_") else key)
 
 
 def _options_of_a_mode(config: GRPOExtArguments) -> Iterator[Problem]:

@@ -123,20 +123,31 @@ def _override_a_field(config: GRPOExtArguments) -> Iterator[Problem]:
     if given.get("do_sample") is False:
         reason = "every completion of a group is the same then, and no advantage is left"
         yield Problem("generation_kwargs.do_sample", False, reason, "Remove it.")
-    if config.use_vllm and "logprobs" in given:
-        reason = (
-            "TRL asks vLLM for the sampled token's log-probability and takes the first that it returns: of more, that "
-            "is the likeliest token's"
-        )
-        yield Problem("generation_kwargs.logprobs", given["logprobs"], reason, "Remove it.", {"use_vllm": True})
-    if config.use_vllm and given.get("seed") is not None:
-        yield Problem(
-            "generation_kwargs.seed",
-            given["seed"],
-            "each completion of a group would be drawn with this seed, so that all are the same",
-            "Remove it; the field seed decides about the run.",
-            {"use_vllm": True},
-        )
+
+
+_BESIDE_VLLM = {
+    "logprobs": (
+        "TRL asks vLLM for the sampled token's log-probability and takes the first that it returns: of more, that is "
+        "the likeliest token's",
+        "Remove it.",
+    ),
+    "seed": (
+        "each completion of a group would be drawn with this seed, so that all are the same",
+        "Remove it; the field seed decides about the run.",
+    ),
+    "truncate_prompt_tokens": (
+        "vLLM would read a part of a prompt that the policy reads whole",
+        "Remove it; max_prompt_length leaves longer prompts out.",
+    ),
+}
+"""Options of vLLM that no recipe may pass, each with the reason and the cure."""
+
+
+def _go_wrong_with_vllm(config: GRPOExtArguments) -> Iterator[Problem]:
+    given = as_mapping(config.generation_kwargs)
+    for name in (name for name in _BESIDE_VLLM if config.use_vllm and name in given):
+        if given[name] is not None or name == "logprobs":  # null: none are returned
+            yield Problem(f"generation_kwargs.{name}", given[name], *_BESIDE_VLLM[name], {"use_vllm": True})
 
 
 def _generation(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -150,7 +161,7 @@ def _generation(config: GRPOExtArguments) -> Iterator[Problem]:
 
 
 KEYWORD_RULES: tuple[Rule, ...] = (
-    *(_accelerator, _override_a_field, _generation),
+    *(_accelerator, _override_a_field, _go_wrong_with_vllm, _generation),
     Conflict(
         "liger_kernel_config",
         lambda c: as_mapping(c.liger_kernel_config).get("fused_linear_cross_entropy"),

@@ -78,8 +78,9 @@ def _bounds(place: str, rule: SamplerRule) -> Iterator[Problem]:
     elif lower is not None and lower > agreed:
         reason = f"{what} where sampler and policy agree, and this bound is above"
         yield Problem(f"{place}.lower", lower, reason, f"Set it below {agreed:g}.")
-    if upper is not None and upper < agreed:
-        reason = f"{what} where sampler and policy agree, and this bound is below"
+    alone = upper == agreed and rule.statistic not in ("ratio", "k1")  # rounding leaves all tokens above it
+    if upper is not None and (upper < agreed or alone):
+        reason = f"{what} where sampler and policy agree, and this bound is {'no higher' if alone else 'below'}"
         yield Problem(f"{place}.upper", upper, reason, f"Set it above {agreed:g}.")
 
 
@@ -142,16 +143,17 @@ def _lower_only(config: GRPOExtArguments) -> Iterator[Problem]:
 
 def _bounds_of_trl(config: GRPOExtArguments) -> Iterator[Problem]:
     """Refuse TRL's bounds if they are reversed, or if a sampler that agrees with the policy is outside of them."""
-    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
-    names = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
-    if low is not None and high is not None and low >= high:
-        yield Problem(names[0], low, "the lower bound is not below the upper one", "Swap them.", {names[1]: high})
+    names = [f"vllm_importance_sampling_{name}" for name in ("clip_min", "cap", "clip_max")]
+    low, *uppers = ((name, getattr(config, name)) for name in names)
+    name, high = next((given for given in uppers if given[1] is not None), uppers[-1])
+    if low[1] is not None and high is not None and low[1] >= high:
+        yield Problem(*low, "the lower bound is not below the upper one", "Swap them.", {name: high})
     elif config.trl_sampler_mode and config.vllm_importance_sampling_correction:
         reason = "a ratio is 1 where sampler and policy agree, and would be outside of the bounds"
-        if low is not None and low > 1:
-            yield Problem(names[0], low, reason, "Set it below 1.")
+        if low[1] is not None and low[1] > 1:
+            yield Problem(*low, reason, "Set it below 1.")
         if high is not None and high < 1:
-            yield Problem(names[1], high, reason, "Set it above 1.")
+            yield Problem(name, high, reason, "Set it above 1.")
 
 
 SAMPLER_RULES: tuple[Rule, ...] = (_blocks, _once, _lower_only, _bounds_of_trl, _levels)

@@ -25,8 +25,8 @@ _LEAVES_OUT = {
 """Keys of `generation_kwargs` that remove tokens, each with the value that has no effect."""
 _RESCALES = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty"), 1),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
-    **dict.fromkeys(("diversity_penalty", "penalty_alpha", "dola_layers", "watermarking_config"), None),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "diversity_penalty", "penalty_alpha"), 0),
+    **dict.fromkeys(("dola_layers", "watermarking_config"), None),
     **dict.fromkeys(("force_words_ids", "sequence_bias", "constraints", "exponential_decay_length_penalty"), None),
     **dict.fromkeys(("logit_bias", "thinking_token_budget"), None),
 }
@@ -54,7 +54,12 @@ def rescalings(config: GRPOExtArguments) -> dict[str, object]:
 def _given(config: GRPOExtArguments, effects: Mapping[str, object]) -> dict[str, object]:
     given, known = as_mapping(config.generation_kwargs), generation_options(vllm=bool(config.use_vllm))
     names = [name for name in given if name in effects and name in known]
-    return {f"generation_kwargs.{name}": v for name in names if (v := given[name]) and v != effects[name]}
+    return {f"generation_kwargs.{name}": v for name in names if _acts(v := given[name], effects[name])}
+
+
+def _acts(value: object, neutral: object) -> bool:
+    """Return whether an option is on; 0 may be the id of a token, or a scale."""
+    return value not in (None, neutral, "", [], {}, ()) and value is not False
 
 
 def scores_kept_sets(config: GRPOExtArguments) -> bool:

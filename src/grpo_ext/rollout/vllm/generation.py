@@ -144,16 +144,18 @@ class Generation(vllm_generation.VLLMGeneration):
         """Compare the server with the policy, as `grpo-ext check` compares it with the recipe.
 
         Raises:
-            RuntimeError: the server has another vocabulary, takes fewer tokens than a completion may have, or does
-                not sample from the policy.
+            RuntimeError: the server has another vocabulary, takes fewer tokens than a completion may have, does not
+                sample from the policy, or returns other log-probabilities than the sampler's.
         """
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
+        facts = server_facts(url)
         needed = Wanted(max_model_len=self.max_completion_length + 1, probe_ids=probe)
         if self.keeps:
             needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self.asked)
+        elif facts.logprobs_mode != "raw_logprobs" or self.temperature != 1.0:  # at 1 they are the sampler's too
+            needed = replace(needed, logprobs_mode="processed_logprobs")
         better = Wanted(model=self.model.name_or_path, dtype=None if self.dtype == "auto" else self.dtype)
-        facts = server_facts(url)
         if broken := list(map(str, (*mismatches(needed, facts), *unsuited(facts.config)))):
             raise RuntimeError("\n".join([f"the one at {url} does not suit this run:", *broken]))
         for problem in (*mismatches(better, facts), *engine_mismatches(self.engine_kwargs, facts.config)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import requests
 
-from grpo_ext.config.engine_options import IN_PLACE, SPECULATION, WATERMARK
+from grpo_ext.config.engine_options import IN_PLACE, KEPT_ELSEWHERE, SPECULATION, WATERMARK
 from grpo_ext.errors import Problem
 
 PROBE = "The answer is 42. <think> x^2 ≠ ½ </think> 答案"
@@ -141,6 +141,8 @@ def unsuited(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("speculative_config", drafts, SPECULATION, "Start the server without it.")
     if mark := config.get("watermark_config"):
         yield Problem("watermark_config", mark, WATERMARK, "Start the server without it.")
+    if store := config.get("kv_transfer_config"):
+        yield Problem("kv_transfer_config", store, KEPT_ELSEWHERE, "Start the server without it.")
     device, quantization = (
         (config.get(section) or {}).get(key)
         for section, key in (("device_config", "device_type"), ("model_config", "quantization"))
