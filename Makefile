@@ -162,6 +162,7 @@ bench: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/whole_step.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/answers.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/token_limits.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts steps memory --pairs 3
 	$(BIN)/python docs/tables.py
 

@@ -33,7 +33,16 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
@@ -60,6 +69,9 @@ HYBRID = {
 }  # fmt: skip
 """Sizes of the gated delta rule beside those of a model."""
 
+EYE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28}
+"""The part of a model that sees, which rows of text do not run."""
+
 PROCESSES = 5
 RATIOS = ("auto_over_false", "false_over_false")
 
@@ -84,6 +96,8 @@ class Work:
     """Sliding window of each layer."""
     hybrid: bool = False
     """Three of four layers with the gated delta rule, as in Qwen3.5."""
+    wrapped: bool = False
+    """The model is a part of one that also takes images, of which there are none."""
 
 
 RAGGED = tuple(round(math.exp(math.log(16) + (i + 0.5) / 8 * math.log(512 / 16))) for i in range(8))
@@ -96,6 +110,7 @@ WORKS = (
     Work("the same, 2 groups", 256, RAGGED, 3.0, groups=2),
     Work("the same, 2 groups, one of zero variance", 256, RAGGED, 5.1, groups=2, silent=1),
     Work("prompt 1024, completion 128, G 8, Qwen3.5", 1024, (128,) * 8, 3.0, hybrid=True),
+    Work("prompt 1024, completion 128, G 8, Llava on text", 1024, (128,) * 8, 3.0, wrapped=True),
     Work("prompt 256, completion 32, G 4, vocabulary 152 k", 256, (32,) * 4, 20.0, vocabulary=151_936),
     Work("prompt 1024, completion 128, G 8, sliding windows of 512", 1024, (128,) * 8, 3.0, window=512),
 )
@@ -116,7 +131,9 @@ def policy(work: Work, device: str) -> PreTrainedModel:
         config = MistralConfig(**shape, sliding_window=work.window)
     else:
         config = LlamaConfig(**shape)
-    return AutoModelForCausalLM.from_config(config).to(torch.float32 if device == "cpu" else torch.bfloat16)
+    kind = AutoModelForImageTextToText if work.wrapped else AutoModelForCausalLM
+    config = LlavaConfig(text_config=config, vision_config=CLIPVisionConfig(**EYE)) if work.wrapped else config
+    return kind.from_config(config).to(torch.float32 if device == "cpu" else torch.bfloat16)
 
 
 def completions_of(work: Work, device: str) -> dict:
@@ -349,6 +366,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="for each line of the table")
     parser.add_argument("--pairs", type=int, default=1, help="at least, for each line")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="the others keep their results")
+    names = [work.name for work in WORKS]
+    parser.add_argument("--works", nargs="*", choices=names, help="lines of the steps; the others keep their results")
     parser.add_argument("--peak", choices=SIDES, help="print one side's peak memory and end")
     parser.add_argument("--grid", action="store_true", help="print one process's part of never_slower and end")
     options = parser.parse_args()
@@ -368,16 +387,21 @@ def main() -> None:
     shape = {"model": CPU_MODEL if device == "cpu" else CUDA_MODEL, "device": device, "machine": platform.machine()}
     results |= shape | versions
     for name in options.parts:
-        results[name] = PARTS[name](options)
+        known = (results.get(name, []),) if name == "steps" else ()
+        results[name] = PARTS[name](options, *known)
         print(json.dumps({name: results[name]}, indent=1), flush=True)
         path.write_text(json.dumps(results, indent=2) + "\n")
     if "steps" in options.parts:
         picture(results, HERE / f"{path.stem}.png")
 
 
-def steps(options: argparse.Namespace) -> list[dict]:
-    """The lines of the table."""
-    return [compare(work, options.device, options.seconds, options.pairs) for work in WORKS]
+def steps(options: argparse.Namespace, known: list[dict]) -> list[dict]:
+    """The lines of the table; those that `--works` does not name keep their results."""
+    lines = {line["work"]: line for line in known}
+    for work in WORKS:
+        if options.works is None or work.name in options.works:
+            lines[work.name] = compare(work, options.device, options.seconds, options.pairs)
+    return [lines[work.name] for work in WORKS if work.name in lines]
 
 
 PARTS = {

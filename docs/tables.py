@@ -370,6 +370,19 @@ def memory_estimates_table() -> str:
     return table(("model and settings", "measured peak", "estimate / measured"), found)
 
 
+def token_limits_table() -> str:
+    """Return a table of the peaks of a ragged step, by rows and by tokens of its micro-batches."""
+    rows = [
+        (
+            f"{row['rows']} rows" if "rows" in row else f"`micro_batch_tokens: {row['tokens']}`",
+            *(f"{row[name]:,}" for name in ("forwards", "most_tokens")),
+            f"{row['peak_mib']:.0f} MiB",
+        )
+        for row in json.loads((RESULTS / "token_limits.json").read_text())["rows"]
+    ]
+    return table(("a micro-batch has", "forwards", "most tokens of one", "peak"), rows)
+
+
 HEALTHY = {
     "loss": "near 0 on-policy, of either sign; not a measure of learning",
     "grad_norm": "above 0 if a group has an advantage; 0 means that this step changed no weight",
@@ -592,6 +605,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sampler_bias": sampler_bias_table,
     "sampler_training": sampler_training_table,
     "memory_estimates": memory_estimates_table,
+    "token_limits": token_limits_table,
     "gpu": gpu_table,
     "census": census_table,
     "textarena": textarena_table,

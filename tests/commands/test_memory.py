@@ -67,6 +67,40 @@ def test_each_setting_moves_its_part():
     assert estimate(GRPOExtConfig(**CPU | SIZE), None, 1000, 1000, None, 32).keys() == plain.keys() - {"activations"}
 
 
+def test_pieces_of_a_micro_batch_bound_its_activations():
+    plain, whole = parts(shared_prefix="true"), 2 * 32 + 8 * 64
+    assert parts(shared_prefix="true", micro_batch_tokens=whole) == plain
+    cut = parts(shared_prefix="true", micro_batch_tokens=200)["activations"]
+    assert 0.3 < cut / plain["activations"] < 0.45
+    row = parts(shared_prefix="true", micro_batch_tokens=96)
+    assert parts(shared_prefix="true", micro_batch_tokens=1) == row  # a completion is not cut
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 500}])
+def test_the_largest_limit_that_fits_is_named(settings, monkeypatch):
+    recipe = SimpleNamespace(
+        training=GRPOExtConfig(**CPU | SIZE | settings),
+        model=SimpleNamespace(dtype=None),
+        data=SimpleNamespace(max_prompt_length=None),
+    )
+    policy = SimpleNamespace(parameters=1000, trained=1000, empty=SimpleNamespace(config=CONFIG))
+
+    def total(tokens):
+        return sum(parts(micro_batch_tokens=tokens).values())
+
+    for limit in (96, 97, 200, 300):
+        monkeypatch.setattr(memory, "device_memory", lambda _, limit=limit: total(limit))
+        fit = memory.fitting(recipe, policy, 32)
+        assert total(fit) <= total(limit) < total(fit + 1)
+    problem = memory.too_large(recipe, memory.of_recipe(recipe, policy, 32), fit)
+    assert f"Set micro_batch_tokens: {fit}, the most by which it fits" in str(problem)
+    monkeypatch.setattr(memory, "device_memory", lambda _: total(96) - 1)
+    assert memory.fitting(recipe, policy, 32) is None
+    monkeypatch.setattr(memory, "device_memory", lambda _: total(None))
+    assert memory.fitting(recipe, policy, 32) is None
+    assert recipe.training.micro_batch_tokens == settings.get("micro_batch_tokens")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"shared_prefix": "false"}]

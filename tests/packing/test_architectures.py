@@ -1,23 +1,27 @@
 """Every causal architecture of transformers shares prompts exactly, in loss and in rollouts, or is refused by name."""
 
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from trl.trainer.utils import add_fused_lm_head
 
+from grpo_ext.objective.trajectory import paths
 from grpo_ext.packing.attention import ForeignAttention
 from grpo_ext.packing.dropout import switch_dropout_off
 from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.layout import pack
-from grpo_ext.packing.obstacles import obstacles
+from grpo_ext.packing.obstacles import name_body, obstacles
 from grpo_ext.packing.recurrent import is_recurrent
+from grpo_ext.packing.tree import pack_tree
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.transformers_engine import GroupedEngine
 from support import architectures, image_text
@@ -28,21 +32,20 @@ BOTH = {
         "afmoe apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm dbrx "
         "deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma "
         "gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_neox "
-        "gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense "
-        "hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna llama longcat_flash mellum mimo_v2_flash minicpm3 "
+        "gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hy_v3 "
+        "hyperclovax jais2 jetmoe laguna llama llama4 llama4_text longcat_flash mellum mimo_v2_flash minicpm3 "
         "minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe "
         "persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma "
         f"youtu {' '.join(architectures.RECURRENT)}"
     ),
     "the model carries a recurrent state": "deepseek_v4 recurrent_gemma rwkv",
     "the model has layers of deepseek_sparse_attention": "axk2 deepseek_v32 glm_moe_dsa hy_v4",
-    "the model has layers of chunked_attention": "llama4 llama4_text",
     "the model has layers of hybrid_sliding": "inkling_text",
     "the router is noisy in training": "phimoe",
 }
 """What is said of these, in the loss and in rollouts, with transformers 5.17; nothing where a prompt is shared."""
 LOSS = {
-    "": "mamba2",
+    "": "mamba2 mllama",
     "the model carries a recurrent state": (
         "falcon_mamba jamba kimi_linear mamba minimax qwen4_exp qwen4_exp_text zamba zaya"
     ),
@@ -56,15 +59,16 @@ LOSS = {
         "roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
     ),
     "asks for a mask": "doge",
-    "has no base model": "mllama",
     "asks for an attention other than softmax": "moshi nemotron",
     "computes more than its output embeddings": "modernbert-decoder",
+    "normalised after their rotation": "hunyuan_v1_dense hunyuan_v1_moe",
 }
 """The others, in the loss."""
 ROLLOUTS = {
     "": (
         "bert bert-generation big_bird camembert codegen ctrl data2vec-text doge electra ernie falcon gpt-sw3 gpt2 "
-        "gpt_bigcode gpt_neo gpt_neox_japanese gptj jamba kimi_linear megatron-bert modernbert-decoder moshi nemotron "
+        "gpt_bigcode gpt_neo gpt_neox_japanese gptj hunyuan_v1_dense hunyuan_v1_moe jamba kimi_linear megatron-bert "
+        "modernbert-decoder moshi nemotron "
         "rembert roberta roberta-prelayernorm roc_bert stablelm xlm-roberta xlm-roberta-xl xmod zamba zaya"
     ),
     "the model does not take position_ids of shape [batch, time]": (
@@ -84,7 +88,7 @@ ROLLOUTS = {
 SEEING_BOTH = {
     "": (
         "chameleon cosmos3_edge cosmos3_omni deepseek_ocr2 emu3 ernie4_5_vl_moe glm46v glm4v glm4v_moe glm_ocr glmga "
-        "granite4_vision hunyuan_vl muse_glimmer paddleocr_vl qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe step3p7"
+        "granite4_vision muse_glimmer paddleocr_vl qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe step3p7"
     ),
     "the model has an encoder": "florence2 t5gemma2",
     "positions are not rotary": "git kosmos-2.5",
@@ -95,11 +99,12 @@ SEEING_LOSS = SEEING_BOTH | {
     "the model carries a recurrent state": "glm5_next",
     "TRL's LM head multiplies logits": "aya_vision cohere2_vision",
     "does not take its attention from": "evolla",
-    "has no base model": "qwen2_5_omni_thinker qwen3_omni_moe_thinker",
+    "normalised after their rotation": "hunyuan_vl",
+    "has no base model": "llama4 qwen2_5_omni_thinker qwen3_omni_moe_thinker",
     "attention looks ahead": "paligemma",
 }
 SEEING_ROLLOUTS = SEEING_BOTH | {
-    "": SEEING_BOTH[""] + " mistral4",
+    "": SEEING_BOTH[""] + " hunyuan_vl mistral4",
     "the model has layers of deepseek_sparse_attention": "glm5_next",
     "return_dict_in_generate, prefill_chunk_size or use_cache is set": "evolla",
     "some of its layers have an empty cache": "mllama",
@@ -108,7 +113,7 @@ SEEING_ROLLOUTS = SEEING_BOTH | {
 TOLERANCE = 1e-4
 """Nats: norms and routers round to float32 in float64 models; a mask that is lost is off by tenths and more."""
 IN_FLOAT64 = 1e-10
-"""The same for models with recurrent layers, in which nothing rounds to float32: their states would amplify it."""
+"""The same where nothing rounds to float32: in the loss, and in rollouts of recurrent layers, which amplify it."""
 COMPLETION = 7
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -132,11 +137,33 @@ def padded(groups: list[tuple[int, list[int]]]) -> tuple[Tensor, Tensor]:
     return torch.stack(ids)[order] * mask, mask
 
 
-def plain(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the completions from the logits of the padded batch."""
-    log_p = model(input_ids=ids, attention_mask=mask).logits[:, -COMPLETION - 1 : -1].log_softmax(-1)
-    live = mask[:, -COMPLETION:].bool()
-    return log_p.gather(-1, ids[:, -COMPLETION:, None])[..., 0] * live, -(log_p.exp() * log_p).sum(-1) * live
+def alone(model: Any, ids: Tensor, mask: Tensor, parents: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the completions, from a forward of each context by itself, without padding.
+
+    `parents` [rows, completion] as in `packing.tree`.
+    """
+    start = ids.shape[1] - COMPLETION
+    tokens = [[torch.zeros((), dtype=model.dtype)] * COMPLETION for _ in range(2 * len(ids))]
+    for row, (own, live) in enumerate(zip(ids, mask.bool(), strict=True)):
+        prompt = live[:start].nonzero()[:, 0].tolist()
+        for kept, path in paths(parents[row, : int(live[start:].sum())].tolist(), len(prompt)):
+            columns = [*prompt[:kept], *(start + i for i in path)]
+            log_p = model(input_ids=own[columns][None]).logits[0].log_softmax(-1)
+            for place, i in enumerate(path, kept):
+                tokens[row][i] = log_p[place - 1, own[start + i]]
+                tokens[len(ids) + row][i] = -(log_p[place - 1].exp() * log_p[place - 1]).sum()
+    logps, entropies = torch.stack([torch.stack(row) for row in tokens]).chunk(2)
+    return logps, entropies
+
+
+def branching(ids: Tensor, mask: Tensor) -> np.ndarray:
+    """Parents by which some tokens of the completions follow an earlier token than the one before, or the prompt's."""
+    draw = np.random.default_rng(0)
+    parents = np.tile(np.arange(COMPLETION) - 1, (len(ids), 1))
+    for row, length in enumerate(mask[:, :-COMPLETION].sum(dim=1).tolist()):
+        for i in np.flatnonzero(draw.random(COMPLETION) < 0.3):
+            parents[row, i] = draw.integers(-min(3, length), i)
+    return parents
 
 
 def gradients(model: Any, logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
@@ -153,20 +180,23 @@ GROUPS = [(9, [7, 3, 5, 5]), (4, [2, 0, 6]), (1, [3, 3]), (6, [4])], [(40, [7, 7
 def in_the_loss(
     model: Any, tolerance: float = TOLERANCE, batches: Sequence[list[tuple[int, list[int]]]] = GROUPS
 ) -> str:
-    """Why prompts are not shared; nothing, after both forwards have been found the same, where they are."""
+    """Why prompts are not shared; nothing, after rows and trees have been found the same as alone, where they are."""
     switch_dropout_off(model)
+    name_body(model)
     if reason := next(obstacles(model), ""):
         return reason
     add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
-    for groups in batches:
+    for groups, trees in itertools.product(batches, (False, True)):
         ids, mask = padded(groups)
-        layout = pack(ids.numpy(), mask.numpy(), COMPLETION)
+        parents = branching(ids, mask) if trees else np.tile(np.arange(COMPLETION) - 1, (len(ids), 1))
+        tokens = ids.numpy(), mask.numpy()
+        layout = pack_tree(*tokens, parents) if trees else pack(*tokens, COMPLETION)
         assert layout is not None
         try:
             packed = log_probs(model, model, ids, layout, COMPLETION)[:2]
         except ForeignAttention as foreign:
             return str(foreign)
-        expected = plain(model, ids, mask)
+        expected = alone(model, ids, mask, parents)
         for ours, theirs in zip(packed, expected, strict=True):
             assert (ours - theirs).abs().max() < tolerance
         wanted, found = gradients(model, *expected), gradients(model, *packed)
@@ -251,7 +281,8 @@ def expected(table: dict[str, str], model_type: str) -> str | None:
 
 def as_exactly(outcome: Callable[..., str], model: Any, **batches: Any) -> str:
     """An outcome with the tolerance of the model's kind."""
-    if any(map(is_recurrent, model.modules())):
+    narrow = outcome is in_the_loss or any(map(is_recurrent, model.modules()))
+    if narrow and model.dtype == torch.float64:
         with float64_in(model):
             return outcome(model, IN_FLOAT64, **batches)
     return outcome(model, **batches)

@@ -57,11 +57,12 @@ def path(segments, i):
     raise AssertionError(i)
 
 
-def dense(query, key, value, segments, scale, window=None, softcap=None, sinks=None):
+def dense(query, key, value, segments, scale, window=None, softcap=None, sinks=None, chunk=None):
     tokens, repeats = query.shape[2], query.shape[1] // key.shape[1]
     seen = torch.zeros(tokens, tokens, dtype=torch.bool)
     for i in range(tokens):
-        seen[i, path(segments, i)[-(window or 0) :]] = True
+        own = path(segments, i)
+        seen[i, own[-(window or 0) :] if chunk is None else own[(len(own) - 1) // chunk * chunk :]] = True
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     scores = query @ key.mT * scale
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -71,7 +72,7 @@ def dense(query, key, value, segments, scale, window=None, softcap=None, sinks=N
     return (scores.softmax(-1)[..., :tokens] @ value).transpose(1, 2)
 
 
-def results(function, key_heads, segments, *, window=None, softcap=None, sinks=False):
+def results(function, key_heads, segments, *, sinks=False, **options):
     g = torch.Generator().manual_seed(0)
     tokens = segments.runs[-1].stop
     leaves = [torch.randn(1, h, tokens, 8, generator=g, dtype=torch.float64) for h in (4, key_heads, key_heads)]
@@ -79,7 +80,7 @@ def results(function, key_heads, segments, *, window=None, softcap=None, sinks=F
     weight = torch.randn(1, tokens, 4, 8, generator=g, dtype=torch.float64)
     for x in leaves:
         x.requires_grad_()
-    further = {"window": window, "softcap": softcap, "sinks": leaves[3] if sinks else None}
+    further = options | {"sinks": leaves[3] if sinks else None}
     out = function(*leaves[:3], segments, 0.3, **{name: x for name, x in further.items() if x is not None})
     return [out, *torch.autograd.grad((out * weight).sum(), leaves)]
 
@@ -162,6 +163,15 @@ def test_windows_capped_scores_and_sinks(name, window, further, monkeypatch):
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours - theirs).abs().max() < 1e-12
     calls_of.cache_clear()
+
+
+@pytest.mark.parametrize("further", [PLAIN, SINKS, CAPPED], ids=str)
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 7, 100])
+def test_a_chunk_begins_at_a_multiple_of_its_size_along_the_path(chunk, further):
+    for segments in LAYOUTS.values():
+        expected = results(dense, 2, segments, chunk=chunk, **further)
+        for ours, theirs in zip(results(by_sdpa, 2, segments, chunk=chunk, **further), expected, strict=True):
+            assert (ours - theirs).abs().max() < 1e-12
 
 
 def test_a_window_over_more_tokens_than_the_kernel_takes_at_a_time():

@@ -22,10 +22,10 @@ from grpo_ext.packing.kernels import Segments
 from grpo_ext.packing.layout import pack
 from grpo_ext.packing.lm_head import LabelledLogProbs
 from grpo_ext.packing.merged import calls_of
-from grpo_ext.packing.obstacles import obstacles
+from grpo_ext.packing.obstacles import name_body, obstacles
 from grpo_ext.packing.policy import PrefixSharing, Size
-from support import image_text, tiny
-from support.float64 import FLOAT64, float64_throughout
+from support import architectures, image_text, tiny
+from support.float64 import FLOAT64, float64_in, float64_throughout
 from support.trainers import build, scripted_rollout, weights
 
 TEMPERATURE = 0.7
@@ -253,7 +253,7 @@ def test_a_failing_forward_leaves_no_hook_and_no_attention_behind():
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 OBSTACLES = {
-    "layers of chunked_attention": ("llama", {"layer_types": ["full_attention", "chunked_attention"]}),
+    "layers of window_attention": ("llama", {"layer_types": ["full_attention", "window_attention"]}),
     "dynamic rotary": ("llama", {"rope_parameters": DYNAMIC}),
 }
 
@@ -573,9 +573,42 @@ def test_a_model_that_also_takes_images_trains_on_text_as_without_sharing(name, 
     for shared in ("true", "false"):
         trainer = after(image_text.model(name), tmp_path, 2, shared_prefix=shared, **settings)
         assert trainer.sharing.possible == (shared == "true")
+        assert ("rows with images are computed each by itself" in trainer.sharing.describe()) == (shared == "true")
         ends.append(weights(trainer.model))
     assert (ends[0] - weights(image_text.model(name))).abs().max() > 1e-4
     assert (ends[0] - ends[1]).abs().max() < 1e-9
+
+
+def test_llama_4_trains_on_its_chunks_as_without_sharing(tmp_path):
+    """Also where TRL's LM head does not find the body of the model by itself."""
+    ends = []
+    for shared in ("true", "false"):
+        model = architectures.model("llama4_text")
+        with float64_in(model):
+            settings = {"shared_prefix": shared, "max_grad_norm": 0.1, "router_aux_loss_coef": 0.0}
+            trainer = after(model, tmp_path, 2, **settings)
+        assert trainer.sharing.possible == (shared == "true")
+        ends.append(weights(trainer.model))
+    assert (ends[0] - weights(architectures.model("llama4_text"))).abs().max() > 1e-4
+    assert (ends[0] - ends[1]).abs().max() < 1e-9
+
+
+def test_no_packed_row_is_so_long_that_llama_4_scales_its_queries_by_their_place_in_it():
+    settings = architectures.config("llama4_text")
+    settings.floor_scale = 24
+    model = architectures.model("llama4_text", settings)
+    name_body(model)
+    add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
+    ids = torch.randint(3, 50, (4, 13), generator=torch.Generator().manual_seed(0))
+    ids[:, :6] = ids[:1, :6]
+    mask, sharing = torch.ones_like(ids), PrefixSharing("true", model)
+    with torch.no_grad(), float64_in(model):
+        plain = model(input_ids=ids).logits[:, 5:-1].log_softmax(-1).gather(-1, ids[:, 6:, None])[..., 0]
+        long = log_probs(model, model, ids, pack(ids.numpy(), mask.numpy(), 7), 7)[0]
+        short = log_probs(model, model, ids[:2], sharing.layout(ids[:2], mask[:2], 7, False), 7)[0]
+    assert (long - plain).abs().max() > 1e-3
+    assert (short - plain[:2]).abs().max() < 1e-10
+    assert sharing.layout(ids, mask, 7, False) is None
 
 
 @pytest.mark.parametrize(

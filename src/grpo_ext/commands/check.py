@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_ext.commands.launching import is_fsdp, wanted_launch
-from grpo_ext.commands.memory import copies, gib, of_recipe, too_large, too_many
+from grpo_ext.commands.memory import copies, fitting, gib, of_recipe, too_large, too_many
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.config.ahead import described
 from grpo_ext.config.chunks import overlap
@@ -146,7 +146,10 @@ def _memory(recipe: Recipe, look: Look) -> Section:
     ]
     if size := copies(recipe, policy):
         rows.append(("weights for rollouts", f"{gib(size)} of main memory beside each training process"))
-    found = too_large(recipe, parts), too_many(recipe, size)
+    if (limit := recipe.training.micro_batch_tokens) is not None:
+        rows.append(("micro_batch_tokens", f"a forward has at most {limit} tokens, or one completion with its prompt"))
+    fit = fitting(recipe, policy, look.longest_prompt)
+    found = too_large(recipe, parts, fit), too_many(recipe, size)
     return [*rows, *(("Warning", str(problem)) for problem in found if problem is not None)]
 
 

@@ -1,5 +1,7 @@
 """An estimate of a device's memory, from a model's configuration and the sizes of a recipe's micro-batch."""
 
+import copy
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.machine import is_for_another
+from grpo_ext.config.pieces import PIECE_RULES
 from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.errors import ABSENT, Problem
@@ -168,20 +171,27 @@ def estimate(
         "autocast": parameters * computes if computes < each else 0,
     }
     if shape is not None:
-        labels = rows * completion
+        whole = prompts * prompt + rows * completion
+        tokens = _of_a_piece(training, whole, prompt + completion)
+        labels = min(tokens, rows * completion)
         batch = Batch(
-            tokens=prompts * prompt + labels,
+            tokens=tokens,
             labels=labels,
             width=computes,
             merged=training.prefix_setting != "false",
             checkpointed=bool(training.gradient_checkpointing),
             logits=logits_held(training, shape.vocabulary, labels, computes),
-            accumulated=training.gradient_accumulation_steps > 1,
+            accumulated=training.gradient_accumulation_steps > 1 or tokens < whole,
         )
         parts["activations"] = peak(shape, batch, parts["gradients"]) - parts["gradients"]
     if training.use_vllm and training.vllm_mode == "colocate":
         parts["engine"] = _engine(training, parameters * computes)
     return parts
+
+
+def _of_a_piece(training: GRPOExtArguments, whole: int, row: int) -> int:
+    """Return the tokens of a forward: a `whole` micro-batch, or its largest piece, which has at least one `row`."""
+    return whole if training.micro_batch_tokens is None else min(whole, max(row, training.micro_batch_tokens))
 
 
 def _engine(training: GRPOExtArguments, weights: int) -> int:
@@ -203,22 +213,52 @@ def device_memory(training: GRPOExtArguments) -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
-def of_recipe(recipe: Recipe, policy: InspectedPolicy, prompt: int | None) -> dict[str, int]:
-    """Return the estimate of a recipe; a longest prompt that is not known counts as `max_prompt_length`, or 0."""
+def of_recipe(
+    recipe: Recipe, policy: InspectedPolicy, prompt: int | None, training: GRPOExtArguments | None = None
+) -> dict[str, int]:
+    """Return the estimate of a recipe, or of one with other `training` settings.
+
+    A longest prompt that is not known counts as `max_prompt_length`, or 0.
+    """
     shape = Shape.of(policy.empty.config) if policy.empty is not None else None
-    prompt = prompt or recipe.data.max_prompt_length or 0
-    return estimate(recipe.training, recipe.model.dtype, policy.parameters, policy.trained, shape, prompt)
+    longest, settings = prompt or recipe.data.max_prompt_length or 0, training or recipe.training
+    return estimate(settings, recipe.model.dtype, policy.parameters, policy.trained, shape, longest)
 
 
-def too_large(recipe: Recipe, parts: dict[str, int]) -> Problem | None:
-    """Return a warning if the estimate exceeds the device, unless its weights are sharded."""
+def fitting(recipe: Recipe, policy: InspectedPolicy, prompt: int | None) -> int | None:
+    """Return the largest `micro_batch_tokens` by which the estimate does not exceed the device.
+
+    None if there is none, if micro-batches fit as they are, or if another setting excludes it.
+    """
+    device, training = device_memory(recipe.training), copy.copy(recipe.training)
+
+    def total(tokens: int | None) -> int:
+        training.micro_batch_tokens = tokens
+        return sum(of_recipe(recipe, policy, prompt, training).values())
+
+    longest = (prompt or recipe.data.max_prompt_length or 0) + int(training.max_completion_length or 0)
+    most = longest * training.per_device_train_batch_size
+    if device is None or not longest or total(None) <= device or total(longest) > device:
+        return None
+    if any(problem for rule in PIECE_RULES for problem in rule(training)):
+        return None
+    return bisect_right(range(longest, most), device, key=total) + longest - 1
+
+
+def too_large(recipe: Recipe, parts: dict[str, int], fit: int | None = None) -> Problem | None:
+    """Return a warning if the estimate exceeds the device, unless its weights are sharded.
+
+    `fit` is what `fitting` returns.
+    """
     device, total = device_memory(recipe.training), sum(parts.values())
     if device is None or total <= device or recipe.training.deepspeed or recipe.training.fsdp:
         return None
     largest = max(parts, key=lambda name: parts[name])
     reason = f"by the estimate it is {gib(total)}, most of it for {largest}, and the device has {gib(device)}"
+    pieces = f"Set micro_batch_tokens: {fit}, the most by which it fits; the gradient stays the same."
+    halves = "Halve per_device_train_batch_size and double gradient_accumulation_steps."
     cures = {
-        "activations": "Halve per_device_train_batch_size and double gradient_accumulation_steps.",
+        "activations": halves if fit is None else pieces,
         "engine": "Lower vllm_gpu_memory_utilization, or set vllm_mode: server.",
     }
     return Problem("memory", ABSENT, reason, cures.get(largest, "Shard it (--accelerate_config fsdp2), or use_peft."))

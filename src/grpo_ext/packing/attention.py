@@ -47,8 +47,9 @@ def attention(
         ForeignAttention: the model asks for something that packing does not support, such as a mask of its own.
     """
     foreign = [name for name in _FOREIGN if kwargs.get(name) is not None]
-    window = attention_mask.size if isinstance(attention_mask, Window) else None
-    masked = attention_mask is not None and window is None
+    seen = attention_mask if isinstance(attention_mask, Window) else Window()
+    window, chunk = seen.size, seen.chunk
+    masked = attention_mask is not None and window is None and chunk is None
     differs = kwargs.get("sliding_window", window) != window  # the one in the mask holds for sdpa and eager
     asks = ("dropout", dropout), ("a mask", masked), ("a window that is not its mask's", differs)
     foreign += [name for name, asked in asks if asked]
@@ -60,15 +61,15 @@ def attention(
     if torch.is_autocast_enabled(device):  # as torch's own attention under autocast
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     segments, scale = kwargs[LAYOUT], query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = None if window is None or segments.longest <= window else window
+    window, chunk = (None if size is None or segments.longest <= size else size for size in (window, chunk))
     softcap, sinks = _beside_scores(kwargs)
-    kernel = softcap is None and value.shape[-1] == query.shape[-1]
+    kernel = softcap is None and chunk is None and value.shape[-1] == query.shape[-1]
     if kernel and device == "cpu":
         return MergedAttention.apply(query, key, value, calls_of(segments, window), scale, sinks), None
     plain = kernel and sinks is None and window is None
     if plain and flash_is_exact(query.device, query.dtype, query.shape[-1]):
         return FlashAttention.apply(query, key, value, segments, scale), None
-    return by_sdpa(query, key, value, segments, scale, window, softcap, sinks), None
+    return by_sdpa(query, key, value, segments, scale, window, softcap, sinks, chunk), None
 
 
 def _beside_scores(kwargs: dict[str, Any]) -> tuple[float | None, Tensor | None]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -104,6 +104,12 @@ def blocks(length: int, window: int | None) -> list[Span]:
     return [(first, min(first + size, length)) for first in range(0, length, size)]
 
 
+def chunks(before: int, length: int, size: int) -> list[Span]:
+    """Split a segment after `before` tokens at the positions that are multiples of `size`."""
+    inner = range(size - before % size, length, size)
+    return list(pairwise([0, *inner, length]))
+
+
 def by_sdpa(
     query: Float[Tensor, "1 heads tokens size"],
     key: Float[Tensor, "1 key_heads tokens size"],
@@ -113,11 +119,13 @@ def by_sdpa(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
+    chunk: int | None = None,
 ) -> Float[Tensor, "1 tokens heads size"]:
     """Compute the attention by torch's public functions on any device; copies the keys of ancestors once per segment.
 
-    `softcap` bounds the scores, and `sinks` are scores of one more key for each query, whose value is zero; with
-    either the scores are computed as a matrix, as in transformers' eager attention.
+    `window` and `chunk` as in `windows.Window`; at most one is given. `softcap` bounds the scores, and `sinks` are
+    scores of one more key for each query, whose value is zero; with either the scores are computed as a matrix, as in
+    transformers' eager attention.
     """
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
@@ -133,8 +141,9 @@ def by_sdpa(
             for x, own in ((key, own_k), (value, own_v))
         )
         before, parts = k.shape[2] - run.length, []
-        for first, last in blocks(run.length, window):
+        for first, last in blocks(run.length, window) if chunk is None else chunks(before, run.length, chunk):
             begin = 0 if window is None else max(0, before + first - window + 1)
+            begin = begin if chunk is None else (before + first) // chunk * chunk
             seen = k[:, :, begin : before + last], v[:, :, begin : before + last]
             parts.append(_attend(q[:, :, first:last], *seen, scale, window, softcap, sinks))
         piece = torch.cat(parts, dim=2)

@@ -1,5 +1,6 @@
 """Obstacles to sharing the forward of a prompt between rows, in the loss, in rollouts or in both."""
 
+import math
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any, TypeAlias, cast
@@ -18,7 +19,9 @@ KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 """Implementations of transformers that differ only in rounding, so that ours may replace them."""
 GROWING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings with frequencies that depend on the length of the batch."""
-KNOWN_LAYERS = ("full_attention", "sliding_attention")
+NORM_AFTER_ROTARY = ("HunYuanDenseV1Attention", "HunYuanMoEV1Attention", "HunYuanVLDenseV1Attention")
+"""Attention of transformers whose scores depend on more than differences of positions, once its norms are trained."""
+KNOWN_LAYERS = ("chunked_attention", "full_attention", "sliding_attention")
 """Kinds of layers whose tokens see their own path only, or the last tokens of it."""
 
 
@@ -36,6 +39,16 @@ class Forward(Enum):
 def causal_lm(model: Policy) -> PreTrainedModel:
     """Return the causal language model inside adapters."""
     return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
+
+
+def name_body(base: PreTrainedModel) -> None:
+    """Let TRL's LM head find the body of a model whose `base_model_prefix` names a part that it does not have.
+
+    That is a language model written as a part of a greater one, such as `Llama4ForCausalLM`.
+    """
+    text = base.config.get_text_config(decoder=True) is base.config
+    if text and base.base_model is base and isinstance(getattr(base, "model", None), PreTrainedModel):
+        base.base_model_prefix = "model"
 
 
 def text_model(base: PreTrainedModel) -> PreTrainedModel:
@@ -155,6 +168,8 @@ def _of_the_loss(base: PreTrainedModel) -> Iterator[str]:
         yield "attention looks ahead"
     if not _is_rotary(text) and not recurrent:
         yield "positions are not rotary"
+    if any(type(module).__name__ in NORM_AFTER_ROTARY for module in text.modules()):
+        yield "queries and keys are normalised after their rotation, so padding before a prompt changes its scores"
     if (scale := scale_of_trl_only(base)) is not None:
         yield f"TRL's LM head multiplies logits by {scale:g}, which {type(base).__name__} does not"
     if base.base_model is not base and _beside_the_head(base):
@@ -166,6 +181,15 @@ def _beside_the_head(base: PreTrainedModel) -> bool:
     parts = base.base_model, base.get_output_embeddings()
     known = {id(p) for part in parts if part is not None for p in part.parameters()}
     return any(id(p) not in known for p in base.parameters())
+
+
+def most_tokens(base: PreTrainedModel) -> float:
+    """Return the most tokens of a packed row.
+
+    Llama 4 scales queries by their place in the row, not by their position; the scale is 1 below `floor_scale`.
+    """
+    scaled = (m for m in text_model(base).modules() if getattr(m, "attn_temperature_tuning", False))
+    return min((int(m.floor_scale) - 1 for m in scaled if not getattr(m, "use_rope", False)), default=math.inf)
 
 
 def _is_rotary(text: PreTrainedModel) -> bool:

@@ -17,7 +17,7 @@ from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.packing.attention import ForeignAttention
 from grpo_ext.packing.forward import positions_moved, rounded_differently
 from grpo_ext.packing.layout import Layout, pack
-from grpo_ext.packing.obstacles import Policy, causal_lm, obstacles, text_model
+from grpo_ext.packing.obstacles import Policy, causal_lm, most_tokens, obstacles, text_model
 from grpo_ext.packing.recurrent import is_recurrent
 from grpo_ext.packing.routes import padded, prompts_apart
 from grpo_ext.packing.tree import is_plain, pack_tree, plain_rows
@@ -141,6 +141,8 @@ class PrefixSharing:
         self.reason = next((o for o in (further, *obstacles(model)) if o is not None), None)
         base = causal_lm(model)
         self.vocabulary = base.config.get_text_config().vocab_size
+        self.sees = self.reason is None and text_model(base) is not base
+        self.most_tokens = most_tokens(base) if self.reason is None else math.inf
         self.size = Size.of(base) if setting != "false" and self.reason is None else None
 
     @property
@@ -154,9 +156,9 @@ class PrefixSharing:
             return "shared_prefix: off"
         if self.reason is not None:
             return f"shared_prefix: off, {self.reason}"
-        return "shared_prefix: each prompt is computed once per micro-batch" + (
-            "" if self.setting == "true" else ", where that pays"
-        )
+        pays = "" if self.setting == "true" else ", where that pays"
+        images = "; rows with images are computed each by itself" if self.sees else ""
+        return f"shared_prefix: each prompt is computed once per micro-batch{pays}{images}"
 
     def problem(self) -> Problem:
         """Return why prompts cannot be shared, although `shared_prefix` is true."""
@@ -211,7 +213,7 @@ class PrefixSharing:
         live = mask.bool().cpu().numpy()
         if auto and self.size.most_of(live, completion, device) <= MARGIN:
             return None
-        layout = pack(input_ids.cpu().numpy(), live, completion, whole=whole, apart=apart)
+        layout = self._fitting(pack(input_ids.cpu().numpy(), live, completion, whole=whole, apart=apart))
         if layout is None or not auto:
             return layout
         return layout if self.size.gain(layout, device) > MARGIN else None
@@ -232,7 +234,10 @@ class PrefixSharing:
             return self.layout(input_ids, mask, completion, whole, apart), None
         if self.size is None:
             return None, tree
-        return pack_tree(input_ids.cpu().numpy(), mask.cpu().numpy(), tree, whole=whole), tree
+        return self._fitting(pack_tree(input_ids.cpu().numpy(), mask.cpu().numpy(), tree, whole=whole)), tree
+
+    def _fitting(self, layout: Layout | None) -> Layout | None:
+        return None if layout is None or layout.tokens > self.most_tokens else layout
 
     def scores(
         self,

@@ -1,4 +1,4 @@
-"""Sliding windows over packed segments: a token sees the last tokens of its own path, not its neighbours in the row.
+"""Sliding windows and chunks over packed segments: a token sees the last tokens of its own path, not its neighbours.
 
 The window of a layer travels as its attention mask: transformers asks for a mask once for each kind of layer, and
 `of_mask` answers with the window, which the model hands to the attention of the layers that have it.
@@ -13,37 +13,46 @@ from torch import nn
 
 NARROW = 4
 """Window of the startup check, whose rows are shorter than the windows of real models."""
+_SIZES = ("sliding_window", "attention_chunk_size")
+"""What configs call the sizes of windows and of chunks."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A token sees itself and the `size` - 1 tokens before it; None: the mask asks for something else."""
+    """What a token sees of its path; without `size` and `chunk` the mask asks for something else."""
 
-    size: int | None
+    size: int | None = None
+    """Itself and the `size` - 1 tokens before it."""
+    chunk: int | None = None
+    """Itself and the tokens before it since the last position that is a multiple of `chunk`, as in Llama 4."""
 
 
 def of_mask(*args: object, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Window | None:
-    """Describe the mask that transformers asks for: the window of a sliding one, None for a plain causal one.
+    """Describe the mask that transformers asks for: its window or its chunks, None for a plain causal one.
 
     `use_vmap` marks a mask with further functions, such as one that looks ahead.
     """
-    if use_vmap or (local_size is not None and local_size != getattr(kwargs.get("config"), "sliding_window", None)):
-        return Window(None)
-    return None if local_size is None else Window(local_size)
+    if local_size is None and not use_vmap:
+        return None
+    size, chunk = (getattr(kwargs.get("config"), name, None) for name in _SIZES)
+    if use_vmap or local_size not in (size, chunk) or (size is not None and chunk is not None):
+        return Window()
+    return Window(size, chunk)
 
 
 @contextmanager
 def narrowed(model: nn.Module) -> Iterator[None]:
-    """Narrow every window of `model` to `NARROW` tokens for a `with` block, so that a few tokens exceed it."""
+    """Narrow windows and chunks of `model` to `NARROW` tokens for a `with` block, so that few tokens exceed them."""
     holders: list[Any] = [*model.modules(), *{id(c): c for c in map(_config, model.modules()) if c}.values()]
-    found = [(holder, holder.sliding_window) for holder in holders if _wide(getattr(holder, "sliding_window", None))]
+    pairs = [(holder, name) for holder in holders for name in _SIZES if _wide(getattr(holder, name, None))]
+    found = [(holder, name, getattr(holder, name)) for holder, name in pairs]
     try:
-        for holder, _ in found:
-            holder.sliding_window = NARROW
+        for holder, name, _ in found:
+            setattr(holder, name, NARROW)
         yield
     finally:
-        for holder, window in found:
-            holder.sliding_window = window
+        for holder, name, window in found:
+            setattr(holder, name, window)
 
 
 def _config(module: nn.Module) -> Any:

@@ -23,7 +23,7 @@ from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
-from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle
+from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body
 from grpo_ext.packing.pieces import Part, TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.routes import ROUTES
@@ -190,6 +190,9 @@ class GRPOExtTrainer(ChunkTrainer):
     def _set_up_forward(self) -> None:
         """Switch dropout off if configured, and choose the forward that scores tokens."""
         args = self.args
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                name_body(causal_lm(self.accelerator.unwrap_model(model)))
         if args.dropout_disabled:
             switch_dropout_off(self.model)
         elif dropout := active_dropout(self.model):
