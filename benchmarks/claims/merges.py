@@ -34,7 +34,7 @@ def grid() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def surviving(std: float) -> dict[str, float]:
-    """Return what rounding leaves of an update N(0, std^2): its projection on the update, and the elements that move."""
+    """Return what rounding leaves of an update N(0, std^2): its projection on it, and the share of elements that move."""
     weights, probability, _ = grid()
     updates = torch.special.ndtri((torch.arange(QUANTILES, dtype=torch.float64) + 0.5) / QUANTILES) * std
     exact = weights[:, None] + updates
@@ -135,7 +135,7 @@ def table(exact: Exact, runs: list[Run]) -> str:
     law = [[f"{r['std']:.1e}", f"{r['projection']:.1%}", f"{r['moved']:.1%}"] for r in exact["law"][::4]]
     return "\n\n".join(
         [
-            f"Share of the update that survives {STEPS} steps (in brackets: norm of what is lost by that of the update):",
+            f"Share of the update that survives, after {STEPS} steps (in brackets: norm of what is lost by its norm):",
             markdown(header, rows),
             "Exact, over all bfloat16 weights of N(0, .02^2):",
             markdown(["std of the update", "share that survives", "elements that move"], law),

@@ -53,7 +53,7 @@ def closed_form(rule: str, n: float, s: float) -> float:
 
 
 def two_points(n: int, s: float) -> tuple[Tensor, Tensor]:
-    """Return token log-ratios c +- s with E exp = 1, [n + 1, n]: a row for each number of pluses, and its probability."""
+    """Return token log-ratios c +- s with E exp = 1, [n + 1, n]: a row for each number of pluses; and its probability."""
     ups = torch.arange(n + 1, dtype=torch.float64)
     signs = torch.where(torch.arange(n) < ups[:, None], 1.0, -1.0).double()
     pairs = torch.lgamma(ups.new_tensor(n + 1.0)) - torch.lgamma(ups + 1) - torch.lgamma(n - ups + 1)
@@ -83,8 +83,9 @@ def train(seed: int) -> Run:
     import warnings
 
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    import sampler_training
     import toy  # noqa: F401 (one thread)
+
+    import sampler_training
 
     class Late(sampler_training.Engine):
         """Takes the weights of `LAG` pushes before."""
@@ -179,9 +180,12 @@ def table(exact: Exact, runs: list[Run]) -> str:
 
     header = ["rule", "short, right", "long, right", "ESS", "kept, short", "kept, long", "closed form, long"]
     rows = [
-        [rule, shown(learned(runs, rule, "short"), 2), shown(learned(runs, rule, "long"), 2), cell(rule, "ess")]
-        + [cell(rule, "kept_short"), cell(rule, "kept_long")]
-        + [cell(rule, "closed_long") if rule in SEQUENCE else ""]
+        [
+            rule,
+            *(shown(learned(runs, rule, kind), 2) for kind in ("short", "long")),
+            *(cell(rule, figure) for figure in ("ess", "kept_short", "kept_long")),
+            cell(rule, "closed_long") if rule in SEQUENCE else "",
+        ]
         for rule in SETTINGS
     ]
     before = {kind: shown([run["before"][kind] for run in runs], 2) for kind in ("short", "long")}

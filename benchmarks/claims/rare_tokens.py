@@ -1,6 +1,6 @@
 """DPPO, CISPO: the gradient that each clip takes from rare tokens, where the policy has moved by one total variation.
 
-Exact: a policy of one step over 64 tokens. Each token is a completion of one token, weighed by its probability, and the
+Exact: a policy of one step over 64 tokens. Each token is a completion of one token, weighed by its probability. The
 gradient of a loss is that of the package's surrogate.
 """
 
@@ -37,12 +37,13 @@ WORDS = {
     "batch": f"logits move by the gradient of {BATCH} drawn completions, and these train again",
     "noise": "normal noise on the logits, as of another precision",
 }
-UNSET = dict.fromkeys(
-    "epsilon epsilon_high delta sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg "
-    "vespo_lambda_neg loss_kwargs scale_rewards advantage_estimator advantage_kwargs use_bias_correction_kl "
-    "kl_estimator kl_placement importance_sampling_level multi_objective_aggregation missing_rewards "
-    "loss_aggregation loss_aggregation_kwargs".split()
-) | {"loss_defaults": "paper", "beta": 0.0, "max_completion_length": 1}
+FIELDS = (
+    "epsilon,epsilon_high,delta,sapo_temperature_pos,sapo_temperature_neg,vespo_k_pos,vespo_lambda_pos,vespo_k_neg,"
+    "vespo_lambda_neg,loss_kwargs,scale_rewards,advantage_estimator,advantage_kwargs,use_bias_correction_kl,"
+    "kl_estimator,kl_placement,importance_sampling_level,multi_objective_aggregation,missing_rewards,"
+    "loss_aggregation,loss_aggregation_kwargs"
+)
+UNSET = dict.fromkeys(FIELDS.split(",")) | {"loss_defaults": "paper", "beta": 0.0, "max_completion_length": 1}
 
 
 def objective_of(**settings: Any) -> Objective:
@@ -75,7 +76,7 @@ def raised(old: Tensor, token: int, distance: float) -> Tensor:
 
 
 def moved(old: Tensor, direction: Tensor, distance: float) -> Tensor | None:
-    """Return the policy at a total variation of `distance` along a direction of the logits, or None beyond its reach."""
+    """Return the policy at a total variation of `distance` along a direction of logits, or None beyond its reach."""
     low, high = 0.0, FARTHEST / direction.abs().max().item()
     if total_variation(old, shifted(old, direction, high)) < distance:
         return None
@@ -203,8 +204,12 @@ def table(exact: Exact, runs: list[Any]) -> str:
 
     header = ["policy", "move", *LOSSES, "dppo, bound that takes as much as clip .2"]
     rows = [
-        [row["policy"], WORDS[row["move"]], *(of(row, loss) for loss in LOSSES)]
-        + [f"{of(row, 'dppo matched')} (bound {row['dppo matched']['epsilon']:.2g})"]
+        [
+            row["policy"],
+            WORDS[row["move"]],
+            *(of(row, loss) for loss in LOSSES),
+            f"{of(row, 'dppo matched')} (bound {row['dppo matched']['epsilon']:.2g})",
+        ]
         for row in shown_rows(exact)
     ]
     head = (
