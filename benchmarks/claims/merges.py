@@ -34,7 +34,7 @@ def grid() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def surviving(std: float) -> dict[str, float]:
-    """Return what rounding leaves of an update N(0, std^2): its projection on it, and the share of elements that move."""
+    """Return what rounding leaves of an update N(0, std^2): its projection on it, and the elements that move."""
     weights, probability, _ = grid()
     updates = torch.special.ndtri((torch.arange(QUANTILES, dtype=torch.float64) + 0.5) / QUANTILES) * std
     exact = weights[:, None] + updates

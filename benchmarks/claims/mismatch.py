@@ -53,7 +53,7 @@ def closed_form(rule: str, n: float, s: float) -> float:
 
 
 def two_points(n: int, s: float) -> tuple[Tensor, Tensor]:
-    """Return token log-ratios c +- s with E exp = 1, [n + 1, n]: a row for each number of pluses; and its probability."""
+    """Return token log-ratios c +- s with E exp = 1, [n + 1, n]: a row for each number of pluses; probabilities."""
     ups = torch.arange(n + 1, dtype=torch.float64)
     signs = torch.where(torch.arange(n) < ups[:, None], 1.0, -1.0).double()
     pairs = torch.lgamma(ups.new_tensor(n + 1.0)) - torch.lgamma(ups + 1) - torch.lgamma(n - ups + 1)
