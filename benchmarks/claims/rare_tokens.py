@@ -202,7 +202,7 @@ def table(exact: Exact, runs: list[Any]) -> str:
     def of(row: dict[str, Any], loss: str) -> str:
         return f"{abs(row[loss]['rare']):.0%} / {abs(row[loss]['common']):.0%}"
 
-    header = ["policy", "move", *LOSSES, "dppo, bound that takes as much as clip .2"]
+    header = ["policy", "move", *LOSSES, "dppo, bound that takes at least as much as clip .2"]
     rows = [
         [
             row["policy"],
