@@ -4,13 +4,18 @@ A run with `dapo` records its batches and keeps its weights at one step. Each re
 trains on batches that the run recorded a given number of updates earlier, with their recorded advantages.
 """
 
+import itertools
 import os
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from claim import FAILS, HOLDS, ONLY_IF, Claim, Exact, Run, Verdict, interval, markdown, shown
+from mismatch import two_points
+
+from grpo_ext.objective.ratios import ratios
 
 LOSSES = "dapo grpo dr_grpo deepseek_v3 gspo luspo cispo sapo vespo minimind gmpo topr dppo".split()  # noqa: SIM905
 """Those that differ when advantages are given; the other rows differ from these in their advantages."""
@@ -26,6 +31,26 @@ def answer(prompt: str) -> str:
     for _ in range(DIGITS):
         digits.append((digits[-1] + digits[-2]) % 10)
     return "".join(map(str, digits[2:]))
+
+
+LENGTHS, NOISES = (8, 64, 512), (0.02, 0.05, 0.1)
+
+
+def effective_sizes(n: int, s: float, level: str = "product") -> tuple[float, float]:
+    """Return the ESS of tokens and of completions of n tokens, by enumeration of two-point noise of log-ratios."""
+    log_ratio, probability = two_points(n, s)
+    mask = torch.ones_like(log_ratio)
+    tokens, whole = (ratios[name](log_ratio, mask).exp() for name in ("token", level))
+    of_tokens, of_completions = (
+        ((probability @ w).mean().square() / (probability @ w.square()).mean()).item() for w in (tokens, whole)
+    )
+    return of_tokens, of_completions
+
+
+def exact() -> Exact:
+    """The ESS of tokens, which `sampling/ess` logs, beside that of completions."""
+    rows = [{"s": s, "n": n, "sizes": effective_sizes(n, s)} for s, n in itertools.product(NOISES, LENGTHS)]
+    return {"rows": rows}
 
 
 PROMPTS = [f"{a}{b}" for a in range(10) for b in range(10)]
@@ -53,7 +78,6 @@ def right(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 
 def pass_rate(model: Any) -> float:
     """Return the exact probability of the right answer, its end included, mean over all prompts."""
-    import torch
     import toy
 
     batch = toy._batch([(prompt, answer(prompt)) for prompt in PROMPTS])
@@ -65,8 +89,6 @@ def pass_rate(model: Any) -> float:
 
 def effective_size(model: Any, file: Path) -> float:
     """Return (sum w)^2 / (N sum w^2) of a recorded batch, w the ratios of whole completions."""
-    import torch
-
     [batch] = torch.load(file, weights_only=True)["micro_batches"]
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1).long()
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).long()
@@ -213,9 +235,12 @@ def table(exact: Exact, runs: list[Run]) -> str:
     size = [
         f"{delay} late {statistics.mean(r['ess'][0] for r in replays(runs, LOSSES[0], delay)):.2f}" for delay in DELAYS
     ]
+    sizes = [[row["s"], row["n"], *(f"{size:.3g}" for size in row["sizes"])] for row in exact["rows"]]
     return (
         f"Change of the pass rate by {STEPS} updates, from {start}; the recorded run itself went on to {end}. ESS of "
-        f"the first batch: {', '.join(size)}.\n\n{markdown(header, rows)}"
+        f"the first batch: {', '.join(size)}.\n\n{markdown(header, rows)}\n\n"
+        "Exact: the ESS of tokens, as `sampling/ess` has it, does not see the length; that of completions does.\n\n"
+        + markdown(["noise of a token", "tokens", "ESS of tokens", "ESS of completions"], sizes)
     )
 
 
@@ -267,6 +292,7 @@ CLAIM = Claim(
     judge=judge,
     table=table,
     draw=draw,
+    exact=exact,
     keys=[(seed,) for seed in range(5)],
     train=train,
 )
