@@ -32,6 +32,14 @@ def test_small_updates_vanish_and_large_ones_survive():
     assert merges.surviving(1e-2)["projection"] == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.parametrize("way", merges.WAYS[:2])
+def test_layers_lose_what_the_law_says(way):
+    policy, weight, update = merges.layer(1e-5, 64, 0)
+    got = merges.pushed(way, policy, weight)
+    found = ((got * update).sum() / update.square().sum()).item()
+    assert found == pytest.approx(merges.surviving(update.std().item())["projection"], abs=0.05)
+
+
 def nearest_on_the_grid(monkeypatch=None) -> float:
     """Return how much farther the package's sum is from the exact one than the nearest bfloat16, at most."""
     policy, weight, update = merges.layer(1e-5, 16, 0)
