@@ -125,8 +125,8 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
         f"weight of a long completion over a short one under the sequence mask is {shown(starved[LEAST], 2)} with "
         f"{LEAST} bits and {shown(starved[8], 2)} with int8; under token TIS {shown(usual[LEAST], 2)} and "
         f"{shown(usual[8], 2)}. The closed form is off by {statistics.mean(off):.2f} on average. Right digits of long "
-        f"answers with {LEAST} bits, token TIS less sequence mask: {shown(gained, 2)}. Geometric rejection within .01 does "
-        f"the reverse: with noise of .1 it keeps {by_length[4]:.0%} of completions of 4 tokens and "
+        f"answers with {LEAST} bits, token TIS less sequence mask: {shown(gained, 2)}. Geometric rejection within .01 "
+        f"does the reverse: with noise of .1 it keeps {by_length[4]:.0%} of completions of 4 tokens and "
         f"{by_length[1024]:.0%} of those of 1024."
     )
     apart = [a - b for a, b in zip(usual[LEAST], starved[LEAST], strict=True)]
