@@ -55,5 +55,5 @@ def test_alarms_of_sound_replays_limit_the_claim():
 
 
 def test_answers_and_rewards():
-    assert staleness.answer("12") == "358314"
-    assert staleness.right(["12", "12", "12"], ["358314", "35831", "x"]) == [1.0, 5 / 6, 0.0]
+    assert staleness.answer("12") == "581470"
+    assert staleness.right(["12", "12", "12"], ["581470", "58147", "x"]) == [1.0, 5 / 6, 0.0]
