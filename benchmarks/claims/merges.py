@@ -124,7 +124,7 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
         )
         return Verdict(ONLY_IF, f"{small}. {why} The sum's precision does not matter, the grid of the result does.")
     if max(summed.values()) > 0.9:
-        return Verdict(ONLY_IF, f"the sum itself is made in bfloat16. {why}")
+        return Verdict(ONLY_IF, f"The sum itself is made in bfloat16. {why}")
     return Verdict(HOLDS, f"{why} The grid of bfloat16 is the cause, not the precision of the sum.")
 
 

@@ -133,9 +133,9 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
     if interval(starved[LEAST])[2] >= 0.75 or interval(apart)[1] <= 0:
         return Verdict(FAILS, f"Long completions keep their weight. The {why}")
     if interval(gained)[1] <= 0:
-        return Verdict(ONLY_IF, f"one looks at the gradient; what is learned does not show it. The {why}")
+        return Verdict(ONLY_IF, f"One looks at the gradient; what is learned does not show it. The {why}")
     if interval(starved[8])[2] >= 0.75:
-        noise = "the noise of a token times the root of the length is large, which int8 is not here"
+        noise = "The noise of a token times the root of the length is large, which int8 is not here"
         return Verdict(ONLY_IF, f"{noise}. The {why}")
     return Verdict(HOLDS, f"The {why}")
 

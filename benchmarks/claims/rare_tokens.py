@@ -192,7 +192,7 @@ def judge(exact: Exact, runs: list[Any]) -> Verdict:
         return Verdict(HOLDS, f"{why}. {cured}")
     return Verdict(
         ONLY_IF,
-        f"one token dominates, or rare logits move as far as common ones. {why}, not so for {named(less)}. {cured}",
+        f"One token dominates, or rare logits move as far as common ones. {why}, not so for {named(less)}. {cured}",
     )
 
 
@@ -219,19 +219,21 @@ def table(exact: Exact, runs: list[Any]) -> str:
 
 
 def draw(figure: Any, exact: Exact, runs: list[Any]) -> None:
-    """Draw the shares over the total variation, of the peaked policy."""
-    axes = figure.subplots(1, len(MOVES), sharey=True)
-    for axis, move in zip(axes, MOVES, strict=True):
-        rows = [row for row in exact["rows"] if row["move"] == move and row["policy"] == "peaked"]
+    """Draw the shares over the total variation: a row of panels for each policy."""
+    panels = figure.subplots(2, len(MOVES), sharex=True, sharey=True)
+    for (place, policy), (column, move) in itertools.product(enumerate(policies()), enumerate(MOVES)):
+        axis = panels[place][column]
+        rows = [row for row in exact["rows"] if row["move"] == move and row["policy"] == policy]
         x = [row["distance"] for row in rows]
         for loss, colour in (("clip .2", "C3"), ("dppo .2", "C0"), ("cispo 5", "C2")):
-            axis.plot(x, [row[loss]["rare"] for row in rows], color=colour, marker="o", label=f"{loss}, rare")
-            axis.plot(x, [row[loss]["common"] for row in rows], color=colour, linestyle=":", label=f"{loss}, common")
-        axis.set_title(move, fontsize=10)
-        axis.set_xlabel("total variation")
+            for tokens, line in (("rare", "o-"), ("common", "x:")):
+                y = [abs(row[loss][tokens]) for row in rows]
+                axis.plot(x, y, line, color=colour, markersize=4, label=f"{loss}, {tokens}")
+        axis.set_title(f"{policy}, {move}", fontsize=9)
         axis.grid(alpha=0.25)
-    axes[0].set_ylabel("share of gradient mass taken")
-    axes[-1].legend(fontsize=7, frameon=False)
+    figure.supxlabel("total variation that the policy has moved", fontsize=9)
+    figure.supylabel("share of gradient mass taken", fontsize=9)
+    panels[0][-1].legend(fontsize=6, frameon=False)
 
 
 CLAIM = Claim(

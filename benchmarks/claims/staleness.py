@@ -219,7 +219,7 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
         return Verdict(HOLDS, why)
     if caught >= 0.8:
         return Verdict(
-            ONLY_IF, f"false alarms do not count: a low ESS comes before a fall, but does not announce one. {why}"
+            ONLY_IF, f"False alarms do not count: a low ESS comes before a fall, but does not announce one. {why}"
         )
     return Verdict(FAILS, why)
 
