@@ -236,11 +236,11 @@ def score(model: LlamaForCausalLM, folder: str) -> dict[str, float]:
     return found
 
 
-def run(rule: str, bits: int | None, seed: int, updates: int, steps: int) -> dict:
-    """Train once; return what was learned, and the sampler's figures over the run."""
-    folder = warm(seed)
-    model = LlamaForCausalLM.from_pretrained(folder)
-    start = time.process_time()
+def trained(
+    settings: dict, bits: int | None, seed: int, updates: int, steps: int, engine: type[Engine] = Engine
+) -> GRPOExtTrainer:
+    """Train once from the warm model of a seed, with a rule's settings."""
+    model = LlamaForCausalLM.from_pretrained(warm(seed))
     with tempfile.TemporaryDirectory() as output, open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
         args = GRPOExtConfig(
             output_dir=output,
@@ -263,18 +263,26 @@ def run(rule: str, bits: int | None, seed: int, updates: int, steps: int) -> dic
             use_vllm=True,
             vllm_mode="colocate",
             rollout_drift=0.0,
-            **RULES[rule],
+            **settings,
         )
         rows = Dataset.from_list([{"prompt": f"{k}{a}{b}"} for k in "sl" for a in range(10) for b in range(10)])
-        with temporarily(vllm_generation, LLM=partial(Engine, bits=bits, draws=seed)):
+        with temporarily(vllm_generation, LLM=partial(engine, bits=bits, draws=seed)):
             trainer = GRPOExtTrainer(model, [reward], args, rows, processing_class=TOKENIZER)
         trainer.train()
+    return trainer
+
+
+def run(rule: str, bits: int | None, seed: int, updates: int, steps: int) -> dict:
+    """Train once; return what was learned, and the sampler's figures over the run."""
+    folder = warm(seed)
+    start = time.process_time()
+    trainer = trained(RULES[rule], bits, seed, updates, steps)
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
     names = [name for name in logs[-1] if name.startswith("sampling/") and "sampling_logp" not in name]
     figures = {name: statistics.mean(entry[name] for entry in logs if name in entry) for name in names}
     return {
         "before": score(LlamaForCausalLM.from_pretrained(folder), folder),
-        "after": score(model, folder),
+        "after": score(trainer.model, folder),
         "rewards": [round(entry["reward"], 4) for entry in logs],
         "figures": {name: float(f"{value:.4g}") for name, value in figures.items()},
         "seconds": round(time.process_time() - start, 1),

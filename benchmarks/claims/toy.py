@@ -112,7 +112,7 @@ def train(
         "disable_tqdm": True,
     }
     with tempfile.TemporaryDirectory() as output, open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
-        args = GRPOExtConfig(output_dir=output, **usual | settings)
+        args = GRPOExtConfig(**{"output_dir": output} | usual | settings)
         data = Dataset.from_list(list(rows))
         trainer = GRPOExtTrainer(folder, list(rewards), args, data, callbacks=list(callbacks))
         trainer.train()

@@ -22,7 +22,8 @@ _ALONE, _ONE_SIDED = 0.1, 1e-3
 """Nats per token above which a mismatch counts without earlier rows to compare with: rounding to bfloat16 stays below
 the first, and is never one-sided."""
 _KEPT = 0.75
-"""Weight of long completions, as a share of that of short ones, below which the correction punishes length."""
+"""Weight of long completions, as a share of that of short ones, below which the correction punishes length; and of
+short ones, as a share of that of long ones."""
 _CUT = "completions/clipped_ratio"
 _ANOTHER_TEXT = 0.2
 """Nats per token that appear at once where two models read different prompts."""
@@ -172,12 +173,20 @@ def _precision(history: History) -> str:
     return f"{_mismatch(history, values)}, neither growing nor one-sided"
 
 
-def _loses_long(history: History) -> str:
-    """Lengths differ in noise too, so the longest third has to lose a quarter of its weight in each log."""
-    short, long = (history.last(f"sampling/kept_{third}", _ROWS) for third in ("short", "long"))
-    if not (short and long) or any(kept >= _KEPT * usual for kept, usual in zip(long, short, strict=True)):
-        return ""
-    return f"sampling/kept_long {span(long)} in {_ROWS} logs, sampling/kept_short {span(short)}"
+def _loses(third: str, other: str) -> Evidence:
+    """Evidence: a third of the completions, by length, has lost a quarter of its weight beside another, in each log.
+
+    Lengths differ in noise too, so a smaller loss says nothing.
+    """
+    names = f"sampling/kept_{third}", f"sampling/kept_{other}"
+
+    def evidence(history: History) -> str:
+        lost, usual = (history.last(name, _ROWS) for name in names)
+        if not (lost and usual) or any(kept >= _KEPT * full for kept, full in zip(lost, usual, strict=True)):
+            return ""
+        return f"{names[0]} {span(lost)} in {_ROWS} logs, {names[1]} {span(usual)}"
+
+    return evidence
 
 
 # Combinators.
@@ -329,7 +338,8 @@ EVIDENCE: dict[str, Evidence] = {
     "truncated sampling": _truncated,
     "stale sampler": _stale,
     "sampler's precision": _precision,
-    "long completions dropped": _loses_long,
+    "long completions dropped": _loses("long", "short"),
+    "short completions dropped": _loses("short", "long"),
     "sign of a reward": _any_reward(_sign),
     "constant reward": _any_reward(_constant),
     "completions no longer end": _no_end,

@@ -180,7 +180,15 @@ RULES: tuple[Rule, ...] = (
         "`sampling/kept_long` stays below three quarters of `sampling/kept_short`",
         "the correction of the sampler takes the gradient of long completions: it bounds a product over their tokens, "
         "which leaves the bounds by rounding alone",
-        "Leave `sampler_correction` unset, or set a `level` of token or geometric in place of sequence.",
+        "Leave `sampler_correction` unset, or set a `level` of token in place of sequence.",
+    ),
+    Rule(
+        "short completions dropped",
+        ("sampling/kept_short", "sampling/kept_long"),
+        "`sampling/kept_short` stays below three quarters of `sampling/kept_long`",
+        "the correction of the sampler takes the gradient of short completions: it bounds a mean over their tokens, "
+        "which few tokens make noisy",
+        "Leave `sampler_correction` unset, or set wider bounds.",
     ),
     Rule(
         "sign of a reward",
