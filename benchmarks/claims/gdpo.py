@@ -244,24 +244,25 @@ CLAIM = Claim(
     title="Rewards that are summed before they are normalised collapse",
     paper="GDPO, arXiv:2601.05242",
     statement=(
-        "If several rewards are summed and the sum is normalised within the group, combinations of rewards that differ "
-        "get one and the same advantage. Leaving out the std helps little. Normalising each reward alone, then "
-        "summing, then normalising over the batch keeps many more distinct advantages (the last step does not change "
-        "their number), and the harder reward is learned better."
+        "If several rewards are summed and the sum is normalised within the group, combinations of rewards that "
+        "differ get one and the same advantage. Leaving out the std helps little. Normalising each reward alone, "
+        "then summing, then normalising over the batch keeps many more distinct advantages (the last step does not "
+        "change their number), and the harder reward is learned better."
     ),
     experiment=(
-        "Exact: all groups of 2 to 8 completions with 2, 3 or 4 rewards of 0 or 1; distinct advantages are counted for "
-        "each combination, with all groups in one generation batch and with one. Trained: a completion is a letter and "
-        "a digit. The noisy reward (0 or 1, or 0 or 3) likes one of two letters, drawn anew for each prompt of each "
-        "step, so that nothing can be learned from it; the rare one (0 or 1) wants the digit of the prompt, one of "
-        f"ten. Equal weights, `dapo`, learning rate 2e-3, 8 prompts x 8 completions, {STEPS} steps. In pilot runs with "
-        "a noise of 0 or 1 nothing was lost, so the size of 3 was added before the seeds of this page were run."
+        "Exact: all groups of 2 to 8 completions with 2, 3 or 4 rewards of 0 or 1; distinct advantages are counted "
+        "for each combination, with all groups in one generation batch and with one. Trained: a completion is a "
+        "letter and a digit. The noisy reward (0 or 1, or 0 or 3) likes one of two letters, drawn anew for each "
+        "prompt of each step, so that nothing can be learned from it; the rare one (0 or 1) wants the digit of the "
+        f"prompt, one of ten. Equal weights, `dapo`, learning rate 2e-3, 8 prompts x 8 completions, {STEPS} steps. In "
+        "pilot runs with a noise of 0 or 1 nothing was lost, so the size of 3 was added before the seeds of this "
+        "page were run."
     ),
     failure=(
-        "At some size GDPO does not keep more distinct advantages than the sum, or fewer than the sum without the std; "
-        "or GDPO earns no more of the rare reward over the run than the sum, at both sizes of the noise (the interval "
-        "of the difference by seed reaches 0). If it does so at one size, or if a batch of one prompt collapses again, "
-        "the claim holds only if."
+        "At some size GDPO does not keep more distinct advantages than the sum, or fewer than the sum without the "
+        "std; or GDPO earns no more of the rare reward over the run than the sum, at both sizes of the noise (the "
+        "interval of the difference by seed reaches 0). If it does so at one size, or if a batch of one prompt "
+        "collapses again, the claim holds only if."
     ),
     judge=judge,
     table=table,

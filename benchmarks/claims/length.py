@@ -22,9 +22,11 @@ LAYOUTS = {
     "before": "filler, then answer",
     "helps": "filler, then answer; filler helps",
 }
-UNSET = """importance_sampling_level loss_kwargs epsilon epsilon_high delta kl_estimator kl_placement
-use_bias_correction_kl advantage_estimator advantage_kwargs scale_rewards multi_objective_aggregation missing_rewards
-loss_aggregation loss_aggregation_kwargs""".split()
+UNSET = (
+    *("importance_sampling_level", "loss_kwargs", "epsilon", "epsilon_high", "delta", "kl_estimator", "kl_placement"),
+    *("use_bias_correction_kl", "advantage_estimator", "advantage_kwargs", "scale_rewards", "missing_rewards"),
+    *("multi_objective_aggregation", "loss_aggregation", "loss_aggregation_kwargs"),
+)
 FILLERS, GROUP = 4, 4
 """The most filler tokens, and the completions of a group, of the exact part."""
 
@@ -133,16 +135,13 @@ def exact() -> Exact:
 
 KNOWN, GUESSED = "abcdef", "gh"
 """Prompts with a digit to learn, and prompts of which the digit is drawn anew each time: they have no answer."""
-DIGITS = dict(zip(KNOWN, random.Random(0).choices("0123456789", k=len(KNOWN)), strict=True))
+CHOICE = "0123"
+DIGITS = dict(zip(KNOWN, random.Random(0).choices(CHOICE, k=len(KNOWN)), strict=True))
 SHAPE = {"after": re.compile(r"(\d)\.*"), "before": re.compile(r"\.*(\d)")}
-STEPS, WINDOW, LIMIT, FREE = 300, 50, 12, 7
-SETTINGS: dict[str, Any] = {
-    "learning_rate": 3e-4,
-    "max_completion_length": LIMIT,
-    "per_device_train_batch_size": 128,
-    "num_generations": 16,
-}
-KEYS = [(layout, loss, seed) for layout in SHAPE for loss in LOSSES for seed in range(5)]
+STEPS, FIRST, WINDOW, LIMIT, FREE = 150, 10, 40, 10, 7
+SETTINGS: dict[str, Any] = {"learning_rate": 5e-4, "max_completion_length": LIMIT}
+TRAINED = {"after": LOSSES, "before": LOSSES[:2]}
+KEYS = [(layout, loss, seed) for layout, losses in TRAINED.items() for loss in losses for seed in range(5)]
 
 
 def written(layout: str, digit: str, fillers: int) -> str:
@@ -150,11 +149,11 @@ def written(layout: str, digit: str, fillers: int) -> str:
 
 
 def demonstrate_after(draw: random.Random) -> tuple[str, str]:
-    return draw.choice(KNOWN + GUESSED), written("after", draw.choice("0123456789"), draw.randrange(FREE))
+    return draw.choice(KNOWN + GUESSED), written("after", draw.choice(CHOICE), draw.randrange(FREE))
 
 
 def demonstrate_before(draw: random.Random) -> tuple[str, str]:
-    return draw.choice(KNOWN + GUESSED), written("before", draw.choice("0123456789"), draw.randrange(FREE))
+    return draw.choice(KNOWN + GUESSED), written("before", draw.choice(CHOICE), draw.randrange(FREE))
 
 
 class Judge:
@@ -171,7 +170,7 @@ class Judge:
         for prompt, text, ids in zip(prompts, completions, completion_ids, strict=True):
             found = SHAPE[self.layout].fullmatch(text)
             draw = random.Random(f"{self.seed} {trainer_state.global_step} {prompt}")
-            target = DIGITS.get(prompt) or draw.choice("0123456789")
+            target = DIGITS.get(prompt) or draw.choice(CHOICE)
             right = found is not None and found[1] == target
             kind = ("known " if prompt in KNOWN else "guessed ") + ("right" if right else "wrong")
             self.seen[-1].setdefault(kind, []).append(len(ids))
@@ -193,7 +192,7 @@ def train(layout: str, loss: str, seed: int) -> Run:
     kinds = [f"{a} {b}" for a in ("known", "guessed") for b in ("right", "wrong")]
     run: Run = {"growth": {}, "curves": {}}
     for kind in kinds:
-        first, last = judge.lengths(kind, 0, 20), judge.lengths(kind, STEPS - WINDOW, STEPS)
+        first, last = judge.lengths(kind, 0, FIRST), judge.lengths(kind, STEPS - WINDOW, STEPS)
         run["growth"][kind] = round(statistics.mean(last) - statistics.mean(first), 3) if first and last else None
         pieces = [judge.lengths(kind, i, i + 10) for i in range(0, STEPS, 10)]
         run["curves"][kind] = [round(statistics.mean(piece), 2) if piece else None for piece in pieces]
@@ -204,33 +203,44 @@ def train(layout: str, loss: str, seed: int) -> Run:
 # Page
 
 
-def grown(runs: list[Run], layout: str, loss: str, kind: str = "known wrong") -> list[float]:
+def grown(runs: list[Run], layout: str, loss: str, kind: str) -> list[float]:
     return [run["growth"][kind] for run in of(runs, layout, loss)]
 
 
-def excess(runs: list[Run], layout: str, loss: str, kind: str = "known wrong") -> list[float]:
-    """Return the growth under `loss` beyond that under `dr_grpo`, by seed."""
-    pairs = zip(grown(runs, layout, loss, kind), grown(runs, layout, "dr_grpo", kind), strict=True)
-    return [one - other for one, other in pairs]
+def gap(runs: list[Run], layout: str, loss: str) -> list[float]:
+    """Return the growth of wrong answers less that of right ones, to prompts that have an answer, by seed."""
+    pairs = zip(*(grown(runs, layout, loss, kind) for kind in ("known wrong", "known right")), strict=True)
+    return [wrong - right for wrong, right in pairs]
+
+
+def excess(runs: list[Run], layout: str, loss: str) -> list[float]:
+    """Return the gap's growth under `loss` beyond that under `dr_grpo`, by seed."""
+    return [a - b for a, b in zip(gap(runs, layout, loss), gap(runs, layout, "dr_grpo"), strict=True)]
 
 
 def judge(exact: Exact, runs: list[Run]) -> Verdict:
     grows = {layout: interval(excess(runs, layout, "grpo"))[1] > 0 for layout in SHAPE}
     signs = exact["after"]["grpo"]["wrong"] > 1e-6 and abs(exact["after"]["dr_grpo"]["wrong"]) < 1e-12
-    nothing = abs(exact["before"]["grpo"]["wrong"]) < 1e-12
-    word = FAILS if not (signs and any(grows.values())) else HOLDS if all(grows.values()) and not nothing else ONLY_IF
+    everywhere = exact["before"]["grpo"]["wrong"] > 1e-6
+    word = FAILS if not (signs and any(grows.values())) else HOLDS if everywhere and all(grows.values()) else ONLY_IF
     why = (
-        f"Wrong answers to prompts that can be learned grow by {shown(grown(runs, 'after', 'grpo'), 2)} tokens under "
-        f"`grpo` and by {shown(grown(runs, 'after', 'dr_grpo'), 2)} under `dr_grpo` where the filler follows the "
-        f"answer, by {shown(grown(runs, 'before', 'grpo'), 2)} and {shown(grown(runs, 'before', 'dr_grpo'), 2)} where "
-        "it comes first. "
+        "In expectation a step on `grpo` lengthens wrong answers and shortens right ones, and one on `dr_grpo` does "
+        "neither, where the answer comes before the filler. "
+        if signs
+        else "The exact drifts do not have the signs that the paper gives. "
     )
-    if word == ONLY_IF:
+    if not everywhere:
         why += (
-            "The model must know that it is wrong while it writes the additional tokens: where it does not, short "
-            "right answers and long wrong ones pull the same stop token, and the expected drift is exactly 0."
+            "Where the filler comes first there is no drift under any loss: the model must know that it is wrong "
+            "while it writes the additional tokens. "
         )
-    return Verdict(word, why)
+    spread = ", ".join(f"{shown(gap(runs, 'after', loss), 2)} under `{loss}`" for loss in ("grpo", "dr_grpo"))
+    return Verdict(
+        word,
+        f"{why}In training the gap between wrong and right answers grows by {spread} (answer first); the difference "
+        f"by seed is {shown(excess(runs, 'after', 'grpo'), 2)}, and {shown(excess(runs, 'before', 'grpo'), 2)} with "
+        "the filler first.",
+    )
 
 
 def table(exact: Exact, runs: list[Run]) -> str:
@@ -247,32 +257,40 @@ def table(exact: Exact, runs: list[Run]) -> str:
     pairs = exact["dapo by group"].items()
     ratio = ", ".join(f"{v / exact['grpo by group'][g]:.3f} at G = {g}" for g, v in pairs)
     lines += [f"The drift of `dapo`, whose step here is one group, over that of `grpo`: {ratio}.", ""]
-    lines += ["Trained: growth in tokens from the first 20 steps to the last 50.", ""]
+    lines += [f"Trained: growth in tokens from the first {FIRST} steps to the last {WINDOW} of {STEPS}.", ""]
     kinds = ["known wrong", "known right", "guessed wrong"]
     rows = [
         [
             LAYOUTS[layout],
             f"`{loss}`",
             *(shown(grown(runs, layout, loss, kind), 2) for kind in kinds),
+            shown(gap(runs, layout, loss), 2),
             f"{statistics.mean(run['solved'] for run in of(runs, layout, loss)):.2f}",
         ]
-        for layout in SHAPE
-        for loss in LOSSES
+        for layout, losses in TRAINED.items()
+        for loss in losses
     ]
-    lines.append(markdown(["layout", "loss", "wrong", "right", "wrong, without an answer", "solved at the end"], rows))
-    return "\n".join(lines)
+    header = ["order", "loss", "wrong", "right", "wrong, no answer exists", "wrong less right", "solved at the end"]
+    return "\n".join([*lines, markdown(header, rows)])
+
+
+def gaps(run: Run) -> list[float | None]:
+    """Return the length of wrong less that of right answers to known prompts, every 10 steps."""
+    pairs = zip(run["curves"]["known wrong"], run["curves"]["known right"], strict=True)
+    return [None if wrong is None or right is None else wrong - right for wrong, right in pairs]
 
 
 def draw(figure: Any, exact: Exact, runs: list[Run]) -> None:
     for i, layout in enumerate(SHAPE):
         axis = figure.add_subplot(1, 2, i + 1)
-        for loss in LOSSES:
-            curves = [run["curves"]["known wrong"] for run in of(runs, layout, loss)]
+        for loss in TRAINED[layout]:
+            curves = [gaps(run) for run in of(runs, layout, loss)]
             means = [
-                statistics.mean(x) if (x := [v for v in at if v is not None]) else math.nan for at in zip(*curves)
+                statistics.mean(x) if (x := [v for v in at if v is not None]) else math.nan
+                for at in zip(*curves, strict=True)
             ]
             axis.plot([10 * k + 5 for k in range(len(means))], means, label=loss)
-        axis.set(xlabel="step", ylabel="tokens of a wrong completion", title=LAYOUTS[layout])
+        axis.set(xlabel="step", ylabel="wrong less right completions, tokens", title=LAYOUTS[layout])
         axis.grid(alpha=0.25)
         axis.legend(frameon=False)
 
@@ -283,20 +301,23 @@ CLAIM = Claim(
     paper="Dr. GRPO, arXiv:2503.20783",
     statement=(
         "A loss that is averaged over the tokens of each completion pulls harder, per token, on short right answers "
-        "and pushes less on long wrong ones. So the model comes to prefer brevity where it is right and length where it "
-        "is wrong. Without the division (`dr_grpo`) it does not."
+        "and pushes less on long wrong ones. So the model comes to prefer brevity where it is right and length where "
+        "it is wrong. Without the division (`dr_grpo`) it does not."
     ),
     experiment=(
-        "Exact: a policy that writes an answer and 0 to 4 filler tokens, all groups of 4 completions enumerated; three "
-        "orders: the answer first, the filler first, and the filler first where it makes the answer right more often. "
-        "Trained: 16 prompts of one letter; 8 have a digit to be learned, 8 have no answer (their digit is drawn anew "
-        "at each step). Filler is free, after the answer or before it. 300 steps of 64 completions, 8 for each prompt, "
-        "learning rate 5e-4 for all losses."
+        f"Exact: a policy that writes an answer and 0 to {FILLERS} filler tokens, all groups of {GROUP} completions "
+        "enumerated, in three orders: the answer first, the filler first, and the filler first where it makes the "
+        f"answer right more often. Trained: {len(KNOWN)} prompts of one letter with a digit to be learned, one of "
+        f"four, and {len(GUESSED)} without an answer, of which the digit is drawn anew at each step. Filler is free, "
+        f"after the digit or before it. {STEPS} steps of 64 completions, 8 of each prompt, learning rate 5e-4 for "
+        "all losses. In pilot runs the lengths of right and wrong answers wandered together by several tokens, so the "
+        "gap between the two is compared."
     ),
     failure=(
-        "The exact drift of wrong answers under `grpo` is not positive, or that under `dr_grpo` not 0; or, in training, "
-        "the growth of wrong answers under `grpo` less that under `dr_grpo` (by seed) has an interval that reaches 0 in "
-        "both orders. If it does so in one order only, the claim holds only if."
+        "The exact drift of wrong answers under `grpo` is not positive, or that under `dr_grpo` not 0; or, in "
+        "training, the growth of the gap between wrong and right answers under `grpo` less that under `dr_grpo` (by "
+        "seed) has an interval that reaches 0 in both orders. If it does so in one order only, or if the exact drift "
+        "is 0 in one order, the claim holds only if."
     ),
     judge=judge,
     table=table,
