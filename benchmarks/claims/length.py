@@ -27,7 +27,7 @@ UNSET = (
     *("use_bias_correction_kl", "advantage_estimator", "advantage_kwargs", "scale_rewards", "missing_rewards"),
     *("multi_objective_aggregation", "loss_aggregation", "loss_aggregation_kwargs"),
 )
-FILLERS, GROUP = 4, 4
+FILLERS, GROUP = 3, 4
 """The most filler tokens, and the completions of a group, of the exact part."""
 
 
@@ -123,10 +123,10 @@ def exact() -> Exact:
             name: drift(Policy(layout), settled(loss, **settings)) for name, (loss, settings) in EXACT_LOSSES.items()
         }
     found["dapo by group"] = {
-        str(g): drift(Policy("after", fillers=2), settled("dapo"), g)["wrong"] for g in (2, 4, 8)
+        str(g): drift(Policy("after", fillers=2), settled("dapo"), g)["wrong"] for g in (2, 4, 6)
     }
     found["grpo by group"] = {
-        str(g): drift(Policy("after", fillers=2), settled("grpo"), g)["wrong"] for g in (2, 4, 8)
+        str(g): drift(Policy("after", fillers=2), settled("grpo"), g)["wrong"] for g in (2, 4, 6)
     }
     return found
 
