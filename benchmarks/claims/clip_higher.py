@@ -128,11 +128,14 @@ def train(epsilon_high: float, seed: int) -> Run:
         "entropy": round(statistics.mean(curves["entropy"][-WINDOW:]), 4),
         "clipped high": round(statistics.mean(clipped), 4),
         **{f"pass@{k}": round(statistics.mean(pass_rate(c, ATTEMPTS, k) for c in solved), 4) for k in (1, 16)},
-        "curves": {
-            name: [round(statistics.mean(curve[i : i + ITERATIONS]), 3) for i in range(0, STEPS, ITERATIONS)]
-            for name, curve in curves.items()
-        },
+        "curves": {name: by_generation(curve) for name, curve in curves.items()},
     }
+
+
+def by_generation(curve: list[float]) -> list[float]:
+    """Return means over generations; a metric is logged at each update, or at each generation only."""
+    size = max(1, len(curve) // (STEPS // ITERATIONS))
+    return [round(statistics.mean(curve[i : i + size]), 3) for i in range(0, len(curve), size)]
 
 
 # Page
