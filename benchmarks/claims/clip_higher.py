@@ -200,8 +200,8 @@ def table(exact: Exact, runs: list[Run]) -> str:
             [[rate, *(f"{value:.3f}" for value in entropies(exact, rate))] for rate in exact["course"]],
         ),
         "",
-        f"Trained: entropy of the answer after the last {WINDOW} of {STEPS // ITERATIONS} generations, share of tokens "
-        "clipped from above, and pass@k.",
+        f"Trained: entropy of the answer after the last {WINDOW} of {STEPS // ITERATIONS} generations, share of "
+        "tokens clipped from above, and pass@k.",
         "",
     ]
     names = ["entropy", "clipped high", "pass@1", "pass@16"]
