@@ -181,6 +181,10 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
             "; with updates so large that the first one passes both borders the two do the same, and the entropy is "
             "not higher"
         )
+    border, free = entropies(exact, "1")[0], entropies(exact, "1")[2]
+    why += (
+        f". Without any upper border the exact entropy falls fastest: {free:.2f} after 6 generations, not {border:.2f}"
+    )
     return Verdict(word, why + ".")
 
 
