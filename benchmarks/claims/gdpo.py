@@ -174,7 +174,7 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
         "are 0 or 1."
     )
     if not all(better.values()) and any(better.values()):
-        why += " So it is the scale of the rewards that matters, more than the number of distinct advantages."
+        why += " Where the rewards have one scale, more distinct advantages bring no visible gain here."
     if alone:
         why += (
             " The generation batch must hold several prompts: the last step of GDPO divides by the std of the batch, "
