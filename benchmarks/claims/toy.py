@@ -92,6 +92,7 @@ def train(
     rewards: Sequence[Reward],
     settings: dict[str, Any],
     callbacks: Sequence[TrainerCallback] = (),
+    **more: Any,
 ) -> GRPOExtTrainer:
     """Train by `GRPOExtTrainer`, quietly; return the trainer: its `state.log_history` has the figures of each step."""
     warnings.filterwarnings("ignore")
@@ -114,7 +115,7 @@ def train(
     with tempfile.TemporaryDirectory() as output, open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
         args = GRPOExtConfig(**{"output_dir": output} | usual | settings)
         data = Dataset.from_list(list(rows))
-        trainer = GRPOExtTrainer(folder, list(rewards), args, data, callbacks=list(callbacks))
+        trainer = GRPOExtTrainer(folder, list(rewards) or None, args, data, callbacks=list(callbacks), **more)
         trainer.train()
     return trainer
 
