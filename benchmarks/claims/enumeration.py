@@ -18,16 +18,20 @@ from torch import Tensor
 from grpo_ext.objective.aggregation import step_totals
 from grpo_ext.objective.objective import Objective, resolve
 
-UNSET = dict.fromkeys(
-    "advantage_estimator advantage_kwargs scale_rewards use_bias_correction_kl loss_aggregation kl_estimator "
-    "loss_aggregation_kwargs importance_sampling_level kl_placement multi_objective_aggregation missing_rewards "
-    "epsilon epsilon_high loss_kwargs".split()
-)
+FIELDS = ("advantage_estimator", "advantage_kwargs", "scale_rewards", "use_bias_correction_kl", "loss_aggregation")
+FIELDS += ("loss_aggregation_kwargs", "importance_sampling_level", "kl_estimator", "kl_placement", "missing_rewards")
+FIELDS += ("multi_objective_aggregation", "epsilon", "epsilon_high", "loss_kwargs")
+"""Settings that the row of a loss fills."""
 
 
 def objective(loss_type: str = "rloo", **settings: Any) -> Objective:
     """Return the objective of a recipe with these settings; lengths are 1, so aggregations differ by a constant."""
-    config = UNSET | {"loss_type": loss_type, "loss_defaults": "paper", "beta": 0.0, "max_completion_length": 1}
+    config = dict.fromkeys(FIELDS) | {
+        "loss_type": loss_type,
+        "loss_defaults": "paper",
+        "beta": 0.0,
+        "max_completion_length": 1,
+    }
     return resolve(SimpleNamespace(**config | settings))
 
 

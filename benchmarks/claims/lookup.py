@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import toy
 import torch
+import toy
 from transformers import PreTrainedModel, TrainerCallback
 
 ANSWERS = "0123456789"

@@ -106,11 +106,11 @@ def judge(figures: dict[str, Any], runs: list[Any]) -> Verdict:
     pays = interval(gap(runs, "pass@1"))[2] < 0
     before = sum(run["pass@8"][0] for run in runs) / len(runs)
     why = (
-        f"Our `pass_at_k` is unbiased for every k below G (largest error {worst:.0e}). Where no answer suits every row "
-        f"of a prompt, k = 8 ends with {shown(gap(runs, 'pass@8'))} more pass@8 than k = 1 and "
-        f"{shown(gap(runs, 'pass@1'))} pass@1 ({'a price' if pays else 'no clear price'}); training for pass@1 takes pass@8 "
-        f"from {before:.2f} to {shown(end(runs, 1, 'pass@8'), 2)}. What it costs besides: at a pass rate of .75, "
-        f"{figures['silent']['k = 4'][RATES.index(0.75)]:.0%} of groups of 8 have no gradient at all with k = 4, "
+        f"Our `pass_at_k` is unbiased for every k below G (largest error {worst:.0e}). Where no answer suits every "
+        f"row of a prompt, k = 8 ends with {shown(gap(runs, 'pass@8'))} more pass@8 than k = 1 and "
+        f"{shown(gap(runs, 'pass@1'))} pass@1 ({'a price' if pays else 'no clear price'}); training for pass@1 takes "
+        f"pass@8 from {before:.2f} to {shown(end(runs, 1, 'pass@8'), 2)}. What it costs besides: at a pass rate of "
+        f".75, {figures['silent']['k = 4'][RATES.index(0.75)]:.0%} of groups of 8 have no gradient at all with k = 4, "
         f"{figures['silent']['k = 1'][RATES.index(0.75)]:.0%} with k = 1."
     )
     return Verdict(HOLDS if unbiased and better else ONLY_IF if unbiased or better else FAILS, why)
@@ -160,11 +160,11 @@ CLAIM = Claim(
     name="pass_at_k",
     title="Training for pass@k is unbiased, and trades pass@1 for it",
     paper="Tang et al., arXiv:2503.19595; PKPO, arXiv:2505.15201",
-    statement="(Abstracts, and code after the papers, were read.) The gradient of pass@k can be estimated without bias "
-    "from n >= k samples, with leave-one-out baselines. Training for pass@k raises pass@k; the first paper shows a "
-    "trade-off against pass@1, the second holds that annealing k can have both (not tried here).",
-    experiment="Exact: the mean gradient of `pass_at_k` in groups of 4, 8 and 16 for every k below G, at pass rates of "
-    ".01 to .99, against k (1 - p)^(k - 1) times the gradient of p; its noise, and the chance of a group without a "
+    statement="(Abstracts, and code after the papers, were read.) The gradient of pass@k can be estimated without "
+    "bias from n >= k samples, with leave-one-out baselines. Training for pass@k raises pass@k; the first paper shows "
+    "a trade-off against pass@1, the second holds that annealing k can have both (not tried here).",
+    experiment="Exact: the mean gradient of `pass_at_k` in groups of 4, 8 and 16 for every k below G, at pass rates "
+    "of .01 to .99, against k (1 - p)^(k - 1) times the gradient of p; its noise, and the chance of a group without a "
     "gradient. Trained: a tiny Llama, 8 keys, each with four right answers of which a row accepts one (40, 30, 20 and "
     "10 % of the rows), so that the best pass@1 is .4 and needs one answer, the best pass@8 needs all four; k = 1 and "
     "8, groups of 16, 8 prompts a step, 80 steps at learning rate 1e-3. pass@k is computed from the model.",

@@ -17,7 +17,8 @@ RATES = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98)
 OTHERS = (0.25, 0.75)
 LEVELS = (0.1, 0.6)
 BATCHES = (2, 4, 8, 12)
-ESTIMATORS = "none loo group batch maxrl minimind beta bernoulli reinforce_pp reinforce_pp_baseline".split()
+ESTIMATORS = ("none", "loo", "group", "batch", "maxrl", "minimind", "beta", "bernoulli")
+ESTIMATORS += ("reinforce_pp", "reinforce_pp_baseline")
 POPULATIONS = ((1.0, 1.0), (2.0, 2.0), (5.0, 5.0), (1.0, 4.0), (4.0, 1.0))
 """Beta distributions of pass rates."""
 
@@ -132,10 +133,10 @@ def judge(figures: dict[str, Any], runs: list[Any]) -> Verdict:
         f"{sum(found.values())} of {len(found)} parts hold (no: {', '.join(k for k, v in found.items() if not v)}). "
         f"`loo` is unbiased; its noise is {min(ratio):.2f} to {max(ratio):.2f} times that without a baseline (above 1 "
         f"only where hardly any completion is right), but up to {double:.0f} times where a prompt has only two "
-        f"completions. BNPO's E[A^2] is {min(raw):.2f} to {max(raw):.2f} times that of `none`; at equal progress it is "
-        f"{min(beta):.2f} to {max(beta):.2f} times, so only a step that keeps the gradient's scale profits, not Adam. "
-        f"The bias between prompts of `reinforce_pp_baseline` falls from {tilts['reinforce_pp_baseline'][0]:.3f} to "
-        f"{tilts['reinforce_pp_baseline'][-1]:.3f} (1: none; `group` stays at {tilts['group'][-1]:.3f}); the batch's "
+        f"completions. BNPO's E[A^2] is {min(raw):.2f} to {max(raw):.2f} times that of `none`; at equal progress it "
+        f"is {min(beta):.2f} to {max(beta):.2f} times, so only a step that keeps the gradient's scale profits, not "
+        f"Adam. The bias between prompts of `reinforce_pp_baseline` falls from "
+        f"{tilts['reinforce_pp_baseline'][0]:.3f} to {tilts['reinforce_pp_baseline'][-1]:.3f} (1: none; `group` stays at {tilts['group'][-1]:.3f}); the batch's "
         f"baseline of `reinforce_pp` makes {far:.1f} times the noise of `loo` at a pass rate of .05."
     )
     return Verdict(HOLDS if all(found.values()) else ONLY_IF if any(found.values()) else FAILS, why)
@@ -188,10 +189,10 @@ CLAIM = Claim(
     "that normalisation within a prompt's group is biased, and that the bias of one over the batch vanishes as the "
     "batch grows.",
     experiment=f"Exact, in float64, through the package's advantages, loss and gradient: a softmax over 64 one-token "
-    f"completions, half of them right, groups of {GROUP}, every number of right completions summed. Noise is the trace "
-    "of the covariance over the squared norm of the mean, so it ignores the scale of an estimator. Estimators that "
+    f"completions, half of them right, groups of {GROUP}, every number of right completions summed. Noise is the "
+    "trace of the covariance over the squared norm of the mean, so it ignores the scale of an estimator. Those that "
     "see the batch have two other prompts in it, of pass rates .25 and .75. BNPO's own setting: 400 prompts at the "
-    "quantiles of a Beta distribution, in groups whose share of right completions is the pass rate; E[A^2], and E[A^2] "
+    "quantiles of a Beta distribution, in groups whose share of right completions is the pass rate; E[A^2], and that "
     "over the square of E[A R], the progress that it buys. Bias between prompts: batches with as many prompts of pass "
     "rate .1 as of .6, groups of 4.",
     failure="`loo` with a weight other than 1, or noisier than REINFORCE without a baseline at a pass rate of the "
