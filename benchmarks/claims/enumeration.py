@@ -26,12 +26,8 @@ FIELDS += ("multi_objective_aggregation", "epsilon", "epsilon_high", "loss_kwarg
 
 def objective(loss_type: str = "rloo", **settings: Any) -> Objective:
     """Return the objective of a recipe with these settings; lengths are 1, so aggregations differ by a constant."""
-    config = dict.fromkeys(FIELDS) | {
-        "loss_type": loss_type,
-        "loss_defaults": "paper",
-        "beta": 0.0,
-        "max_completion_length": 1,
-    }
+    config = dict.fromkeys(FIELDS) | {"loss_defaults": "paper", "beta": 0.0, "max_completion_length": 1}
+    config["loss_type"] = loss_type
     return resolve(SimpleNamespace(**config | settings))
 
 

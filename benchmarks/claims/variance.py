@@ -128,16 +128,16 @@ def judge(figures: dict[str, Any], runs: list[Any]) -> Verdict:
     beta = [p["beta"][1] / p["none"][1] for p in figures["populations"]]
     raw = [p["beta"][0] / p["none"][0] for p in figures["populations"]]
     far = rates["reinforce_pp"]["noise"][1] / rates["loo"]["noise"][1]
-    tilts = figures["tilt"]
+    own, local = figures["tilt"]["reinforce_pp_baseline"], figures["tilt"]["group"]
     why = (
-        f"{sum(found.values())} of {len(found)} parts hold (no: {', '.join(k for k, v in found.items() if not v)}). "
+        f"{sum(found.values())} of {len(found)} parts hold (not: {'; '.join(k for k, v in found.items() if not v)}). "
         f"`loo` is unbiased; its noise is {min(ratio):.2f} to {max(ratio):.2f} times that without a baseline (above 1 "
-        f"only where hardly any completion is right), but up to {double:.0f} times where a prompt has only two "
+        f"where hardly any completion is right), but up to {double:.0f} times where a prompt has only two "
         f"completions. BNPO's E[A^2] is {min(raw):.2f} to {max(raw):.2f} times that of `none`; at equal progress it "
-        f"is {min(beta):.2f} to {max(beta):.2f} times, so only a step that keeps the gradient's scale profits, not "
-        f"Adam. The bias between prompts of `reinforce_pp_baseline` falls from "
-        f"{tilts['reinforce_pp_baseline'][0]:.3f} to {tilts['reinforce_pp_baseline'][-1]:.3f} (1: none; `group` stays at {tilts['group'][-1]:.3f}); the batch's "
-        f"baseline of `reinforce_pp` makes {far:.1f} times the noise of `loo` at a pass rate of .05."
+        f"is {min(beta):.2f} to {max(beta):.2f} times, so it is the scale that shrinks, which Adam undoes. The weight "
+        f"of a prompt of pass rate .1 over one of .6 is {own[0]:.3f} with 2 and {own[-1]:.3f} with {BATCHES[-1]} "
+        f"prompts under `reinforce_pp_baseline` (1: no bias), {local[-1]:.3f} under `group`. The batch's baseline of "
+        f"`reinforce_pp` makes {far:.1f} times the noise of `loo` at a pass rate of .05."
     )
     return Verdict(HOLDS if all(found.values()) else ONLY_IF if any(found.values()) else FAILS, why)
 
