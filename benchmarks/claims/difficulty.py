@@ -9,7 +9,7 @@ from grpo_ext.objective.advantages import estimators
 
 RATES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 GROUPS = (4, 8, 16, 64)
-OTHERS = (0.25, 0.75)
+OTHERS = (0.5,)
 ESTIMATORS = ("none", "loo", "group", "batch", "maxrl", "pass_at_k", "minimind", "beta", "bernoulli")
 ESTIMATORS += ("reinforce_pp", "reinforce_pp_baseline")
 ARMS = ("none", "group", "maxrl")
@@ -156,7 +156,7 @@ CLAIM = Claim(
     "weight in the update; without the division all prompts count the same.",
     experiment="Exact: the expected gradient of a prompt is a weight times the gradient of its pass rate; the weight "
     "of every estimator for 0/1 rewards, groups of 8 (`pass_at_k`: k = 2), relative to that at a pass rate of .5. "
-    "Estimators that see the batch have prompts of .25 and .75 in it. Trained: a tiny Llama that was warmed up on "
+    "Estimators that see the batch have one of .5 in it. Trained: a tiny Llama that was warmed up on "
     "keys and their answers, 4 keys that it answers right about half of the time and 4 hardly ever; groups of 16, "
     "8 prompts a step, 50 steps at learning rate 1e-3, only `advantage_estimator` differs. Pass rates are read off "
     f"the model. Compared where the middle level reaches {MIDDLE:g}, so that the scale of a gradient does not count.",

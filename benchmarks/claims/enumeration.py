@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import step_totals
 from grpo_ext.objective.objective import Objective, resolve
 
@@ -130,9 +131,14 @@ def moments(of: Objective | None, batch: Sequence[Prompt], group: int) -> list[M
     right completions. Without an objective the advantage is the reward: REINFORCE without a baseline.
     """
     counts = patterns(len(batch), group)
-    rewards = [rewards_of(c, group) for c in counts]
-    found = rewards if of is None else [advantages(of, r) for r in rewards]
-    c = coefficients(of or estimator("loo"), torch.stack(found))
+    rewards = torch.stack([rewards_of(c, group) for c in counts])
+    if of is None:
+        found = rewards
+    elif len(batch) == 1 and estimators.traits(of.advantage).by_group:
+        found = advantages(of, rewards[:, 0])[:, None]  # groups do not see each other: all at once
+    else:
+        found = torch.stack([advantages(of, r) for r in rewards])
+    c = coefficients(of or estimator("loo"), found)
     chance = [math.prod(binomial(group, k, q.rate) for k, q in zip(n, batch, strict=True)) for n in counts]
     number = torch.tensor(counts, dtype=torch.float64)
     return [_moments(q, c[:, i], number[:, i], torch.tensor(chance, dtype=torch.float64)) for i, q in enumerate(batch)]
