@@ -85,7 +85,7 @@ def train(k: int, seed: int) -> dict[str, Any]:
         return [sum(v) / len(v) for v in values]
 
     settings = {"advantage_estimator": "pass_at_k", "advantage_kwargs": {"k": k}}
-    seen = lookup.train(seed, rows, settings, 80, figures)
+    seen = lookup.train(seed, rows, settings | {"learning_rate": 2e-3}, 60, figures)
     return {name: [s[i] for s in seen] for i, name in enumerate(("pass@1", "pass@8", "entropy"))}
 
 
@@ -167,7 +167,7 @@ CLAIM = Claim(
     "of .01 to .99, against k (1 - p)^(k - 1) times the gradient of p; its noise, and the chance of a group without a "
     "gradient. Trained: a tiny Llama, 8 keys, each with four right answers of which a row accepts one (40, 30, 20 and "
     "10 % of the rows), so that the best pass@1 is .4 and needs one answer, the best pass@8 needs all four; k = 1 and "
-    "8, groups of 16, 8 prompts a step, 80 steps at learning rate 1e-3. pass@k is computed from the model.",
+    "8, groups of 16, 8 prompts a step, 60 steps at learning rate 2e-3. pass@k is computed from the model.",
     failure="A relative error of more than 1e-12 for some k. Trained: the interval of the last pass@8 with k = 8 less "
     "that with k = 1 is not above 0. If pass@1 does not fall as well, there is no trade-off here.",
     judge=judge,
