@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from claim import FAILS, HOLDS, ONLY_IF, Claim, Verdict, markdown
-from enumeration import advantages, binomial, coefficients, estimator, moments, prompt, rewards_of, weight
+from enumeration import binomial, estimator, moments, prompt, rewards_of, weight
 from torch import Tensor
 
 from grpo_ext.objective.advantages import estimators
@@ -16,7 +16,7 @@ GROUP = 8
 RATES = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98)
 OTHERS = (0.5,)
 LEVELS = (0.1, 0.6)
-BATCHES = (2, 4, 6)
+BATCHES = (2, 4, 8, 12)
 ESTIMATORS = ("none", "loo", "group", "batch", "maxrl", "minimind", "beta", "bernoulli")
 ESTIMATORS += ("reinforce_pp", "reinforce_pp_baseline")
 POPULATIONS = ((1.0, 1.0), (2.0, 2.0), (5.0, 5.0), (1.0, 4.0), (4.0, 1.0))
@@ -71,12 +71,12 @@ def tilt(name: str, prompts: int, group: int = 4) -> float:
 
     Prompts of one rate may change places, so only how many of them have k right completions is summed over.
     """
-    of, half = estimator(name), prompts // 2
+    half = prompts // 2
     kinds = list(itertools.combinations_with_replacement(range(group + 1), half))
     total = [0.0, 0.0]
     for pair in itertools.product(kinds, kinds):
         rewards = rewards_of([*pair[0], *pair[1]], group)
-        found = coefficients(of, advantages(of, rewards))
+        found = estimators[name](rewards)
         chance = math.prod(_chance(counts, group, rate) for counts, rate in zip(pair, LEVELS, strict=True))
         for i, rate in enumerate(LEVELS):
             own, right = found[i * half : (i + 1) * half], rewards[i * half : (i + 1) * half]
@@ -92,12 +92,12 @@ def _chance(counts: Sequence[int], group: int, rate: float) -> float:
 
 def exact() -> dict[str, Any]:
     """Return all figures of the claim."""
-    names = ("group", "batch", "reinforce_pp_baseline")
+    sizes = {"group": 2, "reinforce_pp_baseline": 4}  # a group does not see the batch
     return {
         "rates": {name or "reinforce": at_rates(name) for name in [None, *ESTIMATORS]},
         "two completions": two_completions(),
         "populations": [{"a": a, "b": b, **population(a, b)} for a, b in POPULATIONS],
-        "tilt": {name: [tilt(name, prompts) for prompts in BATCHES] for name in names},
+        "tilt": {name: [tilt(name, prompts) for prompts in BATCHES[: sizes[name]]] for name in sizes},
     }
 
 
@@ -157,7 +157,10 @@ def table(figures: dict[str, Any], runs: list[Any]) -> str:
         for p in figures["populations"]
     ]
     head = ["pass rates", *[f"E[A^2], `{n}`" for n in kinds], *[f"at equal progress, `{n}`" for n in kinds]]
-    rows2 = [[f"`{name}`", *[f"{t:.3f}" for t in values]] for name, values in figures["tilt"].items()]
+    rows2 = [
+        [f"`{name}`", *[f"{values[min(i, len(values) - 1)]:.3f}" for i in range(len(BATCHES))]]
+        for name, values in figures["tilt"].items()
+    ]
     head2 = ["weight at .1 over weight at .6", *[f"{n} prompts" for n in BATCHES]]
     return "\n\n".join([noise, markdown(head, rows), markdown(head2, rows2)])
 
@@ -173,7 +176,7 @@ def draw(figure: Any, figures: dict[str, Any], runs: list[Any]) -> None:
     left.set(xlabel="pass rate", ylabel="noise / noise of loo", yscale="log", title="variance / squared mean, G = 8")
     left.legend(fontsize=8)
     for name, values in figures["tilt"].items():
-        right.plot(BATCHES, values, marker="o", label=name)
+        right.plot(BATCHES, [*values, *values[-1:] * (len(BATCHES) - len(values))], marker="o", label=name)
     right.set(xlabel="prompts in the batch", ylabel="weight at .1 / weight at .6", title="bias between prompts, G = 4")
     right.legend(fontsize=8)
 
