@@ -157,7 +157,8 @@ CLAIM = Claim(
     "Estimators that see the batch have one of .5 in it. Trained: a tiny Llama that was warmed up on "
     "keys and their answers, 4 keys that it answers right about half of the time and 4 hardly ever; groups of 16, "
     "8 prompts a step, 30 steps at learning rate 1e-3, only `advantage_estimator` differs. Pass rates are read off "
-    f"the model. Compared where the middle level reaches {MIDDLE:g}, so that the scale of a gradient does not count.",
+    f"the model. Compared where the middle level reaches {MIDDLE:g}, so that the scale of a gradient does not count. "
+    "A pilot of seed 100 set the steps and that level; an arm of `maxrl` was dropped for its cost before the runs.",
     failure="A weight of `group` that is not above its weight at .5 at some other pass rate, or weights of `none` "
     "that differ. Trained: the interval of (gain of the hard level by `group` - by `none`) is not above 0; then the "
     "claim is only about the expected gradient.",

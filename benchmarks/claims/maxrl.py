@@ -161,7 +161,7 @@ CLAIM = Claim(
     "G - 1. Trained: a tiny Llama warmed up on keys and answers; 12 keys that it rarely answers right (a tenth of the "
     "time or less); groups of 16, 8 prompts a step, 40 steps at learning rate 1e-3, only `advantage_estimator` "
     "differs. pass@k is computed from the model's probabilities, on the keys that "
-    "it trains on.",
+    "it trains on. Arms and steps were cut for their cost before the runs; there was no pilot.",
     failure="A relative error of more than 1e-12 against both orders. Trained: the interval of pass@16, averaged over "
     "training, of `maxrl` less `group` is not above 0, or that of the last pass@1 reaches below -.02.",
     judge=judge,
