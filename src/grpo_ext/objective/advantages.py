@@ -186,6 +186,9 @@ def _whitened(returns: Tensor, mask: Mask | None, ddof: int, floor: float) -> Te
 def maxrl(rewards: Rewards, *, eps: NotNegative = 1e-6) -> Rewards:
     r"""(r - mean) / (mean + eps) for rewards in [0, 1]. MaxRL, arXiv:2602.02710.
 
+    For rewards 0 or 1 its mean gradient is that of sum_{k < G} pass@k / k. The paper's theorem has k <= G, without a
+    baseline; as in the paper's algorithm, a group without a right completion has no gradient here, which costs k = G.
+
     Raises:
         ValueError: a reward outside [0, 1].
     """
