@@ -10,7 +10,7 @@ Exact = dict[str, Any]
 """Figures that need no seed, as JSON."""
 Run = dict[str, Any]
 """A trained run, as JSON: its key under "key", its seconds under "seconds", and what `Claim.train` returned."""
-HOLDS, FAILS, ONLY_IF = "holds", "does not hold here", "holds only if"
+HOLDS, FAILS, ONLY_IF = "holds", "does not hold here", "holds only in some cases"
 
 
 @dataclass(frozen=True)

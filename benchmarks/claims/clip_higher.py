@@ -251,7 +251,7 @@ CLAIM = Claim(
     failure=(
         "The entropy at the end is not higher under .28 than under .2 (the interval of the difference by seed "
         "reaches 0), or the exact entropy after 6 generations is not higher at any rate. If the entropy is higher, "
-        "but pass@16 is not, or not at every rate, the claim holds only if."
+        "but pass@16 is not, or not at every rate, the claim holds only in some cases."
     ),
     judge=judge,
     table=table,

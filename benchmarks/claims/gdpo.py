@@ -262,7 +262,7 @@ CLAIM = Claim(
         "At some size GDPO does not keep more distinct advantages than the sum, or fewer than the sum without the "
         "std; or GDPO earns no more of the rare reward over the run than the sum, at both sizes of the noise (the "
         "interval of the difference by seed reaches 0). If it does so at one size, or if a batch of one prompt "
-        "collapses again, the claim holds only if."
+        "collapses again, the claim holds only in some cases."
     ),
     judge=judge,
     table=table,

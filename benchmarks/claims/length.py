@@ -317,7 +317,7 @@ CLAIM = Claim(
         "The exact drift of wrong answers under `grpo` is not positive, or that under `dr_grpo` not 0; or, in "
         "training, the growth of the gap between wrong and right answers under `grpo` less that under `dr_grpo` (by "
         "seed) has an interval that reaches 0 in both orders. If it does so in one order only, or if the exact drift "
-        "is 0 in one order, the claim holds only if."
+        "is 0 in one order, the claim holds only in some cases."
     ),
     judge=judge,
     table=table,

@@ -119,9 +119,7 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
         return Verdict(FAILS, why)
     if max(merged.values()) > 0.5:
         half = next(row["std"] for row in exact["law"] if row["projection"] > 0.5)
-        small = (
-            f"an element of the update is small: by the exact law half is lost below {half:.0e}, for weights of .02"
-        )
+        small = f"Small elements of the update are lost: by the exact law half below {half:.0e}, for weights of .02"
         return Verdict(ONLY_IF, f"{small}. {why} The sum's precision does not matter, the grid of the result does.")
     if max(summed.values()) > 0.9:
         return Verdict(ONLY_IF, f"The sum itself is made in bfloat16. {why}")

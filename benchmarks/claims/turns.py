@@ -197,7 +197,7 @@ CLAIM = Claim(
     ),
     failure=(
         "`gigpo` does not need fewer episodes than `group` (the interval of the difference by seed reaches 0). If "
-        "only `turn_return` with gamma 0 does, the claim holds only if."
+        "only `turn_return` with gamma 0 does, the claim holds only in some cases."
     ),
     judge=judge,
     table=table,
