@@ -135,7 +135,7 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
     if interval(gained)[1] <= 0:
         return Verdict(ONLY_IF, f"One looks at the gradient; what is learned does not show it. The {why}")
     if interval(starved[8])[2] >= 0.75:
-        noise = "The noise of a token times the root of the length is large, which int8 is not here"
+        noise = "It holds where the noise of a token times the root of the length is large, which int8 is not here"
         return Verdict(ONLY_IF, f"{noise}. The {why}")
     return Verdict(HOLDS, f"The {why}")
 

@@ -192,7 +192,8 @@ def judge(exact: Exact, runs: list[Any]) -> Verdict:
         return Verdict(HOLDS, f"{why}. {cured}")
     return Verdict(
         ONLY_IF,
-        f"It holds where one token dominates, or rare logits move as far as common ones. {why}, not so for {named(less)}. {cured}",
+        "It holds where one token dominates, or rare logits move as far as common ones. "
+        f"{why}, not so for {named(less)}. {cured}",
     )
 
 
