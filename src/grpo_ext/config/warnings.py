@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.batches import prompts_of_one_generation
 from grpo_ext.config.precision import coarse_warnings
 from grpo_ext.config.process_engine import same_device
 from grpo_ext.config.rehearsal import rehearsal_warnings
@@ -177,6 +178,13 @@ _UNUSUAL: tuple[Rule, ...] = (
         lambda c: c.objective.kl_in_loss and c.objective.ratio not in kl_estimators.traits(c.objective.kl).levels,
         "with importance_sampling_level={c.objective.ratio!r} it is biased, as in stock TRL",
         "Set use_bias_correction_kl: false.",
+    ),
+    Conflict(
+        "multi_objective_aggregation",
+        lambda c: c.objective.combination == "normalize_then_sum" and prompts_of_one_generation(c)[0] == 1,
+        "it divides by the std of the generation batch, which has one prompt, so combinations of rewards that it "
+        "keeps apart get one advantage again",
+        "Raise generation_batch_size or gradient_accumulation_steps.",
     ),
     _off_policy,
     same_device,
