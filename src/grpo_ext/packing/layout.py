@@ -5,7 +5,7 @@ The packed row of a micro-batch holds real tokens only,
     [prompt_1[:-1] | prompt_2[:-1] | ... | last token of prompt_1 + completion[:-1] | ... ],
 
 so that every position after a prompt has exactly one label. `attention` lets each completion see its prompt and
-itself; positions count from a row's first token; only labelled positions reach the LM head.
+itself; positions are those of the padded batch; only labelled positions reach the LM head.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Layout:
     source: np.ndarray
     """Flat index into the padded batch [rows, width], for each packed token."""
     position: np.ndarray
-    """Position id of each packed token, from the first token of its row on, so that padding changes nothing."""
+    """Position id of each packed token."""
     weight: np.ndarray
     """Number of tokens of the padded batch that each packed token represents."""
     scored: np.ndarray
@@ -66,9 +66,9 @@ def pack(
     rows, width = input_ids.shape
     start = width - completion
     lengths = mask[:, start:].sum(axis=1)
-    lengths_of_prompts = mask[:, :start].sum(axis=1)
+    prompts = mask[:, :start].sum(axis=1, keepdims=True)
     column = np.arange(width) - start
-    contiguous = (mask == ((column >= -lengths_of_prompts[:, None]) & (column < lengths[:, None]))).all()
+    contiguous = (mask == ((column >= -prompts) & (column < lengths[:, None]))).all()
     if not contiguous or start == 0 or not mask[:, start - 1].all() or not lengths.any():
         return None
     pieces: list[_Piece] = []
@@ -85,7 +85,7 @@ def pack(
     scored = np.concatenate(labelled)
     return Layout(
         source=source,
-        position=source % width - (start - lengths_of_prompts)[source // width],
+        position=source % width,
         weight=np.concatenate([np.full(len(p.columns), p.weight) for p in pieces]),
         scored=scored,
         labels=source[scored] + 1,
