@@ -50,7 +50,7 @@ DOORS, GROUP, STEPS = 4, 16, 80
 EPISODES = DOORS * GROUP
 """Of a step."""
 DIGITS = random.Random(0).sample("0123456789", DOORS)
-NOISE, WINDOW, GOAL = 2, 5, 0.9
+NOISE, WINDOW, SMOOTH = 2, 20, 5
 SETTINGS: dict[str, Any] = {
     "max_steps": STEPS,
     "per_device_train_batch_size": EPISODES,
@@ -70,15 +70,8 @@ def demonstrate(draw: random.Random) -> tuple[str, str]:
     return f"<user>door {draw.randrange(DOORS)}<assistant>", text
 
 
-def reached(curve: list[float]) -> int | None:
-    """Return the steps until the goal, or None."""
-    ends = range(WINDOW, len(curve) + 1)
-    return next((end for end in ends if statistics.mean(curve[end - WINDOW : end]) >= GOAL), None)
-
-
 def train(name: str, seed: int) -> Run:
     import toy
-    from transformers import TrainerCallback
 
     from grpo_ext import Conversation, Step
 
@@ -95,45 +88,36 @@ def train(name: str, seed: int) -> Run:
             paid = float(message["content"] == self.digit) if self.turn == DECISIVE else None
             return Step(str(self.turn), paid, self.turn == TURNS)
 
-    class StopAtGoal(TrainerCallback):
-        """Ends a run that has learned its task."""
-
-        def on_log(self, args, state, control, **kwargs):
-            control.should_training_stop |= reached([e[REWARD] for e in state.log_history if REWARD in e]) is not None
-
     folder = toy.warm("turns", seed, demonstrate)
     rows = [{"prompt": [{"role": "user", "content": f"door {i}"}], "solution": DIGITS[i]} for i in range(DOORS)]
     estimator, options = ESTIMATORS[name]
     settings = SETTINGS | {"advantage_estimator": estimator, "advantage_kwargs": options, "seed": seed}
-    trainer = toy.train(folder, rows, [], settings, [StopAtGoal()], environments=[Doors])
-    curve = toy.curve(trainer, REWARD, 3)
-    steps = reached(curve)
-    return {"episodes": steps and steps * EPISODES, "curve": curve}
+    trainer = toy.train(folder, rows, [], settings, environments=[Doors])
+    return {"curve": toy.curve(trainer, REWARD, 3)}
 
 
 # Page
 
 
-def needed(runs: list[Run], name: str) -> list[float]:
-    """Return the episodes until the goal by seed; a run that did not reach it counts with all of its episodes."""
-    return [float(run["episodes"] or STEPS * EPISODES) for run in of(runs, name)]
+def success(runs: list[Run], name: str) -> list[float]:
+    """Return the share of episodes that succeed in the last `WINDOW` steps, by seed."""
+    return [statistics.mean(run["curve"][-WINDOW:]) for run in of(runs, name)]
 
 
-def saved(runs: list[Run], name: str) -> list[float]:
-    """Return the episodes that `name` needs less than `group`, by seed; at least, where `group` did not arrive."""
-    return [one - other for one, other in zip(needed(runs, "group"), needed(runs, name), strict=True)]
+def gained(runs: list[Run], name: str) -> list[float]:
+    """Return the success of `name` less that of `group`, by seed."""
+    return [one - other for one, other in zip(success(runs, name), success(runs, "group"), strict=True)]
 
 
 def judge(exact: Exact, runs: list[Run]) -> Verdict:
-    better = {name: interval(saved(runs, name))[1] > 0 for name in ESTIMATORS if name != "group"}
+    better = {name: interval(gained(runs, name))[1] > 0 for name in ESTIMATORS if name != "group"}
     focused = exact["gigpo"][DECISIVE - 1] > exact["group"][DECISIVE - 1]
     word = HOLDS if focused and better["gigpo"] else ONLY_IF if better["turn_return, gamma 0"] else FAILS
-    parts = ", ".join(f"{shown(saved(runs, name), 0)} (`{name}`)" for name in better)
+    parts = ", ".join(f"{shown(gained(runs, name), 2)} (`{name}`)" for name in better)
     why = (
         f"Of the squared advantages {exact['group'][DECISIVE - 1]:.0%} fall on the turn that decides under `group`, "
         f"{exact['gigpo'][DECISIVE - 1]:.0%} under `gigpo`, {exact['turn_return, gamma 0'][DECISIVE - 1]:.0%} under "
-        f"`turn_return` with gamma 0. Episodes saved against `group`: {parts}; a run that does not arrive counts as "
-        f"{STEPS * EPISODES}."
+        f"`turn_return` with gamma 0. Success in the last {WINDOW} of {STEPS} steps, less that of `group`: {parts}."
     )
     if word == ONLY_IF:
         why += " Credit by turn pays here only if later turns do not share the reward of the turn that earned it."
@@ -141,28 +125,12 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
 
 
 def table(exact: Exact, runs: list[Run]) -> str:
-    def arrived(name: str) -> str:
-        return f"{sum(run['episodes'] is not None for run in of(runs, name))} of {len(of(runs, name))}"
-
     rows = [
-        [
-            f"`{name}`",
-            *(f"{share:.1%}" for share in exact[name]),
-            shown(needed(runs, name), 0),
-            arrived(name),
-            f"{statistics.mean(statistics.mean(run['curve'][-WINDOW:]) for run in of(runs, name)):.0%}",
-        ]
-        for name in ESTIMATORS
+        [f"`{name}`", *(f"{share:.1%}" for share in exact[name]), shown(success(runs, name), 2)] for name in ESTIMATORS
     ]
-    header = ["advantages", *(f"turn {t}" for t in range(1, TURNS + 1)), "episodes", "arrived", "success at the end"]
-    return "\n".join(
-        [
-            "Exact: share of the expected squared advantage on each turn. Trained: episodes until "
-            f"{GOAL:.0%} of those of {WINDOW} steps in a row succeed.",
-            "",
-            markdown(header, rows),
-        ]
-    )
+    header = ["advantages", *(f"turn {t}" for t in range(1, TURNS + 1)), "success"]
+    title = f"Share of the expected squared advantage on each turn (exact), and success in the last {WINDOW} steps:"
+    return f"{title}\n\n{markdown(header, rows)}"
 
 
 def draw(figure: Any, exact: Exact, runs: list[Run]) -> None:
@@ -170,18 +138,17 @@ def draw(figure: Any, exact: Exact, runs: list[Run]) -> None:
     for i, name in enumerate(ESTIMATORS):
         for run in of(runs, name):
             curve = run["curve"]
-            smooth = [statistics.mean(curve[max(0, k - WINDOW) : k]) for k in range(1, len(curve) + 1)]
+            smooth = [statistics.mean(curve[max(0, k - SMOOTH) : k]) for k in range(1, len(curve) + 1)]
             label = name if run["key"][-1] == 0 else None
             axis.plot([EPISODES * k for k in range(1, len(smooth) + 1)], smooth, color=f"C{i}", label=label)
-    axis.axhline(GOAL, color="grey", linewidth=0.8, linestyle="--")
-    axis.set(xlabel="episodes", ylabel=f"share that succeed, of {WINDOW} steps", ylim=(0, 1.03))
+    axis.set(xlabel="episodes", ylabel=f"share that succeed, of {SMOOTH} steps", ylim=(0, 1.03))
     axis.grid(alpha=0.25)
     axis.legend(frameon=False)
 
 
 CLAIM = Claim(
     name="turns",
-    title="Credit by turn needs fewer episodes",
+    title="Credit by turn learns faster than one advantage for the episode",
     paper="GiGPO, arXiv:2505.10978, from its abstract and the authors' code; `turn_return` is ours",
     statement=(
         "An advantage of the whole episode treats good and bad turns alike. GiGPO adds to it an advantage of the "
@@ -192,11 +159,13 @@ CLAIM = Claim(
         f"The prompt names one of {DOORS} doors; in the third of {TURNS} turns the model writes a digit, and only "
         f"this one counts: the door's digit is rewarded with 1 at once. In the other turns it writes {NOISE} digits, "
         "which are noise. Exact: the share of squared advantages on each turn, over all groups of 6, success .25. "
-        f"Trained: {EPISODES} episodes a step, learning rate 1e-3, until the goal or {STEPS} steps. `gigpo` has its "
-        "default gamma of .95."
+        f"Trained: {STEPS} steps of {EPISODES} episodes, learning rate 1e-3. `gigpo` has its default gamma of .95. "
+        "In a pilot (seed 100) no run arrived at 90 % within these steps, and at twice the learning rate `group` "
+        "collapsed, so success at the end is compared in place of episodes until a goal. The longer runs of "
+        "[turn_credit.md](turn_credit.md) count those."
     ),
     failure=(
-        "`gigpo` does not need fewer episodes than `group` (the interval of the difference by seed reaches 0). If "
+        "`gigpo` does not succeed more often than `group` (the interval of the difference by seed reaches 0). If "
         "only `turn_return` with gamma 0 does, the claim holds only in some cases."
     ),
     judge=judge,
