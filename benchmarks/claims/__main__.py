@@ -114,7 +114,8 @@ def part(claim: Claim, figures: dict[str, Any]) -> str:
     """Return the section of a claim."""
     exact, runs = figures.get("exact", {}), figures.get("runs", [])
     if len(runs) < len(claim.keys):
-        return f"## {claim.title}\n\n{claim.paper}. {len(runs)} of {len(claim.keys)} runs are made.\n"
+        made = f"{claim.paper}. {len(runs)} of {len(claim.keys)} runs are made."
+        return "\n".join([f'<a id="{claim.name}"></a>', "", f"## {claim.title}", "", made, ""])
     picture(claim, exact, runs)
     verdict = claim.judge(exact, runs)
     seconds = figures.get("exact_seconds", 0) + sum(run["seconds"] for run in runs)
