@@ -220,9 +220,7 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
     if caught >= 0.8 and false <= 0.2:
         return Verdict(HOLDS, why)
     if caught >= 0.8:
-        return Verdict(
-            ONLY_IF, f"False alarms do not count: a low ESS comes before a fall, but does not announce one. {why}"
-        )
+        return Verdict(ONLY_IF, f"A low ESS comes before most falls, but often without one. {why}")
     return Verdict(FAILS, why)
 
 
