@@ -188,7 +188,7 @@ def most_tokens(base: PreTrainedModel) -> float:
 
     Llama 4 scales queries by their place in the row, not by their position; the scale is 1 below `floor_scale`.
     """
-    scaled = (m for m in text_model(base).modules() if getattr(m, "attn_temperature_tuning", False))
+    scaled: Iterator[Any] = (m for m in text_model(base).modules() if getattr(m, "attn_temperature_tuning", False))
     return min((int(m.floor_scale) - 1 for m in scaled if not getattr(m, "use_rope", False)), default=math.inf)
 
 

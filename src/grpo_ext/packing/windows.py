@@ -14,12 +14,12 @@ from torch import nn
 NARROW = 4
 """Window of the startup check, whose rows are shorter than the windows of real models."""
 _SIZES = ("sliding_window", "attention_chunk_size")
-"""What configs call the sizes of windows and of chunks."""
+"""Names in configs of the sizes of windows and of chunks."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a token sees of its path; without `size` and `chunk` the mask asks for something else."""
+    """The part of its path that a token sees; without `size` and `chunk` the mask asks for something else."""
 
     size: int | None = None
     """Itself and the `size` - 1 tokens before it."""

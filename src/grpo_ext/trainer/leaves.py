@@ -108,7 +108,7 @@ class Completed(NamedTuple):
 
 
 class Submitted(NamedTuple):
-    """What the background makes of a request; each future gets its result, or the exception that ended it."""
+    """The background's results for a request; each future gets its result, or the exception that ended it."""
 
     completed: Future[Completed]
     finished: Future[Finished]
