@@ -2,7 +2,7 @@
 
 Writes results/claims.json, claims.md and a plot for each claim, claims/NAME.png. It may be stopped anywhere: figures
 that the file has are not made again, unless `--again` is set. `--only NAME ...` makes some claims, `--exact` no
-trained runs, `--page` only the page.
+trained runs, `--page` only the page. Several may run side by side with other names.
 """
 
 import argparse
@@ -10,11 +10,7 @@ import fcntl
 import importlib
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,46 +64,21 @@ def keep(name: str, **figures: Any) -> None:
         written.replace(RESULT)
 
 
-def run_alone(name: str, key: list[Any]) -> None:
-    """Make one trained run in a process of its own, and keep its figures."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "run.json"
-        line = [sys.executable, str(FOLDER), "--run", name, json.dumps(key), str(file)]
-        done = subprocess.run(line, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{name} {key}: {done.stdout[-2000:]}{done.stderr[-5000:]}")
-        run = json.loads(file.read_text())
-    keep(name, run=run)
-    print(f"{name} {key}: {run['seconds']:.0f} s", flush=True)
-
-
-def run_here(name: str, key: list[Any]) -> None:
-    """Make one trained run in this process, which saves the imports of one of its own."""
-    train = claim_of(name).train
-    assert train is not None
-    start = time.process_time()
-    run = {"key": key, **train(*key)}
-    keep(name, run=run | {"seconds": round(time.process_time() - start, 1)})
-    print(f"{name} {key}: {time.process_time() - start:.0f} s", flush=True)
-
-
-def make(name: str, again: bool, exact_only: bool, jobs: int) -> None:
-    """Make the figures of a claim that are not there; `jobs` of 0: in this process."""
+def make(name: str, again: bool, exact_only: bool) -> None:
+    """Make the figures of a claim that are not there."""
     claim, had = claim_of(name), {} if again else known().get(name, {})
     if claim.exact and "exact" not in had:
         start = time.process_time()
         exact = claim.exact()
         keep(name, exact=exact, exact_seconds=round(time.process_time() - start, 1))
+    if claim.train is None or exact_only:
+        return
     done = [run["key"] for run in had.get("runs", [])]
-    missing = [list(key) for key in claim.keys if list(key) not in done]
-    if exact_only:
-        return
-    if not jobs:
-        for key in missing:
-            run_here(name, key)
-        return
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda key: run_alone(name, key), missing))
+    for key in (list(key) for key in claim.keys if list(key) not in done):
+        start = time.process_time()
+        run = {"key": key, **claim.train(*key)}
+        keep(name, run=run | {"seconds": round(time.process_time() - start, 1)})
+        print(f"{name} {key}: {time.process_time() - start:.0f} s", flush=True)
 
 
 def part(claim: Claim, figures: dict[str, Any]) -> str:
@@ -157,11 +128,11 @@ def picture(claim: Claim, exact: dict[str, Any], runs: list[Any]) -> None:
     plt.close(figure)
 
 
-def page(names: list[str]) -> str:
+def page() -> str:
     """Return Markdown: a table of verdicts, then a section for each claim."""
     whole = known()
     rows, sections = [], []
-    for name in names:
+    for name in NAMES:
         claim, figures = claim_of(name), whole.get(name, {})
         sections.append(part(claim, figures))
         ready = len(figures.get("runs", [])) >= len(claim.keys)
@@ -192,25 +163,14 @@ def page(names: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    present = [name for name in NAMES if (FOLDER / f"{name}.py").exists()]
-    parser.add_argument("--only", nargs="*", choices=present, default=[])
+    parser.add_argument("--only", nargs="*", choices=NAMES, default=NAMES)
     parser.add_argument("--exact", action="store_true", help="no trained runs")
     parser.add_argument("--again", action="store_true", help="also make what results/claims.json has")
     parser.add_argument("--page", action="store_true", help="only write the page")
-    parser.add_argument("--jobs", type=int, default=1, help="trained runs at a time; 0: one, in this process")
-    parser.add_argument("--run", nargs=3, metavar=("NAME", "KEY", "FILE"), help="one run; what this calls itself by")
     given = parser.parse_args()
-    if given.run:
-        name, key, file = given.run
-        start = time.process_time()
-        train = claim_of(name).train
-        assert train is not None
-        run = {"key": json.loads(key), **train(*json.loads(key))}
-        Path(file).write_text(json.dumps(run | {"seconds": round(time.process_time() - start, 1)}))
-        return
-    for name in [] if given.page else given.only or present:
-        make(name, given.again, given.exact, given.jobs)
-    PAGE.write_text(page(present))
+    for name in [] if given.page else given.only:
+        make(name, given.again, given.exact)
+    PAGE.write_text(page())
 
 
 if __name__ == "__main__":
