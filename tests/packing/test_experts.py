@@ -26,7 +26,7 @@ BALANCED = [
     "qwen3_moe",
 ]
 """With an auxiliary loss that TRL's LM head can compute: it reads `num_experts` from the config."""
-OTHERS = ["dots1", "glm4_moe", "hunyuan_v1_moe", "solar_open"]
+OTHERS = ["dots1", "glm4_moe", "solar_open"]
 WAYS = {"eager": 2e-6, "batched_mm": 2e-6, "grouped_mm": 1e-4}
 """Tolerance of each `experts_implementation`: routers round to float32, and torch multiplies groups in it only."""
 
