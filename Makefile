@@ -26,7 +26,7 @@ QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
 DEVICE ?= cuda
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-claims bench-colours bench-credit bench-faults bench-migrate bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-claims bench-colours bench-faults bench-migrate bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -55,7 +55,6 @@ help:
 	@echo "make bench-game    train the quickstart that plays a game and write benchmarks/game.md"
 	@echo "make bench-colours train the quickstart that sees pictures and write benchmarks/colours.md"
 	@echo "make bench-claims  check claims of papers, all or ONLY='length maxrl', and write benchmarks/claims.md; hours, may be stopped and resumed"
-	@echo "make bench-credit  count the episodes that credit by turn needs, beside GRPO, and write benchmarks/turn_credit.md"
 	@echo "make bench-splits  check every loss's gradient under every split and engine, and rewrite docs/launching.md's table"
 	@echo "make bench-sampler compare corrections of the sampler, and rewrite docs/vllm.md's tables"
 	@echo "make bench-faults  plant faults in real runs, see what grpo-ext diagnose names, and rewrite docs/troubleshooting.md's table"
@@ -224,10 +223,6 @@ ONLY ?=
 bench-claims: install
 	@echo "bench-claims: claims of papers, each with our experiment, figures and verdict"
 	$(QUIET_ENV) $(BIN)/python benchmarks/claims $(if $(ONLY),--only $(ONLY))
-
-bench-credit: install
-	@echo "bench-credit: a task of five turns of which one decides, by GRPO and by credit by turn"
-	$(QUIET_ENV) $(BIN)/python benchmarks/turn_credit.py
 
 bench-trl: install
 	@echo "bench-trl: TRL's own tests of GRPO, on stock TRL and on grpo-ext; half an hour"

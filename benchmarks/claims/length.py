@@ -138,7 +138,7 @@ KNOWN, GUESSED = "abcdef", "gh"
 CHOICE = "0123"
 DIGITS = dict(zip(KNOWN, random.Random(0).choices(CHOICE, k=len(KNOWN)), strict=True))
 SHAPE = {"after": re.compile(r"(\d)\.*"), "before": re.compile(r"\.*(\d)")}
-STEPS, FIRST, WINDOW, LIMIT, FREE = 150, 10, 40, 10, 7
+STEPS, FIRST, WINDOW, LIMIT, FREE = 300, 10, 40, 10, 7
 SETTINGS: dict[str, Any] = {"learning_rate": 5e-4, "max_completion_length": LIMIT}
 TRAINED = {"after": LOSSES, "before": LOSSES[:2]}
 KEYS = [(layout, loss, seed) for layout, losses in TRAINED.items() for loss in losses for seed in range(5)]

@@ -1,24 +1,26 @@
-"""Sampler and policy differ: which correction learns, and which takes the gradient of long completions.
-
-The trained part reads the runs that sampler_training.py has recorded.
-"""
+"""Sampler and policy differ: which correction learns, and which takes the gradient of long completions."""
 
 import itertools
-import json
 import math
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from claim import FAILS, HOLDS, ONLY_IF, Claim, Exact, Run, Verdict, interval, markdown, shown
+from claim import FAILS, HOLDS, ONLY_IF, Claim, Exact, Run, Verdict, interval, markdown, of, shown
 from torch import Tensor
 
 from grpo_ext.objective.sampler_correction import DEFAULT, SamplerRule, corrected, trl_rule
 
-RECORDED = Path(__file__).parent.parent / "results" / "sampler_training.json"
-CAP, BITS, LEAST, LONG, SHORT_TOKENS = 3.0, (8, 5, 4, 3), 3, 128, 5
-"""Cap of sequence rules; bits of the sampler and the fewest; tokens of long and of short completions."""
+CAP, LAG, STEPS, LONG, SHORT_TOKENS = 3.0, 4, 32, 128, 5
+"""Cap of sequence rules; updates that a late sampler is behind; of training; tokens of long and short completions."""
+SAMPLERS: dict[str, tuple[int | None, int]] = {
+    "int8": (8, 0),
+    "4 bits": (4, 0),
+    f"{LAG} updates late": (None, LAG),
+}
+"""Bits of the sampler's weights, and the updates that they are behind."""
 LENGTHS, NOISES = (4, 16, 64, 256, 1024), (0.02, 0.05, 0.1, 0.2)
 MASK = {"level": "token", "lower": 0.5, "upper": 2.0, "action": "mask"}
 GEOMETRIC = {"level": "geometric", "statistic": "k1", "lower": -0.01, "upper": 0.01, "action": "reject"}
@@ -30,15 +32,15 @@ RULES: dict[str, tuple[SamplerRule, ...]] = {
     "sequence mask": (trl_rule("sequence_mask", None, CAP),),
 }
 SEQUENCE = ("sequence TIS", "sequence mask")
-NAMES = {
-    "no correction": "no correction",
-    "plain clip around the sampler": "plain clip around the sampler",
-    "token, cut at 2 (default)": "token TIS",
-    "geometric mean, 0 outside of .99 to 1.01": "geometric mask",
-    "completions with a mean k3 up to .01": "mean k3 mask",
-    "product, 0 above 3 (TRL)": "sequence mask",
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain clip": {"old_logps": "sampler"},
+    "token TIS": {},
+    "token mask": {"sampler_correction": MASK},
+    "geometric rejection": {"sampler_correction": GEOMETRIC},
+    "sequence TIS": {"vllm_importance_sampling_mode": "sequence_truncate"},
+    "sequence mask": {"vllm_importance_sampling_mode": "sequence_mask"},
 }
-"""Rules of sampler_training.py."""
+KEYS = [(rule, sampler, seed) for rule in SETTINGS for sampler in SAMPLERS for seed in range(5)]
 FIGURES = ("kept_short", "kept_long", "mismatch_kl", "ess")
 
 
@@ -71,103 +73,139 @@ def kept(rules: tuple[SamplerRule, ...], n: int, s: float) -> float:
 
 
 def exact() -> Exact:
-    """Kept share of the gradient by rule, length and noise, beside the closed form; and the runs that are recorded."""
+    """Kept share of the gradient by rule, length and noise, beside the closed form."""
     rows = []
     for s, n in itertools.product(NOISES, LENGTHS):
         row = {"s": s, "n": n} | {name: kept(rules, n, s) for name, rules in RULES.items()}
         rows.append(row | {f"{rule}, closed form": closed_form(rule, n, s) for rule in SEQUENCE})
-    return {"rows": rows, "recorded": recorded()}
+    return {"rows": rows}
 
 
-def recorded() -> list[dict[str, Any]]:
-    """Return what sampler_training.py has recorded of each rule: right digits, weights by length."""
-    found = []
-    for run in json.loads(RECORDED.read_text()):
-        if run["updates"] > 1:
-            continue
-        figures = {name: run["figures"].get(f"sampling/{name}") for name in FIGURES}
-        row = {"rule": NAMES[run["rule"]], "bits": run["bits"], "seed": run["seed"]} | run["after"] | figures
-        if row["rule"] == "sequence mask":
-            s = math.sqrt(2 * row["mismatch_kl"])
-            row |= {"closed_short": closed_form("sequence mask", SHORT_TOKENS, s)}
-            row |= {"closed_long": closed_form("sequence mask", LONG, s)}
-        found.append(row)
-    return found
+# Trained
 
 
-def figures_of(exact: Exact, rule: str, bits: int, figure: str) -> list[float]:
-    """Return a figure of the recorded runs, by seed."""
-    rows = [row for row in exact["recorded"] if row["rule"] == rule and row["bits"] == bits]
-    return [row[figure] for row in sorted(rows, key=lambda row: row["seed"])]
+def train(rule: str, sampler: str, seed: int) -> Run:
+    """Train by the trainer's path of vLLM; return right digits, and the mean weights beside the closed form."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import sampler_training
+    import toy
+
+    class Late(sampler_training.Engine):
+        """Has the weights of `late` pushes before."""
+
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            self.pushed: list[dict[str, Tensor]] = []
+            self.arriving: dict[str, Tensor] = {}
+
+        def load_weights(self, pushed: list[tuple[str, Tensor]]) -> None:
+            self.arriving |= {name: weight.detach().clone() for name, weight in pushed}
+
+        def reset_prefix_cache(self) -> None:
+            """End a push."""
+            if self.arriving:
+                self.pushed, self.arriving = [*self.pushed, self.arriving][-late - 1 :], {}
+                super().load_weights(list(self.pushed[0].items()))
+
+    toy.quiet()
+    bits, late = SAMPLERS[sampler]
+    trainer = sampler_training.trained(SETTINGS[rule], bits, seed, updates=1, steps=STEPS, engine=Late)
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    steps = {figure: [entry.get(f"sampling/{figure}") for entry in logs] for figure in FIGURES}
+    run: Run = sampler_training.score(trainer.model, sampler_training.warm(seed))
+    run |= {figure: mean(values) for figure, values in steps.items()}
+    if rule in SEQUENCE:  # the noise changes over a run, so the closed form is taken step by step
+        noise = [math.sqrt(2 * max(value, 0.0)) for value in steps["mismatch_kl"]]
+        run |= {f"closed_{n}": mean([closed_form(rule, n, s) for s in noise]) for n in (SHORT_TOKENS, LONG)}
+    return run
 
 
-def starvation(exact: Exact, rule: str, bits: int) -> list[float]:
+def mean(values: list[float | None]) -> float | None:
+    """Return the mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return float(f"{statistics.mean(known):.4g}") if known else None
+
+
+# Page
+
+
+def figures_of(runs: list[Run], rule: str, sampler: str, figure: str) -> list[float]:
+    """Return a figure of the runs, by seed."""
+    return [run[figure] for run in of(runs, rule, sampler)]
+
+
+def starvation(runs: list[Run], rule: str, sampler: str) -> list[float]:
     """Return the weight of the longest third of completions over that of the shortest."""
-    of = (figures_of(exact, rule, bits, f"kept_{third}") for third in ("long", "short"))
-    return [long / short for long, short in zip(*of, strict=True)]
+    pairs = (figures_of(runs, rule, sampler, f"kept_{third}") for third in ("long", "short"))
+    return [long / short for long, short in zip(*pairs, strict=True)]
 
 
 def judge(exact: Exact, runs: list[Run]) -> Verdict:
     """Compare the weight of long completions with that of short ones, with the closed form, and what is learned."""
-    starved = {bits: starvation(exact, "sequence mask", bits) for bits in BITS}
-    usual = {bits: starvation(exact, "token TIS", bits) for bits in BITS}
-    off = [
-        abs(a - b)
-        for bits in BITS
-        for a, b in zip(
-            *(figures_of(exact, "sequence mask", bits, f) for f in ("kept_long", "closed_long")), strict=True
-        )
-    ]
-    both = (figures_of(exact, rule, LEAST, "long") for rule in ("token TIS", "sequence mask"))
-    gained = [a - b for a, b in zip(*both, strict=True)]
-    by_length = {row["n"]: row["geometric rejection"] for row in exact["rows"] if row["s"] == 0.1}
-    why = (
-        f"weight of a long completion over a short one under the sequence mask is {shown(starved[LEAST], 2)} with "
-        f"{LEAST} bits and {shown(starved[8], 2)} with int8; under token TIS {shown(usual[LEAST], 2)} and "
-        f"{shown(usual[8], 2)}. The closed form is off by {statistics.mean(off):.2f} on average. Right digits of long "
-        f"answers with {LEAST} bits, token TIS less sequence mask: {shown(gained, 2)}. Geometric rejection within .01 "
-        f"does the reverse: with noise of .1 it keeps {by_length[4]:.0%} of completions of 4 tokens and "
-        f"{by_length[1024]:.0%} of those of 1024."
+    starved, usual = (
+        {sampler: starvation(runs, rule, sampler) for sampler in SAMPLERS} for rule in ("sequence mask", "token TIS")
     )
-    apart = [a - b for a, b in zip(usual[LEAST], starved[LEAST], strict=True)]
-    if interval(starved[LEAST])[2] >= 0.75 or interval(apart)[1] <= 0:
-        return Verdict(FAILS, f"Long completions keep their weight. The {why}")
-    if interval(gained)[1] <= 0:
-        return Verdict(ONLY_IF, f"One looks at the gradient; what is learned does not show it. The {why}")
-    if interval(starved[8])[2] >= 0.75:
-        noise = "It holds where the noise of a token times the root of the length is large, which int8 is not here"
-        return Verdict(ONLY_IF, f"{noise}. The {why}")
-    return Verdict(HOLDS, f"The {why}")
+    off = [abs(run["kept_long"] - run[f"closed_{LONG}"]) for rule in SEQUENCE for run in of(runs, rule)]
+    gained = {sampler: lost_by(runs, "sequence mask", sampler) for sampler in SAMPLERS}
+    by_length = {row["n"]: row["geometric rejection"] for row in exact["rows"] if row["s"] == 0.1}
+    told = "; ".join(
+        f"{sampler}: {shown(starved[sampler], 2)}, under token TIS {shown(usual[sampler], 2)}, and long answers have "
+        f"{shown(gained[sampler], 2)} fewer right digits than by token TIS"
+        for sampler in SAMPLERS
+    )
+    why = (
+        f"Weight of a long completion over a short one under the sequence mask: {told}. The closed form is off by "
+        f"{statistics.mean(off):.2f} on average. Geometric rejection within .01 does the reverse: with noise of .1 it "
+        f"keeps {by_length[4]:.0%} of completions of 4 tokens and {by_length[1024]:.0%} of those of 1024."
+    )
+    shows = [
+        sampler
+        for sampler in SAMPLERS
+        if interval(starved[sampler])[2] < 0.75
+        and interval([a - b for a, b in zip(usual[sampler], starved[sampler], strict=True)])[1] > 0
+        and interval(gained[sampler])[1] > 0
+    ]
+    if not shows:
+        return Verdict(FAILS, why)
+    if len(shows) < len(SAMPLERS):
+        return Verdict(
+            ONLY_IF, f"It shows with {' and '.join(shows)} only, where noise times root length is large. {why}"
+        )
+    return Verdict(HOLDS, why)
+
+
+def lost_by(runs: list[Run], rule: str, sampler: str) -> list[float]:
+    """Return by how much fewer digits of long answers are right under a rule than under token TIS, by seed."""
+    pairs = (figures_of(runs, name, sampler, "long") for name in ("token TIS", rule))
+    return [usual - other for usual, other in zip(*pairs, strict=True)]
 
 
 def table(exact: Exact, runs: list[Run]) -> str:
     """Return what was learned and kept by rule, and the exact shares."""
 
-    def cell(rule: str, bits: int, figure: str) -> str:
-        values = figures_of(exact, rule, bits, figure)
-        return "" if None in values else f"{statistics.mean(values):.2f}"
+    def cell(rule: str, sampler: str, figure: str) -> str:
+        values = [run.get(figure) for run in of(runs, rule, sampler)]
+        return "" if None in values else f"{statistics.mean(values):.2g}"
 
     header = [
-        "bits",
-        "rule",
-        "short, right",
-        "long, right",
-        "ESS",
-        "weight, short",
-        "weight, long",
-        "closed form, long",
+        *("sampler", "rule", "short, right", "long, right", "KL per token", "ESS"),
+        *("weight, short", "closed form", "weight, long", "closed form"),
     ]
-    rows = []
-    for bits, rule in itertools.product(BITS, NAMES.values()):
-        row = [bits, rule, *(shown(figures_of(exact, rule, bits, kind), 2) for kind in ("short", "long"))]
-        row += [cell(rule, bits, figure) for figure in ("ess", "kept_short", "kept_long")]
-        rows.append([*row, cell(rule, bits, "closed_long") if rule == "sequence mask" else ""])
+    shown_figures = ("mismatch_kl", "ess", "kept_short", f"closed_{SHORT_TOKENS}", "kept_long", f"closed_{LONG}")
+    rows = [
+        [
+            *(sampler, rule, *(shown(figures_of(runs, rule, sampler, kind), 2) for kind in ("short", "long"))),
+            *(cell(rule, sampler, figure) for figure in shown_figures),
+        ]
+        for sampler, rule in itertools.product(SAMPLERS, SETTINGS)
+    ]
     names = [*RULES, "sequence mask, closed form"]
     shares = [
         [row["s"], row["n"], *(f"{row[name]:.3f}" for name in names)] for row in exact["rows"] if row["s"] > 0.02
     ]
     return "\n\n".join(
         [
+            f"Trained, after {STEPS} steps; figures of the sampler are means over a run:",
             markdown(header, rows),
             "Exact: expected weight of a token, by enumeration of two-point noise s per token:",
             markdown(["s", "tokens", *names], shares),
@@ -176,7 +214,7 @@ def table(exact: Exact, runs: list[Run]) -> str:
 
 
 def draw(figure: Any, exact: Exact, runs: list[Run]) -> None:
-    """Draw the exact weights over the length, and the recorded ones beside the closed form."""
+    """Draw the exact weights over the length, and those of the trained runs beside the closed form."""
     left, right = figure.subplots(1, 2)
     rows = [row for row in exact["rows"] if row["s"] == 0.1]
     for i, name in enumerate(RULES):
@@ -187,16 +225,16 @@ def draw(figure: Any, exact: Exact, runs: list[Run]) -> None:
     left.set_xscale("log", base=2)
     left.set_xlabel("tokens of a completion (s = .1; dotted: closed form)")
     left.set_ylabel("expected weight")
-    for i, (rule, third) in enumerate(itertools.product(("token TIS", "sequence mask"), ("short", "long"))):
-        for bits in BITS:
-            values = figures_of(exact, rule, bits, f"kept_{third}")
-            label = f"{rule}, {third}" if bits == BITS[0] else None
-            right.plot([bits + 0.05 * i] * len(values), values, "o", color=f"C{i}", fillstyle="none", label=label)
-    for bits in BITS:
-        values = figures_of(exact, "sequence mask", bits, "closed_long")
-        right.plot([bits + 0.15] * len(values), values, "kx", label="closed form, long" if bits == BITS[0] else None)
-    right.set_xlabel("bits of the sampler's weights")
-    right.set_ylabel("mean weight, trained runs")
+    drawn = list(itertools.product(("token TIS", *SEQUENCE), ("short", "long")))
+    for (i, (rule, third)), (k, sampler) in itertools.product(enumerate(drawn), enumerate(SAMPLERS)):
+        values, place = figures_of(runs, rule, sampler, f"kept_{third}"), k + 0.1 * i
+        label = f"{rule}, {third}" if k == 0 else None
+        right.plot([place] * len(values), values, "o", color=f"C{i}", fillstyle="none", label=label)
+        if rule in SEQUENCE:
+            closed = figures_of(runs, rule, sampler, f"closed_{LONG if third == 'long' else SHORT_TOKENS}")
+            right.plot([place + 0.04] * len(closed), closed, "kx", markersize=4)
+    right.set_xticks([k + 0.25 for k in range(len(SAMPLERS))], list(SAMPLERS))
+    right.set_ylabel("mean weight, trained runs (x: closed form)")
     for axis in (left, right):
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8, frameon=False)
@@ -213,23 +251,23 @@ CLAIM = Claim(
     ),
     experiment=(
         "Exact: expected weight of a token by length, for two-point noise of token log-ratios, through the package's "
-        "`corrected`, beside Phi((log C - n s^2/2) / (s sqrt n)), C = 3. Trained: the 72 runs of "
-        "benchmarks/sampler_training.py that are recorded (`make bench-sampler`, one update for each generation, 32 "
-        "steps): the trainer's path of vLLM, a sampler with weights rounded to 8, 5, 4 or 3 bits, short answers of 4 "
-        "digits and long ones of 128. The noise of the closed form is sqrt(2 KL per token), mean over a run. These "
-        "runs were known before this claim was written, have 3 seeds, not 5, and lack sequence TIS and the two-sided "
-        "mask; a run with stale weights was planned and not made."
+        f"`corrected`, beside Phi((log C - n s^2/2) / (s sqrt n)), C = {CAP:g}. Trained: the task of "
+        f"benchmarks/sampler_training.py (short answers of 4 digits, long ones of {LONG}) through the trainer's path "
+        f"of vLLM, {STEPS} steps, one update for each generation, with a sampler whose weights are rounded to 8 or to "
+        f"4 bits or are those of {LAG} updates before. The noise of the closed form is sqrt(2 KL per token), step by "
+        "step. That a sequence mask loses long answers with 4 bits was known from [three seeds](../docs/vllm.md) "
+        "before; late weights, sequence TIS and the two-sided mask of tokens were not."
     ),
     failure=(
-        f"With {LEAST} bits the weight of the longest third over that of the shortest is not below .75 under the "
-        "sequence mask (whole interval), or not lower than under token TIS (interval of the paired difference). The "
-        "claim is limited if right digits of long answers are not fewer with the sequence mask than with token TIS, "
-        "or if int8 does not show it. (The first version asked for an interval above .9 under token TIS in place of "
-        "the paired difference; with 3 seeds and 3 bits that interval is .89 to 1.00, which says nothing about rules "
-        "on whole completions. This was changed after the first look.)"
+        "The weight of the longest third over that of the shortest is not below .75 under the sequence mask (whole "
+        "interval), or not lower than under token TIS (interval of the paired difference), or right digits of long "
+        "answers are not fewer (interval of the paired difference), with every sampler. If so with some samplers, the "
+        "claim holds only in some cases."
     ),
     judge=judge,
     table=table,
     draw=draw,
     exact=exact,
+    keys=KEYS,
+    train=train,
 )

@@ -86,6 +86,13 @@ def _batch(rows: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def quiet() -> None:
+    """Show neither warnings nor progress of what trains here."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    disable_progress_bars()
+
+
 def train(
     folder: str,
     rows: Sequence[dict[str, Any]],
@@ -95,9 +102,7 @@ def train(
     **more: Any,
 ) -> GRPOExtTrainer:
     """Train by `GRPOExtTrainer`, quietly; return the trainer: its `state.log_history` has the figures of each step."""
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    disable_progress_bars()
+    quiet()
     usual = {
         "per_device_train_batch_size": 64,
         "num_generations": 8,

@@ -46,34 +46,44 @@ def exact() -> Exact:
 
 # Trained
 
-DOORS, GROUP, STEPS = 4, 16, 80
+DOORS, GROUP, STEPS = 4, 16, 180
 EPISODES = DOORS * GROUP
 """Of a step."""
 DIGITS = random.Random(0).sample("0123456789", DOORS)
-NOISE, WINDOW, SMOOTH = 2, 20, 5
+NOISE, WINDOW, GOAL, LAST = 4, 10, 0.9, 20
 SETTINGS: dict[str, Any] = {
     "max_steps": STEPS,
     "per_device_train_batch_size": EPISODES,
     "num_generations": GROUP,
-    "max_completion_length": 48,
-    "learning_rate": 1e-3,
+    "max_completion_length": 64,
+    "learning_rate": 3e-4,
 }
 KEYS = [(name, seed) for name in ESTIMATORS for seed in range(5)]
 REWARD = "rewards/environment/mean"
 
 
-def demonstrate(draw: random.Random) -> tuple[str, str]:
-    """Return random digits: one in the turn that decides, `NOISE` in the others."""
-    said = ["".join(draw.choices("0123456789", k=1 if t == DECISIVE else NOISE)) for t in range(1, TURNS + 1)]
-    between = [f"<eos><user>{turn}<assistant>" for turn in range(1, TURNS)]
-    text = "".join(a + b for a, b in zip(said, [*between, ""], strict=True))
-    return f"<user>door {draw.randrange(DOORS)}<assistant>", text
+def door(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"door {number}"}]
+
+
+def chatter(seed: int, size: int) -> list[dict[str, Any]]:
+    """Return conversations of random digits: one in the turn that decides, `NOISE` in the others."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(size):
+        completion = []
+        for turn in range(1, TURNS + 1):
+            digits = "".join(draw.choices("0123456789", k=1 if turn == DECISIVE else NOISE))
+            completion += [{"role": "assistant", "content": digits}, {"role": "user", "content": str(turn)}]
+        rows.append({"prompt": door(draw.randrange(DOORS)), "completion": completion[:-1]})
+    return rows
 
 
 def train(name: str, seed: int) -> Run:
     import toy
 
     from grpo_ext import Conversation, Step
+    from grpo_ext.quickstart.model import Lesson, ensure_model
 
     class Doors(Conversation):
         """An environment of five turns; the third decides the reward."""
@@ -88,8 +98,9 @@ def train(name: str, seed: int) -> Run:
             paid = float(message["content"] == self.digit) if self.turn == DECISIVE else None
             return Step(str(self.turn), paid, self.turn == TURNS)
 
-    folder = toy.warm("turns", seed, demonstrate)
-    rows = [{"prompt": [{"role": "user", "content": f"door {i}"}], "solution": DIGITS[i]} for i in range(DOORS)]
+    toy.quiet()
+    folder = str(ensure_model(seed, lesson=Lesson("doors", [], chatter, steps=150)))
+    rows = [{"prompt": door(i), "solution": DIGITS[i]} for i in range(DOORS)]
     estimator, options = ESTIMATORS[name]
     settings = SETTINGS | {"advantage_estimator": estimator, "advantage_kwargs": options, "seed": seed}
     trainer = toy.train(folder, rows, [], settings, environments=[Doors])
@@ -99,14 +110,21 @@ def train(name: str, seed: int) -> Run:
 # Page
 
 
-def success(runs: list[Run], name: str) -> list[float]:
-    """Return the share of episodes that succeed in the last `WINDOW` steps, by seed."""
-    return [statistics.mean(run["curve"][-WINDOW:]) for run in of(runs, name)]
+def episodes(curve: list[float]) -> int | None:
+    """Return the episodes until `GOAL` of those of `WINDOW` steps in a row succeed."""
+    steps = (s for s in range(WINDOW, len(curve) + 1) if statistics.mean(curve[s - WINDOW : s]) >= GOAL)
+    return next((s * EPISODES for s in steps), None)
 
 
-def gained(runs: list[Run], name: str) -> list[float]:
+def success(runs: list[Run], name: str, last: int = STEPS) -> list[float]:
+    """Return the share of episodes that succeed in the last steps, by seed."""
+    return [statistics.mean(run["curve"][-last:]) for run in of(runs, name)]
+
+
+def gained(runs: list[Run], name: str, last: int = STEPS) -> list[float]:
     """Return the success of `name` less that of `group`, by seed."""
-    return [one - other for one, other in zip(success(runs, name), success(runs, "group"), strict=True)]
+    pairs = zip(success(runs, name, last), success(runs, "group", last), strict=True)
+    return [one - other for one, other in pairs]
 
 
 def judge(exact: Exact, runs: list[Run]) -> Verdict:
@@ -114,10 +132,12 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
     focused = exact["gigpo"][DECISIVE - 1] > exact["group"][DECISIVE - 1]
     word = HOLDS if focused and better["gigpo"] else ONLY_IF if better["turn_return, gamma 0"] else FAILS
     parts = ", ".join(f"{shown(gained(runs, name), 2)} (`{name}`)" for name in better)
+    ends = ", ".join(f"{shown(gained(runs, name, LAST), 2)} (`{name}`)" for name in better)
     why = (
         f"Of the squared advantages {exact['group'][DECISIVE - 1]:.0%} fall on the turn that decides under `group`, "
         f"{exact['gigpo'][DECISIVE - 1]:.0%} under `gigpo`, {exact['turn_return, gamma 0'][DECISIVE - 1]:.0%} under "
-        f"`turn_return` with gamma 0. Success in the last {WINDOW} of {STEPS} steps, less that of `group`: {parts}."
+        f"`turn_return` with gamma 0. Share of episodes that succeed, less that of `group`: {parts} over all {STEPS} "
+        f"steps, {ends} in the last {LAST}."
     )
     if word == ONLY_IF:
         why += " Credit by turn pays here only if later turns do not share the reward of the turn that earned it."
@@ -125,11 +145,21 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
 
 
 def table(exact: Exact, runs: list[Run]) -> str:
+    def until_goal(name: str) -> str:
+        return ", ".join(str(episodes(run["curve"]) or f"over {STEPS * EPISODES}") for run in of(runs, name))
+
     rows = [
-        [f"`{name}`", *(f"{share:.1%}" for share in exact[name]), shown(success(runs, name), 2)] for name in ESTIMATORS
+        [
+            *(f"`{name}`", *(f"{share:.1%}" for share in exact[name])),
+            *(shown(success(runs, name), 2), shown(success(runs, name, LAST), 2), until_goal(name)),
+        ]
+        for name in ESTIMATORS
     ]
-    header = ["advantages", *(f"turn {t}" for t in range(1, TURNS + 1)), "success"]
-    title = f"Share of the expected squared advantage on each turn (exact), and success in the last {WINDOW} steps:"
+    turns = (f"turn {t}" for t in range(1, TURNS + 1))
+    header = ["advantages", *turns, "success, all steps", f"last {LAST}", f"episodes until {GOAL:.0%}"]
+    title = (
+        "Share of the expected squared advantage on each turn (exact); trained, the share of episodes that succeed:"
+    )
     return f"{title}\n\n{markdown(header, rows)}"
 
 
@@ -138,10 +168,11 @@ def draw(figure: Any, exact: Exact, runs: list[Run]) -> None:
     for i, name in enumerate(ESTIMATORS):
         for run in of(runs, name):
             curve = run["curve"]
-            smooth = [statistics.mean(curve[max(0, k - SMOOTH) : k]) for k in range(1, len(curve) + 1)]
+            smooth = [statistics.mean(curve[max(0, k - WINDOW) : k]) for k in range(1, len(curve) + 1)]
             label = name if run["key"][-1] == 0 else None
             axis.plot([EPISODES * k for k in range(1, len(smooth) + 1)], smooth, color=f"C{i}", label=label)
-    axis.set(xlabel="episodes", ylabel=f"share that succeed, of {SMOOTH} steps", ylim=(0, 1.03))
+    axis.axhline(GOAL, color="grey", linewidth=0.8, linestyle="--")
+    axis.set(xlabel="episodes", ylabel=f"share that succeed, of {WINDOW} steps", ylim=(0, 1.03))
     axis.grid(alpha=0.25)
     axis.legend(frameon=False)
 
@@ -158,15 +189,15 @@ CLAIM = Claim(
     experiment=(
         f"The prompt names one of {DOORS} doors; in the third of {TURNS} turns the model writes a digit, and only "
         f"this one counts: the door's digit is rewarded with 1 at once. In the other turns it writes {NOISE} digits, "
-        "which are noise. Exact: the share of squared advantages on each turn, over all groups of 6, success .25. "
-        f"Trained: {STEPS} steps of {EPISODES} episodes, learning rate 1e-3. `gigpo` has its default gamma of .95. "
-        "In a pilot (seed 100) no run arrived at 90 % within these steps, and at twice the learning rate `group` "
-        "collapsed, so success at the end is compared in place of episodes until a goal. The longer runs of "
-        "[turn_credit.md](turn_credit.md) count those."
+        "which are noise. The model knows digits but not the doors. Exact: the share of squared advantages on each "
+        f"turn, over all groups of 6, success .25. Trained: {STEPS} steps of {EPISODES} episodes, groups of {GROUP}, "
+        "learning rate 3e-4. `gigpo` has its default gamma of .95. That gamma 0 learns this task sooner than `group` "
+        "was known from three other seeds; `gigpo` and gamma 1 were not. Shorter runs (80 steps, 2 digits of noise, "
+        "learning rate 1e-3) showed no difference beyond the seeds."
     ),
     failure=(
-        "`gigpo` does not succeed more often than `group` (the interval of the difference by seed reaches 0). If "
-        "only `turn_return` with gamma 0 does, the claim holds only in some cases."
+        f"`gigpo` does not succeed more often than `group` over all {STEPS} steps (the interval of the difference by "
+        "seed reaches 0). If only `turn_return` with gamma 0 does, the claim holds only in some cases."
     ),
     judge=judge,
     table=table,
