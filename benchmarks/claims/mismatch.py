@@ -87,8 +87,9 @@ def exact() -> Exact:
 def train(rule: str, sampler: str, seed: int) -> Run:
     """Train by the trainer's path of vLLM; return right digits, and the mean weights beside the closed form."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    import sampler_training
     import toy
+
+    import sampler_training
 
     class Late(sampler_training.Engine):
         """Has the weights of `late` pushes before."""

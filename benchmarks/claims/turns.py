@@ -157,9 +157,7 @@ def table(exact: Exact, runs: list[Run]) -> str:
     ]
     turns = (f"turn {t}" for t in range(1, TURNS + 1))
     header = ["advantages", *turns, "success, all steps", f"last {LAST}", f"episodes until {GOAL:.0%}"]
-    title = (
-        "Share of the expected squared advantage on each turn (exact); trained, the share of episodes that succeed:"
-    )
+    title = "Share of the expected squared advantage on each turn (exact), and of episodes that succeed (trained):"
     return f"{title}\n\n{markdown(header, rows)}"
 
 
