@@ -107,7 +107,7 @@ def test_overlap_changes_neither_weights_nor_figures(case, tmp_path):
     assert_equal(plain, overlapped)
 
 
-EVERY = {"max_steps": 20, "gradient_accumulation_steps": 4, "rewards": (trainers.binary,), "shared_prefix": "false"}
+EVERY = {"max_steps": 8, "gradient_accumulation_steps": 4, "rewards": (trainers.binary,), "shared_prefix": "false"}
 """Settings under which every loss is compared: chunks of four rows, two for each process."""
 
 

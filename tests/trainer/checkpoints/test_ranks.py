@@ -13,26 +13,20 @@ SCRIPT = Path(__file__).parents[1] / "distributed" / "ranks.py"
 pytestmark = pytest.mark.slow
 
 
-def two_ranks(model_path: str, folder: Path, case: str) -> tuple[list[str], str]:
-    """What each rank says at its end, and all that was printed."""
-    printed = run([*launcher(), str(SCRIPT), "checkpoint", model_path, str(folder), case])
-    return [(folder / f"rank-{rank}.txt").read_text() for rank in (0, 1)], printed
+def two_ranks(model_path: str, folder: Path, *cases: str) -> tuple[list[list[str]], str]:
+    """What each rank says at the end of each case, and all that was printed."""
+    printed = run([*launcher(), str(SCRIPT), "checkpoint", model_path, str(folder), *cases])
+    return [[(folder / f"{case}-{rank}.txt").read_text() for rank in (0, 1)] for case in cases], printed
 
 
 def test_one_manifest_and_one_decision(model_path, tmp_path):
-    said, _ = two_ranks(model_path, tmp_path, "whole")
-    assert said == ["step 3", "step 3"]
+    said, printed = two_ranks(model_path, tmp_path, "whole", "one random state lost", "own folders")
+    assert said[:2] == [["step 3", "step 3"]] * 2
     last = tmp_path / "out" / "checkpoint-3"
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= json.loads((last / "manifest.json").read_text())["files"].keys()
-    assert damage(last) == []
-
-    said, printed = two_ranks(model_path, tmp_path, "one random state lost")
-    assert said == ["step 3", "step 3"]
     assert printed.count("checkpoint-3 is damaged: rng_state_1.pth is missing") == 1
     assert damage(last) == []  # written anew
-
-    said, _ = two_ranks(model_path, tmp_path, "own folders")
-    for text in said:
+    for text in said[2]:
         assert "process 0 on" in text
         assert "1 on" in text
         assert "missing" in text
@@ -40,11 +34,11 @@ def test_one_manifest_and_one_decision(model_path, tmp_path):
 
 
 def test_a_full_disk_of_one_process_is_raised_on_both(model_path, tmp_path):
-    said, _ = two_ranks(model_path, tmp_path, "full disk of 1")
+    [said], _ = two_ranks(model_path, tmp_path, "full disk of 1")
     for text in said:
         assert "checkpoint-2 could not be written" in text
         assert "Untouched: checkpoint-1." in text
     assert [path.name for path in numbered(tmp_path / "out")] == ["checkpoint-1"]
     assert not (tmp_path / "out" / "_saving").exists()
-    said, _ = two_ranks(model_path, tmp_path, "go on")
+    [said], _ = two_ranks(model_path, tmp_path, "go on")
     assert said == ["step 3", "step 3"]

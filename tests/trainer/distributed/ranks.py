@@ -461,8 +461,13 @@ class FullDisk(TrainerCallback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def checkpoint(model: str, folder: str, case: str) -> None:
-    """Write one line for each rank, in FOLDER/rank-N.txt: what it sees of checkpoints."""
+def checkpoint(model: str, folder: str, *cases: str) -> None:
+    """Write one line for each rank and case, in FOLDER/CASE-N.txt: what it sees of checkpoints."""
+    for case in cases:
+        _checkpoint(model, folder, case)
+
+
+def _checkpoint(model: str, folder: str, case: str) -> None:
     out, rank = Path(folder) / "out", PartialState(cpu=True).process_index
     if case == "own folders":  # one path that is two places, as on machines that share no disk
         here = Path(folder) if rank == 0 else Path(folder) / "elsewhere"
@@ -484,7 +489,7 @@ def checkpoint(model: str, folder: str, case: str) -> None:
     except (ConfigError, SaveError) as error:
         said = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
-    (Path(folder) / f"rank-{rank}.txt").write_text(said)
+    (Path(folder) / f"{case}-{rank}.txt").write_text(said)
 
 
 if __name__ == "__main__":
