@@ -9,7 +9,15 @@ from support.processes import launcher, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "ranks.py"
-ALIKE = {"plain", "window of 4", "two iterations", "beta", "logging every third", "sharing off", "linear schedule, clip"}
+ALIKE = {
+    "plain",
+    "window of 4",
+    "two iterations",
+    "beta",
+    "logging every third",
+    "sharing off",
+    "linear schedule, clip",
+}
 """Cases of which others here have what depends on the number of processes."""
 
 
