@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import beta as beta_distribution
 
+from grpo_ext.config.warnings import share_of_groups
 from grpo_ext.objective.advantages import estimators, group_means, zero_variance
 from grpo_ext.objective.combinations import combinations, weighted_total, weighted_turns
 from grpo_ext.objective.estimate import estimate
@@ -564,6 +565,14 @@ def weighted_advantages():
         ]
         for i in range(2)
     ]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_a_group_trains_for_pass_at_k_if_k_are_wrong_and_one_is_right(k):
+    outcomes = list(itertools.product((0.0, 1.0), repeat=5))
+    trains = [advantages("pass_at_k", tensor([outcome]), k=k).abs().max().item() > 0 for outcome in outcomes]
+    assert trains == [1 <= sum(outcome) <= 5 - k for outcome in outcomes]
+    assert share_of_groups(5, k, 0.5) == pytest.approx(sum(trains) / 32)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
