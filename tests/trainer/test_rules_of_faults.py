@@ -56,7 +56,7 @@ NEIGHBOURS = {
     "nearly all dropped": {f"sampling/kept{third}": lambda n: (0.04, 0.12)[n % 2] for third in KEPT},
     "long completions dropped": {"sampling/kept_long": lambda n: (0.95, 0.6)[n % 3 == 0]},
     "short completions dropped": {"sampling/kept_short": lambda n: (0.95, 0.6)[n % 3 == 0]},
-    "stale batches": {"ratio/ess_completions": 0.1},
+    "stale batches": {"ratio/ess_completions": 0.1, "clip_ratio/region_mean": lambda n: 0.09 * (n % 2)},
     "sign of a reward": {"rewards/accuracy/mean": lambda n: 0.3 - 0.01 * n},
     "constant reward": {"rewards/format/mean": 1.0, "rewards/format/std": 0.0},
     "completions no longer end": {"completions/clipped_ratio": lambda n: 0.9 if n % 3 else 0.5},
