@@ -27,8 +27,8 @@ short ones, as a share of that of long ones."""
 _NEARLY_NOTHING = 0.1
 """Weight of all completions below which hardly any of them trains."""
 _FEW_CARRY, _OFTEN_CLIPPED = 0.3, 0.1
-"""Effective share of completions, and clipped share, that together mark a batch of another policy: a low share of
-completions came before falls of the pass rate and without them about as often."""
+"""Effective share of completions below which, and clipped share above which, a batch is stale. The first does not show
+it without the second: in benchmarks/claims.md a low share comes as often without a fall of the pass rate as before one."""
 _CUT = "completions/clipped_ratio"
 _ANOTHER_TEXT = 0.2
 """Nats per token that appear at once where two models read different prompts."""
