@@ -28,7 +28,7 @@ _NEARLY_NOTHING = 0.1
 """Weight of all completions below which hardly any of them trains."""
 _FEW_CARRY, _OFTEN_CLIPPED = 0.3, 0.1
 """Effective share of completions below which, and clipped share above which, a batch is stale. The first does not show
-it without the second: in benchmarks/claims.md a low share comes as often without a fall of the pass rate as before one."""
+it without the second: in benchmarks/claims.md a low share is as frequent without a fall of the pass rate."""
 _CUT = "completions/clipped_ratio"
 _ANOTHER_TEXT = 0.2
 """Nats per token that appear at once where two models read different prompts."""
