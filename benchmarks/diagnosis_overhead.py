@@ -24,6 +24,7 @@ from grpo_ext.trainer.diagnosis.recording import Watching
 RESULT = SIBLING.with_name("diagnosis_overhead.json")
 RECORDING: dict[str, tuple[Any, str, Any]] = {
     "tokens": (loss_terms, "token_figures", {}),
+    "completions": (grpo_trainer, "log_weights", {}),
     "chi2": (grpo_trainer, "add_ess", None),
     "row": (generating, "row_record", None),
     "rows": (grpo_trainer, "log_rows", None),

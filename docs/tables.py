@@ -394,12 +394,14 @@ HEALTHY = {
     "advantages/of_reward": "near 1: rows train with their own advantages",
     "entropy": "falls slowly; a fall to a fifth within a few steps ends exploration",
     "clip_ratio/region_mean": "0 in the first step of a generation, a few percent in later ones",
+    "ratio/ess_completions": "1 in the first step of a generation, above .5 in later ones",
     "kl": "0 in the first step, then rises; with `beta` > 0 only",
     "completions/mean_length": "moves with the task; watch it together with `clipped_ratio`",
     "completions/clipped_ratio": "near 0; above .3 raise `max_completion_length`",
     "completions/mask_misplaced": "exactly 0",
     "sampling/mismatch": "rounding, with transformers in float32; with vLLM below the drift check's limit (.02 in "
     "float32, .1 in bf16)",
+    "sampling/ess_completions": "1 with transformers in float32; with vLLM it falls with the length of completions",
     "weights/change": "small and steady; a leap together with a falling reward means that steps are too large",
     "learning_rate": "the schedule",
 }

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import beta as beta_distribution
 
+from grpo_ext.config.warnings import share_of_groups
 from grpo_ext.objective.advantages import estimators, group_means, zero_variance
 from grpo_ext.objective.combinations import combinations, weighted_total, weighted_turns
 from grpo_ext.objective.estimate import estimate
@@ -566,6 +567,14 @@ def weighted_advantages():
     ]
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_a_group_trains_for_pass_at_k_if_k_are_wrong_and_one_is_right(k):
+    outcomes = list(itertools.product((0.0, 1.0), repeat=5))
+    trains = [advantages("pass_at_k", tensor([outcome]), k=k).abs().max().item() > 0 for outcome in outcomes]
+    assert trains == [1 <= sum(outcome) <= 5 - k for outcome in outcomes]
+    assert share_of_groups(5, k, 0.5) == pytest.approx(sum(trains) / 32)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 def test_normalize_then_sum_equals_gdpo(dtype, tolerance):
     sums = weighted_advantages()
@@ -585,13 +594,37 @@ def test_average_advantages_equals_its_definition(dtype, tolerance):
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e3])
 def test_gdpo_does_not_scale_rounding_up_and_ignores_the_scale_of_weights(scale):
-    noise = [[[0.5, 0.3], [0.5 + 1e-7, 0.3]], [[0.1, 0.2], [0.1, 0.2]]]
+    noise = [[[0.0, 0.3], [1e-7, 0.3]], [[0.1, 0.2], [0.1, 0.2]]]
     group = estimators["group"]
     out = combinations["normalize_then_sum"](tensor(noise), tensor([scale, scale]), lambda r, k: group(r))
     assert 0 < out.abs().max() < 1e-3 * scale
     signal = [[[0.5, 0.3], [0.9, 0.3]], [[0.1, 0.2], [0.1, 0.2]]]
     out = combinations["normalize_then_sum"](tensor(signal), tensor([scale, scale]), lambda r, k: group(r), eps=0.0)
     assert out.flatten().tolist() == pytest.approx([-(1.5**0.5), 1.5**0.5, 0, 0], rel=1e-12)
-    watched = [[[0.5, 0.3], [0.5 + 1e-7, 0.9]], [[0.1, 0.2], [0.1, 0.2]]]  # the spread is in a function of weight 0
+    watched = [[[0.0, 0.3], [1e-7, 0.9]], [[0.1, 0.2], [0.1, 0.2]]]  # the spread is in a function of weight 0
     out = combinations["normalize_then_sum"](tensor(watched), tensor([scale, 0.0]), lambda r, k: group(r))
     assert 0 < out.abs().max() < 1e-3 * scale
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-2, 1e-4])
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+@pytest.mark.parametrize("signal", [False, True])
+def test_gdpo_has_no_advantage_where_rewards_cancel(spread, eps, signal):
+    """They cancel but for the rounding of 1 - r to float32, which the division by their std enlarges."""
+    rewards = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    rewards = 0.5 + spread * (rewards - 0.5)
+    columns = torch.stack([rewards, 1 - rewards, torch.full_like(rewards, 0.2)], dim=-1)
+    if signal:  # in another group
+        columns[2, :, 1] = columns[2, :, 0]
+    for dtype in (torch.float32, torch.float64):
+        out = combinations["normalize_then_sum"](
+            columns.to(dtype), torch.ones(3, dtype=dtype), lambda r, k: estimate("group", r, eps=eps), eps=eps
+        )
+        assert out[:2].abs().max() == 0
+        assert (out[2].abs().max().item() > 1) is signal
+
+
+def test_gdpo_keeps_a_small_difference_between_opposite_rewards():
+    columns = torch.tensor([[[0.5, 0.5], [0.6, 0.4], [0.7, 0.3 + 1e-4]]]).double()
+    out = combinations["normalize_then_sum"](columns, torch.ones(2).double(), lambda r, k: estimators["group"](r))
+    assert out.unique().numel() == 3

@@ -32,8 +32,11 @@ SOUND: dict[str, Callable[[int], float]] = {
     "sampling/mismatch_first": lambda s: 3e-8,
     "sampling/mismatch_last": lambda s: 5e-8,
     "sampling/bias": lambda s: 1e-9,
+    "sampling/kept": lambda s: (1.01, 0.98)[s % 2],
     "sampling/kept_short": lambda s: (1.0, 0.99)[s % 2],
     "sampling/kept_long": lambda s: (0.97, 1.01)[s % 2],
+    "ratio/ess_completions": lambda s: (1.0, 0.9)[s % 2],
+    "clip_ratio/region_mean": lambda s: (0.3, 0.5)[s % 2],
     "weights/change": lambda s: (2e-4, 3e-4)[s % 2],
     "nonfinite/skipped_steps": lambda s: 0.0,
 }

@@ -10,6 +10,7 @@ from support.pure import objective
 from support.trainers import scripted_rollout
 
 LOSS_FIGURES = ("loss", "kl", "entropy", "policy_loss", "clip_ratio/low_mean", "clip_ratio/high_mean")
+LOSS_FIGURES += ("ratio/ess_completions",)
 SPLITS = ((8, 2), (4, 4), (2, 8), (16, 1))
 """Rows of a micro-batch, micro-batches of a step."""
 
@@ -26,6 +27,7 @@ def test_a_step_logs_the_same_however_it_is_split(loss, tmp_path):
         one.train()
         logs.append([row for row in one.state.log_history if "loss" in row])
     assert logs[0][1]["kl"] > 0
+    assert logs[0][1]["ratio/ess_completions"] < 0.9 < logs[0][0]["ratio/ess_completions"] == pytest.approx(1.0)
     for log in logs[1:]:
         for row, other in zip(log, logs[0], strict=True):
             assert row.keys() == other.keys()

@@ -7,7 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_ext.trainer.diagnosis.recording import DRAWN, FIGURES, ROWS, Watching, log_rows, row_record, token_figures
+from grpo_ext.trainer.diagnosis.recording import (
+    DRAWN,
+    FIGURES,
+    ROWS,
+    Watching,
+    log_rows,
+    log_weights,
+    row_record,
+    token_figures,
+)
+from grpo_ext.trainer.loss_terms import Figures
 from support import tiny
 from support.trainers import build
 
@@ -16,6 +26,12 @@ class Alone:
     """One process."""
 
     num_processes = 1
+
+    def reduce(self, values, reduction):
+        return values
+
+    def gather(self, values):
+        return values
 
 
 def means(figures: dict) -> dict[str, float]:
@@ -49,6 +65,52 @@ def test_a_ratio_has_its_chi2():
     log_ratio = torch.tensor([[0.0], [math.log(1.5)]])
     values, _ = token_figures({}, log_ratio, torch.ones(2, 3), torch.ones(2, 3))["ratio/chi2"]
     assert values.flatten().tolist() == pytest.approx([0.0, 0.25])
+
+
+def sizes(parts) -> dict[str, float]:
+    """Effective sample sizes of micro-batches: inputs, tensors, rows that were computed."""
+    figures, metrics = Figures(), defaultdict(list)
+    for inputs, tensors, live in parts:
+        mask = tensors["mask"]
+        figures.add({"tokens": (torch.ones_like(mask), mask)}, None, mask, log_weights(inputs, tensors, live))
+    figures.log(metrics, Alone())
+    return {name: value for name, (value,) in metrics.items() if "ess" in name}
+
+
+POLICY = torch.tensor([[0.5, -0.2, 9.0], [0.1, 0.4, -0.3], [7.0, 7.0, 7.0], [5.0, 5.0, 5.0]]).double()
+SAMPLER = torch.tensor([[0.1, 0.2, 9.0], [0.0, math.nan, 0.1], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).double()
+LIVE = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1], [0, 0, 0]])
+"""The third row is not computed, the fourth has no live token."""
+
+
+def micro_batch(rows: slice):
+    inputs = {"old_per_token_logps": POLICY[rows], DRAWN: SAMPLER[rows]}
+    tensors = {"mask": LIVE[rows], "per_token_logps": POLICY[rows] + 0.1, "old_per_token_logps": POLICY[rows]}
+    return inputs, tensors, torch.tensor([True, True, False, True])[rows]
+
+
+@pytest.mark.parametrize("parts", [[slice(0, 4)], [slice(0, 1), slice(1, 4)], [slice(2, 4), slice(1, 2), slice(0, 1)]])
+def test_an_effective_sample_size_is_that_of_whole_completions_in_any_micro_batches(parts):
+    found = sizes([micro_batch(rows) for rows in parts])
+    for name, logs in {
+        "sampling/ess_completions": (0.5 - 0.1 - 0.2 - 0.2, 0.1 - 0.0 - 0.3 - 0.1),
+        "ratio/ess_completions": (2 * 0.1, 3 * 0.1),
+    }.items():
+        weights = [math.exp(log) for log in logs]
+        assert found[name] == pytest.approx(sum(weights) ** 2 / (2 * sum(w * w for w in weights)), rel=1e-6), name
+
+
+@pytest.mark.parametrize("apart", [1.0, -1.0])
+def test_the_weights_of_long_completions_do_not_overflow(apart):
+    """e^4096 is beyond float64; of two such weights the larger one is all of the estimate, of equal ones none is."""
+    off = torch.tensor([[0.0], [apart], [apart]]).expand(3, 4096)
+    tensors = {"mask": torch.ones(3, 4096), "per_token_logps": off, "old_per_token_logps": torch.zeros(3, 4096)}
+    assert sizes([({}, tensors, None)]) == {"ratio/ess_completions": pytest.approx(2 / 3 if apart > 0 else 1 / 3)}
+
+
+def test_a_step_without_a_computed_completion_has_no_effective_sample_size():
+    inputs, tensors, _ = micro_batch(slice(0, 4))
+    assert sizes([(inputs, tensors, torch.zeros(4).bool())]) == {}
 
 
 IDS = torch.tensor([[5, 6, 1, 0], [5, 6, 1, 0], [5, 7, 8, 1], [6, 1, 0, 0], [6, 1, 0, 0], [9, 9, 9, 9]])
@@ -171,9 +233,12 @@ def test_a_run_that_samples_by_itself_is_its_own_sampler(settings, tmp_path):
         if "sampling/mismatch" in row:
             assert row["sampling/mismatch"] < 1e-5
             assert row["sampling/ess"] == pytest.approx(1.0)
+            assert row["sampling/ess_completions"] == pytest.approx(1.0)
     assert any("sampling/mismatch" in row for row in log)
     moved = [row["ratio/chi2"] for row in trainer.state.log_history if "ratio/chi2" in row]
     assert (max(moved) > 0.1) == bool(settings)
+    sizes = [row["ratio/ess_completions"] for row in trainer.state.log_history if "ratio/ess_completions" in row]
+    assert (min(sizes) < 0.9) == bool(settings)
     named = {name for name in FIGURES if "<" not in name}
     assert named - {name for row in log for name in row} <= {"rewards/same_text_differs"}
     assert {"grad_norm/embeddings", "grad_norm/layers_first", "rewards/length/of_length"} <= log[0].keys()

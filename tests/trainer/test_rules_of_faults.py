@@ -12,6 +12,7 @@ def level(value):
     return {"sampling/mismatch": value}
 
 
+KEPT = ("", "_short", "_long")
 GROWING = {"sampling/mismatch": lambda n: 2e-3 * n, "sampling/bias": lambda n: 2e-4 * n}
 FAULTS = {
     "reward fails": ({"rewards/format/errors": 64.0, "rewards/format/none_frac": 1.0, "rewards/format/std": None}, 2),
@@ -29,8 +30,10 @@ FAULTS = {
     "truncated sampling": (level(0.02) | {"sampling/bias": 0.0199}, 3),
     "stale sampler": (GROWING, 5),
     "sampler's precision": (level(0.002), 5),
+    "nearly all dropped": ({f"sampling/kept{third}": lambda n: (0.01, 0.09)[n % 2] for third in KEPT}, 3),
     "long completions dropped": ({"sampling/kept_long": lambda n: (0.5, 0.3)[n % 2]}, 3),
     "short completions dropped": ({"sampling/kept_short": lambda n: (0.4, 0.6)[n % 2]}, 3),
+    "stale batches": ({"ratio/ess_completions": lambda n: (0.1, 0.29)[n % 2], "clip_ratio/region_mean": 0.15}, 3),
     "sign of a reward": ({"rewards/accuracy/mean": lambda n: -(0.5, 0.45)[n % 2]}, 3),
     "constant reward": ({"rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 0.0}, 3),
     "completions no longer end": ({"completions/clipped_ratio": 0.9}, 3),
@@ -50,8 +53,10 @@ NEIGHBOURS = {
     "truncated sampling": level(1e-5) | {"sampling/bias": 1e-5},
     "stale sampler": {"sampling/mismatch": lambda n: 5e-2 * (n == 3)},
     "sampler's precision": level(1e-5),
+    "nearly all dropped": {f"sampling/kept{third}": lambda n: (0.04, 0.12)[n % 2] for third in KEPT},
     "long completions dropped": {"sampling/kept_long": lambda n: (0.95, 0.6)[n % 3 == 0]},
     "short completions dropped": {"sampling/kept_short": lambda n: (0.95, 0.6)[n % 3 == 0]},
+    "stale batches": {"ratio/ess_completions": 0.1, "clip_ratio/region_mean": lambda n: 0.09 * (n % 2)},
     "sign of a reward": {"rewards/accuracy/mean": lambda n: 0.3 - 0.01 * n},
     "constant reward": {"rewards/format/mean": 1.0, "rewards/format/std": 0.0},
     "completions no longer end": {"completions/clipped_ratio": lambda n: 0.9 if n % 3 else 0.5},
@@ -156,6 +161,27 @@ def test_a_missing_metric_switches_off_only_its_rules(name):
     for missing in log[0]:
         found = diagnose({k: v for k, v in row.items() if k != missing} for row in log)
         assert all(f.evidence and missing not in f.evidence.split() for f in found), missing
+
+
+STALE = {"ratio/ess_completions": 0.2, "clip_ratio/region_mean": 0.3}
+
+
+def test_a_replay_is_read_although_it_logs_no_reward():
+    rows = [STALE | {"loss": 0.1, "grad_norm": 1.0, "step": step} for step in range(1, 9)]
+    assert [(f.rule.name, f.step) for f in diagnose(rows)] == [("stale batches", 3)]
+
+
+def test_further_steps_on_a_generation_leave_the_rows_of_rewards_consecutive():
+    rows = history(FAULTS["constant reward"][0])
+    further = [row for r in rows for row in (r, {"grad_norm": 1.0, "ratio/ess_completions": 0.9, "step": r["step"]})]
+    assert [(f.rule.name, f.step) for f in diagnose(further)] == [("constant reward", 13)]
+
+
+def test_a_generation_that_begins_with_its_own_policy_is_not_stale():
+    """Of three steps on each generation the first has a ratio of 1."""
+    fresh = {"ratio/ess_completions": 1.0, "clip_ratio/region_mean": 0.0, "reward": 0.5}
+    rows = [(STALE if step % 3 else fresh) | {"grad_norm": 1.0, "step": step} for step in range(40)]
+    assert not diagnose(rows)
 
 
 def test_a_log_without_metrics_has_no_fault():

@@ -37,6 +37,16 @@ def test_the_warning_comes_once_with_the_values_of_each_reward(rewards, values, 
     assert values in sentence
 
 
+def test_the_warning_of_groups_whose_rewards_differ_names_what_leaves_them_without_advantages(caplog):
+    monitor = AdvantageMonitor(["accuracy"])
+    for _ in range(PATIENCE):
+        monitor.add(torch.tensor([[[0.0], [1.0], [1.0]], [[1.0], [1.0], [1.0]]]), True)
+    (sentence,) = warnings(caplog)
+    assert "although rewards differ within groups, every advantage was zero" in sentence
+    assert "accuracy 0 to 1. Rewards that cancel" in sentence
+    assert "pass_at_k" in sentence
+
+
 @pytest.mark.parametrize(("warns", "every"), [(True, PATIENCE), (False, 1000)])
 def test_no_warning_with_an_advantage_in_between_or_on_other_processes(warns, every, caplog):
     monitor = AdvantageMonitor(["accuracy", "format"], warns=warns)

@@ -1,6 +1,7 @@
 """Settings that are allowed but probably not meant."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
@@ -11,8 +12,10 @@ from grpo_ext.config.rehearsal import rehearsal_warnings
 from grpo_ext.config.rules import Conflict, Rule, is_set, plain
 from grpo_ext.config.truncation import reshaped_sampling
 from grpo_ext.errors import ABSENT, Problem
+from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
+from grpo_ext.objective.options import option_defaults
 
 _CORRECTION = "vllm_importance_sampling_"
 _OF_VLLM = [f.name for f in dataclasses.fields(GRPOExtArguments) if f.name.startswith("vllm_")]
@@ -118,6 +121,29 @@ def _off_policy(config: GRPOExtArguments) -> Iterator[Problem]:
         )
 
 
+def _large_k(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Warn of a k of `pass_at_k` with which a group of easy prompts has no advantage."""
+    objective, size = config.objective, config.num_generations
+    if objective.advantage != "pass_at_k" or size is None:
+        return
+    k = (option_defaults(estimators[objective.advantage]) | dict(objective.advantage_kwargs))["k"]
+    if 2 * k > size:
+        half, more = (share_of_groups(size, k, rate) for rate in (0.5, 0.75))
+        yield Problem(
+            "advantage_kwargs.k",
+            k,
+            f"a group has advantages only if at least k completions are wrong, and one is right: {half:.0%} of the "
+            f"groups of a prompt that is solved half of the time, {more:.0%} at three quarters",
+            f"Set k <= {size // 2}, or raise num_generations.",
+            {"num_generations": size},
+        )
+
+
+def share_of_groups(size: int, k: int, rate: float) -> float:
+    """Return the share of groups with an advantage under `pass_at_k`, at a prompt's pass rate."""
+    return sum(math.comb(size, c) * rate**c * (1 - rate) ** (size - c) for c in range(1, size - k + 1))
+
+
 _WIDE_CLIP = "a clip this wide never acts", "Papers have 0.0003 to 0.4; lower it."
 _UNUSUAL: tuple[Rule, ...] = (
     Conflict(
@@ -187,6 +213,7 @@ _UNUSUAL: tuple[Rule, ...] = (
         "Raise generation_batch_size or gradient_accumulation_steps.",
     ),
     _off_policy,
+    _large_k,
     same_device,
     coarse_warnings,
     Conflict.of("use_bias_correction_kl !beta", "beta=0 means no KL term", "Set beta > 0 or remove it."),

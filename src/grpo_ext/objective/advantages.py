@@ -322,7 +322,7 @@ def pass_at_k(rewards: Rewards, *, k: Count = 2) -> Rewards:
 
     pass@k(n, c) = 1 - C(n - c, k) / C(n, k) for c successes among n (Chen et al., arXiv:2107.03374). Its expectation,
     weighted by the scores, is the gradient of pass@k (arXiv:2505.15201); k = 1 is `loo`. A group with no more than k
-    scorable completions gets 0.
+    scorable completions gets 0, and so does one with fewer than k wrong ones: any k of it hold a right one.
 
     Raises:
         ValueError: a reward that is neither 0 nor 1.

@@ -94,6 +94,7 @@ def normalize_then_sum(
 
     A batch in which no function's estimates have a std above `noise` holds no group with a real spread (one among
     thousands is enough) and is not scaled up again: stock TRL makes an advantage of 1.47 out of a reward of 1e-6.
+    Sums of a group that only the rounding of its rewards keeps apart become equal: rewards that cancel have no signal.
 
     GDPO, arXiv:2601.05242.
     """
@@ -101,9 +102,24 @@ def normalize_then_sum(
     spread = torch.stack([_std(column, ddof=1) > noise for column in columns])
     scorable = ~rewards.isnan().all(dim=-1)
     total = torch.where(scorable, (columns * weights[:, None, None]).sum(dim=0), math.nan)
+    total = evened(total, _estimated_sizes(rewards, columns, weights))
     centred = total - total.nanmean()
     whitened = centred / (_std(total, ddof=1) + eps)
     return only_signal(torch.where((spread & (weights != 0)).any(), whitened, centred), total)
+
+
+def _estimated_sizes(
+    rewards: FunctionRewards,
+    columns: Float[Tensor, "functions groups completions"],
+    weights: Float[Tensor, " functions"],
+) -> Float[Tensor, " groups"]:
+    """Size of a group's rewards after the scaling of an estimator, which scales their rounding too."""
+    sizes = torch.zeros_like(rewards[:, 0, 0])
+    for values, column, weight in zip(rewards.unbind(dim=-1), columns, weights.abs(), strict=True):
+        (highest, lowest), (top, bottom) = extremes(values), extremes(column)
+        size = torch.maximum(highest.abs(), lowest.abs()) * (top - bottom) / (highest - lowest)
+        sizes = sizes + weight * torch.where(highest > lowest, size, 0.0)
+    return sizes
 
 
 @combinations.register("average_advantages", by_group=True)

@@ -92,7 +92,9 @@ def gigpo(
     r"""A^E + step_weight A^S_t on the tokens of turn t: of the episode, `group`; of the step, among equal states.
 
     A^S_t = (G_t - mean) / (std + eps) over all turns of the group that began in the same state, in any
-    completion; 0 where no other did. G_t = r_t + gamma G_(t+1). Without `scale` neither part is divided by a std.
+    completion; 0 where no other did. G_t = r_t + gamma G_(t+1). Without `scale` neither part is divided by a std,
+    which is the default of the authors' code (`mode: mean_norm`); here the default is to divide, as `group` does.
+    The default gamma of 0.95 is that of their scripts.
     A completion without turns is one turn from the group's one state. Logs `advantages/shared_states`, the share of
     turns whose state another turn of the group has. GiGPO, arXiv:2505.10978.
     """

@@ -74,8 +74,9 @@ class RunFolder:
 
     @property
     def training_log(self) -> list[dict[str, Any]]:
-        """Rows of training steps, in their order."""
-        return sorted((row for row in self.log if "reward" in row), key=lambda row: row["step"])
+        """Rows of training steps, in their order; a replay's have no reward."""
+        rows = (row for row in self.log if "reward" in row or "grad_norm" in row)
+        return sorted(rows, key=lambda row: row["step"])
 
     def series(self) -> dict[str, Series]:
         """Return the logged metrics by name, in the order of the steps."""

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grpo_ext.objective.advantages import LogMetric, extremes, group_means
+from grpo_ext.objective.advantages import LogMetric, extremes, group_means, zero_variance
 from grpo_ext.objective.combinations import weighted_total, weighted_turns
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.trajectory import Trajectory
@@ -261,21 +261,28 @@ class AdvantageMonitor:
 
     def describe(self) -> str:
         """Return the values of each reward, and what to do."""
-        columns = torch.cat(self.rewards).flatten(0, 1).T
-        given = ", ".join(f"{name} {_values(column)}" for name, column in zip(self.names, columns, strict=True))
+        rewards = torch.cat(self.rewards)
+        columns, equal = rewards.flatten(0, 1).T, bool(zero_variance(rewards.transpose(1, 2).flatten(0, 1)).all())
+        given = ", ".join(f"{name} {_values(column, equal)}" for name, column in zip(self.names, columns, strict=True))
+        why = "within every group all rewards were equal, so" if equal else "although rewards differ within groups,"
+        differ = (
+            "Rewards that cancel give no advantage, and advantage_estimator: pass_at_k gives none to a group with "
+            "fewer than k wrong completions: lower k. "
+        )
         return (
-            f"no signal in {PATIENCE} generations in a row: within every group all rewards were equal, so every "
-            f"advantage was zero and no gradient came of them. Rewards of these {columns.shape[1]} completions: "
-            f"{given}. Read some of them (log_completions: true). A reward that is always 0 asks for what the model "
-            "never writes: describe it in system_prompt, or raise max_completion_length if completions are cut off. A "
-            "reward that is always 1 needs harder prompts."
+            f"no signal in {PATIENCE} generations in a row: {why} every advantage was zero and no gradient came of "
+            f"them. Rewards of these {columns.shape[1]} completions: {given}. {'' if equal else differ}Read some of "
+            "them (log_completions: true). A reward that is always 0 asks for what the model never writes: describe "
+            "it in system_prompt, or raise max_completion_length if completions are cut off. A reward that is always "
+            "1 needs harder prompts."
         )
 
 
-def _values(column: Tensor) -> str:
+def _values(column: Tensor, equal: bool) -> str:
     known = sorted({value for value in column.tolist() if not math.isnan(value)})
     unscored = int(column.isnan().sum())
     if not known:
         return "None throughout (not scored)"
-    given = f"{known[0]:g} throughout" if len(known) == 1 else f"{known[0]:g} to {known[-1]:g}, equal in each group"
+    several = f"{known[0]:g} to {known[-1]:g}{', equal in each group' if equal else ''}"
+    given = f"{known[0]:g} throughout" if len(known) == 1 else several
     return f"{given} ({unscored} not scored)" if unscored else given

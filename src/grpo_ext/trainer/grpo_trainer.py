@@ -44,7 +44,7 @@ from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.chunks import ChunkTrainer
 from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
-from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows
+from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows, log_weights
 from grpo_ext.trainer.evaluating import batch_weight
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
 from grpo_ext.trainer.model_checks import check_pieces, check_routes, check_scale
@@ -356,7 +356,7 @@ class GRPOExtTrainer(ChunkTrainer):
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
         if self._evaluated is not None:
             figures["loss"] = loss.detach(), weight
-        self._figures.add(figures, regions, mask)
+        self._figures.add(figures, regions, mask, log_weights(inputs, tensors, live))
         seen = entropies if live is None else entropies.detach().masked_fill(~live[:, None], torch.nan)
         return Terms(loss, logps, per_token_loss, seen)
 

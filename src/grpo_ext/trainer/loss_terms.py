@@ -1,5 +1,6 @@
 """Terms and figures of the loss: the entropy bonus, the high-entropy mask, and means over tokens for the log."""
 
+import math
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -33,8 +34,16 @@ class Figures:
         self.names: tuple[str, ...] = ()
         self.sums: Tensor | None = None
         self.extremes: Tensor | None = None
+        self.weighted: tuple[str, ...] = ()
+        self.log_sums: Tensor | None = None
 
-    def add(self, figures: Mapping[str, tuple[Tensor, Tensor]], regions: Regions | None, mask: Tensor) -> None:
+    def add(
+        self,
+        figures: Mapping[str, tuple[Tensor, Tensor]],
+        regions: Regions | None,
+        mask: Tensor,
+        log_weights: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> None:
         """Add a micro-batch.
 
         Args:
@@ -42,8 +51,10 @@ class Figures:
                 for a completion, or two scalars, a mean and its weight.
             regions: clip regions; the least and the greatest share of a completion's tokens in them are figures.
             mask: live tokens [batch, time].
+            log_weights: by name, log-weights [batch] of which the effective sample size is a figure, and those that
+                count.
         """
-        self.names = tuple(figures)
+        self.names, self.weighted = tuple(figures), tuple(log_weights)
         sums = _sums_and_counts(figures.values())
         self.sums = sums if self.sums is None else self.sums + sums
         if regions is not None:
@@ -51,6 +62,9 @@ class Figures:
             extremes = torch.stack([-_largest(-low), _largest(high)])
             kept = extremes if self.extremes is None else self.extremes
             self.extremes = torch.stack([torch.minimum(kept[0], extremes[0]), torch.maximum(kept[1], extremes[1])])
+        if log_weights:
+            log_sums = _log_sums(log_weights.values())
+            self.log_sums = log_sums if self.log_sums is None else torch.logaddexp(self.log_sums, log_sums)
 
     def log(self, metrics: MutableMapping[str, list[float]], accelerator: Accelerator) -> None:
         """Append the means over all processes, except of figures without a count, and start again."""
@@ -63,6 +77,12 @@ class Figures:
             low, high = accelerator.gather(self.extremes[None]).unbind(dim=1)
             for name, value in (("clip_ratio/low_min", low.min()), ("clip_ratio/high_max", high.max())):
                 metrics[name].append(value.item() if value.isfinite() else float("nan"))
+        if self.log_sums is not None:
+            count, total, squares = accelerator.gather(self.log_sums[None]).logsumexp(dim=0).unbind(dim=1)
+            sizes = (2 * total - squares - count).exp().tolist()
+            for name, size, log_count in zip(self.weighted, sizes, count.tolist(), strict=True):
+                if log_count > -math.inf:
+                    metrics[name].append(size)
         self.clear()
 
 
@@ -118,6 +138,12 @@ def _sums_and_counts(figures: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, 
             counts, number = counted(mask, values.shape[1] == 1)
             found += [torch.where(counts, values, 0.0).sum(), number]
     return torch.stack([x.double() for x in found]).view(-1, 2)
+
+
+def _log_sums(weights: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, "figures 3"]:
+    """Return log N, log sum w and log sum w^2 of the log-weights that count, per figure."""
+    powers = [(torch.stack([0 * w, w, 2 * w]), counted) for w, counted in weights]
+    return torch.stack([torch.where(counted, logs, -torch.inf).logsumexp(dim=1) for logs, counted in powers])
 
 
 def _sequence_means(values: Tensor, mask: Tensor) -> Tensor:

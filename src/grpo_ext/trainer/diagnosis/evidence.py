@@ -24,6 +24,11 @@ the first, and is never one-sided."""
 _KEPT = 0.75
 """Weight of long completions, as a share of that of short ones, below which the correction punishes length; and of
 short ones, as a share of that of long ones."""
+_NEARLY_NOTHING = 0.1
+"""Weight of all completions below which hardly any of them trains."""
+_FEW_CARRY, _OFTEN_CLIPPED = 0.3, 0.1
+"""Effective share of completions below which, and clipped share above which, a batch is stale. The first does not show
+it without the second: in benchmarks/claims.md a low share is as frequent without a fall of the pass rate."""
 _CUT = "completions/clipped_ratio"
 _ANOTHER_TEXT = 0.2
 """Nats per token that appear at once where two models read different prompts."""
@@ -33,23 +38,32 @@ _MANY = 20
 """Earlier rows that a comparison reads at most."""
 
 
+_SIZE, _CLIPPED = "ratio/ess_completions", "clip_ratio/region_mean"
+
+
 class History:
     """Metrics of the training rows of a log, in order.
 
     Attributes:
-        columns: by name the value of each row, None where it is missing.
+        columns: by name the value of each row with a reward, None where it is missing.
+        updates: the same of the policy's ratio, of all rows: further steps on a generation and replays have no reward.
         rewards: names in the last row.
     """
 
     def __init__(self) -> None:
         self.rows = 0
         self.columns: dict[str, list[float | None]] = {}
+        self.updates: dict[str, list[float | None]] = {_SIZE: [], _CLIPPED: []}
         self.rewards: list[str] = []
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """Add a row; return False for an evaluation or a summary, which is left out."""
-        if "reward" not in row or "step" not in row:
+        if "step" not in row or not ("reward" in row or "grad_norm" in row):
             return False
+        for name, column in self.updates.items():
+            column.append(_number(row.get(name)))
+        if "reward" not in row:
+            return True
         for name in row.keys() - self.columns.keys():
             self.columns[name] = [None] * self.rows
         for name, column in self.columns.items():
@@ -187,6 +201,23 @@ def _loses(third: str, other: str) -> Evidence:
         return f"{names[0]} {span(lost)} in {_ROWS} logs, {names[1]} {span(usual)}"
 
     return evidence
+
+
+def _few_carry(history: History) -> str:
+    sizes, clipped = (_known(history.updates[name][-_ROWS:]) for name in (_SIZE, _CLIPPED))
+    if len(sizes) < _ROWS or len(clipped) < _ROWS or max(sizes) >= _FEW_CARRY or min(clipped) <= _OFTEN_CLIPPED:
+        return ""
+    return f"{_SIZE} {span(sizes)} and {_CLIPPED} {span(clipped)} in {_ROWS} logs"
+
+
+def _dropped(history: History) -> str:
+    """The mean weight is 1 where a correction loses no gradient; noise does not make a tenth of it."""
+    values = history.last("sampling/kept", _ROWS)
+    if not values or max(values) >= _NEARLY_NOTHING:
+        return ""
+    mismatch = history.last(_MISMATCH, _ROWS)
+    beside = f", with {_MISMATCH} {span(mismatch)} nats per token" if mismatch else ""
+    return f"sampling/kept {span(values)} in {_ROWS} logs{beside}"
 
 
 # Combinators.
@@ -338,8 +369,10 @@ EVIDENCE: dict[str, Evidence] = {
     "truncated sampling": _truncated,
     "stale sampler": _stale,
     "sampler's precision": _precision,
+    "nearly all dropped": _dropped,
     "long completions dropped": _loses("long", "short"),
     "short completions dropped": _loses("short", "long"),
+    "stale batches": _few_carry,
     "sign of a reward": _any_reward(_sign),
     "constant reward": _any_reward(_constant),
     "completions no longer end": _no_end,

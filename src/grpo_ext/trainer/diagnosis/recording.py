@@ -37,7 +37,11 @@ FIGURES: dict[str, str] = {
     "sampling/chi2": "mean of (w - 1)^2 over tokens, w = p(policy) / p(sampler)",
     "sampling/ess": "mean over steps of 1 / (1 + chi2), chi2 that of the step: the share of tokens that an estimate "
     "with these weights is worth",
+    "sampling/ess_completions": "(sum w)^2 / (N sum w^2) over the N completions of a step, w the product of "
+    "p(policy) / p(sampler) over a completion's tokens: the share of completions that an estimate with these weights "
+    "is worth. It falls with the length, `sampling/ess` does not",
     "ratio/chi2": "mean of (r - 1)^2, r the loss's ratio of the policy to the one that the generation began with",
+    "ratio/ess_completions": "`sampling/ess_completions` of w = p(policy) / p(old policy), at any level of the loss",
     "groups/distinct": "share of a group's completions that are different texts, mean over groups",
     "completions/length_above": "mean tokens of completions with more reward than their group's mean",
     "completions/length_below": "mean tokens of completions with less",
@@ -95,6 +99,30 @@ def token_figures(
     figures["sampling/mismatch_kl"] = log_ratio.expm1() - log_ratio, known
     figures["sampling/chi2"] = log_ratio.expm1().square(), known
     return figures
+
+
+def log_weights(
+    inputs: Mapping[str, Any], tensors: Mapping[str, Tensor], live: Tensor | None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the log-weights of a micro-batch's completions, in float64, and which completions count.
+
+    A weight is a product over tokens, so it is never formed itself: of long completions it leaves float64.
+
+    Args:
+        inputs: as of `token_figures`.
+        tensors: of the objective: log-probabilities of the policy and the old policy, and live tokens.
+        live: rows that were computed, or None for all.
+    """
+    computed = tensors["mask"].bool() if live is None else tensors["mask"].bool() & live[:, None]
+    pairs = {"ratio/ess_completions": (tensors["per_token_logps"].detach(), tensors["old_per_token_logps"], computed)}
+    policy, sampler = inputs.get("old_per_token_logps"), inputs.get(DRAWN, inputs.get("sampling_per_token_logps"))
+    if policy is not None and sampler is not None:
+        pairs["sampling/ess_completions"] = policy, sampler, computed & ~sampler.isnan()
+    found = {}
+    for name, (above, below, counted) in pairs.items():
+        log_ratio = (above.double() - below.double()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        found[name] = torch.where(counted, log_ratio, 0.0).sum(dim=1), counted.any(dim=1)
+    return found
 
 
 def add_ess(metrics: MutableMapping[str, list[float]]) -> None:

@@ -175,6 +175,15 @@ RULES: tuple[Rule, ...] = (
         "(`sampler_correction`).",
     ),
     Rule(
+        "nearly all dropped",
+        ("sampling/kept",),
+        "`sampling/kept` stays below 0.1",
+        "the correction of the sampler takes nearly the whole gradient, of completions of any length",
+        "If `sampling/mismatch` is rounding, the bounds of `sampler_correction` are too close: leave it unset, or set "
+        "a `level` of token or wider bounds. If not, sampler and policy differ, and no correction replaces a repair: "
+        "look for that first.",
+    ),
+    Rule(
         "long completions dropped",
         ("sampling/kept_short", "sampling/kept_long"),
         "`sampling/kept_long` stays below three quarters of `sampling/kept_short`",
@@ -189,6 +198,15 @@ RULES: tuple[Rule, ...] = (
         "the correction of the sampler takes the gradient of short completions: it bounds a mean over their tokens, "
         "which few tokens make noisy",
         "Leave `sampler_correction` unset, or set wider bounds.",
+    ),
+    Rule(
+        "stale batches",
+        ("ratio/ess_completions", "clip_ratio/region_mean"),
+        "`ratio/ess_completions` stays below 0.3, and `clip_ratio/region_mean` above 0.1",
+        "the policy is far from the one that sampled its completions, so that few of them carry the update",
+        "Lower `learning_rate`, or train on younger completions: lower `num_iterations`, `steps_per_generation` or "
+        "`rollout_ahead`, other `replay_batches`. On batches 64 updates old `loss_type: cispo`, `sapo`, `dppo` and "
+        "`deepseek_v3` fell less often than `dapo`, `grpo` and `gspo` (benchmarks/claims.md).",
     ),
     Rule(
         "sign of a reward",
