@@ -190,7 +190,9 @@ def first(values: list[float], below: float) -> int | None:
 
 def warnings_of(runs: list[Run]) -> dict[str, int]:
     """Count replays by whether the pass rate fell, and whether ESS and `diagnose` warned before it did."""
-    found = dict.fromkeys(("fell", "ess before", "diagnosed before", "sound", "ess though sound"), 0)
+    found = dict.fromkeys(
+        ("fell", "ess before", "diagnosed before", "sound", "ess though sound", "diagnosed though sound"), 0
+    )
     for loss in LOSSES:
         for delay in DELAYS:
             for replay in replays(runs, loss, delay):
@@ -203,6 +205,7 @@ def warnings_of(runs: list[Run]) -> dict[str, int]:
                     found["diagnosed before"] += named is not None and named <= harm
                 else:
                     found["ess though sound"] += low is not None
+                    found["diagnosed though sound"] += named is not None
     return found
 
 
@@ -215,7 +218,8 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
     why = (
         f"The pass rate fell by more than {FALL:g} in {n['fell']} of {n['fell'] + n['sound']} replays; an ESS below "
         f"{LOW_ESS:g} came before it in {n['ess before']}, a finding of `diagnose` in {n['diagnosed before']}. Of "
-        f"{n['sound']} replays without a fall, {n['ess though sound']} had such an ESS too."
+        f"{n['sound']} replays without a fall, {n['ess though sound']} had such an ESS too, and "
+        f"{n['diagnosed though sound']} a finding."
     )
     if caught >= 0.8 and false <= 0.2:
         return Verdict(HOLDS, why)
@@ -280,7 +284,8 @@ CLAIM = Claim(
         f"(`replay_batches`), with recorded advantages and old log-probabilities; learning rate {RATE:g}, in replays "
         f"with a warm-up of {WARM_UP['warmup_steps']} updates. The pass "
         "rate is the exact probability of the right answer over all 100 prompts, after each update; the ESS is that "
-        "of whole completions, (sum w)^2 / (N sum w^2), before each update. `diagnose` reads each replay's log."
+        "of whole completions, (sum w)^2 / (N sum w^2), before each update. `diagnose` reads each replay's log: "
+        "its rule of stale batches was chosen on the first seed, when the rest of this page was known."
     ),
     failure=(
         f"Of the replays whose pass rate falls by more than {FALL:g}, less than four fifths had an ESS below "
