@@ -150,12 +150,12 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
     gained = {sampler: lost_by(runs, "sequence mask", sampler) for sampler in SAMPLERS}
     by_length = {row["n"]: row["geometric rejection"] for row in exact["rows"] if row["s"] == 0.1}
     told = "; ".join(
-        f"{sampler}: {shown(starved[sampler], 2)}, under token TIS {shown(usual[sampler], 2)}, and long answers have "
-        f"{shown(gained[sampler], 2)} fewer right digits than by token TIS"
+        f"{sampler} {shown(starved[sampler], 2)}, {shown(usual[sampler], 2)}, {shown(gained[sampler], 2)}"
         for sampler in SAMPLERS
     )
     why = (
-        f"Weight of a long completion over a short one under the sequence mask: {told}. The closed form is off by "
+        f"Weight of a long completion over a short one under the sequence mask, then under token TIS, and how many "
+        f"more digits of long answers are right under token TIS: {told}. The closed form is off by "
         f"{statistics.mean(off):.2f} on average. Geometric rejection within .01 does the reverse: with noise of .1 it "
         f"keeps {by_length[4]:.0%} of completions of 4 tokens and {by_length[1024]:.0%} of those of 1024."
     )

@@ -240,7 +240,8 @@ def table(exact: Exact, runs: list[Run]) -> str:
     return (
         f"Change of the pass rate by {STEPS} updates, from {start}; the recorded run itself went on to {end}. ESS of "
         f"the first batch: {', '.join(size)}.\n\n{markdown(header, rows)}\n\n"
-        "Exact: the ESS of tokens, as `sampling/ess` has it, does not see the length; that of completions does.\n\n"
+        "Exact: the ESS of tokens (`sampling/ess`) does not see the length, that of completions "
+        "(`sampling/ess_completions`, `ratio/ess_completions`) does.\n\n"
         + markdown(["noise of a token", "tokens", "ESS of tokens", "ESS of completions"], sizes)
     )
 
