@@ -138,9 +138,9 @@ def saved(run, name) -> int:
 
 
 SIGNALLED = [
-    *((ALONE, number, None) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)),
+    (ALONE, signal.SIGTERM, None),
+    (ALONE, signal.SIGINT, None),
     (COMMAND, signal.SIGTERM, None),
-    (TWO, signal.SIGINT, None),
     (TWO, signal.SIGTERM, 1),
     (ACCELERATE, signal.SIGTERM, None),
 ]
