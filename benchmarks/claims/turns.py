@@ -140,7 +140,7 @@ def judge(exact: Exact, runs: list[Run]) -> Verdict:
         f"steps, {ends} in the last {LAST}."
     )
     if word == ONLY_IF:
-        why += " Credit by turn pays here only if later turns do not share the reward of the turn that earned it."
+        why += " It shows here only where earlier turns do not share the reward of the one that earned it."
     return Verdict(word, why)
 
 

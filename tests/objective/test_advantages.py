@@ -624,6 +624,18 @@ def test_gdpo_has_no_advantage_where_rewards_cancel(spread, eps, signal):
         assert (out[2].abs().max().item() > 1) is signal
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+@pytest.mark.parametrize("level", [0.3, 1000.0])
+def test_gdpo_keeps_the_signal_of_one_reward_beside_the_rounding_of_another(level, eps):
+    rounding = torch.tensor([level, level]).nextafter(torch.tensor([level, 2 * level])).repeat(4)
+    signal = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0])
+    columns = torch.stack([torch.stack([rounding, torch.arange(8.0)]), torch.stack([signal, signal])], dim=-1)
+    out = combinations["normalize_then_sum"](
+        columns.double(), torch.ones(2).double(), lambda r, k: estimate("group", r, eps=eps), eps=eps
+    )
+    assert out[0][signal > 0].min() > 0.5 > -0.5 > out[0][signal == 0].max()
+
+
 def test_gdpo_keeps_a_small_difference_between_opposite_rewards():
     columns = torch.tensor([[[0.5, 0.5], [0.6, 0.4], [0.7, 0.3 + 1e-4]]]).double()
     out = combinations["normalize_then_sum"](columns, torch.ones(2).double(), lambda r, k: estimators["group"](r))

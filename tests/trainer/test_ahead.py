@@ -130,7 +130,7 @@ CASES = {
 }
 
 
-DISTANCES = [2, pytest.param(4, marks=pytest.mark.slow)]
+DISTANCES = [2, pytest.param(1, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("ahead", DISTANCES)

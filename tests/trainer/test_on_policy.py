@@ -108,7 +108,7 @@ def check(combination, folders, tmp_path, log_ratios):
 
 
 def sample(count):
-    """Combinations of every loss: between them the losses see nearly all of a loss's 96 settings."""
+    """Combinations of every loss."""
     each = [[c for c in EVERYTHING if c[0] == loss] for loss in losses]
     return [c for combinations in each for c in random.Random(combinations[0][0]).sample(combinations, count)]
 

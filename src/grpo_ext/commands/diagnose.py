@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.report.reading import RunFolder, read_runs
 from grpo_ext.trainer.checkpoints.finish import METRICS_FILE
+from grpo_ext.trainer.diagnosis.evidence import OF_UPDATES
 from grpo_ext.trainer.diagnosis.rules import RULES
 
 _Metrics = Mapping[str, Sequence[str]]
@@ -20,13 +21,13 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: the folder does not exist, or holds no log of training.
     """
     (found,) = read_runs([options.run])
-    if not found.training_log:
+    logged = {name for row in found.log for name in row if name in OF_UPDATES or "reward" in row}
+    unchecked = {rule.name: missing for rule in RULES if (missing := rule.missing(logged))}
+    checked = {rule.name: list(rule.figures) for rule in RULES if rule.name not in unchecked}
+    if not found.training_log or not logged:
         reason = f"no log of a training step was found in {METRICS_FILE}"
         cure = " ".join(["Name the output_dir of a run that has logged (logging_steps).", *found.notes])
         raise ConfigError([Problem(str(found.folder), ABSENT, reason, cure)])
-    logged = {name for row in found.log for name in row}
-    unchecked = {rule.name: missing for rule in RULES if (missing := rule.missing(logged))}
-    checked = {rule.name: list(rule.figures) for rule in RULES if rule.name not in unchecked}
     if options.json:
         print(json.dumps(_plain(found, checked, unchecked), indent=2))
     else:

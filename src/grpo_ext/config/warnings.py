@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import prompts_of_one_generation
@@ -141,7 +142,8 @@ def _large_k(config: GRPOExtArguments) -> Iterator[Problem]:
 
 def share_of_groups(size: int, k: int, rate: float) -> float:
     """Return the share of groups with an advantage under `pass_at_k`, at a prompt's pass rate."""
-    return sum(math.comb(size, c) * rate**c * (1 - rate) ** (size - c) for c in range(1, size - k + 1))
+    right, wrong = Fraction(rate), 1 - Fraction(rate)  # binomials of large groups are beyond float
+    return float(sum(math.comb(size, c) * right**c * wrong ** (size - c) for c in range(1, size - k + 1)))
 
 
 _WIDE_CLIP = "a clip this wide never acts", "Papers have 0.0003 to 0.4; lower it."

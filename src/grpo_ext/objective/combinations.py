@@ -98,6 +98,7 @@ def normalize_then_sum(
 
     GDPO, arXiv:2601.05242.
     """
+    rewards = torch.stack([_without_rounding(values) for values in rewards.unbind(dim=-1)], dim=-1)
     columns = torch.stack([estimator(rewards[..., k], k) for k in range(rewards.shape[-1])])
     spread = torch.stack([_std(column, ddof=1) > noise for column in columns])
     scorable = ~rewards.isnan().all(dim=-1)
@@ -106,6 +107,12 @@ def normalize_then_sum(
     centred = total - total.nanmean()
     whitened = centred / (_std(total, ddof=1) + eps)
     return only_signal(torch.where((spread & (weights != 0)).any(), whitened, centred), total)
+
+
+def _without_rounding(values: Rewards) -> Rewards:
+    """Rewards of one function, equal in a group that only rounding keeps apart: it must not drown another's signal."""
+    highest, lowest = extremes(values)
+    return evened(values, torch.maximum(highest.abs(), lowest.abs()))
 
 
 def _estimated_sizes(

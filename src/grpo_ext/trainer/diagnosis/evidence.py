@@ -38,7 +38,8 @@ _MANY = 20
 """Earlier rows that a comparison reads at most."""
 
 
-_SIZE, _CLIPPED = "ratio/ess_completions", "clip_ratio/region_mean"
+OF_UPDATES = _SIZE, _CLIPPED = "ratio/ess_completions", "clip_ratio/region_mean"
+"""Metrics that are read of all rows: further steps on a generation and replays have no reward."""
 
 
 class History:
@@ -46,14 +47,14 @@ class History:
 
     Attributes:
         columns: by name the value of each row with a reward, None where it is missing.
-        updates: the same of the policy's ratio, of all rows: further steps on a generation and replays have no reward.
+        updates: the same of `OF_UPDATES`, of all rows.
         rewards: names in the last row.
     """
 
     def __init__(self) -> None:
         self.rows = 0
         self.columns: dict[str, list[float | None]] = {}
-        self.updates: dict[str, list[float | None]] = {_SIZE: [], _CLIPPED: []}
+        self.updates: dict[str, list[float | None]] = {name: [] for name in OF_UPDATES}
         self.rewards: list[str] = []
 
     def add(self, row: Mapping[str, Any]) -> bool:
@@ -207,6 +208,9 @@ def _few_carry(history: History) -> str:
     sizes, clipped = (_known(history.updates[name][-_ROWS:]) for name in (_SIZE, _CLIPPED))
     if len(sizes) < _ROWS or len(clipped) < _ROWS or max(sizes) >= _FEW_CARRY or min(clipped) <= _OFTEN_CLIPPED:
         return ""
+    sampler = history.last("sampling/ess_completions", _ROWS)
+    if sampler and max(sampler) < _FEW_CARRY:
+        return ""  # where it is the old policy too (`old_logps: sampler`), the other rules name the difference
     return f"{_SIZE} {span(sizes)} and {_CLIPPED} {span(clipped)} in {_ROWS} logs"
 
 
