@@ -196,7 +196,7 @@ def table(exact: Exact, runs: list[Run]) -> str:
         return "" if None in values else f"{statistics.mean(values):.2g}"
 
     header = [
-        *("sampler", "rule", "short, right", "long, right", "KL per token", "ESS"),
+        *("sampler", "rule", "short, right", "long, right", "KL per token", "ESS of tokens"),
         *("weight, short", "closed form", "weight, long", "closed form"),
     ]
     shown_figures = ("mismatch_kl", "ess", "kept_short", f"closed_{SHORT_TOKENS}", "kept_long", f"closed_{LONG}")
