@@ -18,7 +18,7 @@ import torch  # isort: skip
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.rollout.decoding import _Batch
-from grpo_ext.trainer import generating, grpo_trainer, loss_terms, nonfinite
+from grpo_ext.trainer import crediting, grpo_trainer, loss_terms, nonfinite
 from grpo_ext.trainer.diagnosis.recording import Watching
 
 RESULT = SIBLING.with_name("diagnosis_overhead.json")
@@ -26,7 +26,7 @@ RECORDING: dict[str, tuple[Any, str, Any]] = {
     "tokens": (loss_terms, "token_figures", {}),
     "completions": (grpo_trainer, "log_weights", {}),
     "chi2": (grpo_trainer, "add_ess", None),
-    "row": (generating, "row_record", None),
+    "row": (crediting, "row_record", None),
     "rows": (grpo_trainer, "log_rows", None),
     "gradient": (nonfinite, "gradient_figures", {}),
     "weights": (Watching, "on_optimizer_step", None),
@@ -35,7 +35,7 @@ RECORDING: dict[str, tuple[Any, str, Any]] = {
 """What records: where it is called from, and what stands there on the side that does not."""
 
 
-def choose_alone(batch: _Batch, logits: torch.Tensor) -> torch.Tensor:
+def choose_alone(batch: _Batch, logits: torch.Tensor, log: None) -> torch.Tensor:
     """`_Batch.choose` of a sampler that keeps no log-probabilities."""
     scores = batch.processors(batch.ids[:, : batch.length], logits)
     return torch.multinomial(scores.softmax(dim=-1), num_samples=1)[:, 0]
