@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.losses import find
 from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.rewards.composition import parse_rewards
-from support.processes import PATIENCE
+from support.processes import run_forked
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -37,15 +35,13 @@ def model(tmp_path_factory) -> str:
 def test_runs_as_a_script(name, model, tmp_path):
     small = {"max_steps": 1, "per_device_train_batch_size": 8, "model_name_or_path": model, "output_dir": "out"}
     overrides = [word for key, value in small.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *overrides]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert "Model saved to out." in run.stdout
+    said = run_forked(ROOT / "examples" / f"{name}.py", *overrides, cwd=tmp_path)
+    assert "Model saved to out." in said
     assert (tmp_path / "out" / "model.safetensors").exists()
     axis = {"custom_loss": "custom_loss:spo: spo(width=0.2)", "custom_advantage": "advantage custom_advantage:wins()"}
-    assert axis.get(name, "") in run.stdout
-    assert bool(re.search(r"step 1/1 +trained in \S+ +reward \S+ +\(digits ", run.stdout)) == (name == "custom_reward")
-    assert "rewards/accuracy/mean" not in run.stdout  # the dict of all figures is in the file
+    assert axis.get(name, "") in said
+    assert bool(re.search(r"step 1/1 +trained in \S+ +reward \S+ +\(digits ", said)) == (name == "custom_reward")
+    assert "rewards/accuracy/mean" not in said  # the dict of all figures is in the file
     first = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == 1
 

@@ -1,7 +1,6 @@
 """`grpo-ext eval`: what it is asked, what it writes, and that the number of processes changes nothing."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,7 @@ import yaml
 
 from support import tiny
 from support.commands import command
-from support.processes import launcher, on_cpu
-from support.processes import run as run_process
+from support.processes import CONFIG, on_cpu, run_forked
 
 
 @pytest.fixture
@@ -63,19 +61,15 @@ def test_a_mistake_is_told_before_a_model_is_loaded(options, words, recipe, caps
     assert "Traceback" not in told
 
 
-def sharded(folder):
-    """By FSDP as accelerate sets it up: the first process alone is to load the weights."""
-    file = on_cpu("fsdp2", folder, fsdp_cpu_ram_efficient_loading=True)
-    return [*launcher(file), str(Path(tiny.__file__).with_name("fsdp_on_cpu.py"))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("launched", [lambda folder: [*launcher(), "-m"], sharded])
-def test_two_processes_draw_what_one_draws(launched, recipe, tmp_path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes_draw_what_one_draws(sharded, recipe, tmp_path):
+    """By FSDP as accelerate sets it up, the first process alone is to load the weights."""
+    config = on_cpu("fsdp2", tmp_path, fsdp_cpu_ram_efficient_loading=True) if sharded else CONFIG
+    start = Path(tiny.__file__).with_name("fsdp_on_cpu.py") if sharded else "-m"
     arguments = ["--config", str(recipe), "--output"]
     assert command("eval", *arguments, tmp_path / "one") == 0
-    path = os.pathsep.join([str(Path(tiny.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    run_process([*launched(tmp_path), "grpo_ext.commands.eval", *arguments, str(tmp_path / "two")], PYTHONPATH=path)
+    run_forked(start, "grpo_ext.commands.eval", *arguments, tmp_path / "two", config=config)
     one, two = figures(tmp_path / "one"), figures(tmp_path / "two")
     assert one == two
     files = [next((tmp_path / name / "held").glob("*_samples.jsonl")) for name in ("one", "two")]

@@ -21,7 +21,7 @@ from grpo_ext.rollout.dynamic_sampling import (
     replacements,
 )
 from support import tiny
-from support.processes import launcher, run
+from support.processes import CONFIG, run_forked
 from support.trainers import build, number, record
 
 NAN = float("nan")
@@ -217,7 +217,7 @@ def test_tools_are_refused(tmp_path):
 def test_two_processes_settle_on_one_batch(model_path, tmp_path):
     """Groups of 8 over two devices of 12 rows: one group spans both; rows move between the processes."""
     script = Path(__file__).parents[1] / "trainer" / "distributed" / "ranks.py"
-    run([*launcher(), str(script), "dynamic", model_path, str(tmp_path)])
+    run_forked(script, "dynamic", model_path, tmp_path, config=CONFIG)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
     for step in range(2):
         rows = [row for rank in ranks for row in rank["rows"][step]]

@@ -1,14 +1,19 @@
-"""Scripts in processes of their own: alone, or as two ranks on a CPU by accelerate."""
+"""Scripts in processes of their own: alone, or as two ranks on a CPU, by accelerate's launcher or as it does it."""
 
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from support.forks import TRAINER, forks
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "accelerate_configs" / "cpu_ddp.yaml"
 PATIENCE = 1200
@@ -40,6 +45,41 @@ def run(command: list[str], **environment: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
+
+
+def rank_environments(config: Path) -> list[dict[str, str]]:
+    """What `accelerate launch --config_file CONFIG` tells each process of one machine."""
+    asked = ["--config_file", str(config), "--main_process_port", free_port(), "a script"]
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
+    told, count = prepare_multi_gpu_env(args), str(args.num_processes)
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": args.master_port}
+    told |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    return [told | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(args.num_processes)]
+
+
+def forked(
+    *line: object,
+    config: Path | None = None,
+    modules: tuple[str, ...] = TRAINER,
+    cwd: Path | str = ".",
+    **environment: str,
+) -> subprocess.CompletedProcess:
+    """`python LINE` in a fork that has imported `modules`, or in one for each rank of a launch configuration.
+
+    Not for DeepSpeed, which others see when they are imported, nor for what watches or kills processes.
+    """
+    each = [os.environ] if config is None else rank_environments(config)
+    environments = [one | ENVIRONMENT | environment for one in each]
+    with tempfile.NamedTemporaryFile("r") as said:
+        codes = forks(*modules).run(list(map(str, line)), environments, os.path.abspath(cwd), said.name, PATIENCE)
+        return subprocess.CompletedProcess(line, next(filter(None, codes), 0), said.read(), "")
+
+
+def run_forked(*line: object, **options) -> str:
+    """As `forked`, of a run that must not fail; what it said."""
+    done = forked(*line, **options)
+    assert done.returncode == 0, done.stdout[-9000:]
+    return done.stdout
 
 
 def with_deepspeed() -> dict[str, str]:

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import requests
 
-from support.processes import PATIENCE
+from support.forks import WITH_VLLM
+from support.processes import PATIENCE, forked, launcher
 
 TESTS = Path(__file__).parents[1]
 RUN = TESTS / "rollout" / "real_vllm" / "run.py"
@@ -119,13 +120,14 @@ class Server:
 def train(output: Path, mode: str, model: str, *, launch: Path | None = None, check=True, env=None, **settings):
     """Run `run.py` to its end; what it wrote and what it said."""
     output.mkdir(parents=True, exist_ok=True)
-    arguments = [str(RUN), str(output), json.dumps({"mode": mode, "model": model} | settings)]
-    if launch is None:
-        line = [sys.executable, *arguments]
+    line = [str(RUN), str(output), json.dumps({"mode": mode, "model": model} | settings)]
+    if env:
+        done = subprocess.run(
+            [*launcher(launch), *line], capture_output=True, text=True, env=ENV | env, timeout=PATIENCE
+        )
     else:
-        line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch), *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, env=ENV | (env or {}), timeout=PATIENCE)
-    said = done.stdout[-4000:] + done.stderr[-8000:]
+        done = forked(*line, config=launch, modules=WITH_VLLM, PYTHONWARNINGS="ignore")
+    said = (done.stdout + done.stderr)[-12000:]
     assert not check or done.returncode == 0, said
     written = output / "log.json"
     return json.loads(written.read_text()) if written.exists() else None, said, done.returncode

@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.errors import ConfigError, RewardError, RunInterrupted, SamplerLost
 from grpo_ext.trainer.generating import GeneratingTrainer
 from support import tiny, trainers
-from support.processes import launcher, run
+from support.processes import CONFIG, run_forked
 from support.samplers import Copies
 
 SETTINGS = {
@@ -460,8 +459,7 @@ def test_the_process_that_samples_gives_the_same_bits_ahead_as_in_sequence(case,
 
 @pytest.mark.slow
 def test_two_processes_train_the_bits_of_sampling_in_sequence(tmp_path):
-    folder = str(Path(__file__).parents[1])
-    out = run([*launcher(), __file__, str(tmp_path)], PYTHONPATH=f"{folder}:{sys.path[0]}:{':'.join(sys.path)}")
+    out = run_forked(__file__, tmp_path, config=CONFIG)
     assert out.count("the same bits") == len(ON_TWO)
 
 

@@ -3,7 +3,6 @@
 import sys
 import threading
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from grpo_ext.objective.losses import losses
 from grpo_ext.rollout.samplers import Sampled
 from support import tiny, trainers
 from support.float64 import float64_throughout
-from support.processes import launcher, run
+from support.processes import CONFIG, run_forked
 
 SETTINGS = {
     **tiny.TRAINING,
@@ -270,8 +269,7 @@ def test_what_cannot_overlap_is_refused(case, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_the_same_weights_with_and_without_overlap(tmp_path):
-    folder = str(Path(__file__).parents[1])
-    out = run([*launcher(), __file__, str(tmp_path)], PYTHONPATH=f"{folder}:{sys.path[0]}:{':'.join(sys.path)}")
+    out = run_forked(__file__, tmp_path, config=CONFIG)
     assert out.count("the same weights") == len(ON_TWO)
 
 

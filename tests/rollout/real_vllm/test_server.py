@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from support import tiny
-from support.processes import PATIENCE, machines, needs_deepspeed, on_cpu, with_deepspeed
-from support.vllm_runs import DDP, ENV, HEADS, RUN, drifts, free_port, steps, train
+from support.commands import command
+from support.processes import machines, needs_deepspeed, on_cpu, with_deepspeed
+from support.vllm_runs import DDP, HEADS, RUN, drifts, free_port, steps, train
 
 FLOAT32 = 0.02
 """Mean difference in nats above which a run in float32 is stopped."""
@@ -20,11 +19,6 @@ ROUNDING = 2e-5
 @pytest.fixture
 def address(served):
     return {"port": served.port, "group_port": free_port()}
-
-
-def check(recipe, *overrides):
-    line = [sys.executable, "-m", "grpo_ext.commands.cli", "check", "--config", str(recipe), *overrides]
-    return subprocess.run(line, capture_output=True, text=True, env=ENV, timeout=PATIENCE)
 
 
 def test_it_learns_and_does_not_drift(tied, address, tmp_path):
@@ -80,25 +74,21 @@ def test_two_training_machines_and_a_server(tied, address, tmp_path):
     assert max(drifts(log)) < FLOAT32
 
 
-def test_check_says_that_the_server_fits(served):
-    done = check(served.recipe)
-    assert done.returncode == 0, done.stderr
-    assert "fits the recipe" in done.stdout
+def test_check_says_that_the_server_fits(served, capsys):
+    assert command("check", "--config", served.recipe) == 0
+    assert "fits the recipe" in capsys.readouterr().out
 
 
-def test_check_names_every_mismatch(served, tmp_path):
+def test_check_names_every_mismatch(served, tmp_path, capsys):
     other = tmp_path / "other"
     tiny.save(other, tie_word_embeddings=True, max_position_embeddings=1024, **HEADS)
     tokens = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokens.replace('"a": 3', '"a": 99').replace('"b": 4', '"b": 3'))
-    done = check(
-        served.recipe,
-        *("--model_name_or_path", str(other), "--max_completion_length", "500", "--vllm_dtype", "bfloat16"),
-        *("--max_prompt_length", "64"),
-    )
-    assert done.returncode == 2
+    changed = ("--model_name_or_path", other, "--max_completion_length", 500, "--vllm_dtype", "bfloat16")
+    assert command("check", "--config", served.recipe, *changed, "--max_prompt_length", 64) == 2
+    said = capsys.readouterr().err
     for word in ("model=", "max_model_len=", "dtype=", "vocabularies"):
-        assert word in done.stderr, done.stderr
+        assert word in said, said
     shutil.rmtree(other)
 
 

@@ -17,7 +17,7 @@ LONG = {
     "per_device_train_batch_size": BATCH,  # with the next two: enough work to be struck in the middle of it
     "max_completion_length": 112,
     "generation_kwargs": {"ignore_eos": True},
-    "vllm_server_timeout": 360.0,
+    "vllm_server_timeout": 1000.0,
 }
 AWAY = 30.0
 """Seconds until a server that stays away is given up: more than it takes to join its group on a busy machine."""

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.manifest import damage
-from support.processes import launcher, run
+from support.processes import CONFIG, run_forked
 
 SCRIPT = Path(__file__).parents[1] / "distributed" / "ranks.py"
 pytestmark = pytest.mark.slow
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def two_ranks(model_path: str, folder: Path, *cases: str) -> tuple[list[list[str]], str]:
     """What each rank says at the end of each case, and all that was printed."""
-    printed = run([*launcher(), str(SCRIPT), "checkpoint", model_path, str(folder), *cases])
+    printed = run_forked(SCRIPT, "checkpoint", model_path, folder, *cases, config=CONFIG)
     return [[(folder / f"{case}-{rank}.txt").read_text() for rank in (0, 1)] for case in cases], printed
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support import tiny
-from support.processes import ENVIRONMENT, PATIENCE, launcher, needs_deepspeed, on_cpu, run, with_deepspeed
+from support.processes import ENVIRONMENT, PATIENCE, launcher, needs_deepspeed, on_cpu, run, run_forked, with_deepspeed
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "ranks.py"
@@ -37,7 +37,11 @@ def test_it_trains_resumes_and_leaves_a_model_that_loads(engine, model, tmp_path
     needs_deepspeed(engine)
     name, changed, kind, sharded = ENGINES[engine]
     file = on_cpu(name, tmp_path, **changed)
-    run([*launcher(file), str(SCRIPT), "engine", model, str(tmp_path)], **(with_deepspeed() if kind == ZERO else {}))
+    script = str(SCRIPT), "engine", model, str(tmp_path)
+    if kind == ZERO:
+        run([*launcher(file), *script], **with_deepspeed())
+    else:
+        run_forked(*script, config=file)
     facts = torch.load(tmp_path / "facts.pt")
     start = tiny.load(model).state_dict()
     for end in ("whole", "resumed"):

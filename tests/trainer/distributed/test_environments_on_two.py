@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from support import tiny
-from support.processes import launcher, run
+from support.processes import CONFIG, run_forked
 
 pytestmark = pytest.mark.slow
 
 
 def test_what_fails_on_one_process_is_its_own(tmp_path):
     model = tiny.save(tmp_path / "model", initializer_range=0.1)
-    run([*launcher(), str(Path(__file__).parent / "ranks.py"), "environment", model, str(tmp_path)])
+    run_forked(Path(__file__).parent / "ranks.py", "environment", model, tmp_path, config=CONFIG)
     one, two = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
     assert one["failed"] == [[None] * 4] * 2
     assert any(failure is not None for step in two["failed"] for failure in step)

@@ -1,27 +1,23 @@
 """Two real processes log and evaluate what one does; the last batch of the evaluation is not full."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.interrupted import CLOCKS
-from support.processes import launcher, run
+from support.processes import CONFIG, run_forked
 
 pytestmark = pytest.mark.slow
-SCRIPT = str(Path(__file__).parent / "ranks.py")
+SCRIPT = Path(__file__).parent / "ranks.py"
 
 
 def test_two_processes_log_what_one_does(tmp_path):
     logs = []
-    for name, command in {
-        "one": [sys.executable, SCRIPT, "figures", "16"],
-        "two": [*launcher(), SCRIPT, "figures", "8"],
-    }.items():
+    for name, rows, config in (("one", 16, None), ("two", 8, CONFIG)):
         folder = tmp_path / name
         folder.mkdir()
-        run([*command[:-1], str(folder), command[-1]])
+        run_forked(SCRIPT, "figures", folder, rows, config=config)
         logs.append(json.loads((folder / "figures.json").read_text()))
     one, two = logs
     assert two["evaluation"] == pytest.approx(one["evaluation"], rel=1e-5, abs=1e-6)

@@ -1,7 +1,6 @@
 """Games, turns and evaluation sets are the same on one, two and four processes."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from support import tiny
 from support.dealt import LIMITS, SAMPLES
-from support.processes import launcher, run
+from support.processes import on_cpu, run_forked
 
 pytestmark = pytest.mark.slow
 WORLDS = 1, 2, 4
@@ -19,11 +18,11 @@ WORLDS = 1, 2, 4
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("games")
     model = tiny.save(folder / "model", initializer_range=0.1)
-    script = str(Path(__file__).parent / "ranks.py")
+    script = Path(__file__).parent / "ranks.py"
     for world in WORLDS:
         (folder / str(world)).mkdir()
-        command = [sys.executable] if world == 1 else [*launcher(), "--num_processes", str(world)]
-        run([*command, script, "games", model, str(folder / str(world))])
+        config = None if world == 1 else on_cpu("cpu_ddp", folder, processes=world)
+        run_forked(script, "games", model, folder / str(world), config=config)
     return [folder / str(world) for world in WORLDS]
 
 

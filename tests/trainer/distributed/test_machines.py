@@ -1,13 +1,12 @@
 """Two launches on this host, each told that it is one of two machines: the step of one process."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from support import tiny
-from support.processes import machines, run
+from support.processes import machines, run_forked
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "ranks.py"
@@ -15,7 +14,7 @@ SCRIPT = Path(__file__).parent / "ranks.py"
 
 def test_two_machines_make_the_step_of_one_process(tmp_path):
     model, losses = tiny.save(tmp_path / "model"), ("grpo", "dapo")
-    run([sys.executable, str(SCRIPT), "one_step", model, str(tmp_path / "one"), "16", *losses])
+    run_forked(SCRIPT, "one_step", model, tmp_path / "one", 16, *losses)
     machines(str(SCRIPT), "one_step", model, str(tmp_path / "two"), "8", *losses)
     start = torch.cat([p.detach().flatten() for p in tiny.load(model).parameters()])
     for loss in losses:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from support import poisoned, tiny
 from support.commands import command
-from support.processes import launcher, run
+from support.processes import CONFIG, run_forked
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "ranks.py"
@@ -24,7 +24,7 @@ NAMED = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("poisoned")
-    run([*launcher(), str(SCRIPT), "poisoned_ranks", tiny.save(folder / "model"), str(folder)])
+    run_forked(SCRIPT, "poisoned_ranks", tiny.save(folder / "model"), folder, config=CONFIG)
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -9,7 +9,7 @@ from grpo_ext.commands import replay
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.trainer.batches import whole
 from support import tiny
-from support.processes import launcher, needs_deepspeed, on_cpu, run, with_deepspeed
+from support.processes import launcher, needs_deepspeed, on_cpu, run, run_forked, with_deepspeed
 
 pytestmark = pytest.mark.slow
 
@@ -20,9 +20,12 @@ pytestmark = pytest.mark.slow
 def test_two_processes_record_and_one_computes_it_again(launch, truncated, tmp_path):
     """Also what a truncated sampler has drawn, over the tokens that it kept."""
     needs_deepspeed(launch)
-    model, engine = tiny.save(tmp_path / "model"), with_deepspeed() if launch == "zero3" else {}
-    script = [str(Path(__file__).parent / "ranks.py"), "replay", model, str(tmp_path)]
-    run([*launcher(on_cpu(launch, tmp_path)), *script, *["truncated"] * truncated], **engine)
+    model, config = tiny.save(tmp_path / "model"), on_cpu(launch, tmp_path)
+    script = [str(Path(__file__).parent / "ranks.py"), "replay", model, str(tmp_path), *["truncated"] * truncated]
+    if launch == "zero3":
+        run([*launcher(config), *script], **with_deepspeed())
+    else:
+        run_forked(*script, config=config)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["equal"]
     for step, logged in enumerate(found["log"], 1):

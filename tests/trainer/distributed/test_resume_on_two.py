@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.interrupted import CASES
-from support.processes import launcher, run
+from support.processes import CONFIG, run_forked
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "ranks.py"
@@ -23,7 +23,7 @@ ALIKE = {
 
 def test_two_processes_go_on_at_the_same_bits(tmp_path):
     cases = [case for case in CASES if case not in ALIKE]
-    printed = run([*launcher(), str(SCRIPT), "resume", str(tmp_path), *cases])
+    printed = run_forked(SCRIPT, "resume", tmp_path, *cases, config=CONFIG)
     for case in cases:
         for rank in range(2):
             assert f"{case}: equal on process {rank} of 2" in printed

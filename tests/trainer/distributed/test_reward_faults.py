@@ -1,24 +1,16 @@
 """A reward that fails on one of two processes in the middle of training, in every way: the run goes on, or all end."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from support import faulty, tiny
-from support.processes import ENVIRONMENT, PATIENCE, launcher
+from support.processes import CONFIG, forked, run_forked
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "ranks.py"
-
-
-def launch(model, output, *faults, timeout=PATIENCE) -> subprocess.CompletedProcess:
-    command, env = [*launcher(), str(SCRIPT), "faults"], os.environ | ENVIRONMENT
-    return subprocess.run(
-        [*command, str(model), str(output), *faults], capture_output=True, text=True, env=env, timeout=timeout
-    )
 
 
 ON_ERROR = {fault: ("none", "zero")[i % 2] for i, fault in enumerate(faulty.FAULTS)}
@@ -32,9 +24,8 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def survived(model, tmp_path_factory):
     output = tmp_path_factory.mktemp("survived")
-    done = launch(model, output, *(f"{on_error}:{fault}" for fault, on_error in ON_ERROR.items()))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return output, done.stdout + done.stderr
+    faults = (f"{on_error}:{fault}" for fault, on_error in ON_ERROR.items())
+    return output, run_forked(SCRIPT, "faults", model, output, *faults, config=CONFIG)
 
 
 @pytest.mark.parametrize("fault", faulty.FAULTS)
@@ -61,8 +52,8 @@ def test_nothing_is_left_behind(survived):
 )
 def test_an_error_ends_both_processes_with_the_culprits_name(fault, on_error, reason, model, tmp_path):
     """The timeout is 8 s; without an agreement the other rank would wait for half an hour."""
-    done = launch(model, tmp_path, f"{on_error}:{fault}")
-    text = done.stdout + done.stderr
+    done = forked(SCRIPT, "faults", model, tmp_path, f"{on_error}:{fault}", config=CONFIG)
+    text = done.stdout
     assert done.returncode != 0
     assert text.count(f"RewardError: reward '{fault}' (support.faulty:{fault}) failed on") == 2, text[-4000:]
     assert reason in text

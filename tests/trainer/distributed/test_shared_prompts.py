@@ -1,6 +1,5 @@
 """Prompts computed once, on two real processes (DDP and FSDP2): the step of one process without sharing."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from distributed.ranks import SHARED
 from support import tiny
-from support.processes import launcher, on_cpu, run
+from support.processes import on_cpu, run_forked
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "ranks.py"
@@ -23,13 +22,13 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
-    run([sys.executable, str(SCRIPT), "shared", model, str(folder), "16", "false"])
+    run_forked(SCRIPT, "shared", model, folder, 16, "false")
     return folder
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_two_processes_that_share_make_the_step_of_one_that_does_not(launch, model, plain, tmp_path):
-    run([*launcher(on_cpu(launch, tmp_path)), str(SCRIPT), "shared", model, str(tmp_path), "8", "true"])
+    run_forked(SCRIPT, "shared", model, tmp_path, 8, "true", config=on_cpu(launch, tmp_path))
     start = tiny.load(model).state_dict()
     spare = []
     for case, settings in SHARED.items():

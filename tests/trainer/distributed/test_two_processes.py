@@ -8,7 +8,7 @@ import torch
 
 from support import tiny
 from support.mismatched import ROWS, RULES
-from support.processes import CONFIG, launcher, run
+from support.processes import CONFIG, run, run_forked
 
 SCRIPT = Path(__file__).parent / "ranks.py"
 pytestmark = pytest.mark.slow
@@ -20,8 +20,8 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     model = tiny.save(folder / "model")
     one, two = folder / "one", folder / "two"
-    run([sys.executable, str(SCRIPT), "one_step", model, str(one), "16", *LOSSES])
-    run([*launcher(), str(SCRIPT), "one_step", model, str(two), "8", *LOSSES])
+    run_forked(SCRIPT, "one_step", model, one, 16, *LOSSES)
+    run_forked(SCRIPT, "one_step", model, two, 8, *LOSSES, config=CONFIG)
     return {name: [torch.load(side / f"{name}.pt") for side in (one, two)] for name in LOSSES} | {"start": model}
 
 
@@ -41,8 +41,8 @@ def test_two_processes_make_the_same_step_as_one(name, results):
 def test_two_processes_correct_the_sampler_as_one_does(tmp_path):
     """Weights over their mean and the second moment's cut are of the generation of both processes."""
     model, found = tiny.save(tmp_path / "model"), {}
-    for name, launch, rows in (("one", [sys.executable], ROWS), ("two", launcher(), ROWS // 2)):
-        run([*launch, str(SCRIPT), "sampler_correction", model, str(tmp_path / name), str(rows)])
+    for name, config, rows in (("one", None, ROWS), ("two", CONFIG, ROWS // 2)):
+        run_forked(SCRIPT, "sampler_correction", model, tmp_path / name, rows, config=config)
         found[name] = {rule: torch.load(tmp_path / name / f"{rule}.pt") for rule in RULES}
     for rule in RULES:
         one, two = found["one"][rule], found["two"][rule]

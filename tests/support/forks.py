@@ -1,0 +1,99 @@
+"""Scripts in forks of a process that has imported what they need: they start at once, where Python takes 8 seconds.
+
+`forks.py MODULE...` imports the modules, and answers each line of its input, some forks, with their exit codes.
+"""
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from functools import cache
+from importlib import import_module
+from multiprocessing import connection, get_context
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+GRACE = 20.0
+"""Seconds that the others have to end once a fork has failed, as under a launcher."""
+TRAINER = ("datasets", "peft", "transformers.trainer", "trl.trainer.grpo_trainer", "grpo_ext.trainer.grpo_trainer")
+WITH_VLLM = (*TRAINER, "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
+
+
+class Forks:
+    """A process that has imported some modules, and its forks."""
+
+    def __init__(self, *modules: str) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, __file__, *modules], **pipes)
+        atexit.register(self.process.communicate)
+
+    def run(
+        self, line: list[str], environments: list[dict[str, str]], folder: str, said: str, patience: float
+    ) -> list[int]:
+        """Exit codes of `python LINE` in each environment, side by side; what they print goes into the file `said`."""
+        print(json.dumps([line, environments, folder, said, patience]), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+
+@cache
+def forks(*modules: str) -> Forks:
+    """One for all tests of this process."""
+    return Forks(*modules)
+
+
+def become(line: list[str], environment: dict[str, str], folder: str, said: str) -> None:
+    """Be `python LINE` in a folder, of a script or of a module after `-m`."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    module = line[0] == "-m"
+    sys.argv = line[module:]
+    first = folder if module else str(Path(line[0]).parent)
+    given = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = dict.fromkeys([first, *given, str(TESTS), *sys.path[1:]])
+    try:
+        if module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which forks leave out
+
+
+def exit_codes(
+    line: list[str], environments: list[dict[str, str]], folder: str, said: str, patience: float
+) -> list[int]:
+    """Negative for a signal; soon after one has failed, the others are killed."""
+    ranks = [get_context("fork").Process(target=become, args=(line, one, folder, said)) for one in environments]
+    for rank in ranks:
+        rank.start()
+    until = time.monotonic() + patience
+    while running := [rank for rank in ranks if rank.exitcode is None]:
+        connection.wait([rank.sentinel for rank in running], timeout=max(0.0, until - time.monotonic()))
+        if time.monotonic() >= until:
+            for rank in running:
+                rank.kill()
+        if any(rank.exitcode for rank in ranks):
+            until = min(until, time.monotonic() + GRACE)
+    return [rank.exitcode for rank in ranks]
+
+
+def main() -> None:
+    for module in sys.argv[1:]:
+        import_module(module)
+    gc.freeze()  # a collection in a fork would copy all of the memory
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    for asked in map(json.loads, iter(requests.readline, "")):
+        print(json.dumps(exit_codes(*asked)), file=answers, flush=True)
+    os._exit(0)  # at once
+
+
+if __name__ == "__main__":
+    main()
