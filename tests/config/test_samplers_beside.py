@@ -35,7 +35,7 @@ def test_a_server_samples_beside_the_training_only_with_overlap(tmp_path):
 
 @pytest.mark.parametrize(
     "option",
-    [{"num_beams": 2}, {"guidance_scale": 1.5}, {"stop_strings": ["."]}, {"use_cache": False}, {"max_time": 3.0}],
+    [{"num_beams": 2}, {"guidance_scale": 1.5}, {"renormalize_logits": True}, {"use_cache": False}, {"max_time": 3.0}],
 )
 def test_what_the_process_cannot_decode_is_refused_before_it_starts(option, tmp_path):
     settings = {**CPU, "loss_defaults": "trl", "generation_kwargs": option}

@@ -173,6 +173,12 @@ def test_max_samples_that_leaves_a_dataset_out_is_refused(files):
         load_mixture(given, DataConfig(max_samples=2))
 
 
+def test_a_fraction_that_leaves_a_dataset_out_is_refused(files):
+    given = mixture({"fraction": 1}, {"path": "./b.jsonl", "fraction": 0.01})
+    with pytest.raises(DataError, match=r"datasets\[1\].fraction=0.01: no row of ./b.jsonl would be left"):
+        load_mixture(given, DataConfig())
+
+
 def test_max_samples_of_several_streams_is_refused(files):
     with pytest.raises(DataError, match="max_samples=3 with streaming=True"):
         load_mixture(mixture({}, {"path": "./b.jsonl"}, streaming=True), DataConfig(max_samples=3))

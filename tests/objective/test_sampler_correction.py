@@ -31,6 +31,10 @@ KEEP, TAIL = {"action": "mask"}, {"level": "max", "action": "mask"}
         ([{"lower": 0.8, "upper": 2.0}], [[0.8, 2, 2, 1], [1, 2, 2, 0.8]]),
         ([{"lower": 0.6, "upper": 3.0, **KEEP}], [[0, 2, 0, 1], [1, 0, 2, 0]]),
         ([{"upper": 2.0, "normalize": True}], [[7 / 20, 1.4, 1.4, 1], [0.7, 1.4, 1.4, 0.35]]),
+        (
+            [{"upper": 3.0, "normalize": True, "action": "reject"}],
+            [[5 / 12, 5 / 3, 0, 1], [5 / 6, 0, 5 / 3, 5 / 12]],
+        ),
         ([{"level": "sequence"}], [[4], [4]]),
         ([{"level": "sequence", "upper": 3.0}], [[3], [3]]),
         ([{"level": "sequence", "upper": 3.0, **KEEP}], [[0], [0]]),

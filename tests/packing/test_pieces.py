@@ -1,5 +1,8 @@
 """`micro_batch_tokens`: no forward computes more tokens, and the gradient is that of whole micro-batches."""
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
-from grpo_ext.packing.pieces import TokenLimit
+from grpo_ext.packing.pieces import TokenLimit, in_pieces
 from grpo_ext.packing.policy import PrefixSharing
 from support import rewritten, seeing, tiny
 from support.float64 import FLOAT64, float64_throughout
@@ -41,6 +44,10 @@ def ragged(seed: int, rows: int = 24, trees: bool = False):
     return torch.tensor(ids * mask)[order], torch.tensor(mask).long()[order], 20, None
 
 
+BODY = 1_600_000
+"""Weights of a model for which packing these batches hardly pays."""
+
+
 def computed(sharing, ids, mask, completion, parents):
     """Tokens that the scorer's forwards of a batch compute."""
     seen = []
@@ -58,9 +65,11 @@ def computed(sharing, ids, mask, completion, parents):
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["rows", "trees"])
-@pytest.mark.parametrize("setting", ["true", "auto", "false"])
+@pytest.mark.parametrize("setting", ["true", "auto", "auto, near the margin", "false"])
 def test_a_piece_computes_at_most_the_limit_unless_it_is_one_row(setting, trees):
-    sharing = PrefixSharing(setting, tiny.model())
+    sharing = PrefixSharing(setting.partition(",")[0], tiny.model())
+    if "margin" in setting:  # of these batches some are worth packing, and some are no longer once they are trimmed
+        sharing.size = replace(sharing.size, body=BODY)
     for seed, most in [(0, 1), (1, 30), (2, 60), (3, 61), (4, 200), (5, 10_000)]:
         batch = ids, mask, completion, parents = ragged(seed, trees=trees)
         pieces = TokenLimit(most, sharing).cut(*batch)
@@ -76,6 +85,32 @@ def test_a_piece_computes_at_most_the_limit_unless_it_is_one_row(setting, trees)
             part = ids[rows, columns], mask[rows, columns], right, of_rows
             assert len(rows) == 1 or computed(sharing, *part) <= most
             assert len(TokenLimit(most, sharing).cut(*part)) == 1  # old log-probabilities and the loss cut alike
+
+
+@pytest.mark.parametrize("length", [1, 9])
+def test_all_processes_make_the_same_collectives_in_the_same_order(length):
+    """Without a gradient: the number of forwards first, then those that each forward holds."""
+    calls, sharing = [], PrefixSharing("false", tiny.model())
+
+    def agreed(name, number):
+        calls.append(name)
+        return 4 if name == "limit" else number
+
+    sharing.agreed = partial(agreed, "sharing")
+    mask = torch.ones(4, 14, dtype=torch.long)
+    mask[:, 4 + length :] = 0
+    score = partial(
+        sharing.scores,
+        lambda ids, mask, completion, **_: (torch.zeros(len(ids), completion), None, None),
+        None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+    )
+    with torch.no_grad():
+        in_pieces(
+            TokenLimit(30, sharing, partial(agreed, "limit")), score, torch.ones_like(mask), mask, 10, None, None
+        )
+    assert calls == ["limit", *["sharing"] * 4]
 
 
 def watched(trainer):

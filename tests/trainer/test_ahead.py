@@ -16,6 +16,7 @@ from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.errors import ConfigError, RewardError, RunInterrupted, SamplerLost
 from grpo_ext.trainer.generating import GeneratingTrainer
 from support import tiny, trainers
+from support.interrupted import without_clocks
 from support.processes import CONFIG, run_forked
 from support.samplers import Copies
 
@@ -283,21 +284,28 @@ def test_a_signal_does_not_wait_for_windows_in_flight_and_costs_no_bit(hanging, 
 
 
 class LostForReplacements(Copies):
-    """Is lost when the main thread asks for groups in place of silent ones, in the fourth window."""
+    """Is lost when the main thread asks for the fifth time for groups in place of silent ones."""
+
+    replacements = 0
 
     def sample(self, *args, **kwargs):
-        if threading.current_thread() is threading.main_thread() and len(self.published) == 3:
-            raise SamplerLost("the process that samples is gone")
+        if threading.current_thread() is threading.main_thread():
+            self.replacements += 1
+            if self.replacements == 5:
+                raise SamplerLost("the process that samples is gone")
         return super().sample(*args, **kwargs)
 
 
 def test_a_sampler_lost_in_the_middle_of_a_window_costs_no_completion_of_it(tmp_path):
-    settings = CASES["dynamic sampling"]
-    with pytest.raises(SamplerLost, match=r"resumed from .*checkpoint-3"):
+    """It is lost in the third window, whose one round of replacements has a group with a signal."""
+    settings = CASES["dynamic sampling"] | {"max_steps": 3}
+    with pytest.raises(SamplerLost, match=r"resumed from .*checkpoint-2"):
         trained(tmp_path / "lost", 2, sampler=LostForReplacements, **settings)
-    resumed = trained(tmp_path / "lost", 2, resume=str(tmp_path / "lost" / "checkpoint-3"), **settings)
+    resumed = trained(tmp_path / "lost", 2, resume=str(tmp_path / "lost" / "checkpoint-2"), **settings)
     through = trained(tmp_path, 2, **settings)
+    assert through.state.log_history[2]["dynamic_sampling/rounds"] == 1
     assert torch.equal(trainers.weights(resumed.model), trainers.weights(through.model))
+    assert without_clocks(resumed.state.log_history[2:3]) == without_clocks(through.state.log_history[2:3])
 
 
 class Odd:

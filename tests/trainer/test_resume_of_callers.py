@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,21 @@ def test_an_evaluation_that_a_signal_prevented_is_made_up_for(step, settings, tm
     assert torch.equal(weights(resumed.model), weights(whole.model))
     best = [Path(one.state.best_model_checkpoint or "none").name for one in (whole, resumed)]
     assert best[0] == best[1]
+
+
+def test_an_evaluation_that_is_made_up_for_may_end_the_run(tmp_path):
+    def run(name, *callbacks):
+        one = build(
+            tmp_path / name, callbacks=[EarlyStoppingCallback(1, 100.0), *callbacks], **BEST | {"eval_steps": 1}
+        )
+        with pytest.raises(RunInterrupted) if callbacks else nullcontext():
+            one.train(resume_from_checkpoint=None if callbacks or name == "whole" else True)
+        return one
+
+    run("killed", Told(2))
+    resumed, whole = run("killed"), run("whole")
+    assert resumed.state.global_step == whole.state.global_step == 2
+    assert torch.equal(weights(resumed.model), weights(whole.model))
 
 
 def test_the_best_checkpoint_of_a_moved_folder_is_found(tmp_path):

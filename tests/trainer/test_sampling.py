@@ -11,6 +11,7 @@ from grpo_ext.objective.sampler_correction import trl_rule
 from grpo_ext.trainer.batches import whole
 from grpo_ext.trainer.diagnosis.rules import diagnose
 from support import tiny
+from support.interrupted import without_clocks
 from support.mismatched import ROWS, RULES, NoServer, rollout, trained
 from support.trainers import build, weights
 
@@ -54,11 +55,29 @@ def test_rejected_completions_leave_the_denominators_and_masked_ones_stay(loss, 
     torch.testing.assert_close(steps["reject"] * share, steps["mask"], rtol=1e-3, atol=1e-7)
 
 
-def test_the_samplers_log_probabilities_are_the_ratios_denominator_without_another_forward(tmp_path):
+def test_without_another_sampler_the_old_policy_is_the_ratios_denominator(tmp_path):
+    logs = []
+    for old in ("recomputed", "sampler"):
+        settings = {"max_steps": 2, "steps_per_generation": 2, "per_device_train_batch_size": 8}
+        trainer = build(tiny.model(), tmp_path, rows=16, rollout=rollout, old_logps=old, learning_rate=0.1, **settings)
+        trainer.train()
+        logs.append(trainer.state.log_history)
+    assert without_clocks(logs[0]) == without_clocks(logs[1])
+    assert logs[1][1]["ratio/chi2"] > 0.1
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_the_samplers_log_probabilities_are_the_ratios_denominator_without_another_forward(knows, tmp_path):
+    """But of a batch of the second step that has a token whose log-probability the sampler does not know."""
+
+    def scored(prompts, trainer):
+        made = rollout(prompts, trainer)
+        return made | {"logprobs": [[-1.0 if x != x and knows else x for x in row] for row in made["logprobs"]]}
+
     calls = {}
     for old in ("recomputed", "sampler"):
         settings = {"max_steps": 2, "steps_per_generation": 2, "per_device_train_batch_size": 8, "epsilon": 10.0}
-        trainer = build(tiny.model(), tmp_path, rows=16, rollout=rollout, old_logps=old, learning_rate=0.1, **settings)
+        trainer = build(tiny.model(), tmp_path, rows=16, rollout=scored, old_logps=old, learning_rate=0.1, **settings)
         trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, NoServer(), -1
         forward, calls[old] = trainer._scorer.tokens, []
 
@@ -68,7 +87,8 @@ def test_the_samplers_log_probabilities_are_the_ratios_denominator_without_anoth
 
         trainer._scorer.tokens = count
         trainer.train()
-    assert calls["recomputed"].count(False) > calls["sampler"].count(False) == 0
+    assert calls["recomputed"].count(False) == 1
+    assert calls["sampler"].count(False) == (0 if knows else 1)
     log = trainer.state.log_history[0]
     assert log["ratio/chi2"] > 0.1
     assert log["sampling/mismatch"] > 0.1

@@ -181,6 +181,12 @@ LOSS_RULES: tuple[Rule, ...] = (
         "Set top_entropy_quantile: 1.0.",
     ),
     Conflict(
+        "top_entropy_quantile loss_type",
+        lambda c: c.loss_defaults == "paper" and c.top_entropy_quantile < 1 and c.objective.shares_its_ratio,
+        "the tokens of a completion share one ratio, so that those left out would train through the others",
+        "Set top_entropy_quantile: 1.0, or importance_sampling_level: token.",
+    ),
+    Conflict(
         "multi_objective_aggregation",
         lambda c: c.objective.combination == "normalize_then_sum" and c.objective.advantage != "group",
         "it normalises by group and batch itself and would ignore scale_rewards / "

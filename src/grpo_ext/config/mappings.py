@@ -125,6 +125,29 @@ def _override_a_field(config: GRPOExtArguments) -> Iterator[Problem]:
         yield Problem("generation_kwargs.do_sample", False, reason, "Remove it.")
 
 
+_ENDS = (
+    "completions would stop there, but are cut at the ends that the model has, so that padding would be trained",
+    "Set it in the tokenizer or in the model's generation_config.json.",
+)
+_BESIDE_TRANSFORMERS = {
+    **dict.fromkeys(("eos_token_id", "pad_token_id"), _ENDS),
+    "stop_strings": ("completions would stop there, and the padding behind them would be trained", "Remove it."),
+    "return_dict_in_generate": ("TRL takes the tokens alone", "Remove it."),
+    "compile_config": ("TRL switches compilation off", "Remove it."),
+    "token_healing": ("it would change the prompt behind the trainer's back", "Remove it."),
+    **dict.fromkeys(
+        (
+            *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "use_mtp"),
+            *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit"),
+            *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type"),
+        ),
+        ("transformers drafts tokens for one row at a time only", "Remove it."),
+    ),
+    **dict.fromkeys(
+        ("length_penalty", "early_stopping", "low_memory"), ("it has no effect without beams", "Remove it.")
+    ),
+}
+"""Options of transformers that no recipe may pass, each with the reason and the cure."""
 _BESIDE_VLLM = {
     "logprobs": (
         "TRL asks vLLM for the sampled token's log-probability and takes the first that it returns: of more, that is "
@@ -143,11 +166,13 @@ _BESIDE_VLLM = {
 """Options of vLLM that no recipe may pass, each with the reason and the cure."""
 
 
-def _go_wrong_with_vllm(config: GRPOExtArguments) -> Iterator[Problem]:
+def _go_wrong(config: GRPOExtArguments) -> Iterator[Problem]:
     given = as_mapping(config.generation_kwargs)
-    for name in (name for name in _BESIDE_VLLM if config.use_vllm and name in given):
-        if given[name] is not None or name == "logprobs":  # null: none are returned
-            yield Problem(f"generation_kwargs.{name}", given[name], *_BESIDE_VLLM[name], {"use_vllm": True})
+    table, beside = (_BESIDE_VLLM, {"use_vllm": True}) if config.use_vllm else (_BESIDE_TRANSFORMERS, {})
+    for name in (name for name in table if name in given):
+        unset = (None, False, getattr(GenerationConfig(), name, None))
+        if given[name] not in unset or name == "logprobs":  # null: none are returned
+            yield Problem(f"generation_kwargs.{name}", given[name], *table[name], beside)
 
 
 def _generation(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -161,7 +186,7 @@ def _generation(config: GRPOExtArguments) -> Iterator[Problem]:
 
 
 KEYWORD_RULES: tuple[Rule, ...] = (
-    *(_accelerator, _override_a_field, _go_wrong_with_vllm, _generation),
+    *(_accelerator, _override_a_field, _go_wrong, _generation),
     Conflict(
         "liger_kernel_config",
         lambda c: as_mapping(c.liger_kernel_config).get("fused_linear_cross_entropy"),

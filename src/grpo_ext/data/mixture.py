@@ -116,6 +116,11 @@ def load_mixture(
         total = sum(fractions)
         rows = min(len(part) * total / fraction for part, fraction in zip(parts, fractions, strict=True))
         counts = [round(fraction / total * rows) for fraction in fractions]
+        if 0 in counts:
+            number = counts.index(0)
+            reason = f"no row of {mixture.datasets[number].path} would be left of the {sum(counts)} of the mixture"
+            cure = "Set a larger fraction, or leave that dataset out."
+            raise DataError([Problem(f"datasets[{number}].fraction", fractions[number], reason, cure)])
         parts = [part.select(range(count)) for part, count in zip(parts, counts, strict=True)]
     if config.max_samples is not None and not mixture.streaming:
         parts = _first_of_each(parts, mixture.datasets, config.max_samples)

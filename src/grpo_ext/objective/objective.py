@@ -117,6 +117,11 @@ class Objective:
         return self.row.per_completion or self.ratio == "product"
 
     @property
+    def shares_its_ratio(self) -> bool:
+        """True if the tokens of a completion have one ratio, with the gradient of all of them."""
+        return self.ratio == "sequence" and not self.sees_tokens
+
+    @property
     def additive(self) -> bool:
         """True if the loss of an optimizer step does not depend on how its rows are split."""
         return aggregations.traits(self.aggregation).additive
@@ -276,7 +281,8 @@ def surrogate_options(config: Any, row: Loss) -> dict[str, Any]:
             options[option] = getattr(config, name)
         if not paper and row.trl_float32:
             options[option] = torch.tensor(options[option]).item()
-    if config.epsilon is not None and config.epsilon_high is None and "epsilon_low" in options:
+    both = {"epsilon_low", "epsilon_high"} <= options.keys()
+    if config.epsilon is not None and config.epsilon_high is None and both:
         options["epsilon_high"] = config.epsilon
     options |= _as_mapping(config.loss_kwargs)
     return _without_missing(options)

@@ -149,7 +149,7 @@ def _weights(
         ratio = ratio.clamp(rule.lower, rule.upper)
     if not rule.normalize:
         return ratio
-    units = _units(live, ratio)
+    units = _units(live, ratio) & within if rule.action == "reject" else _units(live, ratio)
     sums = torch.stack([ratio[units].sum(), units.sum().to(ratio.dtype)])
     total, number = gather(sums).view(-1, 2).sum(dim=0)
     return ratio * number / total if total > 0 else ratio

@@ -58,27 +58,38 @@ class TokenLimit:
 
         def computed(piece: Piece) -> int:
             rows = torch.tensor(piece, device=input_ids.device)
-            of_rows = None if parents is None else parents[rows]
-            layout, _ = self.sharing.arranged(input_ids[rows], mask[rows], completion, of_rows)
+            left, right = self.columns(mask[rows], completion)
+            of_rows = None if parents is None else parents[rows, :right]
+            columns = slice(left, start + right)
+            layout, _ = self.sharing.arranged(input_ids[rows, columns], mask[rows, columns], right, of_rows)
             return padded.tokens(piece) if layout is None else layout.tokens
 
         def fits(piece: Piece) -> bool:
             return len(piece) <= 1 or computed(piece) <= self.tokens
 
-        live = mask.bool().cpu().numpy()
+        live, start = mask.bool().cpu().numpy(), mask.shape[1] - completion
         padded = Padded.of(live, completion, parents, trimmed=self.sharing.possible)
         every = list(range(len(live)))
         pieces = [every]
         if not fits(every):
             pieces = []
             if self.sharing.possible:
-                ids, start = input_ids.cpu().numpy(), live.shape[1] - completion
+                ids = input_ids.cpu().numpy()
                 groups = groups_of(np.where(live[:, :start], ids[:, :start], -1))
                 packed = by_group(groups, live[:, :start].sum(axis=1) - 1, padded.lengths, self.tokens)
                 pieces = [piece for piece in packed if fits(piece)]
             missing = sorted(set(every).difference(*pieces))
             pieces += padded.by_length(missing, self.tokens)
         return [torch.tensor(sorted(piece), dtype=torch.long, device=input_ids.device) for piece in pieces]
+
+    def columns(self, mask: Tensor, completion: int) -> tuple[int, int]:
+        """Return the first column that some row of a piece has, and the columns of its completions.
+
+        Before prompts of a model with absolute positions no column is left out.
+        """
+        live, start = mask.any(dim=0), mask.shape[1] - completion
+        left = int(live[:start].int().argmax()) if self.sharing.possible else 0
+        return left, max(1, int(live[start:].nonzero().max()) + 1 if live[start:].any() else 1)
 
     def parts(self, inputs: MicroBatch, live: Tensor | None) -> list[Part]:
         """Cut a micro-batch by its `live` rows; the last part has the others too."""
@@ -178,24 +189,24 @@ def in_pieces(
 ) -> Scores:
     """Score the last `completion` columns of rows [rows, width] piece by piece, by `PrefixSharing.scores`.
 
-    A piece has no column that is padding in all of its rows, except before prompts of a model with absolute positions.
+    A piece has no column that is padding in all of its rows (`TokenLimit.columns`). Processes agree on the number of
+    forwards before the first one, since forwards hold collectives too.
     """
     pieces, start = limit.cut(input_ids, mask, completion, parents), input_ids.shape[1] - completion
     logps: list[Tensor] = []
     entropies: list[Tensor] = []
+    alone = limit.agreed is None or torch.is_grad_enabled()  # with a gradient, `parts` has agreed on them
+    spare = 0 if alone else cast(Callable[[int], int], limit.agreed)(len(pieces)) - len(pieces)
     for rows in pieces:
-        live = mask[rows].any(dim=0)
-        left = int(live[:start].int().argmax()) if limit.sharing.possible else 0
-        right = max(1, int(live[start:].nonzero().max()) + 1 if live[start:].any() else 1)
+        left, right = limit.columns(mask[rows], completion)
         part = input_ids[rows, left : start + right], mask[rows, left : start + right], right, len(rows)
         of_rows = None if parents is None else parents[rows, :right]
         sets = None if kept is None else [kept[row] for row in rows.tolist()]
         for found, values in zip((logps, entropies), score(*part, parents=of_rows, kept=sets), strict=False):
             if values is not None:
                 found.append(torch.nn.functional.pad(values, (0, completion - right)))
-    if limit.agreed is not None and not torch.is_grad_enabled():
-        one = input_ids[:1, start - 1 : start + 1]
-        for _ in range(limit.agreed(len(pieces)) - len(pieces)):
-            score(one, torch.ones_like(one), 1, 1)
+    one = input_ids[:1, start - 1 : start + 1]
+    for _ in range(spare):
+        score(one, torch.ones_like(one), 1, 1)
     order = torch.cat(pieces).argsort()
     return torch.cat(logps)[order], torch.cat(entropies)[order] if entropies else None, None

@@ -214,7 +214,7 @@ class AheadTrainer(GeneratingTrainer):
         if self._ahead is None or self._beside is None:
             return self._in_flight
         found, needed = list[tuple[int, Finished | None]](), set[int]()
-        replaces = self._sampler is not None and self.accelerator.is_main_process
+        replaces = self._sampler is not None and self.args.should_save
         if not self._leaving or samples_by_server(self.args):
             self._ahead.background.wait()
         for window, (_, submitted) in sorted(self._ahead.asked.items()):
@@ -233,7 +233,9 @@ class AheadTrainer(GeneratingTrainer):
     def _restore(self, *, epoch_over: bool) -> None:
         super()._restore(epoch_over=epoch_over)
         if self._older and self._resumed is not None and self._resumed.state is not None:
-            self._in_flight = in_flight.read(self._resumed.checkpoint, self.accelerator.process_index)
+            rank, of_host = self.accelerator.process_index, self.accelerator.local_process_index
+            saver = rank - of_host if self.args.save_on_each_node else 0
+            self._in_flight = in_flight.read(self._resumed.checkpoint, rank, saver)
 
 
 def upcoming(sampler: Any, rows: int) -> Iterator[list[int]]:

@@ -52,6 +52,7 @@ class GroupMeans:
 
     def load(self, batches: list[list[list[float]]]) -> None:
         """Restore what `to_list` returned."""
+        self.batches.clear()
         self.batches.extend(torch.tensor(batch, dtype=torch.float64) for batch in batches)
 
 

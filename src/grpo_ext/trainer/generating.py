@@ -277,8 +277,8 @@ class GeneratingTrainer(CreditingTrainer):
         given = columns["completions"], columns["completion_ids"]
         if ready is None or given != (ready.completions, ready.completion_ids):
             return None
-        scored: Scored = ready.scored[name]
-        return scored.replayed(columns)
+        scored: Scored | None = ready.scored.get(name)  # a script that resumes may have another reward
+        return None if scored is None else scored.replayed(columns)
 
     def _take_scores(self, name: str, scores: Scores) -> None:
         """Keep what a reward returned beside its numbers."""
@@ -339,7 +339,12 @@ class GeneratingTrainer(CreditingTrainer):
         if self._sampler is None or mode != "train":
             return Collected(rows, attempts, ready=self._finished(attempts))
         silent = partial(self._credit.silent_groups, weights=self.reward_weights, group=self.num_generations)
-        return self._sampler.settle(rows, attempts, self.collect, silent, self._metrics[mode])
+        seen = self.state.num_input_tokens_seen
+        try:
+            return self._sampler.settle(rows, attempts, self.collect, silent, self._metrics[mode])
+        except BaseException:
+            self.state.num_input_tokens_seen = seen
+            raise
 
     def _complete(self, collected: Collected, mode: str) -> dict[str, Any]:
         """Return the batch of a generation, which TRL fills unless it is settled or ready."""

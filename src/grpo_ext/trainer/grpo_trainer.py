@@ -405,9 +405,18 @@ class GRPOExtTrainer(ChunkTrainer):
             log_rows(self._buffered_inputs, names, metrics, self.accelerator, by_turn=by_turn)
             self._buffered_inputs = self._generation.micro_batches
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
-        if self.accelerator.sync_gradients and self.args.old_logps == "recomputed":  # the policy is about to move
-            self._add_old_logps([batch for batch in self._buffered_inputs if batch is not inputs])
+        if self.accelerator.sync_gradients:  # the policy is about to move
+            later = [batch for batch in self._buffered_inputs if batch is not inputs]
+            self._add_old_logps(self._without_samplers_old(later))
         return inputs
+
+    def _without_samplers_old(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return the batches whose old log-probabilities are, in part at least, not the sampler's."""
+        if self.args.old_logps == "recomputed" or not (self.use_vllm or self._older) or not batches:
+            return batches
+        unknown = [(batch["sampling_per_token_logps"].isnan() & live_mask(batch).bool()).any() for batch in batches]
+        anywhere = self.accelerator.gather(torch.stack(unknown)).view(-1, len(batches)).any(dim=0)
+        return [batch for batch, needs in zip(batches, anywhere.tolist(), strict=True) if needs]
 
     def _add_old_logps(self, batches: list[MicroBatch]) -> None:
         """Add old log-probabilities to the micro-batches that have none, by the loss's own forward."""

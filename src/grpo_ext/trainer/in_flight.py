@@ -54,9 +54,9 @@ def write(folder: Path, rank: int, in_flight: InFlight) -> None:
     torch.save(content, _file(folder, rank))
 
 
-def read(folder: Path, rank: int) -> InFlight:
-    """Return this process's part; weights that it did not need to keep are the first process's."""
-    own, first = _load(_file(folder, rank)), _load(_file(folder, 0))
+def read(folder: Path, rank: int, saver: int = 0) -> InFlight:
+    """Return this process's part; weights that it did not need to keep are those of the process that saves here."""
+    own, first = _load(_file(folder, rank)), _load(_file(folder, saver))
     return InFlight(own["windows"], {**first["weights"], **own["weights"]}, own["first"])
 
 

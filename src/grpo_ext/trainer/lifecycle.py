@@ -6,7 +6,7 @@ Only the hooks are here. What they do is in `checkpoints`, `nonfinite`, `finding
 import math
 import time
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,10 @@ from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
 from grpo_ext.trainer.saving import SavingTrainer
 from grpo_ext.trainer.setup import check_trained
 from grpo_ext.trainer.signals import interrupted, naming_lost_ranks, signals
+
+
+class _EndedByEvaluation(Exception):
+    """An evaluation that was made up for has ended the training."""
 
 
 class Lifecycle(SavingTrainer):
@@ -68,6 +72,9 @@ class Lifecycle(SavingTrainer):
         try:
             check_started(self.accelerator.distributed_type.value, self.ref_model is not None)
             self._buffered_inputs, self._generation, self._step = None, Generation(), 0
+            self._group_means.load([])
+            if self._sampler is not None:
+                self._sampler.prompts.drawn = 0
             self._epoch_began, self._stopped_at, self._leaving = (0, 0), None, False
             self._record = self._identity()
             checkpoint, self._branch = start(self.args, resume_from_checkpoint, self._record)
@@ -238,7 +245,11 @@ class Lifecycle(SavingTrainer):
         super()._issue_warnings_after_load(load_result)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the random streams; then evaluate if the run was stopped before an evaluation that was due."""
+        """Restore the random streams; then evaluate if the run was stopped before an evaluation that was due.
+
+        Raises:
+            _EndedByEvaluation: the evaluation ends the training, which would make one more step before it looks.
+        """
         super()._load_rng_state(checkpoint)
         resumed = self._resumed
         if resumed is not None and state.evaluation_due(self.args, self.state, epoch_over=resumed.epoch_over):
@@ -246,6 +257,8 @@ class Lifecycle(SavingTrainer):
             self.control.should_save = self.args.load_best_model_at_end  # else the best one would not be known
             epoch = self._epoch_began[0]
             self._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, epoch, None, time.time())
+            if self.control.should_training_stop:
+                raise _EndedByEvaluation
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         resumed, begins, taken = self._resumed, None, 0
@@ -254,12 +267,13 @@ class Lifecycle(SavingTrainer):
             begins = str(resumed.checkpoint)
             self._restore(epoch_over=taken == 0)
         self._epoch_began = (kwargs["epoch"], self._step - taken)
-        if self.state.global_step >= self.state.max_steps:  # resumed after its last step
-            if begins is not None:
+        with suppress(_EndedByEvaluation):
+            if self.state.global_step < self.state.max_steps:
+                super()._run_epoch(*args, **kwargs)
+                return
+            if begins is not None:  # resumed after its last step
                 self._load_rng_state(begins)
             self.control.should_training_stop = True
-            return
-        super()._run_epoch(*args, **kwargs)
 
     def _restore(self, *, epoch_over: bool) -> None:
         assert self._resumed is not None
@@ -277,6 +291,7 @@ class Lifecycle(SavingTrainer):
             epoch, taken = resumed.place
             self._epoch_began = (epoch, self._step - taken)
             self._restore(epoch_over=True)
-            self._load_rng_state(str(resumed.checkpoint))
+            with suppress(_EndedByEvaluation):
+                self._load_rng_state(str(resumed.checkpoint))
         with self._writer.aside():  # transformers would delete the last checkpoint before the model is saved
             return super()._finalize_training(*args, **kwargs)

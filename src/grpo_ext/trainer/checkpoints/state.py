@@ -24,7 +24,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals
-from grpo_ext.trainer.checkpoints.processes import is_sharded, local
+from grpo_ext.trainer.checkpoints.processes import everywhere, is_sharded, local
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +99,17 @@ def read(folder: Path, trainer: HasState) -> dict[str, Any] | None:
     """Return this process's state; None, with a warning, if the checkpoint was made by another split of the batch."""
     path, accelerator = _file(folder, trainer.accelerator.process_index), trainer.accelerator
     state = torch.load(path, map_location=accelerator.device, weights_only=True) if path.exists() else {}
-    if state.get("split") == _split(trainer):
+    found = everywhere(state.get("split") == _split(trainer))
+    if all(found):
         return state
-    if accelerator.is_main_process:
+    if accelerator.is_main_process and any(found):
+        missing = ", ".join(str(rank) for rank, has in enumerate(found) if not has)
+        logger.warning(
+            f"{folder} has no state of ranks {missing} where they run now: the machines have come back in another "
+            "order. Random streams and, inside of a generation, completions are new ones from here on; weights, "
+            "optimizer and data continue where they were."
+        )
+    elif accelerator.is_main_process:
         logger.warning(
             f"{folder} was made by another number of processes or micro-batches: random streams and, inside of a "
             "generation, completions are new ones from here on; weights, optimizer and data continue where they were."
