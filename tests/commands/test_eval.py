@@ -49,6 +49,7 @@ def test_one_model_is_evaluated_here(recipe, tmp_path, capsys):
         (["--samples", "0"], "held.samples=0: must be 1 or more"),
         (["--temperature", "0"], "all equal"),
         (["--model", "./nowhere"], "'./nowhere': no such folder"),
+        (["--model", "nowhere"], "'nowhere': no such folder here, and no such model on the hub"),
         (["--num_processes", "none"], "none is not a number of processes"),
         (["--accelerate_config", "zero9"], "zero9"),
         (["--samplse", "4"], "samplse"),

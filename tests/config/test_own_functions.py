@@ -190,6 +190,11 @@ def test_options_of_ones_own_are_not_bound_by_the_names_of_packaged_ones(own):
     assert objective.remembered_batches == 0
 
 
+def test_a_loss_with_one_bound_takes_epsilon(own):
+    own("def f(log_ratio, advantages, *, epsilon_low: float = 0.2): return -log_ratio.exp() * advantages")
+    assert config(**LOSS, epsilon=0.1).objective.options == {"epsilon_low": 0.1}
+
+
 def test_history_is_as_long_as_the_estimators_own_default_says(own):
     own("def f(rewards, history, *, window: int = 3): return rewards")
     assert config(**ADVANTAGE).objective.remembered_batches == 2

@@ -446,6 +446,44 @@ def test_a_python_script_gets_the_classes_to_exchange(tmp_path, capsys):
     assert "run.sh" not in printed
 
 
+def test_arguments_of_a_script_that_trl_has_dropped_are_named(tmp_path, capsys):
+    (tmp_path / "a.py").write_text("GRPOConfig('out', max_prompt_length=512, torch_dtype='auto', beta=0.1)")
+    assert command("migrate", str(tmp_path / "a.py")) == 2
+    printed = capsys.readouterr().err
+    assert "max_prompt_length: leave it out" in printed
+    assert "torch_dtype: write dtype" in printed
+    assert "beta" not in printed
+
+
+def test_keys_of_hydra_without_a_dot_are_accounted_for(tmp_path, capsys):
+    keys = "algorithm.adv_estimator=grpo data.train_files=a.parquet actor_rollout_ref.model.path=a/b"
+    line = f"python -m verl.trainer.main_ppo {keys} model_engine=megatron +run=x"
+    (tmp_path / "a.sh").write_text(line)
+    command("migrate", str(tmp_path / "a.sh"))
+    printed = capsys.readouterr().err
+    assert "model_engine=megatron: verl's own engine" in printed
+    assert "run: 'x' is an unknown key of verl" in printed
+
+
+def test_open_r1_pushes_where_one_of_its_two_keys_says_so(tmp_path, capsys):
+    keys = "reward_funcs: [tag_count]\npush_to_hub_revision: false\npush_to_hub: true\n"
+    (tmp_path / "a.yaml").write_text(f"model_name_or_path: a/b\ndataset_name: c/d\n{keys}")
+    command("migrate", str(tmp_path / "a.yaml"))
+    printed = capsys.readouterr()
+    assert "from the Open-R1 configuration" in printed.out
+    assert yaml.safe_load(printed.out)["push_to_hub"] is True
+    assert "Left out" not in printed.out
+
+
+def test_a_loader_of_files_gives_way_to_the_file(tmp_path, capsys):
+    keys = "dataset_name: json\ndataset_config: {data_files: rows.json}\nreward_funcs: [accuracy]\n"
+    (tmp_path / "a.yaml").write_text(f"model_name_or_path: a/b\n{keys}")
+    command("migrate", str(tmp_path / "a.yaml"))
+    recipe = yaml.safe_load(capsys.readouterr().out)
+    assert recipe["dataset_name"] == "rows.json"
+    assert "dataset_config" not in recipe
+
+
 # The command.
 
 

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.columns import absences
+from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.library.answers import choice, final_answer
 
 cosine_length, length_penalty = rewards["cosine_length"], rewards["length_penalty"]
@@ -207,6 +209,16 @@ def test_json_schema_by_hand(text, expected):
     assert json_schema(completions=[text], schema=[POINT], valid_json=0.25) == [expected]
     assert json_schema(completions=[text], schema=[json.dumps(POINT)], valid_json=0.25) == [expected]
     assert json_schema(completions=[text], default_schema=POINT) == [float(expected == 1)]
+
+
+def test_without_a_column_and_a_default_no_row_can_be_scored():
+    def problems(columns, **kwargs):
+        return [
+            str(problem) for problem in absences([RewardSpec("json_schema", "json_schema", kwargs=kwargs)], columns)
+        ]
+
+    assert problems(["prompt", "schema"]) == problems(["prompt"], default_schema=POINT) == []
+    assert "no column 'schema'. Set its option default_schema" in problems(["prompt"])[0]
 
 
 def test_the_rows_schema_comes_before_the_default():

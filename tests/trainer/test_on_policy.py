@@ -30,7 +30,7 @@ FEATURES = {
     "KL in the loss": {"beta": 0.05, "kl_placement": "loss"},
     "KL in the reward": {"beta": 0.05, "kl_placement": "reward"},
     "entropy bonus": {"entropy_coef": 0.01},
-    "top entropy": {"top_entropy_quantile": 0.5},
+    "top entropy": {"top_entropy_quantile": 0.5, "loss_type": "grpo"},
     "no row skipped": {"skip_zero_advantages": False},
     "off-policy mask": {"off_policy_mask_threshold": 0.1},
     "checkpointing": {"gradient_checkpointing": True},

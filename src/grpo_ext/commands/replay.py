@@ -65,6 +65,8 @@ def _step_folder(dump: Path) -> Path:
     """Return the folder of one step, or the file of one process, that `dump` is or holds."""
     if dump.is_file() or (dump.is_dir() and ranks_in(dump)):
         return dump
+    if not dump.exists():
+        raise ConfigError([Problem(str(dump), ABSENT, "no such folder", "Correct the path.")])
     held = steps_in(dump) or steps_in(dump / FOLDER) or steps_in(dump / "failures")
     if len(held) == 1:
         return next(iter(held.values()))

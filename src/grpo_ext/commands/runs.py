@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from grpo_ext.config.adapters import base_of, located
 from grpo_ext.data.rows import with_system_prompt
@@ -78,6 +79,15 @@ class Trained:
         return found or torch.device("cpu")
 
 
+def _on_the_hub(name: str, file: str) -> bool:
+    """Return whether a model has a file, on the hub or in its cache."""
+    quiet = ("gated_repo", "missing_entries", "connection_errors")
+    try:
+        return cached_file(name, file, **{f"_raise_exceptions_for_{kind}": False for kind in quiet}) is not None
+    except OSError:  # transformers raises it for some names anyway
+        return False
+
+
 def find_trained(name: str) -> Trained:
     """Return the model of an output_dir (else its newest sound checkpoint), a checkpoint, a model or a hub id.
 
@@ -91,6 +101,12 @@ def find_trained(name: str) -> Trained:
         if folder.exists() or name.startswith((".", "/", "~")):
             cure = "Name an output_dir, a checkpoint, a model, or a hub id."
             raise ConfigError([Problem("RUN", name, "no such folder", cure)])
+        files = "config.json", "adapter_config.json"
+        if "/" not in name and not any(_on_the_hub(name, file) for file in files):  # it may be a mistyped folder
+            reason = "no such folder here, and no such model on the hub, or none that can be reached"
+            raise ConfigError(
+                [Problem("RUN", name, reason, "Name an output_dir, a checkpoint, a model, or a hub id.")]
+            )
         return Trained(name, {})
     if (content := finished(folder)) is not None and holds_weights(folder):
         return Trained(str(folder), content["recipe"])

@@ -124,7 +124,7 @@ def batch_problems(config: GRPOExtArguments) -> Iterator[Problem]:
         reason = f"it does not divide the generation batch: {product} = {completions}"
         cure = _cures(batch, *sizes, "processes", evaluated=held)
         yield Problem("num_generations", batch.num_generations, reason, cure)
-    elif batch.whole_steps and batch.steps % batch.gradient_accumulation_steps:
+    if batch.whole_steps and batch.steps % batch.gradient_accumulation_steps:
         size = "steps_per_generation" if generation_batch is None else "generation_batch_size"
         yield Problem(
             "steps_per_generation",

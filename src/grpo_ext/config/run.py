@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from torch.utils.checkpoint import checkpoint
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import SchedulerType
 
@@ -101,6 +102,16 @@ def _schedule_options(config: GRPOExtArguments) -> Iterator[Problem]:
             yield Problem("lr_scheduler_type", name, f"it needs {key}", cure)
 
 
+def _checkpointing_options(config: GRPOExtArguments) -> Iterator[Problem]:
+    parameters = inspect.signature(checkpoint).parameters.values()
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] + ["preserve_rng_state"]
+    known += [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
+    for key, value in as_mapping(config.gradient_checkpointing_kwargs).items():
+        if key not in known:
+            reason = "torch.utils.checkpoint has no such option"
+            yield Problem(f"gradient_checkpointing_kwargs.{key}", value, reason, did_you_mean(str(key), known))
+
+
 def _final_rate(config: GRPOExtArguments) -> Iterator[Problem]:
     ends = {"min_lr", "min_lr_rate"}
     if ends <= _options_of_schedule(config).keys() and not ends & as_mapping(config.lr_scheduler_kwargs).keys():
@@ -114,7 +125,7 @@ RUN_RULES: tuple[Rule, ...] = (
     *(partial(_unused, name) for name, row in SETTINGS.items() if row.unused),
     *(partial(_whole_steps, name) for name in ("logging_steps", "save_steps", "eval_steps")),
     *(partial(_no_steps, kind) for kind in ("logging", "save")),
-    *(_replayed, _best, _schedule_options, _final_rate),
+    *(_replayed, _best, _schedule_options, _final_rate, _checkpointing_options),
     Conflict.of("do_eval eval_strategy=no", "it evaluates at no step", "Remove it, or set eval_strategy: steps."),
     Conflict.of("do_predict", "GRPO has no prediction", "Remove it."),
     Conflict.of(

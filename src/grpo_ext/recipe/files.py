@@ -57,7 +57,8 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> dict[object, object]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    merge = "tag:yaml.org,2002:merge"  # `<<: *anchor`, which gives what the mapping itself has not
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
     for key in keys:
         if (count := keys.count(key)) > 1:
             raise ConfigError([Problem(str(key), ABSENT, f"occurs {count} times in the recipe", "Keep one.")])
@@ -69,6 +70,23 @@ _StrictLoader.yaml_implicit_resolvers = {k: list(v) for k, v in _StrictLoader.ya
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
+
+
+_CURES = {
+    r"found character '\t'": "Indent by spaces, not by a tab.",
+    "mapping values are not allowed": 'Put text that holds ": " in quotes.',
+    "parsing a flow sequence": "Close the [ with a ].",
+    "parsing a flow mapping": "Close the { with a }.",
+    "quoted scalar": "Close the quotes.",
+}
+
+
+def _told(error: yaml.MarkedYAMLError) -> tuple[str, str]:
+    """Return where YAML ends and why, and a cure."""
+    mark = error.context_mark or error.problem_mark
+    told = ", ".join(filter(None, (error.context, error.problem)))
+    cure = next((cure for words, cure in _CURES.items() if words in told), "Correct that line.")
+    return f"not valid YAML in line {mark.line + 1 if mark else '?'}: {told}", cure
 
 
 def parse_value(text: str) -> Any:
@@ -117,6 +135,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         reason, cure, cause = f"not UTF-8 ({error})", "Save it as UTF-8.", error
     except OSError as error:
         reason, cure, cause = f"cannot be read: {error}", "Name another file.", error
+    except yaml.MarkedYAMLError as error:
+        (reason, cure), cause = _told(error), error
     except (yaml.YAMLError, ValueError) as error:  # 2020-13-45 is taken for a date
         reason, cure, cause = f"not valid YAML: {error}", "Correct it.", error
     raise ConfigError([Problem(str(path), ABSENT, reason, cure)]) from cause

@@ -84,6 +84,10 @@ def parse_parts(values: Mapping[str, Any], args: Sequence[str], folder: Path | N
             if part is not GRPOExtConfig:  # which checks its types itself
                 sound, wrong = sound_values(part, argparse.Namespace(**given), _ALSO)
                 problems += wrong
+            if part is ModelConfig and sound.get("load_in_4bit") and sound.get("load_in_8bit"):
+                reason = "the weights are in one of the two"
+                problems.append(Problem("load_in_8bit", True, reason, "Keep one of them.", {"load_in_4bit": True}))
+                sound = {**sound, "load_in_8bit": False}
             made = part(**_with_whole_paths(sound, folder))
         except ConfigError as error:
             problems += error.problems

@@ -8,6 +8,7 @@ from typing import Any
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.protocol import rewards
 from grpo_ext.rewards.signatures import asks, function_options, needs
 
 CALLBACKS = ("log_extra", "log_metric")
@@ -43,11 +44,15 @@ def absences(
     for spec in specs:
         wanted = [] if spec.is_model else needs(spec.callable)
         wanted += [spec.when] if spec.when is not None else []
+        column, option = (spec.is_registered and rewards.traits(str(spec.function)).column_or_option) or ("", "")
+        wanted += [column] if column and spec.kwargs.get(option) is None else []
         for name in (n for n in wanted if n not in columns and n not in spec.kwargs):
             cure = did_you_mean(name, columns)
             if name == "solution":  # answer_column may rename any column
                 others = [column for column in columns if column != "prompt"]
                 cure = f"Set answer_column to one of its columns: {', '.join(others)}." if others else "Add answers."
+            if name == column:
+                cure = f"Set its option {option}, or add the column."
             reason = f"it cannot score any row, since {source} has no column {name!r}"
             yield Problem("reward", spec.name, reason, cure)
 

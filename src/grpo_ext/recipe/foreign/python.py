@@ -1,9 +1,11 @@
 """The two names to exchange in a Python script or notebook that calls TRL's GRPO."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.recipe.foreign.trl import OLDER
 
 PYTHON_SUFFIXES = (".py", ".ipynb")
 _EXCHANGE = """{path} is Python: exchange two names in it, a recipe is not needed.
@@ -31,6 +33,14 @@ It imports unsloth, which replaces TRL's classes when it is imported:
     vllm_importance_sampling_correction=False. It raises the rows per device to num_generations if need be."""
 
 
+def _dropped(text: str) -> Iterator[str]:
+    """Yield a paragraph about arguments that TRL has renamed or dropped, if the script has some."""
+    notes = {key: f"write {rule.to}" if rule.to else f"leave it out: {rule.note}" for key, rule in OLDER.items()}
+    notes["max_prompt_length"] = "leave it out, and longer prompts out of the dataset (a recipe has the key)"
+    if found := [key for key in notes if re.search(rf"\b{key}\s*=[^=]", text)]:
+        yield "\n\nArguments that TRL 1.16 has no more:" + "".join(f"\n  - {key}: {notes[key]}" for key in found)
+
+
 def exchange(path: Path) -> str:
     """Return what to exchange in a script or notebook.
 
@@ -44,7 +54,7 @@ def exchange(path: Path) -> str:
     if not re.search(r"\bGRPO(Config|Trainer)\b", text):
         reason = "it does not call GRPOConfig or GRPOTrainer"
         raise ConfigError([Problem(str(path), ABSENT, reason, "Name a script or notebook that trains by TRL's GRPO.")])
-    parts = [_EXCHANGE.format(path=path)]
+    parts = [_EXCHANGE.format(path=path), *_dropped(text)]
     if "TrlParser" in text or "parse_args_and_config" in text:
         parts.append(_COMMAND_LINE)
     if re.search(r'^\s*"?(from|import) unsloth', text, re.M):  # a notebook has its lines in quotes

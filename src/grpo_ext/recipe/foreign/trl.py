@@ -38,7 +38,7 @@ OPEN_R1_TABLE = rules(
         "dataset_id_or_path=dataset_name hub_model_revision=hub_revision wandb_log_unique_prompts=log_unique_prompts "
         "wandb_project=env.WANDB_PROJECT wandb_entity=env.WANDB_ENTITY wandb_run_group=env.WANDB_RUN_GROUP",
         "dataset_mixture": "* datasets | id is path and config is name here; weight is fraction",
-        "push_to_hub_revision": "push_to_hub | to hub_revision",
+        "push_to_hub push_to_hub_revision": "* push_to_hub | the latter to hub_revision",
         "overwrite_hub_revision": "- | a push adds a commit to the branch",
         "benchmarks": "- | jobs of Open-R1's cluster; `grpo-ext eval` measures a saved model",
         "callbacks": "* hub_strategy | push_to_hub_revision pushes each checkpoint, as hub_strategy: every_save does",
@@ -144,7 +144,7 @@ _MISSING = {
 def names_open_r1_rewards(config: Mapping[str, Any]) -> bool:
     """Return whether `reward_funcs` holds a name that only Open-R1 and its followers have."""
     funcs = config.get("reward_funcs")
-    only_there = {"cosine", "binary_code", *_MISSING}
+    only_there = {"cosine", "binary_code", "tag_count", "repetition_penalty", "soft_overlong_punishment", *_MISSING}
     return isinstance(funcs, list) and any(isinstance(name, str) and name in only_there for name in funcs)
 
 
@@ -195,7 +195,19 @@ def _reward(d: Draft, name: str, keys: list[str]) -> dict[str, Any] | None:
     return {"name": name}
 
 
+def _files(d: Draft) -> None:
+    """Name the file of `dataset_name: json`, whose `dataset_config` is a mapping there."""
+    config = d.get("dataset_config")
+    file = config.get("data_files") if isinstance(config, Mapping) else None
+    if d.get("dataset_name") in ("json", "csv", "parquet") and isinstance(file, str):
+        d.set("dataset_name", file, of=("dataset_name", "dataset_config"))
+
+
 def _data(d: Draft) -> None:
+    _files(d)
+    if pushes := [key for key in ("push_to_hub", "push_to_hub_revision") if key in d.given]:
+        to = "to hub_revision" if d.get("push_to_hub_revision") else ""
+        d.set("push_to_hub", any(d.get(key) for key in pushes), to, of=pushes)
     d.copy("prompt_column", "prompt_column", "dataset_prompt_column", default="prompt")
     callbacks = to_list(d.get("callbacks"))
     if "push_to_hub_revision" in callbacks:
@@ -228,7 +240,7 @@ _COMMAND = rules(
 TRL = Translation(
     "TRL",
     OLDER | _COMMAND,
-    (_launch,),
+    (_launch, _files),
     versions=_VERSIONS,
     defaults=DEFAULTS,
     same=frozenset((*all_keys(), *VALUES, *FLAGS, "env", "num_processes", "accelerate_config")),

@@ -157,7 +157,7 @@ _TABLE = rules(
         "critic.*": "- | no critic here: the group is the baseline",
         "async_training.* rollout.*": "? | rollouts run beside the training there; rollout_ahead: 1 is nearest",
         "distillation.*": "? | verl trains on a teacher's distribution, which is not supported",
-        "model_engine": _ENGINE,
+        "model_engine": f"?{_ENGINE[1:]}",
         "config_path config_name": "- | hydra's: the file of verl that the keys change",
         "CUDA_VISIBLE_DEVICES PYTORCH_CUDA_ALLOC_CONF MASTER_PORT": "- | export it before the start",
         "NNODES": "- | a variable of the script",

@@ -102,7 +102,7 @@ def _patterns(choices: str) -> list[re.Pattern[str]]:
     return [re.compile(p.format(choices, choices.lower())) for p in (_NAMED, _OPENING, _SECOND)]
 
 
-@rewards.register("json_schema", independent=True)
+@rewards.register("json_schema", independent=True, column_or_option=("schema", "default_schema"))
 def json_schema(
     completions: list[Completion],
     schema: list[Any] | None = None,
