@@ -138,9 +138,22 @@ def test_datasets_of_a_mixture_may_have_different_column_names(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     entries = [{"path": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
     whole = load_mixture(mixture(*entries), DataConfig())["train"]
-    assert (whole["prompt"][:], whole["solution"][:]) == (["1 + 1", "2 + 2"], ["2", "4"])
+    assert (whole["question"][:], whole["solution"][:]) == (["1 + 1", "2 + 2"], ["2", "4"])  # a message each
     same = load_mixture(mixture(entries[0], entries[0]), DataConfig())["train"]
     assert same.column_names == ["question", "answer"]  # nothing to bring under one name
+
+
+def test_prompts_of_a_mixture_are_all_messages_or_all_text(tmp_path):
+    message = [{"role": "user", "content": "1 + 1"}]
+    for name, row in (("text", {"prompt": "1 + 1"}), ("chat", {"prompt": message}), ("asked", {"question": "2 + 2"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    chat, text, asked = ({"path": str(tmp_path / f"{name}.jsonl")} for name in ("chat", "text", "asked"))
+    whole = load_mixture(mixture(chat, asked), DataConfig())["train"]
+    assert [row[0]["content"] for row in whole["prompt"]] == ["1 + 1", "2 + 2"]
+    with pytest.raises(DataError, match="text in 'prompt' would go to the model as it stands, and in 'question' as a"):
+        load_mixture(mixture(text, asked), DataConfig())
+    whole = load_mixture(mixture(text, asked), DataConfig(system_prompt="Add."))["train"]
+    assert whole["prompt"][:] == ["1 + 1", "2 + 2"]
 
 
 def test_all_problems_of_a_mixture_are_reported_at_once(tmp_path):

@@ -240,6 +240,16 @@ def test_retry_pays_the_last_attempt():
     assert steps == [Step("again", None, False), Step(None, 0.5, True)]
 
 
+def test_retry_refuses_a_reward_of_token_counts_and_finds_a_file_beside_the_recipe(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(completions, **_): return [1.0] * len(completions)")
+    entries = [{"name": "retry", "kwargs": {"reward": reward}} for reward in ("cosine_length", "./mine.py:f")]
+    _, problems = parse_environments(entries[:1], tmp_path)
+    assert "it counts tokens" in str(problems[0])
+    [spec], problems = parse_environments(entries[1:], tmp_path)
+    assert problems == []
+    assert spec.kwargs["reward"] == f"{tmp_path / 'mine.py'}:f"
+
+
 def test_guess_draws_from_the_prompts_seed_where_the_row_has_no_number():
     games = [environments["guess"](high=1000) for _ in range(3)]
     for seed, game in zip((1, 1, 2), games, strict=True):

@@ -124,6 +124,12 @@ def test_another_runs_file_is_begun_anew(trainer, tmp_path):
     ]
 
 
+def test_other_prompts_under_the_same_name_are_sampled_anew(trainer, tmp_path):
+    drawn(trainer(), tmp_path)
+    rows = [{**row, "solution": "0"} for row in ROWS]
+    assert drawn(trainer(), tmp_path, rows=rows) == drawn(trainer(), tmp_path, rows=rows, name="fresh")
+
+
 def test_chunks_of_another_size_are_begun_anew(trainer, tmp_path):
     drawn(trainer(), tmp_path)
     wider = trainer(per_device_train_batch_size=16)
@@ -229,6 +235,12 @@ def test_figures_by_hand():
     assert found.by_source["b"]["avg@4"].mean == 0.25
     assert logged_figures(found)["eval_set/a/avg@4"] == 0.5
     assert found.figures["rewards/judge"].mean == pytest.approx((2 / 3 + 1 / 4) / 2)
+
+
+def test_right_answers_vote_together_however_they_are_written():
+    samples = [sample(0, v, r) for v, r in [(1, "18"), (1, "18 dollar"), (0, "17"), (0, "17"), (1, "18.00")]]
+    found = result(replace(JUDGED, samples=5, k=(5,)), samples, model="m")
+    assert found.figures["maj@5"].mean == 1
 
 
 def test_a_result_reads_back(tmp_path):

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.library import math_equality
+from grpo_ext.rewards.library.math_judgement import judge
 from support.answers import cases
 
 accuracy = rewards["accuracy"]
@@ -281,3 +283,29 @@ def test_every_solution_of_gsm8ks_test_set_is_read_right_in_four_forms(gsm8k):
     texts = [form.format(body, gold) for form in forms for body, gold in zip(bodies, golds, strict=True)]
     found = accuracy(texts, [*golds] * 4)
     assert (found.count(1.0), len(found)) == (5276, 5276)
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("yes", r"\boxed{Yes}", r"\boxed{No}"),
+        ("no", "The answer is No.", "The answer is Yes."),
+        ("odd", r"\boxed{\text{Odd}}", r"\boxed{\text{Even}}"),
+        ("A", "The answer is A.", "The answer is B."),
+        ("10", r"It is $\$10$ in all. The answer is $\$10$.", r"The answer is $\$100$."),
+        ("18", r"The answer is $\$18.00$ per day.", r"The answer is $\$81.00$ per day."),
+        ("0.00003", "3 x 10^-5", "3 x 10^-4"),
+        ("0.00003", r"\boxed{3 \times 10^-5}", r"\boxed{3 \times 10^5}"),
+        ("1.6 x 10^-19", r"$1.6 \times 10^{-19}$", r"$1.6 \times 10^{-18}$"),
+    ],
+)
+def test_words_letters_dollars_and_small_numbers(gold, right, wrong):
+    assert (judge(right, gold).score, judge(wrong, gold).score) == (1, 0)
+
+
+def test_a_reference_that_took_too_long_once_is_read_again(monkeypatch):
+    limited = math_equality._limited
+    monkeypatch.setattr(math_equality, "_limited", lambda function, otherwise: otherwise)
+    assert judge(r"\boxed{3x+17}", "3x+17").score is None
+    monkeypatch.setattr(math_equality, "_limited", limited)
+    assert judge(r"\boxed{3x+17}", "3x+17").score == 1

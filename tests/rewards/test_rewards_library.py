@@ -37,6 +37,8 @@ def test_cosine_length_by_hand():
         [-1.0, -0.7 - 0.3 * half, -0.7, -0.7 + 0.3 * half, -0.4, -0.4]
     )
     assert cosine_length(completions=["72"], solution=[None], completion_ids=tokens(1), max_length=9) == [None]
+    copied = {"completions": [r"\boxed{876+530}"], "solution": ["1406"], "prompts": ["What is 876+530?"]}
+    assert cosine_length(**copied, completion_ids=tokens(0), max_length=9) == [-1.0]  # as `accuracy` judges it
 
 
 @given(st.lists(st.integers(0, 300), min_size=1), st.integers(1, 200))

@@ -29,7 +29,7 @@ class Forks:
     def __init__(self, *modules: str) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen([sys.executable, __file__, *modules], **pipes)
-        atexit.register(self.process.communicate)
+        atexit.register(self.process.kill)
 
     def run(
         self, line: list[str], environments: list[dict[str, str]], folder: str, said: str, patience: float
@@ -86,10 +86,12 @@ def exit_codes(
 
 
 def main() -> None:
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what reads or prints here does not meddle with them
+    os.dup2(2, 1)
     for module in sys.argv[1:]:
         import_module(module)
     gc.freeze()  # a collection in a fork would copy all of the memory
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for asked in map(json.loads, iter(requests.readline, "")):
         print(json.dumps(exit_codes(*asked)), file=answers, flush=True)
     os._exit(0)  # at once

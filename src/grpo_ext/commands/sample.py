@@ -128,6 +128,11 @@ def run(options: argparse.Namespace) -> int:
     with planned_processes(processes, here=True):
         recipe = load_recipe(keys)
     by = _pass_reward(options.pass_by, recipe)
+    prompts = output.with_name(f"{output.stem}_prompts{output.suffix}")
+    for file in (output, prompts):
+        if Path(str(recipe.script.dataset_name)).expanduser().resolve() == file.resolve():
+            reason = f"it would replace {file.name}, the recipe's dataset_name"
+            raise ConfigError([Problem("--output", options.output, reason, "Name another file.")])
     batch = max(1, (recipe.training.generation_batch_size or 1) // processes // options.num)
     completions: list[Row] = []
     asked: list[Row] = []
@@ -141,7 +146,6 @@ def run(options: argparse.Namespace) -> int:
             asked.append(prompt_row(row, recipe.data.answer_format, pass_rate(group, by)))
     finally:
         trainer.close_rewards()
-    prompts = output.with_name(f"{output.stem}_prompts{output.suffix}")
     write_completions(output, completions)
     write_completions(prompts, asked)
     print(f"{output}: {len(asked)} prompts x {options.num} completions with their rewards.")

@@ -184,7 +184,7 @@ LOSS_RULES: tuple[Rule, ...] = (
         "top_entropy_quantile loss_type",
         lambda c: c.loss_defaults == "paper" and c.top_entropy_quantile < 1 and c.objective.shares_its_ratio,
         "the tokens of a completion share one ratio, so that those left out would train through the others",
-        "Set top_entropy_quantile: 1.0, or importance_sampling_level: token.",
+        "Set top_entropy_quantile: 1.0.",
     ),
     Conflict(
         "multi_objective_aggregation",

@@ -125,16 +125,22 @@ def _override_a_field(config: GRPOExtArguments) -> Iterator[Problem]:
         yield Problem("generation_kwargs.do_sample", False, reason, "Remove it.")
 
 
-_ENDS = (
-    "completions would stop there, but are cut at the ends that the model has, so that padding would be trained",
-    "Set it in the tokenizer or in the model's generation_config.json.",
-)
+_UNREAD = ("nothing reads it here", "Remove it.")
 _BESIDE_TRANSFORMERS = {
-    **dict.fromkeys(("eos_token_id", "pad_token_id"), _ENDS),
-    "stop_strings": ("completions would stop there, and the padding behind them would be trained", "Remove it."),
+    "eos_token_id": (
+        "completions would stop there, but are cut at the ends that the model has, so that padding would be trained",
+        "Set it in the tokenizer or in the model's generation_config.json.",
+    ),
+    **dict.fromkeys(
+        ("stop_strings", "token_healing"),
+        ("it needs the tokenizer, which TRL does not hand to generate", "Remove it."),
+    ),
     "return_dict_in_generate": ("TRL takes the tokens alone", "Remove it."),
     "compile_config": ("TRL switches compilation off", "Remove it."),
-    "token_healing": ("it would change the prompt behind the trainer's back", "Remove it."),
+    **dict.fromkeys(
+        ("force_words_ids", "constraints", "dola_layers", "penalty_alpha"),
+        ("transformers runs code of the hub for it, which TRL does not allow", "Remove it."),
+    ),
     **dict.fromkeys(
         (
             *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "use_mtp"),
@@ -143,11 +149,11 @@ _BESIDE_TRANSFORMERS = {
         ),
         ("transformers drafts tokens for one row at a time only", "Remove it."),
     ),
-    **dict.fromkeys(
-        ("length_penalty", "early_stopping", "low_memory"), ("it has no effect without beams", "Remove it.")
-    ),
+    **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), _UNREAD),
+    **dict.fromkeys(("decoder_start_token_id", "forced_bos_token_id", "low_memory"), _UNREAD),
 }
 """Options of transformers that no recipe may pass, each with the reason and the cure."""
+_OF_BEAMS = dict.fromkeys(("length_penalty", "early_stopping"), ("it has no effect without beams", "Remove it."))
 _BESIDE_VLLM = {
     "logprobs": (
         "TRL asks vLLM for the sampled token's log-probability and takes the first that it returns: of more, that is "
@@ -168,11 +174,12 @@ _BESIDE_VLLM = {
 
 def _go_wrong(config: GRPOExtArguments) -> Iterator[Problem]:
     given = as_mapping(config.generation_kwargs)
-    table, beside = (_BESIDE_VLLM, {"use_vllm": True}) if config.use_vllm else (_BESIDE_TRANSFORMERS, {})
+    beams = {} if (given.get("num_beams") or 1) > 1 else _OF_BEAMS
+    table, beside = (_BESIDE_VLLM, {"use_vllm": True}) if config.use_vllm else (_BESIDE_TRANSFORMERS | beams, {})
     for name in (name for name in table if name in given):
-        unset = (None, False, getattr(GenerationConfig(), name, None))
-        if given[name] not in unset or name == "logprobs":  # null: none are returned
-            yield Problem(f"generation_kwargs.{name}", given[name], *table[name], beside)
+        value, default = given[name], getattr(GenerationConfig(), name, None)
+        if not (value is None or value is False or value == default) or name == "logprobs":  # null: none are returned
+            yield Problem(f"generation_kwargs.{name}", value, *table[name], beside)
 
 
 def _generation(config: GRPOExtArguments) -> Iterator[Problem]:

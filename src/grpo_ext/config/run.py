@@ -104,10 +104,12 @@ def _schedule_options(config: GRPOExtArguments) -> Iterator[Problem]:
 
 def _checkpointing_options(config: GRPOExtArguments) -> Iterator[Problem]:
     parameters = inspect.signature(checkpoint).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] + ["preserve_rng_state"]
-    known += [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
+    known = ["preserve_rng_state", *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)]
     for key, value in as_mapping(config.gradient_checkpointing_kwargs).items():
-        if key not in known:
+        if key in ("every_n_layers", "offload"):  # of transformers
+            reason = "TRL sets checkpointing again after each pass without a gradient, and would drop it then"
+            yield Problem(f"gradient_checkpointing_kwargs.{key}", value, reason, "Remove it.")
+        elif key not in known:
             reason = "torch.utils.checkpoint has no such option"
             yield Problem(f"gradient_checkpointing_kwargs.{key}", value, reason, did_you_mean(str(key), known))
 

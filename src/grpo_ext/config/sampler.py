@@ -16,6 +16,9 @@ TRL_NAMES = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_
 RULE = Spec.of(SamplerRule, example=EXAMPLE)
 
 
+MULTIPLIED = "this loss multiplies the weights of a completion's tokens, so a token's 0 would leave it out whole"
+
+
 def blocks_of(given: object) -> list[Any]:
     """Return the blocks of `sampler_correction`, which is one or a list of them."""
     return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
@@ -86,8 +89,10 @@ def _bounds(place: str, rule: SamplerRule) -> Iterator[Problem]:
 
 def _with_the_loss(place: str, rule: SamplerRule, config: GRPOExtArguments) -> Iterator[Problem]:
     if rule.action == "mask" and rule.by_token and config.objective.corrects_sampler:
-        reason = "this loss multiplies the weights of a completion's tokens, so a token's 0 would leave it out whole"
-        cure = "Set action: reject." if config.loss_defaults == "paper" else "Set action: truncate."
+        reason, cure = (
+            MULTIPLIED,
+            "Set action: reject." if config.loss_defaults == "paper" else "Set action: truncate.",
+        )
         yield Problem(f"{place}.action", "mask", reason, cure, {"loss_type": config.loss_type})
     if rule.action != "reject":
         return
@@ -106,11 +111,15 @@ def _levels(config: GRPOExtArguments) -> Iterator[Problem]:
     levels = find(config.loss_type).sampler_levels
     if not config.samples_otherwise or next(_blocks(config), None) is not None:
         return
+    mode = config.trl_sampler_mode
+    multiplies = config.objective.corrects_sampler and config.loss_defaults == "paper"
     if all(("token" if rule.by_token else "sequence") in levels for rule in config.sampler_rules):
+        if mode == "token_mask" and multiplies:
+            yield Problem("vllm_importance_sampling_mode", mode, MULTIPLIED, "Set 'token_truncate'.")
         return
     reason = f"{config.loss_type} takes the correction per {levels[0]}"
-    if mode := config.trl_sampler_mode:
-        cure = f"Set '{levels[0]}_truncate' or '{levels[0]}_mask'."
+    if mode:
+        cure = f"Set '{levels[0]}_truncate'" + ("." if multiplies else f" or '{levels[0]}_mask'.")
         yield Problem("vllm_importance_sampling_mode", mode, reason, cure)
     else:
         yield Problem(FIELD, config.sampler_correction, reason, f"Set level: {levels[0]}.")

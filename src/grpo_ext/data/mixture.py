@@ -18,7 +18,7 @@ from grpo_ext.data.config import DataConfig, is_size
 from grpo_ext.data.held_out import hold_out
 from grpo_ext.data.loading import call_loader, load_files, load_split
 from grpo_ext.data.prepare import AnyDataset
-from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS
+from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, with_system_prompt
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.objective.options import Within
 from grpo_ext.registry import did_you_mean
@@ -164,15 +164,42 @@ def _first_of_each(parts: list[Any], entries: list[DatasetConfig], most: int) ->
 
 
 def _with_one_name(parts: list[Any], config: DataConfig) -> list[Any]:
-    """Rename columns of prompts and answers to the usual name where the datasets differ: `question` is a `prompt`."""
+    """Give columns of prompts and of answers one name where the datasets differ: `question` here, `problem` there.
+
+    Text in `prompt` goes to the model as it stands, and text in a column of another name as a message. So prompts are
+    called `prompt` only where one of the datasets calls them so, and text from the others becomes a message there.
+
+    Raises:
+        DataError: one dataset's prompts would go to the model as they stand, and another's as messages.
+    """
     for chosen, usual in _column_names(config):
         named = [next((name for name in usual if name in _names(part)), None) for part in parts]
-        if chosen is None and len(set(named)) > 1:
-            parts = [
-                part if name in (None, usual[0]) else part.rename_column(name, usual[0])
-                for part, name in zip(parts, named, strict=True)
-            ]
+        if chosen is not None or len(set(named)) < 2:
+            continue
+        prompts = usual is PROMPT_COLUMNS
+        common = usual[0] if usual[0] in named or not prompts else next(name for name in named if name)
+        for i, name in enumerate(named):
+            if name not in (None, common):
+                parts[i] = parts[i].rename_column(name, common)
+        if prompts and common == usual[0] and config.system_prompt is None:
+            texts = [i for i, part in enumerate(parts) if _is_text(part, common)]
+            if len({named[i] == common for i in texts}) > 1:
+                other = next(named[i] for i in texts if named[i] != common)
+                reason = f"text in {common!r} would go to the model as it stands, and in {other!r} as a message"
+                cure = "Give the columns one name in the files, or set system_prompt: then all are messages."
+                raise DataError([Problem("datasets", ABSENT, reason, cure)])
+            texts = [i for i in texts if named[i] != common]
+            for i in texts:
+                parts[i] = parts[i].map(_as_message)
     return parts
+
+
+def _is_text(part: AnyDataset, column: str) -> bool:
+    return getattr((part.features or {}).get(column), "dtype", "") == "string"
+
+
+def _as_message(row: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": with_system_prompt(row["prompt"], None)}
 
 
 def _column_names(config: DataConfig) -> list[tuple[str | None, Sequence[str]]]:

@@ -143,6 +143,9 @@ def _parse_entry(place: str, entry: str | type | Mapping[str, Any], folder: Path
     problems += found
     environment, target, named, unknown = _target(place, entry, folder)
     kwargs = {**named, **kwargs}
+    for option in getattr(target, "paths", ()):  # which name a function
+        if isinstance(path := kwargs.get(option), str) and ":" in path:
+            kwargs[option] = located(path, folder)
     problems += unknown
     if target is not None:
         problems += _class_problems(place, target, kwargs)

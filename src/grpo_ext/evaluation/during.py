@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
-from grpo_ext.evaluation.evaluate import evaluate
+from grpo_ext.evaluation.evaluate import digest, evaluate
 from grpo_ext.evaluation.results import EVALUATION, logged_figures, result, table
 from grpo_ext.evaluation.sampling import HasEngine
 
@@ -45,7 +45,7 @@ class DuringTraining(TrainerCallback):
         trainer, step = self.trainer, self.trainer.state.global_step
         folder = Path(str(trainer.args.output_dir)) / EVALUATION / chosen.name
         model = trainer.model.config._name_or_path
-        identity = {"model": model, "step": step, "set": chosen}
+        identity = {"model": model, "step": step, "set": chosen, "run": digest(trainer._record)}
         kept = folder / f"step_{step}_samples.jsonl"
         samples = evaluate(trainer, chosen, rows, kept=kept, identity=identity, workers=self.workers)
         found = result(chosen, samples, model=model, step=step)

@@ -5,6 +5,7 @@ processes nor an interruption changes the samples. Finished chunks are kept in a
 continues after the last of them.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import RewardError
-from grpo_ext.evaluation.sampling import HasEngine, evaluating, seeded
+from grpo_ext.evaluation.sampling import HasEngine, evaluating, length_of, seeded
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.runtime import Runtime
@@ -40,8 +41,8 @@ def evaluate(
 ) -> list[Row]:
     """Return samples of all rows, on every process; the main one keeps finished chunks in the file `kept`.
 
-    A sample is a prompt's row with a completion, its tokens and its rewards. `identity` (model, weights, settings)
-    identifies the file: one with another identity is overwritten.
+    A sample is a prompt's row with a completion, its tokens and its rewards. `identity` (model, weights, settings),
+    the rows and the longest completion identify the file: one with another identity is overwritten.
 
     Raises:
         RewardError: a reward failed under `on_error: raise`; on all processes.
@@ -49,7 +50,8 @@ def evaluate(
     size = prompts_at_a_time(trainer.args, chosen.samples, len(rows))
     chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
     accelerator = trainer.accelerator
-    box = [_finished(kept, {**identity, "prompts_at_a_time": size}) if accelerator.is_main_process else {}]
+    of_rows = {"rows": digest(rows), "max_completion_length": length_of(trainer, chosen), "prompts_at_a_time": size}
+    box = [_finished(kept, {**identity, **of_rows}) if accelerator.is_main_process else {}]
     broadcast_object_list(box, from_process=0)
     done = box[0]
     left = [i for i in range(len(chunks)) if i not in done]
@@ -74,6 +76,11 @@ def evaluate(
     finally:
         runtime.close()
     return [sample for chunk in range(len(chunks)) for sample in done[chunk]]
+
+
+def digest(content: object) -> str:
+    """Return what tells contents apart."""
+    return hashlib.sha256(json.dumps(content, default=str, sort_keys=True).encode()).hexdigest()
 
 
 def prompts_at_a_time(args: GRPOExtConfig, samples: int, prompts: int) -> int:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,15 @@ def _shares(chosen: EvalSet, group: Sequence[Row], right: Sequence[bool]) -> dic
             None if _NO_ANSWER.fullmatch(str(sample.get(ANSWER_READ) or "")) else sample[ANSWER_READ]
             for sample in group
         ]
-        shares |= {f"maj@{k}": maj_at_k(answers, right, k) for k in ks}
+        shares |= {f"maj@{k}": maj_at_k(_votes(answers, right), right, k) for k in ks}
         shares["answered"] = sum(answer is not None for answer in answers) / len(answers)
     return shares
+
+
+def _votes(answers: Sequence[Hashable], right: Sequence[bool]) -> list[Hashable]:
+    """Return the votes of samples: answers that are always right are one, such as 18 and 18.00."""
+    wrong = {answer for answer, is_right in zip(answers, right, strict=True) if not is_right}
+    return [answer if answer is None or answer in wrong else True for answer in answers]
 
 
 def _group_means(chosen: EvalSet, group: Sequence[Row]) -> dict[str, float]:

@@ -35,6 +35,7 @@ class HasEngine(Protocol):
     eos_token_ids: Any
     _tokenizer: Any
     _metrics: Any
+    _record: Any
 
     def rollouts(self, rows: list[Row], attempts: list[AttemptId]) -> Collected:
         """Return one generation."""
@@ -76,7 +77,7 @@ def seeded(trainer: HasEngine, chunk: int, attempts: Sequence[AttemptId]) -> Ite
 @contextmanager
 def _transformers(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
     config, given = trainer.generation_config, trainer.generation_kwargs
-    kwargs = {**given, "do_sample": chosen.temperature > 0, "max_new_tokens": _length(trainer, chosen)}
+    kwargs = {**given, "do_sample": chosen.temperature > 0, "max_new_tokens": length_of(trainer, chosen)}
     for name in ("temperature", "top_p", "top_k", "min_p"):
         kwargs[name] = getattr(chosen, name) if kwargs["do_sample"] else None
     trainer.generation_config, trainer.generation_kwargs = GenerationConfig(**kwargs, disable_compile=True), kwargs
@@ -93,11 +94,12 @@ def _vllm(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
         "top_p": chosen.top_p,
         "top_k": chosen.top_k or -1,
         "min_p": chosen.min_p,
-        "max_completion_length": _length(trainer, chosen),
+        "max_completion_length": length_of(trainer, chosen),
     }
     with temporarily(trainer.vllm_generation, **settings):
         yield
 
 
-def _length(trainer: HasEngine, chosen: EvalSet) -> int:
+def length_of(trainer: HasEngine, chosen: EvalSet) -> int:
+    """Return the most tokens of a completion."""
     return chosen.max_completion_length or trainer.args.max_completion_length

@@ -75,17 +75,22 @@ _StrictLoader.add_implicit_resolver(
 _CURES = {
     r"found character '\t'": "Indent by spaces, not by a tab.",
     "mapping values are not allowed": 'Put text that holds ": " in quotes.',
-    "parsing a flow sequence": "Close the [ with a ].",
-    "parsing a flow mapping": "Close the { with a }.",
-    "quoted scalar": "Close the quotes.",
+    "block mapping, expected <block end>, but found '<scalar>'": "Put the whole text in quotes.",
 }
+_OPEN = {
+    "flow sequence": "Close the [ with a ].",
+    "flow mapping": "Close the { with a }.",
+    "quoted scalar": "Close it.",
+}
+"""What has begun in a line and does not end, as YAML calls it."""
 
 
 def _told(error: yaml.MarkedYAMLError) -> tuple[str, str]:
-    """Return where YAML ends and why, and a cure."""
-    mark = error.context_mark or error.problem_mark
+    """Return where and why a text is no YAML, and a cure."""
     told = ", ".join(filter(None, (error.context, error.problem)))
-    cure = next((cure for words, cure in _CURES.items() if words in told), "Correct that line.")
+    begun = next((cure for words, cure in _OPEN.items() if words in (error.context or "")), None)
+    mark = error.context_mark if begun and error.context_mark else error.problem_mark
+    cure = begun or next((cure for words, cure in _CURES.items() if words in told), "Correct that line.")
     return f"not valid YAML in line {mark.line + 1 if mark else '?'}: {told}", cure
 
 

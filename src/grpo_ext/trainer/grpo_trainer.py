@@ -406,7 +406,8 @@ class GRPOExtTrainer(ChunkTrainer):
             self._buffered_inputs = self._generation.micro_batches
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         if self.accelerator.sync_gradients:  # the policy is about to move
-            later = [batch for batch in self._buffered_inputs if batch is not inputs]
+            others = (batch for batch in self._buffered_inputs if batch is not inputs)
+            later = [batch for batch in others if "old_per_token_logps" not in batch]
             self._add_old_logps(self._without_samplers_old(later))
         return inputs
 
@@ -420,9 +421,9 @@ class GRPOExtTrainer(ChunkTrainer):
 
     def _add_old_logps(self, batches: list[MicroBatch]) -> None:
         """Add old log-probabilities to the micro-batches that have none, by the loss's own forward."""
-        if new := [batch for batch in batches if "old_per_token_logps" not in batch]:
+        if batches:
             with forward_only(self.model, self.args):
-                for batch in new:
+                for batch in batches:
                     batch["old_per_token_logps"] = self._scores(self.model, batch, self._live_rows(batch, "train"))[0]
 
     def _arranged(self, batches: list[MicroBatch]) -> Generation:

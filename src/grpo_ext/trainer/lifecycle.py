@@ -73,6 +73,8 @@ class Lifecycle(SavingTrainer):
             check_started(self.accelerator.distributed_type.value, self.ref_model is not None)
             self._buffered_inputs, self._generation, self._step = None, Generation(), 0
             self._group_means.load([])
+            self._figures.clear()
+            self._metrics["train"].clear()
             if self._sampler is not None:
                 self._sampler.prompts.drawn = 0
             self._epoch_began, self._stopped_at, self._leaving = (0, 0), None, False

@@ -8,7 +8,7 @@ import torch
 
 from support import tiny
 from support.mismatched import ROWS, RULES
-from support.processes import CONFIG, run, run_forked
+from support.processes import CONFIG, launcher, run, run_forked
 
 SCRIPT = Path(__file__).parent / "ranks.py"
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ def results(tmp_path_factory):
     model = tiny.save(folder / "model")
     one, two = folder / "one", folder / "two"
     run_forked(SCRIPT, "one_step", model, one, 16, *LOSSES)
-    run_forked(SCRIPT, "one_step", model, two, 8, *LOSSES, config=CONFIG)
+    run([*launcher(), str(SCRIPT), "one_step", model, str(two), "8", *LOSSES])  # each with hash seeds of its own
     return {name: [torch.load(side / f"{name}.pt") for side in (one, two)] for name in LOSSES} | {"start": model}
 
 

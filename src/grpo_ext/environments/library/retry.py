@@ -1,5 +1,6 @@
 """Repeated attempts at a row, judged by any reward function."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ class Retry(Conversation):
         threshold: reward that ends the attempts.
         discount: factor of the reward for each further attempt.
     """
+
+    paths = ("reward",)
 
     def __init__(
         self,
@@ -50,9 +53,14 @@ class Retry(Conversation):
     def option_problems(cls, reward: str = "accuracy", **_: object) -> Iterator[Problem]:
         """Yield the problem of an unknown reward."""
         try:
-            cls._reward(reward)
+            function = cls._reward(reward)
         except UnknownNameError as error:
             yield Problem("reward", reward, error.reason, error.cure)
+            return
+        ids = inspect.signature(function).parameters.get("completion_ids")
+        if ids is not None and ids.default is ids.empty:
+            reason = "it counts tokens, and an environment sees text only"
+            yield Problem("reward", reward, reason, "List it under reward_funcs.")
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Keep the row."""

@@ -35,7 +35,12 @@ It imports unsloth, which replaces TRL's classes when it is imported:
 
 def _dropped(text: str) -> Iterator[str]:
     """Yield a paragraph about arguments that TRL has renamed or dropped, if the script has some."""
-    notes = {key: f"write {rule.to}" if rule.to else f"leave it out: {rule.note}" for key, rule in OLDER.items()}
+    notes = {key: f"leave it out: {rule.note}" for key, rule in OLDER.items() if not rule.to}
+    for key, rule in OLDER.items():
+        if rule.to:
+            name = rule.to.removeprefix("env.")
+            write = f"write {name}" if name == rule.to else f"set the environment variable {name}"
+            notes[key] = f"{write} ({rule.note})" if rule.note else write
     notes["max_prompt_length"] = "leave it out, and longer prompts out of the dataset (a recipe has the key)"
     if found := [key for key in notes if re.search(rf"\b{key}\s*=[^=]", text)]:
         yield "\n\nArguments that TRL 1.16 has no more:" + "".join(f"\n  - {key}: {notes[key]}" for key in found)

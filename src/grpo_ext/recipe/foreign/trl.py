@@ -201,6 +201,8 @@ def _files(d: Draft) -> None:
     file = config.get("data_files") if isinstance(config, Mapping) else None
     if d.get("dataset_name") in ("json", "csv", "parquet") and isinstance(file, str):
         d.set("dataset_name", file, of=("dataset_name", "dataset_config"))
+        if further := ", ".join(key for key in config if key != "data_files"):
+            d.decide(f"dataset_config: {further} has no counterpart. See datasets in docs/recipes.md.")
 
 
 def _data(d: Draft) -> None:

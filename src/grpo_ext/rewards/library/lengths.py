@@ -4,6 +4,7 @@ import math
 import re
 import unicodedata
 from functools import lru_cache
+from typing import Any
 
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.library.functions import accuracy
@@ -43,6 +44,7 @@ def cosine_length(
     completions: list[Completion],
     solution: list[str | None],
     completion_ids: list[list[int]],
+    prompts: list[Any] | None = None,
     *,
     max_length: int,
     min_value_correct: float = 0.5,
@@ -73,7 +75,7 @@ def cosine_length(
     ends = {1.0: (max_value_correct, min_value_correct), 0.0: (min_value_wrong, max_value_wrong)}
     return [
         None if correct is None else _cosine(*ends[correct], min(1.0, len(ids) / max_length))
-        for correct, ids in zip(accuracy(completions, solution), completion_ids, strict=True)
+        for correct, ids in zip(accuracy(completions, solution, prompts=prompts), completion_ids, strict=True)
     ]
 
 

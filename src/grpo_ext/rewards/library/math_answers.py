@@ -5,6 +5,7 @@ the text is the answer, several values in one answer ("72 or 73"), words and let
 """
 
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
@@ -52,7 +53,7 @@ _ANCHOR = re.compile(r"\banswers?\b[^.\n:=\d]{0,60}?(?:\b(?:is|are|was|be|equals
 _CONTRAST = re.compile(r",\s*(?:and |but )?not\s+[-+$(\\.\d][^,]*\Z", re.IGNORECASE)  # "15, not 16"
 _REASON = re.compile(r"(?<=\S),?\s+(?:because|since)\b.*", re.IGNORECASE)
 _MATH = re.compile(
-    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]*[\\^][^$\n]*|\s*[(\[][^$()\n]*,[^$()\n]*[)\]]\s*)\$",
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\[^\n]|[^$\n\\])*?(?:\\[^\n]|\^)(?:\\[^\n]|[^$\n\\])*|\s*[(\[][^$()\n]*,[^$()\n]*[)\]]\s*)\$",
     re.DOTALL,
 )
 _JOINED = re.compile(r"^[^.\n]*\b(?:or|maybe|possibly|perhaps|not)\s+(?:\w+\s+)?$", re.IGNORECASE)
@@ -68,6 +69,8 @@ _WORDS_AROUND = re.compile(rf"^(?:{_LETTERS}[:,]?\s+)+|(?:\s+{_LETTERS}(?:\s*\^\
 _UNIT_LETTER = re.compile(r"\A((?:[^A-Za-z\\]|\\[A-Za-z]+)*[\d})])\s*[mgshlL](?:\s*\^\s*\{?[23]\}?)?\Z")
 _NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")  # the common case, which needs no cleaning
 _PHRASE = re.compile(r"[A-Za-z][A-Za-z' -]{1,59}")
+_CHOICE = re.compile(r"[A-Za-z]")
+"""A letter behind "answer is": elsewhere "a" and "I" are words."""
 _ARTICLE = re.compile(r"\Athe\s+", re.IGNORECASE)
 _SET = re.compile(r"\A\{([^{}]*)\}\Z")
 _SPACED = re.compile(r"[-+]?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")
@@ -81,14 +84,34 @@ _BRACKET, _DEEPEST = re.compile(r"[()\[\]{}]"), 12
 _UNFIT = re.compile(r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*/=\sA-Za-z]*\^|\*\*|!|%(?!\Z)")
 
 
-@lru_cache(maxsize=1024)  # the completions of a group share one
+class _Unread(Exception):
+    """A reference that cannot be read now, but perhaps when the machine is less busy: reading has a time limit."""
+
+
+_TRIES = 3
+_unread: Counter[str] = Counter()
+
+
 def reference_of(gold: str) -> MathValue | None:
     """Return the value of a reference answer, or None if it cannot be read; without a mark all of it is the answer."""
+    try:
+        return _reference(gold)
+    except _Unread:
+        return None
+
+
+@lru_cache(maxsize=1024)  # the completions of a group share one
+def _reference(gold: str) -> MathValue | None:
     text = answer_part(gold)
     span = marked(text)
     span = text if span is None else span
     value = _word(span) or _only_value(span)
-    return value if value is not None and readable(value) else None
+    if value is None or readable(value):
+        return value
+    _unread[gold] += 1
+    if _unread[gold] < _TRIES:
+        raise _Unread
+    return None
 
 
 def read_answer(text: str, where: str = "auto", *, word: bool = False) -> MathValue | None:
@@ -116,6 +139,8 @@ def read_answer(text: str, where: str = "auto", *, word: bool = False) -> MathVa
             return _word(sentence)
         if _VALUE.search(clean(sentence)) or _MATH.search(sentence):
             return _first_value(sentence)
+        if _CHOICE.fullmatch(clean(sentence)):
+            return _formula(clean(sentence))
     return _word(text) if word else _last_value(text)
 
 
@@ -127,7 +152,7 @@ def _word(span: str) -> MathValue | None:
     if not _PHRASE.fullmatch(text) or not _WORD.search(text):
         return None
     phrase = " ".join(text.split())
-    return MathValue("", word=phrase.casefold() if len(phrase) > 3 else phrase)
+    return MathValue("", word=phrase.casefold())
 
 
 def _only_value(span: str) -> MathValue | None:

@@ -37,6 +37,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\[$]|[$€£¥]|\\[()\[\]]", ""),
         (r"\s+", lambda m: "\n" if "\n" in m[0] else " "),  # on runs of it later patterns would take cubic time
         (r"\\%|\bper ?cent\b|\bpct\b", "%"),
+        (r"\^\s*([-\u2212]\d+)(?![\d.{])", lambda m: f"^{{{m[1]}}}".replace("\u2212", "-")),
         (r"\^? ?\{? ?(?:\\circ|°) ?\}?|\bdegrees?\b", " "),
         (r"\\[dt]frac", r"\\frac"),
         (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|operatorname|mbox)\s*\{([^{}]*)\}", r" \1 "),
