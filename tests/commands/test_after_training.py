@@ -273,6 +273,15 @@ def test_mistakes_of_sample_are_reported(given, expected, project, tmp_path, cap
     assert expected in capsys.readouterr().err
 
 
+def test_sample_does_not_replace_what_the_recipe_reads(project, tmp_path, capsys):
+    data = tmp_path / "x_prompts.jsonl"
+    data.write_text('{"problem": "1:", "answer": "1"}\n' * 8)
+    argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "run", dataset_name=str(data))
+    assert command("sample", *argv, "--output", tmp_path / "x.jsonl") == 2
+    assert "it would replace x_prompts.jsonl, the recipe's dataset_name" in capsys.readouterr().err
+    assert data.read_text().count("problem") == 8
+
+
 def test_the_recipes_chat_options_reach_the_template(project):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'x' if loud else 'y' }}"

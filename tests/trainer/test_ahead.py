@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.errors import ConfigError, RewardError, RunInterrupted, SamplerLost
+from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.generating import GeneratingTrainer
 from support import tiny, trainers
 from support.interrupted import without_clocks
@@ -453,6 +454,14 @@ def test_a_second_call_of_train_does_not_begin_with_what_a_checkpoint_had(tmp_pa
     sampler = trainer._beside = Copies(lambda: trainer.model, trainer.eos_token_ids)
     trainer.train()
     assert sampler.asked[:3] == [(0, 8), (0, 8), (1, 8)]
+
+
+def test_older_weights_are_those_of_the_process_that_saves_on_this_machine(tmp_path):
+    """Under `save_on_each_node` the second machine has files of its own processes only, 2 and 3."""
+    in_flight.write(tmp_path, 2, in_flight.InFlight([(1, None)], {1: {"w": torch.ones(2)}}, 4))
+    in_flight.write(tmp_path, 3, in_flight.InFlight([(1, None)], {}, 4))
+    assert [*in_flight.read(tmp_path, 3, saver=2).weights] == [1]
+    assert not in_flight.read(tmp_path, 3).weights
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo_ext.trainer.credit import group_shares
+from grpo_ext.trainer.credit import GroupMeans, group_shares
 
 NONE = math.nan
 KINDS = {
@@ -36,3 +36,11 @@ def test_accuracy_judges_if_there_is_one_and_else_the_first_reward():
 
 def test_groups_without_a_score_have_no_shares():
     assert group_shares(torch.full((2, 2, 1), NONE), ["mine"]) == {}
+
+
+def test_a_history_that_is_restored_has_nothing_of_before():
+    means = GroupMeans(4)
+    means.remember(torch.rand(2, 4, 1), torch.rand(2, 4))
+    kept = means.to_list()
+    means.load(kept)
+    assert means.to_list() == kept
