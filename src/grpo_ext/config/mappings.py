@@ -138,7 +138,7 @@ _BESIDE_TRANSFORMERS = {
     "return_dict_in_generate": ("TRL takes the tokens alone", "Remove it."),
     "compile_config": ("TRL switches compilation off", "Remove it."),
     **dict.fromkeys(
-        ("force_words_ids", "constraints", "dola_layers", "penalty_alpha"),
+        ("force_words_ids", "constraints", "dola_layers"),
         ("transformers runs code of the hub for it, which TRL does not allow", "Remove it."),
     ),
     **dict.fromkeys(
