@@ -89,11 +89,8 @@ def _bounds(place: str, rule: SamplerRule) -> Iterator[Problem]:
 
 def _with_the_loss(place: str, rule: SamplerRule, config: GRPOExtArguments) -> Iterator[Problem]:
     if rule.action == "mask" and rule.by_token and config.objective.corrects_sampler:
-        reason, cure = (
-            MULTIPLIED,
-            "Set action: reject." if config.loss_defaults == "paper" else "Set action: truncate.",
-        )
-        yield Problem(f"{place}.action", "mask", reason, cure, {"loss_type": config.loss_type})
+        cure = "Set action: reject." if config.loss_defaults == "paper" else "Set action: truncate."
+        yield Problem(f"{place}.action", "mask", MULTIPLIED, cure, {"loss_type": config.loss_type})
     if rule.action != "reject":
         return
     if config.loss_defaults == "trl":

@@ -80,7 +80,7 @@ _CURES = {
 _OPEN = {
     "flow sequence": "Close the [ with a ].",
     "flow mapping": "Close the { with a }.",
-    "quoted scalar": "Close it.",
+    "quoted scalar": "Close the quotes.",
 }
 """What has begun in a line and does not end, as YAML calls it."""
 
