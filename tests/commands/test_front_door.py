@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from grpo_ext import __version__
 from grpo_ext.commands import env
@@ -146,3 +147,25 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     assert "step 4/4   trained in" in out
     assert list(names["log"].index) == [2, 4]
     assert names["trainer"].reward_func_names == ["accuracy", "format", "carries"]
+
+
+BY_TURN = """
+def by_turn(trajectory, **_):
+    return [[turn.reward for turn in one.turns] for one in trajectory]
+"""
+"""The example of docs/trajectories.md."""
+
+
+@pytest.mark.parametrize(("changed", "code", "twice"), [({}, 0, True), ({"weight": 0.0}, 0, False), (None, 2, False)])
+def test_a_reward_by_turn_is_accepted_beside_environments(changed, code, twice, tmp_path, monkeypatch, said):
+    (tmp_path / "turns.py").write_text(BY_TURN)
+    recipe = yaml.safe_load((ROOT / "recipes/quickstart/guess.yaml").read_text())
+    game = recipe.pop("environments")[0]
+    recipe["reward_funcs"] = ["./turns.py:by_turn"]
+    if changed is not None:
+        recipe["environments"] = [game | changed]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(tmp_path)
+    found, out, err = said("check", "--config", "recipe.yaml")
+    assert (found, "counts twice" in " ".join(out.split())) == (code, twice), err
+    assert ("no column 'trajectory'" in err) == (code == 2)

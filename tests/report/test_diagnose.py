@@ -46,6 +46,19 @@ def test_a_sound_run_has_no_findings(tmp_path, capsys):
         assert all(figure in out for figure in rule.figures)
 
 
+SILENT = {
+    "advantages/zero_variance_groups": 1.0, "reward": 0.0, "groups/all_wrong": 1.0, "completions/clipped_ratio": 0.94
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "step"), [(1, 1), (4, 4), (9, 5)])
+def test_a_run_whose_groups_never_have_an_advantage_is_named(steps, step, tmp_path, capsys):
+    code, out, _ = asked(run_folder(tmp_path / "run", log=history(SILENT, since=1, steps=steps)), capsys=capsys)
+    assert (code, f"step {step}: no signal" in out) == (1, True)
+    for words in (f"in all {step} logs", "reward 0,", "groups/all_wrong 1,", "completions/clipped_ratio 0.94"):
+        assert words in " ".join(out.split())
+
+
 def test_json_output(tmp_path, capsys):
     folder = run_folder(tmp_path / "run", log=history(STALE | MASK))
     code, out, _ = asked(folder, "--json", capsys=capsys)

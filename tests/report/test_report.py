@@ -211,6 +211,48 @@ def test_the_page_begins_with_the_verdict(words, tmp_path):
     assert "time 2.00 hours tokens 1,234,567" in opening
 
 
+def evaluated(run, name, model, right, **changed):
+    """What `grpo-ext eval --model` leaves: no step, the share of right samples by prompt."""
+    mean = sum(right) / len(right)
+    figures = {"avg@4": {"mean": mean, "low": mean - 0.2, "high": mean + 0.2, "prompts": len(right)}}
+    content = {"set": "test", "model": model, "step": None, "figures": figures, "settings": {"samples": 4}}
+    leave(run, f"evaluation/test/{name}.json", json.dumps(content | {"right": dict(enumerate(right))} | changed))
+
+
+GAINS = [
+    ([0.25, 0.5, 0.0, 0.25], [0.5, 1.0, 0.25, 0.5], "Yes"),
+    ([0.5, 0.5, 0.25, 0.5], [0.5, 0.25, 0.5, 0.5], "Not shown"),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "verdict"), GAINS)
+@pytest.mark.parametrize("model", ["outputs/mine", "outputs/mine/checkpoint-20"])
+def test_results_of_eval_for_the_model_before_and_after_lead_the_page(before, after, verdict, model, tmp_path):
+    run = run_folder(tmp_path / "mine", steps=20, model_name_or_path="org/base")
+    evaluated(run, "base", "org/base", before)
+    evaluated(run, "mine", model, after)
+    evaluated(run, "other", "org/another", [1.0] * 4)
+    page = page_of(tmp_path, run)
+    gained = sum(b - a for a, b in zip(before, after, strict=True)) / 4
+    assert f"{verdict}: test avg@4" in page.text
+    assert f"at step 20, by prompt {gained:+.3g} (" in page.text
+    assert "over 4 prompts." in page.text
+
+
+def test_results_under_other_settings_are_not_paired(tmp_path):
+    run = run_folder(tmp_path / "mine", steps=20, model_name_or_path="org/base")
+    evaluated(run, "base", "org/base", [0.25] * 4)
+    evaluated(run, "mine", "mine", [0.5] * 4, settings={"samples": 8})
+    assert "by prompt" not in page_of(tmp_path, run).text
+
+
+def test_few_logs_show_no_rise_and_a_rise_within_the_noise_is_named(tmp_path):
+    few = [{"reward": 1.5 + 0.01 * step, "step": step} for step in range(1, 6)]
+    assert "fewer than 6 logs of the reward" in page_of(tmp_path, run_folder(tmp_path / "few", log=few)).text
+    noisy = [{"reward": 1.0 + step % 2 + 0.01 * step, "step": step} for step in range(12)]
+    assert "which may be noise." in page_of(tmp_path, run_folder(tmp_path / "noisy", log=noisy)).text
+
+
 def test_without_held_out_results_the_verdict_is_unknown(tmp_path):
     page = page_of(tmp_path, run_folder(tmp_path / "mine", steps=40))
     assert "Unknown on held-out prompts: none were evaluated (eval_sets, eval_strategy)." in page.text

@@ -197,9 +197,12 @@ def _cell(mean: Mean | None) -> str:
     return f"{mean.mean:.3f}" if math.isinf(mean.low) else f"{mean.mean:.3f}  ({mean.low:.3f} to {mean.high:.3f})"
 
 
+def gain(before: Mapping[str, float], after: Mapping[str, float]) -> Mean:
+    """Return the mean difference of the shares of right samples, paired by prompt (`Result.right`)."""
+    return mean_of([after[i] - before[i] for i in before if i in after])
+
+
 def difference(before: Result, after: Result) -> str:
     """Return how much more is right after than before, paired by prompt, which two separate intervals cannot show."""
-    both = [after.right[i] - before.right[i] for i in before.right if i in after.right]
-    found = mean_of(both)
-    name = next(iter(after.figures))
-    return f"{name}: {found.mean:+.3f}  ({found.low:+.3f} to {found.high:+.3f}), prompt by prompt over {len(both)}"
+    found, name = gain(before.right, after.right), next(iter(after.figures))
+    return f"{name}: {found.mean:+.3f}  ({found.low:+.3f} to {found.high:+.3f}), prompt by prompt over {found.prompts}"

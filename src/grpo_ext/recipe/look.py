@@ -21,6 +21,7 @@ from grpo_ext.data.prepare import AnyDataset, Tokenizer
 from grpo_ext.data.rows import Row
 from grpo_ext.environments import fit
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
+from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.recipe.loading import datasets_of, rows_of
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policies import InspectedPolicy, inspect_policy
@@ -120,13 +121,19 @@ def findings(
     problems += as_far_as_sound(image_problems(training, train.column_names))
     problems += fit.dataset_problems(environments, train)
     if train.column_names is not None:  # None for some streams
-        found, warnings = _reward_findings(recipe.rewards, train)
+        of_environments = [TRAJECTORY] if environments else []
+        found, warnings = _reward_findings(recipe.rewards, train, of_environments)
         return problems + found, notes + warnings
     return problems, notes
 
 
-def _reward_findings(rewards: list[RewardSpec], train: AnyDataset) -> tuple[list[Problem], list[str]]:
-    """Return why no row can be scored, and warnings about rewards that cannot score some rows, or any."""
+def _reward_findings(
+    rewards: list[RewardSpec], train: AnyDataset, further: list[str]
+) -> tuple[list[Problem], list[str]]:
+    """Return why no row can be scored, and warnings about rewards that cannot score some rows, or any.
+
+    `further` are columns that rollouts add to those of the dataset.
+    """
     problems, silent, notes = list[Problem](), list[Problem](), list[Problem]()
     for spec in rewards:
         try:
@@ -134,7 +141,7 @@ def _reward_findings(rewards: list[RewardSpec], train: AnyDataset) -> tuple[list
                 check_clash(spec, dict.fromkeys(train.column_names))
         except ConfigError as error:
             problems += error.problems
-        found = [(problem, True) for problem in absences([spec], train.column_names)]
+        found = [(problem, True) for problem in absences([spec], [*train.column_names, *further])]
         found += unreadable([spec], train)
         notes += [problem for problem, _ in found]
         silent += [problem for problem, of_all in found if of_all and spec.weight][:1]

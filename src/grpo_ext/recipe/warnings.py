@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from grpo_ext.config.rules import is_set
 from grpo_ext.config.warnings import no_effect
 from grpo_ext.objective.advantages import estimators
+from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.recipe.parts import Recipe
+from grpo_ext.rewards.signatures import needs
 
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
@@ -48,6 +50,7 @@ def _adapter(recipe: Recipe) -> Iterator[str]:
 
 def _rewards(recipe: Recipe) -> Iterator[str]:
     config, objective = recipe.training, recipe.training.objective
+    pays = any(environment.owns_reward and environment.weight for environment in recipe.environments)
     for spec in recipe.rewards:
         if spec.weight < 0:
             yield (
@@ -60,6 +63,11 @@ def _rewards(recipe: Recipe) -> Iterator[str]:
                 f"soft_overlong with max_length={longest} and buffer={buffer}: completions have at most "
                 f"max_completion_length={config.max_completion_length} tokens, so the penalty never applies. "
                 f"Set max_length: {config.max_completion_length} and a buffer below it."
+            )
+        if pays and not spec.is_model and TRAJECTORY in needs(spec.callable):
+            yield (
+                f"reward {spec.name!r} reads `trajectory` beside an environment that pays: where it returns what the "
+                "turns were paid, that counts twice. Set the environment's weight: 0, or leave the reward out."
             )
     total = sum(spec.weight for spec in recipe.rewards)
     summed = objective.combination == "sum_then_normalize" and "reward_range" not in objective.advantage_kwargs

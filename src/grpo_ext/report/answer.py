@@ -1,11 +1,18 @@
 """The answer to "did it learn?": held-out figures before and after, the reward, time and tokens."""
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_ext.evaluation.intervals import Mean
+from grpo_ext.evaluation.results import gain
 from grpo_ext.report.reading import RunFolder
+
+_LEAST = 3
+"""Logs at each end of a run that have a standard error."""
 
 
 class _Value(NamedTuple):
@@ -23,42 +30,72 @@ class _Value(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """A figure before and after training."""
+    """A figure before and after training; `paired` is the mean difference prompt by prompt, if it is known."""
 
     name: str
     before: _Value
     after: _Value
+    paired: Mean | None = None
 
     @property
     def verdict(self) -> str:
-        """'Yes', 'No, it got worse', or 'Not shown' if the intervals overlap."""
-        if self.after.low > self.before.high:
-            return "Yes"
-        return "No, it got worse" if self.after.high < self.before.low else "Not shown"
+        """'Yes', 'No, it got worse', or 'Not shown' if the interval of the difference, or both, leave it open."""
+        least, most = self.after.low - self.before.high, self.after.high - self.before.low
+        if self.paired is not None:
+            least, most = self.paired.low, self.paired.high
+        return "Yes" if least > 0 else "No, it got worse" if most < 0 else "Not shown"
 
     def __str__(self) -> str:
         """Return one sentence without its end."""
         rise = self.after.mean - self.before.mean
         verb = "rose" if rise > 0 else "fell" if rise < 0 else "stayed"
-        return f"{self.name} {verb} from {self.before} to {self.after}"
+        return f"{self.name} {verb} from {self.before} to {self.after}{self._by_prompt()}"
+
+    def _by_prompt(self) -> str:
+        if self.paired is None:
+            return ""
+        mean, low, high, prompts = self.paired
+        return f", by prompt {mean:+.3g} ({low:+.3g} to {high:+.3g}) over {prompts} prompts"
 
 
 def held_out(run: RunFolder) -> list[_Change]:
     """Return the first and the last result of each evaluation set, else of `eval_reward`."""
-    by_set: dict[str, list[dict[str, Any]]] = {}
+    by_set: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for found in run.evaluations:
-        if isinstance(found.get("step"), int | float):
-            by_set.setdefault(found["set"], []).append(found)
-    changes = []
-    for name, results in by_set.items():
-        results.sort(key=lambda found: found["step"])
-        figure = next((f for f in results[0]["figures"] if f.startswith("avg@")), next(iter(results[0]["figures"])))
-        ends = [_value(found["step"], found["figures"][figure]) for found in results if figure in found["figures"]]
-        changes += [_Change(f"{name} {figure}", ends[0], ends[-1])] if len(ends) > 1 else []
+        if (step := _step(run, found)) is not None:
+            by_set.setdefault(found["set"], []).append((step, found))
+    changes = [change for name, results in by_set.items() if (change := _change(name, results)) is not None]
     known = _known(run, "eval_reward")
     if not changes and len(known) > 1:
         return [_Change("eval_reward", _Value(*known[0]), _Value(*known[-1]))]
     return changes
+
+
+def _step(run: RunFolder, found: Mapping[str, Any]) -> float | None:
+    """Return the step of a result; for one of `grpo-ext eval`, which has none, that of its model in this run."""
+    if isinstance(found.get("step"), int | float):
+        return float(found["step"])
+    model = str(found.get("model"))
+    if model == str(run.record.get("model_name_or_path")):
+        return 0.0
+    parts, folder = Path(model).parts, run.folder.resolve().name
+    if folder not in parts[-2:]:
+        return None
+    checkpoint = re.fullmatch(r"checkpoint-(\d+)", parts[-1])
+    return float(checkpoint[1]) if checkpoint else float(run.step) if parts[-1] == folder else None
+
+
+def _change(name: str, results: list[tuple[float, dict[str, Any]]]) -> _Change | None:
+    """Return how a set's first figure changed between its first and its last result."""
+    results.sort(key=lambda pair: pair[0])
+    (_, first), (_, last) = results[0], results[-1]
+    figure = next((f for f in first["figures"] if f.startswith("avg@")), next(iter(first["figures"])))
+    ends = [_value(step, found["figures"][figure]) for step, found in results if figure in found["figures"]]
+    if len(ends) < 2:
+        return None
+    same = first.get("settings") == last.get("settings") and figure in last["figures"]
+    paired = gain(first.get("right") or {}, last.get("right") or {}) if same else None
+    return _Change(f"{name} {figure}", ends[0], ends[-1], paired if paired and paired.prompts > 1 else None)
 
 
 def _value(step: float, figure: Mapping[str, float]) -> _Value:
@@ -72,20 +109,17 @@ def _known(run: RunFolder, name: str) -> list[tuple[float, float]]:
 
 
 def in_training(run: RunFolder) -> _Change | None:
-    """Return the mean reward of the first and the last tenth of the logs, each with two standard errors."""
+    """Return the mean reward of the first and the last tenth of the logs, at least three, with two standard errors."""
     known = _known(run, "reward")
-    if len(known) < 2:
+    if len(known) < 2 * _LEAST:
         return None
-    count = max(1, len(known) // 10)
+    count = max(_LEAST, len(known) // 10)
     return _Change("reward in training", _mean(known[0][0], known[:count]), _mean(known[-1][0], known[-count:]))
 
 
 def _mean(step: float, rows: Sequence[tuple[float, float]]) -> _Value:
     values = [value for _, value in rows]
-    mean = statistics.fmean(values)
-    if len(values) < 3:
-        return _Value(step, mean)
-    error = statistics.stdev(values) / math.sqrt(len(values))
+    mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
     return _Value(step, mean, mean - 2 * error, mean + 2 * error)
 
 
@@ -96,8 +130,9 @@ def sentence(run: RunFolder) -> str:
         return f"{changes[0].verdict}: {changes[0]}.{unsure}"
     reward = in_training(run)
     if reward is None:
-        return "Unknown: no held-out evaluation, and fewer than two logs of the reward."
-    return f"Unknown on held-out prompts: none were evaluated (eval_sets, eval_strategy). The {reward}."
+        return f"Unknown: no held-out evaluation, and fewer than {2 * _LEAST} logs of the reward."
+    noise = "" if reward.verdict != "Not shown" else ", which may be noise"
+    return f"Unknown on held-out prompts: none were evaluated (eval_sets, eval_strategy). The {reward}{noise}."
 
 
 def spent(run: RunFolder) -> dict[str, str]:

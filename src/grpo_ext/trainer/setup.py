@@ -34,6 +34,7 @@ from grpo_ext.environments.composition import EnvironmentSpec, parse_environment
 from grpo_ext.environments.fit import beside_problems, setting_problems
 from grpo_ext.environments.fit import dataset_problems as environment_data_problems
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
+from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.quickstart.model import LESSONS, ensure_once
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.columns import absences
@@ -265,7 +266,7 @@ def prepare_rewards(
         return [], args
     own = [spec for entry, spec in zip(entries, specs, strict=True) if not callable(entry)]
     columns = getattr(train_dataset, "column_names", None)  # None for some streams
-    for problem in absences(own, columns) if columns else ():
+    for problem in absences(own, [*columns, TRAJECTORY]) if columns else ():  # a rollout may add trajectories
         logger.warning(str(problem))
     failures = Path(args.output_dir or ".") / "reward_failures"
     functions = iter(Runtime(own, workers=workers, failures=failures, seed=args.seed).functions)

@@ -29,7 +29,7 @@ _NEARLY_NOTHING = 0.1
 _FEW_CARRY, _OFTEN_CLIPPED = 0.3, 0.1
 """Effective share of completions below which, and clipped share above which, a batch is stale. The first does not show
 it without the second: in benchmarks/claims.md a low share is as frequent without a fall of the pass rate."""
-_CUT = "completions/clipped_ratio"
+_CUT, _SILENT = "completions/clipped_ratio", "advantages/zero_variance_groups"
 _ANOTHER_TEXT = 0.2
 """Nats per token that appear at once where two models read different prompts."""
 _FEW = 5
@@ -49,6 +49,7 @@ class History:
         columns: by name the value of each row with a reward, None where it is missing.
         updates: the same of `OF_UPDATES`, of all rows.
         rewards: names in the last row.
+        complete: whether the log has no further row; a rule may then speak of fewer rows.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,7 @@ class History:
         self.columns: dict[str, list[float | None]] = {}
         self.updates: dict[str, list[float | None]] = {name: [] for name in OF_UPDATES}
         self.rewards: list[str] = []
+        self.complete = False
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """Add a row; return False for an evaluation or a summary, which is left out."""
@@ -286,6 +288,16 @@ def _no_end(history: History) -> str:
     return _seen(history, _CUT, values) if leaps and not history.several_turns and not _end_lost(history) else ""
 
 
+def _no_signal(history: History) -> str:
+    """No group of the whole log has had an advantage; a share of one row is noise unless the log ends there."""
+    values = _known(history.columns.get(_SILENT, []))
+    if not values or min(values) < 1 or len(values) < (1 if history.complete else _TREND):
+        return ""
+    beside = ((name, _known(history.columns.get(name, []))) for name in ("reward", "groups/all_wrong", _CUT))
+    seen = ", ".join(f"{name} {span(found)}" for name, found in beside if found)
+    return f"{_SILENT} 1 in all {len(values)} logs; {seen}"
+
+
 # Steps.
 
 
@@ -380,5 +392,6 @@ EVIDENCE: dict[str, Evidence] = {
     "sign of a reward": _any_reward(_sign),
     "constant reward": _any_reward(_constant),
     "completions no longer end": _no_end,
+    "no signal": _no_signal,
 }
 """By the name of the rule."""

@@ -61,20 +61,29 @@ class Doctor:
 
     def read(self, row: Mapping[str, Any]) -> list[Finding]:
         """Return the faults that this row is the first to show."""
-        if not self.history.add(row):
-            return []
+        return self._ask(int(row["step"])) if self.history.add(row) else []
+
+    def end(self, step: int) -> list[Finding]:
+        """Return the faults that show only in a log without further rows; `step` is its last one."""
+        self.history.complete = True
+        return self._ask(step)
+
+    def _ask(self, step: int) -> list[Finding]:
         found = []
         for rule in RULES:
             if rule.name not in self.named and (evidence := EVIDENCE[rule.name](self.history)):
                 self.named.add(rule.name)
-                found.append(Finding(rule, int(row["step"]), evidence))
+                found.append(Finding(rule, step, evidence))
         return found
 
 
 def diagnose(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
     """Return the faults that a log shows, in order of their steps."""
-    doctor = Doctor()
-    return [finding for row in rows for finding in doctor.read(row)]
+    doctor, step, found = Doctor(), 0, list[Finding]()
+    for row in rows:
+        found += doctor.read(row)
+        step = int(row.get("step", step))
+    return found + doctor.end(step)
 
 
 RULES: tuple[Rule, ...] = (
@@ -229,6 +238,15 @@ RULES: tuple[Rule, ...] = (
         "`completions/clipped_ratio` leaps above 0.8",
         "completions run into `max_completion_length`",
         "Raise it if they are sound; `soft_overlong` penalises what comes near it; look for what else was named.",
+    ),
+    Rule(
+        "no signal",
+        ("advantages/zero_variance_groups",),
+        "`advantages/zero_variance_groups` is 1 in every log",
+        "all completions of a prompt get the same reward, so that no advantage and no gradient is left",
+        "Completions that are cut off (`completions/clipped_ratio`) need a higher `max_completion_length`; "
+        "`grpo-ext score --explain N` shows what a reward reads of them. If it reads them rightly, prompts are too "
+        "hard or too easy: other data, more `num_generations`, a reward with steps between 0 and 1.",
     ),
 )
 """In the order in which they are asked: the more special before the more general."""
