@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
@@ -27,6 +28,7 @@ SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "
 LARGE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 LARGE |= {"vocab_size": 16_384}
 CHECKPOINTED = {"gradient_checkpointing": True}
+LORA = {"peft_config": LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")}
 ROWS: dict[str, tuple[dict[str, int], int, int, str, dict[str, Any]]] = {
     # name: sizes, completions of a micro-batch, tokens of each, dtype, settings
     "small": (SMALL, 32, 192, "float32", {}),
@@ -40,6 +42,10 @@ ROWS: dict[str, tuple[dict[str, int], int, int, str, dict[str, Any]]] = {
     "large, checkpointed, entropy bonus": (LARGE, 16, 160, "float32", CHECKPOINTED | {"entropy_coef": 0.01}),
     "large, bfloat16": (LARGE, 16, 160, "bfloat16", {}),
     "large, bfloat16, checkpointed": (LARGE, 16, 160, "bfloat16", CHECKPOINTED),
+    "large, LoRA": (LARGE, 16, 160, "float32", LORA),
+    "large, LoRA, checkpointed": (LARGE, 16, 160, "float32", LORA | CHECKPOINTED),
+    "large, LoRA, bfloat16": (LARGE, 16, 160, "bfloat16", LORA),
+    "large, LoRA, bfloat16, checkpointed": (LARGE, 16, 160, "bfloat16", LORA | CHECKPOINTED),
 }  # fmt: skip
 PROMPT = "a" * 34
 
@@ -78,7 +84,8 @@ def run(
 ) -> dict[str, float]:
     """Train one step and return its peak and the estimate, in MiB."""
     torch.manual_seed(0)
-    tokenizer = build_tokenizer()
+    tokenizer, settings = build_tokenizer(), dict(settings)
+    adapter = settings.pop("peft_config", None)
     heads = {"num_key_value_heads": sizes["num_attention_heads"] // 2, "bos_token_id": None, "eos_token_id": 1}
     model = LlamaForCausalLM(LlamaConfig(**({"vocab_size": len(tokenizer)} | sizes | heads)))
     model.to(getattr(torch, dtype))
@@ -91,11 +98,15 @@ def run(
     trainer = Measured(
         model, [lambda completions, **_: [float(i % 3) for i in range(len(completions))]], args,
         Dataset.from_list([{"prompt": PROMPT}] * 64), processing_class=tokenizer,
+        peft_config=adapter,
     )  # fmt: skip
+    number, trained = (
+        sum(p.numel() for p in trainer.model.parameters() if p.requires_grad or n) for n in (True, False)
+    )
     trainer.add_callback(Until(trainer))
     trainer.train()
-    measured, number = peak(trainer.profiled), sum(p.numel() for p in model.parameters())
-    parts = estimate(args, dtype, number, number, Shape.of(model.config), len(PROMPT))
+    measured = peak(trainer.profiled)
+    parts = estimate(args, dtype, number, trained, Shape.of(model.config).with_adapter(model), len(PROMPT))
     expected = parts["gradients"] + parts["activations"]
     mib = {"measured": round(measured / 2**20), "estimate": round(expected / 2**20)}
     return {"parameters": number, **mib, "ratio": round(expected / measured, 2)}

@@ -83,7 +83,7 @@ def test_the_largest_limit_that_fits_is_named(settings, monkeypatch):
         model=SimpleNamespace(dtype=None),
         data=SimpleNamespace(max_prompt_length=None),
     )
-    policy = SimpleNamespace(parameters=1000, trained=1000, empty=SimpleNamespace(config=CONFIG))
+    policy = SimpleNamespace(parameters=1000, trained=1000, empty=SimpleNamespace(config=CONFIG, modules=list))
 
     def total(tokens):
         return sum(parts(micro_batch_tokens=tokens).values())
@@ -103,10 +103,18 @@ def test_the_largest_limit_that_fits_is_named(settings, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"shared_prefix": "false"}]
+    ("settings", "dtype"),
+    [
+        ({}, "float32"),
+        ({"gradient_checkpointing": True}, "float32"),
+        ({"gradient_accumulation_steps": 2}, "float32"),
+        ({"shared_prefix": "false"}, "float32"),
+        (memory_estimate.LORA, "float32"),
+        (memory_estimate.LORA, "bfloat16"),  # adapters copy their inputs to float32
+    ],
 )
-def test_the_estimate_is_near_the_peak_of_a_step(settings):
-    found = memory_estimate.run(memory_estimate.SMALL, 16, 96, "float32", settings)
+def test_the_estimate_is_near_the_peak_of_a_step(settings, dtype):
+    found = memory_estimate.run(memory_estimate.SMALL, 16, 96, dtype, settings)
     assert found["ratio"] == pytest.approx(1, abs=0.15)
 
 

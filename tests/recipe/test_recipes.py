@@ -133,6 +133,16 @@ def test_a_bad_recipe_has_one_problem_with_value_reason_and_cure(name, tmp_path,
     assert not [word for word in (*bad.refused, *bad.warned) if word not in messages[0]], messages[0]
 
 
+def test_lora_settings_of_a_recipe_have_an_effect_where_eval_names_its_adapter(write, tmp_path, caplog):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    lora = {"use_peft": False, "lora_r": 4, "lora_target_modules": "q_proj"}
+    load_recipe(write(**lora))
+    assert "lora_r" in caplog.text
+    caplog.clear()
+    load_recipe(write(**lora, model_name_or_path=str(tmp_path)))
+    assert not caplog.text
+
+
 def test_the_base_of_the_bad_recipes_is_sound(write, caplog):
     load_recipe(write())
     assert not [r for r in caplog.records if r.name.startswith("grpo_ext")]

@@ -2,12 +2,13 @@
 
 import copy
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 import torch
-from transformers import PreTrainedConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import PreTrainedConfig, PreTrainedModel
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
@@ -40,6 +41,7 @@ class Shape:
         queries: width of all query heads together.
         keys: width of all key heads together.
         vocabulary: rows of the LM head.
+        adapted: width of the inputs of a layer's adapters together.
     """
 
     layers: int
@@ -48,6 +50,7 @@ class Shape:
     queries: int
     keys: int
     vocabulary: int
+    adapted: int = 0
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Shape | None":
@@ -63,6 +66,11 @@ class Shape:
             return cls(int(text.num_hidden_layers), hidden, inner, heads * each, keys, int(text.vocab_size))
         except (AttributeError, TypeError):
             return None
+
+    def with_adapter(self, model: PreTrainedModel) -> "Shape":
+        """Return the shape of a model with the adapter that it has, if any."""
+        adapters = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+        return replace(self, adapted=sum(int(getattr(a, "in_features", 0)) for a in adapters) // self.layers)
 
     def layer(self, width: int, *, merged: bool = False) -> int:
         """Return the bytes that one token leaves in one layer for the backward, at `width` bytes a number.
@@ -92,6 +100,7 @@ class Batch:
         labels: those that the loss scores.
         width: bytes of a number that is computed.
         merged: whether prompts are shared.
+        adapter: bytes of a number in the copies of their inputs that adapters make; 0 without copies.
         checkpointed: whether layers are computed again for the backward.
         logits: bytes of logits that the LM head holds at a time.
         accumulated: whether an earlier micro-batch has left gradients.
@@ -101,6 +110,7 @@ class Batch:
     labels: int
     width: int
     merged: bool
+    adapter: int
     checkpointed: bool
     logits: int
     accumulated: bool
@@ -119,7 +129,7 @@ def peak(shape: Shape, batch: Batch, gradients: int) -> int:
         gradients: bytes of all gradients.
     """
     stream = batch.tokens * shape.hidden * batch.width
-    layer = batch.tokens * shape.layer(batch.width, merged=batch.merged)
+    layer = batch.tokens * (shape.layer(batch.width, merged=batch.merged) + shape.adapted * batch.adapter)
     backward = layer + batch.tokens * shape.gradients(batch.width)
     below = stream * shape.layers if batch.checkpointed else stream + layer * (shape.layers - 1)
     above = 0 if batch.checkpointed else layer
@@ -147,6 +157,10 @@ def _width(dtype: str | None) -> int:
     return 2 if dtype in ("bfloat16", "float16") else FLOAT
 
 
+def _autocasts(training: GRPOExtArguments) -> bool:
+    return bool(training.bf16 or training.fp16)
+
+
 def estimate(
     training: GRPOExtArguments, dtype: str | None, parameters: int, trained: int, shape: Shape | None, prompt: int
 ) -> dict[str, int]:
@@ -160,7 +174,7 @@ def estimate(
         shape: of the policy; None leaves activations out.
         prompt: tokens of the longest prompt.
     """
-    each, computes = _width(dtype), 2 if training.bf16 or training.fp16 else _width(dtype)
+    each, computes = _width(dtype), 2 if _autocasts(training) else _width(dtype)
     rows, completion = training.per_device_train_batch_size, int(training.max_completion_length or 0)
     prompts = rows if training.prefix_setting == "false" else -(-rows // int(training.num_generations or 1))
     parts = {
@@ -179,6 +193,7 @@ def estimate(
             labels=labels,
             width=computes,
             merged=training.prefix_setting != "false",
+            adapter=0 if computes == FLOAT else FLOAT if each < FLOAT and not _autocasts(training) else computes,
             checkpointed=bool(training.gradient_checkpointing),
             logits=logits_held(training, shape.vocabulary, labels, computes),
             accumulated=training.gradient_accumulation_steps > 1 or tokens < whole,
@@ -221,6 +236,7 @@ def of_recipe(
     A longest prompt that is not known counts as `max_prompt_length`, or 0.
     """
     shape = Shape.of(policy.empty.config) if policy.empty is not None else None
+    shape = shape.with_adapter(policy.empty) if shape is not None and policy.empty is not None else None
     longest, settings = prompt or recipe.data.max_prompt_length or 0, training or recipe.training
     return estimate(settings, recipe.model.dtype, policy.parameters, policy.trained, shape, longest)
 

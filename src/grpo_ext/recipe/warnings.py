@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from grpo_ext.config.adapters import is_adapter
 from grpo_ext.config.rules import is_set
 from grpo_ext.config.warnings import no_effect
 from grpo_ext.objective.advantages import estimators
@@ -24,9 +25,10 @@ _4BIT_KEYS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_q
 
 def _idle(recipe: Recipe) -> Iterator[str]:
     mixed, evaluated = bool(recipe.mixture.datasets), recipe.training.eval_strategy != "no"
+    adapted = recipe.model.use_peft or is_adapter(str(recipe.model.model_name_or_path))  # one that `eval` was given
     lora = tuple(f.name for f in dataclasses.fields(recipe.model) if f.name.startswith(("lora_", "use_rslora")))
     for part, names, switch, cure in (
-        (recipe.model, (*lora, "use_dora"), recipe.model.use_peft, "use_peft: true"),
+        (recipe.model, (*lora, "use_dora"), adapted, "use_peft: true"),
         (recipe.mixture, _MIXTURE_KEYS, mixed, "datasets"),
         (recipe.script, _DATASET_KEYS, not mixed, "dataset_name (a mixture has its own keys, inside datasets)"),
         (recipe.data, ("test_size",), not mixed, "dataset_name (a mixture has test_split_size)"),
