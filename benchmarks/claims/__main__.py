@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from claim import Claim
+from claim import Claim, Verdict
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -90,18 +90,17 @@ def part(claim: Claim, figures: dict[str, Any]) -> str:
     picture(claim, exact, runs)
     verdict = claim.judge(exact, runs)
     seconds = figures.get("exact_seconds", 0) + sum(run["seconds"] for run in runs)
-    seeds = len({run["key"][-1] for run in runs})
     cost = f"{seconds / 60:.0f} minutes of one core" if seconds >= 90 else f"{seconds:.0f} s"
     lines = [
         f'<a id="{claim.name}"></a>',
         "",
         f"## {claim.title}",
         "",
-        f"**{verdict.word.capitalize()}.** {verdict.why}",
+        f"**{worded(verdict, runs).capitalize()}.** {verdict.why}",
         "",
         f"*{claim.paper}:* {claim.statement}",
         "",
-        f"*Experiment:* {claim.experiment}" + (f" {len(runs)} runs, {seeds} seeds." if runs else ""),
+        f"*Experiment:* {claim.experiment}" + (f" {len(runs)} runs, {seeds_of(runs)} seeds." if runs else ""),
         "",
         f"*Would have counted as failure:* {claim.failure}",
         "",
@@ -113,6 +112,14 @@ def part(claim: Claim, figures: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def seeds_of(runs: list[Any]) -> int:
+    return len({run["key"][-1] for run in runs})
+
+
+def worded(verdict: Verdict, runs: list[Any]) -> str:
+    return f"{verdict.word} with {seeds_of(runs)} seeds" if runs else verdict.word
 
 
 def picture(claim: Claim, exact: dict[str, Any], runs: list[Any]) -> None:
@@ -129,17 +136,19 @@ def picture(claim: Claim, exact: dict[str, Any], runs: list[Any]) -> None:
 
 
 def page() -> str:
-    """Return Markdown: a table of verdicts, then a section for each claim."""
+    """Return Markdown: a table of findings, then a section for each claim."""
     whole = known()
     rows, sections = [], []
     for name in NAMES:
         claim, figures = claim_of(name), whole.get(name, {})
         sections.append(part(claim, figures))
         ready = len(figures.get("runs", [])) >= len(claim.keys)
-        verdict = (
-            claim.judge(figures.get("exact", {}), figures.get("runs", [])).word if ready else "not run to its end"
-        )
-        rows.append(f"| [{claim.title}](#{name}) | {claim.paper} | {verdict} |")
+        finding = "not run to its end"
+        if ready:
+            runs = figures.get("runs", [])
+            verdict = claim.judge(figures.get("exact", {}), runs)
+            finding = f"{verdict.finding} ({worded(verdict, runs)})"
+        rows.append(f"| [{claim.title}](#{name}) | {claim.paper} | {finding} |")
     seconds = sum(
         figures.get("exact_seconds", 0) + sum(run["seconds"] for run in figures.get("runs", []))
         for figures in whole.values()
@@ -148,12 +157,12 @@ def page() -> str:
         "# Published claims, checked",
         "",
         "What papers state about their losses and estimators, beside what we measure with one implementation:",
-        "tiny models on a CPU, and exact sums where a policy can be enumerated. A verdict speaks of these",
+        "tiny models on a CPU, and exact sums where a policy can be enumerated. A finding speaks of these",
         "experiments, not of large models. Intervals are of 95 % over seeds, by Student's t.",
         "Claims that fail stay here. `make bench-claims` rewrites this page and resumes where it stopped;",
         f"all of it takes {seconds / 3600:.1f} hours of one core.",
         "",
-        "| claim | source | verdict |",
+        "| claim | source | what we found |",
         "|---|---|---|",
         *rows,
         "",

@@ -1,6 +1,7 @@
 """A claim of a paper: what the paper states, what we run, what would count as failure, and the verdict."""
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ Exact = dict[str, Any]
 """Figures that need no seed, as JSON."""
 Run = dict[str, Any]
 """A trained run, as JSON: its key under "key", its seconds under "seconds", and what `Claim.train` returned."""
-HOLDS, FAILS, ONLY_IF = "holds", "does not hold here", "holds only in some cases"
+HOLDS, FAILS, ONLY_IF = "shown", "not shown", "shown in some cases"
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class Verdict:
 
     word: str
     why: str
+
+    @property
+    def finding(self) -> str:
+        """The first sentence of `why`."""
+        return re.split(r"(?<=\.)\s", self.why, maxsplit=1)[0]
 
 
 @dataclass(frozen=True)

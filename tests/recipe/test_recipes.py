@@ -134,7 +134,7 @@ def test_a_bad_recipe_has_one_problem_with_value_reason_and_cure(name, tmp_path,
 
 
 def test_lora_settings_of_a_recipe_have_an_effect_where_eval_names_its_adapter(write, tmp_path, caplog):
-    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     lora = {"use_peft": False, "lora_r": 4, "lora_target_modules": "q_proj"}
     load_recipe(write(**lora))
     assert "lora_r" in caplog.text

@@ -64,7 +64,7 @@ def test_the_page_of_a_run_shows_facts_curves_evaluations_and_completions(tmp_pa
         assert words in page.text
     assert "/data/someone" not in page.text
     assert "avg@4 0.25 (0.15 to 0.35) 0.75 (0.65 to 0.85)" in page.text
-    assert sum(tag == "svg" for tag, _ in page.elements) == 3
+    assert sum(tag == "svg" for tag, _ in page.elements) == 2  # kl is constant
     labels = [a["aria-label"] for _, a in page.elements if a.get("role") == "img"]
     assert "reward: 0.1 at step 1, 0.4 at step 4" in labels
     rows = page.data["rows"]
@@ -115,7 +115,7 @@ def test_several_runs_share_curves_and_have_a_table_of_differences(tmp_path):
     ]
     page = page_of(tmp_path, *runs)
     assert "Settings that differ setting here/run there/run learning_rate 1e-05 2e-05 " in page.text
-    assert sum(tag == "svg" for tag, _ in page.elements) == 3
+    assert sum(tag == "svg" for tag, _ in page.elements) == 2
     pictured = re.findall(r"<svg.*?</svg>", (tmp_path / "report.html").read_text(), re.DOTALL)
     assert all(colour in picture for picture in pictured for colour in COLOURS[:2])
 
@@ -272,6 +272,39 @@ def test_labels_of_small_values_keep_their_digits(tmp_path):
     assert "0.00025" in shown["kl"].svg
     assert "#010203" not in shown["kl"].svg
     assert "1e-06" in shown["learning_rate"].svg  # 0.0000010 would be cut off
+
+
+def test_constant_and_equal_curves_are_named_and_not_drawn(tmp_path):
+    log = [
+        {
+            "reward": 0.1 * s,
+            "rewards/a/mean": 0.1 * s,
+            "kl": 0.0,
+            "entropy": 1 + 1e-9 * s,
+            "loss": 1 - 2e-5 * s,
+            "step": s,
+        }
+        for s in range(1, 9)
+    ]
+    page = page_of(tmp_path, run_folder(tmp_path / "mine", log=log))
+    assert "kl (0), entropy (1)" in page.text.partition("Not drawn")[2]
+    assert "rewards/a/mean (as reward)" in page.text
+    assert sum(tag == "svg" for tag, _ in page.elements) == 2
+
+
+def test_labels_of_an_axis_differ():
+    from grpo_ext.report.curves import Curve
+
+    for least, growth in ((1.0, 1e-8), (1.0, 1e-6), (0.9999, 1e-7), (123.4, 1e-8), (1e-7, 1e-8)):
+        line = [least * (1 + growth * n) for n in range(200)]
+        svg = pictures([Curve("Policy", "kl", {0: ([float(n) for n in range(200)], line)})], ["run"])["kl"].svg
+        labels = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+        upright = [
+            label
+            for label in labels
+            if label not in {"0", "25", "50", "75", "100", "125", "150", "175", "200", "40", "80", "120", "160"}
+        ]
+        assert len(upright) == len(set(upright)) > 2, labels
 
 
 def test_only_the_last_part_of_a_path_of_the_machine_is_shown():

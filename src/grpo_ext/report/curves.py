@@ -46,6 +46,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 """Patterns of names, in the order of the page; metrics that match none come last, folded."""
 OTHERS = "Other figures"
+REWARD = "reward"
+"""The curve beside the answer to "Did it learn?"; it is not repeated among the others."""
 MAX_OTHERS = 40
 ONCE = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|total_flos|epoch")
 
@@ -87,26 +89,33 @@ class Curve:
         return sum(math.isnan(value) for _, values in self.lines.values() for value in values)
 
     @property
-    def flat(self) -> bool:
-        """True if the values are constant."""
-        return len({value for _, values in self.lines.values() for value in values}) == 1
+    def constant(self) -> float | None:
+        """The one value of all lines, as a picture can show it; None if there are several."""
+        found = {float(f"{value:.5g}") for _, values in self.lines.values() for value in values}
+        return next(iter(found)) if len(found) == 1 else None
 
 
-def curves(runs: Sequence[RunFolder]) -> tuple[list[Curve], list[str]]:
-    """Return the curves in the order of the page, and the names of those that are not drawn.
+def curves(runs: Sequence[RunFolder]) -> tuple[list[Curve], dict[str, str]]:
+    """Return the curves in the order of the page, and of those that are not drawn the names and the reasons.
 
-    Constant metrics outside of `SECTIONS` are left out, and those above `MAX_OTHERS`.
+    Constant metrics, those equal to another and those above `MAX_OTHERS` are left out; the reward is always drawn.
     """
     by_run = [run.series() for run in runs]
     names = [name for name in dict.fromkeys(n for series in by_run for n in series) if not ONCE.fullmatch(name)]
-    found = [
-        Curve(section, name, {i: series[name] for i, series in enumerate(by_run) if name in series})
-        for name, section in _sections(names).items()
-    ]
-    main = [curve for curve in found if curve.section != OTHERS]
-    others = [curve for curve in found if curve.section == OTHERS and not curve.flat]
-    shown = [*main[: 2 * MAX_OTHERS], *others[: MAX_OTHERS + max(0, MAX_OTHERS - len(main))]]
-    return shown, [curve.name for curve in found if curve not in shown]
+    shown, left_out, others = list[Curve](), dict[str, str](), 0
+    for name, section in _sections(names).items():
+        curve = Curve(section, name, {i: series[name] for i, series in enumerate(by_run) if name in series})
+        value, twin = curve.constant, next((other.name for other in shown if other.lines == curve.lines), None)
+        if value is not None and name != REWARD:
+            left_out[name] = f"{value:g}"
+        elif twin is not None:
+            left_out[name] = f"as {twin}"
+        elif others == MAX_OTHERS or len(shown) == 2 * MAX_OTHERS:
+            left_out[name] = "one too many"
+        else:
+            shown.append(curve)
+            others += section == OTHERS
+    return shown, left_out
 
 
 def _sections(names: Sequence[str]) -> dict[str, str]:
@@ -196,7 +205,7 @@ def _picture(curve: Curve, points: int, names: Sequence[str]) -> Picture:
     axes = figure.add_axes((0.15, 0.11, 0.81, 0.85))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # 0.000001 would be cut off
-    bands = {place: banded(series, points) for place, series in curve.lines.items()}
+    bands = {place: banded(_rounded_series(series), points) for place, series in curve.lines.items()}
     steps, lines = sorted({step for band in bands.values() for step in band.steps}), []
     for place, band in bands.items():
         colour, dash = COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)]
@@ -208,6 +217,11 @@ def _picture(curve: Curve, points: int, names: Sequence[str]) -> Picture:
         columns = {key: _at(steps, dict(zip(band.steps, values, strict=True))) for key, values in parts.items()}
         lines.append({"name": names[place], "colour": colour, "dash": dash, **columns})
     return Picture(_svg(figure), {"x": list(axes.get_xlim()), "steps": steps, "lines": lines})
+
+
+def _rounded_series(series: Series) -> Series:
+    """Return the values in five digits, so that the labels of an axis, which have six, differ."""
+    return series[0], [float(f"{value:.5g}") for value in series[1]]
 
 
 def _at(steps: Sequence[float], values: Mapping[float, float]) -> list[float | None]:

@@ -16,14 +16,12 @@ from markupsafe import Markup, escape
 
 from grpo_ext.report import answer
 from grpo_ext.report.completions import browsed, clipped, embedded
-from grpo_ext.report.curves import COLOURS, DASHES, EXPLAINED, OTHERS, Curve, Picture, curves, pictures
+from grpo_ext.report.curves import COLOURS, DASHES, EXPLAINED, OTHERS, REWARD, Curve, Picture, curves, pictures
 from grpo_ext.report.facts import differing, facts, shown_setting
 from grpo_ext.report.reading import RunFolder, read_runs
 
 MAX_SIZE = 5_000_000
 _FOR_COMPLETIONS = 2_800_000
-ANSWERS = "reward"
-"""The curve beside the answer; it is not repeated among the others."""
 _SECTIONS = {
     "answer": "Did it learn?",
     "findings": "Likely problems",
@@ -162,15 +160,15 @@ def _curves(runs: Sequence[RunFolder]) -> dict[str, Any]:
         drawn = pictures(shown, [run.name for run in runs])
     except ImportError:  # matplotlib is an extra
         drawn = {}
-    others = [_figure(curve, drawn, runs) for curve in shown if curve.name != ANSWERS]
+    others = [_figure(curve, drawn, runs) for curve in shown if curve.name != REWARD]
     data = {name: picture.data for name, picture in drawn.items()}
     return {
         "drawn": bool(drawn),
-        "answer_curves": [_figure(curve, drawn, runs) for curve in shown if curve.name == ANSWERS],
+        "answer_curves": [_figure(curve, drawn, runs) for curve in shown if curve.name == REWARD],
         "curves": bool(shown),
         "groups": [(name, list(members)) for name, members in groupby(others, key=lambda figure: figure["section"])],
         "curves_data": Markup(embedded(data)) if data else "",
-        "left_out": ", ".join(left_out),
+        "left_out": ", ".join(f"{name} ({reason})" for name, reason in left_out.items()),
         "legend": [(run.name, DASHES[i % len(DASHES)]) for i, run in enumerate(runs)],
         "value_header": ["figure", *(["run"] if len(runs) > 1 else []), "first", "last", "least", "most"],
         "values": list(_values(shown, runs)),
