@@ -67,11 +67,12 @@ def _verifier(root: str, task: str, name: str) -> tuple[str, Any, Callable[..., 
 
 def _score(task: str, module: Any, verifier: Callable[..., float], answer: str | None, entry: dict[str, Any]) -> float:
     module.eval = _evaluated
-    sympy = sys.modules.get("sympy")
+    sympy: Any = sys.modules.get("sympy")
+    parse = getattr(sympy, "parse_expr", None)
     for place in (module, sympy):
-        if sympy and getattr(place, "parse_expr", None) is (parse := vars(sympy)["parse_expr"]):
+        if parse and getattr(place, "parse_expr", None) is parse:
             names = {*vars(builtins), *vars(sympy), *keyword.kwlist}
-            vars(place)["parse_expr"] = functools.partial(_parsed, parse, task, entry["answer"], names)
+            place.parse_expr = functools.partial(_parsed, parse, task, entry["answer"], names)
     return float(verifier(answer=answer, entry=entry))
 
 
@@ -128,8 +129,8 @@ def _restrict(pipe: int, filter_: bytes, cpu_seconds: int) -> None:
     os.closerange(3, pipe)
     os.closerange(pipe + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
-    libc, address = ctypes.CDLL(None), ctypes.cast(filter_, ctypes.c_void_p).value or 0
-    program = (ctypes.c_uint64 * 2)(len(filter_) // 8, address)
+    libc, code = ctypes.CDLL(None), ctypes.create_string_buffer(filter_)
+    program = (ctypes.c_uint64 * 2)(len(filter_) // 8, ctypes.addressof(code))
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) or (
         filter_ and libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
     ):
