@@ -296,3 +296,27 @@ def test_a_verifier_outside_of_the_sandbox_executes_and_opens_nothing(hostile):
         assert all(score is not None and math.isfinite(score) for score in found), task
     assert {task: events for task, events in seen.items() if events} == {}
     assert os.environ[MARK] == "1.0"
+
+
+READING = ("accuracy", "multiple_choice", "json_schema", "format", "code_format", "repetition", "reasoning_steps")
+TRLS = ("accuracy_reward", "reasoning_accuracy_reward")
+
+
+def test_no_other_reward_executes_a_text(hostile):
+    """In LaTeX, in JSON and bare, beside a number, a sum and a letter as the right answer."""
+    global _events
+    sys.addaudithook(_watch)
+    dressed = [form.format(text) for text in hostile for form in ("{}", "\\boxed{{{}}}", "$\\frac{{{}}}{{2}}$")]
+    texts = [f"<think>\na\n</think>\n<answer>\n{text}\n</answer>" for text in (*dressed, *map(json.dumps, hostile))]
+    schema = {"type": ["string", "array"], "format": "regex", "pattern": "^(a|b)*$"}
+    for solution in ("\\boxed{72}", "$x^2 + 1$", "B"):
+        columns = {"solution": [solution] * len(texts), "schema": [schema] * len(texts)}
+        given = {"completions": [[{"role": "assistant", "content": text}] for text in texts], **columns}
+        for name in (*READING, *TRLS):
+            rewards[name](**given)  # what is loaded once is loaded now
+            _events = []
+            found = rewards[name](**given)
+            seen, _events = _events, None
+            of_solution = ("exec", "compile") if name in TRLS else ()  # TRL has math-verify parse it for each row
+            assert [event for event in seen if event[0] not in of_solution] == [], name
+            assert len(found) == len(texts)

@@ -68,7 +68,7 @@ def _verifier(root: str, task: str, name: str) -> tuple[str, Any, Callable[..., 
 def _score(task: str, module: Any, verifier: Callable[..., float], answer: str | None, entry: dict[str, Any]) -> float:
     module.eval = _evaluated
     sympy: Any = sys.modules.get("sympy")
-    parse = getattr(sympy, "parse_expr", None)
+    parse: Any = getattr(sympy, "parse_expr", None)
     for place in (module, sympy):
         if parse and getattr(place, "parse_expr", None) is parse:
             names = {*vars(builtins), *vars(sympy), *keyword.kwlist}
