@@ -47,6 +47,8 @@ def main() -> None:
     """Read the job, write the numbers."""
     job = json.load(sys.stdin)
     verifiers = {task: _verifier(job["root"], task, name) for task, name in job["modules"].items()}
+    if sympy := sys.modules.get("sympy"):
+        vars(sympy)["simplify"](vars(sympy)["parse_expr"]("sin(x)**2 + 7*x**3/(x + 1)"))  # fills caches for all
     calls = [functools.partial(_score, *verifiers[task], answer, entry) for task, answer, entry in job["rows"]]
     itself, *numbers = _results([lambda: 1.0, *calls], bytes.fromhex(job["filter"]), job["cpu_seconds"])
     if not itself:
@@ -67,12 +69,11 @@ def _verifier(root: str, task: str, name: str) -> tuple[str, Any, Callable[..., 
 
 def _score(task: str, module: Any, verifier: Callable[..., float], answer: str | None, entry: dict[str, Any]) -> float:
     module.eval = _evaluated
-    sympy: Any = sys.modules.get("sympy")
-    parse: Any = getattr(sympy, "parse_expr", None)
-    for place in (module, sympy):
-        if parse and getattr(place, "parse_expr", None) is parse:
-            names = {*vars(builtins), *vars(sympy), *keyword.kwlist}
-            place.parse_expr = functools.partial(_parsed, parse, task, entry["answer"], names)
+    if sympy := sys.modules.get("sympy"):
+        parse, names = vars(sympy)["parse_expr"], {*vars(builtins), *vars(sympy), *keyword.kwlist}
+        for place in (module, sympy):
+            if vars(place).get("parse_expr") == parse:
+                vars(place)["parse_expr"] = functools.partial(_parsed, parse, task, entry["answer"], names)
     return float(verifier(answer=answer, entry=entry))
 
 
