@@ -1,7 +1,6 @@
 """Procedural tasks of reasoning_gym as datasets whose rows their own verifier can score."""
 
 import dataclasses
-import functools
 import json
 import logging
 import types
@@ -15,6 +14,7 @@ from grpo_ext.data.rows import Row
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.objective.options import Count, Within
 from grpo_ext.registry import did_you_mean
+from grpo_ext.rewards.library.verifiers import known_answer, refusal, verifier
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def task_problems(task: str, given: Mapping[str, Any]) -> list[Problem]:
         return [Problem("dataset_name", name, "reasoning_gym has no such task", did_you_mean(task, DATASETS))]
     config_class = DATASETS[task][1]
     problems = [*_spec(task, config_class).problems("dataset_kwargs", given)]
-    return problems or _validation_problems(task, config_class, given)
+    return problems or _validation_problems(task, config_class, given) or refusal(task)
 
 
 _PLAIN = {int, float, bool, str, type(None)}
@@ -152,11 +152,11 @@ def _row(task: str, entry: Row, score: Callable[..., float], *, check: bool) -> 
 
 
 def _check_round_trip(task: str, entry: Row, text: str, score: Callable[..., float]) -> None:
-    answer = _known_answer(entry)
+    answer = known_answer(entry)
     before = score(answer, entry)
     after: float | str
     try:
-        after = _scorer(entry["metadata"]["source_dataset"])(answer, json.loads(text))
+        after = verifier(entry["metadata"]["source_dataset"])(answer, json.loads(text))
     except Exception as error:  # a verifier that cannot take the JSON form
         after = repr(error)
     if before != after:
@@ -165,22 +165,6 @@ def _check_round_trip(task: str, entry: Row, text: str, score: Callable[..., flo
             "so rewards would be wrong"
         )
         raise _unusable(task, reason)
-
-
-def _known_answer(entry: Row) -> str | None:
-    """Return the answer, or the example that tasks with many right answers put into their metadata."""
-    metadata = entry["metadata"]
-    for answer in (entry["answer"], metadata.get("example_answer"), metadata.get("example_correct_answer")):
-        if answer is not None:
-            return answer
-    return json.dumps(metadata["possible_answer"]) if "possible_answer" in metadata else None
-
-
-@functools.cache
-def _scorer(task: str) -> Callable[..., float]:
-    from reasoning_gym import get_score_answer_fn
-
-    return get_score_answer_fn(task)
 
 
 def _question(row: Row) -> str:

@@ -121,6 +121,7 @@ def start_program(
     method: str,
     readable: Sequence[str] = (),
     packages: bool = False,
+    forks: bool = False,
     pass_fds: Sequence[int] = (),
     stdin: int | IO[bytes] = subprocess.DEVNULL,
     stdout: int = subprocess.PIPE,
@@ -128,7 +129,8 @@ def start_program(
 ) -> Iterator[Program]:
     """Start `argv` in a sandbox with `files` (name -> content); kill it and clean up at the end.
 
-    `readable` lists paths that it may read besides Python and /usr; `packages` adds site-packages.
+    `readable` lists paths that it may read besides Python and /usr; `packages` adds site-packages;
+    `forks` lets it start processes, for a program of ours.
 
     Raises:
         SandboxError: this is not Linux, or on `wait_until_ready`.
@@ -138,7 +140,7 @@ def start_program(
         stack.callback(os.close, read_status)
         with contextlib.closing(os.fdopen(write_status, "wb", buffering=0)):
             folder = stack.enter_context(job.folder(method))
-            described = job.describe(argv, files, limits, method, folder, readable, packages)
+            described = job.describe(argv, files, limits, method, folder, readable, packages, forks)
             with job.sealed(described) as file:
                 popen = subprocess.Popen(
                     job.launch_command(file.fileno(), write_status),
@@ -167,12 +169,13 @@ def run(
     method: str | None = None,
     readable: Sequence[str] = (),
     packages: bool = False,
+    forks: bool = False,
 ) -> ProgramOutcome:
     """Run Python `source` in a sandbox and wait for it; never raises because of the program.
 
     It has an empty environment, `stdin`, Python and /usr, and writes only to its working folder. With `packages` it
     can import this environment's site-packages. `min_protection` is "isolated" (no network, no other files, no other
-    processes) or "network" (files may be open to it). `method` forces one of METHODS.
+    processes) or "network" (files may be open to it). `method` forces one of METHODS. `forks`: as `start_program`.
 
     Raises:
         SandboxError: this machine cannot give `min_protection`. ValueError: unknown `min_protection`.
@@ -187,6 +190,7 @@ def run(
             method=method,
             readable=readable,
             packages=packages,
+            forks=forks,
             stdin=text,
         ) as program,
     ):

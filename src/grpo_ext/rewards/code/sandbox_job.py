@@ -55,10 +55,12 @@ def describe(
     folder: str,
     readable: Sequence[str],
     packages: bool,
+    forks: bool,
 ) -> bytes:
     """Return the launcher's code and its job, as `sandbox_child.py` reads them."""
     isolated, machine = method == "namespaces", platform.machine()
-    installed = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) if packages else []
+    found = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    installed = sorted(found) if packages else []
     paths, links = _visible([*readable, *installed])
     return _launcher() + marshal.dumps(
         {
@@ -71,7 +73,7 @@ def describe(
             "readable": paths,
             "links": links,
             "limits": _rlimits(limits, isolated),
-            "filter": bpf_filter(machine, isolated=isolated) if machine in MACHINES else b"",
+            "filter": bpf_filter(machine, isolated=isolated, forks=forks) if machine in MACHINES else b"",
             "max_files": MAX_FILES,
             "disk_bytes": limits.disk_mb << 20,
             "deadline_s": max(limits.timeout, limits.cpu_seconds or 0) + _GRACE_SECONDS,

@@ -79,11 +79,11 @@ _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
-def bpf_filter(machine: str, *, isolated: bool) -> bytes:
+def bpf_filter(machine: str, *, isolated: bool, forks: bool = False) -> bytes:
     """Return the filter for `machine`, an array of `struct sock_filter`.
 
     `isolated`: namespaces separate the program's processes and files from ours; otherwise signals and changes of a
-    file's owner or mode are refused too.
+    file's owner or mode are refused too. `forks`: it may start and kill processes.
 
     Raises:
         KeyError: no table for this machine.
@@ -92,13 +92,14 @@ def bpf_filter(machine: str, *, isolated: bool) -> bytes:
     code = [_op(_LOAD, 4), _op(_EQUAL, architecture, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, 0)]
     if machine == "x86_64":
         code += [_op(_AT_LEAST, _X32, 0, 1), _op(_RETURN, _KILL)]
-    tables = [_NEVER, _NETWORK, _FORK, {} if isolated else _SHARED]
+    shared = {} if isolated else {name: numbers for name, numbers in _SHARED.items() if not (forks and name == "kill")}
+    tables = [_NEVER, _NETWORK, {} if forks else _FORK, shared]
     for number in (numbers[column] for table in tables for numbers in table.values() if numbers[column] >= 0):
         code += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | errno.EPERM)]
     for numbers in _NO_SUCH_CALL.values():
         code += [_op(_EQUAL, numbers[column], 0, 1), _op(_RETURN, _ERRNO | errno.ENOSYS)]
-    for _, numbers, argument, mask, value, refused in _ARGUMENTS:
-        if numbers[column] >= 0:
+    for name, numbers, argument, mask, value, refused in _ARGUMENTS:
+        if numbers[column] >= 0 and not (forks and name in ("clone", "prctl")):
             code += [
                 _op(_EQUAL, numbers[column], 0, 5),
                 _op(_LOAD, 16 + 8 * argument),

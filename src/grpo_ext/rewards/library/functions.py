@@ -3,19 +3,16 @@
 Columns come in by keyword; the options of a recipe follow the star. None means "cannot be scored".
 """
 
-import json
 import logging
-import math
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.library.math_judgement import judge
 from grpo_ext.rewards.library.math_marks import PLACES
 from grpo_ext.rewards.protocol import OptionError, rewards
-from grpo_ext.rewards.text import TAGS, Completion, answer_block, boxed, completion_text, each_once
+from grpo_ext.rewards.text import TAGS, Completion, boxed, completion_text, each_once
 
 logger = logging.getLogger(__name__)
 
@@ -179,58 +176,3 @@ def repetition(completions: list[Completion], *, n: int = 3, max_penalty: float 
 def _repeated(words: list[str], n: int) -> float:
     grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-@rewards.register("reasoning_gym", independent=True)
-def reasoning_gym(
-    completions: list[Completion], reasoning_gym_entry: list[str | None], *, extract: str = "answer", **_: object
-) -> list[float | None]:
-    """Score in [0, 1] by the task's own verifier in reasoning-gym (arXiv:2505.24760).
-
-    `reasoning_gym_entry` is the JSON of the task's entry (question, answer, metadata). `extract` selects the text:
-    "answer" (content of `<answer>`, else the whole text), "text" (the whole text), "last_line" (last non-empty line).
-    None: the entry is missing or unreadable, its task unknown, or the verifier fails on it.
-
-    Raises:
-        ValueError: unknown `extract`. ImportError: reasoning-gym is not installed.
-    """
-    _extracted("", extract)  # an unknown option is an error even for an empty batch
-    return [
-        None if entry is None else _verify(_extracted(completion_text(completion), extract), entry)
-        for completion, entry in zip(completions, reasoning_gym_entry, strict=True)
-    ]
-
-
-def _extracted(text: str, extract: str) -> str:
-    if extract == "answer":
-        block = answer_block(text)
-        return text.strip() if block is None else block
-    if extract == "text":
-        return text.strip()
-    if extract == "last_line":
-        return (text.strip().splitlines() or [""])[-1].strip()
-    raise OptionError("extract", extract, "unknown", did_you_mean(str(extract), ("answer", "text", "last_line")))
-
-
-@cache  # some tasks read their data from disk each time
-def _verifier(task: str) -> Callable[..., float]:
-    try:
-        from reasoning_gym import get_score_answer_fn
-    except ImportError as error:
-        raise ImportError("reward 'reasoning_gym' needs reasoning-gym: pip install 'grpo-ext[tasks]'.") from error
-    return get_score_answer_fn(task)
-
-
-def _verify(answer: str, entry_json: str) -> float | None:
-    try:
-        entry = json.loads(entry_json)
-        task = entry["metadata"]["source_dataset"]
-        if task in ("arc_agi", "rearc"):  # compared as tuples, which JSON has made lists
-            entry["metadata"]["output"] = tuple(tuple(row) for row in entry["metadata"]["output"])
-        score = float(_verifier(task)(answer=answer, entry=entry))
-    except ImportError:
-        raise
-    except Exception as error:  # a verifier may raise anything; this completion cannot be scored, the others can
-        logger.warning("reasoning_gym cannot score %.80r against %.80r: %r", answer, entry_json, error)
-        return None
-    return score if math.isfinite(score) else None
