@@ -92,9 +92,9 @@ def test_length_penalty_by_hand():
         ("<think>中</think><answer>文</answer>", {"language": "zh"}, 1.0),
         ("中 https://example.com/page 文", {"language": "zh"}, 1.0),
         ("it costs $5\nand $6\n中", {}, 10 / 11),
-        ("123 + 4", {}, None),
-        ("", {}, None),
-        ("$x$", {}, None),
+        ("123 + 4", {}, 0.0),
+        ("", {}, 0.0),
+        ("$x$", {}, 0.0),
     ],
 )
 def test_language_consistency_by_hand(text, options, expected):

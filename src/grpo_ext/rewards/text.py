@@ -10,20 +10,34 @@ _Content: TypeAlias = str | Sequence[str | Mapping[str, Any]] | None
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # The innermost block: a second <answer> opened inside the first must not become part of the content.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+# The special tokens with which models end a turn, as <|im_end|>, in text that was saved with them.
+_END_TOKEN = re.compile(
+    r"<([|\uff5c])[^\s<>|\uff5c]{1,40}\1>|</s>|<(?:eos|EOS|pad|PAD|end_of_turn|turn\|)>|\[(?:EOS|PAD)\]"
+)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 
 
 def completion_text(completion: Completion) -> str:
     """Return the text of a completion: the string itself, or the content of the last assistant message, or "".
 
-    A message without a role counts as the assistant's, as in TRL's examples; text blocks of a content are joined.
+    A message without a role counts as the assistant's, as in TRL's examples; text blocks of a content are joined. The
+    end tokens behind the text do not belong to it.
     """
     if isinstance(completion, str):
-        return completion
+        return _without_end_tokens(completion)
     for message in reversed(completion):
         if message.get("role", "assistant") == "assistant":
-            return content_text(message.get("content"))
+            return _without_end_tokens(content_text(message.get("content")))
     return ""
+
+
+def _without_end_tokens(text: str) -> str:
+    start = end = len(text)  # of the last run of tokens
+    for token in _END_TOKEN.finditer(text):
+        if start == len(text) or text[end : token.start()].strip():
+            start = token.start()
+        end = token.end()
+    return text if text[end:].strip() else text[:start]
 
 
 def content_text(content: _Content) -> str:
@@ -57,8 +71,3 @@ def boxes(text: str) -> list[tuple[int, int]]:
         elif token[0][-1] == "{" and token[0] != "\\{":
             opened.append(token.end() if len(token[0]) > 1 else None)
     return sorted(found)
-
-
-def each_once(text: str, tags: Sequence[str]) -> bool:
-    """Return whether each tag occurs exactly once, which a regular expression over the whole text does not ensure."""
-    return all(text.count(tag) == 1 for tag in tags)

@@ -11,6 +11,7 @@ from grpo_ext.objective.options import Count
 from grpo_ext.rewards.text import completion_text
 
 _NUMBER = re.compile(r"-?\d+")
+_DIGITS = 1000  # Python reads no longer numbers than 4300 digits
 
 
 @environments.register("guess")
@@ -42,7 +43,7 @@ class Guess(Conversation):
         """Answer with where the number is."""
         self.left -= 1
         numbers = _NUMBER.findall(completion_text([message]))
-        guess = int(numbers[-1]) if numbers else None
+        guess = int(numbers[-1][:_DIGITS]) if numbers else None
         if guess == self.secret:
             return Step(None, 1.0, True)
         hint = "no number" if guess is None else "higher" if guess < self.secret else "lower"

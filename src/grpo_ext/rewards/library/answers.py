@@ -1,28 +1,27 @@
 """Rewards for answers with one correct form: a string, a letter, a JSON document."""
 
+import contextlib
 import json
 import logging
+import math
 import re
+import signal
+import threading
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
+from grpo_ext.rewards.library.choices import choice
 from grpo_ext.rewards.protocol import OptionError, rewards
-from grpo_ext.rewards.text import Completion, answer_block, boxed, completion_text
+from grpo_ext.rewards.text import Completion, answer_block, completion_text
 
 logger = logging.getLogger(__name__)
 
 _JSON_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# {0} is the class of letters, {1} its lower case, which counts only where it cannot be the article of "a dog".
-# "answer is (B)", "Answer: **B**", "option B": a letter by itself
-_NAMED = (
-    r"(?i:answer|option|choice)(?i:\s+is)?[:=*_$\s(\[]*+(?:\\text\w*\{{)?\(?"
-    r"([{0}](?![\w'])|[{1}](?=[).:\]}}*$]|\s*\Z))"
-)
-# "B", "(B)", "B) text", "**B.** text"
-_OPENING = r"[*_$\s]*(?:\\text\w*\{{)?(?:\(([{0}{1}])\)|\[([{0}{1}])\]|([{0}{1}])(?=[).:}}*$]|\s*\Z))"
-_SECOND = r"[)\]}}*$.:\s]*(?i:,|;|/|&|\band\b|\bor\b)\s*(?i:option\s+)?(?:\(?[{0}](?![\w'])|\([{1}]\))"
+CHECK_SECONDS = 1.0
+"""Limit of the processor's time in which a document is checked against its schema."""
+_MOST_DECOMPOSED = 4  # characters into which one decomposes
 
 
 def final_answer(text: str) -> str:
@@ -48,15 +47,20 @@ def exact_match(
     every character of a punctuation category. None: no solution, or it becomes empty.
     """
 
-    def normal(text: str) -> str:
-        text = unicodedata.normalize("NFC", text.casefold() if ignore_case else text)
+    def normal(text: str, longest: float = math.inf) -> str:
+        if ignore_case:
+            text = text.casefold()
         if ignore_punctuation:
             text = "".join(c for c in text if not unicodedata.category(c).startswith("P"))
-        return " ".join(text.split()) if strip else text
+        if strip:
+            text = " ".join(text.split())
+        return unicodedata.normalize("NFC", text) if len(text) <= longest else ""  # it takes quadratic time
 
     golds = [None if gold is None else normal(str(gold)) for gold in solution]
     return [
-        float(normal(final_answer(completion_text(completion))) == gold) if gold else None
+        float(normal(final_answer(completion_text(completion)), _MOST_DECOMPOSED * len(gold)) == gold)
+        if gold
+        else None
         for completion, gold in zip(completions, golds, strict=True)
     ]
 
@@ -67,8 +71,7 @@ def multiple_choice(
 ) -> list[float | None]:
     r"""1.0 where the answer's letter is `solution`'s, else 0.0; None where `solution` is not a single letter.
 
-    Read in this order: \boxed{B}, the last "answer is (B)" / "Answer: B" / "option B", an answer or a last line that
-    starts with "B", "(B)", "B) text". Two letters ("A and B") are wrong, and so is an answer without a letter.
+    Details: `choices.choice`. Two letters ("A and B", "B (or C)"), a denial and an answer without a letter are wrong.
 
     Raises:
         ValueError: choices are not distinct letters.
@@ -80,26 +83,6 @@ def multiple_choice(
         None if gold is None else float(choice(final_answer(completion_text(completion)), choices) == gold)
         for completion, gold in zip(completions, golds, strict=True)
     ]
-
-
-def choice(text: str, choices: str = "ABCDE") -> str | None:
-    """Return the one letter that `text` chooses, in upper case, or None."""
-    named, opening, second = _patterns(choices.upper())
-    content = boxed(text)
-    if content is None:
-        matches = list(named.finditer(text))
-        if matches:
-            return None if second.match(text, matches[-1].end()) else matches[-1][1].upper()
-    for part in [content] if content is not None else [text, (text.splitlines() or [""])[-1]]:
-        match = opening.match(part)
-        if match:
-            return None if second.match(part, match.end()) else next(filter(None, match.groups())).upper()
-    return None
-
-
-@lru_cache
-def _patterns(choices: str) -> list[re.Pattern[str]]:
-    return [re.compile(p.format(choices, choices.lower())) for p in (_NAMED, _OPENING, _SECOND)]
 
 
 @rewards.register("json_schema", independent=True, column_or_option=("schema", "default_schema"))
@@ -114,7 +97,9 @@ def json_schema(
     """1.0 for an answer that is JSON and fits the schema, `valid_json` for JSON that does not, 0.0 for anything else.
 
     The answer is the last ```json block, else as in `final_answer`. The schema is the row's (column `schema`, as JSON
-    or a mapping), else `default_schema`; it cannot refer to other documents. None: no schema, or an invalid one.
+    or a mapping), else `default_schema`; it cannot refer to other documents. A document that cannot be
+    checked (too deep, a number beyond a float's range, `CHECK_SECONDS` passed) scores 0.0. None: no schema, or an
+    invalid one.
 
     Raises:
         ValueError: valid_json outside [0, 1]. ImportError: jsonschema is not installed.
@@ -134,18 +119,55 @@ def _fits(text: str, schema: object, valid_json: float) -> float | None:
         return None
     try:
         blocks = _JSON_BLOCK.findall(text.rpartition("</think>")[2])
-        document = json.loads(blocks[-1] if blocks else final_answer(text), parse_constant=_refuse)
+        document = json.loads(
+            blocks[-1] if blocks else final_answer(text), parse_constant=_number, parse_float=_number
+        )
     except (ValueError, RecursionError):
         return 0.0
     try:
-        return 1.0 if check(document) else valid_json
-    except Exception as error:  # a dangling reference, a pattern that is not a regular expression
+        with _time_limit(CHECK_SECONDS):
+            return 1.0 if check(document) else valid_json
+    except (ArithmeticError, ValueError, RecursionError, TimeoutError):
+        return 0.0
+    except Exception as error:  # a dangling reference
         logger.warning("json_schema cannot apply %.200r: %r", schema, error)
         return None
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+def _number(text: str) -> float:
+    """Return a number with a point or exponent, as an integer if it is one; NaN and what a float cannot hold raise."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a number")
+    return int(number) if number.is_integer() else number
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after `seconds` of the processor, in a regular expression too (in the main thread only)."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _unique(validator: Any, wanted: bool, instance: Any, schema: object) -> Iterator[Exception]:
+    """Check `uniqueItems` in linear time."""
+    from jsonschema import ValidationError
+
+    items = instance if wanted and validator.is_type(instance, "array") else []
+    if len({json.dumps(item, sort_keys=True) for item in items}) < len(items):
+        yield ValidationError("not unique")
 
 
 @lru_cache(maxsize=256)
@@ -159,8 +181,11 @@ def _validator(schema_json: str) -> Callable[[Any], bool] | None:
         schema = json.loads(schema_json)
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         kind.check_schema(schema)
-    except (ValueError, TypeError, jsonschema.SchemaError) as error:
+        kind = jsonschema.validators.extend(kind, {"uniqueItems": _unique})
+        is_valid: Callable[[Any], bool] = kind(schema, registry=Registry()).is_valid
+        for probe in (None, [None], {"": None}):  # a reference to itself or to nothing
+            is_valid(probe)
+    except Exception as error:
         logger.warning("json_schema: %.200r is not a JSON schema: %.300s", schema_json, error)
         return None
-    is_valid: Callable[[Any], bool] = kind(schema, registry=Registry()).is_valid
     return is_valid

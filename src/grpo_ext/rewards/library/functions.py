@@ -12,19 +12,11 @@ from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.library.math_judgement import judge
 from grpo_ext.rewards.library.math_marks import PLACES
 from grpo_ext.rewards.protocol import OptionError, rewards
-from grpo_ext.rewards.text import TAGS, Completion, boxed, completion_text, each_once
+from grpo_ext.rewards.text import TAGS, Completion, boxed, completion_text
 
 logger = logging.getLogger(__name__)
 
-_THINK_TAGS, _ANSWER_TAGS = TAGS[:2], TAGS[2:]
-# style -> (pattern of the whole text, tags that occur exactly once)
-_STYLES: dict[str, tuple[re.Pattern[str], tuple[str, ...]]] = {
-    "think_answer": (re.compile(r"<think>\n.*\n</think>\n\n?<answer>\n.*\n</answer>", re.DOTALL), TAGS),
-    "think_answer_inline": (re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL), TAGS),
-    "think": (re.compile(r"\s*<think>.*</think>\s*\S.*", re.DOTALL), _THINK_TAGS),
-    "answer": (re.compile(r".*<answer>\s*\S.*</answer>\s*", re.DOTALL), _ANSWER_TAGS),
-}
-FORMAT_STYLES = (*_STYLES, "boxed")
+FORMAT_STYLES = ("think_answer", "think_answer_inline", "think", "answer", "boxed")
 # The tags with the newlines around them in the layout of think_answer; the outer edges of the text have none.
 _TAGS_WITH_NEWLINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _STEP = re.compile(
@@ -33,11 +25,11 @@ _STEP = re.compile(
 
 
 def matches_format(text: str, style: str) -> bool:
-    r"""Return whether the whole text has the layout `style`, with each of the style's tags exactly once.
+    r"""Return whether the whole text has the layout `style`, with each of the style's tags exactly once and filled.
 
     think_answer: `<think>\n...\n</think>\n<answer>\n...\n</answer>`, one blank line allowed before `<answer>`.
     think_answer_inline: the same with any white space, or none, around the tags. think: `<think>...</think>`, then an
-    answer. answer: any text, then a non-empty `<answer>...</answer>` at the end. boxed: the last
+    answer. answer: any text, then `<answer>...</answer>` at the end. boxed: the last
     \boxed{...} anywhere in the text is not empty.
 
     Raises:
@@ -45,10 +37,21 @@ def matches_format(text: str, style: str) -> bool:
     """
     if style == "boxed":
         return bool(boxed(text))
-    if style not in _STYLES:
+    if style not in FORMAT_STYLES:
         raise OptionError("style", style, "not a format", did_you_mean(str(style), FORMAT_STYLES))
-    pattern, tags = _STYLES[style]
-    return each_once(text, tags) and pattern.fullmatch(text) is not None
+    tags = {"think": TAGS[:2], "answer": TAGS[2:]}.get(style, TAGS)
+    parts = re.split(f"({'|'.join(tags)})", text)
+    outside, inside = parts[::4], parts[2::4]
+    if tuple(parts[1::2]) != tags or not all(map(str.strip, inside)):
+        return False
+    if style == "answer":
+        return not outside[1].strip()
+    if style == "think":
+        return not outside[0].strip() and outside[1].strip() != ""
+    if style == "think_answer_inline":
+        return not "".join(outside).strip()
+    lines = all(content[0] == content[-1] == "\n" for content in inside)
+    return lines and outside in (["", "\n", ""], ["", "\n\n", ""])
 
 
 @rewards.register("format", independent=True)
@@ -81,18 +84,22 @@ def code_format(
 ) -> list[float]:
     r"""1.0 for `<think>\n...\n</think>\n<answer>\n...\n</answer>` with a ```language block in the answer.
 
-    The language is the row's (column `language`), else `default_language`. Text may follow. From Open-R1.
+    Neither the thinking nor the block may be empty. The language is the row's (column `language`), else
+    `default_language`. Text may follow. From Open-R1.
     """
     languages = language if language is not None else [default_language] * len(completions)
     return [
-        float(_code_layout(named or default_language).match(completion_text(completion)) is not None)
+        float(_is_code_layout(completion_text(completion), named or default_language))
         for completion, named in zip(completions, languages, strict=True)
     ]
 
 
-def _code_layout(language: str) -> re.Pattern[str]:
-    answer = rf"<answer>\n.*?```{re.escape(language)}.*?```.*?\n</answer>$"
-    return re.compile(rf"<think>\n.*?\n</think>\n{answer}", re.DOTALL | re.MULTILINE)
+def _is_code_layout(text: str, language: str) -> bool:
+    opening, _, text = text.partition("<think>\n")
+    thinking, _, answer = text.partition("\n</think>\n<answer>\n")
+    code, closed, after = answer.partition(f"```{language}")[2].partition("```")
+    filled = thinking.strip() and code.strip() and closed
+    return bool(not opening and filled) and "\n</answer>\n" in f"{after}\n"
 
 
 @rewards.register("accuracy", independent=True)

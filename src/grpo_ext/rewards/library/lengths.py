@@ -102,12 +102,12 @@ def length_penalty(
 @rewards.register("language_consistency", independent=True)
 def language_consistency(
     completions: list[Completion], *, language: str = "en", scripts: list[str] | None = None, **_: object
-) -> list[float | None]:
+) -> list[float]:
     r"""Share of the letters that belong to the writing system of `language`, or to one of `scripts`: 0 to 1.
 
     It compares scripts, not languages: German counts as English, Chinese as Japanese. `scripts` are first words of
     Unicode names: LATIN, CJK, CYRILLIC, ... Not counted: code blocks, inline code, $...$, \(...\),
-    \[...\], LaTeX commands, tags, links. None: no letter is left. After DeepSeek-R1's reward, arXiv:2501.12948,
+    \[...\], LaTeX commands, tags, links. 0: no letter is left. After DeepSeek-R1's reward, arXiv:2501.12948,
     which counts words.
 
     Raises:
@@ -121,9 +121,9 @@ def language_consistency(
     return [_share(_NEUTRAL.sub(" ", completion_text(c)), wanted) for c in completions]
 
 
-def _share(text: str, wanted: set[str]) -> float | None:
+def _share(text: str, wanted: set[str]) -> float:
     letters = [script(character) for character in text if character.isalpha()]
-    return sum(s in wanted for s in letters) / len(letters) if letters else None
+    return sum(s in wanted for s in letters) / max(1, len(letters))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,0 +1,199 @@
+"""The law of linear time: no text of up to 100 kB takes a reward, or a reader of texts, time beyond its length."""
+
+import ast
+import inspect
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
+import pytest
+
+from grpo_ext.environments.library import guess
+from grpo_ext.rewards import text as texts
+from grpo_ext.rewards.catalogue import rewards
+from grpo_ext.rewards.code import reward as code
+from grpo_ext.rewards.library import (
+    answers,
+    choices,
+    functions,
+    lengths,
+    math_answers,
+    math_copies,
+    math_marks,
+    minimind,
+)
+from grpo_ext.rewards.models import remote
+
+LENGTH = 100_000
+SECONDS = 2.0  # of the processor, for 100 kB, so that a busy machine fails nothing; all take less than a tenth of it
+RATIO = 3.2  # of the time for 100 kB to that for 50 kB: 2 is linear, 4 quadratic
+NOTICEABLE = 0.2  # seconds; a shorter time is noise, with the clock of a busy machine
+MOST = 150  # texts of each kind for one reader
+LONGEST = 60  # characters of a fragment
+
+OPENINGS = ["", "<think>\n", "<think>a</think><answer>", "answer is ", "\\boxed{", "```json\n", '["']
+COMMON = ["\n", " ", "a", "1", "é", "\u0300\u0316", "<answer>", "</answer>", "</think>", "{", "[", "\\boxed{", "```"]
+JUDGE = partial(re.findall, remote.JUDGE_PATTERN)
+SCHEMAS = {
+    "object": {"type": "object"},
+    "recursive": {"anyOf": [{"type": ["number", "string", "null"]}, {"items": {"$ref": "#"}, "uniqueItems": True}]},
+    "pattern": {"type": "string", "pattern": r"^(\w+\s?)*$"},
+}
+
+
+def scored(name: str, **options: object) -> Callable[[str], object]:
+    def score(text: str) -> object:
+        own = {
+            "solution": ["B" if name == "multiple_choice" else "72"],
+            "prompts": ["What is 8 times 9?"],
+            "completion_ids": [[7]],
+        }
+        asked = inspect.signature(rewards[name]).parameters
+        columns = {column: values for column, values in own.items() if column in asked}
+        return rewards[name](completions=[[{"role": "assistant", "content": text}]], **columns, **options)
+
+    return score
+
+
+# name -> (what reads a text, the modules whose literals are its fragments)
+READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
+    **{
+        f"format {style}": (scored("format", style=style), (texts, functions.matches_format))
+        for style in functions.FORMAT_STYLES
+    },
+    **{name: (scored(name), (functions,)) for name in ("code_format", "reasoning_steps", "repetition")},
+    **{f"tags {n}": (scored("tags", newlines=n), (texts,)) for n in (False, True)},
+    "multiple_choice": (scored("multiple_choice"), (choices,)),
+    "exact_match": (scored("exact_match", ignore_case=True, ignore_punctuation=True), (answers,)),
+    **{f"json_schema {s}": (scored("json_schema", default_schema=SCHEMAS[s]), (answers,)) for s in SCHEMAS},
+    "language_consistency": (scored("language_consistency"), (lengths,)),
+    **{n: (scored(n, scorer=lambda chats: [1.0] * len(chats)), (minimind,)) for n in ("minimind", "minimind_current")},
+    "minimind strict": (scored("minimind", strict=True), (minimind,)),
+    "accuracy": (scored("accuracy"), (math_answers, math_copies, math_marks)),
+    "cosine_length": (scored("cosine_length", max_length=9), (math_marks,)),
+    "think_format_reward": (scored("think_format_reward"), (texts,)),
+    "accuracy_reward": (scored("accuracy_reward"), (math_marks,)),
+    "reasoning_accuracy_reward": (scored("reasoning_accuracy_reward"), (math_marks,)),
+    "code": (code.extract_code, (code,)),
+    "remote": (JUDGE, (remote,)),
+    "answer_block": (texts.answer_block, (texts,)),
+    "boxes": (texts.boxes, (texts,)),
+    "final_answer": (answers.final_answer, (texts, answers)),
+    "guess": (lambda text: guess.Guess().step({"role": "assistant", "content": text}), (guess,)),
+}
+COUNT_TOKENS = {"soft_overlong", "length_penalty", "get_soft_overlong_punishment"}
+READ_ELSEWHERE = {"reasoning_gym": "by answer_block and the task's verifier", "reward_model": "by a model"}
+
+
+def fragments(source: object) -> list[str]:
+    """Return runs of successive literals in the patterns and strings of each statement of a source."""
+    found: dict[str, None] = {}
+    for statement in ast.parse(inspect.getsource(source)).body:
+        docstrings = [ast.get_docstring(n, clean=False) for n in ast.walk(statement) if isinstance(n, ast.FunctionDef)]
+        constants = [node.value for node in ast.walk(statement) if isinstance(node, ast.Constant)]
+        strings = [c for c in constants if isinstance(c, str) and c not in docstrings]
+        found |= dict.fromkeys(runs([piece for string in strings for piece in pieces_of(string)]))
+    return list(found)
+
+
+def runs(parts: list[str]) -> Iterator[str]:
+    """Yield up to four successive parts, joined."""
+    for size in (1, 2, 3, 4):
+        for start in range(len(parts) - size + 1):
+            if 0 < len(joined := "".join(parts[start : start + size])) <= LONGEST:
+                yield joined
+
+
+def pieces_of(string: str) -> list[str]:
+    try:
+        return list(pieces(re._parser.parse(string)))
+    except re.error:
+        return [string]
+
+
+def pieces(parsed: object) -> Iterator[str]:
+    """Yield the runs of literal characters of a parsed pattern, and an instance of each class of characters."""
+    run = ""
+    for operator, argument in parsed:
+        if str(operator) == "LITERAL":
+            run += chr(argument)
+            continue
+        if run:
+            yield run
+            run = ""
+        for part in inner(argument):
+            yield from pieces(part)
+    if run:
+        yield run
+
+
+def inner(argument: object) -> Iterator[object]:
+    """Yield the parsed patterns inside the argument of an operator."""
+    if isinstance(argument, re._parser.SubPattern):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for part in argument:
+            yield from inner(part)
+
+
+def seconds(read: Callable[[str], object], text: str) -> float:
+    """Return the processor's time that a text takes; beyond the limit it is given up."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"{text[:80]!r}, repeated")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    started = time.process_time()
+    try:
+        read(text)
+        return time.process_time() - started
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def hostile(read: Callable[[str], object], sources: tuple, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Return openings and what is repeated behind them: literals of the reader's patterns, alone and in pairs."""
+    compiled: list[str] = []
+    with monkeypatch.context() as patch:  # patterns that are made while it reads
+        patch.setattr(
+            re, "compile", lambda pattern, flags=0, real=re.compile: compiled.append(pattern) or real(pattern, flags)
+        )
+        read("<think>\n\n</think>\n<answer>\n72\n</answer>")
+    found = list(dict.fromkeys([*COMMON, *(fragment for source in sources for fragment in fragments(source))]))
+    own = list(product(OPENINGS, (run for pattern in compiled for run in runs(pieces_of(pattern)))))
+    draw = random.Random(0)
+    single = list(product(OPENINGS, found))
+    pairs = [(draw.choice(OPENINGS), draw.choice(found) + draw.choice(found)) for _ in range(MOST)]
+    return [text for kind in (own, single) for text in draw.sample(kind, min(MOST, len(kind)))] + pairs
+
+
+def repeated(opening: str, piece: str, length: int) -> str:
+    return opening + piece * ((length - len(opening)) // len(piece))
+
+
+def test_every_reward_that_reads_a_text_is_under_the_law():
+    assert {name.partition(" ")[0] for name in READERS} >= set(rewards) - COUNT_TOKENS - set(READ_ELSEWHERE)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", READERS)
+def test_no_reader_is_worse_than_linear_in_the_length_of_a_text(name, monkeypatch):
+    if "json_schema" in name:
+        pytest.importorskip("jsonschema")
+    read, sources = READERS[name]
+    read("72")  # what is imported on first use
+    times = {}
+    for opening, piece in hostile(read, sources, monkeypatch):
+        times[opening, piece] = seconds(read, repeated(opening, piece, LENGTH))
+    for opening, piece in sorted(times, key=times.__getitem__)[-3:]:
+        half, whole = (
+            min(seconds(read, repeated(opening, piece, n)) for _ in range(3)) for n in (LENGTH // 2, LENGTH)
+        )
+        print(f"{name}: {half:.4f} s for 50 kB, {whole:.4f} s for 100 kB of {opening!r} and {piece!r}")
+        assert whole < max(NOTICEABLE, RATIO * half), (opening, piece)
