@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 from trl import DatasetMixtureConfig, ModelConfig
 
-from grpo_ext.commands.runs import find_trained
+from grpo_ext.commands.runs import find_trained, loading
 from grpo_ext.config.adapters import base_of
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import holds
@@ -148,7 +148,7 @@ def _loaded(
 ) -> tuple[PeftModel | str, PreTrainedTokenizerBase]:
     """Return the policy (an adapter on its base, else the path) and its tokenizer."""
     path = find_trained(model).model
-    try:
+    with loading(path):
         tokenizer = load_tokenizer_of(path, trust_remote_code=args.trust_remote_code)
         _check_tokenizer(contents, tokenizer, model)
         base = base_of(path)
@@ -159,11 +159,6 @@ def _loaded(
         policy = adapted_policy(recipe, base, tokenizer)
         args.model_init_kwargs = None  # used above; TRL would warn that it ignores them
         return policy, tokenizer
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = f"it cannot be loaded ({str(error).splitlines()[0]})"
-        raise ConfigError([Problem("--model", model, reason, "Name a run, a checkpoint or a model.")]) from error
 
 
 def _check_tokenizer(contents: Sequence[Content], tokenizer: PreTrainedTokenizerBase, model: str) -> None:

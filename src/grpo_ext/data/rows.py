@@ -1,12 +1,12 @@
 """One row of a dataset: the prompt as TRL takes it, the reference answer as a verifier takes it."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from grpo_ext.bounded import parse_json
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 
@@ -117,7 +117,7 @@ def parse_chat(prompt: object, column: str) -> Any:
     if not isinstance(prompt, str) or not _CHAT.fullmatch(prompt):
         return prompt
     try:
-        messages = json.loads(prompt)
+        messages = parse_json(prompt)
     except ValueError as error:
         raise RowError(
             f"{_short(prompt)} is a conversation written as text, but not as JSON ({error})",
