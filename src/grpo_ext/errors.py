@@ -161,6 +161,7 @@ _ENTRY = re.compile(
 )
 """A name with its value: in quotes, in brackets, or one word that is not a name with its value in turn."""
 _URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s'"<>]+""")
+_AUTHORIZATION = re.compile(r"""(authorization\W{1,4}(?:basic|bearer)\s+)[^\s'",;]+""", re.IGNORECASE)
 _WELL_KNOWN = re.compile(r"\b(?:(?:hf_|ghp_)[A-Za-z0-9]{16,}|(?:sk-|github_pat_|glpat-|xox[bp]-)[\w-]{16,})")
 
 
@@ -183,7 +184,7 @@ def redacted(value: object, name: str = "") -> Any:
 
 def redacted_text(text: str) -> str:
     """Return a message with *** in place of the values of secrets, also in urls."""
-    return _WELL_KNOWN.sub("***", _ENTRY.sub(_entry, _in_urls(text)))
+    return _WELL_KNOWN.sub("***", _AUTHORIZATION.sub(r"\1***", _ENTRY.sub(_entry, _in_urls(text))))
 
 
 def _entry(found: re.Match[str]) -> str:
@@ -202,5 +203,5 @@ def _in_urls(text: str) -> str:
 
 
 def _url(found: re.Match[str]) -> str:
-    without_user = re.sub(r"://[^/@]*@", "://***@", found[0])
-    return re.sub(r"([?&][^=&]+=)[^&)]+", r"\1***", without_user)
+    without_user = re.sub(r"://[^/?#]*@", "://***@", found[0])
+    return re.sub(r"([?&;#][^=&;]+=)[^&;#)]+", r"\1***", without_user)

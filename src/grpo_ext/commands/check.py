@@ -28,6 +28,7 @@ from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.warnings import recipe_warnings
+from grpo_ext.registry import imported
 from grpo_ext.report.reading import read_runs
 from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts, unsuited
 from grpo_ext.trainer.diagnosis.overlap import advice
@@ -44,8 +45,12 @@ def run(options: argparse.Namespace) -> int:
     launch = wanted_launch(options) or Launch()
     with planned_processes(launch.planned, here=options.num_processes is None):
         datasets.disable_progress_bars()
-        look = Look()
-        recipe = load_recipe(options.keys, look)
+        look, before = Look(), len(imported)
+        try:
+            recipe = load_recipe(options.keys, look)
+        finally:
+            if found := sorted(set(imported[before:])):
+                print(f"check has imported code that the recipe names: {', '.join(found)}")
         if recipe.training.use_cpu and launch.config and is_fsdp(launch.config):
             raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
         print_sections(plan(recipe, look))

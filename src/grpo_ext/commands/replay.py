@@ -48,7 +48,9 @@ def run(options: argparse.Namespace) -> int:
     contents = [read(folder)] if folder.is_file() else whole(folder)
     changes = changes_in(options.keys)
     model = options.model or recorded_weights(folder, contents[0])
-    settings: dict[str, Mapping[str, Any]] = {"recorded loss": {}} | ({"changed": changes} if changes else {})
+    consent = {"trust_remote_code": True} if changes.pop("trust_remote_code", False) else {}
+    settings: dict[str, Mapping[str, Any]] = {"recorded loss": consent}
+    settings |= {"changed": changes | consent} if changes else {}
     computed = {name: compute(contents, model, own) for name, own in settings.items()}
     logged = recorded(contents)
     _show(contents, model, logged, computed)
@@ -136,7 +138,9 @@ def compute(contents: Sequence[Content], model: str, changes: Mapping[str, Any])
         policy, tokenizer = _loaded(contents, model, args)
         args.replay_batches = folder  # so that neither a sampler nor a reference is built
         rows = Dataset.from_list([{"prompt": "-"}] * int(args.generation_batch_size or 1))
-        return OneStep(policy, [_unscored], args, rows, processing_class=tokenizer).compute(contents)
+        with loading(model, only_code=True):
+            step = OneStep(policy, [_unscored], args, rows, processing_class=tokenizer)
+        return step.compute(contents)
 
 
 def _unscored(completions: list[object], **_: object) -> list[float | None]:

@@ -123,8 +123,9 @@ def loading(model: str, *, only_code: bool = False) -> Iterator[None]:
         reason = f"it cannot be loaded ({(str(error).strip() or repr(error)).splitlines()[0]:.300})"
         cure = "Name a run, a checkpoint or a model."
         if "trust_remote_code" in str(error):
-            code = ", ".join(sorted(file.name for file in Path(model).glob("*.py"))[:5])
-            reason = f"it asks to run code of its own{f' ({code})' if code else ''}"
+            base = base_of(model) if Path(model).is_dir() else None
+            code = [str(file) for place in (model, *(base or ())[:1]) for file in sorted(Path(place).glob("*.py"))]
+            reason = f"it asks to run code of its own ({', '.join(code[:5]) or 'of the hub'})"
             cure = "Read that code, and add --trust_remote_code to the command if you trust it."
         elif only_code:
             raise

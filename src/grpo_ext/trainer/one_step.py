@@ -162,7 +162,7 @@ def _without_code(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
     if foreign := {name: value for name, value in named.items() if re.search("[.:]", str(value))}:
         raise ConfigError([Problem(name, value, reason, cure) for name, value in foreign.items()])
     loading = {k: v for k, v in as_mapping(own.get("model_init_kwargs")).items() if k not in _CONSENT}
-    return {k: v for k, v in own.items() if k not in _CONSENT} | ({"model_init_kwargs": loading} if loading else {})
+    return {k: v for k, v in own.items() if k not in _CONSENT} | {"model_init_kwargs": loading or None}
 
 
 def _number(value: float | None) -> float:
