@@ -22,7 +22,7 @@ from grpo_ext.config.precision import expected_differences, precision
 from grpo_ext.config.warnings import warnings
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.tools import schemas
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, redacted_text
 from grpo_ext.recipe.launching import Launch
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
@@ -181,13 +181,13 @@ def _check_server(recipe: Recipe) -> int:
     """Compare a recipe with its vLLM server, if it has one; return 2 if they do not fit."""
     if not (recipe.training.use_vllm and recipe.training.vllm_mode == "server"):
         return 0
-    url = server_url(recipe)
+    url = redacted_text(server_url(recipe))
     try:
-        facts = server_facts(url)
+        facts = server_facts(server_url(recipe))
         problems = [*mismatches(wanted(recipe), facts), *unsuited(facts.config)]
         problems += engine_mismatches(given_options(recipe.training), facts.config)
     except ServerUnreachable as error:
-        print(f"vLLM server: {error}.")
+        print(redacted_text(f"vLLM server: {error}."))
         return 0
     except OSError as error:  # the tokenizer is on a hub that cannot be reached, which `check` does not require
         print(f"vLLM server at {url}: not compared with the recipe ({str(error).splitlines()[0]}).")
