@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 NOT_FINISHED = 75
@@ -54,9 +55,18 @@ class Problem:
     def __str__(self) -> str:
         """Return the message."""
         settings = {self.field: self.value, **self.beside}
-        names = [name if value is ABSENT else f"{name}={value!r}" for name, value in settings.items()]
+        names = [n if value is ABSENT else f"{n}={_clipped(repr(value))}" for n, value in settings.items()]
         # Apart, so that the first word of the reason is not taken for the value of a secret.
-        return f"{redacted_text(' with '.join(names))}: {redacted_text(f'{self.reason}. {self.cure}'.rstrip())}"
+        parts = " with ".join(map(_clipped, names)), f"{_clipped(self.reason)}. {self.cure}".rstrip()
+        return ": ".join(map(redacted_text, parts))
+
+
+_LONGEST, _ALL, _MOST = 2000, 10_000, 30
+"""Characters of a part of a message and of all problems in it, and the number of these."""
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
 
 
 class ConfigError(ValueError):
@@ -65,7 +75,12 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {p}" for p in self.problems)]))
+        lines = [f"  - {p}" for p in self.problems[:_MOST]]
+        shown = [line for line, ends in zip(lines, accumulate(map(len, lines)), strict=True) if ends <= _ALL] or lines[
+            :1
+        ]
+        rest = [f"  and {len(self.problems) - len(shown):,} more."][: len(self.problems) - len(shown)]
+        super().__init__("\n".join([f"{count} in the configuration:", *shown, *rest]))
 
     def __reduce__(self) -> tuple[type, tuple[list[Problem]]]:
         """Keep the problems in a copy, and on the way to another process."""
@@ -146,6 +161,7 @@ _ENTRY = re.compile(
 )
 """A name with its value: in quotes, in brackets, or one word that is not a name with its value in turn."""
 _URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s'"<>]+""")
+_AUTHORIZATION = re.compile(r"""(authorization\W{1,4}(?:basic|bearer)\s+)[^\s'",;]+""", re.IGNORECASE)
 _WELL_KNOWN = re.compile(r"\b(?:(?:hf_|ghp_)[A-Za-z0-9]{16,}|(?:sk-|github_pat_|glpat-|xox[bp]-)[\w-]{16,})")
 
 
@@ -168,7 +184,7 @@ def redacted(value: object, name: str = "") -> Any:
 
 def redacted_text(text: str) -> str:
     """Return a message with *** in place of the values of secrets, also in urls."""
-    return _WELL_KNOWN.sub("***", _ENTRY.sub(_entry, _in_urls(text)))
+    return _WELL_KNOWN.sub("***", _AUTHORIZATION.sub(r"\1***", _ENTRY.sub(_entry, _in_urls(text))))
 
 
 def _entry(found: re.Match[str]) -> str:
@@ -187,5 +203,5 @@ def _in_urls(text: str) -> str:
 
 
 def _url(found: re.Match[str]) -> str:
-    without_user = re.sub(r"://[^/@]*@", "://***@", found[0])
-    return re.sub(r"([?&][^=&]+=)[^&)]+", r"\1***", without_user)
+    without_user = re.sub(r"://[^/?#]*@", "://***@", found[0])
+    return re.sub(r"([?&;#][^=&;]+=)[^&;#)]+", r"\1***", without_user)

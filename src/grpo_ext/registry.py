@@ -17,6 +17,9 @@ T = TypeVar("T")
 MANY = 100
 """More names than a message lists."""
 
+imported: list[str] = []
+"""Files and modules that `import_path` has imported."""
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a sentence with the closest known names, or with all of them if none is close and they are not `MANY`."""
@@ -92,6 +95,7 @@ def import_path(path: str) -> Any:
         raise UnknownNameError(f"no such file: {file}", cure)
     try:
         module = importlib.import_module(module_name) if file is None else _of_file(file)
+        imported.append(str(file or module_name))
     except Exception as error:  # a user's module may raise anything
         raise UnknownNameError(f"cannot import {module_name!r} for {path!r}: {error!r}", "Correct it.") from error
     try:

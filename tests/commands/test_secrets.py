@@ -118,6 +118,10 @@ REDACTED = {
     **{text: text for text in ("./hf_reward_functions_of_mine.py: no such file", "task-of-a-very-long-name-here")},
     "reward_funcs: token='abc', key: no": "reward_funcs: token='***', key: no",
     "api_key: c2VjcmV0==": "api_key: ***",
+    "GET / Authorization: Basic c2VjcmV0== failed": "GET / Authorization: Basic *** failed",
+    "authorization=Bearer abc.def, next": "authorization=Bearer ***, next",
+    "at http://me:a@b:c@host:9/x?k=1;j=2#t=3 now": "at http://***@host:9/x?k=***;j=***#t=*** now",
+    "basic authorization: see docs": "basic authorization: see docs",
 }
 
 

@@ -3,6 +3,7 @@ import gc
 import json
 import logging
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from grpo_ext.data import tasks
 from grpo_ext.data.config import DataConfig, dataset_problems
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.prepare import prepare
-from grpo_ext.data.rows import boxed_answer, check_columns, gsm8k_answer
+from grpo_ext.data.rows import Plan, RowError, boxed_answer, check_columns, convert, gsm8k_answer
 from grpo_ext.errors import DataError
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "level": i} for i in range(10)]
@@ -151,6 +152,7 @@ GOOD = '{"question": "a", "answer": "1"}'
         ('{"question": "", "answer": "1"}', "column 'question': empty prompt ''"),
         ('{"question": null, "answer": "1"}', "column 'question': null prompt"),
         ('{"answer": "1"}', "column 'question': null prompt"),
+        (json.dumps({"question": "x" * 30_000_000}), "a prompt of 30,000,000 characters"),
         ('{"question": 7, "answer": "1"}', "column 'question': a number 7, but text in"),
         ('{"question": ["b"], "answer": "1"}', "column 'question': a list ['b'], but text in"),
         ('{"question": "b", "answer": 2}', "column 'answer': a number 2, but text in"),
@@ -164,6 +166,21 @@ def test_a_bad_jsonl_line_is_named(tmp_path, line, reason):
     assert f"{name}, line 4" in message
     assert reason in message
     assert message.count(f"{name}, line") == (2 if "but text in" in reason else 1)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [{"role": "user", "content": "x" * 5_000_000}],
+        [{"role": "user", "content": [{"type": "text", "text": "x" * 3_000_000}] * 2}],
+        "[{'role': " + "'role':'user'" * 400_000,  # the pattern of a conversation was quadratic
+    ],
+)
+def test_a_prompt_is_bounded_in_all_its_parts_and_in_time(prompt):
+    begins = time.monotonic()
+    with pytest.raises(RowError, match=r"a prompt of \d,\d{3},\d{3} characters"):
+        convert({"prompt": prompt}, Plan("prompt"))
+    assert time.monotonic() - begins < 10
 
 
 def test_not_utf8_is_named(tmp_path):

@@ -24,7 +24,7 @@ def temp(tmp_path, monkeypatch):
     return tmp_path
 
 
-def folder(temp: Path, process: int, namespace: int) -> Path:
+def folder(temp: Path, process: int | str, namespace: int) -> Path:
     made = temp / f"{child.FOLDER_PREFIX}{namespace}_{process}_abc"
     made.mkdir()
     (made / "file").write_text("")
@@ -42,6 +42,22 @@ def test_only_what_belongs_to_nobody_is_removed(temp):
     )
     remove_stale_folders()
     assert (left.exists(), ours.exists(), another.exists()) == (False, True, True)
+
+
+@pytest.mark.parametrize("process", ["9" * 10, "9" * 25, "9" * 200, "-1", "0", "1e9", "\u0663", "x"])
+def test_a_folder_without_a_pid_of_ours_is_left(temp, process):
+    made = folder(temp, process, child._pid_namespace())
+    remove_stale_folders()
+    assert made.exists()
+
+
+def test_a_folder_of_another_user_is_left(temp, monkeypatch):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    made = folder(temp, gone.pid, child._pid_namespace())
+    monkeypatch.setattr(os, "getuid", lambda: made.lstat().st_uid + 1)
+    remove_stale_folders()
+    assert made.exists()
 
 
 def test_all_workers_of_a_process_end_at_once_and_none_is_started_for_them(temp, monkeypatch):

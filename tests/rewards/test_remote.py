@@ -1,6 +1,7 @@
 """The remote reward against a real server on this machine that answers, fails, hangs and lies."""
 
 import asyncio
+import base64
 import gzip
 import json
 import logging
@@ -225,8 +226,9 @@ def test_unpaired_surrogates_and_null_scores(serve):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        *((f"Score: {reply}", value) for reply, value in {"7": 7, ".5": 0.5, "-.5/1": -0.5, "**7.5**": 7.5}.items()),
+        *((f"Score: {reply}", value) for reply, value in {"7": 7, ".5": 0.5, "-.5/1": 0, "**7.5**": 7.5}.items()),
         *((f"score: {reply}", value) for reply, value in {"1e1": 10, "2.5E-1.": 0.25, "8.": 8, "1e999": None}.items()),
+        *((f"Score: {reply}", value) for reply, value in {"1e308": 10, "11": 10, "-1e308": 0, "10.0": 10}.items()),
         ([{"type": "text", "text": "Fine.\nSco"}, {"type": "text", "text": "re: 7"}], 7.0),
         (["Score: 2"], 2.0),
         ([{"type": "refusal"}], None),
@@ -237,6 +239,49 @@ def test_a_judges_answer_is_a_text_or_a_list_of_parts(serve, content, expected):
     server = serve(lambda *_: {"choices": [{"message": {"role": "assistant", "content": content}}]})
     columns = {"prompts": ["q"], "completions": ["a"]}
     assert score(server, **columns, url=f"{server.url}/v1/chat/completions", protocol="openai_judge") == [expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"template": "Rate from 1 to 5.\n{completion}", "score_range": [1, 5], "scale": 0.2}, 1.0),
+        ({"score_range": [0, 1], "scale": 3.0}, 3.0),
+        ({"template": "{completion}"}, 1e308),
+        ({"template": "{completion}", "scale": 10.0}, None),  # it would be infinite
+    ],
+)
+def test_a_judges_score_is_clipped_to_the_scale_that_its_template_states(serve, options, expected):
+    server = serve(lambda *_: {"choices": [{"message": {"role": "assistant", "content": "Score: 1e308"}}]})
+    columns = {"prompts": ["q"], "completions": ["a"], "protocol": "openai_judge"}
+    assert score(server, **columns, **options) == [pytest.approx(expected) if expected else None]
+
+
+SECRETS = ("pl4nted-user", "pl4nted%2Fpass", "pl4nted-query", "pl4nted-fragment", "pl4nted-key")
+
+
+@pytest.mark.parametrize("answer", ["status", "scores", "nobody", "no address"])
+def test_no_part_of_an_address_that_may_be_secret_is_shown(serve, answer, monkeypatch):
+    """The server repeats the request's line and headers in its error."""
+    user, password, query, fragment, key = SECRETS
+
+    def echo(handler, *_):
+        text = f"{handler.path} {handler.headers['Authorization']}".encode()
+        handler.send_response(400 if answer == "status" else 200)
+        handler.send_header("Content-Length", str(len(text) + 2))
+        handler.end_headers()
+        handler.wfile.write(b'"' + text + b'"')
+
+    server = serve(lambda *_: echo)
+    address = server.url.removeprefix("http://")
+    monkeypatch.setenv("JUDGE_KEY", key)
+    url = {
+        "nobody": f"http://{user}:{password}@127.0.0.1:9/score?sig={query}#{fragment}",
+        "no address": f"{address}/score?sig={query}&user={user}#{fragment}",
+    }.get(answer, f"http://{user}:{password}@{address}/score?sig={query}&{fragment}")
+    with pytest.raises((RemoteRewardError, ValueError)) as caught:
+        score(server, url=url, retries=0)
+    for secret in (*SECRETS, "pl4nted/pass", base64.b64encode(f"{user}:pl4nted/pass".encode()).decode()):
+        assert secret not in str(caught.value)
 
 
 # Failures

@@ -42,6 +42,7 @@ LAUNCH = (
     Option("--accelerate_config", metavar="NAME", help="launch configuration: a file, or a name such as zero2"),
     Option("--num_processes", metavar="N", type=processes, help="processes to start"),
 )
+CONSENT = Option("--trust_remote_code", action="store_true", help="run code that RUN brings, which you have read")
 RUN = Option("run", metavar="RUN", help="output_dir of a run, a checkpoint, a folder of a model or adapter, a hub id")
 
 
@@ -122,6 +123,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "try": (
         RUN,
+        CONSENT,
         Option("--compare", action="store_true", help="show the answer of the model before training beside it"),
         Option("--prompt", metavar="TEXT", help="answer this question only; or pipe in one question per line"),
         Option("--greedy", action="store_true", help="decode greedily instead of sampling as in training"),
@@ -137,6 +139,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "merge": (
         RUN,
+        CONSENT,
         Option("--output", metavar="DIR", type=Path, help="folder of the model (default: RUN-merged)"),
         Option(
             "--dtype",

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_ext.commands.runs import GREEDY, Trained, find_trained
+from grpo_ext.commands.runs import GREEDY, Trained, find_trained, loading
 from grpo_ext.recipe.policy import load_policy, load_tokenizer_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ class Speaker:
 
     def __init__(self, model: str, trained: Trained, tokenizer: PreTrainedTokenizerBase, **sampling: Any) -> None:
         dtype = trained.record.get("dtype") or "auto"
-        loaded: Any = load_policy(model, tokenizer, dtype=dtype, **trained.loading)
+        with loading(model):
+            loaded: Any = load_policy(model, tokenizer, dtype=dtype, **trained.loading)
         self.model = loaded.to(trained.device)
         self.trained, self.tokenizer = trained, tokenizer
         own = self.model.generation_config.eos_token_id
@@ -65,11 +66,12 @@ def questions(prompt: str | None) -> Iterator[str]:
 def run(options: argparse.Namespace) -> int:
     """Answer questions until the input ends."""
     disable_progress_bar()
-    trained = find_trained(options.run)
+    trained = find_trained(options.run, trust_remote_code=options.trust_remote_code)
     sampling = GREEDY.copy() if options.greedy else {}
     if options.max_new_tokens is not None:
         sampling["max_new_tokens"] = options.max_new_tokens
-    tokenizer = load_tokenizer_of(trained.model, **trained.loading)
+    with loading(trained.model):
+        tokenizer = load_tokenizer_of(trained.model, **trained.loading)
     speakers = {"after": Speaker(trained.model, trained, tokenizer, **sampling)}
     if options.compare:
         speakers = {"before": Speaker(trained.before, trained, tokenizer, **sampling), **speakers}

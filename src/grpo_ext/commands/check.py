@@ -22,12 +22,13 @@ from grpo_ext.config.precision import expected_differences, precision
 from grpo_ext.config.warnings import warnings
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.tools import schemas
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, redacted_text
 from grpo_ext.recipe.launching import Launch
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.warnings import recipe_warnings
+from grpo_ext.registry import imported
 from grpo_ext.report.reading import read_runs
 from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts, unsuited
 from grpo_ext.trainer.diagnosis.overlap import advice
@@ -44,8 +45,12 @@ def run(options: argparse.Namespace) -> int:
     launch = wanted_launch(options) or Launch()
     with planned_processes(launch.planned, here=options.num_processes is None):
         datasets.disable_progress_bars()
-        look = Look()
-        recipe = load_recipe(options.keys, look)
+        look, before = Look(), len(imported)
+        try:
+            recipe = load_recipe(options.keys, look)
+        finally:
+            if found := sorted(set(imported[before:])):
+                print(f"check has imported code that the recipe names: {', '.join(found)}")
         if recipe.training.use_cpu and launch.config and is_fsdp(launch.config):
             raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
         print_sections(plan(recipe, look))
@@ -176,13 +181,13 @@ def _check_server(recipe: Recipe) -> int:
     """Compare a recipe with its vLLM server, if it has one; return 2 if they do not fit."""
     if not (recipe.training.use_vllm and recipe.training.vllm_mode == "server"):
         return 0
-    url = server_url(recipe)
+    url = redacted_text(server_url(recipe))
     try:
-        facts = server_facts(url)
+        facts = server_facts(server_url(recipe))
         problems = [*mismatches(wanted(recipe), facts), *unsuited(facts.config)]
         problems += engine_mismatches(given_options(recipe.training), facts.config)
     except ServerUnreachable as error:
-        print(f"vLLM server: {error}.")
+        print(redacted_text(f"vLLM server: {error}."))
         return 0
     except OSError as error:  # the tokenizer is on a hub that cannot be reached, which `check` does not require
         print(f"vLLM server at {url}: not compared with the recipe ({str(error).splitlines()[0]}).")

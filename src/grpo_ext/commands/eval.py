@@ -14,7 +14,7 @@ from rich.console import Console
 from grpo_ext.commands.arguments import parse_command_line
 from grpo_ext.commands.launching import call, launch, wanted_launch
 from grpo_ext.commands.runs import find_trained
-from grpo_ext.commands.sample import model_keys, sampler
+from grpo_ext.commands.sample import sampler, with_model
 from grpo_ext.config.launch import check_announced
 from grpo_ext.data.eval_sets import EvalSet, problems_of
 from grpo_ext.environments.composition import any_pays
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if len(models) == 1 and wanted is None:
         _evaluate_one(options)
         return 0
-    recipe = load_recipe([*options.keys, *model_keys(models[0])])  # all mistakes, before any process starts
+    recipe = load_recipe(with_model(options.keys, models[0]))  # all mistakes, before any process starts
     for other in filter(None, models[1:]):
         find_trained(other)
     sets = _sets(recipe, options)
@@ -89,7 +89,7 @@ def _sets(recipe: Recipe, options: argparse.Namespace) -> list[EvalSet]:
 def _evaluate_one(options: argparse.Namespace) -> None:
     """Evaluate one model, by all processes of this launch."""
     model = options.model[0] if options.model else None
-    recipe = load_recipe([*options.keys, *model_keys(model)])
+    recipe = load_recipe(with_model(options.keys, model))
     sets = _sets(recipe, options)
     with tempfile.TemporaryDirectory() as folder:
         c, most = recipe.training, max(chosen.samples for chosen in sets)

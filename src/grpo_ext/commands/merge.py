@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_ext.commands.runs import Trained, find_trained
+from grpo_ext.commands.runs import Trained, find_trained, loading
 from grpo_ext.config.adapters import Base, base_of
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.policy import load_policy, load_tokenizer_of
@@ -36,9 +36,10 @@ def merge(trained: Trained, output: Path, dtype: str = "float32") -> tuple[float
         raise ConfigError([Problem("RUN", trained.model, reason, "Name a run that trained an adapter.")])
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError([Problem("--output", str(output), "it is not empty", "Name a folder that is new or empty.")])
-    tokenizer = load_tokenizer_of(trained.model, **trained.loading)
-    _check_not_quantized(trained, base)
-    model = load_policy(trained.model, tokenizer, base=base, dtype=torch.float32, **trained.loading)
+    with loading(trained.model):
+        tokenizer = load_tokenizer_of(trained.model, **trained.loading)
+        _check_not_quantized(trained, base)
+        model = load_policy(trained.model, tokenizer, base=base, dtype=torch.float32, **trained.loading)
     ids = torch.arange(min(64, len(tokenizer)))[None] * (len(tokenizer) // 64 or 1)
     wide = torch.float64 if model.num_parameters() <= FLOAT64_PARAMETERS else torch.float32
     expected = _logits(cast(Any, model).to(wide), ids)
@@ -76,7 +77,7 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 def run(options: argparse.Namespace) -> int:
     """Merge, and print what was checked."""
     disable_progress_bar()
-    trained = find_trained(options.run)
+    trained = find_trained(options.run, trust_remote_code=options.trust_remote_code)
     output = options.output or Path(f"{options.run.rstrip('/').rsplit('/', 1)[-1]}-merged")
     if options.output is None and Path(options.run).expanduser().is_dir():
         output = Path(options.run).expanduser().resolve().parent / output.name

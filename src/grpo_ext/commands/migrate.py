@@ -9,6 +9,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.bounded import read_text
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import read_yaml
@@ -75,8 +76,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
     if not path.is_file():
         raise ConfigError([Problem(str(path), ABSENT, "no such file", "Correct the path.")])
     try:
-        return read_script(path.read_text(encoding="utf-8")) if path.suffix in _SHELL else (read_yaml(path), [])
-    except UnicodeDecodeError as error:
+        return read_script(read_text(path)) if path.suffix in _SHELL else (read_yaml(path), [])
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(path), ABSENT, f"cannot be read ({error})", "Save it as UTF-8.")]) from error
 
 

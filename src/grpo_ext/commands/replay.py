@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 from trl import DatasetMixtureConfig, ModelConfig
 
-from grpo_ext.commands.runs import find_trained
+from grpo_ext.commands.runs import find_trained, loading
 from grpo_ext.config.adapters import base_of
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import holds
@@ -48,7 +48,9 @@ def run(options: argparse.Namespace) -> int:
     contents = [read(folder)] if folder.is_file() else whole(folder)
     changes = changes_in(options.keys)
     model = options.model or recorded_weights(folder, contents[0])
-    settings: dict[str, Mapping[str, Any]] = {"recorded loss": {}} | ({"changed": changes} if changes else {})
+    consent = {"trust_remote_code": True} if changes.pop("trust_remote_code", False) else {}
+    settings: dict[str, Mapping[str, Any]] = {"recorded loss": consent}
+    settings |= {"changed": changes | consent} if changes else {}
     computed = {name: compute(contents, model, own) for name, own in settings.items()}
     logged = recorded(contents)
     _show(contents, model, logged, computed)
@@ -136,7 +138,9 @@ def compute(contents: Sequence[Content], model: str, changes: Mapping[str, Any])
         policy, tokenizer = _loaded(contents, model, args)
         args.replay_batches = folder  # so that neither a sampler nor a reference is built
         rows = Dataset.from_list([{"prompt": "-"}] * int(args.generation_batch_size or 1))
-        return OneStep(policy, [_unscored], args, rows, processing_class=tokenizer).compute(contents)
+        with loading(model, only_code=True):
+            step = OneStep(policy, [_unscored], args, rows, processing_class=tokenizer)
+        return step.compute(contents)
 
 
 def _unscored(completions: list[object], **_: object) -> list[float | None]:
@@ -148,7 +152,7 @@ def _loaded(
 ) -> tuple[PeftModel | str, PreTrainedTokenizerBase]:
     """Return the policy (an adapter on its base, else the path) and its tokenizer."""
     path = find_trained(model).model
-    try:
+    with loading(path):
         tokenizer = load_tokenizer_of(path, trust_remote_code=args.trust_remote_code)
         _check_tokenizer(contents, tokenizer, model)
         base = base_of(path)
@@ -159,11 +163,6 @@ def _loaded(
         policy = adapted_policy(recipe, base, tokenizer)
         args.model_init_kwargs = None  # used above; TRL would warn that it ignores them
         return policy, tokenizer
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = f"it cannot be loaded ({str(error).splitlines()[0]})"
-        raise ConfigError([Problem("--model", model, reason, "Name a run, a checkpoint or a model.")]) from error
 
 
 def _check_tokenizer(contents: Sequence[Content], tokenizer: PreTrainedTokenizerBase, model: str) -> None:

@@ -1,33 +1,51 @@
-"""The model that `try`, `merge` and `sample` are given: a run, a checkpoint or any model, with its prompt format."""
+"""The model that `try`, `merge` and `sample` are given: a run, a checkpoint or any model, with its prompt format.
 
-import json
-from collections.abc import Mapping
+The folder may be a stranger's. What its files say is data: whether its code may run is decided on the command line.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from grpo_ext.bounded import read_json
 from grpo_ext.config.adapters import base_of, located
+from grpo_ext.config.mappings import as_mapping, generation_options
+from grpo_ext.config.spec import fits
 from grpo_ext.data.rows import with_system_prompt
-from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.quickstart.model import LESSONS, ensure_model
 from grpo_ext.trainer.checkpoints.choice import newest_sound
 from grpo_ext.trainer.checkpoints.finish import finished, holds_weights
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_READ: dict[str, Any] = {
+    **dict.fromkeys(_SAMPLING, float | None),
+    **dict.fromkeys(("generation_kwargs", "chat_template_kwargs"), dict | str | None),
+    **dict.fromkeys(("model_name_or_path", "system_prompt"), str | None),
+    "max_completion_length": int,
+    "dtype": Literal["auto", "bfloat16", "float16", "float32"] | None,
+}
+"""Settings that are read from a run's record, and their types."""
 GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model or an adapter, and the settings of its training; no settings for a model of another origin."""
+    """A model or an adapter, and the settings of its training; no settings for a model of another origin.
+
+    `trust_remote_code` is the word of whoever typed the command, not the folder's.
+    """
 
     model: str
     record: Mapping[str, Any]
+    trust_remote_code: bool = False
 
     @property
     def before(self) -> str:
@@ -50,8 +68,10 @@ class Trained:
         if not self.record:
             return {"max_new_tokens": 512}
         given = {name: self.record[name] for name in _SAMPLING if self.record.get(name) is not None}
-        longest = {"do_sample": True, "max_new_tokens": self.record["max_completion_length"]}
-        return longest | given | (self.record.get("generation_kwargs") or {})
+        longest = {"do_sample": True, "max_new_tokens": self.record.get("max_completion_length", 512)}
+        options = as_mapping(self.record.get("generation_kwargs"))
+        known = generation_options(vllm=False)  # others, such as custom_generate, could name code
+        return longest | given | {name: value for name, value in options.items() if name in known}
 
     def encode(self, question: str, tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
         """Tokenize a question as in training: as a chat with the recipe's system prompt, or as plain text."""
@@ -63,14 +83,14 @@ class Trained:
             add_generation_prompt=True,
             return_dict=True,
             return_tensors="pt",
-            **(self.record.get("chat_template_kwargs") or {}),
+            **as_mapping(self.record.get("chat_template_kwargs")),
         )
         return encoded
 
     @property
     def loading(self) -> dict[str, Any]:
         """Options of `from_pretrained`."""
-        return {"trust_remote_code": bool(self.record.get("trust_remote_code"))}
+        return {"trust_remote_code": self.trust_remote_code}
 
     @property
     def device(self) -> torch.device:
@@ -88,15 +108,48 @@ def _on_the_hub(name: str, file: str) -> bool:
         return False
 
 
-def find_trained(name: str) -> Trained:
+@contextmanager
+def loading(model: str, *, only_code: bool = False) -> Iterator[None]:
+    """Name the model in an error of its files; with `only_code`, only in the error about code of its own.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or has code to which nobody has consented.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # its files may hold anything
+        reason = f"it cannot be loaded ({(str(error).strip() or repr(error)).splitlines()[0]:.300})"
+        cure = "Name a run, a checkpoint or a model."
+        if "trust_remote_code" in str(error):
+            base = base_of(model) if Path(model).is_dir() else None
+            code = [str(file) for place in (model, *(base or ())[:1]) for file in sorted(Path(place).glob("*.py"))]
+            reason = f"it asks to run code of its own ({', '.join(code[:5]) or 'of the hub'})"
+            cure = "Read that code, and add --trust_remote_code to the command if you trust it."
+        elif only_code:
+            raise
+        raise ConfigError([Problem(model, ABSENT, reason, cure)]) from error
+
+
+def find_trained(name: str, *, trust_remote_code: bool = False) -> Trained:
     """Return the model of an output_dir (else its newest sound checkpoint), a checkpoint, a model or a hub id.
 
     Raises:
-        ConfigError: the folder does not exist, or holds no model.
+        ConfigError: the folder does not exist, holds no model, or its record is malformed.
     """
+    model, record = _found(name)
+    if not isinstance(record, dict) or (wrong := [k for k in _READ if k in record and not fits(record[k], _READ[k])]):
+        what = f"its record of {wrong[0]} is of the wrong type" if isinstance(record, dict) else "it is not a mapping"
+        raise ConfigError([Problem(str(Path(model) / RECIPE_FILE), ABSENT, what, "Name another folder.")])
+    return Trained(model, record, trust_remote_code)
+
+
+def _found(name: str) -> tuple[str, Any]:
+    """Return the model's path or hub id, and the record of its training."""
     folder = Path(name).expanduser()
     if name in LESSONS:
-        return Trained(str(ensure_model(lesson=LESSONS[name])), {})
+        return str(ensure_model(lesson=LESSONS[name])), {}
     if not folder.is_dir():
         if folder.exists() or name.startswith((".", "/", "~")):
             cure = "Name an output_dir, a checkpoint, a model, or a hub id."
@@ -107,13 +160,14 @@ def find_trained(name: str) -> Trained:
             raise ConfigError(
                 [Problem("RUN", name, reason, "Name an output_dir, a checkpoint, a model, or a hub id.")]
             )
-        return Trained(name, {})
+        return name, {}
     if (content := finished(folder)) is not None and holds_weights(folder):
-        return Trained(str(folder), content["recipe"])
+        return str(folder), content["recipe"]
     if not (folder / RECIPE_FILE).is_file() and (newest := newest_sound(folder)):
         folder = Path(newest)
     if not holds_weights(folder):
         reason = "the folder holds neither a model nor a checkpoint"
         raise ConfigError([Problem("RUN", name, reason, "Name a run's output_dir or a model.")])
     file = folder / RECIPE_FILE
-    return Trained(str(folder), json.loads(file.read_text()) if file.is_file() else {})
+    with loading(str(folder)):
+        return str(folder), read_json(file) if file.is_file() else {}

@@ -9,7 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from grpo_ext.commands.runs import find_trained
+from grpo_ext.commands.arguments import CONSENT
+from grpo_ext.commands.runs import find_trained, loading
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.data.completions import check_output, row_with_rewards, write_completions
 from grpo_ext.data.rows import WRITTEN, Row
@@ -60,7 +61,8 @@ def sampler(recipe: Recipe, num: int, output_dir: str, rows: int | None = None) 
         "per_device_train_batch_size": c.generation_batch_size if c.use_vllm else c.num_generations,
     }
     changed = dataclasses.replace(c, output_dir=output_dir, **SAMPLING_ONLY, **changes)
-    trainer = build_trainer(dataclasses.replace(recipe, training=changed))
+    with loading(str(recipe.model.model_name_or_path), only_code=True):
+        trainer = build_trainer(dataclasses.replace(recipe, training=changed))
     trainer.model.eval()
     trainer.state.max_steps = 1  # scheduled reward weights have their first value
     return trainer
@@ -113,14 +115,18 @@ def prompt_row(row: Row, answer_format: str | None, rate: float | None) -> Row:
     return {**row, "pass_rate": rate}
 
 
-def model_keys(run: str | None) -> list[str]:
-    """Return the command line keys that give a recipe another model."""
-    return [] if run is None else ["--model_name_or_path", find_trained(run).model, "--use_peft", "false"]
+def with_model(keys: Sequence[str], run: str | None) -> list[str]:
+    """Return a command line that gives a recipe another model, whose code the recipe's word does not cover."""
+    if run is None:
+        return list(keys)
+    typed = any(key.partition("=")[0] == CONSENT.names[0] for key in keys)
+    trust = [] if typed else [CONSENT.names[0], "false"]
+    return [*keys, *trust, "--model_name_or_path", find_trained(run).model, "--use_peft", "false"]
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the completions, and the prompts with their pass rates."""
-    keys = [*options.keys, *model_keys(options.model)]
+    keys = with_model(options.keys, options.model)
     output = check_output(options.output)
     if options.num < 1:
         raise ConfigError([Problem("--num", options.num, "not a number of completions", "Give 1 or more.")])

@@ -1,6 +1,5 @@
 """Adapters named as the model: their base model, and the settings that do not go with them."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from transformers.utils import ADAPTER_CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from grpo_ext.bounded import read_json
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 
 if TYPE_CHECKING:  # trl takes seconds to import
@@ -30,9 +30,16 @@ def base_of(model: str, revision: str | None = None) -> Base | None:
     file = find_adapter_config_file(model, revision=revision)
     if file is None:
         return None
-    content = json.loads(Path(file).read_text())
-    base = content.get("base_model_name_or_path")
-    if not base:
+    try:
+        content = read_json(Path(file))
+        base = content.get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        reason = f"its {ADAPTER_CONFIG_NAME} cannot be read ({error})"
+        raise ConfigError([Problem(model, ABSENT, reason, "Copy it again.")]) from error
+    if content.get("megatron_config") is not None:  # PEFT would import the module that megatron_core names
+        reason = f"its {ADAPTER_CONFIG_NAME} has a megatron_config, which loads modules by name"
+        raise ConfigError([Problem(model, ABSENT, reason, "Remove it.")])
+    if not isinstance(base, str) or not base:
         reason = f"an adapter whose {ADAPTER_CONFIG_NAME} names no base model"
         raise ConfigError([Problem(model, ABSENT, reason, "Write it there.")])
     found = located(base, Path(model))

@@ -1,6 +1,5 @@
 """GRPOExtConfig: TRL's GRPOConfig plus the axes of the loss; all mistakes are reported before a model is loaded."""
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from typing import Any, cast
 
 from accelerate import PartialState
 
+from grpo_ext.bounded import parse_json
 from grpo_ext.config import checks
 from grpo_ext.config.arguments import KWARGS as KWARGS
 from grpo_ext.config.arguments import GRPOExtArguments
@@ -106,7 +106,7 @@ class GRPOExtConfig(GRPOExtArguments):
             if not isinstance(text, str) or not text.startswith(begins):
                 continue
             try:
-                setattr(self, name, json.loads(text))
+                setattr(self, name, parse_json(text))
             except ValueError as error:
                 setattr(self, name, None)
                 cure = f"Write --{name} '{{\"option\": value}}'."

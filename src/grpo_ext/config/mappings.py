@@ -1,7 +1,6 @@
 """The rules of fields that hold a mapping: that it is one, and that each of its keys has an effect."""
 
 import dataclasses
-import json
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from grpo_ext.bounded import parse_json, read_json
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.rules import Conflict, Rule
 from grpo_ext.config.spec import Spec
@@ -32,7 +32,7 @@ def mapping_problems(config: GRPOExtArguments) -> Iterator[Problem]:
         )
         if text.startswith("{"):
             try:
-                json.loads(text)
+                parse_json(text)
             except ValueError as error:
                 yield Problem(f.name, text, f"not JSON ({error})", cure)
         elif f.name not in _FILES:
@@ -50,7 +50,7 @@ def as_mapping(value: object) -> Mapping[str, Any]:
     """Return a dict field's value, which comes from the command line as JSON text."""
     if isinstance(value, str) and value.startswith("{"):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError:
             return {}
     return value if isinstance(value, Mapping) else {}
@@ -78,8 +78,8 @@ def _accelerator(config: GRPOExtArguments) -> Iterator[Problem]:
         value = dataclasses.asdict(value)
     if isinstance(value, str) and Path(value).is_file():
         try:
-            value = json.loads(Path(value).read_text())
-        except ValueError as error:
+            value = read_json(Path(value))
+        except (OSError, ValueError) as error:
             yield Problem("accelerator_config", value, f"not JSON ({error})", "Correct the file.")
     for key, setting in as_mapping(value).items():
         if key in _UNDOES and setting:

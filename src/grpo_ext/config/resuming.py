@@ -1,10 +1,11 @@
 """The values of `resume_from_checkpoint`, and the note in `output_dir` of the last request that was carried out."""
 
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from grpo_ext.bounded import read_json
 
 FRESH_START = "never"
 """`--resume_from_checkpoint never` ignores the checkpoints in `output_dir`."""
@@ -54,12 +55,12 @@ def relative_to(request: Request, output_dir: Path) -> str:
 def noted(output_dir: Path) -> Request | None:
     """Return the last request carried out in a folder; None if there is none, or its note is damaged."""
     try:
-        content = json.loads((output_dir / REQUEST_FILE).read_text())
+        content = read_json(output_dir / REQUEST_FILE)
         request = Request(**content)
         if not request.afresh:
             request = replace(request, asked=os.path.join(os.path.abspath(output_dir), request.asked))
             request = replace(request, asked=os.path.normpath(request.asked))
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         return None
     return request if _is_sound(request) else None
 

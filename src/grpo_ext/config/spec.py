@@ -36,6 +36,8 @@ _NAMES = {
     Mapping: "a mapping",
     type(None): "null",
 }
+_LONGEST_READING = 100
+"""Longest text of which another reading is tried."""
 _PLURALS = {str: "names", int: "whole numbers", float: "numbers", dict: "mappings"}
 
 
@@ -218,7 +220,7 @@ def _expected(hint: Any) -> str:
 
 def _readings(value: object) -> Iterator[object]:
     """Yield what a value may mean: 10% or 8k, a number or a bool in quotes, one in a list, a list of one."""
-    if isinstance(value, str):
+    if isinstance(value, str) and len(value) < _LONGEST_READING:
         try:
             yield yaml.safe_load(value)
             yield float(value)

@@ -1,11 +1,11 @@
 """Settings of the dataset, and their checks before anything is loaded."""
 
-import json
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from grpo_ext.bounded import parse_json
 from grpo_ext.config.spec import Spec
 from grpo_ext.data import chat_template, tasks
 from grpo_ext.data import files as local_files
@@ -236,7 +236,7 @@ def task_options(config: DataConfig) -> dict[str, Any]:
     given = config.dataset_kwargs or {}
     cure = "Write {min_terms: 2} in a recipe, '{\"min_terms\": 2}' on the command line."
     try:
-        given = json.loads(given) if isinstance(given, str) else given
+        given = parse_json(given) if isinstance(given, str) else given
     except ValueError as error:
         raise DataError([Problem("dataset_kwargs", given, f"not JSON ({error})", cure)]) from None
     if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):

@@ -2,16 +2,14 @@
 
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator
 from decimal import Decimal
-from itertools import accumulate
 from pathlib import Path
 
+from grpo_ext.bounded import check_depth
 from grpo_ext.data.rows import Row, RowError, WrittenFloat
 
-MAX_DEPTH = 100
 EXACT_DIGITS = 15  # a float reproduces every number of at most so many digits
 
 
@@ -29,8 +27,7 @@ class _Decoder:
 
     def __call__(self, text: str) -> object:
         """Return the value of a JSON text."""
-        if text.count("[") + text.count("{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
-            raise ValueError(f"lists and objects inside each other more than {MAX_DEPTH} deep")
+        check_depth(text)
         self.plain = "\\ud" not in text and "\\uD" not in text
         return self._decode(text)
 
@@ -126,9 +123,3 @@ def _first_error(value: object) -> RowError | None:
             return RowError(f"{value!r:.60} holds half a surrogate pair", "Write the whole character.")
     inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
     return next(filter(None, map(_first_error, inside)), None)
-
-
-def _depth(text: str) -> int:
-    """How deep lists and objects are nested; brackets inside strings do not count."""
-    brackets = re.findall(r"[\[\]{}]", re.sub(r'"(?:[^"\\]|\\.)*"', "", text))
-    return max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0)

@@ -1,6 +1,5 @@
 """Mixtures, the key `datasets`: checked before anything is loaded, then put together as TRL's `get_dataset` does."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ import datasets
 from trl import DatasetMixtureConfig
 from trl.scripts.utils import DatasetConfig
 
+from grpo_ext.bounded import parse_json
 from grpo_ext.config.spec import Spec
 from grpo_ext.data import files as local_files
 from grpo_ext.data.config import DataConfig, is_size
@@ -79,7 +79,7 @@ def _fraction_problems(fractions: list[float | None], streaming: bool) -> Iterat
 
 def _is_json(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), list | dict)
+        return isinstance(parse_json(text), list | dict)
     except ValueError:
         return False
 

@@ -1,18 +1,20 @@
 """One row of a dataset: the prompt as TRL takes it, the reference answer as a verifier takes it."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from grpo_ext.bounded import parse_json
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("solution", "answer", "final_answer", "gold")
 MAX_REPORTED = 5
+LONGEST_PROMPT = 2**22
+"""Most characters of a prompt: some million tokens."""
 Row: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = str | list[Row]
 
@@ -99,11 +101,8 @@ def convert(row: Row, plan: Plan) -> Row:
 
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_CHAT = re.compile(
-    rf"""\s*\[\s*\{{(?=\s*['"](?:role|content)['"]\s*:).*['"]role['"]\s*:\s*['"](?:{"|".join(_ROLES)})['"].*\]\s*""",
-    re.DOTALL,
-)
-"""Text that looks like a list of messages, in JSON or as Python prints it."""
+_CHAT_BEGINS = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]\s*:""")
+_ROLE_IN_CHAT = re.compile(rf"""['"]role['"]\s*:\s*['"](?:{"|".join(_ROLES)})['"]""")
 
 
 def parse_chat(prompt: object, column: str) -> Any:
@@ -114,10 +113,10 @@ def parse_chat(prompt: object, column: str) -> Any:
     Raises:
         RowError: it is a conversation as Python prints it, or broken JSON.
     """
-    if not isinstance(prompt, str) or not _CHAT.fullmatch(prompt):
+    if not isinstance(prompt, str) or not _looks_like_chat(prompt):
         return prompt
     try:
-        messages = json.loads(prompt)
+        messages = parse_json(prompt)
     except ValueError as error:
         raise RowError(
             f"{_short(prompt)} is a conversation written as text, but not as JSON ({error})",
@@ -127,6 +126,12 @@ def parse_chat(prompt: object, column: str) -> Any:
     return messages if all(isinstance(m, dict) and m.get("role") in _ROLES for m in messages) else prompt
 
 
+def _looks_like_chat(text: str) -> bool:
+    """Return whether a text looks like a list of messages, in JSON or as Python prints it."""
+    ends = text.rstrip().endswith("]")  # by itself: one pattern for all three would be quadratic in the text's length
+    return ends and _CHAT_BEGINS.match(text) is not None and _ROLE_IN_CHAT.search(text) is not None
+
+
 def check_prompt(prompt: object, column: str) -> None:
     """Refuse a prompt that is neither text nor a list of messages, or that is a conversation written as text.
 
@@ -134,6 +139,9 @@ def check_prompt(prompt: object, column: str) -> None:
         RowError: empty, null, of another type, or a message without role or content.
     """
     fill = "Fill it in or remove the row."
+    if (size := _size(prompt)) > LONGEST_PROMPT:
+        reason = f"a prompt of {size:,} characters, and at most {LONGEST_PROMPT:,} are read"
+        raise RowError(reason, "Shorten it or remove the row.", column)
     if prompt is None:
         raise RowError("null prompt", fill, column)
     if isinstance(prompt, str) and not prompt.strip():
@@ -153,6 +161,14 @@ def check_prompt(prompt: object, column: str) -> None:
         raise RowError("empty list of messages []", fill, column)
     for number, message in enumerate(prompt, 1):
         _check_message(message, number, column)
+
+
+def _size(prompt: object) -> int:
+    """Return the number of characters of a prompt, with those of its messages and their parts."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    inside = prompt.values() if isinstance(prompt, dict) else prompt if isinstance(prompt, list) else ()
+    return sum(map(_size, inside))
 
 
 def _check_message(message: object, number: int, column: str) -> None:

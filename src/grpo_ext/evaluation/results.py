@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from grpo_ext.bounded import read_json
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.errors import redacted
@@ -64,7 +65,7 @@ class Result:
             ValueError: it is another file.
         """
         try:
-            plain = json.loads(path.read_text())
+            plain = read_json(path)
             figures = {source: _from_json(found) for source, found in plain["by_source"].items()}
             return cls(**{**plain, "figures": _from_json(plain["figures"]), "by_source": figures})
         except (OSError, KeyError, TypeError, ValueError) as error:

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from grpo_ext.bounded import MAX_DEPTH, read_text
 from grpo_ext.config.spec import kind
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.registry import did_you_mean
@@ -52,20 +54,70 @@ def find_recipe(name: str) -> Path:
     return packaged[key]
 
 
+LARGEST = 2**20
+"""Most bytes of a YAML file."""
+_MOST_VALUES, _MOST_KEYS, _LONGEST_NUMBER = 20_000, 1_000, 100
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key may occur only once, and 1e-6 is a number, as in YAML 1.2."""
+    """YAML in which a key may occur only once, and 1e-6 is a number, as in YAML 1.2.
+
+    The values that it may hold, with those that anchors repeat, and their depth are bounded.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._extents: dict[int, tuple[int, int]] = {}
+        """Values and depth of each whole node, by its id; an alias counts as what it repeats."""
+        self._seen = self._open = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node within the bounds."""
+        self._seen, self._open = self._seen + 1, self._open + 1
+        _check_extent(self._seen, self._open)
+        alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        self._open -= 1
+        if node is None or (alias and id(node) in self._extents):
+            return node
+        inside = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = [part for entry in inside for part in (entry if isinstance(entry, tuple) else (entry,))]
+        sizes, depths = zip((0, 0), *(self._extents[id(part)] for part in parts), strict=True)
+        self._extents[id(node)] = 1 + sum(sizes), 1 + max(depths)
+        _check_extent(*self._extents[id(node)])
+        return node
+
+
+def _check_extent(values: int, depth: int) -> None:
+    if values > _MOST_VALUES:
+        raise _refusal("the file", f"more than {_MOST_VALUES:,} values, with those that anchors repeat")
+    if depth > MAX_DEPTH:
+        raise _refusal("the file", f"lists and mappings inside each other more than {MAX_DEPTH} deep")
+
+
+def _refusal(place: str, reason: str, cure: str = "Shorten it.") -> ConfigError:
+    return ConfigError([Problem(place, ABSENT, reason, cure)])
 
 
 def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> dict[object, object]:
     merge = "tag:yaml.org,2002:merge"  # `<<: *anchor`, which gives what the mapping itself has not
     keys = [loader.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
-    for key in keys:
+    for key in keys[: _MOST_KEYS + 1]:
         if (count := keys.count(key)) > 1:
-            raise ConfigError([Problem(str(key), ABSENT, f"occurs {count} times in the recipe", "Keep one.")])
+            raise _refusal(str(key), f"occurs {count} times in the recipe", "Keep one.")
+    if len(keys) > _MOST_KEYS:
+        raise _refusal(f"line {node.start_mark.line + 1}", f"a mapping of {len(keys):,} keys, at most {_MOST_KEYS:,}")
     return loader.construct_mapping(node, deep=True)
 
 
+def _number(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
+    if len(node.value) > _LONGEST_NUMBER:  # Python would not print it
+        raise _refusal(f"line {node.start_mark.line + 1}", f"a number of {len(node.value):,} digits")
+    return loader.construct_yaml_int(node)
+
+
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _number)
 _StrictLoader.yaml_implicit_resolvers = {k: list(v) for k, v in _StrictLoader.yaml_implicit_resolvers.items()}
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
@@ -128,14 +180,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     reason, cure = "", ""
     cause: Exception | None = None
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        content = yaml.load(read_text(path, LARGEST), Loader=_StrictLoader)
         if isinstance(content, dict):
             return content
         reason, cure = f"{kind(content)}, not a mapping of keys to values", "Write key: value."
         if content is None:
             reason, cure = "empty", "Write keys and values into it; `grpo-ext recipes` lists examples."
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(replace(problem, field=f"{path}: {problem.field}") for problem in error.problems) from None
     except UnicodeDecodeError as error:
         reason, cure, cause = f"not UTF-8 ({error})", "Save it as UTF-8.", error
     except OSError as error:

@@ -1,10 +1,10 @@
 """Check the folder of a model by its files only."""
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from grpo_ext.bounded import read_json
 from grpo_ext.config.adapters import is_adapter
 from grpo_ext.errors import Problem
 from grpo_ext.quickstart.model import LESSONS
@@ -27,13 +27,13 @@ def folder_problems(name: str) -> Iterator[Problem]:
         yield problem("no config.json in it", _alternative(path, files))
         return
     try:
-        json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
+        read_json(path / "config.json")
+    except (OSError, ValueError) as error:
         yield problem(f"config.json is not JSON ({error})", "Copy it again from the source of the model.")
         return
     indexes = [file for file in files if file.endswith((".safetensors.index.json", ".bin.index.json"))]
     for index in indexes:
-        shards = set(json.loads((path / index).read_text(encoding="utf-8")).get("weight_map", {}).values())
+        shards = set(read_json(path / index).get("weight_map", {}).values())
         if missing := sorted(shards - set(files)):
             reason = f"{index} names {missing[0]}, which is not there"
             yield problem(reason, f"Copy all {len(shards)} files of weights.")

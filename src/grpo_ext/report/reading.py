@@ -1,6 +1,5 @@
 """Read the folder of a run for the report; unreadable parts are left out, with a line in `notes`."""
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.bounded import parse_json, read_json
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.evaluation.results import EVALUATION
 from grpo_ext.trainer.checkpoints.choice import numbered
@@ -156,13 +156,13 @@ def _read(name: str, folder: Path) -> RunFolder:
 def _object(path: Path, notes: list[str]) -> dict[str, Any] | None:
     """Return the JSON object in a file; None, with a note, for other content."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if isinstance(content, dict):
             return content
         reason = f"holds a {type(content).__name__} where an object is expected"
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = f"cannot be read ({error})"
     notes.append(f"{path.parent.name}/{path.name} {reason}; it was left out.")
     return None
@@ -187,8 +187,8 @@ def _log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def _row(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
     step = row.get("step") if isinstance(row, dict) else None
     return row if isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step < 1e15 else None

@@ -30,7 +30,7 @@ from grpo_ext.trainer.loss_terms import Figures
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
 from grpo_ext.trainer.saving import SavingTrainer
 from grpo_ext.trainer.setup import check_trained
-from grpo_ext.trainer.signals import interrupted, naming_lost_ranks, signals
+from grpo_ext.trainer.signals import interrupted, naming_checkpoint, naming_lost_ranks, signals
 
 
 class _EndedByEvaluation(Exception):
@@ -221,14 +221,16 @@ class Lifecycle(SavingTrainer):
         self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: str | None, trial: object
     ) -> tuple[int, int]:
         """Return the completed epochs, and the batches of the current one that have been trained on."""
-        place = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
+        with naming_checkpoint(checkpoint):
+            place = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
         self._resumed = None
         if checkpoint is None:
             return place
         self.state.compute_steps(self.args, max_steps)  # logging, saving, evaluation: by the settings of this run
-        state.restore_callbacks(self.state, self.callback_handler.callbacks)
-        state.find_best_checkpoint(self.state, Path(checkpoint))
-        self._resumed = state.Resumed(Path(checkpoint), state.read(Path(checkpoint), self))
+        with naming_checkpoint(checkpoint):
+            state.restore_callbacks(self.state, self.callback_handler.callbacks)
+            state.find_best_checkpoint(self.state, Path(checkpoint))
+            self._resumed = state.Resumed(Path(checkpoint), state.read(Path(checkpoint), self))
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
         if self._resumed.state is not None and isinstance(self.train_dataset, IterableDataset):
             return self._resumed.place  # a stream may have ended, and begun again, at any step
@@ -237,8 +239,17 @@ class Lifecycle(SavingTrainer):
         return place
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        state.load_default_adapter(model or self.model, Path(resume_from_checkpoint))
+        with naming_checkpoint(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            state.load_default_adapter(model or self.model, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with naming_checkpoint(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with naming_checkpoint(checkpoint):
+            super()._load_scaler(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Warn of missing weights, but not of tied ones, which a checkpoint stores once."""
@@ -252,7 +263,8 @@ class Lifecycle(SavingTrainer):
         Raises:
             _EndedByEvaluation: the evaluation ends the training, which would make one more step before it looks.
         """
-        super()._load_rng_state(checkpoint)
+        with naming_checkpoint(checkpoint):
+            super()._load_rng_state(checkpoint)
         resumed = self._resumed
         if resumed is not None and state.evaluation_due(self.args, self.state, epoch_over=resumed.epoch_over):
             self.control.should_evaluate = True
@@ -267,7 +279,8 @@ class Lifecycle(SavingTrainer):
         if resumed is not None and resumed.pending:
             taken = kwargs["steps_trained_in_current_epoch"]
             begins = str(resumed.checkpoint)
-            self._restore(epoch_over=taken == 0)
+            with naming_checkpoint(begins):
+                self._restore(epoch_over=taken == 0)
         self._epoch_began = (kwargs["epoch"], self._step - taken)
         with suppress(_EndedByEvaluation):
             if self.state.global_step < self.state.max_steps:
@@ -292,7 +305,8 @@ class Lifecycle(SavingTrainer):
         if resumed is not None and resumed.pending:  # after the last step of the last epoch, so that no epoch ran
             epoch, taken = resumed.place
             self._epoch_began = (epoch, self._step - taken)
-            self._restore(epoch_over=True)
+            with naming_checkpoint(resumed.checkpoint):
+                self._restore(epoch_over=True)
             with suppress(_EndedByEvaluation):
                 self._load_rng_state(str(resumed.checkpoint))
         with self._writer.aside():  # transformers would delete the last checkpoint before the model is saved

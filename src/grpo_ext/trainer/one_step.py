@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.settings import SETTINGS, values_for
+from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.settings import FUNCTIONS, SETTINGS, values_for
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask
 from grpo_ext.trainer.batches import Generation, check_credit, micro_batches, restored
@@ -26,6 +27,8 @@ from grpo_ext.trainer.recording import Content
 
 IN_ONE_STEP = frozenset(name for name, setting in SETTINGS.items() if setting.in_one_step)
 OF_ADVANTAGES = ("advantage", "advantage_kwargs", "combination", "missing_rewards")
+_CONSENT = ("trust_remote_code", "allow_all_kernels")
+"""Options by which code of a model is run."""
 OF_THE_KL = ("beta", "kl", "kl_placement")
 _NOT_OF_THE_LOSS = re.compile(
     r"loss|grad_norm|weights/change|tokens_per_second|learning_rate|epoch|step|.*time.*|num_tokens|nonfinite/.*|profiling/.*"
@@ -128,6 +131,8 @@ def config_of(contents: Sequence[Content], changes: Mapping[str, Any], folder: s
         raise ConfigError([Problem(f"--{name}", ABSENT, reason, cure) for name in without_effect])
     recorded = plain({name: value for name, value in first["settings"].items() if name in IN_ONE_STEP})
     own = {name: value for name, value in recorded.items() if value != known[name]}
+    if not changes.get("trust_remote_code"):
+        own = _without_code(own, changes)
     if dtype := (own.get("model_init_kwargs") or {}).get("dtype"):
         own["model_init_kwargs"]["dtype"] = dtype.removeprefix("torch.")
     batches = micro_batches(contents)
@@ -144,6 +149,20 @@ def config_of(contents: Sequence[Content], changes: Mapping[str, Any], folder: s
         steps_per_generation=len(batches) * recorded["num_generations"] if exact else generation,
         use_cpu=first["settings"]["use_cpu"] or not torch.accelerator.is_available(),
     )
+
+
+def _without_code(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded settings without consent to code: the recording may be a stranger's.
+
+    Raises:
+        ConfigError: they name a function in a file or module, and `changes` do not.
+    """
+    named = {name: own[name] for name in FUNCTIONS & own.keys() - changes.keys()}
+    reason, cure = "the recording asks to run this code", "Add --trust_remote_code if you trust it."
+    if foreign := {name: value for name, value in named.items() if re.search("[.:]", str(value))}:
+        raise ConfigError([Problem(name, value, reason, cure) for name, value in foreign.items()])
+    loading = {k: v for k, v in as_mapping(own.get("model_init_kwargs")).items() if k not in _CONSENT}
+    return {k: v for k, v in own.items() if k not in _CONSENT} | {"model_init_kwargs": loading or None}
 
 
 def _number(value: float | None) -> float:

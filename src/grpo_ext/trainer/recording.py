@@ -40,6 +40,7 @@ RESERVE = 2**30
 """Bytes of the disk that recordings leave free for checkpoints."""
 _STEP = re.compile(r"step_(\d+)")
 _RANK = re.compile(r"rank_(\d+)\.pt")
+_KINDS = {"rank": int, "processes": int, "settings": dict, "objective": dict, "reward_weights": list}
 _BROKEN = "\ufffd"
 
 Kept = dict[str, Any]
@@ -247,11 +248,13 @@ def read(path: Path) -> Content:
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise refusal(f"the file is damaged, or not a recorded batch ({reason})", again) from error
-    if not isinstance(content, dict) or "step" not in content:
+    if not isinstance(content, dict) or not isinstance(content.get("step"), int):
         raise refusal("this is not a recorded batch", f"Name a step's folder in a run's {folder}.")
     if content.get("format") != FORMAT:
         reason = f"it has format {content.get('format')!r}, and grpo-ext {__version__} reads {FORMAT}"
         raise refusal(reason, f"Read it with the version that wrote it ({content.get('grpo_ext', 'before 0.2')}).")
+    if wrong := [name for name, kind in _KINDS.items() if not isinstance(content.get(name), kind)]:
+        raise refusal(f"its {wrong[0]} is missing or of the wrong type", again)
     return content
 
 

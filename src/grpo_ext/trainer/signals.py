@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import psutil
 
 from grpo_ext.config.launch import ASKED, COMMAND, rank, write_exit_code
-from grpo_ext.errors import NOT_FINISHED, RankLost, RunInterrupted
+from grpo_ext.errors import ABSENT, NOT_FINISHED, ConfigError, Problem, RankLost, RunInterrupted
 
 if TYPE_CHECKING:
     from transformers import TrainerState  # not at run time: `grpo_ext.train` listens before it imports torch
@@ -178,17 +179,38 @@ def naming_lost_ranks(world_size: int, timeout: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        from torch.distributed import DistBackendError, DistError
-
         text = str(error)
-        collective = "gloo" in text.lower() or isinstance(error, DistError | DistBackendError)
-        if world_size == 1 or not collective or not any(words in text.lower() for words in _LOST):
+        if world_size == 1 or not _of_a_collective(error) or not any(words in text.lower() for words in _LOST):
             raise
         raise RankLost(
             f"Rank {rank()} has lost another process: one was killed or stopped, hangs, or its machine is gone, and "
             f"ddp_timeout={timeout} s have passed or its connection closed ({text.splitlines()[0][:200]}). Run the "
             "same command to resume from the last checkpoint. Raise ddp_timeout if a step may take that long."
         ) from error
+
+
+def _of_a_collective(error: RuntimeError) -> bool:
+    from torch.distributed import DistBackendError, DistError
+
+    return "gloo" in str(error).lower() or isinstance(error, DistError | DistBackendError)
+
+
+@contextmanager
+def naming_checkpoint(checkpoint: str | Path | None) -> Iterator[None]:
+    """Name a checkpoint in an error of its files, which may hold anything.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    try:
+        yield
+    except Exception as error:
+        of_a_collective = isinstance(error, RuntimeError) and _of_a_collective(error)
+        if checkpoint is None or isinstance(error, ConfigError) or of_a_collective:
+            raise
+        reason = f"it cannot be loaded ({type(error).__name__}: {error!s:.300})".replace("\n", " ")
+        cure = "Name another one by resume_from_checkpoint, or start from the beginning by 'never'."
+        raise ConfigError([Problem(str(checkpoint), ABSENT, reason, cure)]) from error
 
 
 # The launcher. Processes that no launcher started are not watched, so that nohup works.

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from grpo_ext.bounded import read_text
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.foreign.trl import OLDER
 
@@ -53,7 +54,7 @@ def exchange(path: Path) -> str:
         ConfigError: it cannot be read, or does not call TRL's GRPO.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(path), ABSENT, f"cannot be read ({error})", "Correct the path.")]) from error
     if not re.search(r"\bGRPO(Config|Trainer)\b", text):

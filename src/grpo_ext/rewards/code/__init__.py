@@ -1,4 +1,4 @@
-"""The reward `code`: programs against tests, in a sandbox. THREATS.md lists its promises and its adversary.
+"""The reward `code`: programs against tests, in a sandbox. SECURITY.md lists its promises and its adversary.
 
 May know the protocol and texts of rewards. Begin with `reward`, then `sandbox`.
 """

@@ -4,7 +4,7 @@ It is sent into two sandboxes as source and uses only the standard library. The 
 expected value, only the arguments of each call. Its results are decoded into plain data (numbers, strings, containers)
 or stay on its side behind a `Proxy`. Such an object is judged here by its plain content if its class derives from a
 plain one, and is otherwise unequal to plain data. So a program passes a test only by a right answer: an `__eq__` that
-always agrees, a patched builtin, a printed marker, an early exit all stay on its own side. THREATS.md lists the
+always agrees, a patched builtin, a printed marker, an early exit all stay on its own side. SECURITY.md lists the
 remaining gaps. The tests' side trusts no message that arrives on its pipe.
 """
 

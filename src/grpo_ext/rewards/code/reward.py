@@ -57,7 +57,7 @@ def code(
     has not ended after `total_timeout` of one program (at least `timeout`) fails: keep it below the entry's own
     timeout, or a program that hangs scores None instead of 0.0. `workers`: how many programs run at once (default: the
     number of cores). `packages` lets programs import what is installed here. See `sandbox` for `min_protection`;
-    THREATS.md lists what a program can and cannot do to be paid. Without code: 0.0.
+    SECURITY.md lists what a program can and cannot do to be paid. Without code: 0.0.
     None: no tests, or tests of another form or without an assertion.
 
     Raises:

@@ -1,16 +1,18 @@
 """POST of many JSON bodies: bounded concurrency, a time limit, retries; answers in order, failures as values."""
 
 import asyncio
+import base64
 import functools
 import json
 import random
+import re
 import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
     import httpx
@@ -67,7 +69,9 @@ class HttpClient:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url={self.url!r} is not an address. Give the whole endpoint: http://host:8000/score.")
+            raise ValueError(
+                f"url={self._masked(self.url)!r} is not an address. Give the whole endpoint: http://host:8000/score."
+            )
         if parts.username is not None and self.api_key:
             raise ValueError("url has a user in it and api_key_env is set: only one would be sent. Remove one.")
         for name, least in (("max_concurrency", 1), ("retries", 0), ("backoff", 0)):
@@ -79,13 +83,25 @@ class HttpClient:
     def error(self, reason: str) -> RemoteRewardError:
         """Return an error with the url, without a user, a password or a query."""
         parts = urlsplit(self.url)
-        port = f":{parts.port}" if parts.port else ""
-        return RemoteRewardError(f"POST {parts.scheme}://{parts.hostname}{port}{parts.path}: {reason}")
+        host = parts.netloc.rpartition("@")[2]
+        return RemoteRewardError(f"POST {parts.scheme}://{host}{parts.path}: {self._masked(reason)}")
 
     def excerpt(self, text: str) -> str:
         """Return the beginning of a server's answer, without the key."""
-        text = text.replace(self.api_key, "***") if self.api_key else text
+        text = self._masked(text)
         return repr(text[:200] + ("..." if len(text) > 200 else "")) if text else "nothing"
+
+    def _masked(self, text: str) -> str:
+        """Return a text without the key, and without the user, the password and the query of the url in any form."""
+        parts = urlsplit(self.url)
+        user = parts.netloc.rpartition("@")[0]
+        basic = base64.b64encode(unquote(user).encode()).decode() if user else ""
+        query = [part.partition("=")[2] or part for part in re.split("[&;]", parts.query)]
+        hidden = {self.api_key or "", user, *user.split(":", 1), basic, parts.query, *query, parts.fragment}
+        forms = {form for secret in hidden for form in (secret, unquote(secret)) if len(form) > 3}
+        for secret in sorted(forms, key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return text
 
     async def gather(self, bodies: Sequence[dict[str, Any]]) -> list[Any]:
         """Return the JSON answer to each body, or the `RemoteRewardError` that it ended with.

@@ -119,8 +119,10 @@ def remove_stale_folders() -> None:
     prefix = f"{FOLDER_PREFIX}{_pid_namespace()}_"
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*_*"):
         parent = folder.name.removeprefix(prefix).partition("_")[0]
-        if parent.isdecimal() and not _is_alive(int(parent)):
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # it has just been removed
+            own = folder.lstat().st_uid == getattr(os, "getuid", int)()
+            if own and parent.isdecimal() and not _is_alive(int(parent)):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _pid_namespace() -> int:
@@ -136,7 +138,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except (OSError, OverflowError):  # another user's, or no PID
         return True
     return True
 

@@ -1,11 +1,11 @@
 """Choose the checkpoint to resume from: the newest sound one, or the one that was asked for, if it is sound."""
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from transformers import TrainerState
 from transformers.utils import (
     ADAPTER_SAFE_WEIGHTS_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -15,6 +15,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from grpo_ext.bounded import read_json
 from grpo_ext.config.resuming import FRESH_START, requested
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
@@ -31,6 +32,8 @@ from grpo_ext.trainer.checkpoints.manifest import (
 logger = logging.getLogger(__name__)
 
 OBJECTIVE_FILE = "objective.json"
+_LARGEST_STATE = 2**30
+"""Most bytes of a trainer state, which holds the whole log."""
 WEIGHTS = (
     ADAPTER_SAFE_WEIGHTS_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -118,12 +121,15 @@ def faults(checkpoint: Path) -> list[str]:
 
 
 def recorded_step(checkpoint: Path) -> int | None:
-    """Return the step in a checkpoint's trainer state."""
+    """Return the step in a checkpoint's trainer state; None if the state is missing or malformed."""
     try:
-        step = json.loads((checkpoint / STATE).read_text())["global_step"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        state = TrainerState(**read_json(checkpoint / STATE, _LARGEST_STATE))
+        rows = all(isinstance(row["step"], int | float) for row in state.log_history)
+        counts = (state.epoch or 0, state.max_steps, state.total_flos)
+        sound = rows and all(isinstance(count, int | float) and count == count for count in counts)
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    return step if type(step) is int else None
+    return state.global_step if sound and type(state.global_step) is int else None
 
 
 def _gaps(checkpoint: Path, further: Mapping[str, Sequence[str]] = MappingProxyType({})) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.bounded import read_json
 from grpo_ext.config.resuming import FRESH_START, REQUEST_FILE, Request
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE, WEIGHTS, numbered
@@ -32,11 +33,11 @@ def finished(output_dir: Path, since: int = 0) -> dict[str, Any] | None:
     """Return the content of `finished.json`, if it is readable and of a branch of the order `since` or later."""
     path = output_dir / FINISHED_FILE
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         reason = _malformed(content)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = f"cannot be read ({error})"
     if reason is not None:
         logger.warning(f"{path} {reason}. The run counts as not finished.")

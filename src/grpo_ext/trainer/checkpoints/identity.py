@@ -17,6 +17,7 @@ from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig
 from trl.data_utils import is_conversational
 from trl.scripts.grpo import GRPOScriptArguments
 
+from grpo_ext.bounded import read_json
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import world_size
 from grpo_ext.config.resuming import FRESH_START
@@ -268,10 +269,10 @@ def changes_since(checkpoint: str | Path, here: Record) -> Changes | None:
         ConfigError: the run cannot resume with them.
     """
     try:
-        found = changes(json.loads((Path(checkpoint) / RECIPE_FILE).read_text()), here)
+        found = changes(read_json(Path(checkpoint) / RECIPE_FILE), here)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         problem = Problem(str(checkpoint), ABSENT, f"its {RECIPE_FILE} cannot be read ({error})", "Name another one.")
         raise ConfigError([problem]) from error
     if found.refused:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+from grpo_ext.bounded import read_json
+
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 _FORMAT = 1
@@ -106,12 +108,12 @@ def read(path: Path) -> dict[str, Any] | str:
         return _read(path)
     except FileNotFoundError:
         return UNSEALED
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return f"its {path.name} cannot be read ({_reason(error)})"
 
 
 def _read(path: Path) -> dict[str, Any] | str:
-    content = json.loads(path.read_text())
+    content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
         return f"its {path.name} is not a manifest"
     if content.get("format") != _FORMAT:
