@@ -264,8 +264,8 @@ def _value(text: str, match: re.Match[str]) -> MathValue | None:
     if _BEFORE_PIECE.search(text[: match.start()]) or _AFTER_PIECE.match(text, match.end()):
         return None
     number = match[0].removesuffix(match["percent"] or "").strip()
-    mixed = re.fullmatch(r"([-+]?)(\d+)\s+(\d+/\d+)", number)
-    number = f"{mixed[1]}({mixed[2]}+{mixed[3]})" if mixed else number
+    if mixed := re.fullmatch(r"([-+]?)(\d+)\s+(\d+)/(\d+)", number):  # an improper fraction: 3/2 for 1 1/2
+        number = f"{mixed[1]}{int(mixed[2]) * int(mixed[4]) + int(mixed[3])}/{mixed[4]}"
     return MathValue(number, bool(match["percent"]), unit=unit_after(text, match.end()))
 
 

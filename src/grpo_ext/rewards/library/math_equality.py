@@ -19,6 +19,8 @@ MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: longer text is prose or an att
 RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _DECIMAL_COMMA = re.compile(r"\$?([-+]?(?:0,\d+|\d+,(?!\d{3}\b)\d+))\$?")
+_FACTORS = re.compile(r"(?<=\))\s*(?=\()|(?<=\d)(?<![\w.\\^_{]\d)\s*(?=\()")
+"""Between factors side by side: math-verify reads (5)(3) as 8."""
 _PLAIN_NUMBER = re.compile(r"\$?[-+]?\d*\.?\d+\$?")
 
 
@@ -131,6 +133,7 @@ def _parse(formula: str) -> Any:
         return (sympy.Float if re.search(r"[.eE]", formula) else sympy.Integer)(number[1])
     if len(formula) > (MAX_MATRIX if r"\begin" in formula else MAX_FORMULA):
         return None
+    formula = _FACTORS.sub(r"\\cdot ", formula)
     latex = _both_signs(formula) if formula.startswith("$") else f"${formula}$"
     # Units are removed already; math-verify may mistake a factor for one: the t of -16t^2 + 80t.
     config = LatexExtractionConfig()

@@ -30,8 +30,8 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\(?:implies|therefore|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])|<?[-=]>|[→⇒⟹∴]", IMPLIES),
         (r"(?:,|(?<=\d))\s*(?:and )?(?:so|thus|hence|therefore)\b", IMPLIES),
         (r"[≈∈]|\\(?:approx|in)(?![A-Za-z])", "="),
-        (r"\u00d7|\\times\b|\\cdot\b|(?<=[\w)%]) x (?=\\?[$\d.])|(?<=\d)x(?=\d)", "*"),
-        (r"\u00f7|\\div\b", "/"),
+        (r"\u00d7|\\(?:times|cdot)(?![A-Za-z])|(?<=[\w)%]) x (?=\\?[$\d.])|(?<=\d)x(?=\d)", "*"),
+        (r"\u00f7|\\div(?![A-Za-z])", "/"),
         (r"\{,\}", ","),
         (r"(?<=\d)\\?[$€£¥](?=[\d,])", " "),  # two amounts, not one number
         (r"\\[$]|[$€£¥]|\\[()\[\]]", ""),
@@ -39,7 +39,8 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\%|\bper ?cent\b|\bpct\b", "%"),
         (r"\^\s*([-\u2212]\d+)(?![\d.{])", lambda m: f"^{{{m[1]}}}".replace("\u2212", "-")),
         (r"\^? ?\{? ?(?:\\circ|°) ?\}?|\bdegrees?\b", " "),
-        (r"\\[dt]frac", r"\\frac"),
+        (r"\\[cdt]?frac(?![A-Za-z])", r"\\frac"),
+        (r"(?<=\\frac)\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"{\1\2}{\3\4}"),
         (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|operatorname|mbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"^\s*[*\u2022]\s+", ""),  # the bullet of a list
         (r"(?<![\d)}])(\*\*|__|`)(?=\S)(.+?)(?<=\S)\1", r"\2"),
