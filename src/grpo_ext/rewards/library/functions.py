@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.library.math_judgement import judge
+from grpo_ext.rewards.library.math_judgement import OUT_OF_TIME, judge
 from grpo_ext.rewards.library.math_marks import PLACES
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import TAGS, Completion, answer_block, boxed, completion_text, each_once
@@ -105,6 +105,7 @@ def accuracy(
     completion_ids: list[list[int]] | None = None,
     prompts: list[Any] | None = None,
     log_extra: Callable[[str, list], None] | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
     *,
     read: str = "auto",
     max_length: int | None = None,
@@ -147,6 +148,8 @@ def accuracy(
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [judgement.gold_parsed for judgement in judged])
         log_extra("answer_parsed", [judgement.answer_parsed for judgement in judged])
+    if log_metric and (late := sum(judgement.answer_parsed == OUT_OF_TIME for judgement in judged)):
+        log_metric("accuracy/out_of_time", late)
     return [judgement.score for judgement in judged]
 
 

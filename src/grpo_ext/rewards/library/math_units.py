@@ -27,6 +27,7 @@ _SPELLINGS = {
     "year": "yr",
     "dollar": "usd",
     "euro": "eur",
+    "yuan": "rmb cny",
     "cent": "",
     "radian": "rad",
 }
@@ -54,6 +55,11 @@ def units_agree(gold: str, answer: str) -> bool:
         return gold == answer
     first, second = (unit.partition("/")[0] for unit in (gold, answer))
     return first == second or not (first and second)
+
+
+def is_unit(word: str) -> bool:
+    """Return whether the word is a known unit."""
+    return bool(_unit(word))
 
 
 def _unit(word: str) -> str:
