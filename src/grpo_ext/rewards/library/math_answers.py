@@ -16,7 +16,7 @@ from grpo_ext.rewards.library.math_equations import EQUALS, concluded, items_of
 from grpo_ext.rewards.library.math_languages import WORD, in_english
 from grpo_ext.rewards.library.math_marks import answer_of, answer_part, marked
 from grpo_ext.rewards.library.math_notation import FACTOR, PRODUCT, clean
-from grpo_ext.rewards.library.math_units import is_unit, unit_after
+from grpo_ext.rewards.library.math_units import unit_after
 
 _TAIL = 2000  # characters: an unmarked answer is searched only at the end of the text
 
@@ -297,11 +297,13 @@ def _last_value(text: str) -> MathValue | None:
 
 
 def _number_in_words(text: str) -> MathValue | None:
-    if re.search(r"\d!|-\s*\(|\)\s*\^", text):  # a possible factorial; a sign or power of the whole
+    matches = list(_VALUE.finditer(text))
+    if len(matches) > _MOST_ITEMS or re.search(
+        r"\d!|-\s*\(|\)\s*\^", text
+    ):  # a factorial; a sign or power of the whole
         return None
     values = [
-        _value(text, match) if _is_plain(text[: match.start()], text[match.end() :]) else None
-        for match in _VALUE.finditer(text)
+        _value(text, match) if _is_plain(text[: match.start()], text[match.end() :]) else None for match in matches
     ]
     units = {value.unit for value in values if value} - {""}
     return values[0] if len(set(values)) == 1 and len(units) < 2 else None
@@ -315,7 +317,7 @@ def _is_plain(before: str, after: str) -> bool:
     return (
         not (before and not _STATED.search(before))
         and not _CHANGED.search(f"{before} | {after}")
-        and (rate is None or is_unit(rate[1]))
+        and (rate is None or unit_after(rate[1], 0) != "")
     )
 
 

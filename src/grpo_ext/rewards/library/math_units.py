@@ -57,11 +57,6 @@ def units_agree(gold: str, answer: str) -> bool:
     return first == second or not (first and second)
 
 
-def is_unit(word: str) -> bool:
-    """Return whether the word is a known unit."""
-    return bool(_unit(word))
-
-
 def _unit(word: str) -> str:
     word = word.lower().replace("metre", "meter").replace("litre", "liter")
     return _CANONICAL.get(word) or _CANONICAL.get(word.removesuffix("s"), "")
