@@ -17,6 +17,7 @@ from grpo_ext.errors import redacted
 from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
 from grpo_ext.evaluation.evaluate import ANSWER_READ, FAILED, TURNS
 from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
+from grpo_ext.rewards.library.math_judgement import by_value
 from grpo_ext.rewards.protocol import deciding_reward as default_judge
 
 EVALUATION = "evaluation"
@@ -140,10 +141,11 @@ def _shares(chosen: EvalSet, group: Sequence[Row], right: Sequence[bool]) -> dic
     return shares
 
 
-def _votes(answers: Sequence[Hashable], right: Sequence[bool]) -> list[Hashable]:
-    """Return the votes of samples: answers that are always right are one, such as 18 and 18.00."""
+def _votes(answers: Sequence[Any], right: Sequence[bool]) -> list[Hashable]:
+    """Return the votes of samples, by value: answers that are always right are one, and so are 1/2 and 0.5."""
     wrong = {answer for answer, is_right in zip(answers, right, strict=True) if not is_right}
-    return [answer if answer is None or answer in wrong else True for answer in answers]
+    values = by_value(wrong - {None})
+    return [answer if answer is None else values.get(answer, True) for answer in answers]
 
 
 def _group_means(chosen: EvalSet, group: Sequence[Row]) -> dict[str, float]:
