@@ -173,12 +173,7 @@ def read_answer(text: str, where: str = "auto", *, word: bool = False) -> MathVa
         sentence = _REASON.sub("", sentence)
         if word:
             return _word(sentence)
-        if (
-            _VALUE.search(clean(sentence))
-            or re.search(r"\d,\d", sentence)
-            or re.search(r"\d,\d", sentence)
-            or _MATH.search(sentence)
-        ):
+        if _VALUE.search(clean(sentence)) or re.search(r"\d,\d", sentence) or _MATH.search(sentence):
             return _first_value(sentence)
         if _CHOICE.fullmatch(clean(sentence)):
             return _formula(clean(sentence))
