@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import datasets
 from datasets import Dataset
-from rich.console import Console
-from rich.table import Table
 
 from grpo_ext.commands.launching import is_fsdp, wanted_launch
 from grpo_ext.commands.memory import copies, fitting, gib, of_recipe, too_large, too_many
@@ -30,6 +28,7 @@ from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.report.reading import read_runs
 from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts, unsuited
+from grpo_ext.tables import Table, show
 from grpo_ext.trainer.diagnosis.overlap import advice
 
 Section = list[tuple[str, str]]
@@ -54,13 +53,12 @@ def run(options: argparse.Namespace) -> int:
 
 def print_sections(sections: Mapping[str, Section]) -> None:
     """Print a table of names and values for each section that is not empty."""
-    console = Console()
     for title, rows in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
         for row in rows:
             table.add_row(*row)
         if rows:
-            console.print(table, "", markup=False)
+            show(table, "")
 
 
 def plan(recipe: Recipe, look: Look) -> dict[str, Section]:

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.errors import redacted
@@ -17,6 +15,7 @@ from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
 from grpo_ext.evaluation.evaluate import ANSWER_READ, FAILED, TURNS
 from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
 from grpo_ext.rewards.protocol import deciding_reward as default_judge
+from grpo_ext.tables import Table
 
 EVALUATION = "evaluation"
 """In a run's folder: <set>/<model or step>.json and the samples beside it."""

@@ -15,6 +15,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers import TrainingArguments as Arguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
+from grpo_ext.tables import Table
 from grpo_ext.trainer.checkpoints.finish import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,28 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# Completions.
+
+
+def completions_table(logs: Mapping[str, Any], step: int, most: int | None) -> Table:
+    """Return a table of at most `most` completions, evenly chosen, with rewards, advantages and logged columns."""
+    columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"]}
+    columns |= {"advantage": logs["advantages"], **logs["extra"]}
+    count, most = len(logs["prompt"]), most or len(logs["prompt"])
+    chosen = range(0, count, max(1, count // most))[:most]
+    title = f"step {step}: {len(chosen)} of {count} completions"
+    table = Table(*columns, title=title, title_justify="left", expand=True, show_lines=True)
+    for i in chosen:
+        table.add_row(*(_cell(values[i]) for values in columns.values()))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        return "\n".join(f"{m.get('role')}: {m.get('content') or m.get('tool_calls')}" for m in value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 # metrics.jsonl.

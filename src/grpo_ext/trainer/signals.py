@@ -19,6 +19,7 @@ import psutil
 
 from grpo_ext.config.launch import ASKED, COMMAND, rank, write_exit_code
 from grpo_ext.errors import NOT_FINISHED, RankLost, RunInterrupted
+from grpo_ext.terminal import printable
 
 if TYPE_CHECKING:
     from transformers import TrainerState  # not at run time: `grpo_ext.train` listens before it imports torch
@@ -137,7 +138,7 @@ def _ignore(*_: object) -> None:
 def write_stderr(line: str) -> None:
     """Write to stderr without Python's buffer, whose lock another thread may hold."""
     sys.stdout.flush() if threading.current_thread() is threading.main_thread() else None
-    os.write(2, f"{line}\n".encode())
+    os.write(2, f"{printable(line)}\n".encode())
 
 
 def signal_name(number: int) -> str:
