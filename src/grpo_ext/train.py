@@ -155,6 +155,7 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
         agreed(partial(make_repository, training))
     tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
     sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
+    show(f"Loading {model_path(recipe)}.")
     trainer = build_trainer(recipe, record)
     if begin.checkpoint:
         show(f"Resuming from {begin.checkpoint}.")

@@ -118,6 +118,7 @@ def trained(project):
 def test_a_run_with_its_table_of_completions_and_a_failing_reward(trained):
     printed = checked(trained[1])
     assert "step 2/2" in printed
+    assert "Loading /" in printed
     assert "\u241b[2J" in printed  # ESC of a prompt
     assert "longA\u241b[2J" in printed  # the exception of a reward
     assert "step 1: 4 of 8 completions" in printed

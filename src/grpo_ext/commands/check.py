@@ -79,7 +79,7 @@ def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
 
 def _loss(recipe: Recipe) -> Section:
     objective = recipe.training.objective
-    departures = objective.departures()
+    departures, beta, paper = objective.departures(), recipe.training.beta, objective.row.beta
     but = f", but for the {', '.join(departures)}" if departures else ""
     weights = [(spec.name, spec.weight) for spec in recipe.rewards]
     weights += [(f"environment {spec.name}", spec.weight) for spec in recipe.environments if spec.owns_reward]
@@ -87,6 +87,7 @@ def _loss(recipe: Recipe) -> Section:
         ("loss", objective.describe()),
         ("formula", f"{objective.row.formula or 'of your own'}{but}"),
         ("paper", f"{objective.row.paper or 'of your own'}{but and ' (modified)'}"),
+        *([("KL", f"the paper trains with beta: {paper:g}; here it is {beta:g}")] if beta != paper > 0 else []),
         ("rewards", ", ".join(f"{name} x {weight:g}" for name, weight in weights)),
     ]
 

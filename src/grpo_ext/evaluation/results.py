@@ -156,9 +156,10 @@ def _group_means(chosen: EvalSet, group: Sequence[Row]) -> dict[str, float]:
 def figures(prompts: Sequence[Row]) -> _Figures:
     """Return the means over prompts with their intervals."""
     found = {}
-    for kind, mean in (("shares", mean_of_shares), ("means", mean_of)):
+    for kind in ("shares", "means"):
         for name in dict.fromkeys(name for prompt in prompts for name in prompt[kind]):
-            found[name] = mean([prompt[kind][name] for prompt in prompts if name in prompt[kind]])
+            values = [prompt[kind][name] for prompt in prompts if name in prompt[kind]]
+            found[name] = (mean_of_shares if min(values) >= 0 and max(values) <= 1 else mean_of)(values)
     return found
 
 
