@@ -114,7 +114,7 @@ def test_the_first_step_and_slow_rollouts_are_printed(model_path, tmp_path, caps
     build(model_path, tmp_path / "a", max_steps=3, logging_steps=3).train()
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("step 1")] == [
-        "step 1/3   took 0:00; the next line follows at step 3"
+        "step 1/3   done after 0:00; the next line follows at step 3"
     ]
     assert not [line for line in lines if "sampled" in line]
     assert signals.step_seconds > 0

@@ -69,6 +69,8 @@ def _arguments(options: argparse.Namespace, model: str | None) -> Iterator[str]:
             yield from (f"--{name}", str(value))
     if model is not None:
         yield from ("--model", model)
+    if len(options.model or ()) > 1:
+        yield "--one_of_several"
 
 
 def _sets(recipe: Recipe, options: argparse.Namespace) -> list[EvalSet]:
@@ -97,12 +99,14 @@ def _evaluate_one(options: argparse.Namespace) -> None:
         trainer = sampler(recipe, most, folder, rows)
     try:
         for chosen in sets:
-            _evaluate_set(trainer, chosen, recipe, model, _file(recipe, options, chosen, model))
+            found = _evaluate_set(trainer, chosen, recipe, model, _file(recipe, options, chosen, model))
+            if trainer.accelerator.is_main_process and not options.one_of_several:
+                show(table([found]))
     finally:
         trainer.close_rewards()
 
 
-def _evaluate_set(trainer: GRPOExtTrainer, chosen: EvalSet, recipe: Recipe, model: str | None, file: Path) -> None:
+def _evaluate_set(trainer: GRPOExtTrainer, chosen: EvalSet, recipe: Recipe, model: str | None, file: Path) -> Result:
     path = str(recipe.model.model_name_or_path)
     identity = {"model": path, "weights": _weights(path), "set": chosen}
     kept = file.with_name(f"{file.stem}_samples.jsonl")
@@ -111,8 +115,8 @@ def _evaluate_set(trainer: GRPOExtTrainer, chosen: EvalSet, recipe: Recipe, mode
     found = result(chosen, samples, model=model or path)
     if trainer.accelerator.is_main_process:
         found.write(file)
-        show(table([found]))
         print(f"{file}: figures; {kept.name}: samples.")
+    return found
 
 
 def _weights(model: str) -> list[tuple[str, int, int]]:

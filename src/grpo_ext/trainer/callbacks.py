@@ -49,8 +49,9 @@ class Progress(TrainerCallback):
         """Print how long the first step took, unless it is logged anyway."""
         super().on_step_end(args, state, control, **kwargs)
         if state.is_world_process_zero and state.global_step == self._began[1] + 1 and not control.should_log:
-            place, took = f"step {state.global_step}/{state.max_steps}", clock(time.monotonic() - self._began[0])
-            self.write(f"{place}   took {took}; the next line follows at step {_next_log(state)}")
+            more = f"; the next line follows at step {_next_log(state)}" if args.logging_strategy == "steps" else ""
+            after = clock(time.monotonic() - self._began[0])
+            self.write(f"step {state.global_step}/{state.max_steps}   done after {after}{more}")
 
     def sampled(self, seconds: float) -> None:
         """Print that a rollout is over, if nothing was printed for a while."""
@@ -170,7 +171,7 @@ def completions_table(logs: Mapping[str, Any], step: int, most: int | None) -> T
     columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"]}
     columns |= {"advantage": logs["advantages"], **logs["extra"]}
     count, most = len(logs["prompt"]), most or len(logs["prompt"])
-    chosen = range(0, count, max(1, count // most))[:most]
+    chosen = range(0, count, max(1, count // max(1, most)))[:most]
     title = f"step {step}: {len(chosen)} of {count} completions"
     table = Table(title=title, title_justify="left", show_header=False)
     for i in chosen:
