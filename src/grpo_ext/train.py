@@ -47,6 +47,7 @@ from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policy import with_adapter
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.child import kill_children
+from grpo_ext.terminal import safe_output
 from grpo_ext.trainer.card import make_repository
 from grpo_ext.trainer.checkpoints.identity import record_of
 from grpo_ext.trainer.checkpoints.processes import agreed
@@ -154,6 +155,7 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
         agreed(partial(make_repository, training))
     tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
     sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
+    show(f"Loading {model_path(recipe)}.")
     trainer = build_trainer(recipe, record)
     if begin.checkpoint:
         show(f"Resuming from {begin.checkpoint}.")
@@ -187,6 +189,7 @@ def leave_process_group() -> None:
         PartialState().destroy_process_group()
 
 
+@safe_output()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; a recipe with mistakes prints all of them and exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv

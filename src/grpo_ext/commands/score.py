@@ -5,9 +5,6 @@ import math
 import sys
 from contextlib import closing
 
-from rich.console import Console
-from rich.table import Table
-
 from grpo_ext.commands.check import print_sections
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.data.completions import check_output, read_completions, write_completions
@@ -17,6 +14,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.scoring import Scored, explain, score_rows, summary
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.runtime import Runtime
+from grpo_ext.tables import Table, show
 
 _SHOWN = 30
 """Largest number of rows that are printed in full; of more, only the best and the worst."""
@@ -51,11 +49,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_scores(scored: Scored) -> None:
-    console = Console()
     table = Table("reward", "mean", "std", "min", "max", "None", "errors", "seconds", title=f"{len(scored.rows)} rows")
     for line in summary(scored):
         table.add_row(*line)
-    console.print(table)
+    show(table)
     numbers, title = shown_rows(scored.total)
     names = list(scored.rewards)
     table = Table("row", *names, "total", "advantage", title=title)
@@ -63,7 +60,7 @@ def _print_scores(scored: Scored) -> None:
         values = [scored.rewards[name][i] for name in names]
         cells = ["None" if value is None else f"{value:.3f}" for value in values]
         table.add_row(str(i), *cells, f"{scored.total[i]:.3f}", f"{scored.advantages[i]:+.3f}")
-    console.print(table)
+    show(table)
 
 
 def shown_rows(total: list[float]) -> tuple[list[int], str]:

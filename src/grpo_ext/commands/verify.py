@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from rich.console import Console
-from rich.table import Table
 from trl import get_peft_config
 
 from grpo_ext.commands.launching import accelerate_command, wanted_launch
@@ -28,6 +26,7 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.loading import base_path
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
+from grpo_ext.tables import Table, show
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.verification.overlapped import FixedCompletions, Overlapped, largest_difference, save_model
@@ -117,7 +116,7 @@ def _print(
     recipe: Recipe, precision: str, found: Mapping[BatchSplit, float], off: float, overlap: Overlapped | None
 ) -> int:
     """Print the comparison and return the exit code."""
-    allowed, console = _TOLERANCES[precision], Console()
+    allowed = _TOLERANCES[precision]
     wrong = [off > 0, overlap is not None and overlap.differs, *(worst > allowed for worst in found.values())]
     heads = ("split", "processes x rows x accumulation", "relative difference of the gradient", "verdict")
     table = Table(*heads, box=None)
@@ -126,12 +125,12 @@ def _print(
     table.add_row("resumed", "after the first step", f"{off:.1e} (weights)", "DIFFERS" if off else "equal")
     if overlap is not None:
         table.add_row("overlap: step", *overlap.columns())
-    console.print(recipe.training.objective.describe(), markup=False)
-    console.print(f"in {precision}, compared with one row at a time; allowed: {allowed:g}")
-    console.print(table)
+    show(recipe.training.objective.describe())
+    show(f"in {precision}, compared with one row at a time; allowed: {allowed:g}")
+    show(table)
     left_out = sorted(name for name, value in LEFT_OUT.items() if getattr(recipe.training, name) != value)
     if left_out:
-        console.print(f"left out: {', '.join(left_out)}")
+        show(f"left out: {', '.join(left_out)}")
     return int(any(wrong))
 
 

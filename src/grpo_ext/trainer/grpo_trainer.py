@@ -219,8 +219,10 @@ class GRPOExtTrainer(ChunkTrainer):
     def _add_callbacks(self) -> None:
         """Register the progress line, step timer, metrics file and diagnostics."""
         metrics = self._metrics["train"]
-        install_progress(self.callback_handler.callbacks, disable_tqdm=self.args.disable_tqdm)
+        progress = install_progress(self.callback_handler.callbacks, disable_tqdm=self.args.disable_tqdm)
         self._times = StepTimes(metrics, self.accelerator.device, ("rollout", "rewards"))
+        if progress is not None and self.accelerator.is_main_process:
+            self._times.sampled = progress.sampled
         if self.acting is not None:
             self._times.parts += ("environments",)
         if self.use_vllm or self._beside is not None:

@@ -21,8 +21,11 @@ from grpo_ext.config.engines import check_started
 from grpo_ext.errors import ConfigError, RolloutDrift, SamplerLost, ServerLost
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
+from grpo_ext.tables import show
+from grpo_ext.terminal import safe_output
 from grpo_ext.trainer import findings
 from grpo_ext.trainer.batches import Generation
+from grpo_ext.trainer.callbacks import completions_table
 from grpo_ext.trainer.checkpoints import state
 from grpo_ext.trainer.checkpoints.starting import start
 from grpo_ext.trainer.evaluating import EvalRows, Evaluated, SameOrderSampler
@@ -59,6 +62,7 @@ class Lifecycle(SavingTrainer):
 
     # Training.
 
+    @safe_output()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as TRL does; a second call begins with new rollouts.
 
@@ -129,7 +133,10 @@ class Lifecycle(SavingTrainer):
         skipped = self._metrics["train"].pop(SKIPPED, []) if self.model.training else []
         if skipped and self.args.on_nonfinite == "skip":
             logs = {**logs, SKIPPED: sum(skipped)}
+        self.num_completions_to_print = 0  # not TRL's table, which reads names as markup and prints any length
         super().log(logs, start_time)
+        if self.log_completions and self.accelerator.is_main_process and self.args.num_completions_to_print != 0:
+            show(completions_table(self._logs, self.state.global_step, self.args.num_completions_to_print))
 
     def _sampling(self) -> AbstractContextManager[None]:
         """Return a context for sampling, which names overflowed weights and logits."""
