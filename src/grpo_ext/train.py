@@ -41,7 +41,7 @@ from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.recipe.help import print_help
 from grpo_ext.recipe.launching import check_launched, launch_of
 from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path, rows_of
-from grpo_ext.recipe.look import Look, findings, trained_on
+from grpo_ext.recipe.look import Look, findings, prompt_findings
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policy import with_adapter
@@ -162,7 +162,10 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     for message in filter(None, [begin.repeated, make_room(training, begin)]):
         show(message)
     for chosen, rows in sets:
-        notes = trained_on(recipe, trainer.train_dataset, rows, f"eval_sets: {chosen.name}")
+        name = f"eval_sets: {chosen.name}"
+        problems, notes = prompt_findings(recipe, tokenizer, rows, name, trainer.train_dataset)
+        if problems:
+            raise ConfigError(problems)
         for note in notes if rank() == 0 else ():
             logger.warning(note)
     if sets:

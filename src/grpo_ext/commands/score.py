@@ -3,13 +3,17 @@
 import argparse
 import math
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 
 from grpo_ext.commands.check import print_sections
 from grpo_ext.config.launch import planned_processes
+from grpo_ext.config.mappings import as_mapping
+from grpo_ext.data.chat_template import template_opens
 from grpo_ext.data.completions import check_output, read_completions, write_completions
 from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.quickstart.model import LESSONS
 from grpo_ext.recipe.launching import launch_of
+from grpo_ext.recipe.loading import load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.scoring import Scored, explain, score_rows, summary
 from grpo_ext.rewards.columns import absences
@@ -35,6 +39,9 @@ def run(options: argparse.Namespace) -> int:
     for problem in absences(recipe.rewards, {name for row in rows for name in row}, source=options.file):
         print(problem, file=sys.stderr)
     runtime = Runtime(recipe.rewards, workers=recipe.script.reward_workers, seed=recipe.training.seed)
+    if recipe.model.model_name_or_path not in (None, *LESSONS):
+        with suppress(Exception):  # no tokenizer at hand
+            runtime.opened = template_opens(load_tokenizer(recipe), as_mapping(recipe.training.chat_template_kwargs))
     with closing(runtime):
         scored = score_rows(recipe, rows, runtime)
     if options.output is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import OF_THE_MODEL, scores_kept_sets
+from grpo_ext.data.pictures import with_images
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.trajectory import COLUMN
@@ -25,7 +26,7 @@ from grpo_ext.rollout.kept_log import Drawn, returning
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.seeing import PreparedImages, Tokenized, described, each_alone, images_in, prompts_seen
+from grpo_ext.rollout.seeing import PreparedImages, Tokenized, described, each_alone, images_in
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
@@ -47,6 +48,7 @@ class GeneratingTrainer(CreditingTrainer):
     """`trl.GRPOTrainer` that fills one `Collected` per generation."""
 
     acting: Acting | None
+    opened: str
     reward_runtime: Runtime | None
     _collecting: Collected | None = None
     """The generation that TRL's hooks fill at the moment."""
@@ -113,7 +115,7 @@ class GeneratingTrainer(CreditingTrainer):
             attempts: identity of each row's attempt; seeds of environments and their turns come from it.
         """
         with self._filling(Collected(rows, attempts, ready=self._finished(attempts))) as collected:
-            collected.generated = Generated(*self._generate(prompts_seen(rows)))
+            collected.generated = Generated(*self._generate([with_images(row) for row in rows]))
         extra = collected.generated.extra
         added = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
         collected.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
@@ -121,7 +123,7 @@ class GeneratingTrainer(CreditingTrainer):
 
     def collect(self, rows: list[dict[str, Any]], attempts: list[AttemptId]) -> Collected:
         """Generate and score a completion for each row; each process needs as many rows."""
-        collected, prompts = self.rollouts(rows, attempts), prompts_seen(rows)
+        collected, prompts = self.rollouts(rows, attempts), [with_images(row) for row in rows]
         made = collected.generated
         assert made is not None
         self._pending_extra_logs.clear()

@@ -15,8 +15,11 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 
 from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.precision import precision
 from grpo_ext.config.truncation import adapter_problems
+from grpo_ext.data.chat_template import template_opens
+from grpo_ext.data.given import Checked
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
@@ -51,7 +54,7 @@ from grpo_ext.trainer.model_checks import check_pieces, check_routes, check_scal
 from grpo_ext.trainer.piecewise import SHARDED, Terms, more_to_come, together
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
-from grpo_ext.trainer.seeing import check_processor
+from grpo_ext.trainer.seeing import check_processor, check_prompts
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
     Reward,
@@ -166,6 +169,9 @@ class GRPOExtTrainer(ChunkTrainer):
             raise ConfigError(found)
         check_reward_names(self.reward_func_names)
         check_processor(self, ready.train_dataset, ready.eval_dataset)
+        if not isinstance(train_dataset, Checked):
+            played = bool(ready.environments or any(rollouts.values()))
+            check_prompts(self, ready.train_dataset, ready.eval_dataset, played=played)
         make_portable(self.model)
         if ready.environments:
             # a copy: the background may play while TRL tokenizes
@@ -176,6 +182,9 @@ class GRPOExtTrainer(ChunkTrainer):
         self._add_callbacks()
         self._rewards = RewardCollector(self.reward_funcs, self.reward_func_names, self._guard, self.accelerator)
         self.reward_runtime = self._rewards.runtime
+        self.opened = template_opens(self._tokenizer, as_mapping(self.chat_template_kwargs))
+        if self.reward_runtime is not None:
+            self.reward_runtime.opened = self.opened
         self.reward_funcs = self._rewards.for_trl(self._take_scores, self._ready_scores)
         self._group_means = GroupMeans(self.objective.remembered_batches)
         self._credit = Credit(self.objective, self._group_means, self.accelerator)

@@ -28,7 +28,7 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.config.vllm import leaves_packed, packs_while_loading, quantized_problem
 from grpo_ext.data.given import Checked, as_dataset, prompt_problems
-from grpo_ext.data.pictures import image_columns, with_pictures
+from grpo_ext.data.pictures import as_read, image_columns, with_pictures
 from grpo_ext.data.rows import check_columns
 from grpo_ext.environments.composition import EnvironmentSpec, parse_environments
 from grpo_ext.environments.fit import beside_problems, setting_problems
@@ -152,7 +152,7 @@ def seen(dataset: Any, name: str, problems: list[Any]) -> Any:
     if isinstance(dataset, Mapping):
         return {key: seen(value, f"{name}[{key!r}]", problems) for key, value in dataset.items()}
     try:
-        return with_pictures(dataset, name)
+        return as_read(with_pictures(dataset, name))
     except DataError as error:
         problems += error.problems
         return dataset
