@@ -30,6 +30,7 @@ from grpo_ext.errors import (
     ConfigError,
     DataError,
     NonFiniteError,
+    Problem,
     RankLost,
     RewardError,
     RolloutDrift,
@@ -112,7 +113,10 @@ def _record(recipe: Recipe) -> dict[str, Any]:
 def adapted_policy(recipe: Recipe, base: Base, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
     """Load the adapter that a recipe names as its model, to train it further; its base is loaded as TRL loads a model.
 
-    TRL makes the adapter at the start of training the reference, not the bare base.
+    The adapter at the start of training is the reference, not the bare base.
+
+    Raises:
+        ConfigError: PEFT cannot load it.
     """
     training, quantization = recipe.training, get_quantization_config(recipe.model)
     loading: dict[str, Any] = {"trust_remote_code": training.trust_remote_code, **init_kwargs(recipe)}
@@ -128,7 +132,11 @@ def adapted_policy(recipe: Recipe, base: Base, tokenizer: PreTrainedTokenizerBas
         "revision": recipe.model.model_revision,
         "autocast_adapter_dtype": quantization is not None or not zero3,
     }
-    return with_adapter(model, model_path(recipe), tokenizer, trained=True, **options)
+    try:
+        return with_adapter(model, model_path(recipe), tokenizer, trained=True, **options)
+    except ValueError as error:
+        reason = f"PEFT cannot load this adapter to train it ({error})"
+        raise ConfigError([Problem("model_name_or_path", model_path(recipe), reason, "Name another.")]) from error
 
 
 def train(recipe: Recipe) -> GRPOExtTrainer | None:

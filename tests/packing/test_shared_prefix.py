@@ -277,10 +277,6 @@ def test_obstacles_of_attention_and_adapters_are_named():
     assert "a token of each completion" in next(obstacles(get_peft_model(network("llama"), invoked)))
 
 
-def test_noise_in_the_embeddings_is_an_obstacle(model_path, tmp_path):
-    assert "neftune_noise_alpha" in build(model_path, tmp_path, neftune_noise_alpha=5.0).sharing.reason
-
-
 @pytest.mark.parametrize(
     "adapter",
     [

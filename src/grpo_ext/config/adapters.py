@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers.utils import ADAPTER_CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -70,6 +70,14 @@ def make_portable(model: object) -> None:
         base = config.base_model_name_or_path
         if base and Path(base).is_dir():
             config.base_model_name_or_path = str(Path(base).resolve())
+
+
+def init_problems(config: Any) -> Iterator[Problem]:
+    """Yield an initialisation of an adapter's configuration that another load would draw otherwise."""
+    init = getattr(config, "init_lora_weights", None)
+    if isinstance(init, str) and init.startswith("pissa_niter_"):
+        reason = "PEFT draws its singular values again when it loads what was saved, and gets another policy"
+        yield Problem("init_lora_weights", init, reason, "Set pissa, which computes them exactly.")
 
 
 def adapter_problems(model: "ModelConfig") -> Iterator[Problem]:

@@ -68,8 +68,6 @@ def scale_of_trl_only(base: PreTrainedModel) -> float | None:
 
 def forward_obstacle(args: GRPOExtConfig) -> str | None:
     """Return why a run cannot share prompts, in the loss or in rollouts, independent of its model."""
-    if args.neftune_noise_alpha is not None:
-        return "neftune_noise_alpha adds noise to the embeddings"
     parallel = args.parallelism_config
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
         return "sequences are spread over processes"

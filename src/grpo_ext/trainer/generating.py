@@ -31,7 +31,7 @@ from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empt
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
-from grpo_ext.rollout.vllm.lazy_import import server_sampler
+from grpo_ext.rollout.vllm.lazy_import import grpo_trainer, server_sampler
 from grpo_ext.trainer.acting import Acting, Played, limits_of, sampling_of
 from grpo_ext.trainer.batches import no_early_pass
 from grpo_ext.trainer.callbacks import StepTimes
@@ -350,7 +350,12 @@ class GeneratingTrainer(CreditingTrainer):
 
     def _complete(self, collected: Collected, mode: str) -> dict[str, Any]:
         """Return the batch of a generation, which TRL fills unless it is settled or ready."""
-        with self._filling(collected), no_early_pass(self.args), self._seen_once():
+        if self._first_logps is None:
+            self.check_reference()
+        scored = (
+            nullcontext() if self._initial is None else temporarily(grpo_trainer, use_adapter=self._initial.replacing)
+        )
+        with self._filling(collected), no_early_pass(self.args), self._seen_once(), scored:
             output = super()._generate_and_score_completions(collected.rows)
         output = {name: value for name, value in output.items() if name not in self._scorer.multimodal}
         output |= collected.lists

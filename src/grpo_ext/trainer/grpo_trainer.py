@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,7 @@ from grpo_ext.trainer.evaluating import batch_weight
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
 from grpo_ext.trainer.model_checks import check_pieces, check_routes, check_scale
 from grpo_ext.trainer.piecewise import SHARDED, Terms, more_to_come, together
+from grpo_ext.trainer.reference import InitialWeights, compare, evaluating, made_up, scored
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.seeing import check_processor, check_prompts
@@ -60,6 +62,7 @@ from grpo_ext.trainer.setup import (
     Reward,
     RolloutFunc,
     Rows,
+    check_best_metric,
     check_reward_names,
     named_arguments,
     prepare,
@@ -168,11 +171,13 @@ class GRPOExtTrainer(ChunkTrainer):
         if found:
             raise ConfigError(found)
         check_reward_names(self.reward_func_names)
+        check_best_metric(args, ready.eval_dataset, self.reward_func_names)
         check_processor(self, ready.train_dataset, ready.eval_dataset)
         if not isinstance(train_dataset, Checked):
             played = bool(ready.environments or any(rollouts.values()))
             check_prompts(self, ready.train_dataset, ready.eval_dataset, played=played)
         make_portable(self.model)
+        self._set_up_reference()
         if ready.environments:
             # a copy: the background may play while TRL tokenizes
             self.acting = Acting(ready.environments, copy.deepcopy(self._tokenizer), reward_memory_gib)
@@ -195,6 +200,18 @@ class GRPOExtTrainer(ChunkTrainer):
         )
         self._describe_objective()
         self.use_vllm = args.use_vllm  # a replay disables the engine but keeps vLLM's importance correction
+
+    def _set_up_reference(self) -> None:
+        """Keep the weights that an adapter begins with, which are its reference; a replay has recorded that."""
+        if self.args.replay_batches is not None or not self.args.beta:
+            return
+        self.beta = self.args.beta
+        if isinstance(self.model, PeftModel):
+            self._initial = InitialWeights(self.model)
+
+    @property
+    def _unwrapped(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
 
     def _set_up_forward(self) -> None:
         """Switch dropout off if configured, and choose the forward that scores tokens."""
@@ -464,3 +481,32 @@ class GRPOExtTrainer(ChunkTrainer):
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """Return TRL's mask, also above the 2^24 tokens that `torch.quantile` takes."""
         return high_entropy_mask(self.accelerator, entropies, mask, threshold)
+
+    def check_reference(self) -> None:
+        """Compare the reference with the policy before training, later with itself at the start.
+
+        Raises:
+            ConfigError: they differ, or made-up rows cannot be scored.
+        """
+        first = self._first_logps
+        if not self.beta or (first is not None and self.args.sync_ref_model):
+            return
+        half = self.args.bf16 or self.args.fp16 or self.model.dtype.itemsize < 4
+        policy, check = self._unwrapped, partial(compare, model=self._unwrapped, half=half)
+        with nullcontext() if self._initial is None else self._initial.replacing(policy):
+            reference = self._made_up_logps(self.ref_model or self.model)
+        if first is not None:
+            check(reference, first, "the reference has moved since the start")
+            return
+        self._first_logps = reference
+        if self.state.global_step == 0:
+            logps = self._made_up_logps(self.model)
+            check(self._made_up_logps(self.model), logps, "each forward draws its own noise, also without dropout")
+            check(reference, logps, "the reference is not the policy before the first step")
+
+    def _made_up_logps(self, model: nn.Module) -> Tensor:
+        """Return log-probabilities of made-up rows, by TRL's forward and without dropout."""
+        vocabulary = causal_lm(self._unwrapped).config.get_text_config().vocab_size
+        ids, dropout = made_up(self._tokenizer, vocabulary, self.accelerator.device), active_dropout(model)
+        with forward_only(self.model, self.args), evaluating(model) if dropout else nullcontext():
+            return scored(self._scorer.stock, model, ids)

@@ -34,6 +34,7 @@ from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
 from grpo_ext.trainer.saving import SavingTrainer
 from grpo_ext.trainer.setup import check_trained
 from grpo_ext.trainer.signals import interrupted, naming_checkpoint, naming_lost_ranks, signals
+from grpo_ext.trainer.trial_save import check_saving
 
 
 class _EndedByEvaluation(Exception):
@@ -45,6 +46,7 @@ class Lifecycle(SavingTrainer):
 
     num_generations: Any
     num_generations_eval: Any
+    _tokenizer: Any
     _buffered_inputs: Any
     _figures: Figures
     _generation: Generation
@@ -84,6 +86,9 @@ class Lifecycle(SavingTrainer):
             self._epoch_began, self._stopped_at, self._leaving = (0, 0), None, False
             self._record = self._identity()
             checkpoint, self._branch = start(self.args, resume_from_checkpoint, self._record)
+            if self.recipe_record is not None or self.args.save_strategy != "no":
+                model = self.accelerator.unwrap_model(self.model)
+                check_saving(model, self._tokenizer, self.processing_class, self.args)
             self._guard.start()
             with signals.training(), naming_lost_ranks(self.args.world_size, self.args.ddp_timeout):
                 output = super().train(checkpoint, *args, **kwargs)
@@ -171,24 +176,35 @@ class Lifecycle(SavingTrainer):
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Evaluate with metrics over all completions instead of batches; the random streams of training are kept."""
         rows = None
+        output: Any
         if has_length(dataloader):
             rows = len(dataloader.dataset) * self.num_generations_eval  # type: ignore[arg-type]
         self._eval_rows = EvalRows(0, rows)
+        prefix = str(kwargs.get("metric_key_prefix", "eval"))
         if self.args.loss_defaults == "trl":
-            return super().evaluation_loop(dataloader, *args, **kwargs)
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
+            self._name_figures(prefix)
+            return output
         self._figures.clear()  # a step that failed may have left some
         evaluated = self._evaluated = Evaluated(rows)
         try:
             with random_streams_kept(), self.background_paused():
-                output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
+                output = super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self._evaluated = None
         metrics, weights = self._metrics["eval"], self.reward_weights.double()
         figures = evaluated.figures(self.reward_func_names, weights, self.num_generations_eval, self.objective)
         metrics.update({name: [value] for name, value in figures.items()})
         self._figures.log(metrics, self.accelerator)
-        output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = metrics.pop("loss", [0.0])[-1]
+        output.metrics[f"{prefix}_loss"] = metrics.pop("loss", [0.0])[-1]
+        self._name_figures(prefix)
         return output
+
+    def _name_figures(self, prefix: str) -> None:
+        """Put the name of one of several evaluation sets before its figures, to which TRL adds `eval_` alone."""
+        metrics, name = self._metrics["eval"], prefix.removeprefix("eval").strip("_")
+        for figure in list(metrics) if name and prefix.startswith("eval_") else ():
+            metrics[f"{name}_{figure}"] = metrics.pop(figure)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool | None, ignore_keys: list[str] | None = None
@@ -239,6 +255,9 @@ class Lifecycle(SavingTrainer):
             state.find_best_checkpoint(self.state, Path(checkpoint))
             self._resumed = state.Resumed(Path(checkpoint), state.read(Path(checkpoint), self))
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        if self._initial is not None:
+            with naming_checkpoint(checkpoint):
+                self._initial.read(Path(checkpoint))
         if self._resumed.state is not None and isinstance(self.train_dataset, IterableDataset):
             return self._resumed.place  # a stream may have ended, and begun again, at any step
         for _ in range(place[0]):

@@ -6,7 +6,6 @@ the step by the counts of the step's rows and tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -153,12 +152,8 @@ class RowByRow:
             self._old |= {place: self._forward(place)[0] for place in places}
             if self.objective.beta:
                 self._load(self.weights[0])
-                with self._without_adapter():
-                    self._reference |= {place: self._forward(place)[0] for place in places}
+                self._reference |= {place: self._forward(place)[0] for place in places}
         self._advantages[generation] = self._estimated(generation, places)
-
-    def _without_adapter(self) -> AbstractContextManager[None]:
-        return self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
 
     def _estimated(self, generation: int, places: list[tuple[int, int]]) -> Tensor:
         """Advantages [groups, completions (, time)]."""
