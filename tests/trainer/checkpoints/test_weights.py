@@ -10,7 +10,7 @@ from grpo_ext.errors import ConfigError
 from support import architectures, experts, image_text, tiny, trainers
 
 SAVED = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
 CAUSAL = [name for name in architectures.CAUSAL if name not in architectures.NOT_BUILT]
 IMAGE_TEXT = [name for name in image_text.IMAGE_TEXT if name not in image_text.NOT_BUILT]
 UNREAD = {"shieldgemma2": "model.language_model", "deepseek_v4": "mlp_layer_types"}
@@ -40,7 +40,7 @@ def test_a_run_resumes_from_the_experts_of_its_checkpoint(trained, tmp_path):
 
 def test_the_best_checkpoint_is_loaded_whole(trained, tmp_path):
     folder = trained[1] / "checkpoint-1"
-    one = trainers.build(experts.model(seed=5), tmp_path, evaluated=tiny.prompts(2), **SAVED, **EVALUATED)
+    one = trainers.build(experts.model(seed=5), tmp_path, evaluated=tiny.prompts(2), **SAVED, **BEST)
     one.state.best_model_checkpoint = str(folder)
     one._load_best_model()
     assert torch.equal(trainers.weights(one.model), as_saved(folder))
