@@ -19,9 +19,12 @@ from grpo_ext.packing.forward import rounded_differently
 from grpo_ext.packing.kept import KeptSets
 from grpo_ext.packing.lm_head import LEFT_OUT
 from grpo_ext.packing.obstacles import takes_positions, text_model
-from grpo_ext.packing.policy import FLOOR, NOISES
+from grpo_ext.packing.policy import NOISES
 
 logger = logging.getLogger(__name__)
+
+EXACT = 1e-4
+"""Error in nats per token that counts as rounding: some parts round to float32 in any precision."""
 
 
 class Way(NamedTuple):
@@ -115,7 +118,7 @@ def exact_way(
     expected = own()
     with rounded_differently(base, seed=0):
         noise = (own() - expected).abs().mean().item()
-    allowed, errors = largest(max(FLOOR, NOISES * noise)), dict[Way, float]()
+    allowed, errors = largest(max(EXACT, NOISES * noise)), dict[Way, float]()
     for positions, logits in product((False, True)[: 1 + counted], (False, True)):
         way = Way(logits, positions)
         errors[way] = largest(error(way))
