@@ -53,6 +53,10 @@ LENGTHS = (9, 7), (4, 5), (6, 3), (1, 6)
 """Tokens of prompts and completions."""
 
 
+def max_of_one(number):
+    return number
+
+
 def made(name, adapter=None, *, tied=None):
     """A tiny model that the trainer has prepared, and its base."""
     if name in architectures.CAUSAL and name not in architectures.NOT_BUILT:
@@ -115,7 +119,7 @@ def check(name, adapter=None, *, tied=None, exact=1e-4):
     """The way that is chosen, after its scores have been compared; None where the model is refused."""
     (model, base), one, (prompts, completions) = made(name, adapter, tied=tied), scorer(), rows()
     try:
-        one.choose_way(model, prompts, completions, [], 0)
+        one.choose_way(model, prompts, completions, [], 0, max_of_one)
     except ConfigError:
         return None
     with torch.no_grad():
@@ -157,7 +161,7 @@ def test_tokens_before_the_prompt_move_no_positions_in_scores_nor_in_rollouts(na
 
 def test_own_logits_are_normalised_over_the_tokens_that_the_sampler_kept():
     (model, base), one, (prompts, completions) = made("modernbert-decoder"), scorer(), rows()
-    one.choose_way(model, prompts, completions, [], 0)
+    one.choose_way(model, prompts, completions, [], 0, max_of_one)
     sets = [[sorted({token, 5, 11, 30}) for token in completion] for completion in completions]
     kept = [
         encoded(torch.tensor([*map(len, row)]), torch.tensor([token for choice in row for token in choice]))
@@ -196,9 +200,9 @@ def test_the_comparison_is_made_once_with_few_forwards(tmp_path):
     one, passes = trained("llama", tmp_path), []
     one.model.base_model.register_forward_hook(lambda module, args, out: passes.append(out[0].shape[:2].numel()))
     prompts, completions = [[3] * 300] * 8, [[4] * 200] * 8
-    one._scorer.choose_way(one.model, prompts, completions, [], 0)
+    one._scorer.choose_way(one.model, prompts, completions, [], 0, max_of_one)
     assert (len(passes), sum(passes)) == (5, 2 * (16 + 13) + 2 * 18)
-    one._scorer.choose_way(one.model, prompts, completions, [], 0)
+    one._scorer.choose_way(one.model, prompts, completions, [], 0, max_of_one)
     assert len(passes) == 5
 
 

@@ -69,10 +69,12 @@ class Scorer:
         completions: Sequence[list[int]],
         images: Sequence[RowImages],
         pad: int,
+        largest: Callable[[float], float],
     ) -> None:
         """Choose, once, how rows are scored, so that the scores of a generation equal the model's own forward.
 
         The first and the last row are compared: their last tokens of the prompt and first ones of the completion.
+        `largest` returns the largest number of all processes.
 
         Raises:
             ConfigError: no way is known that is exact.
@@ -94,11 +96,7 @@ class Scorer:
                 return self.trl(model, ids, mask, completion, **seen)[0][mask[:, -completion:].bool()]
 
         with self.forward_only(), in_evaluation(model):
-            self.way, self.compared = exact_way(score, base, self._largest), True
-
-    def _largest(self, number: float) -> float:
-        """Return the largest of all processes' numbers."""
-        return float(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
+            self.way, self.compared = exact_way(score, base, largest), True
 
     def stock(
         self, model: nn.Module, ids: Tensor, mask: Tensor, completion: int, *args: Any, kept: Any = None, **kwargs: Any

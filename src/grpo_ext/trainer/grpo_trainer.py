@@ -215,9 +215,9 @@ class GRPOExtTrainer(ChunkTrainer):
         quiet = partial(forward_only, self.model, args)
         self._scorer = Scorer(stock, self.sharing, self.accelerator, quiet, limit, self.temperature)
 
-    def _largest(self, number: int) -> int:
+    def _largest(self, number: Any) -> Any:
         """Return the largest of all processes' numbers."""
-        return int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
+        return self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max().item()
 
     def _add_callbacks(self) -> None:
         """Register the progress line, step timer, metrics file and diagnostics."""
