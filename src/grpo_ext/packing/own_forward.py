@@ -80,8 +80,9 @@ def _by_own_logits(
             logits = logits.masked_fill(kept(len(logits)).left_out(slice(None), logits.shape[1]), LEFT_OUT)
         log_p = logits.log_softmax(dim=-1)
         values = log_p.gather(1, labels[live][:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
-        scores = (value.new_zeros(labels.shape).masked_scatter(live, value) for value in values)
-        return FusedCausalLMOutput(None, *scores, aux_loss=getattr(found, "aux_loss", None))
+        log_probs, entropy = (value.new_zeros(labels.shape).masked_scatter(live, value) for value in values)
+        aux_loss = getattr(found, "aux_loss", None)
+        return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)
 
     return forward
 

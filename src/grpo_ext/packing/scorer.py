@@ -98,12 +98,10 @@ class Scorer:
         with self.forward_only(), in_evaluation(model):
             self.way, self.compared = exact_way(score, base, largest), True
 
-    def stock(
-        self, model: nn.Module, ids: Tensor, mask: Tensor, completion: int, *args: Any, kept: Any = None, **kwargs: Any
-    ) -> Scores:
-        """Score rows by TRL's forward, in the way that was chosen."""
-        with self.way.of(self._base(model), completion, self.temperature, kept):
-            return self.trl(model, ids, mask, completion, *args, **kwargs)
+    def stock(self, model: nn.Module, *rows: Any, kept: Any = None, **options: Any) -> Scores:
+        """Score rows by TRL's forward, whose arguments it takes, in the way that was chosen."""
+        with self.way.of(self._base(model), rows[2], self.temperature, kept):
+            return self.trl(model, *rows, **options)
 
     def micro_batch(
         self,

@@ -233,12 +233,13 @@ def load_renamed(model: PreTrainedModel, folder: Path, missing: Sequence[str]) -
     """
     widest = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
     reading: dict[str, Any] = {"dtype": widest, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    saved, found = type(model).from_pretrained(folder, config=model.config, **reading)
+    kind: Any = type(model)
+    saved, found = kind.from_pretrained(folder, config=model.config, **reading)
     problems = []
-    for kind in ("missing", "unexpected", "mismatched"):
-        if names := sorted(key if isinstance(key, str) else key[0] for key in found[f"{kind}_keys"]):
-            reason = f"it has {len(names)} {kind} weights: {', '.join(names[:3])}{', ...' if names[3:] else ''}"
-            cure = f"Resume a run of {type(model).__name__} from one of its own checkpoints."
+    for word in ("missing", "unexpected", "mismatched"):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in found[f"{word}_keys"]):
+            reason = f"it has {len(names)} {word} weights: {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+            cure = f"Resume a run of {kind.__name__} from one of its own checkpoints."
             problems.append(Problem("resume_from_checkpoint", str(folder), reason, cure))
     if problems:
         raise ConfigError(problems)
