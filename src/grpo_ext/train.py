@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
-from grpo_ext.config.adapters import Base, base_of
+from grpo_ext.config.adapters import Base, base_of, with_adapter
 from grpo_ext.config.launch import check_announced, rank, write_exit_code
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data.given import Checked
@@ -45,7 +45,6 @@ from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer,
 from grpo_ext.recipe.look import Look, findings, prompt_findings
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.recipe.policy import with_adapter
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.child import kill_children
 from grpo_ext.terminal import safe_output

@@ -10,7 +10,9 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from grpo_ext.bounded import read_json
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 
-if TYPE_CHECKING:  # trl takes seconds to import
+if TYPE_CHECKING:  # trl and peft take seconds to import
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import ModelConfig
 
 
@@ -98,3 +100,22 @@ def adapter_problems(model: "ModelConfig") -> Iterator[Problem]:
             f"`grpo-ext merge {name} --output MERGED` and set model_name_or_path: MERGED.",
             {"model_name_or_path": name},
         )
+
+
+def with_adapter(
+    base: "PreTrainedModel",
+    adapter: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    trained: bool = False,
+    **options: Any,
+) -> "PeftModel":
+    """Return a model with an adapter on it; its embeddings grow first if the tokenizer has grown, as in PEFT."""
+    from peft import PeftModel
+
+    embeddings: Any = base.get_input_embeddings()
+    if len(tokenizer) > embeddings.weight.shape[0]:
+        base.resize_token_embeddings(len(tokenizer))
+    adapted = PeftModel.from_pretrained(base, adapter, is_trainable=trained, **options)
+    adapted.peft_config["default"].base_model_name_or_path = base.name_or_path  # the folder where it was found
+    return adapted

@@ -1,5 +1,6 @@
 """Obstacles to sharing the forward of a prompt between rows, in the loss, in rollouts or in both."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from enum import Enum
@@ -49,6 +50,11 @@ def name_body(base: PreTrainedModel) -> None:
     text = base.config.get_text_config(decoder=True) is base.config
     if text and base.base_model is base and isinstance(getattr(base, "model", None), PreTrainedModel):
         base.base_model_prefix = "model"
+
+
+def takes_positions(base: PreTrainedModel) -> bool:
+    """Return whether the body of a model takes positions, and does not count them by itself only."""
+    return "position_ids" in inspect.signature(type(base.base_model).forward).parameters
 
 
 def text_model(base: PreTrainedModel) -> PreTrainedModel:

@@ -65,6 +65,7 @@ class GeneratingTrainer(CreditingTrainer):
     _times: StepTimes
     model_wrapped: Any
     use_vllm: bool
+    _largest: Any
     _last_loaded_step: int
     vllm_importance_sampling_correction: bool
 
@@ -234,6 +235,8 @@ class GeneratingTrainer(CreditingTrainer):
         if any(generated.tool_images):
             raise ConfigError([images_of_tools()])
         collected.generated = generated
+        first = generated.prompt_ids, generated.completion_ids, collected.images
+        self._scorer.choose_way(self.model, *first, self._tokenizer.pad_token_id, self._largest)
         if self.args.router_replay == "old" and self.model.training:
             ids, size = (generated.prompt_ids, generated.completion_ids), self.args.per_device_train_batch_size
             collected.routes = self._scorer.routes(self.model, *ids, size)

@@ -27,7 +27,8 @@ from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
-from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body
+from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body, takes_positions
+from grpo_ext.packing.own_forward import count_positions
 from grpo_ext.packing.pieces import Part, TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.routes import ROUTES
@@ -51,7 +52,7 @@ from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
 from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows, log_weights
 from grpo_ext.trainer.evaluating import batch_weight
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
-from grpo_ext.trainer.model_checks import check_pieces, check_routes, check_scale
+from grpo_ext.trainer.model_checks import check_pieces, check_routes
 from grpo_ext.trainer.piecewise import SHARDED, Terms, more_to_come, together
 from grpo_ext.trainer.reference import InitialWeights, compare, evaluating, made_up, scored
 from grpo_ext.trainer.replaced import replacement_problems
@@ -223,7 +224,8 @@ class GRPOExtTrainer(ChunkTrainer):
             switch_dropout_off(self.model)
         elif dropout := active_dropout(self.model):
             logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
-        check_scale(causal_lm(self.model))
+        if adds_tokens(self.model) and takes_positions(causal_lm(self.model)):
+            count_positions(causal_lm(self.model))  # in rollouts too, where PEFT counts padding behind its tokens
         self.sharing = PrefixSharing(args.prefix_setting, self.model, further=forward_obstacle(args))
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([self.sharing.problem()])
@@ -236,11 +238,12 @@ class GRPOExtTrainer(ChunkTrainer):
         model, spread = self.accelerator.unwrap_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled
         check_routes(args, model, sharded=spread)
         stock = super()._get_per_token_logps_and_entropies
-        self._scorer = Scorer(stock, self.sharing, self.accelerator, partial(forward_only, self.model, args), limit)
+        quiet = partial(forward_only, self.model, args)
+        self._scorer = Scorer(stock, self.sharing, self.accelerator, quiet, limit, self.temperature)
 
-    def _largest(self, number: int) -> int:
+    def _largest(self, number: Any) -> Any:
         """Return the largest of all processes' numbers."""
-        return int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
+        return self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max().item()
 
     def _add_callbacks(self) -> None:
         """Register the progress line, step timer, metrics file and diagnostics."""

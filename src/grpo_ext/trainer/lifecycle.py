@@ -18,6 +18,7 @@ from transformers.trainer_utils import TrainOutput, has_length
 
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.engines import check_started
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, RolloutDrift, SamplerLost, ServerLost
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
@@ -265,9 +266,10 @@ class Lifecycle(SavingTrainer):
         return place
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with naming_checkpoint(resume_from_checkpoint):
+        folder = Path(resume_from_checkpoint)
+        with naming_checkpoint(folder), temporarily(self, _issue_warnings_after_load=partial(self._account, folder)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            state.load_default_adapter(model or self.model, Path(resume_from_checkpoint))
+            state.load_default_adapter(model or self.model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with naming_checkpoint(checkpoint):
@@ -277,11 +279,22 @@ class Lifecycle(SavingTrainer):
         with naming_checkpoint(checkpoint):
             super()._load_scaler(checkpoint)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn of missing weights, but not of tied ones, which a checkpoint stores once."""
-        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", None) or {}
-        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result)
+    def _load_best_model(self) -> None:
+        folder = Path(str(self.state.best_model_checkpoint))
+        with temporarily(self, _issue_warnings_after_load=partial(self._account, folder)):
+            super()._load_best_model()
+
+    def _account(self, folder: Path, load_result: Any) -> None:
+        """Load what a checkpoint holds under other names than the model's; a tied weight is stored once.
+
+        Raises:
+            ConfigError: weights are missing or unexpected.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        stored_once = {*(getattr(model, "all_tied_weights_keys", None) or ()), *(model._keys_to_ignore_on_save or ())}
+        missing = [name for name in load_result.missing_keys if name not in stored_once]
+        if missing or load_result.unexpected_keys:
+            state.load_renamed(model, folder, missing)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random streams; then evaluate if the run was stopped before an evaluation that was due.

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
+from grpo_ext.config.adapters import with_adapter
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
-from grpo_ext.recipe.policy import with_adapter
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.vllm.weights import is_quantised
 from grpo_ext.trainer.checkpoints.processes import agreed, is_sharded
