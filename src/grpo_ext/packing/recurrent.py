@@ -191,13 +191,44 @@ def _follow(parent: nn.Module, layer: nn.Module) -> nn.Module:
 
 
 def _split(parent: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
-    if LAYOUT in kwargs:
-        for layer in _recurrent_children(parent):
-            vars(layer)["_grpo_ext_before"] = vars(layer).get("forward")
-            layer.forward = partial(by_segments, layer.forward, layer, kwargs[LAYOUT])
+    if LAYOUT not in kwargs:
+        return
+    _give(parent, kwargs[LAYOUT])
+    if checkpoint := vars(parent).get("_gradient_checkpointing_func"):
+        vars(parent)["_grpo_ext_checkpoint"] = checkpoint
+        parent._gradient_checkpointing_func = partial(_checkpointed, checkpoint, parent, kwargs[LAYOUT])
+
+
+def _give(parent: nn.Module, segments: Any) -> bool:
+    """Have the recurrent layers of a module run by segments; return False if they do already."""
+    layers = [layer for layer in _recurrent_children(parent) if "_grpo_ext_before" not in vars(layer)]
+    for layer in layers:
+        vars(layer)["_grpo_ext_before"] = vars(layer).get("forward")
+        layer.forward = partial(by_segments, layer.forward, layer, segments)
+    return bool(layers)
+
+
+def _checkpointed(checkpoint: Callable[..., Any], parent: nn.Module, segments: Any, run: Any, *args: Any) -> Any:
+    """Checkpoint `run` with the segments: newer transformers recompute `forward` without the hooks of the module."""
+
+    def by_its_segments(*args: Any) -> Any:
+        given = _give(parent, segments)
+        try:
+            return run(*args)
+        finally:
+            if given:
+                _take(parent)
+
+    return checkpoint(by_its_segments, *args)
 
 
 def _restore(parent: nn.Module, args: object, kwargs: object, output: object) -> None:
+    _take(parent)
+    if checkpoint := vars(parent).pop("_grpo_ext_checkpoint", None):
+        parent._gradient_checkpointing_func = checkpoint
+
+
+def _take(parent: nn.Module) -> None:
     for layer in _recurrent_children(parent):
         if "_grpo_ext_before" in vars(layer):
             before = vars(layer).pop("_grpo_ext_before")
