@@ -26,6 +26,7 @@ except sandbox.SandboxError as error:
 EVALUATED = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 PARSED = ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
 COMPUTED = ("bitwise_arithmetic", "codeio", "coin_flip", "number_sorting", "propositional_logic", "rubiks_cube")
+MOVED = ("rush_hour",)  # whose rows name no right answer
 
 
 def entries(task, count=3, seed=7, **options):
@@ -240,12 +241,47 @@ def test_an_answer_that_never_ends_is_wrong_and_costs_the_others_nothing(monkeyp
     assert set(found[2::3]) == {1.0}
 
 
+def test_a_car_that_moves_forever_is_stopped(monkeypatch):
+    monkeypatch.setattr("grpo_ext.rewards.library.verifiers.CPU_SECONDS", 1)
+    [entry] = entries("rush_hour", 1)
+    moves = " ".join(f"{car}{way}9999999999" for car in "ABCDEFGH" for way in "+-")
+    assert scores([(moves, entry), ("A+1", entry)]) == [0.0, 0.01]
+
+
 def test_only_an_entry_makes_a_score_none():
     [right], [flip] = entries("prime_factorization", 1), entries("coin_flip", 1)
     assert scores([("two times three", right), (right["answer"], right)]) == [0.0, 1.0]
     assert scores([("1", entries("boxnet", 1)[0]), ("9" * 4000, flip)]) == [0.0, 0.0]
     broken = {**right, "answer": "no factors"}, {**flip, "answer": 1}, "{}", "[" * 9999
     assert scores([("2", entry) for entry in broken]) == [None] * 4
+
+
+def test_an_entry_of_any_depth_ends_nothing():
+    """Between what JSON reads and what it writes again lie some ten levels."""
+    [flip] = entries("coin_flip", 1)
+    for depth in range(800, 1010):
+        deep = json.dumps(flip)[:-1] + f', "deep": {"[" * depth}{"]" * depth}}}'
+        assert scores([("x", deep)]) == [None]
+
+
+@pytest.mark.parametrize("value", [None, "many", 10**400, math.nan])
+def test_a_verifier_that_returns_no_number_fails(value, monkeypatch):
+    monkeypatch.setattr("grpo_ext.rewards.library.verifiers.verifier", lambda task: lambda **_: value)
+    assert scores([("1", entries("chain_sum", 1)[0])]) == [None]
+
+
+def test_nan_is_at_no_distance_from_an_answer():
+    rows = entries("complex_arithmetic")
+    assert scores([(text, row) for text in ("nan", "NaN + nani") for row in rows]) == [0.0] * 6
+    assert scores([(row["answer"], row) for row in rows]) == [1.0] * 3
+
+
+def test_an_integral_that_sympy_cannot_solve_is_no_answer_either():
+    """Where the row's own answer is the question; the solution by hand is paid."""
+    metadata = {"source_dataset": "intermediate_integration", "integrand": "x**2*cos(x)", "variable": "x"}
+    row = {"question": "", "answer": "Integral(x**2*cos(x), x) + C", "metadata": metadata}
+    right = "x**2*sin(x) + 2*x*cos(x) - 2*sin(x) + C"
+    assert scores([(row["answer"], row), (right, row)]) == [0.0, 1.0]
 
 
 def test_where_no_sandbox_is_to_be_had_such_a_task_is_refused_and_nothing_runs(monkeypatch, tmp_path):
@@ -255,7 +291,7 @@ def test_where_no_sandbox_is_to_be_had_such_a_task_is_refused_and_nothing_runs(m
         raise sandbox.SandboxError("namespaces: denied")
 
     monkeypatch.setattr(sandbox, "available", unavailable)
-    for task in (*EVALUATED, *PARSED, *COMPUTED):
+    for task in (*EVALUATED, *PARSED, *COMPUTED, *MOVED):
         [problem] = dataset_problems(DataConfig(), f"reasoning_gym/{task}")
         assert problem.field == "dataset_name"
         assert "namespaces: denied" in str(problem)
@@ -284,7 +320,7 @@ def test_a_verifier_outside_of_the_sandbox_executes_and_opens_nothing(hostile):
 
     outside = [task for task in sorted(set(DATASETS) - {"composite"}) if not needs_sandbox(task)]
     assert len(outside) > 80
-    assert {*EVALUATED, *PARSED, *COMPUTED} == set(DATASETS) - {*outside, "composite"}
+    assert {*EVALUATED, *PARSED, *COMPUTED, *MOVED} == set(DATASETS) - {*outside, "composite"}
     seen = {}
     for task in outside:
         [entry] = entries(task, 1)

@@ -73,7 +73,7 @@ def _score(task: str, module: Any, verifier: Callable[..., float], answer: str |
         parse, names = vars(sympy)["parse_expr"], {*vars(builtins), *vars(sympy), *keyword.kwlist}
         for place in (module, sympy):
             if vars(place).get("parse_expr") == parse:
-                vars(place)["parse_expr"] = functools.partial(_parsed, parse, task, entry["answer"], names)
+                vars(place)["parse_expr"] = functools.partial(_parsed, parse, task, names)
     return float(verifier(answer=answer, entry=entry))
 
 
@@ -82,10 +82,10 @@ def _evaluated(text: str) -> Any:
     return eval(text, {"__builtins__": {}}) if bits else ast.literal_eval(text)
 
 
-def _parsed(parse: Callable[..., Any], task: str, right: str, names: set[str], text: str, **options: Any) -> Any:
-    """Parse arithmetic, or the row's own answer: where sympy cannot solve a task, that is an unevaluated integral."""
+def _parsed(parse: Callable[..., Any], task: str, names: set[str], text: str, **options: Any) -> Any:
+    """Parse arithmetic only: where sympy cannot solve a task, the row's own answer is an unevaluated integral."""
     pattern, symbols = (_COUNTED, False) if task in ("countdown", "puzzle24") else (_ARITHMETIC, True)
-    for token in _TOKEN.findall(text) if text != right else ():
+    for token in _TOKEN.findall(text):
         symbol = symbols and token.isascii() and token.isidentifier() and token not in names
         if not (symbol or pattern.fullmatch(token)):
             raise ValueError(f"{token!r} is not arithmetic")

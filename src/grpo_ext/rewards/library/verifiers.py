@@ -27,7 +27,7 @@ CPU_SECONDS = 5
 """Limit of a verdict in the sandbox."""
 _EVALUATES = re.compile(
     r"\b(?:eval|exec|literal_eval|parse_expr|sympify|Fraction|__import__|import_module)\("
-    r"|\b(?:magiccube|pickle|subprocess)\b"
+    r"|\b(?:magiccube|perform_moves|pickle|subprocess)\b"
 )
 """In the source of a verifier: what executes a text, or computes what it says however long that takes."""
 
@@ -75,7 +75,7 @@ def _extracted(text: str, extract: str) -> str:
 def _read(text: str) -> Entry | None:
     """Return an entry of a known task."""
     try:
-        entry: Entry = json.loads(text)
+        entry: Entry = copy.deepcopy(json.loads(text))  # which is stricter about depth than JSON, written again below
         return entry if _task(entry) in _datasets() else None
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
@@ -139,14 +139,16 @@ def _scores(rows: Sequence[tuple[str | None, Entry]]) -> list[float | None]:
 
 def _bounded(score: Callable[..., float], *arguments: Any) -> float | None:
     try:
-        value = score(*arguments)
+        value = float(score(*arguments))
     except Exception:  # a verifier may raise anything
         return None
-    return min(1.0, max(0.0, float(value))) if math.isfinite(value) else None
+    return min(1.0, max(0.0, value)) if math.isfinite(value) else None
 
 
 def _compared(answer: str | None, entry: Entry) -> float:
     entry = copy.deepcopy(entry)  # some verifiers write into it
+    if _task(entry) == "complex_arithmetic" and answer is not None and "nan" in answer.lower():
+        return 0.0  # at no distance from any answer: min(1.0, nan) is 1.0
     if _task(entry) in ("arc_agi", "rearc"):  # compared as tuples, which JSON has made lists
         entry["metadata"]["output"] = tuple(tuple(row) for row in entry["metadata"]["output"])
     return verifier(_task(entry))(answer=answer, entry=entry)
@@ -170,7 +172,7 @@ def _contained(rows: Sequence[tuple[str | None, Entry]]) -> list[str]:
     outcome = sandbox.run(
         Path(sandbox.__file__).with_name("verifier_child.py").read_text(),
         stdin=json.dumps(job),
-        limits=sandbox.Limits(timeout=60.0 * (1 + len(rows)), memory_mb=4096),
+        limits=sandbox.Limits(timeout=60.0 * (1 + len(rows)), memory_mb=4096, output_kb=64 + len(rows)),
         method=method,
         readable=(root,),
         packages=True,
