@@ -167,7 +167,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_steps_metrics_and_bounds(case, path, tmp_path):
     """Weights after some steps, and every figure of them, are those of whole micro-batches."""
-    settings, most = {"loss_type": "grpo"} | CASES[case], 30
+    settings, most = {"loss_type": "grpo"} | CASES[case], 40  # the comparisons at the start take at most 38
     whole, cut = (after(path, tmp_path, micro_batch_tokens=limit, **settings) for limit in (None, most))
     assert (weights(whole.model) - weights(tiny.load(path, torch.float64))).abs().max() > 1e-4
     assert (weights(whole.model) - weights(cut.model)).abs().max() < 1e-12
