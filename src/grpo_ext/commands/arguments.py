@@ -60,7 +60,7 @@ class Command:
 COMMANDS = {
     "demo": Command(START, "train a tiny model on this machine and report what it learned", keys=True),
     "new": Command(START, "create a project with a recipe, data, a reward and its test"),
-    "migrate": Command(START, "turn a configuration of TRL, verl and other projects into a recipe"),
+    "migrate": Command(START, "turn a configuration of TRL or Open-R1 into a recipe"),
     "check": Command(TRAIN, "list all mistakes in a recipe, or its plan", keys=True),
     "train": Command(TRAIN, "train a recipe", keys=True, further=EXAMPLES),
     "serve": Command(

@@ -13,14 +13,15 @@ from grpo_ext.recipe.parts import PARTS, all_keys
 from grpo_ext.registry import did_you_mean
 
 _USUAL = {
-    **dict.fromkeys(("kl_coef", "kl_coeff"), "beta"),
+    **dict.fromkeys(("kl_coef", "kl_coeff", "kl_loss_coef"), "beta"),
     **dict.fromkeys(("group_size", "num_return_sequences"), "num_generations"),
     **dict.fromkeys(("rewards", "reward_functions"), "reward_funcs"),
     "cliprange": "epsilon",
     "advantage_type": "advantage_estimator",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    **dict.fromkeys(("per_gpu_train_batch_size", "micro_batch_size"), "per_device_train_batch_size"),
+    **{"base_model": "model_name_or_path", "lora_rank": "lora_r", "num_epochs": "num_train_epochs"},
 }
-"""Names that are common elsewhere; `foreign` has those of one project."""
+"""Names that are common elsewhere; `foreign` has those of Open-R1 and of older TRL."""
 
 
 def key_problems(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[Problem]:
