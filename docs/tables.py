@@ -529,24 +529,6 @@ def census_table() -> str:
     return table(("architectures", "tried", "share in the loss (before)", "in rollouts (before)"), rows)
 
 
-def router_replay_table() -> str:
-    """Agreement of routes and mismatch of a bfloat16 sampler, with and without replay."""
-    found = json.loads((RESULTS / "router_replay.json").read_text())["families"]
-    header = (
-        "model",
-        "routes that agree",
-        "`sampling/mismatch`",
-        "with replay",
-        "`sampling/mismatch_kl`",
-        "with replay",
-    )
-    rows = []
-    for family, row in found.items():
-        figures = (f"{row[name][key]:.2g}" for key in ("mismatch", "mismatch_kl") for name in ("off", "rollout"))
-        rows.append((f"`{family}`", f"{row['route_agreement']:.1%}", *figures))
-    return table(header, rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "house": house_table,
     "speed": speed_table,
@@ -582,7 +564,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "census": census_table,
     "migrated": migrated_table,
     "stale": stale_table,
-    "router_replay": router_replay_table,
     "overlap": overlap_table,
     "overlap_summary": overlap_summary,
     "lag": lag_table,

@@ -126,7 +126,6 @@ SETTINGS: dict[str, Setting] = {
         entropy_target=Setting(NOT_NEGATIVE),
         router_aux_loss_coef=Setting(NOT_NEGATIVE),
         old_logps=Setting(choices=("recomputed", "sampler")),
-        router_replay=Setting(choices=("rollout", "old")),
         in_one_step=True,
     ),
     # The sampler's correction: a recorded batch has its weights.
