@@ -1,6 +1,7 @@
 """grpo-ext: every GRPO-style objective as the papers have it, on top of TRL's GRPOTrainer."""
 
 import importlib
+import logging
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from grpo_ext.objective.trajectory import Trajectory as Trajectory
     from grpo_ext.objective.trajectory import Turn as Turn
     from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer as GRPOExtTrainer
+
+
+def _hide(notice: str, logger: str) -> None:
+    logging.getLogger(logger).addFilter(lambda record: not str(record.msg).startswith(notice))
+
+
+_hide("Failed to load CPU gemm_4bit_forward", "bitsandbytes.backends.cpu.ops")  # these ask nothing of the user
+_hide("The tokenizer has new PAD/BOS/EOS tokens", "transformers.trainer_utils")
 
 __version__ = "0.1.0"
 

@@ -155,12 +155,12 @@ _OF_A_VOCABULARY = (
     *("stop", "special", "think", "thinking", "reasoning", "answer", "tool", "boi", "eoi", "split", "per"),
 )
 _ENTRY = re.compile(
-    r"""(?P<name>[A-Za-z][\w-]*)(?P<between>['"]?\s*[:=]\s*)"""
+    r"""(?<![A-Za-z])(?P<name>[A-Za-z][\w-]{0,60})(?P<between>['"]?\s*[:=]\s*)"""
     r"""(?:(?P<quote>['"])(?P<text>.*?)(?P=quote)|(?P<inside>\[[^]]*\]|\{[^}]*\})|"""
     r"""(?!\w[\w-]*=['"[{])(?P<word>[^\s,;.'"()[\]{}]+))"""
 )
 """A name with its value: in quotes, in brackets, or one word that is not a name with its value in turn."""
-_URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s'"<>]+""")
+_URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s'"<>]+""")
 _AUTHORIZATION = re.compile(r"""(authorization\W{1,4}(?:basic|bearer)\s+)[^\s'",;]+""", re.IGNORECASE)
 _WELL_KNOWN = re.compile(r"\b(?:(?:hf_|ghp_)[A-Za-z0-9]{16,}|(?:sk-|github_pat_|glpat-|xox[bp]-)[\w-]{16,})")
 

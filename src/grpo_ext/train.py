@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
-from grpo_ext.config.adapters import Base, base_of
+from grpo_ext.config.adapters import Base, base_of, with_adapter
 from grpo_ext.config.launch import check_announced, rank, write_exit_code
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data.given import Checked
@@ -30,6 +30,7 @@ from grpo_ext.errors import (
     ConfigError,
     DataError,
     NonFiniteError,
+    Problem,
     RankLost,
     RewardError,
     RolloutDrift,
@@ -41,12 +42,12 @@ from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.recipe.help import print_help
 from grpo_ext.recipe.launching import check_launched, launch_of
 from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path, rows_of
-from grpo_ext.recipe.look import Look, findings, trained_on
+from grpo_ext.recipe.look import Look, findings, prompt_findings
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.recipe.policy import with_adapter
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.child import kill_children
+from grpo_ext.terminal import safe_output
 from grpo_ext.trainer.card import make_repository
 from grpo_ext.trainer.checkpoints.identity import record_of
 from grpo_ext.trainer.checkpoints.processes import agreed
@@ -111,7 +112,10 @@ def _record(recipe: Recipe) -> dict[str, Any]:
 def adapted_policy(recipe: Recipe, base: Base, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
     """Load the adapter that a recipe names as its model, to train it further; its base is loaded as TRL loads a model.
 
-    TRL makes the adapter at the start of training the reference, not the bare base.
+    The adapter at the start of training is the reference, not the bare base.
+
+    Raises:
+        ConfigError: PEFT cannot load it.
     """
     training, quantization = recipe.training, get_quantization_config(recipe.model)
     loading: dict[str, Any] = {"trust_remote_code": training.trust_remote_code, **init_kwargs(recipe)}
@@ -127,7 +131,11 @@ def adapted_policy(recipe: Recipe, base: Base, tokenizer: PreTrainedTokenizerBas
         "revision": recipe.model.model_revision,
         "autocast_adapter_dtype": quantization is not None or not zero3,
     }
-    return with_adapter(model, model_path(recipe), tokenizer, trained=True, **options)
+    try:
+        return with_adapter(model, model_path(recipe), tokenizer, trained=True, **options)
+    except ValueError as error:
+        reason = f"PEFT cannot load this adapter to train it ({error})"
+        raise ConfigError([Problem("model_name_or_path", model_path(recipe), reason, "Name another.")]) from error
 
 
 def train(recipe: Recipe) -> GRPOExtTrainer | None:
@@ -154,13 +162,17 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
         agreed(partial(make_repository, training))
     tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
     sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
+    show(f"Loading {model_path(recipe)}.")
     trainer = build_trainer(recipe, record)
     if begin.checkpoint:
         show(f"Resuming from {begin.checkpoint}.")
     for message in filter(None, [begin.repeated, make_room(training, begin)]):
         show(message)
     for chosen, rows in sets:
-        notes = trained_on(recipe, trainer.train_dataset, rows, f"eval_sets: {chosen.name}")
+        name = f"eval_sets: {chosen.name}"
+        problems, notes = prompt_findings(recipe, tokenizer, rows, name, trainer.train_dataset)
+        if problems:
+            raise ConfigError(problems)
         for note in notes if rank() == 0 else ():
             logger.warning(note)
     if sets:
@@ -187,6 +199,7 @@ def leave_process_group() -> None:
         PartialState().destroy_process_group()
 
 
+@safe_output()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; a recipe with mistakes prints all of them and exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv

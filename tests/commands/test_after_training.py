@@ -188,13 +188,14 @@ def test_merge_refuses_plain_and_quantized_models_and_full_folders(project, tmp_
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_merged_model_with_other_logits_is_deleted(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_merged_model_with_other_logits_is_deleted(dtype, tmp_path):
     """An adapter of an embedding that is tied to the LM head: merged, it changes the head too."""
     tiny.save(tmp_path / "tied", tie_word_embeddings=True)
     lora = LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
     get_peft_model(tiny.load(str(tmp_path / "tied")), lora).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ConfigError, match="so it was not kept"):
-        merge(find_trained(str(tmp_path / "adapter")), tmp_path / "merged")
+        merge(find_trained(str(tmp_path / "adapter")), tmp_path / "merged", dtype)
     assert not (tmp_path / "merged").exists()
 
 

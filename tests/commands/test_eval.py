@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_ext.commands import eval as evaluating
 from support import tiny
 from support.commands import command
 from support.processes import CONFIG, on_cpu, run_forked
@@ -60,6 +61,15 @@ def test_a_mistake_is_told_before_a_model_is_loaded(options, words, recipe, caps
     told = capsys.readouterr().err
     assert words in told
     assert "Traceback" not in told
+
+
+def test_models_side_by_side_are_printed_in_one_table(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluating, "call", lambda line, environment: evaluating._main(line[3:]))
+    models = [str(tiny.save(tmp_path / name)) for name in ("before", "after")]
+    assert command("eval", "--config", recipe, *(word for model in models for word in ("--model", model))) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("held: 7 prompts x 4") == 1
+    assert "prompt by prompt over 7" in printed
 
 
 @pytest.mark.slow

@@ -744,10 +744,12 @@ class Options:
 
 
 def test_options_of_the_declared_type_are_valid(monkeypatch):
+    from reasoning_gym.factory import DATASETS
+
     quick = {"size": 5, "eval_size": None, "eval_split": "validation", "seed": 3}
     assert dataset_problems(DataConfig(dataset_kwargs=quick), "quickstart/addition") == []
     assert dataset_problems(DataConfig(dataset_kwargs={"allow_negation": True}), "reasoning_gym/chain_sum") == []
-    monkeypatch.setattr("reasoning_gym.factory.DATASETS", {"t": (None, Options)})
+    monkeypatch.setattr("reasoning_gym.factory.DATASETS", {"t": (DATASETS["chain_sum"][0], Options)})
     for options in ({"p": 1}, {"p": 0.5}, {"max_time": "x"}, {"top": None}):  # an integer is a valid float
         assert dataset_problems(DataConfig(dataset_kwargs={"names": ["x"], **options}), "reasoning_gym/t") == []
     [problem] = dataset_problems(DataConfig(dataset_kwargs={"top": "x"}), "reasoning_gym/t")

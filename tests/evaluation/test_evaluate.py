@@ -243,6 +243,16 @@ def test_right_answers_vote_together_however_they_are_written():
     assert found.figures["maj@5"].mean == 1
 
 
+def test_wrong_answers_vote_together_however_they_are_written():
+    """The majority of 18, 18.0, 1/2, 0.5, 1/2 is one half."""
+    votes = [(1, "18"), (1, "18.0"), (0, r"\frac{1}{2}"), (0, "0.5"), (0, r"\frac12")]
+    found = result(replace(JUDGED, samples=5, k=(5,)), [sample(0, v, r) for v, r in votes], model="m")
+    assert found.figures["maj@5"].mean == 0
+    votes = [(1, "18"), (1, "18.0"), (0, "odd"), (0, "even"), (0, "2 (a) b")]
+    found = result(replace(JUDGED, samples=5, k=(5,)), [sample(0, v, r) for v, r in votes], model="m")
+    assert found.figures["maj@5"].mean == 1
+
+
 def test_a_result_reads_back(tmp_path):
     found = result(JUDGED, [sample(0, 1.0, "1") for _ in range(4)], model="m", step=3)
     found.write(tmp_path / "r.json")

@@ -2,10 +2,8 @@
 
 import pytest
 
-from grpo_ext import ConfigError
 from grpo_ext.packing.obstacles import Forward, obstacles
-from grpo_ext.trainer.model_checks import check_scale
-from support import architectures, image_text
+from support import architectures
 
 BOTH, LOSS = (Forward.LOSS, Forward.ROLLOUT), (Forward.LOSS,)
 
@@ -54,12 +52,3 @@ def test_noise_of_training_keeps_no_rollout_of_an_evaluation_apart():
     model = changed("llama", attention_dropout=0.1)
     assert next(obstacles(model.eval(), Forward.ROLLOUT), None) is None
     assert "dropout" in next(obstacles(model.eval(), Forward.LOSS))
-
-
-def test_a_model_whose_logits_only_trl_scales_is_refused():
-    model = image_text.model("aya_vision")
-    with pytest.raises(ConfigError, match=r"logit_scale=0\.0625, which this model does not"):
-        check_scale(model)
-    model.config.text_config.logit_scale = 1.0
-    check_scale(model)
-    check_scale(architectures.model("cohere2"))

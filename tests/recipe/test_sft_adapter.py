@@ -55,7 +55,7 @@ def policy(project: Path, adapter: str) -> torch.Tensor:
 def test_the_reference_is_the_sft_policy(trained, project):
     assert trained.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     assert trained.state.log_history[3]["kl"] > 1e-4
-    with use_adapter(trained.model, "ref"):
+    with torch.no_grad(), trained._initial.replacing(trained.model):
         assert torch.equal(logits(trained.model), policy(project, "sft"))
     assert not torch.allclose(logits(trained.model), policy(project, "sft"), atol=1e-3)
     with use_adapter(trained.model, None):

@@ -305,7 +305,7 @@ def test_words_letters_dollars_and_small_numbers(gold, right, wrong):
 
 def test_a_reference_that_took_too_long_once_is_read_again(monkeypatch):
     limited = math_equality._limited
-    monkeypatch.setattr(math_equality, "_limited", lambda function, otherwise: otherwise)
+    monkeypatch.setattr(math_equality, "_limited", lambda function: [])
     assert judge(r"\boxed{3x+17}", "3x+17").score is None
     monkeypatch.setattr(math_equality, "_limited", limited)
     assert judge(r"\boxed{3x+17}", "3x+17").score == 1

@@ -56,4 +56,8 @@ def test_repetitive_texts_are_scored_quickly(name):
 @pytest.mark.parametrize("formula", [r"\int_0^1 x^{x^{x^x}} dx", r"\binom{10^9}{5\cdot 10^8}"])
 def test_a_formula_that_takes_forever_is_given_up(formula, monkeypatch):
     monkeypatch.setattr(math_equality, "TIME_LIMIT", 1)
-    assert rewards["accuracy"]([rf"\boxed{{{formula}}}", r"\boxed{72}"], ["72", "72"]) == [0.0, 1.0]
+    logged, counted = {}, {}
+    logs = {"log_extra": logged.__setitem__, "log_metric": counted.__setitem__}
+    assert rewards["accuracy"]([rf"\boxed{{{formula}}}", r"\boxed{72}"], ["72", "72"], **logs) == [0.0, 1.0]
+    assert logged["answer_parsed"] == ["[time limit]", "72"]
+    assert counted == {"accuracy/out_of_time": 1}

@@ -347,13 +347,12 @@ def test_sharded_weights_are_left_to_generate(sharding, monkeypatch):
     [
         (True, {}, "sharded"),
         (False, {"torch_compile": True}, "compiles"),
-        (False, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         (False, {"parallelism_config": SimpleNamespace(cp_enabled=True, sp_enabled=False)}, "spread over processes"),
     ],
 )
-def test_a_run_that_shards_compiles_or_adds_noise_is_left_to_generate(fsdp, setting, reason):
+def test_a_run_that_shards_or_compiles_is_left_to_generate(fsdp, setting, reason):
     args = {"use_vllm": False, "use_transformers_continuous_batching": False, "rollout_engine_resolved": "grouped"}
-    args |= {"torch_compile": False, "neftune_noise_alpha": None, "parallelism_config": None, "loss_defaults": "trl"}
+    args |= {"torch_compile": False, "parallelism_config": None, "loss_defaults": "trl"}
     with pytest.raises(Unsupported, match=reason):
         grouped_engine(SimpleNamespace(**args | setting), sharded=fsdp)
     args["rollout_engine_resolved"] = "auto"

@@ -11,6 +11,7 @@ from peft import LoraConfig
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.config.launch import world_size
+from support import experts as mixtures
 from support import tiny
 from support.trainers import weights
 
@@ -27,6 +28,7 @@ CASES = {
     "sync_ref_model": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "steps_per_generation": 2},
     "dynamic sampling": WINDOWS | {"dynamic_sampling": "reward", "steps_per_generation": 4},
     "truncated sampling": WINDOWS | {"top_p": 0.7, "dynamic_sampling": "reward", "steps_per_generation": 4},
+    "experts": WINDOWS | {"experts": True},
     "lora": WINDOWS | {"peft": True, "steps_per_generation": 4},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 3.0},
     "remembered batches": {
@@ -72,14 +74,20 @@ def conversations(data):
 
 
 def trainer(
-    folder: Path, *, peft: bool = False, stream: bool = False, plays: bool = False, **settings
+    folder: Path,
+    *,
+    peft: bool = False,
+    stream: bool = False,
+    plays: bool = False,
+    experts: bool = False,
+    **settings,
 ) -> GRPOExtTrainer:
     settings = tiny.TRAINING | {"max_steps": 8, "save_strategy": "steps", "save_steps": 1} | settings
     settings["per_device_train_batch_size"] //= world_size()
     settings["per_device_eval_batch_size"] = 8 // world_size()
     args = GRPOExtConfig(output_dir=str(folder), **settings)
     return GRPOExtTrainer(
-        model=tiny.model(),
+        model=mixtures.model() if experts else tiny.model(),
         reward_funcs=None if plays else [tiny.count_a, tiny.length],
         args=args,
         train_dataset=conversations(prompts(stream)) if plays else prompts(stream),

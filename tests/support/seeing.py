@@ -19,8 +19,8 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trl.trainer import utils
 
+from grpo_ext.data.pictures import with_images
 from grpo_ext.packing.lm_head import LabelledLogProbs
-from grpo_ext.rollout.seeing import prompts_seen
 
 MARKS = {
     "image_token": "<image>",
@@ -222,7 +222,7 @@ def float64_throughout() -> Iterator[None]:
 
 def ids_of(family: str, row: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return what a processor makes of one row's prompt."""
-    (prompt,) = prompts_seen([row])
+    prompt = with_images(row)
     return processor(family).apply_chat_template(
         [prompt], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
+
+from grpo_ext.trainer.checkpoints.processes import whole
 
 Weights = dict[str, Tensor]
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
@@ -24,18 +25,6 @@ def plain_name(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """Return a copy of a parameter, gathered if an engine has split it; call it on every process."""
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor().detach().clone()
-    if hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
-    return parameter.detach().clone()
 
 
 class Watched:

@@ -13,10 +13,11 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.loading import load_datasets
+from grpo_ext.data.pictures import with_images
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.packing.images import COUNT, IMAGES
 from grpo_ext.packing.micro_batches import MicroBatch, joined, of_live_rows, regroup, rows_of, trim
-from grpo_ext.rollout.seeing import described, prompts_seen
+from grpo_ext.rollout.seeing import described
 from grpo_ext.trainer.batches import whole
 from support import seeing, tiny
 
@@ -277,7 +278,7 @@ def test_a_recipes_files_may_hold_paths_and_parquet_bytes(tmp_path):
 
 
 def test_the_table_of_completions_shows_the_sizes_of_images():
-    (prompt,) = prompts_seen([{"prompt": [{"role": "user", "content": "a:"}], "image": seeing.picture(0, 84, 56)}])
+    prompt = with_images({"prompt": [{"role": "user", "content": "a:"}], "image": seeing.picture(0, 84, 56)})
     assert described(prompt)[0]["content"] == [
         {"type": "text", "text": "[image 84x56]"},
         {"type": "text", "text": "a:"},

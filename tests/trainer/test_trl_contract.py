@@ -141,6 +141,13 @@ def test_the_reference_is_created_under_the_name_that_is_replaced():
     assert "self.ref_model = create_model_from_path(" in inspect.getsource(trl.GRPOTrainer.__init__)
 
 
+def test_an_adapter_is_scored_as_its_reference_in_the_context_that_is_replaced():
+    assert grpo_trainer.use_adapter is utils.use_adapter
+    assert "with use_adapter(model, adapter_name=" in inspect.getsource(
+        trl.GRPOTrainer._generate_and_score_completions
+    )
+
+
 if __name__ == "__main__":
     print("CONTRACT = {")
     for key, function in targets().items():

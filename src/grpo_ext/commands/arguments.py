@@ -115,6 +115,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("--samples", metavar="N", type=int, help="completions per prompt"),
         Option("--limit", metavar="N", type=int, help="number of prompts"),
         Option("--temperature", metavar="T", type=float, help="sampling temperature"),
+        Option("--one_of_several", action="store_true", help=argparse.SUPPRESS),  # which the first process prints
     ),
     "try": (
         RUN,

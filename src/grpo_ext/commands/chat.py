@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo_ext.commands.runs import GREEDY, Trained, find_trained, loading
 from grpo_ext.recipe.policy import load_policy, load_tokenizer_of
+from grpo_ext.tables import Table, show
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -102,11 +103,6 @@ def _introduce(trained: Trained, speaker: Speaker) -> None:
 
 
 def _print_side_by_side(answers: dict[str, str], models: dict[str, str]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*(escape(f"{name}: {models[name]}") for name in answers), expand=True, show_lines=True)
-    table.add_row(*map(Text, answers.values()))
-    Console().print(table)
+    table = Table(*(f"{name}: {models[name]}" for name in answers), expand=True, show_lines=True)
+    table.add_row(*answers.values())
+    show(table)

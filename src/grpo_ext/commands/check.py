@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import datasets
 from datasets import Dataset
-from rich.console import Console
-from rich.table import Table
 
 from grpo_ext.commands.launching import is_fsdp, wanted_launch
 from grpo_ext.commands.memory import copies, fitting, gib, of_recipe, too_large, too_many
@@ -31,6 +29,7 @@ from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.registry import imported
 from grpo_ext.report.reading import read_runs
 from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts, unsuited
+from grpo_ext.tables import Table, show
 from grpo_ext.trainer.diagnosis.overlap import advice
 
 Section = list[tuple[str, str]]
@@ -59,13 +58,12 @@ def run(options: argparse.Namespace) -> int:
 
 def print_sections(sections: Mapping[str, Section]) -> None:
     """Print a table of names and values for each section that is not empty."""
-    console = Console()
     for title, rows in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
         for row in rows:
             table.add_row(*row)
         if rows:
-            console.print(table, "", markup=False)
+            show(table, "")
 
 
 def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
@@ -86,7 +84,7 @@ def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
 
 def _loss(recipe: Recipe) -> Section:
     objective = recipe.training.objective
-    departures = objective.departures()
+    departures, beta, paper = objective.departures(), recipe.training.beta, objective.row.beta
     but = f", but for the {', '.join(departures)}" if departures else ""
     weights = [(spec.name, spec.weight) for spec in recipe.rewards]
     weights += [(f"environment {spec.name}", spec.weight) for spec in recipe.environments if spec.owns_reward]
@@ -94,6 +92,7 @@ def _loss(recipe: Recipe) -> Section:
         ("loss", objective.describe()),
         ("formula", f"{objective.row.formula or 'of your own'}{but}"),
         ("paper", f"{objective.row.paper or 'of your own'}{but and ' (modified)'}"),
+        *([("KL", f"the paper trains with beta: {paper:g}; here it is {beta:g}")] if beta != paper > 0 else []),
         ("rewards", ", ".join(f"{name} x {weight:g}" for name, weight in weights)),
     ]
 

@@ -9,11 +9,13 @@ from grpo_ext import __version__
 from grpo_ext.commands.arguments import COMMANDS, overview, parse_command_line
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, ServerLost
 from grpo_ext.registry import did_you_mean
+from grpo_ext.terminal import safe_output
 
 NO_BARS = ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
 """Set without a terminal: in a log file every update of a bar is one more line."""
 
 
+@safe_output()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
     if argv is None and not sys.stderr.isatty():

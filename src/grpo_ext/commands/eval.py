@@ -9,8 +9,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from grpo_ext.commands.arguments import parse_command_line
 from grpo_ext.commands.launching import call, launch, wanted_launch
 from grpo_ext.commands.runs import find_trained
@@ -24,6 +22,8 @@ from grpo_ext.evaluation.results import EVALUATION, Result, difference, result, 
 from grpo_ext.recipe.loading import rows_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
+from grpo_ext.tables import show
+from grpo_ext.terminal import safe_output
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 
@@ -69,6 +69,8 @@ def _arguments(options: argparse.Namespace, model: str | None) -> Iterator[str]:
             yield from (f"--{name}", str(value))
     if model is not None:
         yield from ("--model", model)
+    if len(options.model or ()) > 1:
+        yield "--one_of_several"
 
 
 def _sets(recipe: Recipe, options: argparse.Namespace) -> list[EvalSet]:
@@ -97,12 +99,14 @@ def _evaluate_one(options: argparse.Namespace) -> None:
         trainer = sampler(recipe, most, folder, rows)
     try:
         for chosen in sets:
-            _evaluate_set(trainer, chosen, recipe, model, _file(recipe, options, chosen, model))
+            found = _evaluate_set(trainer, chosen, recipe, model, _file(recipe, options, chosen, model))
+            if trainer.accelerator.is_main_process and not options.one_of_several:
+                show(table([found]))
     finally:
         trainer.close_rewards()
 
 
-def _evaluate_set(trainer: GRPOExtTrainer, chosen: EvalSet, recipe: Recipe, model: str | None, file: Path) -> None:
+def _evaluate_set(trainer: GRPOExtTrainer, chosen: EvalSet, recipe: Recipe, model: str | None, file: Path) -> Result:
     path = str(recipe.model.model_name_or_path)
     identity = {"model": path, "weights": _weights(path), "set": chosen}
     kept = file.with_name(f"{file.stem}_samples.jsonl")
@@ -111,8 +115,8 @@ def _evaluate_set(trainer: GRPOExtTrainer, chosen: EvalSet, recipe: Recipe, mode
     found = result(chosen, samples, model=model or path)
     if trainer.accelerator.is_main_process:
         found.write(file)
-        Console().print(table([found]))
         print(f"{file}: figures; {kept.name}: samples.")
+    return found
 
 
 def _weights(model: str) -> list[tuple[str, int, int]]:
@@ -129,11 +133,12 @@ def _file(recipe: Recipe, options: argparse.Namespace, chosen: EvalSet, model: s
 
 def _show(by_set: Sequence[Sequence[Result]]) -> None:
     for results in by_set:
-        Console().print(table(results))
+        show(table(results))
         if len(results) == 2:
             print(f"{difference(*results)}\n")
 
 
+@safe_output()
 def _main(argv: Sequence[str]) -> int:
     """Evaluate in one process of a launch; FSDP needs the weights in every process, as each loads them."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

@@ -13,8 +13,6 @@ from typing import Any, get_type_hints
 
 from datasets import Dataset
 from peft import PeftModel
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 from trl import DatasetMixtureConfig, ModelConfig
 
@@ -28,6 +26,7 @@ from grpo_ext.recipe.files import parse_value
 from grpo_ext.recipe.parts import Recipe, RecipeArguments
 from grpo_ext.recipe.policy import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
+from grpo_ext.tables import Table, show
 from grpo_ext.train import adapted_policy
 from grpo_ext.trainer.batches import whole
 from grpo_ext.trainer.checkpoints.finish import holds_weights
@@ -189,11 +188,11 @@ def _show(
     contents: Sequence[Content], model: str, logged: Mapping[str, float], computed: Mapping[str, Computed]
 ) -> None:
     """Print the figures side by side, and the tokens with the largest terms."""
-    console, first = Console(), contents[0]
+    first = contents[0]
     origin = f"step {first['step']}, recorded by {first['processes']} process(es) with grpo-ext {first['grpo_ext']}"
-    console.print(f"{origin}; weights: {model}", markup=False)
+    show(f"{origin}; weights: {model}")
     for name, one in computed.items():
-        console.print(f"{name}: {one.objective}", markup=False)
+        show(f"{name}: {one.objective}")
     table = Table("figure", "in the run", *computed, box=None)
     figures = {name: {"loss": one.loss, "grad_norm": one.grad_norm} | one.figures for name, one in computed.items()}
     for figure in dict.fromkeys(figure for each in figures.values() for figure in each):
@@ -201,15 +200,15 @@ def _show(
     for block in dict.fromkeys(block for one in computed.values() for block in one.blocks):
         norms = (_short(one.blocks.get(block)) for one in computed.values())
         table.add_row(f"grad_norm of {block}", "", *norms)
-    console.print(table)
-    console.print(_verdict(logged["loss"], computed["recorded loss"].loss), markup=False)
+    show(table)
+    show(_verdict(logged["loss"], computed["recorded loss"].loss))
     name, last = list(computed.items())[-1]
     terms = Table("row", "token", "text", "advantage", "ratio", "entropy", "term", box=None)
     for token in _largest(last.tokens)[:_SHOWN]:
         numbers = (token.advantage, token.ratio, token.entropy, token.term)
         text = repr(first["tokens"].get(str(token.id), "?"))
-        terms.add_row(str(token.row), str(token.place), text.replace("[", "\\["), *map(_short, numbers))
-    console.print(f"The largest terms of {len(last.tokens):,} tokens ({name}):", terms, markup=False)
+        terms.add_row(str(token.row), str(token.place), text, *map(_short, numbers))
+    show(f"The largest terms of {len(last.tokens):,} tokens ({name}):", terms)
 
 
 def _largest(tokens: Sequence[Token]) -> list[Token]:

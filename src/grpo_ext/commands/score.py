@@ -3,20 +3,22 @@
 import argparse
 import math
 import sys
-from contextlib import closing
-
-from rich.console import Console
-from rich.table import Table
+from contextlib import closing, suppress
 
 from grpo_ext.commands.check import print_sections
 from grpo_ext.config.launch import planned_processes
+from grpo_ext.config.mappings import as_mapping
+from grpo_ext.data.chat_template import template_opens
 from grpo_ext.data.completions import check_output, read_completions, write_completions
 from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.quickstart.model import LESSONS
 from grpo_ext.recipe.launching import launch_of
+from grpo_ext.recipe.loading import load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.scoring import Scored, explain, score_rows, summary
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.runtime import Runtime
+from grpo_ext.tables import Table, show
 
 _SHOWN = 30
 """Largest number of rows that are printed in full; of more, only the best and the worst."""
@@ -37,6 +39,9 @@ def run(options: argparse.Namespace) -> int:
     for problem in absences(recipe.rewards, {name for row in rows for name in row}, source=options.file):
         print(problem, file=sys.stderr)
     runtime = Runtime(recipe.rewards, workers=recipe.script.reward_workers, seed=recipe.training.seed)
+    if recipe.model.model_name_or_path not in (None, *LESSONS):
+        with suppress(Exception):  # no tokenizer at hand
+            runtime.opened = template_opens(load_tokenizer(recipe), as_mapping(recipe.training.chat_template_kwargs))
     with closing(runtime):
         scored = score_rows(recipe, rows, runtime)
     if options.output is not None:
@@ -51,11 +56,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_scores(scored: Scored) -> None:
-    console = Console()
     table = Table("reward", "mean", "std", "min", "max", "None", "errors", "seconds", title=f"{len(scored.rows)} rows")
     for line in summary(scored):
         table.add_row(*line)
-    console.print(table)
+    show(table)
     numbers, title = shown_rows(scored.total)
     names = list(scored.rewards)
     table = Table("row", *names, "total", "advantage", title=title)
@@ -63,7 +67,7 @@ def _print_scores(scored: Scored) -> None:
         values = [scored.rewards[name][i] for name in names]
         cells = ["None" if value is None else f"{value:.3f}" for value in values]
         table.add_row(str(i), *cells, f"{scored.total[i]:.3f}", f"{scored.advantages[i]:+.3f}")
-    console.print(table)
+    show(table)
 
 
 def shown_rows(total: list[float]) -> tuple[list[int], str]:

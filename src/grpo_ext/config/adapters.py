@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers.utils import ADAPTER_CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -10,7 +10,9 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from grpo_ext.bounded import read_json
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 
-if TYPE_CHECKING:  # trl takes seconds to import
+if TYPE_CHECKING:  # trl and peft take seconds to import
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import ModelConfig
 
 
@@ -72,6 +74,14 @@ def make_portable(model: object) -> None:
             config.base_model_name_or_path = str(Path(base).resolve())
 
 
+def init_problems(config: Any) -> Iterator[Problem]:
+    """Yield an initialisation of an adapter's configuration that another load would draw otherwise."""
+    init = getattr(config, "init_lora_weights", None)
+    if isinstance(init, str) and init.startswith("pissa_niter_"):
+        reason = "PEFT draws its singular values again when it loads what was saved, and gets another policy"
+        yield Problem("init_lora_weights", init, reason, "Set pissa, which computes them exactly.")
+
+
 def adapter_problems(model: "ModelConfig") -> Iterator[Problem]:
     """Yield settings that do not go with an adapter as `model_name_or_path`."""
     name = model.model_name_or_path
@@ -90,3 +100,22 @@ def adapter_problems(model: "ModelConfig") -> Iterator[Problem]:
             f"`grpo-ext merge {name} --output MERGED` and set model_name_or_path: MERGED.",
             {"model_name_or_path": name},
         )
+
+
+def with_adapter(
+    base: "PreTrainedModel",
+    adapter: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    trained: bool = False,
+    **options: Any,
+) -> "PeftModel":
+    """Return a model with an adapter on it; its embeddings grow first if the tokenizer has grown, as in PEFT."""
+    from peft import PeftModel
+
+    embeddings: Any = base.get_input_embeddings()
+    if len(tokenizer) > embeddings.weight.shape[0]:
+        base.resize_token_embeddings(len(tokenizer))
+    adapted = PeftModel.from_pretrained(base, adapter, is_trainable=trained, **options)
+    adapted.peft_config["default"].base_model_name_or_path = base.name_or_path  # the folder where it was found
+    return adapted

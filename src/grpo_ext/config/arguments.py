@@ -193,6 +193,9 @@ class GRPOExtArguments(GRPOConfig):
         "warn", "'warn' (default) or 'stop' when the difference is larger than `rollout_drift`."
     )
 
+    num_completions_to_print: int | None = _field(
+        4, "Completions of each log that `log_completions` prints, evenly chosen. 4 (default); 0: none; None: all."
+    )
     on_nonfinite: str = _field(
         "stop",
         "The effect of inf in rewards, or NaN or inf in log-probabilities, loss or gradients, before the "

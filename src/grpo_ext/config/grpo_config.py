@@ -1,5 +1,6 @@
 """GRPOExtConfig: TRL's GRPOConfig plus the axes of the loss; all mistakes are reported before a model is loaded."""
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,14 +15,21 @@ from grpo_ext.config.arguments import KWARGS as KWARGS
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.broken import without
 from grpo_ext.config.launch import check_joined, planning, rank
-from grpo_ext.config.machine import OF_THE_GPU, meet_within
+from grpo_ext.config.machine import OF_THE_GPU, choose_cpu, meet_within
 from grpo_ext.config.paths import OF_THE_RUN, expand
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ABSENT, Problem, redacted, redacted_text
 from grpo_ext.errors import ConfigError as ConfigError
+from grpo_ext.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
+
+_EXCHANGED = {
+    "warmup_ratio": "Write warmup_steps: a value below 1 is a ratio.",
+    "max_prompt_length": "Remove it, and leave longer prompts out of the dataset (a recipe has the key).",
+}
+"""Arguments of earlier versions of TRL and transformers, with what replaces them."""
 
 
 @dataclass
@@ -32,8 +40,19 @@ class GRPOExtConfig(GRPOExtArguments):
         ConfigError: all mistakes in the settings, each with its value, reason and cure.
     """
 
+    def __new__(cls, *args: Any, **given: Any) -> "GRPOExtConfig":
+        """Refuse all unknown arguments at once, with a cure for each, where Python would name the first."""
+        known = inspect.signature(cls.__init__).parameters
+        exact = all(p.kind is not p.VAR_KEYWORD for p in known.values())
+        unknown = {name: value for name, value in given.items() if exact and name not in known}
+        if unknown:
+            cures = {name: _EXCHANGED.get(name) or did_you_mean(name, known) for name in unknown}
+            raise ConfigError([Problem(name, unknown[name], "no such argument", cures[name]) for name in unknown])
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Raise all problems at once, else let TRL derive its fields, and log warnings."""
+        choose_cpu(self)
         problems = [*self._decode(), *checks.problems(self)]
         if problems:
             raise ConfigError(problems)
@@ -87,6 +106,7 @@ class GRPOExtConfig(GRPOExtArguments):
     def _decode(self) -> Iterator[Problem]:
         """Convert texts of the command line and expand paths; yield what cannot be read."""
         self._words_to_bools()
+        self.report_to = self.report_to or "none"  # transformers refuses null once the model is loaded
         for name in OF_THE_RUN:
             setattr(self, name, expand(name, getattr(self, name)))
         yield from self._decode_json()

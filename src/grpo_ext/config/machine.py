@@ -1,6 +1,7 @@
 """Requirements on the machine that is to run: a GPU that computes in bf16, the packages that settings need."""
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -15,9 +16,11 @@ from trl import ModelConfig
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.broken import as_far_as_sound
-from grpo_ext.config.launch import elsewhere, planning, world_size
+from grpo_ext.config.launch import elsewhere, planning, rank, world_size
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.errors import Problem
+
+logger = logging.getLogger(__name__)
 
 OF_THE_GPU = ("bf16", "bf16_full_eval", "tf32")
 """Settings that transformers refuses on a machine without the GPU for them."""
@@ -27,6 +30,16 @@ def hardware_problems(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield precisions that this machine cannot compute in, unless the launch is only planned."""
     if not planning():
         yield from _precisions(config)
+
+
+def choose_cpu(config: GRPOExtArguments) -> None:
+    """Choose the CPU and float32 on a machine without a GPU, where the settings leave both open."""
+    set_already = config.use_cpu or config.bf16 or config.fp16 or config.bf16 is False
+    if set_already or planning() or torch.accelerator.is_available() or is_torch_xla_available():
+        return
+    config.use_cpu, config.bf16 = True, False
+    if rank() == 0:
+        logger.warning("This machine has no GPU: training on its CPU in float32 (use_cpu: true, bf16: false).")
 
 
 def _precisions(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -41,7 +54,8 @@ def _precisions(config: GRPOExtArguments) -> Iterator[Problem]:
     bf16 = not config.fp16 if config.bf16 is None else config.bf16
     for name, value in (("bf16", bf16), ("bf16_full_eval", config.bf16_full_eval)):
         if value:
-            cure = f"Run it where there is one, or set use_cpu: true and {name}: false."
+            instead = "fp16: true" if torch.cuda.is_available() else "use_cpu: true"
+            cure = f"Run it where there is one, or set {instead} and {name}: false."
             yield Problem(name, value, "this machine has no GPU that computes in bf16", cure)
 
 

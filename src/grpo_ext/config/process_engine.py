@@ -36,7 +36,6 @@ def _inexact(config: GRPOExtArguments) -> Iterator[Problem]:
     if not samples_in_process(config):
         return
     reasons = {
-        "neftune_noise_alpha": "it adds noise to the embeddings, which the process would not have",
         "torch_compile": "the process decodes by the plain forward",
         "cache_implementation": "the process has a cache of its own",
     }

@@ -129,6 +129,11 @@ RUN_RULES: tuple[Rule, ...] = (
     *(partial(_no_steps, kind) for kind in ("logging", "save")),
     *(_replayed, _best, _schedule_options, _final_rate, _checkpointing_options),
     Conflict.of("do_eval eval_strategy=no", "it evaluates at no step", "Remove it, or set eval_strategy: steps."),
+    Conflict.of(
+        "neftune_noise_alpha",
+        "each forward draws its own noise, so that policy, old policy and reference differ before anything is learned",
+        "Remove it.",
+    ),
     Conflict.of("do_predict", "GRPO has no prediction", "Remove it."),
     Conflict.of(
         "sync_ref_model !beta", "without a KL term the run has no reference model", "Set beta > 0 or remove it."

@@ -1,14 +1,15 @@
-"""The chat template of a recipe: Jinja text or a file of it, and whether it renders."""
+"""Chat templates: that of a recipe, Jinja text or a file, and prompts rendered as training renders them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.data.rows import Prompt, without_gaps
 from grpo_ext.errors import Problem
+from grpo_ext.rewards.columns import opened
 
 _FILES = (".jinja", ".jinja2", ".j2")
-_TOKENS: dict[str, Any] = {"bos_token": "", "eos_token": "", "pad_token": "", "unk_token": ""}
-_QUESTION, _SYSTEM = "What is 2 + 3?", "Answer with a number."
 
 
 def template_text(value: str) -> str:
@@ -16,11 +17,8 @@ def template_text(value: str) -> str:
     return Path(value).expanduser().read_text(encoding="utf-8") if value.endswith(_FILES) else value
 
 
-def template_problems(value: str, *, with_system: bool = False) -> Iterator[Problem]:
-    """Yield what is wrong with a template before any tokenizer is loaded: a question is rendered as training does.
-
-    `with_system` puts a system message in front, as `system_prompt` does.
-    """
+def template_problems(value: str) -> Iterator[Problem]:
+    """Yield why a recipe's template cannot be read; whether it renders, `prompts.PromptLook` finds."""
     try:
         text = template_text(value)
     except FileNotFoundError:
@@ -29,31 +27,45 @@ def template_problems(value: str, *, with_system: bool = False) -> Iterator[Prob
     except (OSError, UnicodeDecodeError) as error:
         yield Problem("chat_template", value, f"cannot be read: {error}", "Name a text file.")
         return
-    shown = value if value.endswith(_FILES) else f"{' '.join(value.split())[:40]}..."
     if "{{" not in text and "{%" not in text:
+        shown = value if value.endswith(_FILES) else f"{' '.join(value.split())[:40]}..."
         cure = "Write Jinja text, or the path of a .jinja file; remove it for the tokenizer's own."
         yield Problem("chat_template", shown, "not Jinja, so every prompt would be the same text", cure)
-        return
-    question, system = {"role": "user", "content": _QUESTION}, {"role": "system", "content": _SYSTEM}
-    correct = "Correct the template."
-    rendered = _rendered(text, [question])
-    if isinstance(rendered, Exception):
-        yield Problem("chat_template", shown, f"does not render: {type(rendered).__name__}: {rendered}", correct)
-    elif _QUESTION not in rendered:
-        yield Problem("chat_template", shown, "leaves the user's message out of the prompt", correct)
-    elif with_system:
-        rendered = _rendered(text, [system, question])
-        if isinstance(rendered, Exception) or _SYSTEM not in rendered:
-            why = f"refuses a system message: {rendered}" if isinstance(rendered, Exception) else "leaves it out"
-            cure = f"{correct[:-1]}, or write the system prompt into the prompts."
-            yield Problem("chat_template", shown, f"{why}, but system_prompt is set", cure)
 
 
-def _rendered(text: str, messages: list[dict[str, str]]) -> str | Exception:
-    from transformers.utils.chat_template_utils import render_jinja_template
+def rendered(prompt: Prompt, tokenizer: Any, options: Mapping[str, Any]) -> str:
+    """Return the text of a prompt as training tokenizes it; `options` are `chat_template_kwargs`."""
+    if isinstance(prompt, str):
+        return prompt
+    text: str = tokenizer.apply_chat_template(
+        without_gaps(prompt), add_generation_prompt=True, tokenize=False, **options
+    )
+    return text
 
-    try:
-        rendered: Any = render_jinja_template([messages], chat_template=text, add_generation_prompt=True, **_TOKENS)
-    except Exception as error:  # a template may raise anything, by its own raise_exception too
-        return error
-    return str(rendered[0][0])  # the first of the texts, which precede the spans of the assistant's words
+
+def prompt_ids(prompt: Prompt, tokenizer: Any, options: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of a prompt as training makes them."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    encoded = tokenizer.apply_chat_template(
+        without_gaps(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, **options
+    )
+    return list(encoded["input_ids"])
+
+
+def template_opens(tokenizer: Any, options: Mapping[str, Any]) -> str:
+    """Return the tag of a layout that the template leaves open before a completion, with its white space, or "".
+
+    A tokenizer that reads reasoning apart from the answer needs none.
+    """
+    if splits_reasoning(tokenizer):
+        return ""
+    for content in ("?", [{"type": "text", "text": "?"}]):
+        with suppress(Exception):  # of the template; other checks report it
+            return opened(rendered([{"role": "user", "content": content}], tokenizer, options))
+    return ""
+
+
+def splits_reasoning(tokenizer: Any) -> bool:
+    """Return whether completions are parsed, as `parse_response` of TRL does, and not only decoded."""
+    return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))

@@ -16,7 +16,16 @@ from pyarrow import parquet
 
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.json_rows import jsonl_rows
-from grpo_ext.data.rows import ANSWER_COLUMNS, MAX_REPORTED, PROMPT_COLUMNS, Plan, Row, RowError, extract_answer
+from grpo_ext.data.rows import (
+    ANSWER_COLUMNS,
+    MAX_REPORTED,
+    PROMPT_COLUMNS,
+    Plan,
+    Row,
+    RowError,
+    extract_answer,
+    without_none,
+)
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.rewards.columns import CALLBACKS, PLURALS
 
@@ -131,14 +140,10 @@ def _rows(file: Path) -> Iterator[tuple[str, Row | RowError]]:
     except (pyarrow.ArrowException, OSError) as error:
         raise _unusable(file, f"cannot be read ({error})", "Write it again.") from None
     for number, row in enumerate(rows):
-        yield f"{file}, row {number} (from 0)", {name: _without_gaps(value) for name, value in row.items()}
-
-
-def _without_gaps(value: object) -> object:
-    """Return messages without the keys that a parquet file fills with None where only some messages have them."""
-    if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
-        return [{key: part for key, part in message.items() if part is not None} for message in value]
-    return value
+        yield (
+            f"{file}, row {number} (from 0)",
+            {name: without_none(value) if isinstance(value, list) else value for name, value in row.items()},
+        )
 
 
 def _as_trained(row: Row, config: DataConfig) -> Row:

@@ -158,7 +158,7 @@ def value_problems(config: DataConfig) -> list[Problem]:
         beside = {"max_pass_rate": high}
         found.append(Problem("min_pass_rate", low, "the range is empty", "Exchange the two bounds.", beside))
     if isinstance(config.chat_template, str) and config.chat_template.strip():
-        found += chat_template.template_problems(config.chat_template, with_system=config.system_prompt is not None)
+        found += chat_template.template_problems(config.chat_template)
     try:
         task_options(config)
     except DataError as error:

@@ -1,9 +1,11 @@
 """`eval_sets` of a recipe: the data to evaluate on, how to sample, and how often."""
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -150,3 +152,27 @@ def problems_of(chosen: EvalSet) -> Iterator[Problem]:
     if chosen.dataset_name is not None:
         config = DataConfig(**chosen.data)  # of the types that `parse` has checked
         yield from dataset_problems(config, chosen.dataset_name, dataset_config=chosen.dataset_config)
+
+
+# Which evaluation decides.
+
+_METRICS = ("loss", "reward", "reward_std", "kl", "entropy", "frac_reward_zero_std", "completions/mean_length")
+
+
+def best_metric_problems(metric: str | None, rewards: Sequence[str], sets: Sequence[str] = ()) -> Iterator[Problem]:
+    """Yield what is wrong with `metric_for_best_model`.
+
+    Figures of several `sets` begin with their name. Without sets, only a name close to a known one is a mistake.
+    """
+    given = str(metric or "").removeprefix("eval_")
+    of_set = next((f"{name}_" for name in sets if given.startswith(f"{name}_")), f"{sets[0]}_" if sets else "")
+    figure = given.removeprefix(of_set)
+    known = {name: name for name in _METRICS} | {f"rewards/{name}/mean": f"rewards/{name}/mean" for name in rewards}
+    right = figure in known or re.fullmatch(r"(rewards|completions)/.*", figure)
+    if not given or (right and given.startswith(of_set)):
+        return
+    known |= {name: f"rewards/{name}/mean" for name in rewards}
+    close = get_close_matches(figure, known, n=1, cutoff=0.8)
+    if close or sets:
+        cure = f"Set metric_for_best_model: eval_{of_set}{known[close[0]] if close else 'reward'}."
+        yield Problem("metric_for_best_model", metric, "no evaluation has this metric", cure)

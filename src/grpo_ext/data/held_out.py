@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from grpo_ext.data.rows import without_none
 from grpo_ext.errors import DataError, Problem
 
 logger = logging.getLogger(__name__)
@@ -94,10 +95,4 @@ def _key(prompt: Any) -> str:
     """Text that two prompts share only if they are the same; Arrow adds keys that are None to messages."""
     if isinstance(prompt, str):
         return prompt
-    return json.dumps(_without_none(prompt), sort_keys=True, default=str)
-
-
-def _without_none(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list) else value
+    return json.dumps(without_none(prompt), sort_keys=True, default=str)

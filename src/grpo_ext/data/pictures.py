@@ -1,16 +1,20 @@
-"""Columns of images: paths and bytes become pictures, which are opened when a row is read."""
+"""Rows as they are read: paths and bytes become pictures, and prompts have no gaps."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Image, IterableDataset, List, Value
+from trl.data_utils import prepare_multimodal_messages
 
 from grpo_ext.config.rules import IMAGE_COLUMNS, columns_of_images
-from grpo_ext.data.rows import RowError, parse_chat
+from grpo_ext.data.rows import Row, RowError, parse_chat, without_gaps
 from grpo_ext.errors import ABSENT, DataError, Problem
 
 ONE, SEVERAL = IMAGE_COLUMNS
+_WHOLE = List({"role": Value("string"), "content": Value("string")})
+"""Prompts in which no key can be missing."""
 
 
 def image_columns(*given: Any) -> list[str]:
@@ -112,6 +116,71 @@ def _opened(dataset: Dataset, name: str, folder: Path | None) -> Dataset:
         dataset = dataset.map(absolute, input_columns=name, load_from_cache_file=False)
     picture = Image(mode="RGB")
     return dataset.cast_column(name, List(picture) if name == SEVERAL else picture)
+
+
+def as_read(dataset: Any) -> Any:
+    """Return a dataset whose rows have prompts without the gaps of Arrow, and images that are opened and have a place.
+
+    A stream, and a dataset that the caller reads in a way of its own, stay as they are.
+    """
+    if not isinstance(dataset, Dataset) or dataset.format["type"] is not None:
+        return dataset
+    images = {name: _leaf(dataset, name) for name in image_columns(dataset)}
+    prompt = dataset.features.get("prompt")
+    if not images and (prompt is None or isinstance(prompt, Value) or prompt == _WHOLE):
+        return dataset
+    for name, leaf in images.items():
+        closed = Image(mode=leaf.mode, decode=False)
+        dataset = dataset.cast_column(name, List(closed) if name == SEVERAL else closed)
+    return dataset.with_transform(partial(_read, modes={name: leaf.mode for name, leaf in images.items()}))
+
+
+def _read(batch: Mapping[str, list[Any]], modes: Mapping[str, str | None]) -> dict[str, list[Any]]:
+    """Return rows as they are read.
+
+    Raises:
+        DataError: an image is damaged, or has no place in its prompt.
+    """
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    for row in rows:
+        row |= {"prompt": without_gaps(row["prompt"])} if "prompt" in row else {}
+        for name in modes.keys() & row.keys():
+            opened = [_picture(one, modes[name], name, row) for one in _listed(row[name]) if one is not None]
+            row[name] = opened if name == SEVERAL else next(iter(opened), None)
+        with_images(row)
+    return {name: [row[name] for row in rows] for name in batch}
+
+
+def with_images(row: Mapping[str, Any]) -> Any:
+    """Return a row's prompt with its images in it, as TRL puts them.
+
+    Raises:
+        DataError: there are more or fewer images than places for them.
+    """
+    prompt = without_gaps(row.get("prompt"))
+    names = columns_of_images(list(row))
+    if not names or not isinstance(prompt, list):
+        return prompt
+    images = [image for image in _listed(row[names[-1]]) if image is not None]
+    try:
+        placed = prepare_multimodal_messages(prompt, images=images)
+    except ValueError as error:
+        cure = "Give as many images as there are {'type': 'image'} in the messages, or text in place of such parts."
+        raise _unusable(str(error).rstrip("."), cure, names[-1], row) from error
+    return placed if images else prompt
+
+
+def _picture(value: Any, mode: str | None, name: str, row: Row) -> Any:
+    try:
+        return Image(mode=mode).decode_example(value)
+    except Exception as error:  # PIL has many
+        shown = value.get("path") or f"{len(value.get('bytes') or b'')} bytes"
+        reason = f"the image ({shown}) cannot be opened ({type(error).__name__}: {error})"
+        raise _unusable(reason, "Correct or remove it.", name, row) from error
+
+
+def _unusable(reason: str, cure: str, name: str, row: Mapping[str, Any]) -> DataError:
+    return DataError([RowError(reason, cure, name).at(f"the row with the prompt {row.get('prompt')!r:.160}")])
 
 
 def _listed(values: Any) -> list[Any]:

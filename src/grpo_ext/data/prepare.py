@@ -5,14 +5,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, Union, cast
+from typing import TypeAlias, Union
 
 from datasets import Dataset, IterableDataset
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.data import files as local_files
+from grpo_ext.data.chat_template import prompt_ids
 from grpo_ext.data.config import DataConfig, value_problems
-from grpo_ext.data.pictures import image_columns, with_pictures
+from grpo_ext.data.pictures import as_read, image_columns, with_pictures
 from grpo_ext.data.rows import (
     ANSWER_COLUMNS,
     MAX_REPORTED,
@@ -24,6 +25,7 @@ from grpo_ext.data.rows import (
     check_columns,
     convert,
     parse_chat,
+    without_gaps,
 )
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.registry import did_you_mean
@@ -94,7 +96,7 @@ def prepare_split(
         reason = "the tokens of images would not be counted"
         cure = "Remove it, and drop long prompts from the data."
         raise DataError([Problem("max_prompt_length", config.max_prompt_length, reason, cure)])
-    return _drop_long(dataset, config, tokenizer, source, template_kwargs or {})
+    return _drop_long(as_read(dataset), config, tokenizer, source, template_kwargs or {})
 
 
 def _column_names(dataset: AnyDataset, source: str) -> list[str]:
@@ -244,9 +246,10 @@ def _is_sound(row: Row, index: int, *, plan: Plan, place: _Place) -> bool:
 
 def _convert_streamed(row: Row, index: int, *, plan: Plan, place: _Place) -> Row:
     try:
-        return convert(row, plan)
+        converted = convert(row, plan)
     except RowError as error:
         raise DataError([error.at(place(index))]) from None
+    return {**converted, "prompt": without_gaps(converted.get("prompt", row.get("prompt")))}
 
 
 def _drop_long(
@@ -258,7 +261,10 @@ def _drop_long(
     if tokenizer is None:
         logger.warning("%s: max_prompt_length=%d is not applied: no tokenizer was given.", source, limit)
         return dataset
-    length = partial(_prompt_length, tokenizer=tokenizer, template_kwargs=template_kwargs)
+
+    def length(prompt: Prompt) -> int:
+        return len(prompt_ids(prompt, tokenizer, template_kwargs))
+
     if isinstance(dataset, IterableDataset):
         return dataset.filter(lambda row: length(row["prompt"]) <= limit)
     lengths = [length(prompt) for prompt in dataset["prompt"]]
@@ -274,14 +280,3 @@ def _drop_long(
         )
     logger.info("%s: %d of %d prompts are longer than %d tokens: dropped.", source, dropped, len(lengths), limit)
     return dataset.select(keep) if dropped else dataset
-
-
-def _prompt_length(prompt: Prompt, *, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> int:
-    if isinstance(prompt, str):
-        return len(tokenizer(prompt)["input_ids"])
-    # Arrow fills the keys that only some messages have with None, which a template would render.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-    encoded = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
-    )
-    return len(cast(BatchEncoding, encoded)["input_ids"])

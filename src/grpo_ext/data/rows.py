@@ -182,6 +182,23 @@ def _check_message(message: object, number: int, column: str) -> None:
         raise RowError(f"message {number} ({role}) has no 'content': {_short(message)}", "Fill it in.", column)
 
 
+def without_gaps(prompt: Any) -> Any:
+    """Return a prompt without the keys that Arrow fills with None where only some messages or calls have them.
+
+    A message without content, such as one with a tool call, has the empty text: templates render None as "None".
+    """
+    if not isinstance(prompt, list):
+        return prompt
+    return [{"content": "", **without_none(message)} for message in prompt]
+
+
+def without_none(value: Any) -> Any:
+    """Return a value without the keys that are None, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_none(part) for key, part in value.items() if part is not None}
+    return [without_none(part) for part in value] if isinstance(value, list) else value
+
+
 def check_finite(answer: object, column: str) -> None:
     """Refuse an answer that is NaN or infinite.
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import cast
 
-from rich.console import Console
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from grpo_ext.data.eval_sets import EvalSet
@@ -11,6 +10,7 @@ from grpo_ext.data.rows import Row
 from grpo_ext.evaluation.evaluate import digest, evaluate
 from grpo_ext.evaluation.results import EVALUATION, logged_figures, result, table
 from grpo_ext.evaluation.sampling import HasEngine
+from grpo_ext.tables import show
 
 
 class DuringTraining(TrainerCallback):
@@ -51,7 +51,7 @@ class DuringTraining(TrainerCallback):
         found = result(chosen, samples, model=model, step=step)
         if trainer.accelerator.is_main_process:
             found.write(folder / f"step_{step}.json")
-            Console().print(table([found]))
+            show(table([found]))
         due = trainer.control.should_log  # the step's own log; any log resets this flag
         Trainer.log(cast(Trainer, trainer), logged_figures(found))
         trainer.control.should_log = due

@@ -56,6 +56,7 @@ def evaluate(
     done = box[0]
     left = [i for i in range(len(chunks)) if i not in done]
     runtime = Runtime(chosen.rewards, workers=workers, seed=chosen.seed)
+    runtime.opened = trainer.opened
     world, rank = accelerator.num_processes, accelerator.process_index
     try:
         with evaluating(trainer, chosen):

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from grpo_ext.bounded import read_json
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
@@ -17,7 +15,9 @@ from grpo_ext.errors import redacted
 from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
 from grpo_ext.evaluation.evaluate import ANSWER_READ, FAILED, TURNS
 from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
+from grpo_ext.rewards.library.math_judgement import by_value
 from grpo_ext.rewards.protocol import deciding_reward as default_judge
+from grpo_ext.tables import Table
 
 EVALUATION = "evaluation"
 """In a run's folder: <set>/<model or step>.json and the samples beside it."""
@@ -140,10 +140,11 @@ def _shares(chosen: EvalSet, group: Sequence[Row], right: Sequence[bool]) -> dic
     return shares
 
 
-def _votes(answers: Sequence[Hashable], right: Sequence[bool]) -> list[Hashable]:
-    """Return the votes of samples: answers that are always right are one, such as 18 and 18.00."""
+def _votes(answers: Sequence[Any], right: Sequence[bool]) -> list[Hashable]:
+    """Return the votes of samples, by value: answers that are always right are one, and so are 1/2 and 0.5."""
     wrong = {answer for answer, is_right in zip(answers, right, strict=True) if not is_right}
-    return [answer if answer is None or answer in wrong else True for answer in answers]
+    values = by_value(wrong - {None})
+    return [answer if answer is None else values.get(answer, True) for answer in answers]
 
 
 def _group_means(chosen: EvalSet, group: Sequence[Row]) -> dict[str, float]:
@@ -158,9 +159,10 @@ def _group_means(chosen: EvalSet, group: Sequence[Row]) -> dict[str, float]:
 def figures(prompts: Sequence[Row]) -> _Figures:
     """Return the means over prompts with their intervals."""
     found = {}
-    for kind, mean in (("shares", mean_of_shares), ("means", mean_of)):
+    for kind in ("shares", "means"):
         for name in dict.fromkeys(name for prompt in prompts for name in prompt[kind]):
-            found[name] = mean([prompt[kind][name] for prompt in prompts if name in prompt[kind]])
+            values = [prompt[kind][name] for prompt in prompts if name in prompt[kind]]
+            found[name] = (mean_of_shares if min(values) >= 0 and max(values) <= 1 else mean_of)(values)
     return found
 
 

@@ -33,6 +33,7 @@ class HasEngine(Protocol):
     generation_config: Any
     generation_kwargs: Any
     eos_token_ids: Any
+    opened: str
     _tokenizer: Any
     _metrics: Any
     _record: Any

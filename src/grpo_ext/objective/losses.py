@@ -37,6 +37,8 @@ class Loss:
     """The ratio levels the surrogate is defined for."""
     kl: str = "k3"
     """Estimator used where the recipe has a KL term (beta > 0)."""
+    beta: float = 0.0
+    """The weight of the KL term that the paper trains with; a recipe sets its own, 0 by default."""
     kl_placement: str = "loss"
     advantage: str = "group"
     advantage_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -141,6 +143,7 @@ _row(
     paper="DeepSeekMath, arXiv:2402.03300",
     formula="-(1/G) sum_i (1/n_i) sum_t min(r A, clip(r, 1-eps, 1+eps) A)",
     aggregation="seq-mean-token-mean",
+    beta=0.04,
     trl=True,
 )
 _row(
@@ -150,6 +153,7 @@ _row(
     formula="-(1/G) sum_i min(S A, clip(S, 1-eps, 1+eps) A), S = prod_t r_t",
     ratio="product",
     kl="sequence_k3",
+    beta=0.001,
     aggregation="seq-mean-token-mean",  # of a loss that is the same on every token: the loss itself, no 1/n
     options={"epsilon_low": 10.0, "epsilon_high": 10.0},
 )
@@ -247,6 +251,7 @@ _row(
     formula="-(1/B) sum_i (1/n_i) sum_t exp(l - stopgrad(l)) A",
     advantage="minimind",
     aggregation="seq-mean-token-mean",
+    beta=0.02,
 )
 _row(
     "minimind_cispo",
@@ -255,6 +260,7 @@ _row(
     formula="-(1/B) sum_i (1/n_i) sum_t stopgrad(min(r, cap)) A l",
     advantage_kwargs={"ddof": 0},
     aggregation="seq-mean-token-mean",
+    beta=0.1,
     options={"epsilon_high": 5.0},
 )
 _row(

@@ -1,5 +1,6 @@
 """Obstacles to sharing the forward of a prompt between rows, in the loss, in rollouts or in both."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from enum import Enum
@@ -51,6 +52,11 @@ def name_body(base: PreTrainedModel) -> None:
         base.base_model_prefix = "model"
 
 
+def takes_positions(base: PreTrainedModel) -> bool:
+    """Return whether the body of a model takes positions, and does not count them by itself only."""
+    return "position_ids" in inspect.signature(type(base.base_model).forward).parameters
+
+
 def text_model(base: PreTrainedModel) -> PreTrainedModel:
     """Return the part of a causal language model that computes text: of one that also takes images, its decoder."""
     return base if base.config.get_text_config(decoder=True) is base.config else base.get_decoder()
@@ -68,8 +74,6 @@ def scale_of_trl_only(base: PreTrainedModel) -> float | None:
 
 def forward_obstacle(args: GRPOExtConfig) -> str | None:
     """Return why a run cannot share prompts, in the loss or in rollouts, independent of its model."""
-    if args.neftune_noise_alpha is not None:
-        return "neftune_noise_alpha adds noise to the embeddings"
     parallel = args.parallelism_config
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
         return "sequences are spread over processes"

@@ -5,6 +5,7 @@ each from a copy of the state at the end of its parent segment. The state travel
 gradients flow back through it. So a prompt is computed once, and no segment sees the state of a sibling.
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,18 +20,14 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from grpo_ext.packing.attention import LAYOUT, ForeignAttention
 from grpo_ext.packing.kernels import Segments, Span
 
-CACHE_ARGUMENT = {
-    **dict.fromkeys(
-        (
-            "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer",
-            "OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet",
-            "Zamba2MambaMixer",
-        ),
-        "cache_params",
-    ),
-    **dict.fromkeys(("Lfm2MoeShortConv", "Lfm2ShortConv"), "past_key_values"),
+CARRIED = {
+    "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Lfm2MoeShortConv", "Lfm2ShortConv", "Mamba2Mixer",
+    "NemotronHMamba2Mixer", "OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet", "Zamba2MambaMixer",
 }  # fmt: skip
-"""transformers' layers that continue from their cache, however many tokens follow, and its argument's name."""
+"""transformers' layers that continue from their cache, however many tokens follow."""
+CACHE = "cache", "cache_params", "past_key_values"
+"""Names of the cache's argument: since transformers 5.24, and before."""
 LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mlp", "moe"})
 """Names in configs of layers with such a state, and, beside them, of layers that mix no tokens."""
 TILE = 64
@@ -38,9 +35,9 @@ TILE = 64
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Return whether a module is a layer of `CACHE_ARGUMENT`."""
+    """Return whether a module is a layer of `CARRIED`."""
     kind = type(module)
-    return kind.__name__ in CACHE_ARGUMENT and kind.__module__.startswith("transformers.models.")
+    return kind.__name__ in CARRIED and kind.__module__.startswith("transformers.models.")
 
 
 # The calls of a layer.
@@ -152,11 +149,12 @@ def by_segments(
     """
     kwargs.pop(LAYOUT, None)
     kwargs["attention_mask"] = None
+    argument = next(name for name in CACHE if name in inspect.signature(type(layer).forward).parameters)
     calls, places = plan(segments, hidden_states.device)
     outputs, states = [], dict[Span, tuple[State, int]]()
     for call in calls:
         state = State([states[span] for span in call.parents])
-        kwargs[CACHE_ARGUMENT[type(layer).__name__]] = Cache([state] * (cast(int, layer.layer_idx) + 1))
+        kwargs[argument] = Cache([state] * (cast(int, layer.layer_idx) + 1))
         outputs.append(forward(hidden_states[0][call.tokens], **kwargs).flatten(0, 1))
         states |= {span: (state, row) for row, span in enumerate(call.ends)}
     return torch.cat(outputs)[places][None]

@@ -1,14 +1,15 @@
 """Log-probabilities, entropies and auxiliary loss of micro-batches, by a packed forward where that pays."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from grpo_ext.packing.forward import log_probs
@@ -18,8 +19,13 @@ from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_live_rows
 from grpo_ext.packing.obstacles import causal_lm
+from grpo_ext.packing.own_forward import Way, exact_way
 from grpo_ext.packing.pieces import Part, TokenLimit, in_pieces
 from grpo_ext.packing.policy import PrefixSharing, Scores, concatenated
+
+LONGEST = {"cpu": 8}
+"""Tokens of prompts and of completions, at most, that are compared with the model's own forward."""
+LONGEST_ELSEWHERE = 64
 
 
 class Scorer:
@@ -31,6 +37,10 @@ class Scorer:
         accelerator: unwraps models; its autocast applies to packed forwards.
         forward_only: context without gradients, for the check of the packed forward.
         limit: cuts batches into pieces, in place of a number of rows.
+        temperature: of TRL's LM head.
+
+    Attributes:
+        way: how rows are scored; as by TRL until `choose_way` has compared it.
     """
 
     def __init__(
@@ -40,12 +50,55 @@ class Scorer:
         accelerator: Accelerator,
         forward_only: Callable[[], AbstractContextManager[None]],
         limit: TokenLimit | None = None,
+        temperature: float = 1.0,
     ) -> None:
-        self.stock, self.sharing, self.accelerator, self.forward_only = stock, sharing, accelerator, forward_only
-        self.limit = limit
+        self.trl, self.sharing, self.accelerator, self.forward_only = stock, sharing, accelerator, forward_only
+        self.limit, self.temperature = limit, temperature
+        self.way, self.compared = Way(), False
         names = list(inspect.signature(stock).parameters)
         self.multimodal = names[names.index("compute_aux_loss") + 1 :]
         """Arguments of TRL's forward beside tokens: images and what they need."""
+
+    def choose_way(
+        self,
+        model: nn.Module,
+        prompts: Sequence[list[int]],
+        completions: Sequence[list[int]],
+        images: Sequence[RowImages],
+        pad: int,
+        largest: Callable[[float], float],
+    ) -> None:
+        """Choose, once, how rows are scored, so that the scores of a generation equal the model's own forward.
+
+        The first and the last row are compared: their last tokens of the prompt and first ones of the completion.
+        `largest` returns the largest number of all processes.
+
+        Raises:
+            ConfigError: no way is known that is exact.
+        """
+        if self.compared:
+            return
+        base, device, ends = self._base(model), self.accelerator.device, (0, -1)
+        most = LONGEST.get(device.type, LONGEST_ELSEWHERE)
+        rows = [prompts[i] if images else (prompts[i] or [pad])[-3 * i - most :] for i in ends]
+        answers = [(completions[i] or [pad])[:most] for i in ends]
+        batch = _padded(rows, answers, pad, device)
+
+        def score(way: Way, row: int | None) -> Tensor:
+            ids, mask = batch if row is None else (x[row, batch[1][row].bool()][None] for x in batch)
+            of_rows = ends if row is None else ends[row : row + 1]
+            completion = max(len(answers[i]) for i in of_rows)
+            seen = forward_arguments([images[i] for i in of_rows], mask, completion) if images else {}
+            with way.of(base, completion, self.temperature):
+                return self.trl(model, ids, mask, completion, **seen)[0][mask[:, -completion:].bool()]
+
+        with self.forward_only(), in_evaluation(model):
+            self.way, self.compared = exact_way(score, base, largest), True
+
+    def stock(self, model: nn.Module, *rows: Any, kept: Any = None, **options: Any) -> Scores:
+        """Score rows by TRL's forward, whose arguments it takes, in the way that was chosen."""
+        with self.way.of(self._base(model), rows[2], self.temperature, kept):
+            return self.trl(model, *rows, **options)
 
     def micro_batch(
         self,
@@ -156,7 +209,7 @@ class Scorer:
     ) -> Scores:
         sets = None if kept is None else partial(_sets_of_rows, kept, mask, completion)
         with nullcontext() if sets is None else labelled_positions_only(ids.device, sets):
-            return self.stock(model, ids, mask, completion, **options)
+            return self.stock(model, ids, mask, completion, **options, kept=sets)
 
     def _packed(
         self,
@@ -193,6 +246,28 @@ class Scorer:
             seen = forward_arguments(images[rows], mask[rows], completion)
             parts.append(self.stock(model, input_ids[rows], mask[rows], completion, **options, **seen))
         return concatenated(parts)
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Switch off for a `with` block what is random in training."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _padded(
+    prompts: Sequence[list[int]], completions: Sequence[list[int]], pad: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return tokens and mask of rows with at least two columns of padding before each prompt."""
+    sides = [([torch.tensor(row) for row in part], side) for part, side in ((prompts, "left"), (completions, "right"))]
+    ids = torch.cat([pad_sequence(part, True, pad, side) for part, side in sides], dim=1)
+    mask = torch.cat([pad_sequence([torch.ones_like(x) for x in part], True, 0, side) for part, side in sides], dim=1)
+    return nn.functional.pad(ids, (2, 0), value=pad).to(device), nn.functional.pad(mask, (2, 0)).to(device)
 
 
 def _sets_of_rows(kept: Sequence[Tensor], mask: Tensor, completion: int, positions: int) -> KeptSets:

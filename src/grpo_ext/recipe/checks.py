@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -24,6 +23,7 @@ from grpo_ext.config.resuming import FRESH_START, noted, requested
 from grpo_ext.config.rules import is_set
 from grpo_ext.config.vllm import sharded_problem, splits_weights
 from grpo_ext.data.config import DataConfig, dataset_problems
+from grpo_ext.data.eval_sets import best_metric_problems
 from grpo_ext.environments import fit
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.errors import ABSENT, Problem
@@ -187,25 +187,9 @@ def unrewarded(
         yield Problem("reward_funcs", ABSENT, "every reward has the weight 0", "Give at least one another weight.")
     if names := [*(spec.name for spec in rewards), *paid]:
         yield from as_far_as_sound(_judge(training, names))
-        yield from as_far_as_sound(_metric(training, names))
+        yield from as_far_as_sound(best_metric_problems(training.metric_for_best_model, names))
 
 
 def _judge(training: GRPOExtConfig, names: list[str]) -> Iterator[Problem]:
     if training.dynamic_sampling != TOTAL:
         yield from judge_problems(training.dynamic_sampling, names)
-
-
-_METRICS = ("loss", "reward", "reward_std", "kl", "entropy", "frac_reward_zero_std", "completions/mean_length")
-
-
-def _metric(training: GRPOExtConfig, rewards: list[str]) -> Iterator[Problem]:
-    """Yield a `metric_for_best_model` that is close to a metric of an evaluation; others may be the user's own."""
-    metric = training.metric_for_best_model
-    given = str(metric or "").removeprefix("eval_")
-    known = {name: name for name in _METRICS} | {f"rewards/{name}/mean": f"rewards/{name}/mean" for name in rewards}
-    if not given or given in known or re.fullmatch(r"rewards/.*/(mean|std)", given):
-        return
-    known |= {name: f"rewards/{name}/mean" for name in rewards}
-    if close := get_close_matches(given, known, n=1, cutoff=0.8):
-        cure = f"Set metric_for_best_model: eval_{known[close[0]]}."
-        yield Problem("metric_for_best_model", metric, "no evaluation has this metric", cure)

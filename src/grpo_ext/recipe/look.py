@@ -13,12 +13,15 @@ from grpo_ext.config.broken import as_far_as_sound, is_broken
 from grpo_ext.config.images import image_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data import chat_template
+from grpo_ext.data.chat_template import prompt_ids
 from grpo_ext.data.config import PROCEDURAL, QUICKSTART
 from grpo_ext.data.files import is_path
 from grpo_ext.data.held_out import shared_prompts
 from grpo_ext.data.mixture import check_mixture, is_local
+from grpo_ext.data.pictures import image_columns
 from grpo_ext.data.prepare import AnyDataset, Tokenizer
-from grpo_ext.data.rows import Row
+from grpo_ext.data.prompts import PromptLook, unseen_layout
+from grpo_ext.data.rows import with_system_prompt
 from grpo_ext.environments import fit
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
@@ -27,7 +30,6 @@ from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policies import InspectedPolicy, inspect_policy
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.columns import absences, check_clash
-from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.references import unreadable
 
 PROMPTS = 256
@@ -43,12 +45,14 @@ class Look:
         policy: the policy that was found.
         train: the training data, unless they would have to be downloaded.
         notes: warnings.
+        longest_prompt: tokens of the longest of the first prompts, where they can be counted.
     """
 
     data: bool = True
     policy: InspectedPolicy = field(default_factory=InspectedPolicy)
     train: AnyDataset | None = None
     notes: list[str] = field(default_factory=list)
+    longest_prompt: int | None = None
 
     def __call__(self, recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
         """Yield problems of the policy and of the data; `recipe.training` may hold values that are refused already."""
@@ -61,12 +65,10 @@ class Look:
         yield from found
         if (self.data or problems or found) and _is_local(recipe):
             yield from as_far_as_sound(self._data(recipe))
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """Tokens of the longest of the first prompts, where they can be counted."""
-        train, tokenizer = self.train, self.policy.tokenizer
-        return max(_lengths(train, tokenizer)) if isinstance(train, Dataset) and tokenizer is not None else None
+        elif recipe.data.chat_template:
+            asked = [{"prompt": with_system_prompt("What is 2 + 3?", recipe.data.system_prompt)}]
+            for problem in prompt_findings(recipe, self.policy.tokenizer, asked, "a question")[0]:
+                yield replace(problem, field="chat_template")
 
     def _data(self, recipe: Recipe) -> Iterator[Problem]:
         tokenizer, evaluates = self.policy.tokenizer, recipe.training.eval_strategy
@@ -77,11 +79,15 @@ class Look:
             return
         problems, self.notes = findings(recipe, self.train, tokenizer, self.policy.context, test)
         yield from problems
+        lengths = [] if problems else _lengths(self.train, tokenizer, as_mapping(recipe.training.chat_template_kwargs))
+        self.longest_prompt = max(lengths, default=None)
         for chosen in recipe.eval_sets:
             if chosen.dataset_name is None or is_path(chosen.dataset_name):
                 try:
                     rows = rows_of(chosen, recipe, tokenizer)
-                    self.notes += trained_on(recipe, self.train, rows, f"eval_sets: {chosen.name}")
+                    found, notes = prompt_findings(recipe, tokenizer, rows, f"eval_sets: {chosen.name}", self.train)
+                    self.notes += notes
+                    yield from found
                 except (ConfigError, DataError) as error:
                     yield from (replace(p, field=f"eval_sets: {chosen.name}: {p.field}") for p in error.problems)
 
@@ -112,71 +118,72 @@ def findings(
     if isinstance(train, Dataset):
         options = as_mapping(training.chat_template_kwargs)
         problems += as_far_as_sound(too_few(training, len(train)))
-        problems += _template_problems(train[0]["prompt"], tokenizer, options)
+        problems += _template_problems(train, tokenizer, options)
         problems += fit.policy_problems(environments, tokenizer, options)
-        if not problems:
-            notes += map(str, _too_long(train, tokenizer, training.max_completion_length, context))
-        notes += trained_on(recipe, train, test)
+        for rows, name, trained in ((train, "the training data", None), (test, "the evaluation data", train)):
+            found, warnings = prompt_findings(recipe, tokenizer, rows, name, trained)
+            problems, notes = problems + found, notes + warnings
+        if "chat_template_kwargs" in train.column_names:
+            cure = "Set chat_template_kwargs in the recipe, for all rows."
+            notes.append(str(Problem("column 'chat_template_kwargs'", ABSENT, "GRPO in TRL does not read it", cure)))
+        if not problems and context is not None and training.max_completion_length:
+            lengths = _lengths(train, tokenizer, options)
+            notes += map(str, _too_long(lengths, training.max_completion_length, context))
     problems += as_far_as_sound(ahead_problems(training, train))
     problems += as_far_as_sound(image_problems(training, train.column_names))
     problems += fit.dataset_problems(environments, train)
     if train.column_names is not None:  # None for some streams
-        of_environments = [TRAJECTORY] if environments else []
-        found, warnings = _reward_findings(recipe.rewards, train, of_environments)
+        found, warnings = _reward_findings(recipe, train, tokenizer)
         return problems + found, notes + warnings
     return problems, notes
 
 
-def _reward_findings(
-    rewards: list[RewardSpec], train: AnyDataset, further: list[str]
-) -> tuple[list[Problem], list[str]]:
-    """Return why no row can be scored, and warnings about rewards that cannot score some rows, or any.
-
-    `further` are columns that rollouts add to those of the dataset.
-    """
+def _reward_findings(recipe: Recipe, train: AnyDataset, tokenizer: Tokenizer) -> tuple[list[Problem], list[str]]:
+    """Return why no row can be scored, and warnings about rewards that cannot score some rows, or any."""
     problems, silent, notes = list[Problem](), list[Problem](), list[Problem]()
-    for spec in rewards:
+    columns = [*train.column_names, *([TRAJECTORY] if recipe.environments else [])]
+    for spec in recipe.rewards:
         try:
             if not spec.is_model:
                 check_clash(spec, dict.fromkeys(train.column_names))
         except ConfigError as error:
             problems += error.problems
-        found = [(problem, True) for problem in absences([spec], [*train.column_names, *further])]
+        found = [(problem, True) for problem in absences([spec], columns)]
         found += unreadable([spec], train)
+        found += unseen_layout(spec, train, tokenizer, as_mapping(recipe.training.chat_template_kwargs))
         notes += [problem for problem, _ in found]
         silent += [problem for problem, of_all in found if of_all and spec.weight][:1]
-    if silent and len(silent) == sum(spec.weight != 0 for spec in rewards):
+    if silent and len(silent) == sum(spec.weight != 0 for spec in recipe.rewards):
         return problems + silent, [str(note) for note in notes if note not in silent]
     return problems, [str(note) for note in notes]
 
 
-def trained_on(
-    recipe: Recipe, train: AnyDataset, rows: AnyDataset | list[Row] | None, name: str = "the evaluation data"
-) -> list[str]:
-    """Return a warning about evaluation rows whose prompt is trained on; with environments a prompt is not a task."""
-    return [] if recipe.environments else shared_prompts(train, rows, name)
+def prompt_findings(
+    recipe: Recipe, tokenizer: Tokenizer, rows: object, name: str, train: AnyDataset | None = None
+) -> tuple[list[Problem], list[str]]:
+    """Return why the policy cannot read the first prompts of some data as they are meant, and warnings.
+
+    A prompt that is in `train` too is one of them; with environments a prompt is not a task.
+    """
+    played = bool(recipe.environments)
+    shared = [] if played else shared_prompts(train, rows, name)
+    if tokenizer is None or not isinstance(rows, Dataset | list):
+        return [], shared
+    look = PromptLook(tokenizer, as_mapping(recipe.training.chat_template_kwargs), played)
+    problems, notes = look(rows, name)
+    return problems, [*map(str, notes), *shared]
 
 
-def _template_problems(prompt: object, tokenizer: Tokenizer, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield why the chat template cannot render these conversations with these options."""
-    if tokenizer is None or not isinstance(prompt, list):
+def _template_problems(train: Dataset, tokenizer: Tokenizer, options: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield why conversations cannot be rendered with these options."""
+    if tokenizer is None or image_columns(train) or isinstance(train[0]["prompt"], str):
         return
-    template = tokenizer.chat_template
-    if template is None:
+    if tokenizer.chat_template is None:
         cure = "Name an instruction-tuned model, or leave out system_prompt and call the column of texts prompt."
         reason = "its tokenizer has no chat template, and the prompts are conversations"
         yield Problem("model_name_or_path", ABSENT, reason, cure)
-        return
-    if isinstance(template, str):
-        yield from _unknown_options(template, options)
-    messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-    try:
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
-    except Exception as error:  # a template may raise anything of its own, for example for a system message
-        roles = " and ".join(m["role"] for m in messages)
-        reason = f"it fails on the first prompt, of {roles} messages ({error})"
-        cure = "Leave out system_prompt, or name a model whose template renders them."
-        yield Problem("the chat template", ABSENT, reason, cure)
+    elif isinstance(tokenizer.chat_template, str):
+        yield from _unknown_options(tokenizer.chat_template, options)
 
 
 _STANDARD_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
@@ -194,23 +201,17 @@ def _unknown_options(template: str, options: Mapping[str, object]) -> Iterator[P
             yield Problem(f"chat_template_kwargs.{key}", value, "the chat template has no such option", cure)
 
 
-def _lengths(train: Dataset, tokenizer: Any) -> list[int]:
-    """Return the numbers of tokens of the first prompts."""
-    prompts = [
-        tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) if isinstance(p, list) else p
-        for p in train[:PROMPTS]["prompt"]
-    ]
-    return [len(ids) for ids in tokenizer(prompts)["input_ids"]]
+def _lengths(train: AnyDataset, tokenizer: Tokenizer, options: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of tokens of the first prompts, where they can be counted."""
+    if tokenizer is None or not isinstance(train, Dataset) or image_columns(train):
+        return []
+    prompts = train.select_columns(["prompt"])[:PROMPTS]["prompt"]
+    return [len(prompt_ids(prompt, tokenizer, options)) for prompt in prompts]
 
 
-def _too_long(
-    train: Dataset, tokenizer: Tokenizer, max_completion_length: int | None, context: int | None
-) -> Iterator[Problem]:
+def _too_long(lengths: Sequence[int], max_completion_length: int, context: int) -> Iterator[Problem]:
     """Yield the longest of the first prompts if it and a completion exceed the model's positions."""
-    if tokenizer is None or context is None or not max_completion_length:
-        return
-    lengths = _lengths(train, tokenizer)
-    longest = max(lengths)
+    longest = max(lengths, default=0)
     if longest + max_completion_length > context:
         reason = (
             f"the prompt of row {lengths.index(longest)} (from 0) has {longest} tokens, and the model {context} "

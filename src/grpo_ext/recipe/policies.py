@@ -27,13 +27,14 @@ from transformers import (
 )
 from trl import ModelConfig, get_peft_config
 
-from grpo_ext.config.adapters import base_of, is_adapter
+from grpo_ext.config.adapters import base_of, init_problems, is_adapter
 from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.precision import head_problems
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
 from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.quickstart import colours
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.lora import unmatched
 from grpo_ext.recipe.model_folders import folder_problems
@@ -75,8 +76,11 @@ def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[Inspect
         return policy, problems
     with own_weights():  # ZeRO-3 would partition the model over processes, and it has no data
         if model.model_name_or_path in LESSONS:
-            policy.tokenizer = build_tokenizer(LESSONS[model.model_name_or_path].words)
+            lesson = LESSONS[model.model_name_or_path]
+            policy.tokenizer = build_tokenizer(lesson.words)
             policy.empty = build_model(policy.tokenizer)  # the warm one takes a short training
+            if lesson.sees:
+                colours.build_processor(policy.tokenizer)  # sets its chat template
         else:
             problems += as_far_as_sound(_load(policy, model, training))
         if policy.empty is not None:
@@ -288,8 +292,17 @@ def _adapter_problems(
     if is_adapter(name):
         try:
             config: Any = PeftConfig.from_pretrained(str(Path(name).expanduser()))
+            if found := [*init_problems(config)]:
+                yield from found
+                return
+            if config.is_prompt_learning:
+                raise ValueError("it loads a saved prompt to use it, not to train it further")
             config.inference_mode, config.base_model_name_or_path = False, None  # PEFT would warn of its new name
+            if hasattr(config, "init_lora_weights"):  # PiSSA and others read weights, and these have none
+                config.init_lora_weights = True
             adapted = get_peft_model(empty, config)
+        except NotImplementedError:  # an initialisation that reads weights
+            return
         except Exception as error:
             reason = f"PEFT cannot put this adapter on its base ({_first_line(error)})"
             yield Problem("model_name_or_path", name, reason, "Name another adapter.")

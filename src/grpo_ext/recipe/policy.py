@@ -1,13 +1,12 @@
 """Load a policy and its tokenizer: a model, or an adapter on its base."""
 
-from typing import Any, cast
+from typing import Any
 
 from peft import PeftModel
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from grpo_ext.config.adapters import Base, base_of
+from grpo_ext.config.adapters import Base, base_of, with_adapter
 
 
 def load_tokenizer_of(
@@ -24,22 +23,6 @@ def _has_tokenizer(model: str, revision: str | None) -> bool:
     quiet = ("gated_repo", "missing_entries", "connection_errors")
     options: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in quiet}
     return cached_file(model, "tokenizer_config.json", revision=revision, **options) is not None
-
-
-def with_adapter(
-    base: PreTrainedModel,
-    adapter: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    trained: bool = False,
-    **options: Any,
-) -> PeftModel:
-    """Return a model with an adapter on it; its embeddings grow first if the tokenizer has grown, as in PEFT."""
-    if len(tokenizer) > cast(nn.Embedding, base.get_input_embeddings()).weight.shape[0]:
-        base.resize_token_embeddings(len(tokenizer))
-    adapted = PeftModel.from_pretrained(base, adapter, is_trainable=trained, **options)
-    adapted.peft_config["default"].base_model_name_or_path = base.name_or_path  # the folder where it was found
-    return adapted
 
 
 def load_policy(

@@ -14,6 +14,7 @@ from pyarrow import parquet
 from grpo_ext.data.rows import Row
 from grpo_ext.report.reading import COMPLETIONS, RunFolder
 from grpo_ext.report.tokens import TOKEN_VALUES, RecordedCompletion, RunRecordings, evenly, recordings
+from grpo_ext.terminal import clipped, printable
 
 STEPS, ROWS = 40, 1200
 """Largest number of steps per run, and of completions of all runs."""
@@ -63,30 +64,6 @@ def embedded(content: object) -> str:
     """Return JSON that is safe inside a script element of a page."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def printable(text: str) -> str:
-    """Return `text` with visible symbols for control characters and lone surrogates."""
-    return _INVISIBLE.sub(_visible, text)
-
-
-_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]")
-
-
-def _visible(match: re.Match[str]) -> str:
-    """Return the symbol of a control character; of others, such as changes of direction, the code point."""
-    code = ord(match[0])
-    return chr(0x2400 + code) if code < 0x20 else f"\u27e8U+{code:04X}\u27e9"
-
-
-def clipped(text: str, most: int, length: int = 0) -> str:
-    """Return start and end of a long text; `length` is its length if its middle was already removed."""
-    length = length or len(text)
-    if length <= most:
-        return printable(text)
-    end = most // 4
-    gap = f"\n\u2026 [{length - most:,} of {length:,} characters left out] \u2026\n"
-    return printable(text[: most - end]) + gap + printable(text[-end:])
 
 
 def _table(rows: Sequence[Row], clip: int) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from jinja2 import Environment, Template
 from markupsafe import Markup, escape
 
 from grpo_ext.report import answer
-from grpo_ext.report.completions import browsed, clipped, embedded
+from grpo_ext.report.completions import browsed, embedded
 from grpo_ext.report.curves import COLOURS, DASHES, EXPLAINED, OTHERS, REWARD, Curve, Picture, curves, pictures
 from grpo_ext.report.facts import differing, facts, shown_setting
 from grpo_ext.report.reading import RunFolder, read_runs
+from grpo_ext.terminal import clipped
 
 MAX_SIZE = 5_000_000
 _FOR_COMPLETIONS = 2_800_000

@@ -1,6 +1,7 @@
 """The columns of a batch: those of some rows, and those that can be sent to a worker."""
 
 import pickle
+import re
 from collections.abc import Collection, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.protocol import rewards
 from grpo_ext.rewards.signatures import asks, function_options, needs
+from grpo_ext.rewards.text import content_text
 
 CALLBACKS = ("log_extra", "log_metric")
 PLURALS = {"prompts": "prompt", "completions": "completion"}
@@ -17,6 +19,33 @@ PLURALS = {"prompts": "prompt", "completions": "completion"}
 
 Columns = Mapping[str, Any]
 """The columns of a batch by name, and TRL's `trainer_state` and callbacks."""
+
+
+def opened(text: str) -> str:
+    """Return the tag of a layout that a prompt leaves open at its end, with its white space, or ""."""
+    return text[found.start() :] if (found := re.search(r"<(?:think|answer)>\s*\Z", text)) else ""
+
+
+def as_begun(spec: RewardSpec, columns: Columns, template: str) -> Columns:
+    """Return columns in which completions begin with the tag that was opened before them, for a reward of ours.
+
+    A user's function reads what stock TRL gives it. `template` is what the chat template leaves open.
+    """
+    prompts = columns.get("prompts", ()) if spec.is_registered else ()
+    tags = [opened(prompt) if isinstance(prompt, str) else template for prompt in prompts]
+    if not any(tags):
+        return columns
+    both = zip(columns["completions"], tags, strict=True)
+    return {**columns, "completions": [_begun(completion, tag) for completion, tag in both]}
+
+
+def _begun(completion: Any, tag: str) -> Any:
+    if isinstance(completion, str):
+        return completion if completion.lstrip().startswith(tag.strip()) else tag + completion
+    *before, last = completion or [{}]
+    if last.get("role", "assistant") != "assistant" or {"reasoning_content", "thinking"} & last.keys():
+        return completion  # a turn without end, or reasoning that was parsed
+    return [*before, {**last, "content": _begun(content_text(last.get("content")), tag)}]
 
 
 def check_clash(spec: RewardSpec, columns: Columns) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from grpo_ext.config.launch import local_world_size
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.calls import RunBatches, in_process, job, lost, recovered
-from grpo_ext.rewards.columns import CALLBACKS, Columns, check_clash, scorable_rows, with_plain_state
+from grpo_ext.rewards.columns import CALLBACKS, Columns, as_begun, check_clash, scorable_rows, with_plain_state
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import nan_warning, report
 from grpo_ext.rewards.outcomes import Part, Scores, merged, turn_counts
@@ -59,6 +59,8 @@ class Runtime:
         self.failures = None if failures is None else Path(failures)
         self.seed = seed
         self.functions: list[Any] = [s.function if s.is_model else self._component(s) for s in self.specs]
+        self.opened = ""
+        """Tag that the chat template leaves open before a completion, which our rewards read as its beginning."""
         self._batch: Any = None
         self._scores: dict[str, Scores] = {}
         users = [spec.name for spec in self.specs if not (spec.is_registered and spec.is_independent)]
@@ -99,7 +101,7 @@ class Runtime:
         """Score in this process; never waits unless the function is async."""
         check_clash(spec, columns)
         try:
-            parts = await in_process(spec, columns)
+            parts = await in_process(spec, as_begun(spec, columns, self.opened))
         except Exception as error:
             parts = [lost(columns, error)]
         return self._finish(spec, parts, columns)
@@ -115,10 +117,13 @@ class Runtime:
         if any(asks(s.callable, "trainer_state") for s in specs):
             columns = with_plain_state(columns)
         chunks = [(s, rows) for s in specs for rows in self._chunks(s, scorable_rows(s, columns))]
-        outcomes = self.pool.run([job(s, columns, rows, self.seed, self._places.get(s.name)) for s, rows in chunks])
+        begun = {s.name: as_begun(s, columns, self.opened) for s in specs}
+        outcomes = self.pool.run(
+            [job(s, begun[s.name], rows, self.seed, self._places.get(s.name)) for s, rows in chunks]
+        )
         parts: dict[str, list[Part]] = {s.name: [] for s in specs}
         for (spec, rows), outcome in zip(chunks, outcomes, strict=True):
-            parts[spec.name] += _at_once(recovered(spec, rows, outcome, self._pooled(spec, columns)))
+            parts[spec.name] += _at_once(recovered(spec, rows, outcome, self._pooled(spec, begun[spec.name])))
         return parts
 
     def _pooled(self, spec: RewardSpec, columns: Columns) -> RunBatches:

@@ -27,7 +27,7 @@ _PROCESSORS = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper",
 }  # fmt: skip
 """Processors that treat each row independently."""
-_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_INPUTS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
 
 
 RowsEnded: TypeAlias = Callable[[list[int], Int[Tensor, "rows tokens"], Float[Tensor, "rows tokens"]], None]
@@ -55,9 +55,10 @@ def check_call(
         raise Unsupported(f"the model takes {', '.join(sorted(unknown))}")
     if inputs.get("position_ids") is None or inputs["position_ids"].dim() != 2:
         raise Unsupported("the model does not take position_ids of shape [batch, time]")
-    if type(inputs.get("past_key_values")) is not DynamicCache:
-        raise Unsupported(f"its cache is a {type(inputs.get('past_key_values')).__name__}")
-    check_layers(inputs["past_key_values"])
+    cache = inputs.get("cache", inputs.get("past_key_values"))
+    if type(cache) is not DynamicCache:
+        raise Unsupported(f"its cache is a {type(cache).__name__}")
+    check_layers(cache)
 
 
 def text_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -155,7 +156,8 @@ class _Batch:
         self.limits = None if limits is None else limits.to(input_ids.device)
         self.prompt = input_ids.shape[1]
         self.model, self.processors, self.criteria, self.config = model, processors, criteria, config
-        self.cache: DynamicCache = inputs["past_key_values"]
+        self.argument = "cache" if "cache" in inputs else "past_key_values"  # until transformers 5.23
+        self.cache: DynamicCache = inputs[self.argument]
         self.rows_kept: RowCache | None = None
         self.options = {name: inputs[name] for name in ("logits_to_keep",) if name in inputs}
         self.mask: Tensor | None = inputs.get("attention_mask")
@@ -204,7 +206,8 @@ class _Batch:
         )
 
     def _logits(self, **inputs: Tensor | None) -> Tensor:
-        output = self.model(**inputs, **self.options, past_key_values=self.cache, use_cache=True, return_dict=True)
+        cache = {self.argument: self.cache}
+        output = self.model(**inputs, **self.options, **cache, use_cache=True, return_dict=True)
         return output.logits[:, -1].to(copy=True, dtype=torch.float32)
 
     def choose(self, logits: Tensor, log: KeptLog | None) -> Int[Tensor, " rows"]:

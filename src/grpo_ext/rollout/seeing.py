@@ -1,30 +1,16 @@
 """Prompts with images: rendered and tokenized each by itself, once for all completions of a prompt."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import BatchFeature
-from trl.data_utils import prepare_multimodal_messages
 
+from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.packing.images import OF_TOKENS, RowImages, joined_fields, row_images
 
 Tokenized = tuple[list[list[int]], list[Any] | None, dict[str, Any]]
 """The result of TRL's `_tokenize_prompts`: ids, images and further tensors of the prompts."""
-
-
-def prompts_seen(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the prompts of a dataset's rows with the images of their columns in them, as TRL puts them."""
-    images = [_column(row) for row in rows]
-    if not any(images):
-        return [row["prompt"] for row in rows]
-    return [prepare_multimodal_messages(row["prompt"], images=seen) for row, seen in zip(rows, images, strict=True)]
-
-
-def _column(row: Mapping[str, Any]) -> list[Any]:
-    if "images" in row:
-        return list(row["images"] or ())
-    return [] if row.get("image") is None else [row["image"]]
 
 
 def images_in(prompt: object) -> list[Any]:
@@ -58,6 +44,9 @@ def each_alone(stock: Callable[[list], Tokenized], prompts: list) -> tuple[Token
     """Tokenize prompts of which some have images, each by itself with `stock`; completions of one prompt share it.
 
     Returns TRL's result, and the images of each prompt.
+
+    Raises:
+        DataError: the processor fails on one of them.
     """
     ids: list[list[int]] = []
     rows: list[RowImages] = []
@@ -66,7 +55,11 @@ def each_alone(stock: Callable[[list], Tokenized], prompts: list) -> tuple[Token
             ids.append(ids[-1])
             rows.append(rows[-1])
             continue
-        (row_ids,), _, fields = stock([prompt])
+        try:
+            (row_ids,), _, fields = stock([prompt])
+        except Exception as error:  # of the processor: a side that is too long, a mark of an image in a text
+            reason = f"the processor fails on {described(prompt)!r:.160} ({type(error).__name__}: {error})"
+            raise DataError([Problem("prompt", ABSENT, reason, "Correct the row, or remove it.")]) from error
         ids.append(list(row_ids))
         rows.append(row_images(fields, len(images_in(prompt))))
     types = {name: [row[name].tolist() for row in rows] for name in OF_TOKENS if all(name in row for row in rows)}

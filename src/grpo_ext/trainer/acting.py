@@ -17,6 +17,7 @@ from trl.chat_template_utils import parse_response
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
+from grpo_ext.data.rows import without_gaps
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import EnvironmentHost
@@ -146,8 +147,7 @@ class Acting:
         spec = self.specs[row[ENVIRONMENT_COLUMN]] if several else next(iter(self.specs.values()))
         left_out = (TRAJECTORY, ENVIRONMENT_COLUMN) if several else (TRAJECTORY,)
         given = {name: value for name, value in row.items() if name not in left_out}
-        prompt = [{key: value for key, value in message.items() if value is not None} for message in row["prompt"]]
-        return Task(spec, given, prompt, self._tools[spec.name], seed)
+        return Task(spec, given, without_gaps(row["prompt"]), self._tools[spec.name], seed)
 
     def _parsed(self, ids: list[int], context: list[int], tools: list[dict] | None) -> Message:
         if tools and self._reader is not None:

@@ -5,7 +5,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers import TrainingArguments as Arguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
+from grpo_ext.tables import Table
 from grpo_ext.trainer.checkpoints.finish import METRICS_FILE
+from grpo_ext.trainer.signals import signals
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +30,34 @@ _SHOWN = {"kl": "kl", "entropy": "entropy", "completions/mean_length": "length"}
 """Metrics that a line shows after the rewards, with their short names."""
 
 
+_QUIET = 20.0
+"""Seconds without a line after which the end of a rollout is printed too."""
+
+
 class Progress(TrainerCallback):
-    """Prints one line for each log, instead of a dict of all metrics."""
+    """Prints one line for each log, not a dict of all metrics; one for the first step and for slow rollouts."""
+
+    _written = 0.0
 
     def on_train_begin(self, args: Arguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Start the clock for the estimate of the remaining time."""
         super().on_train_begin(args, state, control, **kwargs)
         self._began = (time.monotonic(), state.global_step)
+        self._written = self._began[0]
+
+    def on_step_end(self, args: Arguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Print how long the first step took, unless it is logged anyway."""
+        super().on_step_end(args, state, control, **kwargs)
+        if state.is_world_process_zero and state.global_step == self._began[1] + 1 and not control.should_log:
+            more = f"; the next line follows at step {_next_log(state)}" if args.logging_strategy == "steps" else ""
+            after = clock(time.monotonic() - self._began[0])
+            self.write(f"step {state.global_step}/{state.max_steps}   done after {after}{more}")
+
+    def sampled(self, seconds: float) -> None:
+        """Print that a rollout is over, if nothing was printed for a while."""
+        if time.monotonic() - self._written > _QUIET:
+            self._written = time.monotonic()
+            self.write(f"completions sampled in {clock(seconds)}; now the update")
 
     def on_log(
         self, args: Arguments, state: TrainerState, control: TrainerControl, logs: Logs | None = None, **_: object
@@ -44,6 +67,7 @@ class Progress(TrainerCallback):
             start, first = getattr(self, "_began", (0.0, state.global_step))
             done = state.global_step - first
             left = (time.monotonic() - start) / done * (state.max_steps - state.global_step) if done > 0 else 0.0
+            self._written = time.monotonic()
             self.write(line(logs, state.global_step, state.max_steps, left))
 
     def write(self, text: str) -> None:
@@ -59,12 +83,18 @@ class ProgressBar(Progress, ProgressCallback):
         print(text, flush=True) if self.training_bar is None else self.training_bar.write(text)
 
 
-def install_progress(callbacks: list[TrainerCallback], *, disable_tqdm: bool | None) -> None:
-    """Replace transformers' own printer or progress bar by `Progress`; keep one that the user has chosen."""
+def install_progress(callbacks: list[TrainerCallback], *, disable_tqdm: bool | None) -> Progress | None:
+    """Replace transformers' own printer or progress bar by `Progress`, and return it; keep one the user has chosen."""
     for i, callback in reversed(list(enumerate(callbacks))):
         if type(callback) in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
-            callbacks[i] = ProgressBar() if sys.stderr.isatty() and not disable_tqdm else Progress()
-            return
+            callbacks[i] = progress = ProgressBar() if sys.stderr.isatty() and not disable_tqdm else Progress()
+            return progress
+    return None
+
+
+def _next_log(state: TrainerState) -> int:
+    every = max(1, int(state.logging_steps))
+    return min((state.global_step // every + 1) * every, state.max_steps)
 
 
 def line(logs: Logs, step: int, steps: int, seconds_left: float = 0.0) -> str:
@@ -131,6 +161,29 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# Completions.
+
+
+def completions_table(logs: Mapping[str, Any], step: int, most: int | None) -> Table:
+    """Return a table of at most `most` completions, evenly chosen, with rewards, advantages and logged columns."""
+    columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"]}
+    columns |= {"advantage": logs["advantages"], **logs["extra"]}
+    count, most = len(logs["prompt"]), most or len(logs["prompt"])
+    chosen = range(0, count, max(1, count // max(1, most)))[:most]
+    title = f"step {step}: {len(chosen)} of {count} completions"
+    table = Table(title=title, title_justify="left", show_header=False)
+    for i in chosen:
+        for name, values in columns.items():
+            table.add_row(name, _cell(values[i]), end_section=name == list(columns)[-1])
+    return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        return "\n".join(f"{m.get('role')}: {m.get('content') or m.get('tool_calls')}" for m in value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 # metrics.jsonl.
@@ -201,6 +254,7 @@ class StepTimes(TrainerCallback):
         self._within: list[str] = []
         self._turned = 0.0
         self._logged = (0, 0.0)
+        self.sampled: Callable[[float], None] = lambda seconds: None
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
@@ -215,6 +269,8 @@ class StepTimes(TrainerCallback):
         finally:
             self._turn()
             self._within.pop()
+            if part == "rollout":
+                self.sampled(self._seconds[part])
 
     def on_train_begin(self, args: Arguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Leave out the tokens from before a resume."""
@@ -231,8 +287,9 @@ class StepTimes(TrainerCallback):
         self._within = []
         for part, seconds in self._seconds.items():
             self.metrics[f"time/{part}"].append(seconds)
+        signals.step_seconds = sum(self._seconds.values())
         tokens, elapsed = self._logged
-        self._logged = tokens, elapsed + sum(self._seconds.values())
+        self._logged = tokens, elapsed + signals.step_seconds
         if state.num_input_tokens_seen > tokens:
             self.metrics[THROUGHPUT] = [(state.num_input_tokens_seen - tokens) / self._logged[1]]
 

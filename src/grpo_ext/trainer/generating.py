@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import OF_THE_MODEL, scores_kept_sets
+from grpo_ext.data.pictures import with_images
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.trajectory import COLUMN
@@ -25,12 +26,12 @@ from grpo_ext.rollout.kept_log import Drawn, returning
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.seeing import PreparedImages, Tokenized, described, each_alone, images_in, prompts_seen
+from grpo_ext.rollout.seeing import PreparedImages, Tokenized, described, each_alone, images_in
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
-from grpo_ext.rollout.vllm.lazy_import import server_sampler
+from grpo_ext.rollout.vllm.lazy_import import grpo_trainer, server_sampler
 from grpo_ext.trainer.acting import Acting, Played, limits_of, sampling_of
 from grpo_ext.trainer.batches import no_early_pass
 from grpo_ext.trainer.callbacks import StepTimes
@@ -47,6 +48,7 @@ class GeneratingTrainer(CreditingTrainer):
     """`trl.GRPOTrainer` that fills one `Collected` per generation."""
 
     acting: Acting | None
+    opened: str
     reward_runtime: Runtime | None
     _collecting: Collected | None = None
     """The generation that TRL's hooks fill at the moment."""
@@ -63,6 +65,7 @@ class GeneratingTrainer(CreditingTrainer):
     _times: StepTimes
     model_wrapped: Any
     use_vllm: bool
+    _largest: Any
     _last_loaded_step: int
     vllm_importance_sampling_correction: bool
 
@@ -113,7 +116,7 @@ class GeneratingTrainer(CreditingTrainer):
             attempts: identity of each row's attempt; seeds of environments and their turns come from it.
         """
         with self._filling(Collected(rows, attempts, ready=self._finished(attempts))) as collected:
-            collected.generated = Generated(*self._generate(prompts_seen(rows)))
+            collected.generated = Generated(*self._generate([with_images(row) for row in rows]))
         extra = collected.generated.extra
         added = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
         collected.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
@@ -121,7 +124,7 @@ class GeneratingTrainer(CreditingTrainer):
 
     def collect(self, rows: list[dict[str, Any]], attempts: list[AttemptId]) -> Collected:
         """Generate and score a completion for each row; each process needs as many rows."""
-        collected, prompts = self.rollouts(rows, attempts), prompts_seen(rows)
+        collected, prompts = self.rollouts(rows, attempts), [with_images(row) for row in rows]
         made = collected.generated
         assert made is not None
         self._pending_extra_logs.clear()
@@ -231,6 +234,8 @@ class GeneratingTrainer(CreditingTrainer):
         if any(generated.tool_images):
             raise ConfigError([images_of_tools()])
         collected.generated = generated
+        first = generated.prompt_ids, generated.completion_ids, collected.images
+        self._scorer.choose_way(self.model, *first, self._tokenizer.pad_token_id, self._largest)
         return generated
 
     def _check_logprobs(self, generated: Generated) -> None:
@@ -344,7 +349,12 @@ class GeneratingTrainer(CreditingTrainer):
 
     def _complete(self, collected: Collected, mode: str) -> dict[str, Any]:
         """Return the batch of a generation, which TRL fills unless it is settled or ready."""
-        with self._filling(collected), no_early_pass(self.args), self._seen_once():
+        if self._first_logps is None:
+            self.check_reference()
+        scored = (
+            nullcontext() if self._initial is None else temporarily(grpo_trainer, use_adapter=self._initial.replacing)
+        )
+        with self._filling(collected), no_early_pass(self.args), self._seen_once(), scored:
             output = super()._generate_and_score_completions(collected.rows)
         output = {name: value for name, value in output.items() if name not in self._scorer.multimodal}
         output |= collected.lists

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,15 +16,19 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 
 from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.precision import precision
 from grpo_ext.config.truncation import adapter_problems
+from grpo_ext.data.chat_template import template_opens
+from grpo_ext.data.given import Checked
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
-from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body
+from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body, takes_positions
+from grpo_ext.packing.own_forward import count_positions
 from grpo_ext.packing.pieces import Part, TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer
@@ -46,16 +51,18 @@ from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
 from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows, log_weights
 from grpo_ext.trainer.evaluating import batch_weight
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
-from grpo_ext.trainer.model_checks import check_pieces, check_scale
+from grpo_ext.trainer.model_checks import check_pieces
 from grpo_ext.trainer.piecewise import SHARDED, Terms, more_to_come, together
+from grpo_ext.trainer.reference import InitialWeights, compare, evaluating, made_up, scored
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
-from grpo_ext.trainer.seeing import check_processor
+from grpo_ext.trainer.seeing import check_processor, check_prompts
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
     Reward,
     RolloutFunc,
     Rows,
+    check_best_metric,
     check_reward_names,
     named_arguments,
     prepare,
@@ -164,8 +171,13 @@ class GRPOExtTrainer(ChunkTrainer):
         if found:
             raise ConfigError(found)
         check_reward_names(self.reward_func_names)
+        check_best_metric(args, ready.eval_dataset, self.reward_func_names)
         check_processor(self, ready.train_dataset, ready.eval_dataset)
+        if not isinstance(train_dataset, Checked):
+            played = bool(ready.environments or any(rollouts.values()))
+            check_prompts(self, ready.train_dataset, ready.eval_dataset, played=played)
         make_portable(self.model)
+        self._set_up_reference()
         if ready.environments:
             # a copy: the background may play while TRL tokenizes
             self.acting = Acting(ready.environments, copy.deepcopy(self._tokenizer), reward_memory_gib)
@@ -175,6 +187,9 @@ class GRPOExtTrainer(ChunkTrainer):
         self._add_callbacks()
         self._rewards = RewardCollector(self.reward_funcs, self.reward_func_names, self._guard, self.accelerator)
         self.reward_runtime = self._rewards.runtime
+        self.opened = template_opens(self._tokenizer, as_mapping(self.chat_template_kwargs))
+        if self.reward_runtime is not None:
+            self.reward_runtime.opened = self.opened
         self.reward_funcs = self._rewards.for_trl(self._take_scores, self._ready_scores)
         self._group_means = GroupMeans(self.objective.remembered_batches)
         self._credit = Credit(self.objective, self._group_means, self.accelerator)
@@ -186,6 +201,18 @@ class GRPOExtTrainer(ChunkTrainer):
         self._describe_objective()
         self.use_vllm = args.use_vllm  # a replay disables the engine but keeps vLLM's importance correction
 
+    def _set_up_reference(self) -> None:
+        """Keep the weights that an adapter begins with, which are its reference; a replay has recorded that."""
+        if self.args.replay_batches is not None or not self.args.beta:
+            return
+        self.beta = self.args.beta
+        if isinstance(self.model, PeftModel):
+            self._initial = InitialWeights(self.model)
+
+    @property
+    def _unwrapped(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
+
     def _set_up_forward(self) -> None:
         """Switch dropout off if configured, and choose the forward that scores tokens."""
         args = self.args
@@ -196,7 +223,8 @@ class GRPOExtTrainer(ChunkTrainer):
             switch_dropout_off(self.model)
         elif dropout := active_dropout(self.model):
             logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
-        check_scale(causal_lm(self.model))
+        if adds_tokens(self.model) and takes_positions(causal_lm(self.model)):
+            count_positions(causal_lm(self.model))  # in rollouts too, where PEFT counts padding behind its tokens
         self.sharing = PrefixSharing(args.prefix_setting, self.model, further=forward_obstacle(args))
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([self.sharing.problem()])
@@ -207,17 +235,20 @@ class GRPOExtTrainer(ChunkTrainer):
         agreed = self._largest if several and (sharded or self.sharing.agreed is not None) else None
         limit = None if (most := args.micro_batch_tokens) is None else TokenLimit(most, self.sharing, agreed)
         stock = super()._get_per_token_logps_and_entropies
-        self._scorer = Scorer(stock, self.sharing, self.accelerator, partial(forward_only, self.model, args), limit)
+        quiet = partial(forward_only, self.model, args)
+        self._scorer = Scorer(stock, self.sharing, self.accelerator, quiet, limit, self.temperature)
 
-    def _largest(self, number: int) -> int:
+    def _largest(self, number: Any) -> Any:
         """Return the largest of all processes' numbers."""
-        return int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
+        return self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max().item()
 
     def _add_callbacks(self) -> None:
         """Register the progress line, step timer, metrics file and diagnostics."""
         metrics = self._metrics["train"]
-        install_progress(self.callback_handler.callbacks, disable_tqdm=self.args.disable_tqdm)
+        progress = install_progress(self.callback_handler.callbacks, disable_tqdm=self.args.disable_tqdm)
         self._times = StepTimes(metrics, self.accelerator.device, ("rollout", "rewards"))
+        if progress is not None and self.accelerator.is_main_process:
+            self._times.sampled = progress.sampled
         if self.acting is not None:
             self._times.parts += ("environments",)
         if self.use_vllm or self._beside is not None:
@@ -444,3 +475,32 @@ class GRPOExtTrainer(ChunkTrainer):
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """Return TRL's mask, also above the 2^24 tokens that `torch.quantile` takes."""
         return high_entropy_mask(self.accelerator, entropies, mask, threshold)
+
+    def check_reference(self) -> None:
+        """Compare the reference with the policy before training, later with itself at the start.
+
+        Raises:
+            ConfigError: they differ, or made-up rows cannot be scored.
+        """
+        first = self._first_logps
+        if not self.beta or (first is not None and self.args.sync_ref_model):
+            return
+        half = self.args.bf16 or self.args.fp16 or self.model.dtype.itemsize < 4
+        policy, check = self._unwrapped, partial(compare, model=self._unwrapped, half=half)
+        with nullcontext() if self._initial is None else self._initial.replacing(policy):
+            reference = self._made_up_logps(self.ref_model or self.model)
+        if first is not None:
+            check(reference, first, "the reference has moved since the start")
+            return
+        self._first_logps = reference
+        if self.state.global_step == 0:
+            logps = self._made_up_logps(self.model)
+            check(self._made_up_logps(self.model), logps, "each forward draws its own noise, also without dropout")
+            check(reference, logps, "the reference is not the policy before the first step")
+
+    def _made_up_logps(self, model: nn.Module) -> Tensor:
+        """Return log-probabilities of made-up rows, by TRL's forward and without dropout."""
+        vocabulary = causal_lm(self._unwrapped).config.get_text_config().vocab_size
+        ids, dropout = made_up(self._tokenizer, vocabulary, self.accelerator.device), active_dropout(model)
+        with forward_only(self.model, self.args), evaluating(model) if dropout else nullcontext():
+            return scored(self._scorer.stock, model, ids)

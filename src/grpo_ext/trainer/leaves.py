@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
+from grpo_ext.data.chat_template import splits_reasoning
 from grpo_ext.environments.loop import AttemptLimits
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import COLUMN, batch
@@ -233,7 +234,7 @@ class Leaves:
         """Decode completions as TRL does."""
         if not is_conversational({"prompt": rows[0]["prompt"]}):
             return list(self._processing.batch_decode(ids, skip_special_tokens=True))
-        if any(getattr(self._tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+        if splits_reasoning(self._tokenizer):
             pairs = zip(ids, prompt_ids, strict=True)
             return [[parse_response(self._tokenizer, one, prefix=prompt, tools=[])] for one, prompt in pairs]
         texts = self._processing.batch_decode(ids, skip_special_tokens=True)

@@ -18,11 +18,15 @@ from transformers.trainer_utils import TrainOutput, has_length
 
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.engines import check_started
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, RolloutDrift, SamplerLost, ServerLost
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
+from grpo_ext.tables import show
+from grpo_ext.terminal import safe_output
 from grpo_ext.trainer import findings
 from grpo_ext.trainer.batches import Generation
+from grpo_ext.trainer.callbacks import completions_table
 from grpo_ext.trainer.checkpoints import state
 from grpo_ext.trainer.checkpoints.starting import start
 from grpo_ext.trainer.evaluating import EvalRows, Evaluated, SameOrderSampler
@@ -31,6 +35,7 @@ from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
 from grpo_ext.trainer.saving import SavingTrainer
 from grpo_ext.trainer.setup import check_trained
 from grpo_ext.trainer.signals import interrupted, naming_checkpoint, naming_lost_ranks, signals
+from grpo_ext.trainer.trial_save import check_saving
 
 
 class _EndedByEvaluation(Exception):
@@ -42,6 +47,7 @@ class Lifecycle(SavingTrainer):
 
     num_generations: Any
     num_generations_eval: Any
+    _tokenizer: Any
     _buffered_inputs: Any
     _figures: Figures
     _generation: Generation
@@ -59,6 +65,7 @@ class Lifecycle(SavingTrainer):
 
     # Training.
 
+    @safe_output()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as TRL does; a second call begins with new rollouts.
 
@@ -80,6 +87,9 @@ class Lifecycle(SavingTrainer):
             self._epoch_began, self._stopped_at, self._leaving = (0, 0), None, False
             self._record = self._identity()
             checkpoint, self._branch = start(self.args, resume_from_checkpoint, self._record)
+            if self.recipe_record is not None or self.args.save_strategy != "no":
+                model = self.accelerator.unwrap_model(self.model)
+                check_saving(model, self._tokenizer, self.processing_class, self.args)
             self._guard.start()
             with signals.training(), naming_lost_ranks(self.args.world_size, self.args.ddp_timeout):
                 output = super().train(checkpoint, *args, **kwargs)
@@ -129,7 +139,10 @@ class Lifecycle(SavingTrainer):
         skipped = self._metrics["train"].pop(SKIPPED, []) if self.model.training else []
         if skipped and self.args.on_nonfinite == "skip":
             logs = {**logs, SKIPPED: sum(skipped)}
+        self.num_completions_to_print = 0  # not TRL's table, which reads names as markup and prints any length
         super().log(logs, start_time)
+        if self.log_completions and self.accelerator.is_main_process and self.args.num_completions_to_print != 0:
+            show(completions_table(self._logs, self.state.global_step, self.args.num_completions_to_print))
 
     def _sampling(self) -> AbstractContextManager[None]:
         """Return a context for sampling, which names overflowed weights and logits."""
@@ -164,24 +177,35 @@ class Lifecycle(SavingTrainer):
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Evaluate with metrics over all completions instead of batches; the random streams of training are kept."""
         rows = None
+        output: Any
         if has_length(dataloader):
             rows = len(dataloader.dataset) * self.num_generations_eval  # type: ignore[arg-type]
         self._eval_rows = EvalRows(0, rows)
+        prefix = str(kwargs.get("metric_key_prefix", "eval"))
         if self.args.loss_defaults == "trl":
-            return super().evaluation_loop(dataloader, *args, **kwargs)
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
+            self._name_figures(prefix)
+            return output
         self._figures.clear()  # a step that failed may have left some
         evaluated = self._evaluated = Evaluated(rows)
         try:
             with random_streams_kept(), self.background_paused():
-                output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
+                output = super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self._evaluated = None
         metrics, weights = self._metrics["eval"], self.reward_weights.double()
         figures = evaluated.figures(self.reward_func_names, weights, self.num_generations_eval, self.objective)
         metrics.update({name: [value] for name, value in figures.items()})
         self._figures.log(metrics, self.accelerator)
-        output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = metrics.pop("loss", [0.0])[-1]
+        output.metrics[f"{prefix}_loss"] = metrics.pop("loss", [0.0])[-1]
+        self._name_figures(prefix)
         return output
+
+    def _name_figures(self, prefix: str) -> None:
+        """Put the name of one of several evaluation sets before its figures, to which TRL adds `eval_` alone."""
+        metrics, name = self._metrics["eval"], prefix.removeprefix("eval").strip("_")
+        for figure in list(metrics) if name and prefix.startswith("eval_") else ():
+            metrics[f"{name}_{figure}"] = metrics.pop(figure)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool | None, ignore_keys: list[str] | None = None
@@ -232,6 +256,9 @@ class Lifecycle(SavingTrainer):
             state.find_best_checkpoint(self.state, Path(checkpoint))
             self._resumed = state.Resumed(Path(checkpoint), state.read(Path(checkpoint), self))
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        if self._initial is not None:
+            with naming_checkpoint(checkpoint):
+                self._initial.read(Path(checkpoint))
         if self._resumed.state is not None and isinstance(self.train_dataset, IterableDataset):
             return self._resumed.place  # a stream may have ended, and begun again, at any step
         for _ in range(place[0]):
@@ -239,9 +266,10 @@ class Lifecycle(SavingTrainer):
         return place
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with naming_checkpoint(resume_from_checkpoint):
+        folder = Path(resume_from_checkpoint)
+        with naming_checkpoint(folder), temporarily(self, _issue_warnings_after_load=partial(self._account, folder)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            state.load_default_adapter(model or self.model, Path(resume_from_checkpoint))
+            state.load_default_adapter(model or self.model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with naming_checkpoint(checkpoint):
@@ -251,11 +279,22 @@ class Lifecycle(SavingTrainer):
         with naming_checkpoint(checkpoint):
             super()._load_scaler(checkpoint)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn of missing weights, but not of tied ones, which a checkpoint stores once."""
-        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", None) or {}
-        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result)
+    def _load_best_model(self) -> None:
+        folder = Path(str(self.state.best_model_checkpoint))
+        with temporarily(self, _issue_warnings_after_load=partial(self._account, folder)):
+            super()._load_best_model()
+
+    def _account(self, folder: Path, load_result: Any) -> None:
+        """Load what a checkpoint holds under other names than the model's; a tied weight is stored once.
+
+        Raises:
+            ConfigError: weights are missing or unexpected.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        stored_once = {*(getattr(model, "all_tied_weights_keys", None) or ()), *(model._keys_to_ignore_on_save or ())}
+        missing = [name for name in load_result.missing_keys if name not in stored_once]
+        if missing or load_result.unexpected_keys:
+            state.load_renamed(model, folder, missing)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random streams; then evaluate if the run was stopped before an evaluation that was due.

@@ -2,13 +2,12 @@
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.objective import Objective
@@ -17,9 +16,10 @@ from grpo_ext.trainer import card
 from grpo_ext.trainer.checkpoints import identity, processes, state, writing
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE
-from grpo_ext.trainer.checkpoints.manifest import MANIFEST, Branch, step_of
+from grpo_ext.trainer.checkpoints.manifest import MANIFEST, Branch
 from grpo_ext.trainer.checkpoints.processes import agreed
 from grpo_ext.trainer.findings import check_weights
+from grpo_ext.trainer.reference import InitialWeights
 
 
 class SavingTrainer(GRPOTrainer):
@@ -44,6 +44,10 @@ class SavingTrainer(GRPOTrainer):
     _branch = Branch()
     _epoch_began = (0, 0)
     """The current epoch, and the micro-batches of training before it."""
+    _initial: InitialWeights | None = None
+    """Those of an adapter, which are its reference."""
+    _first_logps: Tensor | None = None
+    """Log-probabilities of the reference at the start."""
     _leaving = False
     """True while a run is ended early: its checkpoint must hold what a resume needs, also with `save_only_model`."""
 
@@ -61,8 +65,10 @@ class SavingTrainer(GRPOTrainer):
         Raises:
             SaveError: it could not be written; on all processes.
             NonFiniteError: a weight has overflowed; on all processes.
+            ConfigError: the reference has moved.
         """
         check_weights(self.model, self.state)
+        self.check_reference()
         final = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         folder, whole = final.parent / writing.SAVING / final.name, self._leaving or not self.args.save_only_model
         with self._writer.reporting(final, final.parent), self._writer.aside():
@@ -82,12 +88,17 @@ class SavingTrainer(GRPOTrainer):
         if self.args.push_to_hub_revision and self.is_world_process_zero():
             card.push_revision(self, final)
 
+    def check_reference(self) -> None:
+        """Compare the reference with the policy before training, later with itself at the start."""
+
     def _save_own(self, folder: Path) -> None:
         """Write the files of a checkpoint that are not TRL's."""
         self.save_objective(folder)
         if self.args.should_save:
             identity.write_record(folder, self._record or {})
             self._write_card(folder)
+            if self._initial is not None:
+                self._initial.write(folder)
         epoch, began = self._epoch_began
         state.write(self, folder, (epoch, self._step - began))
 
@@ -154,9 +165,6 @@ class SavingTrainer(GRPOTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         self._writer.attempt(super()._save, output_dir, state_dict)
-        folder = Path(output_dir or str(self.args.output_dir))
-        if "ref" in getattr(self.model, "peft_config", {}) and step_of(folder) is None:
-            shutil.rmtree(folder / "ref", ignore_errors=True)  # the initial adapter, which only a resume needs
 
     def _save_scaler(self, output_dir: str) -> None:
         self._writer.attempt(super()._save_scaler, output_dir)

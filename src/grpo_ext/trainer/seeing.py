@@ -1,13 +1,22 @@
 """Refusals of images that a run would not compute right, found when the first batch has them."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from datasets import Dataset
+
 from grpo_ext.config.images import image_problems, rollout_problems
+from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data.pictures import image_columns
+from grpo_ext.data.prompts import PromptLook, unseen_layout
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.packing.images import COUNT, RowImages
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.signatures import callable_name
 from grpo_ext.rollout.seeing import images_in
+
+logger = logging.getLogger(__name__)
 
 
 def check_processor(trainer: Any, *datasets: object) -> None:
@@ -21,6 +30,28 @@ def check_processor(trainer: Any, *datasets: object) -> None:
         reason = f"the processor is a {type(trainer.processing_class).__name__}, so the model would not see the images"
         cure = "Name a model of images and text with its processor, or remove the column."
         raise ConfigError([Problem(f"column {found[0]!r}", ABSENT, reason, cure)])
+
+
+def check_prompts(trainer: Any, train: object, evaluated: object, *, played: bool) -> None:
+    """Look at the first prompts of datasets that no recipe has prepared, and at layouts; log warnings.
+
+    Raises:
+        ConfigError: the model would not read the prompts as they are meant.
+    """
+    tokenizer, options = trainer._tokenizer, as_mapping(trainer.chat_template_kwargs)
+    problems, notes, look = list[Problem](), list[Problem](), PromptLook(tokenizer, options, played)
+    named = {"train_dataset": train, **(evaluated if isinstance(evaluated, Mapping) else {"eval_dataset": evaluated})}
+    for name, dataset in named.items():
+        if isinstance(dataset, Dataset) and "prompt" in dataset.column_names:
+            found, unmeant = look(dataset, name)
+            problems, notes = problems + found, notes + unmeant
+    if problems:
+        raise ConfigError(problems)
+    for reward in trainer.reward_funcs:
+        spec = getattr(reward, "spec", None) or RewardSpec(callable_name(reward), reward)
+        notes += [note for note, _ in unseen_layout(spec, train, tokenizer, options)]
+    for note in notes if trainer.accelerator.is_main_process else ():
+        logger.warning(str(note))
 
 
 def check_seen(trainer: Any, prompts: list) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from grpo_ext.config import process_engine
+from grpo_ext.config.adapters import init_problems
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -27,8 +28,9 @@ from grpo_ext.config.precision import head_problems
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.config.vllm import leaves_packed, packs_while_loading, quantized_problem
+from grpo_ext.data.eval_sets import best_metric_problems
 from grpo_ext.data.given import Checked, as_dataset, prompt_problems
-from grpo_ext.data.pictures import image_columns, with_pictures
+from grpo_ext.data.pictures import as_read, image_columns, with_pictures
 from grpo_ext.data.rows import check_columns
 from grpo_ext.environments.composition import EnvironmentSpec, parse_environments
 from grpo_ext.environments.fit import beside_problems, setting_problems
@@ -129,7 +131,9 @@ def prepare(
     if columns := image_columns(train_dataset, eval_dataset):
         problems += [*image_problems(args, columns), *image_rollout_problems(rollouts)]
     problems += quantized_problems(args, model, quantization_config)
-    adapted = peft_config is not None or isinstance(model, PeftModel)
+    adapters = [peft_config] if peft_config is not None else [*getattr(model, "peft_config", {}).values()]
+    problems += [problem for config in adapters for problem in init_problems(config)]
+    adapted = bool(adapters)
     if args.cast_lm_head_to_fp32 and adapted:
         problems += head_problems(args, tied=is_tied(model, args), adapted=True)
     if reward_funcs or not factory:
@@ -151,7 +155,7 @@ def seen(dataset: Any, name: str, problems: list[Any]) -> Any:
     if isinstance(dataset, Mapping):
         return {key: seen(value, f"{name}[{key!r}]", problems) for key, value in dataset.items()}
     try:
-        return with_pictures(dataset, name)
+        return as_read(with_pictures(dataset, name))
     except DataError as error:
         problems += error.problems
         return dataset
@@ -210,7 +214,12 @@ def policy(model: Model) -> Model:
 
 
 def reference_from(model: Model, args: GRPOExtConfig, peft_config: object) -> AbstractContextManager[None]:
-    """Make TRL copy the reference from a policy given as an instance; it would load it from disk by name."""
+    """Make TRL copy the reference from a policy given as an instance; it would load it from disk by name.
+
+    Of an adapter it makes none: `add_adapter` would run the adapter's initialisation again, on the policy's base.
+    """
+    if isinstance(model, PeftModel):
+        return temporarily(args, beta=0.0)
     if not isinstance(model, PreTrainedModel) or args.beta == 0.0 or peft_config is not None:
         return nullcontext()
 
@@ -294,6 +303,17 @@ def check_reward_names(names: list[str]) -> None:
             )
             for name in repeated
         )
+
+
+def check_best_metric(args: GRPOExtConfig, eval_dataset: object, names: Sequence[str]) -> None:
+    """Refuse a `metric_for_best_model` that none of several evaluation sets has.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    sets = [*map(str, eval_dataset)] if isinstance(eval_dataset, Mapping) else []
+    if sets and (found := [*best_metric_problems(args.metric_for_best_model, names, sets)]):
+        raise ConfigError(found)
 
 
 def _call_problems(field: str, function: object) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ import psutil
 
 from grpo_ext.config.launch import ASKED, COMMAND, rank, write_exit_code
 from grpo_ext.errors import ABSENT, NOT_FINISHED, ConfigError, Problem, RankLost, RunInterrupted
+from grpo_ext.terminal import printable
 
 if TYPE_CHECKING:
     from transformers import TrainerState  # not at run time: `grpo_ext.train` listens before it imports torch
@@ -45,12 +46,14 @@ class Signals:
             (a model is being saved, or the process ends anyway) it is ignored. A second signal always ends the
             process.
         cleanups: called before the process ends at once.
+        step_seconds: how long the last step took, 0 before the first has ended.
     """
 
     def __init__(self) -> None:
         self.requested = 0
         self.phase: Phase = "loading"
         self.cleanups: list[Callable[[], None]] = []
+        self.step_seconds = 0.0
         self._first = 0.0
         self._kept: dict[int, object] = {}
         self._pipe: tuple[int, int] | None = None
@@ -117,9 +120,9 @@ class Signals:
             line = f"{signal_name(number)} before the first step, without a checkpoint. Start it again."
             self.leave_now(NOT_FINISHED, line)
         if self.phase == "training" and rank() == 0:
-            write_stderr(
-                f"{signal_name(number)}: a checkpoint is saved after this step; a second signal ends the run at once."
-            )
+            took = f" (the last one took {self.step_seconds:.0f} s)" if self.step_seconds else ""
+            line = f"{signal_name(number)}: a checkpoint is saved after this step{took}; a second signal ends the run"
+            write_stderr(f"{line} at once.")
 
     def leave_now(self, code: int, line: str) -> None:
         """End this process, also if its main thread is blocked."""
@@ -138,7 +141,7 @@ def _ignore(*_: object) -> None:
 def write_stderr(line: str) -> None:
     """Write to stderr without Python's buffer, whose lock another thread may hold."""
     sys.stdout.flush() if threading.current_thread() is threading.main_thread() else None
-    os.write(2, f"{line}\n".encode())
+    os.write(2, f"{printable(line)}\n".encode())
 
 
 def signal_name(number: int) -> str:

@@ -21,10 +21,10 @@ from grpo_ext.errors import RolloutDrift, ServerLost
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.rollout.vllm import client
 from grpo_ext.train import leave_process_group
+from grpo_ext.trainer.checkpoints.processes import whole
 from support import tiny
 from support.fsdp_on_cpu import make_fsdp_real
 from support.vllm_runs import send_all, server_processes
-from support.watched import whole
 
 
 class Faults:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.library.math_judgement import judge
+from grpo_ext.rewards.library.math_judgement import OUT_OF_TIME, judge
 from grpo_ext.rewards.library.math_marks import PLACES
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import TAGS, Completion, boxed, completion_text
@@ -109,9 +109,11 @@ def accuracy(
     completion_ids: list[list[int]] | None = None,
     prompts: list[Any] | None = None,
     log_extra: Callable[[str, list], None] | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
     *,
     read: str = "auto",
     max_length: int | None = None,
+    copied_formulas: bool = False,
     **_: object,
 ) -> list[float | None]:
     r"""1.0 where the final answer equals `solution` by math-verify, else 0.0; None where `solution` is unreadable.
@@ -121,8 +123,9 @@ def accuracy(
     of them. A marked answer that holds several different values is wrong, and so are answers found only inside the
     reasoning. An equation matches an equation that it is a multiple of, `x = 5` matches 5, and a list is compared
     as a whole. Details: `math_answers.read_answer`, `math_equality.equal`. A completion of `max_length` tokens, which
-    was cut off, is None where it has no mark; one that repeats the question's own calculation is 0. Logs `solution`,
-    `gold_parsed` and `answer_parsed` beside the completions.
+    was cut off, is None where it has no mark. One that repeats the question's own calculation is 0, and so is one that
+    repeats its formula, unless `copied_formulas` (see `math_copies.copied`). Logs `solution`, `gold_parsed` and
+    `answer_parsed` beside the completions.
 
     Raises:
         ValueError: unknown `read`, or max_length < 1.
@@ -133,7 +136,14 @@ def accuracy(
         raise OptionError("max_length", max_length, "completions are longer", "Set it to max_completion_length.")
     lengths = [len(ids) for ids in completion_ids or []] or [0] * len(completions)
     judged = [
-        judge(completion_text(text), gold, read, prompt, cut=max_length is not None and length >= max_length)
+        judge(
+            completion_text(text),
+            gold,
+            read,
+            prompt,
+            cut=max_length is not None and length >= max_length,
+            copied_formulas=copied_formulas,
+        )
         for text, gold, length, prompt in zip(
             completions, solution, lengths, prompts or [""] * len(completions), strict=True
         )
@@ -142,6 +152,8 @@ def accuracy(
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [judgement.gold_parsed for judgement in judged])
         log_extra("answer_parsed", [judgement.answer_parsed for judgement in judged])
+    if log_metric and (late := sum(judgement.answer_parsed == OUT_OF_TIME for judgement in judged)):
+        log_metric("accuracy/out_of_time", late)
     return [judgement.score for judgement in judged]
 
 

@@ -4,14 +4,17 @@ Math-verify leaves cases open in which a wrong answer could score by accident. T
 the text is the answer, several values in one answer ("72 or 73"), words and letters beside a number.
 """
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
-from grpo_ext.rewards.library.math_equality import MAX_FORMULA, MAX_MATRIX, RATIO, MathValue, readable
+from grpo_ext.rewards.library.math_equality import MAX_FORMULA, MAX_MATRIX, RATIO, MathValue, OutOfTime, readable
 from grpo_ext.rewards.library.math_equations import EQUALS, concluded, items_of
-from grpo_ext.rewards.library.math_marks import answer_part, marked
+from grpo_ext.rewards.library.math_languages import WORD, in_english
+from grpo_ext.rewards.library.math_marks import answer_of, answer_part, marked
 from grpo_ext.rewards.library.math_notation import FACTOR, PRODUCT, clean
 from grpo_ext.rewards.library.math_units import unit_after
 
@@ -45,9 +48,30 @@ _BOUND = re.compile(
 _NEGATED = re.compile(
     rf"\b(?:not|never|none|neither|except|at (?:most|least)|(?:less|more) than|{_SCALED_BEFORE})\b", re.IGNORECASE
 )
-_ALTERED = re.compile(rf"\b(?:not|no|minus|negative|{_SCALED_BEFORE}|{_SCALED_AFTER})\b", re.IGNORECASE)
 _UNIT = re.compile(
     r"(?:\s*[A-Za-z'\"]{2}|\s+[A-JLN-Za-jl-z](?![A-Za-z])|[mgshLl](?![A-Za-z])|\s*/)?(?:[A-Za-z\s/.,;'\"()²³-]|(?<=[A-Za-z])(?:[23](?!\d)|\s*\^\s*\{?-?[1-3]\}?))*"
+)
+# Words that change the value of the number that they are beside, or make it one of several.
+_CHANGED = re.compile(
+    rf"\b(?:not|no|none|never|neither|nor|except\w*|exclud\w*|without|besides|but|other|under|over|above|below"
+    r"|beyond|minus|negative|plus|times|divided|multipl\w*|divisible|modulo|mod|choose|powers?|root|score|dozens?|gross|pairs?"
+    rf"|couples?|factor|log|fails?|wrong|incorrect|false|impossible|{_SCALED_BEFORE}|{_SCALED_AFTER})\b"
+    r"|\bat (?:most|least)\b|\bup to\b|\|\s*\w+ than\b|\| (?:(?:ish|fold)\b|\(|\s*-\s*[A-Za-z])",
+    re.IGNORECASE,
+)
+# The last word before the number in a plain sentence: "Janet makes 18", "a total of 18", "It is about 18".
+_STATED = re.compile(
+    r"(?:\A|[\s(])(?:is|are|was|were|be|has|have|had|get|got|gave|make|made|need|pay|paid|spend|spent|take|took|left|sold|bought"
+    r"|ate|cost|earn|save|answer|total|result|sum|about|around|approximately|roughly|exactly|only|so|then|thus|hence|therefore|and|it"
+    r"|(?:total|answer|sum|result) of|equal to|[a-z]{2,}(?:s|ed))\Z",
+    re.IGNORECASE,
+)
+_CLAUSE = re.compile(r"[,;:.=!?\n⇒]")
+_PER = re.compile(r"\s*/\s*([A-Za-z]+)")
+# The label of an option before its value: \textbf{(B)}\ 12, "B) 12".
+_OPTION = re.compile(
+    r"\A[\s$]*(?:\\(?:text|math)\w*\s*\{\s*\(?([A-J])\)?[.)\s]*\}|\(([A-J])\)|([A-J])\))"
+    r"(?:\\[ ,;:~]|\\q?quad|[\s$~:.])*(?=\$?[-+\d\\.(])"
 )
 _ANCHOR = re.compile(r"\banswers?\b[^.\n:=\d]{0,60}?(?:\b(?:is|are|was|be|equals)\b|[:=])", re.IGNORECASE)
 _CONTRAST = re.compile(r",\s*(?:and |but )?not\s+[-+$(\\.\d][^,]*\Z", re.IGNORECASE)  # "15, not 16"
@@ -68,7 +92,7 @@ _WORDS_AROUND = re.compile(rf"^(?:{_LETTERS}[:,]?\s+)+|(?:\s+{_LETTERS}(?:\s*\^\
 # A unit of one letter after a formula in which no letter denotes a number.
 _UNIT_LETTER = re.compile(r"\A((?:[^A-Za-z\\]|\\[A-Za-z]+)*[\d})])\s*[mgshlL](?:\s*\^\s*\{?[23]\}?)?\Z")
 _NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")  # the common case, which needs no cleaning
-_PHRASE = re.compile(r"[A-Za-z][A-Za-z' -]{1,59}")
+_PHRASE = re.compile(r"(?=[^\W\d_]{2}|[^\x00-\u03ff])[^\W\d_](?:[^\W\d_]|[' -]){0,59}")
 _CHOICE = re.compile(r"[A-Za-z]")
 """A letter behind "answer is": elsewhere "a" and "I" are words."""
 _ARTICLE = re.compile(r"\Athe\s+", re.IGNORECASE)
@@ -92,10 +116,19 @@ _TRIES = 3
 _unread: Counter[str] = Counter()
 
 
-def reference_of(gold: str) -> MathValue | None:
-    """Return the value of a reference answer, or None if it cannot be read; without a mark all of it is the answer."""
+def reference_of(gold: Any) -> MathValue | None:
+    """Return the value of a reference answer, or None if it cannot be read; without a mark all of it is the answer.
+
+    An object, itself or as JSON, is its "ground_truth" or "answer", a list of one its item.
+    """
+    if isinstance(gold, str) and re.match(r'\s*(?:\{\s*"|\[\s*")', gold):
+        try:
+            gold = json.loads(gold)
+        except (ValueError, RecursionError):
+            return None
     try:
-        return _reference(gold)
+        answer = answer_of(gold)
+        return None if answer is None else _reference(answer)
     except _Unread:
         return None
 
@@ -106,8 +139,11 @@ def _reference(gold: str) -> MathValue | None:
     span = marked(text)
     span = text if span is None else span
     value = _word(span) or _only_value(span)
-    if value is None or readable(value):
-        return value
+    try:
+        if value is None or readable(value):
+            return value
+    except OutOfTime:
+        pass
     _unread[gold] += 1
     if _unread[gold] < _TRIES:
         raise _Unread
@@ -129,7 +165,7 @@ def read_answer(text: str, where: str = "auto", *, word: bool = False) -> MathVa
         return _word(span) if word else _only_value(span)
     if "<think>" in text or where not in ("auto", "last"):
         return None
-    text = text[-_TAIL:]
+    text = in_english(text[-_TAIL:], "" if word else WORD)
     anchors = list(_ANCHOR.finditer(text)) if where == "auto" else []
     if anchors:
         rest = text[anchors[-1].end() :].strip().lstrip(": \n")
@@ -137,7 +173,7 @@ def read_answer(text: str, where: str = "auto", *, word: bool = False) -> MathVa
         sentence = _REASON.sub("", sentence)
         if word:
             return _word(sentence)
-        if _VALUE.search(clean(sentence)) or _MATH.search(sentence):
+        if _VALUE.search(clean(sentence)) or re.search(r"\d,\d", sentence) or _MATH.search(sentence):
             return _first_value(sentence)
         if _CHOICE.fullmatch(clean(sentence)):
             return _formula(clean(sentence))
@@ -148,8 +184,8 @@ def _word(span: str) -> MathValue | None:
     """Return a phrase of letters, such as "odd" or "Monday", that is not a product of variables."""
     if len(span) > _TAIL or re.search(r"\d", span):
         return None
-    text = _ARTICLE.sub("", clean(_ANCHOR.split(span)[-1]).strip("{} "))
-    if not _PHRASE.fullmatch(text) or not _WORD.search(text):
+    text = _ARTICLE.sub("", clean(_ANCHOR.split(in_english(span, ""))[-1]).strip("{} "))
+    if not _PHRASE.fullmatch(text) or not _WORD.search(in_english(text)):
         return None
     phrase = " ".join(text.split())
     return MathValue("", word=phrase.casefold())
@@ -161,6 +197,10 @@ def _only_value(span: str) -> MathValue | None:
         return MathValue(span)
     if len(span) > _TAIL:
         return None
+    if option := _OPTION.match(span):
+        value = _only_value(span[option.end() :])
+        return value and replace(value, option=next(filter(None, option.groups())))
+    span = in_english(span)
     if _ENVIRONMENT.search(span):
         return _matrix(span)
     text = clean(_CONTRAST.sub("", _exact(span)))
@@ -252,11 +292,28 @@ def _last_value(text: str) -> MathValue | None:
 
 
 def _number_in_words(text: str) -> MathValue | None:
-    if re.search(r"\d!|-\s*\(|\)\s*\^", text):  # a possible factorial; a sign or power of the whole
+    matches = list(_VALUE.finditer(text))
+    if len(matches) > _MOST_ITEMS or re.search(
+        r"\d!|-\s*\(|\)\s*\^", text
+    ):  # a factorial; a sign or power of the whole
         return None
-    values = [_value(text, match) for match in _VALUE.finditer(text)]
+    values = [
+        _value(text, match) if _is_plain(text[: match.start()], text[match.end() :]) else None for match in matches
+    ]
     units = {value.unit for value in values if value} - {""}
     return values[0] if len(set(values)) == 1 and len(units) < 2 else None
+
+
+def _is_plain(before: str, after: str) -> bool:
+    """Return whether the clause around a number states it, as in "she makes 18 dollars", and does not change it."""
+    before = _CLAUSE.split(before)[-1].strip(" $*(-+'\"“”")
+    after = _CLAUSE.split(after)[0]
+    rate = _PER.match(after)
+    return (
+        not (before and not _STATED.search(before))
+        and not _CHANGED.search(f"{before} | {after}")
+        and (rate is None or unit_after(rate[1], 0) != "")
+    )
 
 
 def _value(text: str, match: re.Match[str]) -> MathValue | None:
@@ -264,8 +321,8 @@ def _value(text: str, match: re.Match[str]) -> MathValue | None:
     if _BEFORE_PIECE.search(text[: match.start()]) or _AFTER_PIECE.match(text, match.end()):
         return None
     number = match[0].removesuffix(match["percent"] or "").strip()
-    mixed = re.fullmatch(r"([-+]?)(\d+)\s+(\d+/\d+)", number)
-    number = f"{mixed[1]}({mixed[2]}+{mixed[3]})" if mixed else number
+    if mixed := re.fullmatch(r"([-+]?)(\d+)\s+(\d+)/(\d+)", number):  # an improper fraction: 3/2 for 1 1/2
+        number = f"{mixed[1]}{int(mixed[2]) * int(mixed[4]) + int(mixed[3])}/{mixed[4]}"
     return MathValue(number, bool(match["percent"]), unit=unit_after(text, match.end()))
 
 
@@ -277,12 +334,15 @@ def _formula(text: str) -> MathValue | None:
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "")
     match = _VALUE.match(text)
-    number = _value(text, match) if match and _UNIT.fullmatch(text, match.end()) else None
+    rest = match and _UNIT.fullmatch(text, match.end())
+    number = _value(text, match) if match and rest and _is_plain("", rest[0]) else None
     if number is not None:
         return number
-    if _ALTERED.search(text):
+    formula = _WORDS_AROUND.sub("", text).strip()
+    start = text.find(formula)
+    if not _is_plain(text[:start], text[start + len(formula) :]):
         return None
-    formula = _UNIT_LETTER.sub(r"\1", _WORDS_AROUND.sub("", text).strip())
+    formula = _UNIT_LETTER.sub(r"\1", formula)
     if (
         not formula
         or len(formula) > MAX_FORMULA

@@ -1,22 +1,16 @@
-r"""Find answers that repeat the question's own calculation: `876+530` where 1406 is expected."""
+r"""Find answers that repeat the question's own calculation or formula: `876+530` where 1406 is expected."""
 
 import re
 
-from grpo_ext.rewards.library.math_marks import answer_part, marked
+from grpo_ext.rewards.library.math_equality import MathValue
+from grpo_ext.rewards.library.math_notation import clean
 from grpo_ext.rewards.text import Completion, content_text
 
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_SIGNS = (
-    (re.compile("\\\\times|\\\\cdot|[\u00d7\u00b7\u2219]"), "*"),
-    (re.compile("\\\\div|\u00f7"), "/"),
-    (re.compile("[\u2212\u2013]"), "-"),
-)
-_LONGEST = 200
-"""Characters of a calculation that are read."""
-_DRESS = re.compile(r"\\left|\\right|\\[()\[\],;:! ]|[${}]")
-_RUN = re.compile(r"[\d.()+*/^ -]+")
-_CALCULATION = re.compile(r"[\d.()+*/^-]*\d[)]*(?:\*\*|[+*/^-])[(+-]*\d[\d.()+*/^-]*")
+_NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:(?:\s*\*\s*10\s*\^|[eE])\s*\{?\s*([-+]?\d{1,2})(?!\d)\}?)?(\s*\\?%)?")
+_MIXED = re.compile(r"\b(?:(\d{1,9}) )?(\d{1,9})/(0*[1-9]\d{0,9})")
+_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+_FRACTION = re.compile(r"\\frac\s*\{([\d.]+)\}\s*\{([\d.]+)\}")
+_DRESS = re.compile(r"\\(?:left|right|[,;:! ])|[\s${}]")
 
 
 def question_of(prompt: Completion) -> str:
@@ -27,25 +21,34 @@ def question_of(prompt: Completion) -> str:
     return content_text(asked[-1].get("content")) if asked else ""
 
 
-def only_copied(text: str, gold: str, prompt: Completion, where: str = "auto") -> bool:
-    """Return whether the answer of `text` is a calculation with numbers of the question, where `gold` is one number.
+def copied(reference: MathValue, answer: MathValue, prompt: Completion, *, formulas: bool = True) -> bool:
+    """Return whether the answer leaves undone what the question asks for.
 
-    At least two of its numbers occur in the question.
+    Where the reference is one number, a fraction, a ratio or a list of these, a calculation is copied if it has two
+    numbers of the question. With `formulas`, so is a formula that stands in the question, and not in the reference.
     """
-    part = answer_part(text)
-    answer = marked(part, where)
-    plain = _plain((part.strip().rpartition("\n")[2] if answer is None else answer)[-_LONGEST:])
-    if answer is None:  # read from a sentence: its end
-        plain = next((run for run in reversed(_RUN.findall(plain)) if any(map(str.isdigit, run))), "")
-    calculation = "".join(plain.split()).rstrip(".")
-    if not _CALCULATION.fullmatch(calculation) or not _NUMBER.fullmatch(gold.strip().lstrip("-").replace(",", "")):
+    if _shape(answer.formula) == "" or _numbers(answer.formula) == _numbers(reference.formula):
         return False
-    asked = _NUMBER.findall(question_of(prompt).replace(",", ""))
-    return sum(number in asked for number in _NUMBER.findall(calculation)) >= 2
+    question = clean(question_of(prompt))
+    asked = {*_numbers(question), *_numbers(question.replace("%", ""))}
+    asked |= {int(whole or 0) + int(top) / int(bottom) for whole, top, bottom in _MIXED.findall(question)}
+    if _shape(answer.formula) != "/":  # 1/2 may be worked out where the question says "one of two"
+        asked |= {float(_WORDS.index(word)) for word in {*_WORDS}.intersection(re.findall("[a-z]+", question.lower()))}
+    if not _shape(reference.formula).strip("/:") and sum(n in asked for n in _numbers(answer.formula)) >= 2:
+        return True
+    written, expected, asked_text = (_DRESS.sub("", text) for text in (answer.formula, reference.formula, question))
+    return formulas and written != expected and written.strip("()[]") in asked_text
 
 
-def _plain(answer: str) -> str:
-    answer = _FRACTION.sub(r"(\1)/(\2)", answer)
-    for sign, plain in _SIGNS:
-        answer = sign.sub(plain, answer)
-    return _DRESS.sub("", answer).replace(",", "")
+def _numbers(formula: str) -> list[float]:
+    values = [
+        float(digits) * 10.0 ** int(power or 0) / (100 if percent else 1)
+        for digits, power, percent in _NUMBER.findall(formula)
+    ]
+    return sorted(round(value, 9) for value in values)
+
+
+def _shape(formula: str) -> str:
+    """Return what joins the numbers of a formula: "" for a number or a list, "/" for a fraction, "+^" for 2+3^2."""
+    joined = _NUMBER.sub("1", _FRACTION.sub(r"\1/\2", formula))
+    return re.sub(r"(?:^|(?<=[(\[{,;$\s]))[-+](?=1)|[\s${}(\[\])\\,;]|1", "", joined)

@@ -4,6 +4,7 @@ import logging
 import random
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -19,15 +20,21 @@ MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: longer text is prose or an att
 RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _DECIMAL_COMMA = re.compile(r"\$?([-+]?(?:0,\d+|\d+,(?!\d{3}\b)\d+))\$?")
+_FACTORS = re.compile(r"(?<=\))\s*(?=\()|(?<=\d)(?<![\w.\\^_{]\d)\s*(?=\()")
+"""Between factors side by side: math-verify reads (5)(3) as 8."""
 _PLAIN_NUMBER = re.compile(r"\$?[-+]?\d*\.?\d+\$?")
+
+
+class OutOfTime(Exception):
+    """A comparison took longer than `TIME_LIMIT`."""
 
 
 @dataclass(frozen=True)
 class MathValue:
     """A final answer: a formula that math-verify reads, and whether a percent sign followed it.
 
-    `symbol` is the x of x = 5, `base` the 2 of 101_2, `unit` the cm of 5 cm, "" where there is none; a `word` replaces
-    the formula.
+    `symbol` is the x of x = 5, `base` the 2 of 101_2, `unit` the cm of 5 cm, `option` the B of (B) 12, "" where there
+    is none; a `word` replaces the formula.
     """
 
     formula: str
@@ -36,6 +43,7 @@ class MathValue:
     base: str = ""
     word: str = ""
     unit: str = field(default="", compare=False)
+    option: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         """Return it for people."""
@@ -59,6 +67,8 @@ def equal(gold: MathValue, answer: MathValue) -> bool:
     """
     if gold.word or answer.word:
         return gold.word == answer.word
+    if gold.option and (letter := answer.option or answer.formula.strip("$() ")).isalpha() and len(letter) == 1:
+        return letter.upper() == gold.option
     if answer.base not in ("", gold.base) or not units_agree(gold.unit, answer.unit):
         return False
     if RATIO.fullmatch(gold.formula) or RATIO.fullmatch(answer.formula):
@@ -131,31 +141,39 @@ def _parse(formula: str) -> Any:
         return (sympy.Float if re.search(r"[.eE]", formula) else sympy.Integer)(number[1])
     if len(formula) > (MAX_MATRIX if r"\begin" in formula else MAX_FORMULA):
         return None
+    formula = _FACTORS.sub(r"\\cdot ", formula)
     latex = _both_signs(formula) if formula.startswith("$") else f"${formula}$"
     # Units are removed already; math-verify may mistake a factor for one: the t of -16t^2 + 80t.
     config = LatexExtractionConfig()
     config = replace(config, normalization_config=replace(config.normalization_config, units=False))
     found: list[Any] = _limited(
-        lambda seconds: parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=seconds), []
+        lambda seconds: parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=seconds)
     )
     return found[0] if found else None
 
 
-def _limited(function: Callable[[int | None], T], otherwise: T) -> T:
-    """Return the result of `function`, which gets the time limit to pass to math-verify, or `otherwise` after it.
+def _limited(function: Callable[[int | None], T]) -> T:
+    """Return the result of `function`, which gets the time limit to pass to math-verify.
 
     The limit is an alarm signal, so it works in the main thread only, where workers score. Elsewhere it is None.
+
+    Raises:
+        OutOfTime: it took longer.
     """
     from math_verify.errors import TimeoutException
 
+    started = time.monotonic()
     seconds = TIME_LIMIT if threading.current_thread() is threading.main_thread() else None
     if seconds is None:  # math-verify warns of it
         for name in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        return function(seconds)
-    except TimeoutException:
-        return otherwise
+        result = function(seconds)
+    except TimeoutException as error:
+        raise OutOfTime from error
+    if seconds and time.monotonic() - started >= seconds:  # math-verify takes its own timeout for "not equal"
+        raise OutOfTime
+    return result
 
 
 def _both_signs(formula: str) -> str:
@@ -168,7 +186,6 @@ def _both_signs(formula: str) -> str:
 
 
 def _same(gold: Any, answer: Any) -> bool:
-    from math_verify import verify
     from math_verify.utils import timeout
 
     golds, answers = _relations(gold), _relations(answer)
@@ -176,12 +193,35 @@ def _same(gold: Any, answer: Any) -> bool:
         return False
     if any(relation.is_Equality for relation in golds):
         try:
-            return _limited(lambda seconds: timeout(seconds)(_same_equations)(golds, answers), False)
+            return _limited(lambda seconds: timeout(seconds)(_same_equations)(golds, answers))
         except (ArithmeticError, AttributeError, TypeError, ValueError):
             return False
     gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
-    same = _limited(lambda seconds: verify(gold, answer, timeout_seconds=seconds, allow_set_relation_comp=True), False)
-    return same and _near(gold, answer)
+    if _verified(gold, answer):
+        return _near(gold, answer)
+    return all(map(_has_root, (gold, answer))) and _verified(*map(_of_positive_symbols, (gold, answer)))
+
+
+def _verified(gold: Any, answer: Any) -> bool:
+    from math_verify import verify
+
+    return _limited(lambda seconds: verify(gold, answer, timeout_seconds=seconds, allow_set_relation_comp=True))
+
+
+def _has_root(value: Any) -> bool:
+    r"""Return whether it has symbols, and a root or logarithm, so that \sqrt{1/m} is 1/\sqrt{m} only where m > 0."""
+    import sympy
+
+    return bool(getattr(value, "free_symbols", None)) and any(
+        isinstance(part, sympy.log) or (part.is_Pow and part.exp.is_Rational and not part.exp.is_Integer)
+        for part in sympy.preorder_traversal(value)
+    )
+
+
+def _of_positive_symbols(value: Any) -> Any:
+    import sympy
+
+    return value.subs({symbol: sympy.Symbol(symbol.name, positive=True) for symbol in value.free_symbols})
 
 
 def _as_tuple(value: Any, other: Any) -> Any:

@@ -85,6 +85,8 @@ def _sides(equation: str) -> Sides | None:
         return None
     if _SYMBOL.fullmatch(left):
         return _name(left), right
+    if re.fullmatch(r"-?[\d.]+", left) and re.search(r"\d\s*[-+*/]", right) and not re.search(r"[^\W\d_]", right):
+        return "", left  # 15 = 9 + 6
     if re.search(r"\d", left) and not re.search(_WORD, left + right):
         if _SYMBOL.fullmatch(right):  # 5 = x
             return _name(right), left

@@ -1,7 +1,11 @@
-r"""Find the answer in a completion: by end token, reasoning, tags, boxes, `####`."""
+r"""Find the answer in a completion: by end token, reasoning, tags, JSON, boxes, `####`."""
 
+import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
+from grpo_ext.rewards.library.math_languages import ascii_signs
 from grpo_ext.rewards.text import answer_block, boxes
 
 PLACES = ("auto", "tag", "boxed", "hash", "last")
@@ -11,7 +15,7 @@ _END = re.compile(
     r"<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|eom_id|end|return)\|>|</s>|<eos>|<end_of_turn>|<\uff5cend\u2581of\u2581sentence\uff5c>"
 )
 _OPENING = re.compile(rf"\A(?:\s*(?:{_END.pattern}))+")
-_HASHED = re.compile(r"[-+$€£¥\\(.]*\d[^\n]*")
+_HASHED = re.compile(r"\d|\\[A-Za-z]")
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}|\\q?quad(?![A-Za-z])|\\[()\[\],;:! ]|[$&]")
 # Text between boxes that form one answer: a separator, up to four words and "and", the name of the next.
 _JOINS = re.compile(
@@ -20,23 +24,62 @@ _JOINS = re.compile(
     re.IGNORECASE,
 )
 _MOST_BOXES = 50
+_LAST_TAG = re.compile(r"</([A-Za-z][\w-]{0,30})>[\s.`]*\Z")
+_REASONING = re.compile(r"think|thought|reason|scratch|analysis|reflect", re.IGNORECASE)
+_OBJECT = re.compile(r'\{\s*"')
+_LONGEST = 200
+"""Characters of an answer in a tag that is not `<answer>`: longer ones are running text."""
+_KEYS = ("answer", "final_answer", "ground_truth", "solution", "result", "target", "value", "label")
 
 
 def answer_part(text: str) -> str:
     """Return the part of a completion before an end token and after the last `</think>`."""
     text = _OPENING.sub("", text)  # end tokens of a template
     end = _END.search(text)
-    return text[: end.start() if end else len(text)].rpartition("</think>")[2]
+    return ascii_signs(text[: end.start() if end else len(text)].rpartition("</think>")[2])
 
 
 def marked(text: str, where: str = "auto") -> str | None:
     """Return the marked answer in an `answer_part`, or None; `where` may admit only one kind of mark."""
     block = answer_block(text) if where in ("auto", "tag") else None
+    if block is None and where in ("auto", "tag"):
+        block = _tagged(text)
     if block is not None:
-        return _boxed(block) or _hashed(block) or block
+        return _boxed(block) or _hashed(block) or _in_json(block) or block
     if where in ("auto", "boxed") and (box := _boxed(text)) is not None:
         return box
-    return _hashed(text) if where in ("auto", "hash") else None
+    hashed = _hashed(text) if where in ("auto", "hash") else None
+    return _in_json(text) if hashed is None and where == "auto" else hashed
+
+
+def _tagged(text: str) -> str | None:
+    """Return the short content of a tag of any name at the end of the text: `<SOLUTION>12</SOLUTION>`."""
+    closed = _LAST_TAG.search(text, max(0, text.rfind("</")))
+    if not closed or _REASONING.match(closed[1]):
+        return None
+    opened = text.rfind(f"<{closed[1]}>", 0, closed.start())
+    content = text[opened + len(closed[1]) + 2 : closed.start()].strip()
+    return content if opened >= 0 and len(content) <= _LONGEST and "\n" not in content else None
+
+
+def _in_json(text: str) -> str | None:
+    """Return the answer of a JSON object at the end of the text, or None."""
+    starts = [match.start() for match in _OBJECT.finditer(text)]
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, starts[-1])
+    except (IndexError, ValueError, RecursionError):
+        return None
+    return None if text[end:].strip("}` .\n\t") else answer_of(value)
+
+
+def answer_of(value: Any) -> str | None:
+    """Return the answer in a JSON value: a string or number, that of a list of one, of a key such as "answer"."""
+    if isinstance(value, Mapping):
+        named = [value[key] for key in _KEYS if key in value] or (list(value.values()) if len(value) == 1 else [])
+        return answer_of(named[0]) if named else None
+    if isinstance(value, list | tuple):
+        return answer_of(value[0]) if len(value) == 1 else None
+    return None if value is None else str(value)
 
 
 def _boxed(text: str) -> str | None:
@@ -54,5 +97,5 @@ def _boxed(text: str) -> str | None:
 
 
 def _hashed(text: str) -> str | None:
-    match = _HASHED.fullmatch(text.rpartition("####")[2].strip()) if "####" in text else None
-    return match[0] if match else None
+    hashed = text.rpartition("####")[2].strip() if "####" in text else ""
+    return hashed if "\n" not in hashed and _HASHED.search(hashed) else None

@@ -8,7 +8,8 @@ IMPLIES = "⇒"  # between a step and its result
 PRODUCT = r"(?:(?!by|up|us|at|as|yr|qt|pt|pc|cc|ct|sq|tv)[abcpqrstuvwxyz]{2}|mn|abc|xyz)(?![A-Za-z])"
 # A factor after a number: not a unit, and not the article of "5 a day".
 FACTOR = rf"(?:(?![ai]\s+[A-Za-z]{{2}})[a-fi-kn-rt-z](?![A-Za-z'])|{PRODUCT})"
-_SCALES = {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9, "trillion": 12}
+_SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "tenthousand": 10**4, "lakh": 10**5, "million": 10**6}
+_SCALES |= {"crore": 10**7, "hundredmillion": 10**8, "billion": 10**9, "trillion": 10**12}
 _COMMANDS = r"(?:(?:left|right)(?![a-z])|(?:[dt]?frac|sqrt|boxed|text|begin|end|pi|cdot|times|leq?|geq?|infty|cup)\b)"
 _FUNCTIONS = "sqrt|log|ln|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|sinh|cosh|tanh"
 _REWRITES: list[tuple[re.Pattern[str], Any]] = [
@@ -19,8 +20,10 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"(?<=[\w)}])²", "^2"),
         (r"(?<=[\w)}])³", "^3"),
         (r"!=|≠", r"\\ne "),
-        (r"≤", r"\\le "),
-        (r"≥", r"\\ge "),
+        (r"≤|<=(?!>)", r"\\le "),
+        (r"≥|>=", r"\\ge "),
+        (r"(?<=[\w)])(?<![A-Za-z]{2})\*\*(?=[\w(-])", "^"),  # Python's power
+        (r"\^\s*(?:\(([^()^]*)\)|([-+]?\d{2,}))", r"^{\1\2}"),
         (r"\\[lr]angle(?![A-Za-z])", lambda m: "(" if m[0] == r"\langle" else ")"),
         (r"(?:[\u2212\ufe63]|(?<!\d)(?<!\d )\u2013)(?=\s*[\d.$\\(])", "-"),  # minus signs; 5\u20138 is a range
         (r"\b(?:[Mm]inus|[Nn]egative)\s+(?=[\d.$\\(])", "-"),
@@ -30,8 +33,8 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\(?:implies|therefore|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])|<?[-=]>|[→⇒⟹∴]", IMPLIES),
         (r"(?:,|(?<=\d))\s*(?:and )?(?:so|thus|hence|therefore)\b", IMPLIES),
         (r"[≈∈]|\\(?:approx|in)(?![A-Za-z])", "="),
-        (r"\u00d7|\\times\b|\\cdot\b|(?<=[\w)%]) x (?=\\?[$\d.])|(?<=\d)x(?=\d)", "*"),
-        (r"\u00f7|\\div\b", "/"),
+        (r"\u00d7|\\(?:times|cdot)(?![A-Za-z])|(?<=[\w)%]) x (?=\\?[$\d.])|(?<=\d)x(?=\d)", "*"),
+        (r"\u00f7|\\div(?![A-Za-z])", "/"),
         (r"\{,\}", ","),
         (r"(?<=\d)\\?[$€£¥](?=[\d,])", " "),  # two amounts, not one number
         (r"\\[$]|[$€£¥]|\\[()\[\]]", ""),
@@ -39,19 +42,25 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\%|\bper ?cent\b|\bpct\b", "%"),
         (r"\^\s*([-\u2212]\d+)(?![\d.{])", lambda m: f"^{{{m[1]}}}".replace("\u2212", "-")),
         (r"\^? ?\{? ?(?:\\circ|°) ?\}?|\bdegrees?\b", " "),
-        (r"\\[dt]frac", r"\\frac"),
+        (r"\\[cdt]?frac(?![A-Za-z])", r"\\frac"),
+        (r"(?<=\\frac)\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"{\1\2}{\3\4}"),
         (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|operatorname|mbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"^\s*[*\u2022]\s+", ""),  # the bullet of a list
         (r"(?<![\d)}])(\*\*|__|`)(?=\S)(.+?)(?<=\S)\1", r"\2"),
         (r"(?<![\w)}])([*_])(?=\S)([^*_\n]+)(?<=\S)\1(?![\w({])", r"\2"),
         (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1"),
-        (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\sqrt ?\(((?:[^()]|\([^()]*\))*)\)", r"\\sqrt{\1}"),
+        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+        (
+            r"(?<![\d.,])\d{1,3}(?:\.\d{3}(?!\d))+(?:,(\d+)(?![\d,.]))",
+            lambda m: m[0].replace(".", "").replace(",", "."),
+        ),
         (r"[(\[]?(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)[)\]]?", lambda m: _without_commas(m[0])),
         (r"∞|(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
         (r"π", r"\\pi "),
         (r"(?<![\w}^/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"\1 \2/\3"),
         (rf"(?<![\w}}^])\\frac\s*\{{\s*(\d+)\s*\}}\s*\{{\s*(\d+)\s*\}}(?!\w|\s*(?:[(\\^{{]|{FACTOR}))", r"\1/\2"),
-        (rf"(?<=\d)\s+({'|'.join(_SCALES)})\b", lambda m: f"*{10 ** _SCALES[m[1]]}"),
+        (rf"(?<=\d)\s+({'|'.join(_SCALES)})s?\b", lambda m: f"*{_SCALES[m[1]]}"),
     )
 ]
 

@@ -27,6 +27,7 @@ _SPELLINGS = {
     "year": "yr",
     "dollar": "usd",
     "euro": "eur",
+    "yuan": "rmb cny",
     "cent": "",
     "radian": "rad",
 }

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_ext.rewards.workers.frames import FrameStream
+from grpo_ext.terminal import protect
 
 FOLDER_PREFIX = "grpo_ext_worker_"
 """Prefix of the children's temporary folders; the PID namespace and the PID of their parent follow."""
@@ -153,6 +154,7 @@ def begin() -> bool:
     if os.getppid() != int(parent):  # it died before `die_with_parent`
         return False
     limit_memory(float(memory_gib))
+    protect()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -2,8 +2,8 @@
 
 import hashlib
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,3 +104,21 @@ def local(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "ds_tensor"):
         return tensor.ds_tensor.data
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
+
+
+def writable(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which parameters that ZeRO-3 has split are whole; what the main process writes is kept."""
+    split = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not split:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(split, modifier_rank=0)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Return a copy of a parameter, gathered if an engine has split it; call it on every process."""
+    if isinstance(parameter, DTensor):
+        return parameter.full_tensor().detach().clone()
+    with writable([parameter]):
+        return parameter.detach().clone()

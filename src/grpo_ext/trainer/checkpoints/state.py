@@ -18,11 +18,12 @@ import torch
 from accelerate import Accelerator
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerState
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.trainer.checkpoints.processes import everywhere, is_sharded, local
 
@@ -222,6 +223,30 @@ def load_default_adapter(model: nn.Module, checkpoint: Path) -> None:
         active = model.active_adapter
         model.load_adapter(str(checkpoint), "default", is_trainable=active == "default")
         model.set_adapter(active)
+
+
+def load_renamed(model: PreTrainedModel, folder: Path, missing: Sequence[str]) -> None:
+    """Load the weights `missing`, which `save_pretrained` wrote under other names, as `from_pretrained` reads them.
+
+    Raises:
+        ConfigError: the folder lacks a weight of the model, or has another one.
+    """
+    widest = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
+    reading: dict[str, Any] = {"dtype": widest, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    kind: Any = type(model)
+    saved, found = kind.from_pretrained(folder, config=model.config, **reading)
+    problems = []
+    for word in ("missing", "unexpected", "mismatched"):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in found[f"{word}_keys"]):
+            reason = f"it has {len(names)} {word} weights: {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+            cure = f"Resume a run of {kind.__name__} from one of its own checkpoints."
+            problems.append(Problem("resume_from_checkpoint", str(folder), reason, cure))
+    if problems:
+        raise ConfigError(problems)
+    weights, own = saved.state_dict(), model.state_dict()
+    with torch.no_grad():
+        for name in missing:
+            own[name].copy_(weights[name])
 
 
 # A reference that follows the policy (`sync_ref_model`).

@@ -280,6 +280,8 @@ def _blocks(names: tuple[str, ...]) -> list[str]:
 # A run, while it trains.
 
 _Place = tuple[Tensor, int]
+_FEW = 0.1
+"""Share of moved weights below which the rounding of half precision is warned of."""
 TENSORS, VALUES = 8, 128
 """Sampled weights: evenly spaced tensors, and values in the middle of each."""
 
@@ -296,6 +298,7 @@ class Watching(TrainerCallback):
         self.doctor: Doctor | None = Doctor()
         self._sampled: list[_Place] = []
         self._before = torch.zeros(0)
+        self._in_half: torch.dtype | None = None
 
     def on_train_begin(
         self, args: Arguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
@@ -306,8 +309,12 @@ class Watching(TrainerCallback):
             self.doctor.read(row)
         self._sampled = _chosen(model)
         self._before = _values(self._sampled)
+        dtypes = {parameter.dtype for parameter, _ in self._sampled}
+        self._in_half = next((dtype for dtype in dtypes if dtype.itemsize == 2), None)
 
-    def on_optimizer_step(self, args: Arguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_optimizer_step(
+        self, args: Arguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: object
+    ) -> None:
         """Compare the weights with those after the previous step: an engine may make the step in its backward."""
         logged = is_logged(state)
         if not self._before.numel() or not (logged or is_logged(state, ahead=1)):
@@ -316,6 +323,22 @@ class Watching(TrainerCallback):
         if logged:
             change, was = torch.linalg.vector_norm(torch.stack([self._before - before, before]), dim=1).tolist()
             self.metrics["weights/change"].append(change / max(was, 1e-12))
+            if self._in_half is not None and optimizer is not None:
+                self._warn_of_rounding(self._before != before, optimizer.param_groups[0]["lr"])
+
+    def _warn_of_rounding(self, moved: Tensor, rate: float) -> None:
+        """Warn once if a step moved few of the sampled weights that have a gradient."""
+        grads = [(parameter.grad, start) for parameter, start in self._sampled if parameter.grad is not None]
+        live = _values(grads) != 0
+        if rate == 0 or live.shape != moved.shape or not live.any():
+            return
+        half, self._in_half = self._in_half, None
+        if (share := moved[live].double().mean().item()) < _FEW:
+            logger.warning(
+                f"learning_rate={rate:.1e}: a step moved {share:.1%} of the trained weights, because they are in "
+                f"{str(half).removeprefix('torch.')}, which rounds smaller updates away. Set dtype: float32 (bf16: "
+                "true keeps the forward in bfloat16), or train an adapter."
+            )
 
     def on_log(self, args: Arguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Warn of faults that this log is the first to show; an error in a rule ends the warnings, not the run."""

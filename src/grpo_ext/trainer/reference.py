@@ -1,0 +1,130 @@
+"""The reference of the KL term: the policy before training, by one mechanism for every adapter, and its checks.
+
+TRL switches a new adapter off, and copies a trained one. Neither is the policy as it was where the base's weights were
+rewritten, where more than the adapter's layers is trained, or where an adapter does not start at zero.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.trainer.checkpoints.processes import local, whole, writable
+
+FILE = "reference.pt"
+
+
+class InitialWeights:
+    """The trained weights of a policy with an adapter before its first step.
+
+    Args:
+        model: the policy, before an engine splits it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.weights = {name: whole(parameter) for name, parameter in trained.items()}
+
+    @contextmanager
+    def replacing(self, model: nn.Module, adapter_name: str | None = None) -> Iterator[None]:
+        """Give `model` these weights for the time of a forward; in place of TRL's `use_adapter`."""
+        trained = {name: p for name, p in model.named_parameters() if name in self.weights}
+        before = {name: local(p).clone() for name, p in trained.items()}
+        with torch.no_grad(), writable(trained.values()):
+            for name, parameter in trained.items():
+                _fill(parameter, self.weights[name].to(parameter.device, parameter.dtype))
+        _reshard(model)
+        try:
+            yield
+        finally:
+            for name, parameter in trained.items():
+                local(parameter).copy_(before[name])
+            _reshard(model)
+
+    def write(self, folder: Path) -> None:
+        """Write them into a checkpoint: an adapter may be drawn at random when it is made once more."""
+        torch.save(self.weights, folder / FILE)
+
+    def read(self, folder: Path) -> None:
+        """Take those of a checkpoint, if it has any."""
+        if (folder / FILE).exists():
+            self.weights = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+
+
+def _fill(parameter: Tensor, value: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements).to_local()
+        parameter = parameter.to_local()
+    parameter.copy_(value)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Have FSDP2 gather the weights again for the next forward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# Checks.
+
+TOLERANCE, HALF = 1e-3, 0.1
+"""Largest difference of log-probabilities that rounding explains, in float32 and in half precision."""
+
+
+def compare(logps: Tensor, expected: Tensor, found: str, *, model: Any, half: bool) -> None:
+    """Compare log-probabilities with what they should be; `found` says what is wrong where they differ.
+
+    Raises:
+        ConfigError: they differ by more than rounding explains, in half precision if `half`.
+    """
+    distance = (logps.float() - expected.float()).abs().max().item()
+    if distance > (HALF if half else TOLERANCE):  # NaN is named by the check of the batch
+        reason = f"{found}: log-probabilities differ by up to {distance:.2g} nats"
+        raise ConfigError([Problem("model", kind(model), reason, _CURE)])
+
+
+def scored(score: Callable[..., tuple[Tensor, Any, Any]], model: Any, ids: Tensor) -> Tensor:
+    """Return the log-probabilities of rows of tokens.
+
+    Raises:
+        ConfigError: `score` cannot compute them for this model.
+    """
+    try:
+        return score(model, ids, torch.ones_like(ids), ids.shape[1] - 1)[0]
+    except (AttributeError, TypeError, ValueError) as error:
+        reason = f"TRL cannot score completions with it ({type(error).__name__}: {error})"
+        raise ConfigError([Problem("model", kind(model), reason, _CURE)]) from error
+
+
+_CURE = "Set beta: 0, or train another kind of adapter, such as a plain LoRA."
+
+
+def kind(model: Any) -> str:
+    """Return PEFT's name for the adapter of a model, or the model's class."""
+    adapters = getattr(model, "peft_config", {}).values()
+    return next((adapter.peft_type.value for adapter in adapters), type(model).__name__)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation, and each module back to its mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def made_up(tokenizer: Any, vocabulary: int, device: torch.device) -> Tensor:
+    """Return two rows of 16 ordinary tokens, spread over the vocabulary."""
+    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+    plain = [token for token in range(min(len(tokenizer), vocabulary)) if token not in special]
+    return torch.tensor([plain[i * len(plain) // 32] for i in range(32)], device=device).view(2, 16)

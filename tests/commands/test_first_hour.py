@@ -1,0 +1,144 @@
+"""What a new user meets in the first hour: what is printed, chosen and suggested where nothing was asked for."""
+
+import importlib.util
+import logging
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_ext import ConfigError, GRPOExtConfig
+from grpo_ext.config import machine
+from grpo_ext.config.launch import planned_processes
+from grpo_ext.evaluation.results import figures
+from grpo_ext.trainer import callbacks
+from grpo_ext.trainer.signals import Signals, signals
+from support.commands import command
+from support.trainers import build
+
+CPU = {"use_cpu": True, "bf16": False}
+
+
+# Settings.
+
+
+@pytest.mark.parametrize("value", [None, [], "", "none"])
+def test_nothing_to_report_to_is_none(value):
+    assert GRPOExtConfig("out", report_to=value, **CPU).report_to == []
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    for module, name in ((torch.accelerator, "is_available"), (torch.cuda, "is_available")):
+        monkeypatch.setattr(module, name, lambda: False)
+    for name in ("is_torch_bf16_gpu_available", "is_torch_xla_available"):
+        monkeypatch.setattr(machine, name, lambda: False)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_a_machine_without_a_gpu_trains_on_its_cpu_in_float32(caplog):
+    chosen = GRPOExtConfig("out", report_to="none")
+    assert (chosen.use_cpu, chosen.bf16, chosen.fp16) == (True, False, False)
+    assert [record.message for record in caplog.records if "no GPU" in record.message] == [
+        "This machine has no GPU: training on its CPU in float32 (use_cpu: true, bf16: false)."
+    ]
+    asked = GRPOExtConfig("out", report_to="none", use_cpu=True, bf16=True)
+    assert asked.bf16  # what was asked for stays
+    with pytest.raises(ConfigError, match="use_cpu: true and bf16: false"):
+        GRPOExtConfig("out", report_to="none", bf16=True)
+    with planned_processes(2):  # of another machine
+        planned = GRPOExtConfig("out", report_to="none")
+    assert (planned.use_cpu, planned.bf16) == (False, True)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_a_gpu_without_bf16_is_told_of_fp16(monkeypatch):
+    for module in (torch.accelerator, torch.cuda):
+        monkeypatch.setattr(module, "is_available", lambda: True)
+    config = object.__new__(GRPOExtConfig)
+    vars(config).update(use_cpu=False, bf16=None, fp16=False, bf16_full_eval=False)
+    machine.choose_cpu(config)
+    assert config.bf16 is None
+    (problem,) = machine.hardware_problems(config)
+    assert problem.cure == "Run it where there is one, or set fp16: true and bf16: false."
+
+
+def test_arguments_of_other_versions_are_all_named_with_a_cure():
+    with pytest.raises(ConfigError) as caught:
+        GRPOExtConfig("out", warmup_ratio=0.1, max_prompt_length=512, learning_rte=1e-6, **CPU)
+    warmup, prompts, rate = caught.value.problems
+    assert str(warmup) == "warmup_ratio=0.1: no such argument. Write warmup_steps: a value below 1 is a ratio."
+    assert prompts.cure.startswith("Remove it, and leave longer prompts out of the dataset")
+    assert rate.cure == "Did you mean 'learning_rate'?"
+
+
+def test_a_subclass_may_take_further_arguments():
+    class Mine(GRPOExtConfig):
+        def __init__(self, *args, further=1, **given):
+            super().__init__(*args, **given)
+            self.further = further
+
+    assert Mine("out", further=2, report_to="none", **CPU).further == 2
+
+
+@pytest.mark.parametrize(("beta", "expected"), [(0, True), (0.001, True), (0.04, False)])
+def test_check_names_the_kl_of_the_paper(beta, expected, capsys):
+    assert command("check", "--config", "quickstart/grpo", "--beta", beta) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (f"the paper trains with beta: 0.04; here it is {beta}" in printed) is expected
+    assert command("check", "--config", "quickstart/dapo", "--beta", beta) == 0
+    assert "the paper trains with" not in capsys.readouterr().out
+
+
+# What is printed.
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "notice"),
+    [
+        ("bitsandbytes", "bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"),
+        ("transformers", "transformers.trainer_utils", "The tokenizer has new PAD/BOS/EOS tokens"),
+    ],
+)
+def test_notices_that_ask_nothing_of_the_user_are_not_shown(module, name, notice):
+    package = Path(importlib.util.find_spec(module).origin).parent
+    assert notice in package.joinpath(*name.split(".")[1:]).with_suffix(".py").read_text()  # it still begins like this
+    logger = logging.getLogger(name)
+    record = {text: logger.makeRecord(name, logging.WARNING, "", 0, text, (), None) for text in (notice, "Another")}
+    assert not logger.filter(record[notice])
+    assert logger.filter(record["Another"])
+
+
+def test_the_first_step_and_slow_rollouts_are_printed(model_path, tmp_path, capsys, monkeypatch):
+    build(model_path, tmp_path / "a", max_steps=3, logging_steps=3).train()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("step 1")] == [
+        "step 1/3   done after 0:00; the next line follows at step 3"
+    ]
+    assert not [line for line in lines if "sampled" in line]
+    assert signals.step_seconds > 0
+    monkeypatch.setattr(callbacks, "_QUIET", -1.0)
+    build(model_path, tmp_path / "b", max_steps=2, logging_steps=1).train()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("completions sampled in 0:00; now the update") == 2
+    assert not [line for line in lines if "follows" in line]  # each step has its line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0.0, "after this step; a"), (42.4, "step (the last one took 42 s);")]
+)
+def test_a_signal_says_how_long_the_step_may_take(seconds, expected, capfd):
+    received = Signals()
+    received.phase, received.step_seconds = "training", seconds
+    received.arrived(signal.SIGTERM)
+    assert expected in capfd.readouterr().err
+
+
+def test_a_share_has_one_interval_within_0_and_1():
+    shares = [1.0, 1.0, 1.0, 0.5, 1.0]
+    prompts = [{"shares": {"avg@2": share}, "means": {"rewards/accuracy": share, "tokens": 9.0}} for share in shares]
+    found = figures(prompts)
+    assert found["avg@2"] == found["rewards/accuracy"]
+    assert 0 <= found["rewards/accuracy"].low < found["rewards/accuracy"].high <= 1
+    assert found["tokens"].mean == 9.0
