@@ -26,7 +26,7 @@ QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
 DEVICE ?= cuda
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-textarena bench-game bench-claims bench-colours bench-faults bench-migrate bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-game bench-claims bench-colours bench-faults bench-migrate bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -51,7 +51,6 @@ help:
 	@echo "make bench-lag     train the quickstart task on completions of older weights and write benchmarks/lag.md"
 	@echo "make bench-trajectories  time a step of conversations of ten turns, and check that rows of a trajectory have one gradient"
 	@echo "make bench-environments  time environments that take their time beside stock TRL, and let a thousand of them fail"
-	@echo "make bench-textarena  check and play every game of TextArena, which it installs, and rewrite docs/environments.md's table"
 	@echo "make bench-game    train the quickstart that plays a game and write benchmarks/game.md"
 	@echo "make bench-colours train the quickstart that sees pictures and write benchmarks/colours.md"
 	@echo "make bench-claims  check claims of papers, all or ONLY='length maxrl', and write benchmarks/claims.md; hours, may be stopped and resumed"
@@ -204,12 +203,6 @@ bench-environments: install
 	@echo "bench-environments: slow environments beside stock TRL's loop, and a thousand that fail"
 	$(QUIET_ENV) $(BIN)/python benchmarks/environment_latency.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/environment_faults.py
-
-bench-textarena: install
-	@echo "bench-textarena: every game of TextArena, checked and played by random moves; half an hour"
-	$(BIN)/python -m pip install --quiet '.[textarena]' --constraint constraints.txt
-	$(QUIET_ENV) $(BIN)/python benchmarks/textarena_games.py
-	$(BIN)/python docs/tables.py
 
 bench-game: install
 	@echo "bench-game: the quickstart that plays a game, three seeds"

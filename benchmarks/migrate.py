@@ -1,4 +1,4 @@
-"""Run `grpo-ext migrate` over all real GRPO files of other projects, at two dates each.
+"""Run `grpo-ext migrate` over all real GRPO files of TRL, Open-R1 and unsloth's notebooks, at two dates each.
 
     python benchmarks/migrate.py FOLDER [--write]
 
@@ -28,9 +28,6 @@ REPOSITORIES = {
         (*SHELL, *YAML, ".py", ".ipynb", ".md"),
         r"\bGRPO(Config|Trainer)\(|\btrl grpo\b|/grpo\w*\.py",
     ),
-    "verl-project/verl": (SHELL, r"actor_rollout_ref\.\w+\.\w+"),
-    "modelscope/ms-swift": ((*SHELL, *YAML), r"rlhf_type:?[ =]+grpo"),
-    "axolotl-ai-cloud/axolotl": ((*YAML, ".qmd"), r"(?m)^rl: (grpo|gdpo)"),
     "unslothai/notebooks": ((".ipynb",), r"GRPOTrainer\("),
 }
 """Repository -> endings of its files, and what marks one of GRPO."""
@@ -67,9 +64,9 @@ def files_of(clone: Path, commit: str, repository: str) -> Iterator[tuple[str, s
         text = git(clone, "show", f"{commit}:{path}")
         if not re.search(mark, text):
             continue
-        if not path.endswith((".md", ".qmd")):
+        if not path.endswith(".md"):
             yield path, text
-        blocks = [(kind, block) for kind, block in BLOCK.findall(text) if path.endswith((".md", ".qmd"))]
+        blocks = [(kind, block) for kind, block in BLOCK.findall(text) if path.endswith(".md")]
         blocks += [("bash", block) for block in COMMAND.findall(text) if path.endswith(".py")]
         for number, (kind, block) in enumerate(blocks, 1):
             if configures(kind, block):
@@ -79,7 +76,7 @@ def files_of(clone: Path, commit: str, repository: str) -> Iterator[tuple[str, s
 def configures(kind: str, block: str) -> bool:
     """Return whether a block of a document starts or configures a whole GRPO run."""
     if kind == "yaml":
-        return bool(re.search("(?m)^(rl: g|num_generations:)", block))
+        return bool(re.search("(?m)^num_generations:", block))
     return bool(re.search(r"trl grpo|grpo\w*\.py", block)) and "--model_name_or_path" in block
 
 

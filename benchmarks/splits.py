@@ -35,13 +35,13 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.objective.losses import losses
 from grpo_ext.train import leave_process_group
-from grpo_ext.trainer.verification.row_by_row import RowByRow, Terms, differences
-from grpo_ext.trainer.verification.small import Rows
-from grpo_ext.trainer.verification.watched import Watched
 from support import formulas, tiny
+from support.fixed_rows import Rows
 from support.float64 import float64_throughout
 from support.fsdp_on_cpu import is_sharded, make_fsdp_real
 from support.processes import has_deepspeed, launcher, on_cpu, with_deepspeed
+from support.row_by_row import RowByRow, Terms, differences
+from support.watched import Watched
 
 RESULTS = Path(__file__).parent / "results" / "splits.json"
 GROUP, ROWS, RATE = 8, 16, 0.02

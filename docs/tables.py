@@ -496,30 +496,6 @@ def stale_table() -> str:
     return table(("rule", *heads, "step / training"), rows)
 
 
-OUTCOMES = {
-    "the game is for several players": r"player|for several",
-    "its word lists are to be downloaded": "NLTK",
-    "it asks a model on the web": "API key",
-    "not begun after a minute": "had not begun",
-    "it cannot be imported or has lost a file": "Error",
-}
-"""Reasons to refuse a game of TextArena, with a pattern of their messages."""
-
-
-def textarena_table() -> str:
-    """Return a table of benchmarks/textarena_games.py: the outcome of each game."""
-    found = json.loads((RESULTS / "textarena_games.json").read_text())
-    kinds: dict[str, list[str]] = {}
-    for name, game in found["games"].items():
-        reason = game.get("refused", "")
-        kind = next((kind for kind, pattern in OUTCOMES.items() if re.search(pattern, reason)), "played")
-        kinds.setdefault("failed in play" if "failed" in game else f"refused: {kind}" if reason else kind, []).append(
-            name
-        )
-    rows = [(kind, str(len(names)), families(names)) for kind, names in kinds.items()]
-    return table((f"of the {len(found['games'])} names of {found['textarena']}", "names", "games"), rows)
-
-
 def gpu_table(path: Path = RESULTS / "gpu.json") -> str:
     """Return a table of `make bench-gpu`: what was checked, and steps beside stock TRL."""
     if not path.exists():
@@ -551,30 +527,6 @@ def census_table() -> str:
         for kind, now in found["now"].items()
     ]
     return table(("architectures", "tried", "share in the loss (before)", "in rollouts (before)"), rows)
-
-
-def families(names: list[str], most: int = 25) -> str:
-    """Return the first games, without their variants."""
-    games = list(dict.fromkeys(name.partition("-v0")[0] for name in names))
-    return ", ".join(games[:most]) + (", ..." if len(games) > most else "")
-
-
-def router_replay_table() -> str:
-    """Agreement of routes and mismatch of a bfloat16 sampler, with and without replay."""
-    found = json.loads((RESULTS / "router_replay.json").read_text())["families"]
-    header = (
-        "model",
-        "routes that agree",
-        "`sampling/mismatch`",
-        "with replay",
-        "`sampling/mismatch_kl`",
-        "with replay",
-    )
-    rows = []
-    for family, row in found.items():
-        figures = (f"{row[name][key]:.2g}" for key in ("mismatch", "mismatch_kl") for name in ("off", "rollout"))
-        rows.append((f"`{family}`", f"{row['route_agreement']:.1%}", *figures))
-    return table(header, rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -610,10 +562,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "token_limits": token_limits_table,
     "gpu": gpu_table,
     "census": census_table,
-    "textarena": textarena_table,
     "migrated": migrated_table,
     "stale": stale_table,
-    "router_replay": router_replay_table,
     "overlap": overlap_table,
     "overlap_summary": overlap_summary,
     "lag": lag_table,

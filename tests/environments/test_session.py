@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest.mock import Mock
@@ -10,7 +9,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from grpo_ext.environments import textarena
 from grpo_ext.environments.catalogue import environments
 from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.observations import LONGEST, opened, stepped
@@ -265,46 +263,3 @@ def test_guess_draws_from_the_prompts_seed_where_the_row_has_no_number():
 )
 def test_python_runs_programs(program, said):
     assert said in environments["python"](timeout=2.0, min_protection="network").python(program)
-
-
-def test_a_game_of_textarena_is_played_to_its_end():
-    pytest.importorskip("textarena")
-    [spec], problems = parse_environments([{"name": "textarena/GuessTheNumber-v0", "kwargs": {"max_number": 4}}])
-    assert not problems
-    games = [spec.make() for _ in range(2)]
-    for game in games:
-        game.seed = 5
-        [opening] = game.reset({})
-        assert "between 1 and 4" in opening["content"]
-    steps = [[game.step({"role": "assistant", "content": f"[{n}]"}) for n in (1, 2, 3, 4)] for game in games]
-    assert steps[0] == steps[1]
-    assert any(step.done and step.reward == 1.0 for step in steps[0])
-    assert steps[0][0].afresh or steps[0][0].done
-
-
-@pytest.mark.parametrize(
-    ("game", "word"),
-    [
-        ("TicTacToe-v0", "does not begin with one player"),
-        ("PublicGoodsGame-v0", "it is for several"),
-        ("GuessTheNumbr-v0", "GuessTheNumber-v0"),
-    ],
-)
-def test_a_game_that_cannot_begin_is_refused(game, word):
-    pytest.importorskip("textarena")
-    _, [problem] = parse_environments([f"textarena/{game}"])
-    assert word in str(problem)
-
-
-def test_a_game_that_never_begins_is_refused_in_time(monkeypatch):
-    monkeypatch.setattr(textarena, "BEGINNING_SECONDS", 0.05)
-    monkeypatch.setattr(textarena, "TextArena", lambda game: time.sleep(5))
-    assert textarena._obstacle("slow", {}) == "it had not begun after 0.05 s"
-
-
-@pytest.mark.parametrize(
-    ("rewards", "reason", "paid"),
-    [({0: 0.5}, "won", 0.5), (None, None, 0.0), ({0: "No."}, "Invalid Move: 0.25", 0.25)],
-)
-def test_a_games_reward_may_be_in_place_of_its_reason(rewards, reason, paid):
-    assert textarena._final_reward(rewards, {0: {"reason": reason}}) == paid

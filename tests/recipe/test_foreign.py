@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from grpo_ext.commands import migrate
@@ -12,11 +11,9 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import resolve
-from grpo_ext.objective.sampler_correction import corrected
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
 from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.foreign.engine import Draft, defaults_at, own_default, version_key
-from grpo_ext.recipe.foreign.shared import split_batch
 from grpo_ext.recipe.foreign.shell import read_script
 from grpo_ext.recipe.foreign.writing import recipe_text
 from grpo_ext.recipe.launching import FLAGS, VALUES
@@ -35,14 +32,8 @@ def draft_of(kind: str, given, version: str = "") -> Draft:
 
 
 def drafted(kind: str, **given) -> Draft:
-    """Return the recipe of a few keys; `__` stands for a dot."""
-    return draft_of(kind, {key.replace("__", "."): value for key, value in given.items()})
-
-
-def verl(**actor) -> Draft:
-    """Return the recipe of verl's GRPO with a few keys of its actor."""
-    tree = {"actor_rollout_ref": {"actor": actor, "rollout": {"n": 8}}, "algorithm": {"adv_estimator": "grpo"}}
-    return draft_of("verl", tree)
+    """Return the recipe of a few keys."""
+    return draft_of(kind, given)
 
 
 # Whole files.
@@ -142,8 +133,8 @@ def test_trls_lower_bound_without_an_upper_one_asks_for_it():
 
 @pytest.mark.parametrize(("kind", "project"), recognise.PROJECTS.items())
 def test_a_default_that_differs_from_ours_is_written_with_its_origin(kind, project):
-    draft = draft_of(kind, {"algorithm.adv_estimator": "grpo"} if kind == "verl" else {})
-    found = defaults_at(project.all_defaults, draft.version)
+    draft = draft_of(kind, {})
+    found = defaults_at(project.defaults, draft.version)
     wanted = {key: value for key, value in found.items() if value != own_default(key) and key not in IF_USED}
     assert wanted.keys() <= draft.values.keys()
     assert [key for key in wanted if draft.values[key] == wanted[key] and not draft.notes.get(key)] == []
@@ -168,6 +159,9 @@ NO_RECIPES = {
     "a LLaMA-Factory configuration": {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "lora"},
     "a configuration of unsloth's SFT": {"model": "m", "training": {"training_type": "lora"}, "data": {}},
     "an OpenRLHF configuration": {"pretrain": "m", "n_samples_per_prompt": 8},
+    "a verl configuration": {"actor_rollout_ref": {"rollout": {"n": 8}}, "data": {"train_batch_size": 256}},
+    "an ms-swift configuration": {"rlhf_type": "grpo", "model": "m", "num_generations": 8},
+    "an axolotl configuration": {"base_model": "m", "rl": "grpo", "trl": {"num_generations": 8}},
 }
 
 
@@ -183,14 +177,27 @@ def test_a_file_that_is_not_a_recipe_is_named(what, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("title", "name"), [("a verl", "verl.yaml"), ("an axolotl", "axolotl.yaml"), ("an Open-R1", "open_r1.yaml")]
+    ("what", "line"),
+    [
+        ("a verl", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"),
+        ("an ms-swift", "NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model m --num_generations 8"),
+    ],
 )
-def test_a_whole_foreign_file_is_one_message(title, name):
+def test_a_script_that_is_not_converted_names_the_page(what, line, tmp_path, capsys):
+    (tmp_path / "run.sh").write_text(line)
+    assert command("migrate", tmp_path / "run.sh") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n  - ") == 1
+    assert f"is {what} configuration, which is not converted" in said
+    assert "docs/migrating.md" in said
+
+
+def test_a_whole_file_of_open_r1_is_one_message():
     with pytest.raises(ConfigError) as error:
-        load_recipe(["--config", str(FOLDER / name)])
+        load_recipe(["--config", str(FOLDER / "open_r1.yaml")])
     (problem,) = error.value.problems
-    assert problem.reason.endswith(f"{title} configuration")
-    assert problem.cure.startswith(f"`grpo-ext migrate {FOLDER / name}`")
+    assert problem.reason.endswith("an Open-R1 configuration")
+    assert problem.cure.startswith(f"`grpo-ext migrate {FOLDER / 'open_r1.yaml'}`")
 
 
 @pytest.mark.parametrize(
@@ -217,12 +224,9 @@ def test_no_packaged_recipe_is_taken_for_a_foreign_one():
     ("key", "words"),
     [
         ("micro_batch_size", ["Write per_device_train_batch_size"]),
-        ("ppo_mini_batch_size", ["verl", "gradient_accumulation_steps", "prompts"]),
-        ("kl_loss_coef", ["verl", "beta"]),
-        ("sleep_level", ["ms-swift", "vllm_enable_sleep_mode"]),
+        ("kl_loss_coef", ["Write beta"]),
         ("benchmarks", ["Open-R1 has this key", "not converted", "Remove it"]),
         ("warmup_ratio", ["warmup_steps"]),
-        ("sequence_len", ["axolotl", "vllm_max_model_length"]),
     ],
 )
 def test_a_key_of_another_project_is_refused_with_the_key_to_write(key, words, tmp_path):
@@ -251,62 +255,14 @@ def test_an_unknown_key_is_left_out_and_asked_about(tmp_path):
     assert any(decision.startswith("fancy_new_thing: 3") for decision in draft.decisions)
 
 
-def test_a_batch_that_does_not_divide_is_asked_about():
-    assert split_batch(160 * 8, 8, 80) == (80, 2)
-    assert split_batch(30, 2, 4) == (3, 5)
-    assert split_batch(10, 4, 8) is None
-    draft = verl(ppo_mini_batch_size=3)
-    assert [sentence for sentence in draft.decisions if sentence.startswith("The batch: 8192 completions")]
-
-
-def test_several_machines_are_written_and_asked_about():
-    words = "-m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 trainer.nnodes=2"
-    draft = draft_of("verl", read_script(f"python3 {words}")[0])
-    assert (draft.values["num_machines"], draft.values["num_processes"]) == (2, 16)
-    assert [sentence for sentence in draft.decisions if sentence.startswith("num_machines: ")]
-    assert "num_machines" not in draft_of("verl", read_script(f"python3 {words[:-1]}1")[0]).values
-
-
 def test_shell_variables_without_a_value_are_asked_about():
-    words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 trainer.nnodes=$NODES "
-    words += "trainer.n_gpus_per_node=${GPUS:-2} trainer.default_local_dir=$SCRATCH/$(date +%Y)/run"
-    draft = draft_of("verl", read_script(f"python3 -m verl.trainer.main_ppo {words}")[0])
-    assert draft.values["num_processes"] == 2
-    assert draft.left["trainer.nnodes"] == "only running the script would show it"
+    words = "--model_name_or_path m --max_steps $STEPS --seed ${SEED:-2} --output_dir $SCRATCH/$(date +%Y)/run"
+    draft = draft_of("trl", read_script(f"trl grpo {words}")[0])
+    assert draft.values["seed"] == 2
+    assert draft.left["max_steps"] == "only running the script would show it"
     printed = "\n".join(draft.decisions)
-    assert "trainer.nnodes: only running the script would show $NODES" in printed
+    assert "max_steps: only running the script would show $STEPS" in printed
     assert "output_dir: the file has no value for $SCRATCH, $(date +%Y)" in printed
-
-
-def test_the_cosine_reward_of_ms_swift_keeps_its_values():
-    draft = drafted("swift", rlhf_type="grpo", model="m", reward_funcs="cosine", cosine_min_len_value_wrong=-0.75)
-    assert draft.values["reward_funcs"][0]["kwargs"] == {
-        "max_length": 512,
-        "min_value_correct": 0.5,
-        "max_value_correct": 1.0,
-        "min_value_wrong": -0.75,
-        "max_value_wrong": 0.0,
-    }
-    assert not [sentence for sentence in draft.decisions if "cosine" in sentence]
-
-
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_the_correction_of_ms_swift_keeps_its_weights(mode):
-    g = torch.Generator().manual_seed(0)
-    d = 0.8 * torch.randn(50, 6, generator=g, dtype=torch.float64)
-    ratio, mean = d.exp(), d.mean(dim=1, keepdim=True).exp()  # its sequences take the geometric mean
-    expected = {
-        "token_truncate": ratio.clamp(max=1.2),
-        "token_mask": ratio.where(ratio <= 1.2, 0.0),
-        "sequence_truncate": mean.clamp(max=1.2),
-        "sequence_mask": ratio.where(mean <= 1.2, 0.0),
-    }[mode]
-    given = {"rollout_importance_sampling_mode": mode, "rollout_importance_sampling_threshold": 1.2}
-    draft = drafted("swift", rlhf_type="grpo", model="m", use_vllm=True, **given)
-    blocks = draft.values["sampler_correction"]
-    config = GRPOExtConfig(use_cpu=True, bf16=False, use_vllm=True, loss_defaults="trl", sampler_correction=blocks)
-    found = corrected(config.sampler_rules, d - 3, torch.full_like(d, -3.0), torch.ones(50, 6))
-    torch.testing.assert_close(found.weights.expand(50, -1), expected.expand(50, found.weights.shape[1]))
 
 
 def test_an_option_of_a_reward_that_is_not_listed_is_left_out():
@@ -320,36 +276,6 @@ def test_a_dataset_mixture_of_open_r1():
     draft = draft_of("open-r1", {"dataset_mixture": mixture | {"seed": 3}})
     assert draft.values["datasets"] == [{"path": "a/b", "name": "c", "split": "train", "columns": ["x"]}]
     assert (draft.values["test_split_size"], draft.values["split_seed"]) == (0.1, 3)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, ("grpo", "seq-mean-token-sum-norm", 0.2, 3.0)),
-        ({"loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 10.0}, ("grpo", None, 0.2, 10.0)),
-        ({"policy_loss": {"loss_mode": "gspo"}, "clip_ratio_high": 0.0004}, ("gspo", None, 0.0004, None)),
-        ({"policy_loss": {"loss_mode": "sapo"}}, ("sapo", None, None, None)),
-        ({"policy_loss": {"loss_mode": "cispo"}}, ("cispo", "token-mean", 1.2, None)),
-    ],
-)
-def test_the_loss_of_verl_is_made_of_several_keys(given, expected):
-    values = verl(**given).values
-    assert tuple(values.get(key) for key in ("loss_type", "loss_aggregation", "epsilon_high", "delta")) == expected
-
-
-def test_verls_clip_ratio_has_no_effect_beside_its_own_defaults():
-    draft = verl(clip_ratio=0.0003)
-    assert (draft.values["epsilon"], draft.values["epsilon_high"]) == (0.2, 0.2)
-    assert [
-        decision
-        for decision in draft.decisions
-        if decision.startswith("epsilon: clip_ratio=0.0003 has no effect in verl")
-    ]
-
-
-def test_ppo_with_a_critic_is_refused_with_the_cure():
-    with pytest.raises(ConfigError, match=r"PPO trains a critic, .*\. Set"):
-        draft_of("verl", {"actor_rollout_ref.rollout.n": 1})
 
 
 # Shell scripts.
@@ -378,7 +304,6 @@ two' --deep $deep --name $SCRIPT --engine ${1:-vllm} --last null "$@" 2>&1 | tee
     """
     assert read_script(script)[0] == {
         "CUDA_VISIBLE_DEVICES": "0,1",
-        "NPROC_PER_NODE": 2,
         "size": 11,
         "flag": True,
         "low": "abc",
@@ -401,8 +326,10 @@ two' --deep $deep --name $SCRIPT --engine ${1:-vllm} --last null "$@" 2>&1 | tee
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("serve --port 1\nMAX_PIXELS=3 OTHER=4 train --key 1 2 |& tee log\n", {"MAX_PIXELS": 3, "key": [1, 2]}),
-        ("export NNODES=4\nray job submit --address http://x -- python3 -m t --key 1\n", {"NNODES": 4, "key": 1}),
+        ("serve --port 1\nCUDA_VISIBLE_DEVICES=3 OTHER=4 train --key 1 2 |& tee log\n",
+         {"CUDA_VISIBLE_DEVICES": 3, "key": [1, 2]}),
+        ("export CUDA_VISIBLE_DEVICES=4\nray job submit --address http://x -- python3 -m t --key 1\n",
+         {"CUDA_VISIBLE_DEVICES": 4, "key": 1}),
         ("uv run --frozen --extra vllm python3 -m t --key 1", {"key": 1}),
         ("accelerate launch --config_file c.yaml train.py --key 1", {"config_file": "c.yaml", "key": 1}),
         ("hf jobs uv run --flavor a100 train.py --key 1", {"key": 1}),
@@ -455,16 +382,6 @@ def test_arguments_of_a_script_that_trl_has_dropped_are_named(tmp_path, capsys):
     assert "beta" not in printed
 
 
-def test_keys_of_hydra_without_a_dot_are_accounted_for(tmp_path, capsys):
-    keys = "algorithm.adv_estimator=grpo data.train_files=a.parquet actor_rollout_ref.model.path=a/b"
-    line = f"python -m verl.trainer.main_ppo {keys} model_engine=megatron +run=x"
-    (tmp_path / "a.sh").write_text(line)
-    command("migrate", str(tmp_path / "a.sh"))
-    printed = capsys.readouterr().err
-    assert "model_engine=megatron: verl's own engine" in printed
-    assert "run: 'x' is an unknown key of verl" in printed
-
-
 def test_open_r1_pushes_where_one_of_its_two_keys_says_so(tmp_path, capsys):
     keys = "reward_funcs: [tag_count]\npush_to_hub_revision: false\npush_to_hub: true\n"
     (tmp_path / "a.yaml").write_text(f"model_name_or_path: a/b\ndataset_name: c/d\n{keys}")
@@ -499,10 +416,11 @@ def test_the_command_writes_a_recipe_and_a_summary(tmp_path, capsys):
     assert "it exists" in capsys.readouterr().err
 
 
-def test_the_command_prints_a_recipe_that_is_not_complete(capsys):
-    assert command("migrate", str(FOLDER / "verl.yaml")) == migrate.DECISIONS
+def test_the_command_prints_a_recipe_that_is_not_complete(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: [ioi_code]\n")
+    assert command("migrate", tmp_path / "a.yaml") == migrate.DECISIONS
     printed = capsys.readouterr()
-    assert yaml.safe_load(printed.out)["generation_batch_size"] == 2048
+    assert yaml.safe_load(printed.out)["loss_type"] == "bnpo"
     assert "To decide (1)" in printed.err
     assert "`grpo-ext check` refuses it (1)" in printed.err
 

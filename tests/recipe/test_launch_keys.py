@@ -4,8 +4,8 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from grpo_ext.commands import verify
 from grpo_ext.commands.arguments import parse_command_line
+from grpo_ext.commands.launching import accelerate_command, wanted_launch
 from grpo_ext.config import machine
 from grpo_ext.config.launch import ASKED, EXIT_CODE_FILE
 from grpo_ext.errors import ConfigError
@@ -114,17 +114,17 @@ ON_TWO = {"num_processes": 2, "per_device_train_batch_size": 2, "num_generations
 """A recipe that no single process can train."""
 
 
-def test_verify_launches_as_the_recipe_says(recipe):
-    def launcher(*argv):
-        return verify.launcher(parse_command_line(["verify", *argv]))
+def test_a_run_is_launched_as_the_recipe_says(recipe):
+    def wanted(*argv):
+        return wanted_launch(parse_command_line(["train", *argv]))
 
-    several, line = launcher(*recipe(**ON_TWO, machine_rank=0))
-    assert (several, line[-2:]) == (2, ["--machine_rank", "0"])
+    launch = wanted(*recipe(**ON_TWO, machine_rank=0))
+    line = accelerate_command(launch)
+    assert (launch.planned, line[-2:]) == (2, ["--machine_rank", "0"])
     assert line[line.index("--num_processes") + 1] == "2"
-    assert launcher(*recipe(accelerate_config="zero2"))[0] == 8
-    assert launcher(*recipe(**ON_TWO), "--num_processes", "3")[0] == 3
-    several, line = launcher(*recipe())
-    assert (several, len(line)) == (1, 1)
+    assert wanted(*recipe(accelerate_config="zero2")).planned == 8
+    assert wanted(*recipe(**ON_TWO), "--num_processes", "3").planned == 3
+    assert wanted(*recipe()) is None
 
 
 def test_the_server_of_several_processes_is_started_by_one(recipe, monkeypatch, capsys):

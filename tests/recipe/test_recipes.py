@@ -15,7 +15,6 @@ from grpo_ext.commands import cli
 from grpo_ext.commands.check import plan
 from grpo_ext.config import machine
 from grpo_ext.config.launch import planned_processes
-from grpo_ext.environments.textarena import TextArena
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
@@ -59,7 +58,6 @@ def nothing_is_loaded(monkeypatch):
 def same_on_every_machine(monkeypatch):
     monkeypatch.setattr(machine, "is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr(machine, "is_installed", lambda package: True)
-    monkeypatch.setattr(TextArena, "option_problems", staticmethod(lambda **_: ()))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 

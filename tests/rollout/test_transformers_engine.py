@@ -353,7 +353,6 @@ def test_sharded_weights_are_left_to_generate(sharding, monkeypatch):
 def test_a_run_that_shards_or_compiles_is_left_to_generate(fsdp, setting, reason):
     args = {"use_vllm": False, "use_transformers_continuous_batching": False, "rollout_engine_resolved": "grouped"}
     args |= {"torch_compile": False, "parallelism_config": None, "loss_defaults": "trl"}
-    args |= {"router_replay": None}
     with pytest.raises(Unsupported, match=reason):
         grouped_engine(SimpleNamespace(**args | setting), sharded=fsdp)
     args["rollout_engine_resolved"] = "auto"

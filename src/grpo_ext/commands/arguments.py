@@ -60,13 +60,12 @@ class Command:
 COMMANDS = {
     "demo": Command(START, "train a tiny model on this machine and report what it learned", keys=True),
     "new": Command(START, "create a project with a recipe, data, a reward and its test"),
-    "migrate": Command(START, "turn a configuration of TRL, verl and other projects into a recipe"),
+    "migrate": Command(START, "turn a configuration of TRL or Open-R1 into a recipe"),
     "check": Command(TRAIN, "list all mistakes in a recipe, or its plan", keys=True),
     "train": Command(TRAIN, "train a recipe", keys=True, further=EXAMPLES),
     "serve": Command(
         TRAIN, "start the vLLM server of a recipe", keys=True, further="\nArguments after -- are passed to vLLM."
     ),
-    "verify": Command(TRAIN, "compare the gradients of all batch splits on this machine", keys=True),
     "score": Command(AFTER, "score saved completions with the rewards of a recipe", keys=True),
     "eval": Command(AFTER, "measure avg@k, pass@k and maj@k with confidence intervals", keys=True),
     "try": Command(AFTER, "chat with a trained model", module="chat"),
@@ -102,10 +101,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         CONFIG,
         Option("--host", metavar="H", default="127.0.0.1", help="address to listen on (default: %(default)s)"),
         Option("--port", metavar="P", type=int, help="port to listen on (default: the recipe's)"),
-    ),
-    "verify": (
-        *LAUNCH,
-        Option("--precision", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s"),
     ),
     "score": (
         CONFIG,

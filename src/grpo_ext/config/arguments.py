@@ -140,12 +140,6 @@ class GRPOExtArguments(GRPOConfig):
         "gradients are added. A shared prompt counts once, elsewhere padding counts too; a completion that has more "
         "with its prompt is a piece of its own. None (default): a micro-batch is one piece.",
     )
-    router_replay: str | None = _field(
-        None,
-        "Mixtures of experts: whose choice of experts the forwards of the loss, the old policy and the reference use "
-        "again, each with gate weights of its own: 'rollout', the sampler's (R3, arXiv:2510.11370), or 'old', that of "
-        "the policy before the update (GSPO, arXiv:2507.18071). None (default): each forward chooses.",
-    )
     skip_zero_advantages: bool | None = _field(
         None,
         "Whether completions with an advantage of zero leave forward and backward where nothing else "

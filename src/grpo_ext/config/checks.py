@@ -13,7 +13,6 @@ from grpo_ext.config.mappings import KEYWORD_RULES, mapping_problems
 from grpo_ext.config.pieces import PIECE_RULES
 from grpo_ext.config.process_engine import PROCESS_RULES
 from grpo_ext.config.rehearsal import rehearsal_problems
-from grpo_ext.config.routes import ROUTE_RULES
 from grpo_ext.config.rules import Rule
 from grpo_ext.config.run import RUN_RULES
 from grpo_ext.config.sampler import SAMPLER_RULES
@@ -23,7 +22,7 @@ from grpo_ext.errors import Problem
 
 RELATIONS: tuple[Rule, ...] = (
     *(*BATCH_RULES, hardware_problems, *ENGINE_RULES, *VLLM_RULES, *SAMPLER_RULES, *RUN_RULES, *KEYWORD_RULES),
-    *(*PROCESS_RULES, *TRUNCATION_RULES, *LOSS_RULES, *CHUNK_RULES, *AHEAD_RULES, *PIECE_RULES, *ROUTE_RULES),
+    *(*PROCESS_RULES, *TRUNCATION_RULES, *LOSS_RULES, *CHUNK_RULES, *AHEAD_RULES, *PIECE_RULES),
 )
 """Rules between fields. A rule ends where it reads a field that is refused already, so each is about one matter."""
 

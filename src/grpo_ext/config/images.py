@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from grpo_ext.config import pieces, process_engine, routes, truncation
+from grpo_ext.config import pieces, process_engine, truncation
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.vllm import splits_weights
@@ -14,7 +14,7 @@ def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Proble
     found = columns_of_images(columns)
     if len(found) > 1:
         yield Problem("column 'image'", ABSENT, "TRL reads 'images' where both are given", "Keep one of them.")
-    for part in (truncation, process_engine, pieces, routes):
+    for part in (truncation, process_engine, pieces):
         yield from part.image_problems(config, columns)
     if found:
         yield from setting_problems(config)

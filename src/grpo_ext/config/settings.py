@@ -49,8 +49,6 @@ class Setting:
         text: cure of a value that is not text, where that value as text would be wrong too.
         unused: why GRPO has no use for the setting; only its default is allowed.
         replay: value in `grpo-ext replay`, which computes the loss of one step.
-        verify: value in `grpo-ext verify`, which compares gradients of splits.
-        verify_without: value in `grpo-ext verify` that switches off what it cannot compare; it lists the setting.
         change: what a change does to a run that resumes.
         in_one_step: whether the loss of one recorded step depends on it, so that a replay may change it.
     """
@@ -61,8 +59,6 @@ class Setting:
     text: str = ""
     unused: str = ""
     replay: object = ABSENT
-    verify: object = ABSENT
-    verify_without: object = ABSENT
     change: Change = Change.ANOTHER_RUN
     in_one_step: bool = False
 
@@ -93,7 +89,14 @@ SETTINGS: dict[str, Setting] = {
     # The loss.
     **_group(
         Change.ANOTHER_RUN,
-        *("loss_type", "loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs", "use_bias_correction_kl"),
+        *(
+            "loss_type",
+            "loss_kwargs",
+            "advantage_kwargs",
+            "loss_aggregation_kwargs",
+            "use_adaptive_entropy",
+            "use_bias_correction_kl",
+        ),
         *("mask_truncated_completions", "skip_zero_advantages", "vllm_importance_sampling_correction"),
         loss_defaults=Setting(choices=("paper", "trl")),
         importance_sampling_level=Setting(choices=ratios),
@@ -114,17 +117,15 @@ SETTINGS: dict[str, Setting] = {
         vespo_k_neg=Setting(NOT_NEGATIVE),
         vespo_lambda_pos=Setting(NOT_NEGATIVE),
         vespo_lambda_neg=Setting(NOT_NEGATIVE),
-        off_policy_mask_threshold=Setting(_POSITIVE, verify_without=None),
-        top_entropy_quantile=Setting(_UNIT, verify_without=1.0),
+        off_policy_mask_threshold=Setting(_POSITIVE),
+        top_entropy_quantile=Setting(_UNIT),
         entropy_coef=Setting(_FINITE),
-        use_adaptive_entropy=Setting(verify_without=False),
         entropy_coef_min=Setting(_FINITE),
         entropy_coef_max=Setting(_FINITE),
         entropy_coef_delta=Setting(NOT_NEGATIVE),
         entropy_target=Setting(NOT_NEGATIVE),
         router_aux_loss_coef=Setting(NOT_NEGATIVE),
         old_logps=Setting(choices=("recomputed", "sampler")),
-        router_replay=Setting(choices=("rollout", "old"), verify=None),
         in_one_step=True,
     ),
     # The sampler's correction: a recorded batch has its weights.
@@ -164,21 +165,21 @@ SETTINGS: dict[str, Setting] = {
         *("ds3_gather_for_generation", "chat_template_kwargs", "cache_implementation", "use_transformers_paged"),
         *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
         *("vllm_structured_outputs_regex", "vllm_engine_kwargs"),
-        top_p=Setting(_SHARE, verify_without=1.0),
-        top_k=Setting(Within(least=0.0, because="0 switches it off"), verify_without=0),
-        min_p=Setting(Within(least=0.0, below=1.0, because=f"at 1 {GREEDY}"), verify_without=None),
-        repetition_penalty=Setting(_POSITIVE, verify_without=1.0),
-        generation_kwargs=Setting(replay=None, verify_without=None),
-        rollout_engine=Setting(choices=("auto", "grouped", "generate", "process"), verify="auto"),
-        rollout_ahead=Setting(NOT_NEGATIVE, replay=0, verify_without=0),
+        top_p=Setting(_SHARE),
+        top_k=Setting(Within(least=0.0, because="0 switches it off")),
+        min_p=Setting(Within(least=0.0, below=1.0, because=f"at 1 {GREEDY}")),
+        repetition_penalty=Setting(_POSITIVE),
+        generation_kwargs=Setting(replay=None),
+        rollout_engine=Setting(choices=("auto", "grouped", "generate", "process")),
+        rollout_ahead=Setting(NOT_NEGATIVE, replay=0),
         dynamic_sampling=Setting(
-            text="Write reward, or the name of one of the rewards, or leave it out.", replay=None, verify_without=None
+            text="Write reward, or the name of one of the rewards, or leave it out.", replay=None
         ),
         dynamic_sampling_max_rounds=Setting(COUNT),
         max_tool_calling_iterations=Setting(COUNT),
         completion_length_counts=Setting(choices=("all", "policy")),
-        use_vllm=Setting(replay=False, verify_without=False),
-        vllm_mode=Setting(choices=("server", "colocate"), verify_without="colocate"),
+        use_vllm=Setting(replay=False),
+        vllm_mode=Setting(choices=("server", "colocate")),
         vllm_model_impl=Setting(choices=("vllm", "transformers")),
         vllm_dtype=Setting(choices=("auto", "float32", "bfloat16", "float16")),
         vllm_max_model_length=Setting(COUNT),
@@ -186,8 +187,8 @@ SETTINGS: dict[str, Setting] = {
     ),
     **_group(
         Change.ROUNDING,
-        rollout_device=Setting(text="Write cpu, cuda or cuda:1, or leave it out.", verify=None),
-        overlap=Setting(choices=("step",), replay=None, verify=None),
+        rollout_device=Setting(text="Write cpu, cuda or cuda:1, or leave it out."),
+        overlap=Setting(choices=("step",), replay=None),
         environment_waves=Setting(choices=("ready", "turn")),
         vllm_tensor_parallel_size=Setting(COUNT),
     ),
@@ -214,7 +215,7 @@ SETTINGS: dict[str, Setting] = {
         Change.ANOTHER_RUN,
         *("shuffle_dataset", "dataloader_drop_last", "dataloader_in_order", "ignore_data_skip"),
         *("auto_find_batch_size", "remove_unused_columns"),
-        generation_batch_size=Setting(COUNT, replay=None, verify=None),
+        generation_batch_size=Setting(COUNT, replay=None),
         num_iterations=Setting(COUNT, replay=1),
         reward_weights=Setting(replay=None),
         seed=Setting(_SEED),
@@ -241,20 +242,18 @@ SETTINGS: dict[str, Setting] = {
     ),
     **_group(
         Change.ANOTHER_RUN,
-        *("optim_target_modules", "average_tokens_across_devices"),
-        optim=Setting(choices=_values(OptimizerNames), replay="sgd", verify="sgd"),
-        optim_args=Setting(verify=None),
-        learning_rate=Setting(NOT_NEGATIVE, replay=0.0, verify=0.05),
-        lr_scheduler_type=Setting(choices=_values(SchedulerType), replay="constant", verify="constant"),
-        lr_scheduler_kwargs=Setting(verify=None),
-        warmup_steps=Setting(NOT_NEGATIVE, verify=0),
-        weight_decay=Setting(NOT_NEGATIVE, verify=0.0),
-        max_grad_norm=Setting(NOT_NEGATIVE, verify=0.0),
+        *("optim_target_modules", "optim_args", "lr_scheduler_kwargs", "average_tokens_across_devices"),
+        optim=Setting(choices=_values(OptimizerNames), replay="sgd"),
+        learning_rate=Setting(NOT_NEGATIVE, replay=0.0),
+        lr_scheduler_type=Setting(choices=_values(SchedulerType), replay="constant"),
+        warmup_steps=Setting(NOT_NEGATIVE),
+        weight_decay=Setting(NOT_NEGATIVE),
+        max_grad_norm=Setting(NOT_NEGATIVE),
         adam_beta1=Setting(BELOW_ONE),
         adam_beta2=Setting(BELOW_ONE),
         adam_epsilon=Setting(_POSITIVE),
-        neftune_noise_alpha=Setting(NOT_NEGATIVE, verify_without=None),
-        sync_ref_model=Setting(replay=False, verify_without=False),
+        neftune_noise_alpha=Setting(NOT_NEGATIVE),
+        sync_ref_model=Setting(replay=False),
     ),
     **_group(Change.NOTHING, on_nonfinite=Setting(choices=("stop", "skip"))),
     # The model, its engines and the machine.
@@ -284,32 +283,36 @@ SETTINGS: dict[str, Setting] = {
     # Logging.
     **_group(
         Change.NOTHING,
-        *("include_num_input_tokens_seen", "log_completions_hub_repo", "log_multimodal", "log_on_each_node"),
+        *(
+            "include_num_input_tokens_seen",
+            "log_completions",
+            "log_completions_hub_repo",
+            "log_multimodal",
+            "log_on_each_node",
+        ),
         *("log_unique_prompts", "logging_first_step", "logging_nan_inf_filter", "project", "run_name"),
         *("trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
-        disable_tqdm=Setting(replay=True, verify=True),
-        log_completions=Setting(verify=False),
+        disable_tqdm=Setting(replay=True),
         log_level=Setting(choices=tuple(trainer_log_levels)),
         log_level_replica=Setting(choices=tuple(trainer_log_levels)),
-        logging_strategy=Setting(choices=_INTERVALS, verify="no"),
+        logging_strategy=Setting(choices=_INTERVALS),
         logging_steps=Setting(NOT_NEGATIVE, replay=1),
         num_completions_to_print=Setting(NOT_NEGATIVE),  # at 0 only the files are written
         record_batches=Setting(NOT_NEGATIVE),
-        report_to=Setting(choices=(*INTEGRATION_TO_CALLBACK, "all", "none"), replay="none", verify="none"),
+        report_to=Setting(choices=(*INTEGRATION_TO_CALLBACK, "all", "none"), replay="none"),
     ),
     # Evaluation.
     **_group(
         Change.NOTHING,
         *("dataset_test_split", "do_eval", "do_predict", "eval_do_concat_batches", "eval_on_start", "eval_sets"),
         *("eval_use_gather_object", "bf16_full_eval", "fp16_full_eval", "prediction_loss_only"),
-        *("metric_for_best_model", "greater_is_better"),
-        eval_strategy=Setting(choices=_INTERVALS, verify_without="no"),
+        *("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
+        eval_strategy=Setting(choices=_INTERVALS),
         eval_steps=Setting(NOT_NEGATIVE),
         eval_delay=Setting(NOT_NEGATIVE),
         eval_accumulation_steps=Setting(COUNT),
         num_generations_eval=Setting(COUNT),
         per_device_eval_batch_size=Setting(COUNT),
-        load_best_model_at_end=Setting(verify_without=False),
         include_for_metrics=Setting(unused="no compute_metrics is called"),
         batch_eval_metrics=Setting(unused="no compute_metrics is called"),
     ),
@@ -317,12 +320,17 @@ SETTINGS: dict[str, Setting] = {
     **_group(Change.ANOTHER_RUN, "hub_token", "restore_callback_states_from_checkpoint"),
     **_group(
         Change.NOTHING,
-        *("enable_jit_checkpoint", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision"),
-        *("output_dir", "push_to_hub_revision", "save_on_each_node", "save_only_model"),
-        resume_from_checkpoint=Setting(verify=None),
-        push_to_hub=Setting(verify_without=False),
+        *(
+            "enable_jit_checkpoint",
+            "hub_always_push",
+            "hub_model_id",
+            "hub_private_repo",
+            "hub_revision",
+            "push_to_hub",
+        ),
+        *("output_dir", "push_to_hub_revision", "resume_from_checkpoint", "save_on_each_node", "save_only_model"),
         hub_strategy=Setting(choices=_values(HubStrategy)),
-        save_strategy=Setting(choices=_values(SaveStrategy), replay="no", verify="no"),
+        save_strategy=Setting(choices=_values(SaveStrategy), replay="no"),
         save_steps=Setting(NOT_NEGATIVE),
         save_total_limit=Setting(COUNT),
     ),
@@ -341,9 +349,9 @@ def change_of(name: str) -> Change:
     return SETTINGS.get(name, Setting()).change
 
 
-def values_for(use: str) -> dict[str, object]:
-    """Return the values of the settings that a use fixes: "replay", "verify" or "verify_without"."""
-    return {name: value for name, row in SETTINGS.items() if (value := getattr(row, use)) is not ABSENT}
+def values_of_replay() -> dict[str, object]:
+    """Return the values of the settings that `grpo-ext replay` fixes."""
+    return {name: row.replay for name, row in SETTINGS.items() if row.replay is not ABSENT}
 
 
 def settings_changed_by(*changes: Change) -> frozenset[str]:

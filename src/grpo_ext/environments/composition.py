@@ -18,7 +18,6 @@ from grpo_ext.objective.options import Count, Within
 from grpo_ext.registry import import_path, located
 
 ADAPTERS = {
-    "textarena/": ("grpo_ext.environments.textarena:TextArena", "game"),
     "openenv/": ("grpo_ext.environments.openenv:OpenEnv", "base_url"),
 }
 """Prefixes of the names of other packages' environments: the class, and the option that the rest of the name sets."""

@@ -8,7 +8,6 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ext.config import routes
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.truncation import rollout_problems
@@ -27,7 +26,6 @@ TEXT_ONLY = "environments carry text only, and the model would not see images"
 def setting_problems(specs: Sequence[EnvironmentSpec], config: GRPOExtConfig) -> Iterator[Problem]:
     """Yield settings that have no effect with, or without, environments, or that they cannot follow."""
     yield from rollout_problems(config, {"environments": specs})
-    yield from routes.rollout_problems(config, {"environments": specs})
     if specs and (limit := getattr(config, "max_tool_calling_iterations", None)) is not None:
         cure = "Set max_turns in its entry, which counts the model's messages."
         yield Problem("max_tool_calling_iterations", limit, "each environment has its own limit", cure)

@@ -56,12 +56,11 @@ def pack(
     completion: int,
     *,
     whole: bool = False,
-    apart: Int[np.ndarray, " rows"] | None = None,
 ) -> Layout | None:
     """Return the layout of a padded batch whose last `completion` columns are completions, or None.
 
     None if a mask has holes, a prompt's last column is padding, or no position has a label. `whole` keeps tokens that
-    predict no label, for figures that count every token. Rows with different numbers in `apart` do not share a prompt.
+    predict no label, for figures that count every token.
     """
     rows, width = input_ids.shape
     start = width - completion
@@ -73,7 +72,6 @@ def pack(
         return None
     pieces: list[_Piece] = []
     prompts = np.where(mask[:, :start], input_ids[:, :start], -1)
-    prompts = prompts if apart is None else np.column_stack([prompts, apart])
     for number, group in enumerate(groups_of(prompts)):
         pieces += _pieces(number, group, np.flatnonzero(mask[group[0], : start - 1]), start - 1, lengths, whole)
     pieces.sort(key=lambda p: (p.owner is not None, -1 if p.owner is None else p.owner, len(p.columns)))

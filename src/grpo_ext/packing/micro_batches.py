@@ -10,7 +10,6 @@ from torch import Tensor
 from grpo_ext.packing.images import COUNT, IMAGES, RowImages
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.layout import groups_of
-from grpo_ext.packing.routes import ROUTES
 
 
 class MicroBatch(TypedDict, total=False):
@@ -26,8 +25,6 @@ class MicroBatch(TypedDict, total=False):
     """Index of the token before each token of the completion, for trajectories with rewritten contexts."""
     kept_tokens: list[Tensor]
     """The sets that a truncated sampler drew each row's tokens from, as in `kept`."""
-    routes: list[Tensor]
-    """The experts to which each row's tokens are sent, as in `routes`."""
     advantages: Tensor
     """[rows] or [rows, time]."""
     num_items_in_batch: Tensor
@@ -195,7 +192,7 @@ def of_live_rows(
     rows, time = inputs["completion_ids"].shape
     if live.any():
         at = live.nonzero()[:, 0]
-        needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, KEPT, ROUTES, IMAGES)}
+        needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, KEPT, IMAGES)}
         batch = trim(rows_of(cast(MicroBatch, needed), at), prompts=False)
     elif IMAGES in inputs:
         at = live.new_tensor([_row_that_sees(inputs[IMAGES])], dtype=torch.long)

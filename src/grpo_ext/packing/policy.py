@@ -19,7 +19,6 @@ from grpo_ext.packing.forward import positions_moved, rounded_differently
 from grpo_ext.packing.layout import Layout, pack
 from grpo_ext.packing.obstacles import Policy, causal_lm, most_tokens, obstacles, text_model
 from grpo_ext.packing.recurrent import is_recurrent
-from grpo_ext.packing.routes import padded, prompts_apart
 from grpo_ext.packing.tree import is_plain, pack_tree, plain_rows
 from grpo_ext.packing.windows import narrowed
 
@@ -116,8 +115,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 CURE = "Set shared_prefix to auto or false."
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Plain = Callable[..., Scores]
-"""TRL's forward. Arguments: tokens and mask [rows, width], columns of completions; `kept`, sets of the rows;
-`experts`, their routes as `routes.padded` returns them."""
+"""TRL's forward. Arguments: tokens and mask [rows, width], columns of completions; `kept`, sets of the rows."""
 Packed = Callable[..., Scores]
 """`forward.log_probs` of a model. Arguments: tokens, layout, columns of completions; `kept` likewise."""
 
@@ -201,10 +199,8 @@ class PrefixSharing:
             raise ConfigError([self.problem()])
         logger.warning(self.describe())
 
-    def layout(
-        self, input_ids: Tensor, mask: Tensor, completion: int, whole: bool, apart: np.ndarray | None = None
-    ) -> Layout | None:
-        """Return the packed layout of a micro-batch, or None for the plain forward; `apart` as in `pack`."""
+    def layout(self, input_ids: Tensor, mask: Tensor, completion: int, whole: bool) -> Layout | None:
+        """Return the packed layout of a micro-batch, or None for the plain forward."""
         if self.size is None:
             return None
         shape, device, auto = tuple(input_ids.shape), input_ids.device.type, self.setting != "true"
@@ -213,7 +209,7 @@ class PrefixSharing:
         live = mask.bool().cpu().numpy()
         if auto and self.size.most_of(live, completion, device) <= MARGIN:
             return None
-        layout = self._fitting(pack(input_ids.cpu().numpy(), live, completion, whole=whole, apart=apart))
+        layout = self._fitting(pack(input_ids.cpu().numpy(), live, completion, whole=whole))
         if layout is None or not auto:
             return layout
         return layout if self.size.gain(layout, device) > MARGIN else None
@@ -226,12 +222,11 @@ class PrefixSharing:
         parents: Tensor | None = None,
         *,
         whole: bool = False,
-        apart: np.ndarray | None = None,
     ) -> tuple[Layout | None, np.ndarray | None]:
         """Return the packed layout of rows, None for the plain forward; and their `parents` if they are trees."""
         tree = None if parents is None else _tree(parents, mask[:, -completion:])
         if tree is None:
-            return self.layout(input_ids, mask, completion, whole, apart), None
+            return self.layout(input_ids, mask, completion, whole), None
         if self.size is None:
             return None, tree
         return self._fitting(pack_tree(input_ids.cpu().numpy(), mask.cpu().numpy(), tree, whole=whole)), tree
@@ -251,12 +246,11 @@ class PrefixSharing:
         compute_aux_loss: bool,
         parents: Tensor | None = None,
         kept: Sequence[Tensor] | None = None,
-        routes: Sequence[Tensor] | None = None,
     ) -> Scores:
         """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time.
 
         `parents` [rows, completion], as in `tree`, of trajectories whose contexts were rewritten; `kept` the sets that
-        each row's tokens were drawn from, as in `packing.kept`; `routes` their experts, as in `packing.routes`.
+        each row's tokens were drawn from, as in `packing.kept`.
         """
         parts: list[Scores] = []
         extra = {"output_router_logits": True} if compute_aux_loss else {}
@@ -264,12 +258,8 @@ class PrefixSharing:
             rows = slice(begin, begin + batch_size)
             ids, live = input_ids[rows], mask[rows]
             given: dict[str, Any] = {} if kept is None else {"kept": kept[rows]}
-            apart = None
-            if routes is not None:
-                given["experts"] = padded(routes[rows], live, completion)
-                apart = prompts_apart(routes[rows], live[:, :-completion].cpu().numpy())
             of_rows = None if parents is None else parents[rows]
-            layout, tree = self.arranged(ids, live, completion, of_rows, whole=compute_aux_loss, apart=apart)
+            layout, tree = self.arranged(ids, live, completion, of_rows, whole=compute_aux_loss)
             if layout is not None:
                 logps, entropies, aux_loss = packed(ids, layout, completion, **extra, **given)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))

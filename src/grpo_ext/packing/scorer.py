@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from grpo_ext.packing.obstacles import causal_lm
 from grpo_ext.packing.own_forward import Way, exact_way
 from grpo_ext.packing.pieces import Part, TokenLimit, in_pieces
 from grpo_ext.packing.policy import PrefixSharing, Scores, concatenated
-from grpo_ext.packing.routes import ROUTES, Recorded, Replayed, routed, split
 
 LONGEST = {"cpu": 8}
 """Tokens of prompts and of completions, at most, that are compared with the model's own forward."""
@@ -42,7 +41,6 @@ class Scorer:
 
     Attributes:
         way: how rows are scored; as by TRL until `choose_way` has compared it.
-        agreed: replayed routes that were the router's own choice too, and their number.
     """
 
     def __init__(
@@ -55,8 +53,7 @@ class Scorer:
         temperature: float = 1.0,
     ) -> None:
         self.trl, self.sharing, self.accelerator, self.forward_only = stock, sharing, accelerator, forward_only
-        self.limit, self.agreed = limit, torch.zeros(2)
-        self.temperature = temperature
+        self.limit, self.temperature = limit, temperature
         self.way, self.compared = Way(), False
         names = list(inspect.signature(stock).parameters)
         self.multimodal = names[names.index("compute_aux_loss") + 1 :]
@@ -121,9 +118,7 @@ class Scorer:
 
         def forward(batch: MicroBatch) -> Scores:
             further: dict[str, Any] = {
-                name: value
-                for name, value in batch.items()
-                if name in (PARENTS, KEPT, ROUTES, IMAGES, *self.multimodal)
+                name: value for name, value in batch.items() if name in (PARENTS, KEPT, IMAGES, *self.multimodal)
             }
             return score(
                 model,
@@ -160,7 +155,6 @@ class Scorer:
         compute_aux_loss: bool = False,
         parents: Tensor | None = None,
         kept_tokens: Sequence[Tensor] | None = None,
-        routes: Sequence[Tensor] | None = None,
         images: Sequence[RowImages] | None = None,
         **multimodal: Any,
     ) -> Scores:
@@ -168,12 +162,11 @@ class Scorer:
 
         `parents` [rows, logits_to_keep], as in `tree`, of trajectories whose contexts were rewritten; `kept_tokens`
         the sets that each row's tokens were drawn from, as in `kept`, over which all scores are then normalised;
-        `routes` the experts to which each row's tokens are sent, as in `routes`; `images` those of each row, as in
-        `images`.
+        `images` those of each row, as in `images`.
 
         Raises:
-            ValueError: rows with any of these or with a limit hold images, TRL's LM head computes other positions than
-                theirs, or rows with routes have rewritten contexts.
+            ValueError: rows with any of these or with a limit hold images, or TRL's LM head computes other positions
+                than theirs.
         """
         options: dict[str, Any] = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         sharing, has_images = self.sharing, bool(images) or any(x is not None for x in multimodal.values())
@@ -183,9 +176,7 @@ class Scorer:
             raise ValueError("images are not scored over the tokens that top_p, top_k or min_p kept. Unset these.")
         if self.limit is not None and has_images:
             raise ValueError("rows with images are not cut by tokens yet. Unset micro_batch_tokens.")
-        if routes is not None and (has_images or parents is not None):
-            raise ValueError("routes cannot be replayed with images or rewritten contexts. Remove router_replay.")
-        plainly = all(x is None for x in (self.limit, parents, kept_tokens, routes))
+        plainly = all(x is None for x in (self.limit, parents, kept_tokens))
         if images:
             return self._seeing(model, input_ids, attention_mask, logits_to_keep, batch_size, images, options)
         if has_images or (plainly and not sharing.possible and sharing.agreed is None):
@@ -198,7 +189,7 @@ class Scorer:
         rows = input_ids, attention_mask, logits_to_keep
         if self.limit is not None:
             return in_pieces(self.limit, score, *rows, parents, kept_tokens)
-        return score(*rows, batch_size or len(input_ids), parents=parents, kept=kept_tokens, routes=routes)
+        return score(*rows, batch_size or len(input_ids), parents=parents, kept=kept_tokens)
 
     def check(self, model: nn.Module, device: torch.device) -> None:
         """Compare the packed forward with the plain one, once, and share no prompts if they differ."""
@@ -215,14 +206,9 @@ class Scorer:
         mask: Tensor,
         completion: int,
         kept: Sequence[Tensor] | None = None,
-        experts: Tensor | None = None,
     ) -> Scores:
-        with ExitStack() as stack:
-            sets = None if kept is None else partial(_sets_of_rows, kept, mask, completion)
-            if sets is not None:
-                stack.enter_context(labelled_positions_only(ids.device, sets))
-            if experts is not None:
-                stack.enter_context(self._replaying(self._base(model), experts.flatten(0, 1)))
+        sets = None if kept is None else partial(_sets_of_rows, kept, mask, completion)
+        with nullcontext() if sets is None else labelled_positions_only(ids.device, sets):
             return self.stock(model, ids, mask, completion, **options, kept=sets)
 
     def _packed(
@@ -232,42 +218,15 @@ class Scorer:
         layout: Layout,
         completion: int,
         kept: Sequence[Tensor] | None = None,
-        experts: Tensor | None = None,
         **extra: Any,
     ) -> Scores:
         base = self._base(model)
         sets = None if kept is None else KeptSets.of(kept, completion, ids.device)
-        with self.accelerator.autocast(), ExitStack() as stack:
-            if experts is not None:
-                source = torch.from_numpy(layout.source).to(ids.device)
-                stack.enter_context(self._replaying(base, experts.flatten(0, 1)[source]))
+        with self.accelerator.autocast():
             return log_probs(model, base, ids, layout, completion, kept=sets, **extra)
 
     def _base(self, model: nn.Module) -> PreTrainedModel:
         return causal_lm(self.accelerator.unwrap_model(model))
-
-    @contextmanager
-    def _replaying(self, base: PreTrainedModel, experts: Tensor) -> Iterator[None]:
-        """Send the tokens of the forwards of a `with` block to their `experts` [tokens, layers, experts]."""
-        use = Replayed(experts)
-        with routed(base, use):
-            yield
-        self.agreed = self.agreed.to(experts.device) + use.agreed
-
-    def routes(
-        self, model: nn.Module, prompts: Sequence[list[int]], completions: Sequence[list[int]], batch_size: int
-    ) -> list[Tensor]:
-        """Return the experts that `model` chooses for the tokens of each row, as in `routes`."""
-        base, device, found = self._base(model), self.accelerator.device, list[Tensor]()
-        rows = [torch.tensor([*prompt, *ids]) for prompt, ids in zip(prompts, completions, strict=True)]
-        for begin in range(0, len(rows), batch_size):
-            part, recorded = rows[begin : begin + batch_size], Recorded()
-            ids = pad_sequence(part, batch_first=True).to(device)
-            mask = pad_sequence([torch.ones_like(row) for row in part], batch_first=True).to(device)
-            with self.forward_only(), routed(base, recorded):
-                self.stock(model, ids, mask, 1)
-            found += split(recorded.taken(len(part)), mask)
-        return found
 
     def _seeing(
         self,

@@ -13,14 +13,15 @@ from grpo_ext.recipe.parts import PARTS, all_keys
 from grpo_ext.registry import did_you_mean
 
 _USUAL = {
-    **dict.fromkeys(("kl_coef", "kl_coeff"), "beta"),
+    **dict.fromkeys(("kl_coef", "kl_coeff", "kl_loss_coef"), "beta"),
     **dict.fromkeys(("group_size", "num_return_sequences"), "num_generations"),
     **dict.fromkeys(("rewards", "reward_functions"), "reward_funcs"),
     "cliprange": "epsilon",
     "advantage_type": "advantage_estimator",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    **dict.fromkeys(("per_gpu_train_batch_size", "micro_batch_size"), "per_device_train_batch_size"),
+    **{"base_model": "model_name_or_path", "lora_rank": "lora_r", "num_epochs": "num_train_epochs"},
 }
-"""Names that are common elsewhere; `foreign` has those of one project."""
+"""Names that are common elsewhere; `foreign` has those of Open-R1 and of older TRL."""
 
 
 def key_problems(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[Problem]:
@@ -44,6 +45,8 @@ def _unknown(key: str, value: object, known: Sequence[str]) -> tuple[str, str]:
         return f"{reason}, and it would be ignored", _negation(key.removeprefix("no_"))
     if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", key):
         return f"{reason}; it looks like an environment variable", f"Write env: {{{key}: ...}}."
+    if key == "router_replay":
+        return "it is gone: no engine's routes can be read yet", "Remove it."
     if key in _USUAL:
         return reason, f"It is {_USUAL[key]} here. Write {_USUAL[key]}."
     if isinstance(value, Mapping) and set(value) & set(known):

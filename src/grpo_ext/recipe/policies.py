@@ -32,10 +32,8 @@ from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.precision import head_problems
-from grpo_ext.config.routes import replay_problems
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
 from grpo_ext.errors import ConfigError, Problem
-from grpo_ext.packing.routes import without_routers
 from grpo_ext.quickstart import colours
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.lora import unmatched
@@ -243,8 +241,6 @@ def _model_problems(empty: PreTrainedModel, model: ModelConfig, training: GRPOEx
     if training.router_aux_loss_coef and not hasattr(empty.config.get_text_config(), "output_router_logits"):
         reason = f"{type(empty).__name__} has no experts to balance"
         yield Problem("router_aux_loss_coef", training.router_aux_loss_coef, reason, "Remove it.")
-    if training.router_replay is not None:
-        yield from replay_problems(training, without_routers(empty))
     adapted = model.use_peft or is_adapter(model.model_name_or_path)
     yield from head_problems(training, tied=bool(empty.config.tie_word_embeddings), adapted=adapted)
     given = as_mapping(training.model_init_kwargs).get("quantization_config")

@@ -9,7 +9,6 @@ from torch import Tensor
 from grpo_ext.objective.trajectory import COLUMN, Trajectory
 from grpo_ext.packing.images import IMAGES, RowImages
 from grpo_ext.packing.kept import KEPT
-from grpo_ext.packing.routes import ROUTES
 from grpo_ext.rollout.seeds import AttemptId
 
 TurnRewards = list[list[float] | None]
@@ -60,8 +59,6 @@ class Collected:
     generated: Generated | None = None
     kept: list[Tensor] = field(default_factory=list)
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.kept`."""
-    routes: list[Tensor] = field(default_factory=list)
-    """The experts to which each row's tokens are sent, as in `packing.routes`, with `router_replay`."""
     images: list[RowImages] = field(default_factory=list)
     """The images of each row, as in `packing.images`; empty where no row has any."""
     turns_by_reward: dict[str, list[list[float] | None]] = field(default_factory=dict)
@@ -91,8 +88,8 @@ class Collected:
 
     @property
     def lists(self) -> dict[str, list[Any]]:
-        """Kept sets, routes and images of the rows, where there are any, by their names in a micro-batch."""
-        lists: dict[str, list[Any]] = {KEPT: self.kept, ROUTES: self.routes, IMAGES: self.images}
+        """Kept sets and images of the rows, where there are any, by their names in a micro-batch."""
+        lists: dict[str, list[Any]] = {KEPT: self.kept, IMAGES: self.images}
         return {name: rows for name, rows in lists.items() if rows}
 
     @property

@@ -16,7 +16,6 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 from grpo_ext.packing.images import OF_TOKENS
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import RowCache, Unsupported, check_layers
-from grpo_ext.rollout.route_log import RouteLog
 
 LEAVE = 1 / 8
 """Share of finished rows at which they leave the batch: copying the others costs about one step."""
@@ -114,8 +113,7 @@ def decode(
     """Complete every row of `input_ids`: a decoding method for `generate(custom_generate=...)`.
 
     Args:
-        drawn: gets the log-probabilities [batch, time] of sampled tokens, undefined after a row's end, their sets and
-            their routes.
+        drawn: gets the log-probabilities [batch, time] of sampled tokens, undefined after a row's end, and their sets.
         uniforms: numbers in [0, 1) by which tokens are sampled. A row's tokens then depend on its own numbers and
             logits only, not on the other rows.
         limits: most tokens of each row, besides the limit of `generation_config`; padding follows them.
@@ -127,8 +125,8 @@ def decode(
     inputs, marks = text_inputs(model, inputs)
     check_call(logits_processor, stopping_criteria, generation_config, inputs)
     batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, uniforms, limits)
-    log, routes = (None, None) if drawn is None else (drawn.log, drawn.routes)
-    logits = batch.prefill(marks, routes)
+    log = None if drawn is None else drawn.log
+    logits = batch.prefill(marks)
     while True:
         left = batch.append(batch.choose(logits, log))
         if ended is not None and len(left):
@@ -137,7 +135,7 @@ def decode(
             if drawn is not None and generation_config.do_sample:
                 drawn.logps.append(batch.sampled()[1])
             return batch.completed()
-        logits = batch.forward(routes)
+        logits = batch.forward()
 
 
 class _Batch:
@@ -173,7 +171,7 @@ class _Batch:
         self.ids = self.output.clone()
         self.finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
 
-    def prefill(self, marks: dict[str, Tensor], routes: RouteLog | None) -> Tensor:
+    def prefill(self, marks: dict[str, Tensor]) -> Tensor:
         """Return the logits of the first token, from one forward over the distinct prompts.
 
         `marks` are arguments of this forward only, equal for equal prompts.
@@ -195,22 +193,17 @@ class _Batch:
         check_layers(self.cache)
         self.rows_kept = RowCache(self.cache, prompts.of_row, mask)
         self.positions = self.positions[:, -1:]
-        if routes is not None:
-            routes.add(prompts.of_row)
         return logits[prompts.of_row]
 
-    def forward(self, routes: RouteLog | None) -> Tensor:
+    def forward(self) -> Tensor:
         """Return the logits of the next token."""
         assert self.rows_kept is not None
         self.positions = self.positions + 1
-        logits = self._logits(
+        return self._logits(
             input_ids=self.ids[:, self.length - 1 : self.length],
             attention_mask=self.rows_kept.next_mask(),
             position_ids=self.positions,
         )
-        if routes is not None:
-            routes.add(self.rows)
-        return logits
 
     def _logits(self, **inputs: Tensor | None) -> Tensor:
         cache = {self.argument: self.cache}

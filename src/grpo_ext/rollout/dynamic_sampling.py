@@ -100,8 +100,8 @@ class FreshPrompts:
 
 
 Row: TypeAlias = tuple[Any, ...]
-"""Row, prompt ids, ids, tool mask, completion, log-probabilities, images, those as tensors, kept sets, routes, logged
-columns, turn rewards."""
+"""Row, prompt ids, ids, tool mask, completion, log-probabilities, images, those as tensors, kept sets, logged columns,
+turn rewards."""
 
 
 @dataclass
@@ -126,30 +126,23 @@ class Batch:
         unknown: list[Any] = [None] * count
         masks, logprobs = made.tool_mask or unknown, made.logprobs or unknown
         columns = (collected.rows, made.prompt_ids, made.completion_ids, masks, made.completions, logprobs)
-        lists = (
-            made.images or unknown,
-            collected.images or unknown,
-            collected.kept or unknown,
-            collected.routes or unknown,
-        )
+        lists = made.images or unknown, collected.images or unknown, collected.kept or unknown
         rows = list(zip(*columns, *lists, logged, collected.turn_rewards, strict=True))
         return cls(rows, rewards, list(collected.logged), list(made.extra))
 
     def collected(self) -> Collected:
         """Join the rows to a scored generation."""
         columns: list[Any] = [list(column) for column in zip(*self.rows, strict=True)]
-        examples, prompt_ids, ids, masks, completions, logprobs, images, seen, kept, routes, logged, turn_rewards = (
-            columns
-        )
+        examples, prompt_ids, ids, masks, completions, logprobs, images, seen, kept, logged, turn_rewards = columns
         extra = {name: [example[name] for example in examples] for name in self.extra}
         tool_mask, scores = (None if any(part is None for part in column) else column for column in (masks, logprobs))
         found = images if any(images) else None
         made = Generated(prompt_ids, ids, tool_mask, completions, scores, extra, found, [])
         of_rewards = {name: [row.get(name) for row in logged] for name in self.logged}
         scored = {"rewards": self.rewards, "turn_rewards": turn_rewards, "logged": of_rewards}
-        kept, routes = ([] if of_rows[0] is None else of_rows for of_rows in (kept, routes))
+        kept = [] if kept[0] is None else kept
         seen = [] if found is None else [row or no_images() for row in seen]
-        return Collected(examples, generated=made, kept=kept, routes=routes, images=seen, settled=True, **scored)
+        return Collected(examples, generated=made, kept=kept, images=seen, settled=True, **scored)
 
 
 Collect = Callable[[list[dict[str, Any]], list[AttemptId]], Collected]

@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_ext.packing.kept import encoded
-from grpo_ext.rollout.route_log import RouteLog
 
 
 class KeptLog:
@@ -64,8 +63,6 @@ class Drawn:
     """Log-probabilities [batch, time], if the engine knows them."""
     log: KeptLog | None = None
     """The processor of transformers, if the sets are wanted."""
-    routes: RouteLog | None = None
-    """The routes of the rows, if they are wanted."""
     returned: list[list[list[int]]] = field(default_factory=list)
     """The tokens that vLLM kept at each token of each completion."""
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,10 @@ from transformers import LogitsProcessorList
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import scores_kept_sets
-from grpo_ext.packing.obstacles import Forward, causal_lm, forward_obstacle, obstacles
-from grpo_ext.packing.routes import routed
+from grpo_ext.packing.obstacles import Forward, forward_obstacle, obstacles
 from grpo_ext.rollout.decoding import decode
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import Unsupported
-from grpo_ext.rollout.route_log import RouteLog
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +26,14 @@ class GroupedEngine:
     Args:
         required: raise where the engine cannot be used, instead of falling back to `generate`.
         keeps: record, in training, the tokens that a truncated sampler kept, also where `generate` decodes.
-        routes: record, in training, the experts of each token, likewise.
 
     Attributes:
         refusal: why the engine falls back to `generate`; empty while it does not.
         uniforms: numbers in [0, 1), [rows, tokens], by which the next call samples; None: torch's random state.
     """
 
-    def __init__(self, *, required: bool = False, keeps: bool = False, routes: bool = False) -> None:
-        self.required, self.keeps, self.routes = required, keeps, routes
+    def __init__(self, *, required: bool = False, keeps: bool = False) -> None:
+        self.required, self.keeps = required, keeps
         self.refusal = ""
         self.uniforms: Tensor | None = None
 
@@ -55,19 +52,12 @@ class GroupedEngine:
     def generating(self, model: Any) -> Iterator[Drawn]:
         """Let `model.generate` decode by `decode` where that is exact.
 
-        Yields what each such call then fills with the log-probabilities, kept sets and routes of its samples.
+        Yields what each such call then fills with the log-probabilities and kept sets of its samples.
 
         Raises:
             Unsupported: it is not exact, and the engine is required.
         """
         stock, drawn = model.generate, Drawn()
-
-        def recorded(custom: Callable[..., Any], **kwargs: Any) -> Tensor:
-            with ExitStack() as stack:
-                if self.routes and model.training:
-                    drawn.routes = RouteLog(kwargs["attention_mask"])
-                    stack.enter_context(routed(causal_lm(model), drawn.routes.recorded))
-                return stock(**kwargs, custom_generate=custom)
 
         def generate(**kwargs: Any) -> Tensor:
             drawn.log = KeptLog(len(kwargs["input_ids"])) if self.keeps and model.training else None
@@ -75,11 +65,10 @@ class GroupedEngine:
                 if not self.refusal:
                     for reason in obstacles(model, Forward.ROLLOUT):
                         raise Unsupported(reason)
-                    return recorded(partial(decode, drawn=drawn, uniforms=self.uniforms), **kwargs)
+                    return stock(**kwargs, custom_generate=partial(decode, drawn=drawn, uniforms=self.uniforms))
             except Unsupported as error:
                 self.refuse(str(error))
-            wanted = drawn.log is not None or (self.routes and model.training)
-            return recorded(_recorded(drawn), **kwargs) if wanted else stock(**kwargs)
+            return stock(**kwargs) if drawn.log is None else stock(**kwargs, custom_generate=_recorded(drawn.log))
 
         with temporarily(model, generate=generate):
             yield drawn
@@ -92,11 +81,11 @@ def grouped_engine(args: GRPOExtConfig, *, sharded: bool) -> GroupedEngine | Non
         args: the trainer's settings.
         sharded: whether FSDP spreads the weights over processes.
     """
-    keeps, routes, asked = scores_kept_sets(args), args.router_replay == "rollout", args.rollout_engine_resolved
-    plain = asked == "generate" and not keeps and not routes
+    keeps, asked = scores_kept_sets(args), args.rollout_engine_resolved
+    plain = asked == "generate" and not keeps
     if args.use_vllm or args.use_transformers_continuous_batching or plain:
         return None
-    engine = GroupedEngine(required=asked == "grouped", keeps=keeps, routes=routes)
+    engine = GroupedEngine(required=asked == "grouped", keeps=keeps)
     if asked == "generate":
         engine.refusal = "rollout_engine is 'generate'"
     elif sharded:
@@ -106,14 +95,11 @@ def grouped_engine(args: GRPOExtConfig, *, sharded: bool) -> GroupedEngine | Non
     return engine
 
 
-def _recorded(drawn: Drawn) -> Callable[..., Any]:
-    """Return the sampling of `generate` with a last logits processor that records what it may draw, and the routes."""
+def _recorded(log: KeptLog) -> Callable[..., Any]:
+    """Return the sampling of `generate` with a last logits processor that records what it may draw."""
 
     def record(_: Tensor, scores: Tensor) -> Tensor:
-        if drawn.log is not None:
-            drawn.log.add(scores)
-        if drawn.routes is not None:
-            drawn.routes.add()
+        log.add(scores)
         return scores
 
     def sample(model: Any, input_ids: Tensor, logits_processor: LogitsProcessorList, **given: Any) -> Any:

@@ -169,7 +169,6 @@ class GeneratingTrainer(CreditingTrainer):
             logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn.logps[-1], completion_ids, strict=True)]
         if collected is not None and training:
             collected.kept = drawn.kept(completion_ids)
-            collected.routes = [] if drawn.routes is None else drawn.routes.routes(completion_ids)
         fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
         return completion_ids, logprobs
 
@@ -237,9 +236,6 @@ class GeneratingTrainer(CreditingTrainer):
         collected.generated = generated
         first = generated.prompt_ids, generated.completion_ids, collected.images
         self._scorer.choose_way(self.model, *first, self._tokenizer.pad_token_id, self._largest)
-        if self.args.router_replay == "old" and self.model.training:
-            ids, size = (generated.prompt_ids, generated.completion_ids), self.args.per_device_train_batch_size
-            collected.routes = self._scorer.routes(self.model, *ids, size)
         return generated
 
     def _check_logprobs(self, generated: Generated) -> None:

@@ -31,7 +31,6 @@ from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle,
 from grpo_ext.packing.own_forward import count_positions
 from grpo_ext.packing.pieces import Part, TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
-from grpo_ext.packing.routes import ROUTES
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
@@ -52,7 +51,7 @@ from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
 from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows, log_weights
 from grpo_ext.trainer.evaluating import batch_weight
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
-from grpo_ext.trainer.model_checks import check_pieces, check_routes
+from grpo_ext.trainer.model_checks import check_pieces
 from grpo_ext.trainer.piecewise import SHARDED, Terms, more_to_come, together
 from grpo_ext.trainer.reference import InitialWeights, compare, evaluating, made_up, scored
 from grpo_ext.trainer.replaced import replacement_problems
@@ -235,8 +234,6 @@ class GRPOExtTrainer(ChunkTrainer):
         check_pieces(args, aux_loss=self.aux_loss_enabled)
         agreed = self._largest if several and (sharded or self.sharing.agreed is not None) else None
         limit = None if (most := args.micro_batch_tokens) is None else TokenLimit(most, self.sharing, agreed)
-        model, spread = self.accelerator.unwrap_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled
-        check_routes(args, model, sharded=spread)
         stock = super()._get_per_token_logps_and_entropies
         quiet = partial(forward_only, self.model, args)
         self._scorer = Scorer(stock, self.sharing, self.accelerator, quiet, limit, self.temperature)
@@ -315,8 +312,6 @@ class GRPOExtTrainer(ChunkTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
         mode = "train" if self.model.training else "eval"
-        if mode == "train" and self.args.router_replay is not None and ROUTES not in inputs:
-            raise RuntimeError("router_replay: the batch has no routes, and its forward would choose other experts")
         live, mask = self._live_rows(inputs, mode), live_mask(inputs)
         totals = self._totals(inputs, mask, mode)
         parts, made = self._scorer.parts(model, inputs, live), list[Terms]()
@@ -347,7 +342,6 @@ class GRPOExtTrainer(ChunkTrainer):
     def _terms(self, model: nn.Module, part: Part, totals: StepTotals, mode: str, parts: int) -> Terms:
         """Compute one of so many `parts` of a micro-batch: its share of the loss of the step."""
         objective, inputs, live = self.objective, part.inputs, part.live
-        self._scorer.agreed = torch.zeros(2)
         logps, entropies, aux_loss = self._scores(model, inputs, live)
         assert entropies is not None
         if part.is_spare:
@@ -374,9 +368,6 @@ class GRPOExtTrainer(ChunkTrainer):
         stock = self.args.loss_defaults == "trl"
         figures, regions = loss_figures(objective, tensors, entropies, inputs, live, as_stock=stock)
         weight = loss.new_ones(()) if mode == "train" else batch_weight(objective, totals)
-        if self.args.router_replay is not None:
-            equal, compared = self._scorer.agreed.to(loss.device)
-            figures["sampling/route_agreement"] = equal / compared.clamp(min=1), compared
         if self._entropy_bonus_enabled:
             as_trl = stock and objective.aggregation == "token-mean"  # TRL logs its shares unscaled
             policy_figure = policy_loss.detach() * (1.0 if as_trl else accumulation)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
-from grpo_ext.config.settings import FUNCTIONS, SETTINGS, values_for
+from grpo_ext.config.settings import FUNCTIONS, SETTINGS, values_of_replay
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask
 from grpo_ext.trainer.batches import Generation, check_credit, micro_batches, restored
@@ -125,7 +125,7 @@ def config_of(contents: Sequence[Content], changes: Mapping[str, Any], folder: s
         ConfigError: they are invalid.
     """
     first, known = contents[0], {f.name: f.default for f in fields(GRPOExtConfig)}
-    fixed = values_for("replay")
+    fixed = values_of_replay()
     if without_effect := sorted(name for name in changes if name in fixed or name not in IN_ONE_STEP):
         reason, cure = "the loss of a recorded step does not depend on it", "Remove it."
         raise ConfigError([Problem(f"--{name}", ABSENT, reason, cure) for name in without_effect])

@@ -26,7 +26,6 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.objective import Objective
 from grpo_ext.packing.images import IMAGES
 from grpo_ext.packing.kept import KEPT
-from grpo_ext.packing.routes import ROUTES
 from grpo_ext.trainer.checkpoints.identity import plain, settings
 from grpo_ext.trainer.checkpoints.manifest import sync
 from grpo_ext.trainer.findings import ObservedBatch
@@ -110,7 +109,7 @@ def packed(tensors: Mapping[str, object]) -> Kept:
     """Return a micro-batch on the CPU, its whole numbers narrowed; `dtypes` holds the original types."""
     kept: Kept = {"dtypes": {}}
     for name, values in tensors.items():
-        if name in (KEPT, ROUTES) and isinstance(values, list):
+        if name == KEPT and isinstance(values, list):
             kept[name] = [of_row.cpu() for of_row in values]
         if name == IMAGES:  # those of a prompt are one object for all its rows, on the disk too
             kept[name] = values
@@ -127,9 +126,9 @@ def packed(tensors: Mapping[str, object]) -> Kept:
 
 
 def unpacked(kept: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the tensors of a micro-batch with their original types, its kept sets, its routes and its images."""
+    """Return the tensors of a micro-batch with their original types, its kept sets and its images."""
     return {
-        name: values if name in (KEPT, ROUTES, IMAGES) else values.to(device, getattr(torch, kept["dtypes"][name]))
+        name: values if name in (KEPT, IMAGES) else values.to(device, getattr(torch, kept["dtypes"][name]))
         for name, values in kept.items()
         if name != "dtypes"
     }

@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from grpo_ext.config import process_engine, routes
+from grpo_ext.config import process_engine
 from grpo_ext.config.adapters import init_problems
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
@@ -123,7 +123,6 @@ def prepare(
     specs, found = parse_environments(environments)
     problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
     problems += [*rollout_problems(args, rollouts), *process_engine.rollout_problems(args, rollouts)]
-    problems += routes.rollout_problems(args, rollouts)
     if not checked:
         problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
         evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]

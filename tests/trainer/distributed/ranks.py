@@ -29,7 +29,6 @@ from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.piecewise import SHARDED
-from grpo_ext.trainer.verification.watched import trained_weights
 from support import interrupted, poisoned, tiny, trainers, worlds
 from support.dealt import AT_A_TIME, LIMITS, SAMPLES, dealing
 from support.dealt import rows as dealt_rows
@@ -39,6 +38,7 @@ from support.float64 import FLOAT64, float64_throughout
 from support.fsdp_on_cpu import is_sharded, make_fsdp_real
 from support.mismatched import RULES, trained
 from support.trainers import build, number, record, scripted_rollout, scripted_trajectories, unit_interval, weights
+from support.watched import trained_weights
 
 # One step.
 

@@ -4,7 +4,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -17,17 +16,15 @@ from grpo_ext.recipe.parts import PARTS
 
 @dataclass(frozen=True)
 class KeyRule:
-    """One row of a table: how a foreign key, or all that match a pattern such as `critic.*`, are converted.
+    """One row of a table: how a foreign key is converted.
 
-    Written as "name", "name = their default", "name | what differs", "- | why it is left out", "* names | how" where
-    a function computes them from several keys, or "? | what a person must decide" unless the value is false.
-    `env.NAME` is an environment variable.
+    Written as "name", "name = their default", "name | what differs", "- | why it is left out", or "* names | how"
+    where a function computes them from several keys. `env.NAME` is an environment variable.
     """
 
     to: str
     note: str = ""
     computed: bool = False
-    asks: bool = False
     default: Any = None
 
     @classmethod
@@ -35,30 +32,24 @@ class KeyRule:
         """Parse the short form."""
         to, _, note = (part.strip() for part in text.partition("|"))
         to, _, default = to.partition(" = ")
-        return cls(
-            to.lstrip("*-? "), note, to.startswith("*"), to.startswith("?"), parse_value(default) if default else None
-        )
+        return cls(to.lstrip("*- "), note, to.startswith("*"), parse_value(default) if default else None)
 
 
 _LEFT_OUT = KeyRule("")
 
 
-def rules(table: Mapping[str, Any], section: str = "") -> dict[str, KeyRule]:
-    """Read a table. A row may have several names, sections nest, and the row "=" lists `theirs=ours`, or `same`.
+def rules(table: Mapping[str, str]) -> dict[str, KeyRule]:
+    """Read a table. A row may have several names, and the row "=" lists `theirs=ours`.
 
-    >>> [(key, rule.to, rule.default) for key, rule in rules({"=": "seed lr=rate", "a": {"b c": "d = 2"}}).items()]
-    [('seed', 'seed', None), ('lr', 'rate', None), ('a.b', 'd', 2), ('a.c', 'd', 2)]
+    >>> [(key, rule.to, rule.default) for key, rule in rules({"=": "lr=rate", "b c": "d = 2"}).items()]
+    [('lr', 'rate', None), ('b', 'd', 2), ('c', 'd', 2)]
     """
     found: dict[str, KeyRule] = {}
     for names, row in table.items():
-        for name in (row if names == "=" else names).split():
-            if names == "=":
-                theirs, _, ours = name.partition("=")
-                found[section + theirs] = KeyRule(ours or theirs)
-            elif isinstance(row, str):
-                found[section + name] = KeyRule.read(row)
-            else:
-                found |= rules(row, f"{section}{name}.")
+        if names == "=":
+            found |= {theirs: KeyRule(ours) for theirs, ours in (name.split("=") for name in row.split())}
+        else:
+            found |= dict.fromkeys(names.split(), KeyRule.read(row))
     return found
 
 
@@ -96,14 +87,11 @@ class Translation:
 
     Args:
         title: the project's name.
-        table: foreign key or pattern -> rule; of several patterns the longest counts.
+        table: foreign key -> rule.
         steps: functions that compute the rows marked "*"; the rest of the table is applied after them.
         versions: versions at which a default changed; the last one is assumed unless the file or the user names one.
-        defaults: key of the recipe -> default of the project, or {first version: default}, where no row has it.
-        converters: foreign key -> function that returns our value of its value, or None where that has no effect.
+        defaults: key of the recipe -> default of the project, or {first version: default}.
         same: keys that have the same meaning in both.
-        nested: True if its YAML is a tree, whose keys are written with dots.
-        aliases: name in another version, or the beginning of one that ends in "." -> name in the table.
         finish: called after the table and the defaults were applied.
         describes_default: comment of a value that the file leaves unset.
     """
@@ -113,26 +101,17 @@ class Translation:
     steps: tuple[Callable[["Draft"], None], ...]
     versions: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    converters: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     same: frozenset[str] = frozenset()
-    nested: bool = False
-    aliases: Mapping[str, str] = field(default_factory=dict)
     finish: Callable[["Draft"], None] = lambda draft: None
     describes_default: str = "the default of {title} {version}"
-
-    @property
-    def all_defaults(self) -> dict[str, Any]:
-        """Key of the recipe -> default, or {first version: default}."""
-        rows = (rule for rule in self.table.values() if rule.default is not None and not rule.computed)
-        return {rule.to: rule.default for rule in rows} | dict(self.defaults)
 
     def convert(self, given: Mapping[str, Any], version: str = "", unsure: Sequence[str] = ()) -> "Draft":
         """Convert a configuration; `unsure` are variables of its script whose value depends on a condition.
 
         Raises:
-            ConfigError: it trains with a critic instead of groups, or the version is unknown.
+            ConfigError: the version is unknown.
         """
-        draft = Draft(self, self._resolved(given), self._version(version))
+        draft = Draft(self, {key: v for key, v in given.items() if v is not None}, self._version(version))
         unresolved = draft.set_unresolved_aside()
         for step in self.steps:
             step(draft)
@@ -153,42 +132,6 @@ class Translation:
             reason = f"the defaults of {self.title} are known since {oldest}"
             raise ConfigError([Problem("--version", version, reason, f"Name one of {', '.join(self.versions)}.")])
         return version or self.versions[-1]
-
-    def _resolved(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys that have a value, under their present names, with `${other.key}` filled in."""
-        values = flattened(given) if self.nested else given
-        found = {self._present(key): value for key, value in values.items() if value not in (None, "???")}
-
-        def other(name: re.Match[str]) -> str:
-            value = found.get(name[1], self.table.get(name[1], _LEFT_OUT).default)
-            return name[0] if value is None or isinstance(value, list | dict) else str(value)
-
-        for _ in range(3):  # interpolations may contain others
-            for key, value in found.items():
-                if isinstance(value, str):
-                    found[key] = re.sub(r"\$\{([\w.]+)\}", other, value)
-        return found
-
-    def _present(self, key: str) -> str:
-        start = next((old for old in self.aliases if old.endswith(".") and key.startswith(old)), key)
-        return self.aliases.get(key) or self.aliases.get(start, start) + key.removeprefix(start)
-
-
-_WHOLE = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "chat_template_kwargs", "generation_kwargs")
-
-
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a tree of keys as one level, with dots between the names."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}".removeprefix("++").removeprefix("+")
-        is_section = isinstance(value, Mapping) and value and key not in _WHOLE
-        found |= flattened(value, f"{name}.") if is_section else {name: value}
-    return found
-
-
-def _unchanged(value: Any) -> Any:
-    return value
 
 
 @dataclass
@@ -216,7 +159,6 @@ class Draft:
     left: dict[str, str] = field(default_factory=dict)
     decisions: list[str] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
-    _rules: dict[str, KeyRule | None] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -235,11 +177,7 @@ class Draft:
 
     def rule(self, key: str) -> KeyRule | None:
         """Return the rule of a foreign key."""
-        if key not in self._rules:
-            table = self.project.table
-            patterns = [pattern for pattern in table if "*" in pattern and fnmatchcase(key, pattern)]
-            self._rules[key] = table.get(key if key in table else max(patterns, key=len, default=key))
-        return self._rules[key]
+        return self.project.table.get(key)
 
     def get(self, key: str, default: object = None) -> Any:
         """Return a foreign key's value, else the project's default. Reading a key does not count as converting it."""
@@ -277,13 +215,6 @@ class Draft:
             self.set(key, value, note if name in self.given else "", of=name)
         return value
 
-    def choose(self, key: str, of: str, names: Mapping[str, Any], fallback: object) -> None:
-        """Write our name of a foreign value; ask if there is none, and write the fallback."""
-        value = self.get(of)
-        self.set(key, names.get(value, fallback), of=of)
-        if value not in names:
-            self.decide(f"{key}: {self.title}'s {value!r} is not supported; {fallback} is written.", of)
-
     def leave(self, key: str, reason: str) -> None:
         """Note the reason why a foreign key is not converted."""
         if key in self.given:
@@ -299,11 +230,7 @@ class Draft:
         found = {}
         for key, value in self.given.items():
             rule, text = self.rule(key), value if isinstance(value, str) else ""
-            if re.fullmatch(r"\$\{[\w.]*[.:].*\}", text):
-                found[key] = value, f"{self.title}'s own default"
-            elif re.fullmatch(r"\$(\w+|\{.*\}|\(.*\))", text, re.DOTALL) and (
-                rule is None or rule.to or rule.computed or rule.asks
-            ):
+            if re.fullmatch(r"\$(\w+|\{.*\}|\(.*\))", text, re.DOTALL) and (rule is None or rule.to or rule.computed):
                 found[key] = value, "only running the script would show it"
                 self.decide(f"{key}: only running the script would show {value}. {self.title}'s default is written.")
         self.given = {key: value for key, value in self.given.items() if key not in found}
@@ -312,21 +239,19 @@ class Draft:
     def apply_table(self) -> None:
         """Apply the table to the keys that no step has handled."""
         converted = self.converted
-        for key, given in self.given.items():
-            rule, value = self.rule(key), self.project.converters.get(key, _unchanged)(given)
+        for key, value in self.given.items():
+            rule = self.rule(key)
             done = rule.computed if rule else key in converted
-            if done or key in self.left or key in self.asked or value is None:
+            if done or key in self.left or key in self.asked:
                 continue
-            if rule and rule.asks and value:
-                self.decide(f"{key}={value}: {rule.note}.", *(name for name in self.given if self.rule(name) is rule))
-            elif rule and not rule.to:
+            if rule and not rule.to:
                 self.leave(key, rule.note)
             elif rule and rule.to.startswith("env."):
                 self.set_variable(rule.to.removeprefix("env."), key)
             elif rule or key in self.project.same:
                 to, note = (rule.to, rule.note) if rule else (key, "")
                 if to not in self.values:
-                    self.set(to, value, "" if key in self.project.converters and value == given else note, of=key)
+                    self.set(to, value, note, of=key)
             else:
                 self.leave(key, "unknown key")
                 self.decide(f"{key}: {value!r} is an unknown key of {self.title}. Check whether the run needs it.")
@@ -339,7 +264,7 @@ class Draft:
 
     def fill(self) -> None:
         """Write the project's defaults that differ from ours, where the file leaves them unset and they matter."""
-        defaults = defaults_at(self.project.all_defaults, self.version)
+        defaults = defaults_at(self.project.defaults, self.version)
         for key, value in defaults.items():
             if key not in self.values and value != own_default(key) and self._has_effect(key, defaults):
                 self.set(key, value, self.default_note, of=())
@@ -353,7 +278,7 @@ class Draft:
         return bool(sampler) or not key.startswith("vllm_")
 
     def settle(self, unresolved: Mapping[str, tuple[Any, str]]) -> None:
-        """Account for each key, and ask for variables of a shell or of hydra that remain in a value."""
+        """Account for each key, and ask for variables of a shell that remain in a value."""
         for key in self.given.keys() - self.converted - self.asked - self.left.keys():
             rule = self.rule(key)
             self.left[key] = f"no effect here: {rule.note}" if rule and rule.note else "no effect here"

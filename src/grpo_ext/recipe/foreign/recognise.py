@@ -1,19 +1,13 @@
 """Recognise whose configuration a file is, and answer what another project's key is called here."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_ext.errors import ABSENT, Problem
-from grpo_ext.recipe.foreign import axolotl, swift, trl, verl
-from grpo_ext.recipe.foreign.engine import KeyRule
+from grpo_ext.recipe.foreign import trl
 
-PROJECTS = {
-    "trl": trl.TRL,
-    "open-r1": trl.OPEN_R1,
-    "verl": verl.VERL,
-    "swift": swift.SWIFT,
-    "axolotl": axolotl.AXOLOTL,
-}
+PROJECTS = {"trl": trl.TRL, "open-r1": trl.OPEN_R1}
+_BY_HAND = 'docs/migrating.md, "Their key, our key", says what its keys are called here.'
 _BEGIN = "Begin with a packaged recipe: `grpo-ext recipes`."
 NO_RECIPES = {
     "accelerate": (
@@ -23,11 +17,14 @@ NO_RECIPES = {
     "deepspeed": ("a configuration of DeepSpeed", "Write deepspeed: FILE into a recipe, or accelerate_config: zero2."),
     "sft": ("an SFT recipe (supervised fine-tuning)", "Train it by `trl sft`, then its result by a recipe."),
     "dpo": ("a DPO recipe (pairs of preferences)", "Train it by `trl dpo`, then its result by a recipe."),
+    "verl": ("a verl configuration, which is not converted", _BY_HAND),
+    "swift": ("an ms-swift configuration, which is not converted", _BY_HAND),
+    "axolotl": ("an axolotl configuration, which is not converted", _BY_HAND),
     "llama-factory": ("a LLaMA-Factory configuration (SFT, DPO, PPO, reward models)", _BEGIN),
     "openrlhf": ("an OpenRLHF configuration, which is not converted", _BEGIN),
     "unsloth-studio": ("a configuration of unsloth's SFT", "Train it there, then its result by a recipe."),
 }
-"""Kinds of files that do not configure a run by rewards, each with what to do."""
+"""Kinds of files that are not converted, each with what to do."""
 
 Config = Mapping[str, Any]
 _SIGNS: tuple[tuple[str, Callable[[Config], bool]], ...] = (
@@ -79,33 +76,19 @@ def not_a_recipe(kind: str, name: str) -> Problem:
     if kind in NO_RECIPES:
         what, cure = NO_RECIPES[kind]
         return Problem(name, ABSENT, f"the file is {what}", cure)
-    title = PROJECTS[kind].title
-    article = "an" if title[0] in "aOu" or kind == "swift" else "a"
     cure = f"`grpo-ext migrate {name}` converts it to a recipe."
-    return Problem(name, ABSENT, f"the file is {article} {title} configuration", cure)
+    return Problem(name, ABSENT, f"the file is an {PROJECTS[kind].title} configuration", cure)
 
 
 def answer(key: str) -> str | None:
-    """Return what to write here instead of another project's key; a whole name is preferred to a last part."""
-    found = sorted(_named(key), key=lambda named: (named[1] != key, named[2].computed))
-    if not found:
-        return None
-    title, name, rule = found[0]
-    called = f"{title} has this key" if name == key else f"{title} has it as {name}"
-    ours = rule.to if not rule.to.startswith("env.") else f"env: {{{rule.to.removeprefix('env.')}: ...}}"
-    note = f" What differs: {rule.note}." if rule.note else ""
-    if rule.asks:
-        return f"{called}: {rule.note}."
-    if not ours:
-        return f"{called}. It is not converted: {rule.note}. Remove it."
-    return f"{called}. Write {ours} here.{note}"
-
-
-def _named(key: str) -> Iterator[tuple[str, str, KeyRule]]:
-    """Find project, whole name and rule of each key with that name, or that last part."""
-    for kind, project in PROJECTS.items():
-        for name, rule in project.table.items():
-            last = name.rpartition(".")[2] if project.nested else name
-            is_named = project.aliases.get(key) == name or (key in (name, last) and "*" not in name)
-            if is_named and (kind == "trl" or trl.OLDER.get(name) is not rule):
-                yield project.title, name, rule
+    """Return what to write here instead of a key of Open-R1, or of an older TRL."""
+    for project in PROJECTS.values():
+        rule = project.table.get(key)
+        if rule is None:
+            continue
+        if not rule.to:
+            return f"{project.title} has this key. It is not converted: {rule.note}. Remove it."
+        ours = rule.to if not rule.to.startswith("env.") else f"env: {{{rule.to.removeprefix('env.')}: ...}}"
+        note = f" What differs: {rule.note}." if rule.note else ""
+        return f"{project.title} has this key. Write {ours} here.{note}"
+    return None

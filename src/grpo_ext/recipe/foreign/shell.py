@@ -1,4 +1,4 @@
-"""Arguments of the training command in a shell script: `--key value` and hydra's `a.b=c`.
+"""Arguments of the training command in a shell script: `--key value`, and hydra's `a.b=c`, which shows verl.
 
 Quotes, the script's own variables, arrays, defaults and sums are resolved; the script is not run. What only a shell
 knows (`$(command)`, a variable of the environment) stays as it is written.
@@ -19,15 +19,10 @@ _PARAMETER = re.compile(
     r"(?P<name>[A-Za-z_]\w*|\d)(?P<whole>\[[@*]\])?(?::?-(?P<default>.*)|(?P<lower>,,))?", re.DOTALL
 )
 _HYDRA = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
-_ONE_NAME = re.compile(r"\+{0,2}([A-Za-z_]\w*)=(.*)", re.DOTALL)
-"""A key of hydra without a dot, which a script that has none takes for a variable."""
 _PROGRAM = re.compile(r".*\.py|(.*/)?(python[\d.]*|accelerate|torchrun|deepspeed|swift|megatron|trl|ray)")
 _SKIPPED = ("export", "local", "readonly", "declare", "then", "else", "do")
 _DEPTH = {**dict.fromkeys(("if", "case", "for", "while"), 1), **dict.fromkeys(("fi", "esac", "done"), -1)}
-_OF_THE_RUN = (
-    *("CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE", "NNODES", "MASTER_PORT", "MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM"),
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
+_OF_THE_RUN = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables of the command that configure the run."""
 
 
@@ -55,10 +50,7 @@ def _with_quoted(shell: "_Shell") -> Iterator[list[str]]:
 def _arguments(words: list[str]) -> dict[str, Any]:
     """Return the arguments of a command."""
     found: dict[str, Any] = {}
-    plain: dict[str, Any] = {}
     words, i = _after_launcher(words), 0
-    program = next((n for n, word in enumerate(words) if _PROGRAM.fullmatch(word)), len(words))
-    of_hydra = any(map(_HYDRA.fullmatch, words))
     while i < len(words):
         word = words[i]
         i += 1
@@ -73,9 +65,7 @@ def _arguments(words: list[str]) -> dict[str, Any]:
             found[name.replace("-", "_")] = True if not read else read[0] if len(read) == 1 else read
         elif (assigned := _ASSIGNMENT.match(word)) and assigned[1] in _OF_THE_RUN:
             found[assigned[1]] = _value(word[assigned.end() :])
-        elif of_hydra and i > program and (named := _ONE_NAME.fullmatch(word)):
-            plain[named[1]] = _value(named[2])
-    return {**plain, **found}
+    return found
 
 
 def _after_launcher(words: list[str]) -> list[str]:

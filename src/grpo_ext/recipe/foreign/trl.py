@@ -82,18 +82,17 @@ _VERSIONS = ("0.16", "0.18", "0.19", "0.22", "0.23", "0.26", "0.28", "1.0", "1.1
 _OURS = {f.name for f in dataclasses.fields(GRPOExtConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
 
 
-def set_stock(
-    d: Draft, note: str = "what is unset is stock TRL's, to the last digit; without this line it is the paper's"
-) -> None:
+def _set_stock(d: Draft) -> None:
     """Write that the axes of the loss that the file leaves unset are stock TRL's, where stock TRL has the loss."""
     row = losses.get(d.values.get("loss_type", GRPOExtConfig.loss_type))
     if row is not None and row.trl:
+        note = "what is unset is stock TRL's, to the last digit; without this line it is the paper's"
         d.set("loss_defaults", "trl", note, of=())
 
 
 def _finish(d: Draft) -> None:
     if not _OURS & d.given.keys():
-        set_stock(d)
+        _set_stock(d)
     low, high = (f"vllm_importance_sampling_clip_{bound}" for bound in ("min", "max"))
     if low in d.values and high not in d.values:
         d.decide(f"{high}: write the upper bound. Left out, it is TRL's default; with null there is none.")

@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,8 +19,8 @@ from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.trainer.credit import GroupMeans
-from grpo_ext.trainer.verification.small import Rows, row_score
-from grpo_ext.trainer.verification.watched import Weights
+from support.fixed_rows import Rows, row_score
+from support.watched import Weights
 
 MicroBatches = Sequence[tuple[int, list[int]]]
 RowLoss = Callable[[Objective, dict[str, Any]], Tensor]
@@ -64,33 +63,23 @@ def share(objective: Objective, per_token: Tensor, counts: Counts) -> Tensor:
     return objective.aggregate(per_token[None], torch.ones(1, n), totals)  # a custom one
 
 
-def loss_of_row(objective: Objective, inputs: dict[str, Any]) -> Tensor:
-    """Return the losses [1, tokens] of a row, surrogate and KL, by the pure functions of the objective."""
-    mask = torch.ones_like(inputs["per_token_logps"])
-    tensors = objective.tensors(inputs["per_token_logps"], inputs, mask)
-    loss = objective.surrogate_loss(tensors)
-    if objective.kl_in_loss:
-        loss = loss + objective.beta * objective.kl_penalty(tensors)
-    return loss.expand_as(mask)
-
-
 class RowByRow:
     """Computes the gradients of the steps of a recorded run.
 
     Args:
         model: a model of the same architecture, on any device; its weights are overwritten.
         watched: the recording of `Watched.save`.
-        row_loss: losses [1, tokens] of one row; by default those of the objective.
+        row_loss: losses [1, tokens] of one row.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel | PeftModel,
+        model: PreTrainedModel,
         objective: Objective,
         rows: Rows,
         terms: Terms,
         watched: Mapping[str, Any],
-        row_loss: RowLoss = loss_of_row,
+        row_loss: RowLoss,
     ) -> None:
         self.model, self.objective, self.rows, self.terms = model.eval(), objective, rows, terms
         self.weights: list[Weights] = watched["weights"]
