@@ -195,8 +195,8 @@ def _split(parent: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
         return
     _give(parent, kwargs[LAYOUT])
     if checkpoint := vars(parent).get("_gradient_checkpointing_func"):
-        vars(parent)["_grpo_ext_checkpoint"] = checkpoint
-        parent._gradient_checkpointing_func = partial(_checkpointed, checkpoint, parent, kwargs[LAYOUT])
+        ours = partial(_checkpointed, checkpoint, parent, kwargs[LAYOUT])
+        vars(parent).update(_grpo_ext_checkpoint=checkpoint, _gradient_checkpointing_func=ours)
 
 
 def _give(parent: nn.Module, segments: Any) -> bool:
@@ -225,7 +225,7 @@ def _checkpointed(checkpoint: Callable[..., Any], parent: nn.Module, segments: A
 def _restore(parent: nn.Module, args: object, kwargs: object, output: object) -> None:
     _take(parent)
     if checkpoint := vars(parent).pop("_grpo_ext_checkpoint", None):
-        parent._gradient_checkpointing_func = checkpoint
+        vars(parent)["_gradient_checkpointing_func"] = checkpoint
 
 
 def _take(parent: nn.Module) -> None:
