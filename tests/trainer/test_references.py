@@ -60,6 +60,7 @@ REFUSED = {
     "p-tuning": (None, None, "not to train it further"),
     "prefix": (None, None, "not to train it further"),
     "prompt": (None, None, "not to train it further"),
+    "lily": (None, "off the model's own forward", "off the model's own forward"),  # its router mixes rows
     "pvera": (None, "draws its own noise", "draws its own noise"),
 }
 """Words of the refusal of an adapter that is new, was trained before, or is the model of a recipe."""

@@ -92,7 +92,9 @@ class Scorer:
             with way.of(base, completion, self.temperature):
                 return self.trl(model, ids, mask, completion, **seen)[0][mask[:, -completion:].bool()]
 
-        with self.forward_only(), in_evaluation(model):
+        # on some CPUs bitsandbytes packs its weights once more in evaluation, not all of which it can
+        still = nullcontext() if getattr(base, "is_quantized", False) else in_evaluation(model)
+        with self.forward_only(), still:
             self.way, self.compared = exact_way(score, base, largest), True
 
     def stock(self, model: nn.Module, *rows: Any, kept: Any = None, **options: Any) -> Scores:
