@@ -37,6 +37,8 @@ def record(folder, step, ids, words=(), *, row, pieces=None):
         "step": step,
         "rank": 0,
         "processes": 1,
+        "settings": {},
+        "objective": {},
         "reward_names": ["accuracy", "format"],
         "reward_weights": [1.0, 0.5],
         "micro_batches": [packed(batch)],
