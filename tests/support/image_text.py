@@ -10,13 +10,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from support import architectures
 
 IMAGE_TEXT = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-TOWER = {"depth": 1, "embed_dim": 32, "image_size": 32, "d_model": 32}
-"""Sizes of the parts that see; no forward of text runs them."""
+TOWER = {"depth": 1, "image_size": 32}
+"""Sizes of the parts that see, with `LARGEST` for every other; no forward of text runs them."""
+LARGEST = 32
 AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 """Rotary embeddings over time, height and width, for heads of 8 dimensions."""
 TWO_AXES = {"rope_parameters": AXES["rope_parameters"] | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}}
 OWN: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 49}},
+    "cohere2_vision": {"alignment_intermediate_size": 64},
     "cosmos3_edge_text": AXES,
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2, "num_experts_per_tok": 2},
     "emu3": {"vocabulary_map": {"<|extra_200|>": 49}},
@@ -28,6 +30,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm_ocr_text": AXES,
     "hunyuan_vl_text": AXES | {"head_dim": 8},
     "mistral4": {"num_key_value_heads": 4},
+    "muse_glimmer": {"out_hidden_size": 64, "projector_hidden_size": 64},
     "paddleocr_vl_text": AXES,
     "qwen2_5_omni_thinker": {"vision_start_token_id": 48},
     "qwen2_5_omni_text": AXES,
@@ -49,6 +52,13 @@ NOT_BUILT = {
 }
 
 
+def _small(size: Any) -> Any:
+    """A size of a part that sees, or sizes, at most `LARGEST`."""
+    if isinstance(size, list | tuple):
+        return [_small(one) for one in size]
+    return min(size, LARGEST) if type(size) is int else size
+
+
 def _settings(cls: type[transformers.PreTrainedConfig], name: str = "") -> dict[str, Any]:
     """A config's tiny sizes, and those of its parts."""
     settings, default = architectures._sizes(cls), cls()
@@ -62,7 +72,8 @@ def _settings(cls: type[transformers.PreTrainedConfig], name: str = "") -> dict[
         own = architectures.OWN | OWN
         settings = architectures.TOKENS | settings | own.get(cls.model_type, {})
     else:
-        settings |= {field: size for field, size in TOWER.items() if isinstance(getattr(default, field, None), int)}
+        given = {field: TOWER.get(field, _small(size)) for field, size in default.to_dict().items()}
+        settings = {field: size for field, size in given.items() if size != getattr(default, field, None)} | settings
     return settings | ({"model_type": cls.model_type} if name else {})
 
 
