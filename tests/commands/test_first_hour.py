@@ -1,5 +1,6 @@
 """What a new user meets in the first hour: what is printed, chosen and suggested where nothing was asked for."""
 
+import dataclasses
 import importlib.util
 import logging
 import signal
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from grpo_ext import ConfigError, GRPOExtConfig
+from grpo_ext.commands.sample import SAMPLING_ONLY
 from grpo_ext.config import machine
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.evaluation.results import figures
@@ -133,6 +135,12 @@ def test_a_signal_says_how_long_the_step_may_take(seconds, expected, capfd):
     received.phase, received.step_seconds = "training", seconds
     received.arrived(signal.SIGTERM)
     assert expected in capfd.readouterr().err
+
+
+def test_printed_completions_of_a_recipe_are_no_matter_of_its_evaluation(caplog):
+    recipe = GRPOExtConfig("out", log_completions=True, num_completions_to_print=0, log_unique_prompts=True, **CPU)
+    dataclasses.replace(recipe, **SAMPLING_ONLY)
+    assert "no effect" not in caplog.text
 
 
 def test_a_share_has_one_interval_within_0_and_1():

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from grpo_ext.commands.arguments import CONSENT
 from grpo_ext.commands.runs import find_trained, loading
+from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.data.completions import check_output, row_with_rewards, write_completions
 from grpo_ext.data.rows import WRITTEN, Row
@@ -44,7 +45,8 @@ SAMPLING_ONLY: dict[str, Any] = {
     "push_to_hub": False,
     "report_to": "none",
     "log_completions": False,
-    "num_completions_to_print": None,
+    "num_completions_to_print": GRPOExtArguments.num_completions_to_print,
+    "log_unique_prompts": False,
 }
 """Settings of a trainer that only samples: no optimizer step, no reference model."""
 
