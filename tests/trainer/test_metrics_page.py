@@ -16,8 +16,8 @@ LISTED = {name: row[-1].strip("` |") for row in ROWS for name in re.findall(r"`(
 """Names, and when they are logged."""
 NOT_HERE = ("tools", "use_vllm", "use_vllm` with an adapter", "mixtures of experts", "eval_sets")
 """What no run here has; tests of these look at their figures."""
-BY_CHANCE = {"rewards/same_text_differs"}
-"""What a run logs where two completions of a group happen to be the same."""
+BY_CHANCE = {"rewards/same_text_differs", "accuracy/out_of_time"}
+"""What a run logs where two completions of a group happen to be the same, or a comparison takes too long."""
 
 RUNS = {
     "adaptive entropy": {"beta": 0.1, "use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 3.0},
