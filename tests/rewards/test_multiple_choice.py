@@ -128,6 +128,19 @@ My final choice is B!
 the answer is b
 answer: b) cat
 <SOLUTION>B</SOLUTION>
+A is false. C is false. Therefore B.
+The answer is B rather than A.
+Answer: B. A, C and D are wrong.
+答案是B，不是A。
+正确选项是B
+B选项正确
+선택지 B
+Я выбираю B.
+A alternativa correta é B.
+Cevap B'dir.
+الخيار الصحيح هو B.
+Chọn B.
+Jawabannya adalah B.
 """
 NONE = r"""
 A dog
@@ -208,6 +221,19 @@ C'est la vie
 Vitamin B is good for a dog
 Answer: E coli
 A good B movie
+B is ruled out.
+Answer: none of B
+B选项错误
+答えはBではありません
+B — неверный ответ.
+Вариант B неверен
+B es incorrecta.
+A resposta não é B.
+Cevap B değil.
+Odpowiedź to nie B.
+उत्तर B नहीं है।
+คำตอบไม่ใช่ B
+התשובה אינה B
 """  # a line each; ⏎ is a line break
 
 
@@ -235,6 +261,13 @@ def test_an_answer_that_chooses_nothing(text):
         ("А кот", "АБВГ", None),
         ("الجواب: ب", "أبجد", "ب"),
         ("باب", "أبجد", None),
+        ("Вариант В верен.", "АБВГ", "В"),
+        ("खाना", "कखगघ", None),
+        ("答案是乙", "甲乙丙丁", "乙"),
+        ("정답은 나입니다", "가나다라", "나"),
+        ("答えはイです", "アイウエ", "イ"),
+        ("คำตอบคือ ข", "กขคง", "ข"),
+        ("I would say H", "ABCDEFGHIJ", "H"),
     ],
 )
 def test_letters_of_other_scripts(text, choices, letter):

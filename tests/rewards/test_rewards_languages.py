@@ -1,5 +1,7 @@
 """Answers in many scripts and ways of writing: the letter of any script is a letter, a mark holds only the value."""
 
+# ruff: noqa: RUF001
+
 import itertools
 
 import pytest
@@ -13,21 +15,29 @@ accuracy = rewards["accuracy"]
 # fmt: off
 LANGUAGES = {
     "English": ("The answer is {}.", " apples", ["any number except {}", "less than {}", "{} dozen", "not {}"]),
-    "Chinese": ("答案是{}。", "个苹果", ["除{}以外", "小于{}", "{}打", "不是{}", "{}万"]),
+    "Chinese": ("答案是{}。", "个苹果", ["除{}以外", "小于{}", "{}打", "不是{}", "{}万", "{}的倍数", "{}对"]),
     "Japanese": ("答えは{}です。", "個", ["{}以外の数", "{}未満", "{}ダース", "{}ではない"]),
     "Korean": ("답은 {}입니다.", "개", ["{} 이상", "{} 미만", "{}만"]),
-    "Russian": ("Ответ: {}.", " яблок", ["любое число кроме {}", "меньше {}", "{} дюжин", "не {}"]),
-    "Spanish": ("La respuesta es {}.", " manzanas", ["todo excepto {}", "menos de {}", "{} docenas", "no es {}"]),
-    "French": ("La réponse est {}.", " pommes", ["tout nombre sauf {}", "moins de {}", "{} douzaines", "pas {}"]),
-    "German": ("Die Antwort ist {}.", " Äpfel", ["jede Zahl außer {}", "weniger als {}", "{} Dutzend", "nicht {}"]),
+    "Russian": ("Ответ: {}.", " яблок",
+                ["любое число кроме {}", "{} тыс.", "{} млн", "{} в квадрате", "{} с половиной"]),
+    "Spanish": ("La respuesta es {}.", " manzanas",
+                ["todo excepto {}", "menos de {}", "{} docenas", "no es {}", "{} al cuadrado"]),
+    "French": ("La réponse est {}.", " pommes",
+               ["tout nombre sauf {}", "moins de {}", "{} douzaines", "pas {}", "{} et demi"]),
+    "German": ("Die Antwort ist {}.", " Äpfel",
+               ["jede Zahl außer {}", "weniger als {}", "{} Dutzend", "{} Mio.", "kleiner als {}"]),
     "Portuguese": ("A resposta é {}.", " maçãs", ["tudo exceto {}", "menos de {}", "{} dúzias", "não {}"]),
     "Italian": ("La risposta è {}.", " mele", ["tutti tranne {}", "meno di {}", "{} dozzine"]),
     "Arabic": ("الإجابة هي {}.", " تفاحات", ["أقل من {}", "ليس {}", "أكثر من {}"]),
-    "Hindi": ("उत्तर {} है।", " सेब", ["{} हज़ार", "{} नहीं"]),
-    "Turkish": ("Cevap: {}.", " elma", ["{} değil", "{} hariç"]),
-    "Polish": ("Odpowiedź: {}.", " jabłek", ["nie {}", "oprócz {}"]),
-    "Vietnamese": ("Đáp án là {}.", " quả táo", []),
-    "Thai": ("คำตอบคือ {}", " ผล", []),
+    "Hindi": ("उत्तर {} है।", " सेब", ["{} हज़ार", "{} नहीं", "{} लाख", "{} का आधा"]),
+    "Turkish": ("Cevap: {}.", " elma", ["{} değil", "{} hariç", "{} bin", "{}'nin yarısı"]),
+    "Polish": ("Odpowiedź: {}.", " jabłek", ["nie {}", "oprócz {}", "{} tys."]),
+    "Vietnamese": ("Đáp án là {}.", " quả táo", ["không {}", "{} nghìn"]),
+    "Thai": ("คำตอบคือ {}", " ผล", ["ไม่ใช่ {}", "{} พัน"]),
+    "Dutch": ("Het antwoord is {}.", " appels", ["niet {}", "{} duizend"]),
+    "Greek": ("Η απάντηση είναι {}.", " μήλα", ["{} χιλιάδες"]),
+    "Hebrew": ("התשובה היא {}.", " תפוחים", ["לא {}", "{} אלף"]),
+    "Indonesian": ("Jawabannya adalah {}.", " apel", ["bukan {}", "{} juta"]),
 }
 # fmt: on
 MARKS = {
@@ -54,7 +64,7 @@ def forms(language, value):
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_numbers_in_every_language_and_mark(language):
-    """In 16 languages 15 forms each of 6 right and 5 wrong values: 2,640 judgements."""
+    """In 20 languages 15 forms each of 7 right and 5 wrong values: 3,600 judgements."""
     for gold, right, wrong in VALUES:
         for given, score in [*((value, 1.0) for value in right), *((value, 0.0) for value in wrong)]:
             for text in forms(language, given.replace(",", ".") if language == "Hindi" else given):
@@ -70,3 +80,13 @@ def test_what_changes_a_number_in_a_mark_is_not_dropped(language, change):
     for mark in MARKS.values():
         text = mark.format(change.format(9))
         assert accuracy([text], ["9"]) == [0.0], judge(text, "9")
+
+
+@pytest.mark.parametrize("text", ["答案不是9", "Cevap: 9 değil", "Ответ: не 9", "Not 9", "It is never 9."])
+def test_a_denied_number_is_no_answer(text):
+    assert accuracy([text], ["9"]) == [0.0], judge(text, "9")
+
+
+@pytest.mark.parametrize("word", ["minus", "menos", "moins", "минус", "负", "マイナス", "eksi"])
+def test_a_sign_in_words(word):
+    assert accuracy([rf"\boxed{{{word} 9}}"] * 2, ["-9", "9"]) == [1.0, 0.0]

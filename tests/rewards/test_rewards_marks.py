@@ -1,5 +1,7 @@
 """How answers and references are marked and written: formulas in plain text, JSON, tags, options, objects, lists."""
 
+# ruff: noqa: RUF001
+
 import pytest
 
 from grpo_ext.rewards.catalogue import rewards
@@ -13,9 +15,13 @@ TABLE = {
     "3": ([], [r"\boxed{pi/3}"], []),
     "12": (
         ["答案是12。", r"\boxed{12个}", "Answer: 12 ✅", "<SOLUTION>12</SOLUTION>", '{"answer": 12}',
-         r"\boxed{12 яблок}", r"\boxed{١٢}", "\\boxed{\uff11\uff12}", "La respuesta es 12 manzanas, porque 3*5=15."],
+         r"\boxed{12 яблок}", r"\boxed{١٢}", "\\boxed{\uff11\uff12}", "La respuesta es 12 manzanas, porque 3*5=15.",
+         r"\boxed{\textcolor{red}{12}}", r"\boxed{{\bf 12}}", "Ответ — 12", r"\boxed{USD 12}",
+         r"\boxed{12\text{ times}}", "<answer>twelve</answer>", "The answer is twelve.", r"\boxed{十二}",
+         "<|answer|>12", "12<|user|>13"],
         [r"\boxed{12 dozen}", '{"answer": 13}', r"\boxed{12万}", r"\boxed{12 Dutzend}", r"\boxed{12 docenas}",
-         r"\boxed{12打}"],
+         r"\boxed{12打}", r"\boxed{\text{sum of 12 and } x}", r"\boxed{12\text{ times }3}", r"\boxed{twelve hundred}",
+         "The answer is 12 percent of 50, that is, 6."],
         [],
     ),
     "9": (
@@ -74,6 +80,35 @@ TABLE = {
     "12.5": ([r"\boxed{12,5}", "La respuesta es 12,5."], [], []),
     "120000": ([r"\boxed{12万}"], [], []),
     "1234.56": ([r"\boxed{1.234,56}"], [], []),
+    "1234567": (
+        ["1.234.567", "1\u2019234\u2019567", r"\boxed{1_234_567}", r"\boxed{1 234 567,00}"],
+        ["1.234567", r"\boxed{1, 234, 567}"],
+        [],
+    ),
+    "2½": ([r"\boxed{2½}", r"\boxed{2 1/2}", "2.5", "two and a half"], ["1", r"\boxed{2\cdot\frac12}"], []),
+    "twelve": (["twelve", r"\boxed{12}"], [r"\boxed{eleven}"], []),
+    "25%": ([r"\boxed{百分之25}", r"\boxed{%25}"], [r"\boxed{百分之75}"], []),
+    "1200000000": (["1.2 × 10⁹", r"\boxed{1,2 миллиарда}"], ["1.2 × 10⁸", r"\boxed{1,2 млн}"], []),
+    r"6.02 \times 10^{23}": (["602 × 10²¹"], ["602 × 10²²"], []),
+    "(2,5)": ([r"\boxed{]2,5[}", "Ответ: (2; 5)"], [r"\boxed{[2,5]}", r"\boxed{]2,5]}"], []),
+    r"[-1, \infty)": (
+        [r"\boxed{[-1;+\infty[}", r"\boxed{\{x \mid x \ge -1\}}", r"\boxed{[-1, inf)}"],
+        [r"\boxed{\{x \mid x > -1\}}", r"\boxed{]-1;+\infty[}"],
+        [],
+    ),
+    r"\{1,2,3\}": ([r"\boxed{\lbrace 1,2,3\rbrace}", "The answer is 1, 2, and 3."], ["The answer is 1, 2."], []),
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}": ([r"\boxed{[[1,2],[3,4]]}"], [r"\boxed{[[1,3],[2,4]]}"], []),
+    r"3\sqrt{2}": (["3√2", r"\boxed{3√(2)}", "3*2**0.5"], ["2√3", "3+√2"], []),
+    "3+4i": ([r"\boxed{3+4\mathrm{i}}", "3+4*i"], ["3-4*i"], []),
+    r"\frac{1}{2}": ([r"\boxed{\sin 30^\circ}", r"\boxed{1 \over 2}", "one half"], [r"\boxed{\cos 30^\circ}"], []),
+    "4:3": (["The ratio is 4:3."], ["The ratio is 3:4."], []),
+    "1,5": ([r"\boxed{\frac32}"], [r"\boxed{\frac15}"], []),
+    "больше": ([r"\boxed{больше}"], [r"\boxed{меньше}", r"\boxed{не больше}"], []),
+    "大于": ([r"\boxed{大于}"], [r"\boxed{小于}"], []),
+    "x=3, y=4": ([r"\boxed{\begin{cases}x=3\\y=4\end{cases}}"], [r"\boxed{\begin{cases}x=4\\y=3\end{cases}}"], []),
+    "$18": ([r"\boxed{18}", "18 dollars"], ["18 cents", r"\boxed{€18}", r"\boxed{18 €}"], []),
+    "12 cm": (["12 см"], ["12 м"], []),
+    "5": ([r"\boxed{|A|=5}"], [r"\boxed{-x=5}"], []),
     "偶数": ([r"\boxed{偶数}", "答案是偶数。"], [r"\boxed{奇数}"], []),
     "是": ([r"\boxed{是}"], [], []),
     "Да": (["Ответ: да"], [], []),
@@ -92,6 +127,14 @@ TABLE = {
 )
 def test_marks_and_references(text, gold, score):
     assert accuracy([text], [gold]) == [score], judge(text, gold)
+
+
+@pytest.mark.parametrize("gold", ["B. 12", "B: 12", "(B): 12", "(b) 12", "Option B: 12", r"\text{(B) 12}", "(B) $12$"])
+def test_an_option_with_its_value_in_every_dress(gold):
+    right = ["B", "12", "(B)", "B. 12", "B) 12", r"\text{(B) 12}", r"\text{Option B}", "(b) 12"]
+    assert accuracy([*(rf"\boxed{{{text}}}" for text in right), "Answer: B) 12"], [gold] * 9) == [1.0] * 9
+    wrong = ["C", "13", "(C) 12", "(B) 13", "B or C", "not B", "Option C"]
+    assert accuracy([rf"\boxed{{{text}}}" for text in wrong], [gold] * 7) == [0.0] * 7
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ _Content: TypeAlias = str | Sequence[str | Mapping[str, Any]] | None
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # The innermost block: a second <answer> opened inside the first must not become part of the content.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-# The special tokens with which models end a turn, as <|im_end|>, in text that was saved with them.
-_END_TOKEN = re.compile(
-    r"<([|\uff5c])[^\s<>|\uff5c]{1,40}\1>|</s>|<(?:eos|EOS|pad|PAD|end_of_turn|turn\|)>|\[(?:EOS|PAD)\]"
+END_TOKEN = re.compile(
+    r"<([|\uff5c])(?!(?:begin|end)_of_(?:thought|solution|box)\b|(?:channel|message|start)\1)[^\s<>|\uff5c]{1,40}\1>|</s>"
+    r"|<(?:eos|EOS|pad|PAD|end_of_turn|turn\|)>|\[(?:EOS|PAD)\]"
 )
+"""A special token that ends a turn, as <|im_end|>, in text that was saved with it."""
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 
 
@@ -33,7 +34,7 @@ def completion_text(completion: Completion) -> str:
 
 def _without_end_tokens(text: str) -> str:
     start = end = len(text)  # of the last run of tokens
-    for token in _END_TOKEN.finditer(text):
+    for token in END_TOKEN.finditer(text):
         if start == len(text) or text[end : token.start()].strip():
             start = token.start()
         end = token.end()

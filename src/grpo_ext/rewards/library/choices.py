@@ -6,40 +6,38 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
+from grpo_ext.rewards.library.math_languages import ascii_signs, in_english
 from grpo_ext.rewards.text import boxed
 
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _MARKUP = re.compile(r"\\[A-Za-z]+|</?[A-Za-z][^<>]{0,40}>")
-_ANSWER = re.compile(  # an option may follow anywhere in the sentence
-    r"\b(?:answers?|ans|ответ\w*|відповідь|respuesta|r[ée]ponse|resposta|risposta|antwort|antwoord|svar(?:et)?|cevap"
-    r"|odpowiedź|jawaban|đáp án)\b|答案|答え|正解|解答|回答|정답|답은|إجابة|جواب|उत्तर|คำตอบ|תשובה",
-    re.IGNORECASE,
-)
+# The text is in English where a word matters: `math_languages.in_english`.
+_ANSWER = re.compile(r"\b(?:answers?|ans)\b", re.IGNORECASE)  # an option may follow anywhere in the sentence
 _NAMED = re.compile(  # an option follows directly: "option B", "I go with (B)", "it must be B"
-    r"(?:\b(?:options?|choices?|choose|pick|select|with|say|is|be|it['’]s|so|therefore|thus|hence|letter|opción|opção"
-    r"|вариант|choix|letra)\b|选择?项?|選|선택|الخيار)[\W_]*(?:(?:the|option|choice|letter|la|el|die)\b[\W_]*){0,2}",
+    r"\b(?:options?|choices?|choose|pick|select|with|say|is|be|it['’]s|so|therefore|thus|hence|letter)\b[\W_]*"
+    r"(?:(?:the|option|choice|letter|la|el|die)\b[\W_]*){0,2}",
     re.IGNORECASE,
 )
 _NO = re.compile(
-    r"\b(?:not|cannot|never|neither|nor|no(?!\.| doubt)|except|excluding|rather|instead|unlike|wrong|incorrect|false"
-    r"|nicht|kein\w*|falsch\w*|pas|faux|non|ni|не|нет|неверн\w*|неправильн\w*|ليست?|خطأ)\b|n['’]t\b"
-    r"|(?:thing|\ball) but\b|[不非错錯違]|ない|なく|아니|아닌|아닙|틀",
+    r"\b(?:not|non|cannot|never|neither|nor|none|no(?!\.| doubt)|except|excluding|wrong|incorrect|false|ruled"
+    r"|eliminated?)\b|n['’]t\b|(?:thing|\ball) but\b",
     re.IGNORECASE,
 )
-_REASON = re.compile(r"\b(?:because|since|weil|denn|car|parce|porque|perché|потому)\b|因[为為]|لأن", re.IGNORECASE)
-_HEDGE = re.compile(
-    r"\b(?:or|maybe|perhaps|possibly|might|could|also|ou|oder|vielleicht|или|أو)\b|或|または|또는", re.IGNORECASE
-)
+_OTHER = re.compile(r"\b(?:rather|instead|unlike)\b", re.IGNORECASE)  # denies what follows only
+_REASON = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)
+_HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|might|could|also)\b", re.IGNORECASE)
 _VERB = re.compile(  # what follows is said about the option; after another word it is the option's own text
-    r"[\W_]*(?:(?:is|isn|was|wasn|are|can|could|would|must|may|might|does|will|should|seems|ist|est|es|é|является)\b"
-    r"|[是はがで은는이가])",
+    r"(?:[^\w,;]|_)*(?:(?:is|isn|was|wasn|are|can|could|would|must|may|might|does|will|should|seems)\b|[がで이가])",
     re.IGNORECASE,
 )
-_AND = re.compile(r"\s+(?:and|und|et|y|e|и)\b", re.IGNORECASE)
-_CLAUSE = re.compile(r"[,;:.\n]|(?<!thing )(?<!all )\bbut\b|sondern|sino|mais|而是|\bа\b")
+_WRONG = re.compile(r"\W*(?:wrong|incorrect|false) (?:answer|option|choice)", re.IGNORECASE)
+_CALLED = re.compile(r"\W*option\b")  # B选项, B şıkkı
+_AND = re.compile(r"(?:and|y|e)\b", re.IGNORECASE)
+_CLAUSE = re.compile(r"[,;:.\n]|(?<!thing )(?<!all )\bbut\b")
 _END = re.compile(r"\n|[!?。]|\.(?=\s|\Z)")
-_LINK = re.compile(r"(?:\A|\b(?:is|are|be|or|and|either|option|choice|letter))[\W_]*\Z", re.IGNORECASE)
-_ADDED = re.compile(rf"[\W_]*(?:(?:{_HEDGE.pattern})\W*(?:\w+\W+){{0,2}})?", re.IGNORECASE)  # "? Or ", "? "
+_LINK = re.compile(r"(?:\A|\b(?:answer|ans|is|are|be|or|and|either|option|choice|letter))[\W_]*\Z", re.IGNORECASE)
+_NAME = re.compile(r"\b(?:option|choice|letter)\W*\Z", re.IGNORECASE)
+_ADDED = re.compile(rf"[?!]\W*|[\W_]*{_HEDGE.pattern}\W*(?:\w+\W+){{0,2}}", re.IGNORECASE)  # "? ", ". Or "
+_SUFFIX = re.compile(r"['’][^\W\d_]{3}")  # of a Turkish case: B'dir
 _LABEL = re.compile(r"[\W_]*[^\W_][^:\n]{0,60}:")
 _ARTICLES = frozenset("AEIOYАИОВСКУЯ")  # options that are words as well
 _WINDOW, _MOST_MARKS = 300, 50
@@ -53,7 +51,8 @@ def choice(text: str, choices: str = "ABCDE") -> str | None:
     the article of "a dog". None: it is denied ("B is not the answer"), or one of several ("B (or C)").
     """
     options, content = frozenset(choices.upper()), boxed(text)
-    text = _MARKUP.sub(" ", (text if content is None else content).translate(_FULL_WIDTH)).strip()
+    text = ascii_signs(_MARKUP.sub(" ", text if content is None else content))
+    text = re.sub(" +", " ", in_english(text, "", options)).strip()
     for found in (_marked(_ANSWER, text, options), _opened(text, options), _marked(_NAMED, text, options)):
         if found:
             return next(iter(found)) if len(found) == 1 else None
@@ -64,9 +63,9 @@ def _marked(mark: re.Pattern[str], text: str, options: frozenset[str]) -> set[st
     """Return what the sentence of the last mark that is followed by options chooses."""
     for match in reversed(list(mark.finditer(text))[-_MOST_MARKS:]):
         before = " ".join(_CLAUSE.split(text[max(0, match.start() - 30) : match.start()])[-1].split()[-3:])
-        following = text[match.end() : match.end() + _WINDOW]
-        places = [place for place, _ in _found(following, options)]
-        between = re.sub(r"\A[\W_]+", "", following[: places[0]]) if places else "."
+        following, marked = text[match.start() : match.end() + _WINDOW], len(match[0])
+        places = [place for place, _ in _found(following, options) if place >= marked]
+        between = re.sub(r"\A[\W_]+", "", following[marked : places[0]]) if places else "."
         far = any(map(str.isalnum, between)) if mark is _NAMED else _END.search(between)
         if not far and not _NO.search(before) and (chosen := _chosen(following, options)):
             return chosen
@@ -85,7 +84,8 @@ def _opened(text: str, options: frozenset[str]) -> set[str]:
             continue
         if _bare(line, options) and not chosen:
             return _chosen(line, options)
-        if not re.match(r"\s+[^\W_]", line[place + 1 :]) or _goes_on(line[place + 1 :]):
+        rest = line[place + 1 :]
+        if not re.match(r"\s+[^\W_]", rest) or _goes_on(rest) or _CALLED.match(rest):
             chosen |= _chosen(line, options)
     return chosen
 
@@ -108,20 +108,21 @@ def _chosen(text: str, options: frozenset[str]) -> set[str]:
         between, said = text[past:place], text[place + 1 : min(following, stop)]
         past = place + 1
         if place > stop:  # "B? Or C?"
-            if _ADDED.fullmatch(text[stop:place]):
+            if chosen and _ADDED.fullmatch(text[stop:place]):
                 chosen.add(letter)
             break
         if chosen and _REASON.search(between) and not _HEDGE.search(between):
             break
-        if not (_NO.search(_CLAUSE.split(between)[-1]) or _denied(said)):
+        clause = _CLAUSE.split(between)[-1]
+        if not (_NO.search(clause) or _OTHER.search(clause) or _denied(said)):
             chosen.add(letter)
     return chosen
 
 
 def _denied(said: str) -> bool:
     """Return whether a sentence denies the option before: "is not right", "no es"; not ", not A"."""
-    predicate = _VERB.match(said) and re.split("[,;]", said.lstrip(" ,;"))[0]
-    return bool(_NO.match(said.lstrip()) or _NO.search(predicate or ""))
+    predicate = (_VERB.match(said) or _CALLED.match(said)) and re.split("[,;]", said.lstrip(" ,;"))[0]
+    return bool(_NO.match(said.lstrip()) or _WRONG.match(said) or _NO.search(predicate or ""))
 
 
 def _found(text: str, options: frozenset[str]) -> Iterator[tuple[int, str]]:
@@ -141,22 +142,25 @@ def _joined(text: str, place: int) -> bool:
 
     def joins(character: str) -> bool:
         same = character.upper() != character.lower() if cased else character.isalpha()
-        return same or character.isdecimal() or unicodedata.combining(character or " ") > 0
+        return same or character.isdecimal() or unicodedata.category(character)[0] == "M"
 
     before, after = text[max(0, place - 2) : place].rjust(2), text[place + 1 : place + 3].ljust(2)
     beside = joins(before[1]) or joins(after[0])
-    return beside or (before[1] in "'’" and joins(before[0])) or (after[0] in "'’-" and joins(after[1]))
+    suffix = after[0] in "'’-" and joins(after[1]) and not _SUFFIX.match(text, place + 1)
+    return beside or (before[1] in "'’" and joins(before[0])) or suffix
 
 
 def _is_word(text: str, place: int) -> bool:
     """Return whether a letter before a word, such as the article of "a dog", or in running text is no option."""
     before, after = text[:place], text[place + 1 :]
     followed = re.match(r"\s+[^\W\d_]", after) is not None and not _goes_on(after)
+    if text[place] == "I":
+        return re.match(r"\s+(?!is\b)[^\W\d_]", after) is not None
     if text[place] == text[place].upper():
-        return followed and text[place] in _ARTICLES
+        return followed and text[place] in _ARTICLES and not _NAME.search(before[-20:])
     return followed or not (_LINK.search(before[-20:]) or before[-1:] in tuple("([{\"'`*"))
 
 
 def _goes_on(after: str) -> bool:
     """Return whether the sentence goes on behind an option, instead of the option's text."""
-    return any(words.match(after.lstrip()) for words in (_VERB, _NO, _REASON, _HEDGE)) or bool(_AND.match(after))
+    return any(words.match(after.lstrip()) for words in (_VERB, _NO, _OTHER, _REASON, _HEDGE, _AND))

@@ -7,6 +7,7 @@ the text is the answer, several values in one answer ("72 or 73"), words and let
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,7 @@ from grpo_ext.rewards.library.math_equations import EQUALS, concluded, items_of
 from grpo_ext.rewards.library.math_languages import WORD, in_english
 from grpo_ext.rewards.library.math_marks import answer_of, answer_part, marked
 from grpo_ext.rewards.library.math_notation import FACTOR, PRODUCT, clean
+from grpo_ext.rewards.library.math_numerals import spelled
 from grpo_ext.rewards.library.math_units import unit_after
 
 _TAIL = 2000  # characters: an unmarked answer is searched only at the end of the text
@@ -37,50 +39,58 @@ _AFTER_PIECE = re.compile(
     rf"\s*/?\s*(?:{FACTOR}|\((?:{PRODUCT}|(?![A-Za-z]{{2}})))|\s*[\\^{{*+<>_%]|\s*/\s*[{{\\]"
     rf"|\s*-\s*(?:[A-Za-z](?![A-Za-z])|{PRODUCT}|[(\\])|/?[A-KM-Z](?![A-Za-z])|\s+[kBDEGKMO-SUX-Z](?![A-Za-z'])"
     rf"|\s+(?:{_SCALED_AFTER})\b|\s+and (?:a|one) (?:half|third|quarter)\b"
-    rf"|\s+(?:[a-z]+ than|times|plus|minus|of)\s+{FACTOR}"
+    rf"|\s+(?:[a-z]+ than|times|plus|minus|of|and|per)\s+{FACTOR}|\s+(?:times|plus|minus|of)\s+\d"
 )
 # A bound, a negation or an alternative is not a value.
 _BOUND = re.compile(
     r"\bnone\b|\b(?:not|than|least|most|over|under|above|below|beyond|up to|but|or)\s+[-+$(\\]*\.?\d"
-    r"|\d[^.\n]*\b(?:or\b(?!\s+so\b|[^,;]*=)|at (?:least|most)\b|(?:is|was) (?:not|wrong|incorrect)\b)",
+    r"|\d[^.\n]*\b(?:or\b(?!\s+so\b|[^,;]*=)|at (?:least|most)\b|(?:is|was) (?:not|wrong|incorrect)\b|not\W*\Z)",
     re.IGNORECASE,
 )
-_NEGATED = re.compile(
-    rf"\b(?:not|never|none|neither|except|at (?:most|least)|(?:less|more) than|{_SCALED_BEFORE})\b", re.IGNORECASE
+_DENIED = (
+    r"\b(?:not|never|none|neither|nor|except\w*|exclud\w*|without|besides|at (?:most|least)|(?:less|more) than"
+    r"|up to)\b"
 )
+_NEGATED = re.compile(rf"{_DENIED}|\b(?:{_SCALED_BEFORE})\b", re.IGNORECASE)
 _UNIT = re.compile(
     r"(?:\s*[A-Za-z'\"]{2}|\s+[A-JLN-Za-jl-z](?![A-Za-z])|[mgshLl](?![A-Za-z])|\s*/)?(?:[A-Za-z\s/.,;'\"()²³-]|(?<=[A-Za-z])(?:[23](?!\d)|\s*\^\s*\{?-?[1-3]\}?))*"
 )
 # Words that change the value of the number that they are beside, or make it one of several.
 _CHANGED = re.compile(
-    rf"\b(?:not|no|none|never|neither|nor|except\w*|exclud\w*|without|besides|but|other|under|over|above|below"
-    r"|beyond|minus|negative|plus|times|divided|multipl\w*|divisible|modulo|mod|choose|powers?|root|score|dozens?|gross|pairs?"
-    rf"|couples?|factor|log|fails?|wrong|incorrect|false|impossible|{_SCALED_BEFORE}|{_SCALED_AFTER})\b"
-    r"|\bat (?:most|least)\b|\bup to\b|\|\s*\w+ than\b|\| (?:(?:ish|fold)\b|\(|\s*-\s*[A-Za-z])",
+    rf"{_DENIED}|\b(?:no|but|other|under|over|above|below|beyond|minus|negative|plus|times(?!\Z)|divided|multipl\w*"
+    r"|divisible|modulo|mod|choose|powers?|root|score|dozens?|gross|pairs?|couples?|factor|log|fails?|wrong|incorrect"
+    rf"|false|impossible|{_SCALED_BEFORE}|{_SCALED_AFTER})\b"
+    r"|\|\s*\w+ than\b|\| (?:(?:ish|fold)\b|\(|\s*-\s*[A-Za-z])",
     re.IGNORECASE,
 )
 # The last word before the number in a plain sentence: "Janet makes 18", "a total of 18", "It is about 18".
 _STATED = re.compile(
     r"(?:\A|[\s(])(?:is|are|was|were|be|has|have|had|get|got|gave|make|made|need|pay|paid|spend|spent|take|took|left|sold|bought"
-    r"|ate|cost|earn|save|answer|total|result|sum|about|around|approximately|roughly|exactly|only|so|then|thus|hence|therefore|and|it"
+    r"|ate|cost|earn|save|answer|total|result|sum|ratio|about|around|approximately|roughly|exactly|only|so|then|thus|hence|therefore|and|it"
     r"|(?:total|answer|sum|result) of|equal to|[a-z]{2,}(?:s|ed))\Z",
     re.IGNORECASE,
 )
 _CLAUSE = re.compile(r"[,;:.=!?\n⇒]")
 _PER = re.compile(r"\s*/\s*([A-Za-z]+)")
-# The label of an option before its value: \textbf{(B)}\ 12, "B) 12".
+# The label of an option before its value: \textbf{(B)}\ 12, "B) 12", "B. 12", "(b) 12".
 _OPTION = re.compile(
-    r"\A[\s$]*(?:\\(?:text|math)\w*\s*\{\s*\(?([A-J])\)?[.)\s]*\}|\(([A-J])\)|([A-J])\))"
-    r"(?:\\[ ,;:~]|\\q?quad|[\s$~:.])*(?=\$?[-+\d\\.(])"
+    r"\A[\s$*]*(?:(?:\(([A-J])\)|([A-J])[).:])(?:\\[ ,;:~]|\\q?quad|[\s$~:.*])*(?=[-+\d\\.(])"
+    r"|\(([a-j])\)[\s$]+(?=[\d\\]))"
 )
-_ANCHOR = re.compile(r"\banswers?\b[^.\n:=\d]{0,60}?(?:\b(?:is|are|was|be|equals)\b|[:=])", re.IGNORECASE)
+_NAMED_OPTION = re.compile(r"\A[\s$*]*(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
+_IN_TEXT = re.compile(r"\\(?:text(?!color)|math)\w*\s*\{([^{}]*)\}")
+# An amount of money that is the whole answer: the sign is its unit.
+_MONEY = re.compile(r"-?\s*\\?([$€£])\s*-?[\d.,]+|-?[\d.,]+\s*\\?([$€£])")
+_CURRENCIES = {"$": "dollar", "€": "euro", "£": "sterling"}
+_ANCHOR = re.compile(r"\banswers?\b[^.\n:=—\d]{0,60}?(?:\b(?:is|are|was|be|equals)\b|[:=—])", re.IGNORECASE)
 _CONTRAST = re.compile(r",\s*(?:and |but )?not\s+[-+$(\\.\d][^,]*\Z", re.IGNORECASE)  # "15, not 16"
 _REASON = re.compile(r"(?<=\S),?\s+(?:because|since)\b.*", re.IGNORECASE)
 _MATH = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\[^\n]|[^$\n\\])*?(?:\\[^\n]|\^)(?:\\[^\n]|[^$\n\\])*|\s*[(\[][^$()\n]*,[^$()\n]*[)\]]\s*)\$",
     re.DOTALL,
 )
-_JOINED = re.compile(r"^[^.\n]*\b(?:or|maybe|possibly|perhaps|not)\s+(?:\w+\s+)?$", re.IGNORECASE)
+_JOINED = re.compile(r"^[^.\n]*\b(?:or|maybe|possibly|perhaps|not|never)\s+(?:\w+\s+)?$", re.IGNORECASE)
+_NOT_BEFORE = re.compile(r"\b(?:not|never)\s+(?:\w+\s+)?\Z", re.IGNORECASE)
 _LISTED = re.compile(
     r"\s*(?:[A-Za-z]{3,}\s*)??(?:[,;]\s*|(?:or|and|to|maybe)\s+)+(?:[A-Za-z]{2,}\s+)?[-+($.\\]*\d", re.IGNORECASE
 )
@@ -88,7 +98,8 @@ _STEP = re.compile(r"[,;\n]|\.\s|\b(?:and|or|so|then|thus)\b")
 _BASE = re.compile(r"(\d+)\s*_\s*\{?\s*(\d+)\s*\}?")
 _LETTERS = rf"(?!{PRODUCT})[A-Za-z]{{2,}}"
 _WORD = re.compile(rf"(?<![\\A-Za-z]){_LETTERS}")
-_WORDS_AROUND = re.compile(rf"^(?:{_LETTERS}[:,]?\s+)+|(?:\s+{_LETTERS}(?:\s*\^\s*\{{?\d\}}?)?)+$")
+_WORDS_BEFORE = re.compile(rf"^(?:{_LETTERS}[:,]?\s+)+")
+_WORDS_AROUND = re.compile(rf"{_WORDS_BEFORE.pattern}|(?:\s+{_LETTERS}(?:\s*\^\s*\{{?\d\}}?)?)+$")
 # A unit of one letter after a formula in which no letter denotes a number.
 _UNIT_LETTER = re.compile(r"\A((?:[^A-Za-z\\]|\\[A-Za-z]+)*[\d})])\s*[mgshlL](?:\s*\^\s*\{?[23]\}?)?\Z")
 _NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")  # the common case, which needs no cleaning
@@ -97,9 +108,10 @@ _CHOICE = re.compile(r"[A-Za-z]")
 """A letter behind "answer is": elsewhere "a" and "I" are words."""
 _ARTICLE = re.compile(r"\Athe\s+", re.IGNORECASE)
 _SET = re.compile(r"\A\{([^{}]*)\}\Z")
-_SPACED = re.compile(r"[-+]?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")
+_SPACED = re.compile(r"[-+]?[1-9]\d{0,2}(?: \d{3})+(?:[.,]\d+)?")
 _SPACES = re.compile(r"\s+|\\(?:left|right)(?![A-Za-z])")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{(?:[pbBvV]?matrix|smallmatrix|array)\}(?:\{[clr| ]+\})?")
+_ROWS = re.compile(r"\A\$?\[\s*\[[^\[\]]+\](?:\s*,\s*\[[^\[\]]+\])*\s*\]\$?\Z")  # [[1, 2], [3, 4]]
 _NAMED = re.compile(r"(\\?[A-Za-z]+(?:_\{?\w\}?)?|\\(?:vec|mathbf)\s*\{?\s*[A-Za-z]\s*\}?)\s*=\s*(?=\\)")
 _LENGTH = re.compile(r"(?<![A-Za-z])[A-Z]{2}(?=\s*=)")  # of the segment AB
 _MOST_ITEMS = 20
@@ -167,6 +179,8 @@ def read_answer(text: str, where: str = "auto", *, word: bool = False) -> MathVa
         return None
     text = in_english(text[-_TAIL:], "" if word else WORD)
     anchors = list(_ANCHOR.finditer(text)) if where == "auto" else []
+    if number := spelled(clean(text[anchors[-1].end() :] if anchors else text)):
+        return MathValue(number)
     if anchors:
         rest = text[anchors[-1].end() :].strip().lstrip(": \n")
         sentence = _CONTRAST.sub("", re.split(r"\n|[.?!](?:\s|$)", rest, maxsplit=1)[0])
@@ -174,10 +188,10 @@ def read_answer(text: str, where: str = "auto", *, word: bool = False) -> MathVa
         if word:
             return _word(sentence)
         if _VALUE.search(clean(sentence)) or re.search(r"\d,\d", sentence) or _MATH.search(sentence):
-            return _first_value(sentence)
+            return _labelled(sentence, _first_value)
         if _CHOICE.fullmatch(clean(sentence)):
             return _formula(clean(sentence))
-    return _word(text) if word else _last_value(text)
+    return _word(text) if word else _labelled(text, _last_value)
 
 
 def _word(span: str) -> MathValue | None:
@@ -185,7 +199,7 @@ def _word(span: str) -> MathValue | None:
     if len(span) > _TAIL or re.search(r"\d", span):
         return None
     text = _ARTICLE.sub("", clean(_ANCHOR.split(in_english(span, ""))[-1]).strip("{} "))
-    if not _PHRASE.fullmatch(text) or not _WORD.search(in_english(text)):
+    if spelled(text) or not _PHRASE.fullmatch(text) or not _WORD.search(in_english(text)):
         return None
     phrase = " ".join(text.split())
     return MathValue("", word=phrase.casefold())
@@ -197,10 +211,16 @@ def _only_value(span: str) -> MathValue | None:
         return MathValue(span)
     if len(span) > _TAIL:
         return None
-    if option := _OPTION.match(span):
-        value = _only_value(span[option.end() :])
-        return value and replace(value, option=next(filter(None, option.groups())))
-    span = in_english(span)
+    if number := spelled(_IN_TEXT.sub(r"\1", span)):
+        return MathValue(number)
+    return _labelled(span, _unlabelled)
+
+
+def _unlabelled(span: str) -> MathValue | None:
+    money = _MONEY.fullmatch(re.sub(r"\A\$(.+)(?<!\\)\$\Z", r"\1", span))
+    if money and (amount := _formula(clean(span))):
+        return replace(amount, unit=_CURRENCIES[money[1] or money[2]])
+    span = _ROWS.sub(_matrix_of, in_english(span))
     if _ENVIRONMENT.search(span):
         return _matrix(span)
     text = clean(_CONTRAST.sub("", _exact(span)))
@@ -216,6 +236,16 @@ def _only_value(span: str) -> MathValue | None:
         return None
     value = value or _formula(text) or (None if EQUALS.search(text) else _number_in_words(text))
     return value and replace(value, symbol=symbol)
+
+
+def _labelled(span: str, read: Callable[[str], MathValue | None]) -> MathValue | None:
+    """Return the value that `read` finds after the label of an option, with its letter: 12 and B for "(B) 12"."""
+    span = _IN_TEXT.sub(r" \1 ", span) if _IN_TEXT.match(span.lstrip(" $")) else span
+    span = _NAMED_OPTION.sub("", span)
+    if (label := _OPTION.match(span)) is None:
+        return read(span)
+    value = read(span[label.end() :])
+    return value and replace(value, option=next(filter(None, label.groups())).upper())
 
 
 def _exact(span: str) -> str:
@@ -239,8 +269,16 @@ def _matrix(span: str) -> MathValue | None:
     return MathValue(f"${formula}$", symbol=named[1] if named else "")
 
 
+def _matrix_of(match: re.Match[str]) -> str:
+    rows = re.findall(r"\[([^\[\]]+)\]", match[0])
+    return r"\begin{pmatrix}" + r"\\".join(row.replace(",", "&") for row in rows) + r"\end{pmatrix}"
+
+
 def _ratio(text: str) -> MathValue | None:
-    return MathValue(re.sub(r"\s", "", text)) if RATIO.fullmatch(text) else None
+    lead = _WORDS_BEFORE.match(text)
+    ratio = text[lead.end() :] if lead else text
+    plain = RATIO.fullmatch(ratio) and (lead is None or _is_plain(lead[0], ""))
+    return MathValue(re.sub(r"\s", "", ratio)) if plain else None
 
 
 def _list(text: str) -> MathValue | None:
@@ -264,7 +302,7 @@ def _first_value(sentence: str) -> MathValue | None:
     symbol, text = concluded(clean(sentence))
     if _BOUND.search(text):
         return None
-    value, match = _formula(text), _VALUE.search(text)
+    value, match = _ratio(text) or _list(text) or _formula(text), _VALUE.search(text)
     if value is None and match and not EQUALS.search(text) and not _LISTED.match(text, match.end()):
         value = _value(text, match)
     return value and replace(value, symbol=symbol)
@@ -286,7 +324,10 @@ def _last_value(text: str) -> MathValue | None:
         return None
     between = cleaned[matches[-2].end() : matches[-1].start()] if len(matches) > 1 else "."
     step = next((step for step in reversed(_STEP.split(cleaned)) if _VALUE.search(step)), "")
-    if _JOINED.match(between) or EQUALS.search(concluded(step)[1]):  # the 0 of 5x + 7y = 0
+    before = cleaned[max(0, matches[-1].start() - 40) : matches[-1].start()]
+    if _JOINED.match(between) or _NOT_BEFORE.search(before):
+        return None
+    if EQUALS.search(concluded(step)[1]):  # the 0 of 5x + 7y = 0
         return None
     return _value(cleaned, matches[-1])
 
@@ -310,7 +351,7 @@ def _is_plain(before: str, after: str) -> bool:
     after = _CLAUSE.split(after)[0]
     rate = _PER.match(after)
     return (
-        not (before and not _STATED.search(before))
+        not (before and not _STATED.search(before) and not unit_after(before, 0))
         and not _CHANGED.search(f"{before} | {after}")
         and (rate is None or unit_after(rate[1], 0) != "")
     )

@@ -4,11 +4,11 @@ import re
 
 from grpo_ext.rewards.library.math_equality import MathValue
 from grpo_ext.rewards.library.math_notation import clean
+from grpo_ext.rewards.library.math_numerals import NUMERALS
 from grpo_ext.rewards.text import Completion, content_text
 
 _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:(?:\s*\*\s*10\s*\^|[eE])\s*\{?\s*([-+]?\d{1,2})(?!\d)\}?)?(\s*\\?%)?")
 _MIXED = re.compile(r"\b(?:(\d{1,9}) )?(\d{1,9})/(0*[1-9]\d{0,9})")
-_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 _FRACTION = re.compile(r"\\frac\s*\{([\d.]+)\}\s*\{([\d.]+)\}")
 _DRESS = re.compile(r"\\(?:left|right|[,;:! ])|[\s${}]")
 
@@ -33,7 +33,7 @@ def copied(reference: MathValue, answer: MathValue, prompt: Completion, *, formu
     asked = {*_numbers(question), *_numbers(question.replace("%", ""))}
     asked |= {int(whole or 0) + int(top) / int(bottom) for whole, top, bottom in _MIXED.findall(question)}
     if _shape(answer.formula) != "/":  # 1/2 may be worked out where the question says "one of two"
-        asked |= {float(_WORDS.index(word)) for word in {*_WORDS}.intersection(re.findall("[a-z]+", question.lower()))}
+        asked |= {float(NUMERALS[word]) for word in re.findall("[a-z]+", question.lower()) if word in NUMERALS}
     if not _shape(reference.formula).strip("/:") and sum(n in asked for n in _numbers(answer.formula)) >= 2:
         return True
     written, expected, asked_text = (_DRESS.sub("", text) for text in (answer.formula, reference.formula, question))

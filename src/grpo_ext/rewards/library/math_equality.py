@@ -22,7 +22,8 @@ _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _DECIMAL_COMMA = re.compile(r"\$?([-+]?(?:0,\d+|\d+,(?!\d{3}\b)\d+))\$?")
 _FACTORS = re.compile(r"(?<=\))\s*(?=\()|(?<=\d)(?<![\w.\\^_{]\d)\s*(?=\()")
 """Between factors side by side: math-verify reads (5)(3) as 8."""
-_PLAIN_NUMBER = re.compile(r"\$?[-+]?\d*\.?\d+\$?")
+_PLAIN_NUMBER = re.compile(r"\$?[-+]?\d*\.?\d+(?:/\d+)?\$?")
+_OPTIONS = frozenset("ABCDEFGHIJ")
 
 
 class OutOfTime(Exception):
@@ -67,8 +68,9 @@ def equal(gold: MathValue, answer: MathValue) -> bool:
     """
     if gold.word or answer.word:
         return gold.word == answer.word
-    if gold.option and (letter := answer.option or answer.formula.strip("$() ")).isalpha() and len(letter) == 1:
-        return letter.upper() == gold.option
+    letter = answer.formula.strip("$() ").upper()
+    if gold.option and (answer.option not in ("", gold.option) or letter in _OPTIONS):
+        return letter == gold.option
     if answer.base not in ("", gold.base) or not units_agree(gold.unit, answer.unit):
         return False
     if RATIO.fullmatch(gold.formula) or RATIO.fullmatch(answer.formula):
@@ -199,6 +201,8 @@ def _same(gold: Any, answer: Any) -> bool:
     gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
     if _verified(gold, answer):
         return _near(gold, answer)
+    if _has_decimal(gold, answer) and _near(gold, answer, 1e-9):  # 6.02e23, where 6 decimals are too many
+        return True
     return all(map(_has_root, (gold, answer))) and _verified(*map(_of_positive_symbols, (gold, answer)))
 
 
@@ -241,12 +245,12 @@ def _relations(parsed: Any) -> list[Any]:
 
 
 def _solved(relations: list[Any]) -> bool:
-    """Return whether each relation is solved for one symbol, such as x = 5, x > 3 or -x < -3."""
-    return all(any(_is_symbol(side) for side in r.args) and len(r.free_symbols) == 1 for r in relations)
-
-
-def _is_symbol(side: Any) -> bool:
-    return side.is_Symbol or (side.is_Mul and (-side).is_Symbol)
+    """Return whether each relation is solved for one symbol, such as x = 5, x > 3 or -x < -3, unlike -x = 5."""
+    return all(
+        len(r.free_symbols) == 1
+        and any(side.is_Symbol or (side.is_Mul and (-side).is_Symbol and not r.is_Equality) for side in r.args)
+        for r in relations
+    )
 
 
 def _same_equations(golds: list[Any], answers: list[Any]) -> bool:
@@ -276,7 +280,14 @@ def _proportional(gold: Any, answer: Any) -> bool:
     return bool(quotients[0]) and all(abs(q / quotients[0] - 1) < 1e-9 for q in quotients)
 
 
-def _near(gold: Any, answer: Any) -> bool:
+def _has_decimal(*values: Any) -> bool:
+    """Return whether all are numbers, and one of them is a decimal fraction."""
+    import sympy
+
+    return all(getattr(v, "is_number", False) for v in values) and any(v.has(sympy.Float) for v in values)
+
+
+def _near(gold: Any, answer: Any, share: float = 0.01) -> bool:
     """Return whether numbers agree to 1 %, which 6 decimals do not ensure: 1e-9 and 2e-9."""
     import sympy
 
@@ -287,4 +298,4 @@ def _near(gold: Any, answer: Any) -> bool:
     if gold == answer or not all(getattr(value, "is_number", False) for value in (gold, answer)):
         return True
     first, second = (complex(sympy.N(value)) for value in (gold, answer))
-    return abs(first - second) <= abs(first) / 100
+    return abs(first - second) <= abs(first) * share

@@ -18,7 +18,7 @@ _INDEX = r"'*(?:_(?:\w|\{[^{}]*\}))?(?:\^\*|\^\{-1\})?"
 _ONE = rf"(?:m?\\(?:angle|overline|bar|hat|vec)\s*)?\{{?{_LETTER}\}}?{_INDEX}"
 # One quantity: x, x_1, a : b, the length AB, \angle A, f(x), \gcd(a, b), dy/dx, (x, y), a sum or limit.
 _SYMBOL = re.compile(
-    rf"{_ONE}(?:\s*:\s*{_ONE})?|[A-Z]{{2}}|[f-hpPA-Z]{_INDEX}\s*\([^()=]*\)|\\?(?:gcd|lcm|max|min|det)\s*\([^()=]*\)|\\frac\{{d[^{{}}]*\}}\{{d[^{{}}]*\}}"
+    rf"{_ONE}(?:\s*:\s*{_ONE})?|[A-Z]{{2}}|\|[A-Z]\||[f-hpPA-Z]{_INDEX}\s*\([^()=]*\)|\\?(?:gcd|lcm|max|min|det)\s*\([^()=]*\)|\\frac\{{d[^{{}}]*\}}\{{d[^{{}}]*\}}"
     rf"|\(\s*{_ONE}(?:\s*,\s*{_ONE})+\s*\)|\\(?:sum|prod|i+nt|lim)(?![A-Za-z]).*",
     re.DOTALL,
 )

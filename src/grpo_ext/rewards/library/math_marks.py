@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_ext.rewards.library.math_languages import ascii_signs
-from grpo_ext.rewards.text import answer_block, boxes
+from grpo_ext.rewards.text import END_TOKEN, answer_block, boxes
 
 PLACES = ("auto", "tag", "boxed", "hash", "last")
 """Places where an answer may be read; `auto` takes the first of the others that exists."""
 
-_END = re.compile(
-    r"<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|eom_id|end|return)\|>|</s>|<eos>|<end_of_turn>|<\uff5cend\u2581of\u2581sentence\uff5c>"
-)
-_OPENING = re.compile(rf"\A(?:\s*(?:{_END.pattern}))+")
+_OPENING = re.compile(rf"\A(?:\s*(?:{END_TOKEN.pattern}))+")
 _HASHED = re.compile(r"\d|\\[A-Za-z]")
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}|\\q?quad(?![A-Za-z])|\\[()\[\],;:! ]|[$&]")
 # Text between boxes that form one answer: a separator, up to four words and "and", the name of the next.
@@ -35,7 +32,7 @@ _KEYS = ("answer", "final_answer", "ground_truth", "solution", "result", "target
 def answer_part(text: str) -> str:
     """Return the part of a completion before an end token and after the last `</think>`."""
     text = _OPENING.sub("", text)  # end tokens of a template
-    end = _END.search(text)
+    end = END_TOKEN.search(text)
     return ascii_signs(text[: end.start() if end else len(text)].rpartition("</think>")[2])
 
 
