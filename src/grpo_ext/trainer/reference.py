@@ -4,8 +4,8 @@ TRL switches a new adapter off, and copies a trained one. Neither is the policy 
 rewritten, where more than the adapter's layers is trained, or where an adapter does not start at zero.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +28,11 @@ class InitialWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.weights = {name: whole(parameter) for name, parameter in trained.items()}
+        self.weights = {name: whole(parameter) for name, parameter in _trained(model).items()}
 
-    @contextmanager
-    def replacing(self, model: nn.Module, adapter_name: str | None = None) -> Iterator[None]:
+    def replacing(self, model: nn.Module, adapter_name: str | None = None) -> AbstractContextManager[None]:
         """Give `model` these weights for the time of a forward; in place of TRL's `use_adapter`."""
-        trained = {name: p for name, p in model.named_parameters() if name in self.weights}
-        before = {name: local(p).clone() for name, p in trained.items()}
-        with torch.no_grad(), writable(trained.values()):
-            for name, parameter in trained.items():
-                _fill(parameter, self.weights[name].to(parameter.device, parameter.dtype))
-        _reshard(model)
-        try:
-            yield
-        finally:
-            for name, parameter in trained.items():
-                local(parameter).copy_(before[name])
-            _reshard(model)
+        return _replaced(model, self.weights)
 
     def write(self, folder: Path) -> None:
         """Write them into a checkpoint: an adapter may be drawn at random when it is made once more."""
@@ -57,15 +44,57 @@ class InitialWeights:
             self.weights = torch.load(folder / FILE, map_location="cpu", weights_only=True)
 
 
-def _fill(parameter: Tensor, value: Tensor) -> None:
-    if isinstance(parameter, DTensor):
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements).to_local()
-        parameter = parameter.to_local()
-    parameter.copy_(value)
+@torch.no_grad()
+def moved(model: nn.Module) -> AbstractContextManager[None]:
+    """Move the trained weights a little for some forwards: a new adapter, mostly of zeros, computes nothing yet."""
+    weights = {name: _kept(parameter) for name, parameter in _trained(model).items()}
+    for weight in map(local, weights.values()):
+        generator = torch.Generator(weight.device).manual_seed(0)
+        weight.add_(0.05 * torch.randn(weight.shape, generator=generator, device=weight.device, dtype=weight.dtype))
+    return _replaced(model, weights)
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """Return the trained parameters, by names without those of wrappers: `_orig_mod`, `_checkpoint_wrapped_module`.
+
+    FSDP2 splits them first: what its last forward has gathered it would throw away.
+    """
+    _reshard(model)
+    named = [(name.split("."), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {".".join(part for part in parts if part[0] != "_"): parameter for parts, parameter in named}
+
+
+@contextmanager
+def _replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give `model` other trained weights, and afterwards its own."""
+    trained = _trained(model)
+    before = {name: _kept(parameter) for name, parameter in trained.items()}
+    try:
+        _fill(model, trained, weights)
+        yield
+    finally:
+        _fill(model, trained, before)
+
+
+def _kept(parameter: Tensor) -> Tensor:
+    """Return a copy of a parameter: of FSDP2's this process's part, of ZeRO-3's the whole."""
+    return parameter.detach().clone() if isinstance(parameter, DTensor) else whole(parameter)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Set parameters, whole or split; engines gather them again for the next forward."""
+    with writable(parameters.values()):
+        for name, parameter in parameters.items():
+            weight = weights[name].to(parameter.device, parameter.dtype)
+            if isinstance(parameter, DTensor) and not isinstance(weight, DTensor):
+                weight = distribute_tensor(weight, parameter.device_mesh, parameter.placements)
+            target, source = (x.to_local() if isinstance(x, DTensor) else x for x in (parameter, weight))
+            target.copy_(source)
+    _reshard(model)
 
 
 def _reshard(model: nn.Module) -> None:
-    """Have FSDP2 gather the weights again for the next forward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -29,7 +29,7 @@ from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.piecewise import SHARDED
-from support import interrupted, poisoned, tiny, trainers, worlds
+from support import interrupted, poisoned, tiny, trainers, tuners, worlds
 from support.dealt import AT_A_TIME, LIMITS, SAMPLES, dealing
 from support.dealt import rows as dealt_rows
 from support.figures import evaluated
@@ -199,6 +199,61 @@ def engine(model: str, output: str) -> None:
         }
     if trainer.accelerator.is_main_process:
         torch.save(facts, folder / "facts.pt")
+
+
+# References of adapters.
+
+
+def references(model: str, output: str, *names: str) -> None:
+    """Five steps of adapters; each rank writes the KL of the steps, and how far policy and reference have moved."""
+    make_fsdp_real()
+    found = {}
+    for name in names:
+        torch.manual_seed(2)
+        settings = {"loss_type": "grpo", "beta": 0.1, "max_steps": 5, "learning_rate": 0.02, "num_generations": 8}
+        settings |= {"save_strategy": "steps", "save_steps": 5, "rollout": scripted_rollout, "rows": 64}
+        one = build(model, Path(output) / name, [unit_interval], peft_config=tuners.TUNERS[name](), **settings)
+        one.train()
+        with one._initial.replacing(one._unwrapped):
+            reference = one._made_up_logps(one.model)
+        far = [(logps - one._first_logps).abs().max().item() for logps in (reference, one._made_up_logps(one.model))]
+        found[name] = [row["kl"] for row in one.state.log_history if "kl" in row], *far
+    (Path(output) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+# A fault of one process.
+
+
+def alone(model: str, output: str, *cases: str) -> None:
+    """Runs in which only one process sees what is to be refused; each rank writes what it raised."""
+    rank = PartialState(cpu=True).process_index
+    for case in cases:
+        settings = {"beta": 0.1, "rows": 16, "per_device_train_batch_size": 4, "save_strategy": "steps"}
+        one = build(model, Path(output) / case, **settings)
+        if rank == (case == "save"):
+            pass
+        elif case == "reference":
+            one.ref_model.lm_head.weight.data.mul_(1.1)
+        elif case == "save":
+            one.model.config.note = object()
+        else:
+            stock, calls = one._scorer.trl, []
+
+            def off(*args, stock=stock, calls=calls, case=case, **options):
+                calls.append(1)
+                if case == "own forward that fails":
+                    raise IndexError("a position that the model does not have")
+                logps, *others = stock(*args, **options)
+                return logps - 0.1 * len(calls), *others
+
+            one._scorer.trl = off
+            one.check_reference = lambda: None
+        try:
+            one.train()
+            said = "trained"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        (Path(output) / f"{case}-{rank}.txt").write_text(said)
 
 
 # Stopped and resumed.

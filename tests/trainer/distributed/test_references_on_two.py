@@ -1,0 +1,32 @@
+"""The reference of an adapter on two processes, by every engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support import tiny
+from support.processes import CONFIG, launcher, needs_deepspeed, on_cpu, run, run_forked, with_deepspeed
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).parent / "ranks.py"
+ADAPTERS = "lora", "lora whole head", "lora embeddings"
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3"])
+def test_the_reference_stays_and_the_policy_moves(engine, tmp_path):
+    needs_deepspeed(engine)
+    config = CONFIG if engine == "ddp" else on_cpu(engine, tmp_path)
+    line = str(SCRIPT), "references", tiny.save(tmp_path / "model"), str(tmp_path), *ADAPTERS
+    if engine.startswith("zero"):
+        run([*launcher(config), *line], **with_deepspeed())
+    else:
+        run_forked(*line, config=config)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for name in ADAPTERS:
+            kl, reference, policy = found[name]
+            assert kl[0] == pytest.approx(0.0, abs=1e-6)
+            assert min(kl[1:]) > 1e-3
+            assert reference == 0.0
+            assert policy > 0.1
