@@ -35,6 +35,7 @@ from grpo_ext.errors import (
     RewardError,
     RolloutDrift,
     RunInterrupted,
+    SamplerLost,
     SaveError,
     ServerLost,
 )
@@ -216,10 +217,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except DataError as error:
         print(ConfigError(error.problems), file=sys.stderr)
         leave(2)
-    except (ConfigError, NonFiniteError, RewardError, RolloutDrift, SaveError, ServerLost) as error:
+    except (ConfigError, NonFiniteError, RewardError, RolloutDrift, SaveError) as error:
         print(error, file=sys.stderr)
         leave(2)
-    except RankLost as error:
+    except (RankLost, SamplerLost, ServerLost) as error:
         print(error, file=sys.stderr)
         leave(NOT_FINISHED)
     except RunInterrupted:

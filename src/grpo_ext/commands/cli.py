@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 from grpo_ext import __version__
 from grpo_ext.commands.arguments import COMMANDS, overview, parse_command_line
-from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, ServerLost
+from grpo_ext.errors import (
+    NOT_FINISHED,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    RewardError,
+    SamplerLost,
+    ServerLost,
+)
 from grpo_ext.registry import did_you_mean
 from grpo_ext.terminal import safe_output
 
@@ -47,7 +55,10 @@ def run(argv: Sequence[str]) -> int:
         return int(importlib.import_module(f"grpo_ext.commands.{COMMANDS[name].module or name}").run(options))
     except BrokenPipeError:
         raise
-    except (ConfigError, DataError, NonFiniteError, RewardError, ServerLost, OSError) as error:
+    except (SamplerLost, ServerLost) as error:
+        print(error, file=sys.stderr)
+        return NOT_FINISHED
+    except (ConfigError, DataError, NonFiniteError, RewardError, OSError) as error:
         if name == "train" and isinstance(error, OSError):  # a run that fails keeps its traceback
             raise
         print(error, file=sys.stderr)

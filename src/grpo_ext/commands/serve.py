@@ -1,6 +1,7 @@
 """`grpo-ext serve`: start the vLLM server of a recipe, with the flags that the recipe requires."""
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.truncation import scores_kept_sets
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.loading import base_path, load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
@@ -29,6 +31,7 @@ from grpo_ext.rollout.vllm.kept import TIES
 from grpo_ext.rollout.vllm.server import PROBE, Wanted
 
 STOP_SECONDS = 20.0
+_PR_SET_PDEATHSIG = 1
 MANY_TOKENS = 16384
 """Tokens of a step of vLLM on a CPU, so that no prompt is cut over two: it then fails where requests have seeds."""
 
@@ -129,11 +132,18 @@ def environment(recipe: Recipe) -> dict[str, str]:
 
 
 def run_server(recipe: Recipe, host: str, port: int | None, extra: Sequence[str] = (), *, hint: str) -> int:
-    """Run the server until Ctrl-C or until it ends, and return its exit code.
+    """Run the server until Ctrl-C, which returns 0, or until it ends by itself, which returns its exit code or 1.
 
     A port of None is the recipe's; `extra` are flags of vLLM; `hint` is printed when the server is up.
+
+    Raises:
+        ConfigError: another program listens at the port.
     """
     port = port or urlparse(server_url(recipe)).port or recipe.training.vllm_server_port
+    here = "127.0.0.1" if host == "0.0.0.0" else host
+    with suppress(OSError), socket.create_connection((here, port), timeout=5):
+        cure = "Stop it, or name another port here (--port) and for the trainer (--vllm_server_port)."
+        raise ConfigError([Problem("vllm_server_port", port, "another program listens there", cure)])
     line = command(recipe, host, port, extra)
     print(f"Starting vLLM: {' '.join(line[3:])}", flush=True)
     if host not in ("127.0.0.1", "localhost", "::1"):
@@ -144,16 +154,24 @@ def run_server(recipe: Recipe, host: str, port: int | None, extra: Sequence[str]
         )
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a script ignore it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up as after Ctrl-C
-    process = subprocess.Popen(line, env=environment(recipe), start_new_session=True)
+    process = subprocess.Popen(line, env=environment(recipe), start_new_session=True, preexec_fn=_end_with_parent)
     try:
-        if _wait_until_healthy(process, f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"):
+        if _wait_until_healthy(process, f"http://{here}:{port}"):
             print(f"vLLM is up. In another terminal:\n\n    {hint}\n\nCtrl-C stops it.", flush=True)
-        return process.wait()
+        code = process.wait()
+        print(f"vLLM has ended by itself, with exit code {code}.", file=sys.stderr)
+        return code or 1
     except KeyboardInterrupt:
         print("Stopping vLLM.", flush=True)
         return 0
     finally:
         _stop(process)
+
+
+def _end_with_parent() -> None:
+    """Let Linux end this process when its parent ends, also by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> bool:

@@ -95,6 +95,8 @@ class Lifecycle(SavingTrainer):
                 output = super().train(checkpoint, *args, **kwargs)
         except (SamplerLost, ServerLost, RolloutDrift) as error:
             self._save_and_explain(error)
+            if signals.requested:
+                raise interrupted(signals.requested, self.state, of_recipe=self.recipe_record is not None) from error
             raise
         finally:
             self.close_rewards()

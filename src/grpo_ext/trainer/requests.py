@@ -3,17 +3,19 @@
 import copy
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from grpo_ext.errors import SamplerLost
 from grpo_ext.rollout.background import Background
 from grpo_ext.rollout.collected import Finished
 from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer.acting import limits_of, positions_of
 from grpo_ext.trainer.leaves import Completed, Leaves, Play, Request
+from grpo_ext.waiting import POLL_SECONDS, SIGNALLED, leaving
 
 T = TypeVar("T")
 
@@ -58,8 +60,15 @@ def request_of(
 
 
 def taken(future: Future[Finished]) -> Finished:
-    """Wait for a result; a sampler that is lost on one process is so on all."""
+    """Wait for a result; a sampler that is lost on one process is so on all.
+
+    Raises:
+        SamplerLost: the sampler is lost, or a signal ends the run.
+    """
     with failing_together():
+        while not wait([future], POLL_SECONDS).done:
+            if leaving.is_set():
+                raise SamplerLost(f"completions that are sampled beside the training: {SIGNALLED}")
         return future.result()
 
 

@@ -21,6 +21,7 @@ import psutil
 from grpo_ext.config.launch import ASKED, COMMAND, rank, write_exit_code
 from grpo_ext.errors import ABSENT, NOT_FINISHED, ConfigError, Problem, RankLost, RunInterrupted
 from grpo_ext.terminal import printable
+from grpo_ext.waiting import leaving
 
 if TYPE_CHECKING:
     from transformers import TrainerState  # not at run time: `grpo_ext.train` listens before it imports torch
@@ -93,6 +94,7 @@ class Signals:
     def training(self) -> Iterator[None]:
         """Mark the phase in which optimizer steps read `requested`, and listen if this process does not yet."""
         self.requested = 0
+        leaving.clear()
         watching, self.phase = self.watch(), "training"
         try:
             yield
@@ -119,6 +121,8 @@ class Signals:
         if self.phase == "loading":
             line = f"{signal_name(number)} before the first step, without a checkpoint. Start it again."
             self.leave_now(NOT_FINISHED, line)
+        if self.phase == "training":
+            leaving.set()
         if self.phase == "training" and rank() == 0:
             took = f" (the last one took {self.step_seconds:.0f} s)" if self.step_seconds else ""
             line = f"{signal_name(number)}: a checkpoint is saved after this step{took}; a second signal ends the run"
@@ -160,10 +164,9 @@ if hasattr(os, "register_at_fork"):  # the signals of a forked child are not tho
 
 def interrupted(number: int, state: "TrainerState", *, of_recipe: bool) -> RunInterrupted:
     """Return the exception that ends a run after a signal; its message is written to stderr."""
-    again = "Run the same command" if of_recipe else "Call train(resume_from_checkpoint=True)"
-    line = (
-        f"{signal_name(number)}: saved checkpoint-{state.global_step} of {state.max_steps} steps. {again} to resume."
-    )
+    again, step = "Run the same command" if of_recipe else "Call train(resume_from_checkpoint=True)", state.global_step
+    saved = f"saved checkpoint-{step} of {state.max_steps} steps" if step else "no step had been made"
+    line = f"{signal_name(number)}: {saved}. {again} to resume."
     if state.is_world_process_zero:
         write_stderr(line)
     return RunInterrupted(line)

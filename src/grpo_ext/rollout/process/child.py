@@ -32,6 +32,7 @@ from grpo_ext.rollout.samplers import Sampled
 
 TRACEBACK_LINES = 6
 _POLL_SECONDS = 0.5
+ALIVE_SECONDS = 1.0
 
 
 def main() -> None:
@@ -103,12 +104,28 @@ class Decoder:
         config = copy.deepcopy(settings.config)
         config.max_new_tokens = max(request.limits)
         inputs = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
-        cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
+        alive = self.model.register_forward_hook(_Heartbeat(send))
+        try:
+            cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
+        finally:
+            alive.remove()
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Return a completion up to the token that ends it."""
         end = next((i for i, token in enumerate(ids) if token in self.settings.ends), len(ids))
         return ids[: end + 1]
+
+
+class _Heartbeat:
+    """A hook that sends an empty answer, at most every second, while tokens are decoded."""
+
+    def __init__(self, send: Callable[[Ended], None]) -> None:
+        self._send, self._last = send, time.monotonic()
+
+    def __call__(self, *_: object) -> None:
+        if time.monotonic() - self._last > ALIVE_SECONDS:
+            self._send([])
+            self._last = time.monotonic()
 
 
 def _set_up(machine: Machine) -> None:

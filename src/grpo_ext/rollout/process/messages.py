@@ -1,6 +1,7 @@
 """Messages between a trainer and the process that samples for it. Both sides pickle them.
 
 The trainer sends a `Request`. The process answers with an `Ended` whenever rows end, until all have, or a `Failure`.
+An `Ended` without rows says that it decodes.
 """
 
 from dataclasses import dataclass

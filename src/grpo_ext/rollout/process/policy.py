@@ -47,7 +47,8 @@ def process_sampler(trainer: GRPOTrainer, args: GRPOExtConfig) -> ProcessSampler
         raise ConfigError(problems)
     base = causal_lm(cast(Policy, trainer.model))
     weights = partial(_weights, trainer)
-    return ProcessSampler(weights, partial(_start, trainer, args, type(base)))  # FSDP2 replaces the class
+    start = partial(_start, trainer, args, type(base))  # FSDP2 replaces the class
+    return ProcessSampler(weights, start, float(args.ddp_timeout))
 
 
 def policy_problems(model: Policy) -> Iterator[Problem]:

@@ -23,9 +23,12 @@ from grpo_ext.rollout.process.messages import Ended, Failure, Request, Start, Ta
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import RowEnded, Sampled
 from grpo_ext.rollout.seeds import drawn
+from grpo_ext.waiting import SILENT_SECONDS, Wait, WaitedInVain, leaving
 
 logger = logging.getLogger(__name__)
 
+STARTING_SECONDS = 60.0
+"""Seconds that a new process may need for its imports and its model before a line says so."""
 _PROGRAM = "from grpo_ext.rollout.process.child import main; main()"
 
 
@@ -46,16 +49,19 @@ class ProcessSampler:
     """Samples in a process of its own, which has the policy without adapters.
 
     `sample` waits for the process's answer; it also ends when the process dies, or when `close` kills it. A request
-    that fails is sent once more, to a new process.
+    that fails, or that makes no progress for `limit` seconds, is sent once more, to a new process.
 
     Args:
         weights: yields the policy's present weights and buffers under the names of the model without adapters;
             collective where they are spread over processes.
         start: describes model, decoding and machine; called once, on the main thread.
+        limit: `ddp_timeout`.
     """
 
-    def __init__(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], start: Callable[[], Start]) -> None:
-        self._weights, self._describe = weights, start
+    def __init__(
+        self, weights: Callable[[], Iterator[tuple[str, Tensor]]], start: Callable[[], Start], limit: float = 1800.0
+    ) -> None:
+        self._weights, self._describe, self._limit = weights, start, limit
         self._start: Start | None = None
         self._process: _Process | None = None
         self._versions: dict[int, _Published] = {}
@@ -109,18 +115,20 @@ class ProcessSampler:
             try:
                 self._ask(version, request, ended, done)
             except Trouble as trouble:
+                if leaving.is_set():
+                    raise SamplerLost(str(trouble)) from None
                 if not self._closed:
                     logger.warning(f"the process that samples completions: {trouble}. It is started and asked again.")
                 try:
                     self._ask(version, request, ended, done)
                 except Trouble as again:
-                    raise SamplerLost(f"the process that samples completions failed twice: {again}") from None
+                    raise SamplerLost(f"The process that samples completions failed twice: {again}.") from None
         return [ended[row] for row in range(len(contexts))]
 
     def _ask(self, version: int, request: Request, ended: dict[int, Sampled], done: RowEnded | None) -> None:
         """Add the rows of a request to `ended`; those that it has already are sampled once more, and left alone."""
         try:
-            for row, sampled in self._running().sample(request, self._versions[version]):
+            for row, sampled in self._running().sample(request, self._versions[version], self._limit):
                 if row not in ended:
                     ended[row] = sampled
                     if done is not None:
@@ -185,11 +193,11 @@ class _Process:
                 start_new_session=True,  # signals of the terminal and of a launcher are for the trainer
             )
 
-    def sample(self, request: Request, weights: _Published) -> Iterator[tuple[int, Sampled]]:
+    def sample(self, request: Request, weights: _Published, limit: float) -> Iterator[tuple[int, Sampled]]:
         """Yield the number and the completion of each row of a request, when it has ended.
 
         Raises:
-            Trouble: there was no answer, or a failure.
+            Trouble: there was no answer, none for `limit` seconds, or a failure; or a signal ends the run.
             Unsupported: the model cannot be decoded exactly.
         """
         stale, missing = weights.copy != self._loaded, len(request.contexts)
@@ -198,15 +206,20 @@ class _Process:
             self._connection.send_bytes(pickle.dumps(request))
             if stale:
                 send_handle(self._connection, weights.file.descriptor, self._child.pid)
+        waiting = Wait("The process that samples completions", limit, "ddp_timeout")
+        waiting.silent = STARTING_SECONDS if self._start is not None else SILENT_SECONDS
         self._start, self._loaded = None, weights.copy
         while missing:
-            ended = self._answer()
+            ended = self._answer(waiting)
             missing -= len(ended)
             yield from ended
 
-    def _answer(self) -> Ended:
+    def _answer(self, waiting: Wait) -> Ended:
         with _trouble(self._child):
+            while not self._connection.poll(waiting.seconds()):
+                pass
             answer: Ended | Failure = pickle.loads(self._connection.recv_bytes())
+        waiting.progressed()
         if isinstance(answer, Failure) and answer.unsupported:
             raise Unsupported(f"rollout_engine='process': {answer.reason}. Set rollout_engine: auto.")
         if isinstance(answer, Failure):
@@ -222,9 +235,11 @@ class _Process:
 
 @contextmanager
 def _trouble(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Raise `Trouble` where the connection to a process is lost."""
+    """Raise `Trouble` where the connection to a process is lost, or nothing comes."""
     try:
         yield
+    except WaitedInVain as error:
+        raise Trouble(str(error)) from None
     except (EOFError, OSError):
         raise Trouble(_exit(child)) from None
 

@@ -21,11 +21,13 @@ from trl.generation.vllm_client import VLLMClient
 from grpo_ext.rollout.vllm.gloo import BACKEND, TRAINER_RANK, open_group, open_store, send, specs_of
 from grpo_ext.rollout.vllm.server import CONNECTIONS
 from grpo_ext.rollout.vllm.watchdog import abort_when_stalled
+from grpo_ext.waiting import Wait, WaitedInVain
 
 T = TypeVar("T")
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 POLL_SECONDS = 5.0
 RETRY_SECONDS = 0.1
+TOO_MANY_REQUESTS = 429
 FRESH_SECONDS = 1.0
 """Age up to which metrics of the server are read again; a server takes longer to restart."""
 EMPTY_ANSWER: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": None}
@@ -116,11 +118,15 @@ class Client(VLLMClient):
         Raises:
             ServerTrouble: it was not within `total_timeout` seconds.
         """
-        deadline = time.monotonic() + total_timeout
-        while not self.healthy():
-            if time.monotonic() + retry_interval > deadline:
-                raise ServerTrouble(f"no vLLM server at {self.base_url} within {total_timeout:g} s")
-            time.sleep(retry_interval)
+        waiting = self._waiting(total_timeout)
+        try:
+            while not self.healthy():
+                time.sleep(min(retry_interval, waiting.seconds()))
+        except WaitedInVain as error:
+            raise ServerTrouble(f"no vLLM server at {self.base_url} within {total_timeout:g} s") from error
+
+    def _waiting(self, seconds: float) -> Wait:
+        return Wait(f"vLLM server at {self.base_url}", seconds, "vllm_server_timeout")
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the configuration of the server."""
@@ -143,26 +149,27 @@ class Client(VLLMClient):
             ServerTrouble: broken connection, a server error, or no progress for `patience` seconds.
             RuntimeError: the server refuses the request, and would refuse it again.
         """
-        future = in_thread(send_request)
-        since, tokens, sent = time.monotonic(), None, self._sent
-        while (left := since + self.patience - time.monotonic()) > 0:
-            if wait([future], timeout=min(POLL_SECONDS, left)).done:
-                break
-            seen = self._tokens_processed(within=max(0.1, since + self.patience - time.monotonic()))
-            if self._sent != sent or (None not in (seen, tokens) and seen != tokens):
-                since = time.monotonic()
-            tokens, sent = tokens if seen is None else seen, self._sent
-        else:
-            raise ServerTrouble(f"{self.base_url} made no progress for {self.patience:g} s", since)
+        future, waiting = in_thread(send_request), self._waiting(self.patience)
+        asked, tokens, sent = time.monotonic(), None, self._sent
+        try:
+            while not wait([future], timeout=waiting.seconds()).done:
+                if time.monotonic() - asked < POLL_SECONDS:
+                    continue
+                seen = self._tokens_processed(within=max(0.1, waiting.left))
+                if self._sent != sent or (None not in (seen, tokens) and seen != tokens):
+                    waiting.progressed()
+                asked, tokens, sent = time.monotonic(), tokens if seen is None else seen, self._sent
+        except WaitedInVain as error:
+            raise ServerTrouble(f"{self.base_url}: {error}", error.since) from error
         try:
             response = future.result()
+            if response.status_code == 200:
+                answer: dict[str, Any] = response.json() if response.content else {}
+                return answer
         except requests.RequestException as error:
             raise ServerTrouble(f"{self.base_url}: {error}") from error
-        if response.status_code == 200:
-            answer: dict[str, Any] = response.json() if response.content else {}
-            return answer
         problem = f"{response.url} answered {response.status_code}: {response.text[:500]}"
-        if response.status_code < 500:
+        if response.status_code < 500 and response.status_code != TOO_MANY_REQUESTS:
             raise RuntimeError(problem)
         self.session.close()  # the server may be about to close the connection, too late for the next request
         raise ServerTrouble(problem)
@@ -204,7 +211,16 @@ class Client(VLLMClient):
         """
         if self.identity() not in (None, self.serving):  # restarted between two requests
             raise ServerTrouble(f"{self.base_url} has been restarted")
-        answer: dict[str, Any] = super().generate(prompts, **settings)
+        try:
+            answer: dict[str, Any] = super().generate(prompts, **settings)
+            rows, logprobs = answer["completion_ids"], answer["logprobs"]
+            known = settings.get("logprobs", 0) is None or all(map(_is_sampled, rows, logprobs))
+            whole = known and len(rows) == len(prompts) * settings.get("n", 1)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            reason = f"answered something else than completions ({type(error).__name__}: {error})"
+            raise ServerTrouble(f"{self.base_url} {reason}") from error
+        if not whole:
+            raise ServerTrouble(f"{self.base_url} answered with fewer completions or log-probabilities than asked for")
         return answer
 
     def generate(self, prompts: list[list[int]], **settings: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -367,7 +383,7 @@ class Client(VLLMClient):
         )
         broken: RuntimeError | None = None
         try:
-            send(self._group, specs, self._counted(named_params))
+            send(self._group, specs, self._counted(named_params), lambda: received.done() and received.exception())
         except RuntimeError as error:
             broken = error
         received.result()
@@ -390,3 +406,8 @@ class Client(VLLMClient):
                     "that its prefix cache keeps the weights before. A server serves one run: give this run its own."
                 )
             time.sleep(RETRY_SECONDS)
+
+
+def _is_sampled(ids: list[int], logprobs: list[list[float | None]]) -> bool:
+    """Return whether a completion has a log-probability for each token."""
+    return len(ids) == len(logprobs) and all(logprobs)

@@ -28,6 +28,7 @@ from grpo_ext.rollout.vllm.kept import TIES, returned_sets, sampled_first
 from grpo_ext.rollout.vllm.server import (
     CONNECTIONS,
     PROBE,
+    ServerUnreachable,
     Wanted,
     engine_mismatches,
     mismatches,
@@ -36,6 +37,7 @@ from grpo_ext.rollout.vllm.server import (
 )
 from grpo_ext.rollout.vllm.unpushable import unpushable
 from grpo_ext.rollout.vllm.weights import Rounding, effective_weights, is_quantised, policy_dtype
+from grpo_ext.waiting import SIGNALLED, leaving
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class Generation(vllm_generation.VLLMGeneration):
     server_base_url: str | None
     _kept: list[list[list[int]]] | None = None
     """Gets the sets of the completions that are generated at the moment, if they are wanted."""
+    _served_dtype: str | None = None
+    """dtype of the first server of the run; its sampled probabilities are rounded so."""
 
     def __init__(
         self,
@@ -127,9 +131,16 @@ class Generation(vllm_generation.VLLMGeneration):
             raise ConfigError(problems)
 
     def _connect(self) -> None:
-        self.vllm_client = self.new_client()
-        self._check_server(self.vllm_client.base_url)
-        self.vllm_client.init_communicator(self.accelerator.device)
+        """Connect to the server, which may need `vllm_server_timeout` seconds until it answers all requests."""
+        deadline = time.monotonic() + self.server_timeout
+        while True:
+            try:
+                self.vllm_client = self.new_client()
+                self._check_server(self.vllm_client.base_url)
+                return self.vllm_client.init_communicator(self.accelerator.device)
+            except (ServerTrouble, ServerUnreachable):
+                if leaving.wait(1.0) or time.monotonic() > deadline:
+                    raise
 
     def new_client(self) -> Client:
         """Return a client of the server that has no transfer group: it can only send requests.
@@ -145,7 +156,8 @@ class Generation(vllm_generation.VLLMGeneration):
 
         Raises:
             RuntimeError: the server has another vocabulary, takes fewer tokens than a completion may have, does not
-                sample from the policy, or returns other log-probabilities than the sampler's.
+                sample from the policy, returns other log-probabilities than the sampler's, or computes in another
+                dtype than the one that it replaces.
         """
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
@@ -155,7 +167,9 @@ class Generation(vllm_generation.VLLMGeneration):
             needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self.asked)
         elif facts.logprobs_mode != "raw_logprobs" or self.temperature != 1.0:  # at 1 they are the sampler's too
             needed = replace(needed, logprobs_mode="processed_logprobs")
-        better = Wanted(model=self.model.name_or_path, dtype=None if self.dtype == "auto" else self.dtype)
+        needed, self._served_dtype = replace(needed, dtype=self._served_dtype), self._served_dtype or facts.dtype
+        dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
+        better = Wanted(model=self.model.name_or_path, dtype=dtype)
         if broken := list(map(str, (*mismatches(needed, facts), *unsuited(facts.config)))):
             raise RuntimeError("\n".join([f"the one at {url} does not suit this run:", *broken]))
         for problem in (*mismatches(better, facts), *engine_mismatches(self.engine_kwargs, facts.config)):
@@ -197,21 +211,25 @@ class Generation(vllm_generation.VLLMGeneration):
             raise last
         assert isinstance(first, ServerTrouble)
         deadline, pause = first.since + self.server_timeout, 0.5 * len(troubles)
-        left = deadline - time.monotonic()
-        logger.warning(f"vLLM server: {last}. Waiting up to {max(left, 0):.0f} s for it to come back.")
-        while left > 0:
-            time.sleep(min(pause, LONGEST_PAUSE, left))
+        left, before = deadline - time.monotonic(), self.vllm_client.serving
+        if not leaving.is_set():
+            logger.warning(f"vLLM server: {last}. Waiting up to {max(left, 0):.0f} s for it to come back.")
+        while left > 0 and not leaving.wait(min(pause, LONGEST_PAUSE, left)):
             try:
                 self.vllm_client.reconnect(self.accelerator.device, patience=max(deadline - time.monotonic(), 1.0))
+                if self.vllm_client.serving != before:
+                    self._check_server(self.vllm_client.base_url)
                 logger.warning("vLLM server: back. The weights are pushed again before it generates.")
                 return
-            except ServerTrouble as error:
+            except (ServerTrouble, ServerUnreachable) as error:
                 logger.debug(f"vLLM server: {error}")
             pause, left = 2 * pause, deadline - time.monotonic()
         raise self.lost(last)
 
     def lost(self, trouble: Exception) -> ServerLost:
         """Return the error that ends a run whose server did not recover from `trouble`."""
+        if leaving.is_set():
+            return ServerLost(f"{trouble}; {SIGNALLED}")
         return ServerLost(
             f"{trouble}; it did not recover within vllm_server_timeout={self.server_timeout:g} s. "
             "Start it again (grpo-ext serve --config RECIPE), then resume."

@@ -1,7 +1,10 @@
 """Weights from the trainer to vLLM's workers over TCP by gloo, without GPU or NCCL; one tensor at a time."""
 
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
@@ -13,6 +16,8 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 BACKEND = "gloo"
 """Name of the engine in vLLM's registry, and in `vllm_weight_transfer`."""
 TRAINER_RANK = 0
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
+"""Seconds between two looks at a broadcast."""
 
 
 class TensorSpec(NamedTuple):
@@ -76,30 +81,55 @@ def open_group(store: TCPStore, name: str, rank: int, size: int, timeout: float)
     return ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=timeout))
 
 
-def _broadcast(group: Any, buffer: Tensor) -> None:
+def _broadcast(group: Any, buffer: Tensor) -> Any:
     options = BroadcastOptions()
     options.rootRank = TRAINER_RANK
     options.rootTensor = 0
-    group.broadcast([buffer], options).wait()
+    return group.broadcast([buffer], options)
 
 
-def send(group: ProcessGroupGloo, specs: Iterable[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def send(
+    group: ProcessGroupGloo,
+    specs: Iterable[TensorSpec],
+    tensors: Iterator[tuple[str, Tensor]],
+    refused: Callable[[], object],
+) -> None:
     """Broadcast tensors as they come; one is in memory at a time.
+
+    Args:
+        group: also of the workers that receive.
+        specs: announced tensors.
+        tensors: in the same order.
+        refused: returns whether the workers will not receive them.
 
     Raises:
         ValueError: a tensor is not the one that was announced.
+        RuntimeError: the connection broke, or the workers will not receive them.
     """
     for spec in specs:
         name, tensor = next(tensors)
         if (name, tensor.dtype, tuple(tensor.shape)) != spec:
             found = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
             raise ValueError(f"{found} where {spec.name} {spec.shape} {spec.dtype} was announced")
-        _broadcast(group, tensor.detach().cpu().reshape(-1).view(torch.uint8))
+        work, pause = _broadcast(group, tensor.detach().cpu().reshape(-1).view(torch.uint8)), SHORTEST_PAUSE
+        while not work.is_completed():
+            if refused():
+                threading.Thread(target=_kept, args=(group, work), daemon=True).start()
+                raise RuntimeError("the request for them failed")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        work.wait()
+
+
+def _kept(group: ProcessGroupGloo, work: Any) -> None:
+    """Keep a group until a broadcast has timed out: gloo has no abort, and destroying the group would wait for it."""
+    with suppress(RuntimeError):
+        work.wait()
 
 
 def receive(group: ProcessGroupGloo, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
     """Yield what `send` broadcasts: names and tensors on the CPU."""
     for spec in specs:
         buffer = torch.empty(spec.nbytes, dtype=torch.uint8)
-        _broadcast(group, buffer)
+        _broadcast(group, buffer).wait()
         yield spec.name, buffer.view(spec.dtype).view(spec.shape)

@@ -22,6 +22,7 @@ from grpo_ext.rollout.vllm.host_copy import HostCopy
 from grpo_ext.rollout.vllm.kept import returned_sets, sampled_first
 from grpo_ext.rollout.vllm.repairs import Repairs, shared_store
 from grpo_ext.rollout.vllm.server import CONNECTIONS
+from grpo_ext.waiting import leaving
 
 logger = logging.getLogger(__name__)
 
@@ -238,9 +239,9 @@ class ServerSampler:
                 troubles.append(trouble)
             except RuntimeError as error:
                 raise ServerLost(f"vLLM server: {error}") from error
-            if time.monotonic() - troubles[0].since > generation.server_timeout:
+            late = time.monotonic() - troubles[0].since > generation.server_timeout
+            if late or leaving.wait(min(0.5 * len(troubles), LONGEST_PAUSE)):
                 raise generation.lost(troubles[-1])
-            time.sleep(min(0.5 * len(troubles), LONGEST_PAUSE))
             self._repairs.wait(repairs, troubles)
 
     def _read(self, answer: Mapping[str, Any]) -> Sampled:

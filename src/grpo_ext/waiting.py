@@ -1,0 +1,76 @@
+"""One way to wait for another process: a limit, a line when nothing happens, and an end at once on a signal."""
+
+import logging
+import threading
+import time
+
+logger = logging.getLogger(__name__)
+
+leaving = threading.Event()
+"""Set when a signal ends the run: waits then end without what they wait for."""
+SIGNALLED = "not waited for, since a signal ends the run"
+POLL_SECONDS = 0.5
+SILENT_SECONDS = 8.0
+
+
+class WaitedInVain(RuntimeError):
+    """What was waited for has not come.
+
+    Attributes:
+        since: time of its last sign of life, by `time.monotonic`.
+    """
+
+    def __init__(self, message: str, since: float) -> None:
+        super().__init__(message)
+        self.since = since
+
+
+class Wait:
+    """A wait that ends when there was no progress for `limit` seconds, or at once on a signal.
+
+    A run that ends by a signal saves its last whole step; what it waited for is made again when it resumes.
+
+    Args:
+        what: is waited for; the subject of a message.
+        limit: seconds without progress.
+        setting: that sets the limit.
+
+    Attributes:
+        silent: seconds without progress after which a line says what is waited for.
+        since: time of the last progress, by `time.monotonic`.
+    """
+
+    def __init__(self, what: str, limit: float, setting: str) -> None:
+        self.what, self.limit, self.setting = what, limit, setting
+        self.silent, self._told = SILENT_SECONDS, False
+        self.since = time.monotonic()
+
+    def progressed(self) -> None:
+        """Note a sign of life."""
+        self.since = time.monotonic()
+        if self._told:
+            logger.warning(f"{self.what}: it answers again.")
+        self._told = False
+
+    @property
+    def left(self) -> float:
+        """Seconds to the limit."""
+        return self.since + self.limit - time.monotonic()
+
+    def seconds(self) -> float:
+        """Return for how long to wait until this is called again.
+
+        Raises:
+            WaitedInVain: the limit has passed, or a signal ends the run.
+        """
+        silent = time.monotonic() - self.since
+        if leaving.is_set():
+            raise WaitedInVain(SIGNALLED, self.since)
+        if silent >= self.limit:
+            raise WaitedInVain(f"no sign of life for {self.setting}={self.limit:g} s", self.since)
+        if silent >= self.silent and not self._told:
+            self._told = True
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.limit - silent))
+            line = f"no sign of life for {silent:.0f} s. Waiting until {until} ({self.setting}={self.limit:g} s)."
+            logger.warning(f"{self.what}: {line}")
+        return min(POLL_SECONDS, self.limit - silent)

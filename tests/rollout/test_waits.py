@@ -1,0 +1,287 @@
+"""What a wait costs when the other side hangs, answers nonsense, or a signal ends the run; with a server of faults."""
+
+import http.server
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from grpo_ext import waiting
+from grpo_ext.commands import serve
+from grpo_ext.errors import ConfigError, SamplerLost, ServerLost
+from grpo_ext.rollout.vllm import client as client_module
+from grpo_ext.rollout.vllm.client import Client, ServerTrouble
+from grpo_ext.rollout.vllm.generation import Generation
+from grpo_ext.rollout.vllm.gloo import TensorSpec, open_group, send
+from grpo_ext.trainer.signals import Signals
+from grpo_ext.waiting import Wait, WaitedInVain
+from support import tiny
+from support.trainers import build
+
+SECONDS = 30
+"""More than any wait of these tests takes on a busy machine."""
+
+
+@pytest.fixture(autouse=True)
+def no_signal():
+    waiting.leaving.clear()
+    yield
+    waiting.leaving.clear()
+
+
+def signal_after(seconds):
+    timer = threading.Timer(seconds, waiting.leaving.set)
+    timer.start()
+    return timer
+
+
+# One wait.
+
+
+def test_a_wait_says_once_what_it_waits_for_and_until_when_and_ends_at_its_limit(caplog):
+    wait = Wait("The sampler", 0.4, "ddp_timeout")
+    wait.silent = 0.1
+    with pytest.raises(WaitedInVain, match=r"no sign of life for ddp_timeout=0\.4 s"):
+        [time.sleep(min(0.05, wait.seconds())) for _ in range(1000)]
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 1
+    assert lines[0].startswith("The sampler: no sign of life for 0 s. Waiting until ")
+    assert lines[0].endswith("(ddp_timeout=0.4 s).")
+
+
+def test_progress_moves_the_limit(caplog):
+    wait, began = Wait("The sampler", 0.5, "ddp_timeout"), time.monotonic()
+    while time.monotonic() - began < 1.2:
+        time.sleep(min(0.1, wait.seconds()))
+        wait.progressed()
+    assert not caplog.records
+
+
+def test_a_signal_while_training_ends_every_wait(monkeypatch):
+    received = Signals()
+    received.phase = "training"
+    received.arrived(signal.SIGTERM)
+    with pytest.raises(WaitedInVain, match="a signal ends the run"):
+        Wait("The sampler", 100.0, "ddp_timeout").seconds()
+
+
+# A server that plants faults.
+
+
+def choice(ids, logprobs=True):
+    tokens = [f"token_id:{token}" for token in ids]
+    found = {"tokens": tokens, "token_logprobs": [-0.5] * len(ids), "top_logprobs": [None] * len(ids)}
+    return {"prompt_token_ids": [3], "token_ids": ids, "logprobs": found if logprobs else None}
+
+
+GOOD = {"choices": [choice([4, 5]), choice([6])]}
+HANGS = "hangs"
+
+
+@pytest.fixture
+def faults():
+    """Answers to requests for completions, in turn; the last one stays. A status, a text, an object, or HANGS."""
+    answers, over = [], threading.Event()
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            models = json.dumps({"data": [{"id": "a model"}]})
+            self.answer(200, "process_start_time_seconds 7\n" if self.path == "/metrics" else models)
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            planted = answers.pop(0) if len(answers) > 1 else answers[0]
+            if planted == HANGS:
+                over.wait(SECONDS)
+            elif isinstance(planted, int):
+                self.answer(planted, "planted")
+            else:
+                self.answer(200, planted if isinstance(planted, str) else json.dumps(planted))
+
+        def answer(self, status, text):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield SimpleNamespace(answers=answers, url=f"http://127.0.0.1:{server.server_address[1]}")
+    over.set()
+    server.shutdown()
+
+
+def client_of(faults, patience=SECONDS):
+    client = Client(faults.url, 0, float(patience), "gloo")
+    client.serving = "started at 7.0"
+    return client
+
+
+@pytest.mark.parametrize(
+    ("planted", "words"),
+    [
+        (500, "answered 500: planted"),
+        (429, "answered 429: planted"),
+        ("{not json", "Expecting property name"),
+        ("[]", "answered something else than completions"),
+        ({"choices": []}, "answered something else than completions|fewer completions"),
+        ({"choices": [choice([4, 5])]}, "fewer completions or log-probabilities"),
+        ({"choices": [choice([4, 5], logprobs=False), choice([6], logprobs=False)]}, "something else|fewer"),
+        ({"choices": [choice([4, 5]), {**choice([6]), "token_ids": [6, 7]}]}, "fewer completions or log-prob"),
+        ({"error": "no"}, "KeyError: 'choices'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_answer_is_named_and_may_be_asked_for_again(planted, words, faults):
+    faults.answers[:] = [planted, GOOD]
+    client = client_of(faults)
+    with pytest.raises(ServerTrouble, match=words):
+        client.complete([[3], [3]], max_tokens=4)
+    assert client.complete([[3], [3]], max_tokens=4)["completion_ids"] == [[4, 5], [6]]
+
+
+def test_a_request_that_is_refused_is_not_asked_again(faults):
+    faults.answers[:] = [400]
+    with pytest.raises(RuntimeError, match="answered 400") as error:
+        client_of(faults).complete([[3]], max_tokens=4)
+    assert not isinstance(error.value, ServerTrouble)
+
+
+def test_a_server_that_hangs_is_named_soon_and_left_at_once_on_a_signal(faults, monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "SILENT_SECONDS", 0.2)
+    faults.answers[:] = [HANGS]
+    client, began = client_of(faults), time.monotonic()
+    timer = signal_after(2.0)
+    with pytest.raises(ServerTrouble, match="a signal ends the run"):
+        client.complete([[3], [3]], max_tokens=4)
+    timer.join()
+    assert time.monotonic() - began < SECONDS / 2
+    assert any(f"vLLM server at {faults.url}: no sign of life" in record.message for record in caplog.records)
+
+
+def test_a_server_that_hangs_ends_the_wait_at_the_limit(faults, monkeypatch):
+    monkeypatch.setattr(client_module, "POLL_SECONDS", 0.1)
+    faults.answers[:] = [HANGS]
+    with pytest.raises(ServerTrouble, match=r"no sign of life for vllm_server_timeout=0\.5 s"):
+        client_of(faults, patience=0.5).complete([[3], [3]], max_tokens=4)
+
+
+def generation_of(client, seconds):
+    found = Generation.__new__(Generation)
+    vars(found).update(vllm_client=client, server_timeout=seconds, mode="server")
+    found.accelerator = SimpleNamespace(is_main_process=True, device=torch.device("cpu"))
+    return found
+
+
+def test_a_signal_ends_the_wait_for_a_server_that_is_away(faults):
+    client = client_of(faults)
+    client.base_url, began = "http://127.0.0.1:1", time.monotonic()
+    timer = signal_after(1.0)
+    with pytest.raises(ServerLost, match="refused; not waited for, since a signal ends the run"):
+        generation_of(client, 1000.0)._reconnect([ServerTrouble("connection refused")])
+    timer.join()
+    assert time.monotonic() - began < SECONDS
+
+
+def test_a_push_whose_request_fails_leaves_the_broadcast_at_once():
+    """Nobody receives: gloo would wait for its whole time limit, and destroying the group as well."""
+    store, groups = HashStore(), {}
+
+    def join(rank):
+        groups[rank] = open_group(store, "run", rank, 2, 600.0)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    began, weight = time.monotonic(), torch.zeros(1000, 1000)
+    specs = [TensorSpec("w", torch.float32, (1000, 1000))]
+    with pytest.raises(RuntimeError, match="the request for them failed"):
+        send(groups.pop(0), specs, iter([("w", weight)]), lambda: time.monotonic() - began > 0.5)
+    assert time.monotonic() - began < SECONDS
+
+
+# A server's start.
+
+
+def test_serve_refuses_a_port_at_which_another_program_listens():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"vllm_server_port={port}: another program listens there"):
+            serve.run_server(None, "127.0.0.1", port, hint="")
+
+
+# The process that samples.
+
+
+def children_of(sampler):
+    return sampler._process._child.pid
+
+
+def process_sampler(tmp_path, limit):
+    from grpo_ext.rollout.process.policy import process_sampler as made
+
+    without_end = {"loss_defaults": "trl", "generation_kwargs": {"suppress_tokens": [tiny.WORDS.index("<eos>")]}}
+    settings = {"rollout_engine": "process", "max_completion_length": 24, "ddp_timeout": limit}
+    trainer = build(tiny.model(), tmp_path, **settings, **without_end)
+    return made(trainer, trainer.args)
+
+
+def ask(sampler):
+    return sampler.sample(0, [[5, 6, 7], [9, 8]], [24, 24], [np.random.default_rng(row) for row in range(2)])
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_started_again_at_the_limit_and_samples_the_same(tmp_path, caplog):
+    sampler = process_sampler(tmp_path, 60)
+    try:
+        sampler.publish(0)
+        expected = ask(sampler)
+        sampler._limit = 3.0
+        os.kill(children_of(sampler), signal.SIGSTOP)
+        threading.Timer(2.0, lambda: setattr(sampler, "_limit", 600.0)).start()
+        assert ask(sampler) == expected
+    finally:
+        sampler.close()
+    assert "no sign of life for ddp_timeout=3 s. It is started and asked again." in caplog.text
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_left_at_once_on_a_signal(tmp_path):
+    sampler = process_sampler(tmp_path, 1800)
+    try:
+        sampler.publish(0)
+        ask(sampler)
+        os.kill(children_of(sampler), signal.SIGSTOP)
+        timer, began = signal_after(1.0), time.monotonic()
+        with pytest.raises(SamplerLost, match="a signal ends the run"):
+            ask(sampler)
+        timer.join()
+        assert time.monotonic() - began < SECONDS
+    finally:
+        sampler.close()
+
+
+def test_a_process_that_decodes_for_long_shows_that_it_lives():
+    from grpo_ext.rollout.process.child import _Heartbeat
+
+    sent = []
+    beat = _Heartbeat(sent.append)
+    beat()
+    assert sent == []
+    beat._last -= 2.0
+    beat()
+    beat()
+    assert sent == [[]]
