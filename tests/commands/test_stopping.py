@@ -178,6 +178,21 @@ def test_what_samples_beside_the_training_ends_with_a_run_that_gets_a_signal(cas
     run.nothing_left()
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_signal_leaves_a_sampler_that_hangs_and_saves_the_last_whole_step(ahead, start):
+    run = start(ALONE, rollout_engine="process", rollout_ahead=ahead).training()
+    [sampler] = (p for p in run.processes() if "grpo_ext.rollout.process.child" in " ".join(p.cmdline()))
+    sampler.send_signal(signal.SIGSTOP)
+    run.until(lambda: "The process that samples completions: no sign of life for 8 s. Waiting until" in run.text)
+    run.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert run.ended() == NOT_FINISHED, run.text[-4000:]
+    print(f"from the signal to the end: {time.monotonic() - began:.1f} s")
+    saved(run, "SIGTERM")
+    assert "Traceback" not in run.text, run.text[-6000:]
+    run.nothing_left()
+
+
 def test_the_same_command_resumes(start):
     run = start(ALONE, max_steps=6).training(2)
     run.process.send_signal(signal.SIGTERM)
