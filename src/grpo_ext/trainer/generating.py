@@ -323,10 +323,13 @@ class GeneratingTrainer(CreditingTrainer):
         background.close()
 
     def close_rewards(self) -> None:
-        """End the processes beside this one; they would otherwise wait for the next batch."""
+        """End the processes beside this one, which would wait for the next batch; let other runs have the server."""
         for processes in (self.acting, self.reward_runtime, self._beside):
             if processes is not None:
                 processes.close()
+        engine = getattr(self, "vllm_generation", None)
+        if engine is not None and engine.mode == "server" and self.accelerator.is_main_process:
+            engine.vllm_client.release()
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from grpo_ext.rollout.vllm.client import Client
 from support import tiny
 from support.commands import command
 from support.processes import machines, needs_deepspeed, on_cpu, with_deepspeed
@@ -97,3 +98,16 @@ def test_a_server_that_does_not_suit_is_refused_on_all_processes(address, tied, 
     _, said, code = train(tmp_path, "server", tied, launch=DDP, check=False, **address, config=settings)
     assert code != 0
     assert "max_model_len=128" in said
+
+
+def test_a_second_run_is_refused_while_the_first_trains(served):
+    first, second = (Client(served.url, free_port(), 60.0, "gloo") for _ in range(2))
+    second.owner = "elsewhere:1"
+    first.init_communicator("cpu")
+    first.init_communicator("cpu")  # once more by itself, as after a server's death
+    words = rf"another run \({first.owner}\) trains with the vLLM server at {served.url}"
+    with pytest.raises(RuntimeError, match=words):
+        second.init_communicator("cpu")
+    first.release()
+    second.init_communicator("cpu")
+    second.close_communicator()

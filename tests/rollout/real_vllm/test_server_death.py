@@ -1,13 +1,19 @@
 """A vLLM server that is killed, hangs or errs in the middle of a run."""
 
 import http.server
+import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 import requests
 
-from support.vllm_runs import DDP, Server, drifts, free_port, send_all, server_processes, steps, train
+from grpo_ext.errors import NOT_FINISHED
+from support.processes import PATIENCE
+from support.vllm_runs import DDP, ENV, Server, drifts, free_port, send_all, server_processes, steps, train
 
 FLOAT32 = 0.02
 STEPS = 4
@@ -118,9 +124,9 @@ def test_a_run_ends_when_its_server_hangs_for_good(served, tied, address, tmp_pa
 
 
 @pytest.fixture
-def erring(served):
-    """A proxy before the server that answers the first requests for completions by itself, with 500."""
-    errors = [500, 500, 500]
+def erring(served, request):
+    """A proxy before the server that answers the first requests to a path by itself, with errors."""
+    path, errors = request.param
 
     class Proxy(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -128,7 +134,7 @@ def erring(served):
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if self.path == "/v1/completions" and errors:
+            if self.path == path and errors:
                 self.send_error(errors.pop())
             else:
                 self.forward(requests.post(served.url + self.path, data=body, headers=JSON))
@@ -150,11 +156,53 @@ def erring(served):
     assert not errors
 
 
+@pytest.mark.parametrize("erring", [("/v1/completions", [500, 429, 500])], indirect=True, ids=["completions"])
 def test_a_run_outlives_a_server_that_errs_and_then_hangs_for_a_while(served, erring, tied, address, tmp_path):
     served.wait()
     settings = LONG | {"vllm_server_timeout": AWAY}
     fault = {"faults": {"generation": 2}, "signal": "SIGSTOP", "hang_seconds": 7, "config": settings}
     log, said, _ = train(tmp_path, "server", tied, **(address | {"port": erring}), **fault)
-    assert said.count("answered 500") == 3
+    assert (said.count("answered 500"), said.count("answered 429")) == (2, 1)
     assert max(entry["step_time"] for entry in steps(log)) > 7
     assert_nothing_lost_or_counted_twice(log, tmp_path)
+
+
+@pytest.mark.parametrize("erring", [("/update_weights", [500])], indirect=True, ids=["push"])
+def test_a_push_that_is_refused_does_not_wait_for_gloo(served, erring, tied, address, tmp_path):
+    """Its time limit is `vllm_server_timeout`, and it cannot be aborted."""
+    served.wait()
+    log, said, _ = train(tmp_path, "server", tied, **(address | {"port": erring}), config=LONG)
+    assert said.count("answered 500") == 1
+    assert max(entry["step_time"] for entry in steps(log)) < LONG["vllm_server_timeout"] / 4
+    assert_nothing_lost_or_counted_twice(log, tmp_path)
+
+
+def test_a_signal_while_the_server_is_away_saves_the_last_whole_step_at_once(served, address, tmp_path):
+    served.wait()
+    away = {"output_dir": tmp_path / "out", "max_steps": 500, "save_steps": 1, "vllm_server_timeout": 1000}
+    away |= {"vllm_group_port": address["group_port"]}
+    line = [sys.executable, "-m", "grpo_ext.train", "--config", served.recipe]
+    line += [word for name, value in away.items() for word in (f"--{name}", value)]
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        run = subprocess.Popen(list(map(str, line)), stdout=out, stderr=out, env=ENV)
+    try:
+        until(lambda: (tmp_path / "out" / "checkpoint-2").exists(), run, log)
+        send_all(server_processes(served.port), signal.SIGKILL)
+        until(lambda: "Waiting up to" in log.read_text(), run, log)
+        run.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert run.wait(GRACE) == NOT_FINISHED, log.read_text()[-4000:]
+    finally:
+        run.kill()
+    print(f"from the signal to the end: {time.monotonic() - began:.1f} s")
+    assert re.search(r"SIGTERM: saved checkpoint-\d+ of 500 steps. Run the same command to resume.", log.read_text())
+    assert "Traceback" not in log.read_text()
+
+
+def until(holds, run, log):
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert run.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.2)

@@ -1,6 +1,9 @@
 """TRL's vLLM client with weight transfer without NCCL, and a limit on every wait."""
 
 import math
+import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore
 from trl.generation.vllm_client import VLLMClient
 
-from grpo_ext.rollout.vllm.gloo import BACKEND, TRAINER_RANK, open_group, open_store, send, specs_of
+from grpo_ext.rollout.vllm.gloo import BACKEND, TAKEN, TRAINER_RANK, mark, open_group, open_store, send, specs_of
 from grpo_ext.rollout.vllm.server import CONNECTIONS
 from grpo_ext.rollout.vllm.watchdog import abort_when_stalled
 from grpo_ext.waiting import Wait, WaitedInVain
@@ -84,7 +87,7 @@ class Client(VLLMClient):
 
     def __init__(self, base_url: str, group_port: int, timeout: float, transfer: str) -> None:
         self.timeout = self.patience = timeout
-        self.transfer = transfer
+        self.transfer, self.owner = transfer, f"{socket.gethostname()}:{os.getpid()}"
         self.failure: Exception | None = None
         self.bytes_sent = 0
         self._store: TCPStore | None = None
@@ -315,14 +318,30 @@ class Client(VLLMClient):
             "group_name": name,
             "world_size": size,
             "timeout": self.timeout,
+            "owner": self.owner,
         }
         opened = in_thread(lambda: open_group(store, name, TRAINER_RANK, size, self.timeout))
-        self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
+        mark(self._store, training=True)
+        try:
+            self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
+        except ServerTrouble as error:
+            if TAKEN not in str(error):
+                raise
+            owner = re.findall(rf"{TAKEN} by (\S+?:\d+)", str(error))
+            raise RuntimeError(
+                f"another run ({', '.join(owner)}) trains with the vLLM server at {self.base_url}. End it, or start a "
+                "server for this one."
+            ) from error
         try:
             self._group = opened.result(timeout=self.patience)
         except Exception as error:
             reason = str(error) or f"timeout after {self.patience:g} s"
             raise ServerTrouble(f"{self.base_url} did not join the transfer group: {reason}") from error
+
+    def release(self) -> None:
+        """Let other runs have the server: this one does not train any more, or not yet again."""
+        if self._store is not None:
+            mark(self._store, training=False)
 
     def close_communicator(self) -> None:
         """Leave the transfer group."""
@@ -373,8 +392,9 @@ class Client(VLLMClient):
         if self.engine == "nccl":
             self._send_by_nccl(metadata, named_params)
             return
-        if self._group is None:
+        if self._group is None or self._store is None:
             raise ServerTrouble(f"{self.base_url}: no transfer group is open")
+        mark(self._store, training=True)
         names, dtypes, shapes = (list(column) for column in zip(*metadata, strict=True))
         info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
         self._start_weight_update()

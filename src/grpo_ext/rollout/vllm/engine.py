@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo, TCPStore
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -11,7 +11,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from grpo_ext.rollout.vllm.gloo import open_group, open_store, receive, specs_of
+from grpo_ext.rollout.vllm.gloo import TAKEN, open_group, open_store, receive, specs_of, trains
 
 
 @dataclass
@@ -23,6 +23,7 @@ class GlooInitInfo(WeightTransferInitInfo):
     group_name: str
     world_size: int
     timeout: float
+    owner: str
 
 
 @dataclass
@@ -40,12 +41,21 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     group: ProcessGroupGloo | None = None
+    store: TCPStore | None = None
+    owner = ""
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the trainer's group, leaving the group of an earlier trainer."""
+        """Join the trainer's group, leaving the group of an earlier trainer.
+
+        Raises:
+            RuntimeError: the earlier one is another run, which still trains.
+        """
+        if self.owner != init_info.owner and self.store is not None and trains(self.store):
+            raise RuntimeError(f"{TAKEN} by {self.owner}")
         self.shutdown()
         worker = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
         store = open_store(init_info.master_address, init_info.master_port, init_info.timeout, trainer=False)
+        self.store, self.owner = store, init_info.owner
         self.group = open_group(store, init_info.group_name, 1 + worker, init_info.world_size, init_info.timeout)
 
     def start_weight_update(self) -> None:

@@ -16,6 +16,10 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 BACKEND = "gloo"
 """Name of the engine in vLLM's registry, and in `vllm_weight_transfer`."""
 TRAINER_RANK = 0
+TAKEN = "this server gets weights"
+"""Begins the answer of a server to a second run."""
+_TRAINS = "trains"
+"""Key that a trainer's store has while it trains."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
 """Seconds between two looks at a broadcast."""
 
@@ -66,6 +70,22 @@ def _listening(address: str, port: int) -> socket.socket:
         return socket.create_server(place, family=family)
     except OSError as error:
         raise RuntimeError(f"{address}:{port}: {error.strerror}") from error
+
+
+def mark(store: TCPStore, *, training: bool) -> None:
+    """Note in a trainer's store whether it trains."""
+    if training:
+        store.set(_TRAINS, "")
+    else:
+        store.delete_key(_TRAINS)
+
+
+def trains(store: TCPStore) -> bool:
+    """Return whether the trainer that a store belongs to lives, and trains."""
+    try:
+        return store.check([_TRAINS])
+    except RuntimeError:  # its process has ended
+        return False
 
 
 def open_group(store: TCPStore, name: str, rank: int, size: int, timeout: float) -> ProcessGroupGloo:
