@@ -77,12 +77,6 @@ class Collected:
     """Columns that reward functions logged for the table of completions."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """Metrics that reward functions logged."""
-    passes: list[Tensor] = field(default_factory=list)
-    """Log-probabilities [rows, time] that passes over the generation have computed, in their order."""
-    part: bool = False
-    """Whether it is a chunk, whose figures are logged with those of its generation."""
-    replayed: bool = False
-    """Whether TRL gets `rewards` and `passes` as they are, in place of further ones."""
     ready: Finished | None = None
     """The background's results for the rows; None where they are generated now."""
 

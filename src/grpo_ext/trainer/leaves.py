@@ -7,10 +7,10 @@ return what was finished here. So nothing here reads what the main thread change
 import copy
 import time
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState
@@ -21,16 +21,17 @@ from grpo_ext.data.chat_template import splits_reasoning
 from grpo_ext.environments.loop import AttemptLimits
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import COLUMN, batch
-from grpo_ext.rewards.containment import Scored, scoring_by
+from grpo_ext.rewards.containment import Scored, scored_by
 from grpo_ext.rollout.background import Background
 from grpo_ext.rollout.collected import Finished
-from grpo_ext.rollout.samplers import RowEnded, Sampled, Sampler
+from grpo_ext.rollout.samplers import Sampler
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
 from grpo_ext.rollout.turn_engines import SamplerEngine
-from grpo_ext.trainer.acting import Acting, Played
+from grpo_ext.trainer.acting import Acting, Played, limits_of, positions_of
 
 Row = dict[str, Any]
+T = TypeVar("T")
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a row that TRL does not pass to rewards under their own name."""
 
@@ -54,14 +55,6 @@ class Request:
     version: int
     step: int
     state: TrainerState
-
-
-def joined_requests(parts: Sequence[Request]) -> Request:
-    """Return the request for the rows of all parts, which differ in nothing else."""
-    rows, attempts = [x for part in parts for x in part.rows], [x for part in parts for x in part.attempts]
-    return replace(
-        parts[0], rows=rows, attempts=attempts, prompt_ids=[ids for part in parts for ids in part.prompt_ids]
-    )
 
 
 @dataclass(frozen=True)
@@ -160,60 +153,19 @@ class Leaves:
         made = self._sampled(request) if self.play is None else self._played(request, self.play)
         return made._replace(seconds=time.monotonic() - began)
 
-    def complete_chunks(self, chunks: Sequence[Request], done: Callable[[int, Completed], None]) -> None:
-        """Complete the chunks of a generation as one batch; call `done` with the number of each that has ended."""
-        every = joined_requests(chunks)
-        of_chunk = [i for i, chunk in enumerate(chunks) for _ in chunk.rows]
-        if self.play is not None:
-            played = list(self.play(every, self.sampler))
-            for i, chunk in enumerate(chunks):
-                done(i, self._of_played(chunk, [game for game, its in zip(played, of_chunk, strict=True) if its == i]))
-            return
-        ended: list[dict[int, Sampled]] = [{} for _ in chunks]
-
-        def row_ended(row: int, sampled: Sampled) -> None:
-            i = of_chunk[row]
-            ended[i][row] = sampled
-            if len(ended[i]) == len(chunks[i].rows):
-                done(i, self._of_sampled(chunks[i], [ended[i][number] for number in sorted(ended[i])]))
-
-        for row, sampled in enumerate(self._sample(every, row_ended)):
-            if row not in ended[of_chunk[row]]:
-                row_ended(row, sampled)
-
     def scored(self, request: Request, made: Completed) -> Finished:
         """Score completions by all functions; models score on the main thread."""
         began = time.monotonic()
-        finished = self.scoring(request, made).result()
-        return replace(finished, seconds=made.seconds + time.monotonic() - began)
-
-    def scoring(self, request: Request, made: Completed) -> Future[Finished]:
-        """Score completions by all functions but the async ones, which the result waits for."""
         rows = [dict(row) for row in request.rows]
         for row, (trajectory, _) in zip(rows, made.played, strict=False):
             row[COLUMN] = trajectory
         columns = _columns(rows, made.completions, made.completion_ids, request.state)
-        finished: Future[Finished] = Future()
-
-        def end(scored: Future[dict[str, Scored]]) -> None:
-            if (error := scored.exception()) is not None:
-                finished.set_exception(error)
-            else:
-                finished.set_result(made.with_scores(scored.result()))
-
-        scoring_by(self.scorers, columns, self.loop).add_done_callback(end)
-        return finished
+        scored = scored_by(self.scorers, columns, self.loop)
+        return made._replace(seconds=made.seconds + time.monotonic() - began).with_scores(scored)
 
     def _sampled(self, request: Request) -> Completed:
-        return self._of_sampled(request, self._sample(request))
-
-    def _sample(self, request: Request, done: RowEnded | None = None) -> list[Sampled]:
         streams = [attempt.stream() for attempt in request.attempts]
-        limits = [self.limit] * len(streams)
-        reports = {} if done is None else {"done": done}
-        return self.sampler.sample(request.version, request.prompt_ids, limits, streams, **reports)
-
-    def _of_sampled(self, request: Request, sampled: Sequence[Sampled]) -> Completed:
+        sampled = self.sampler.sample(request.version, request.prompt_ids, [self.limit] * len(streams), streams)
         ids = [list(one.ids) for one in sampled]
         logprobs: list[list[float | None]] = [list(one.logps) for one in sampled]
         fill_empty(ids, logprobs, self.eos_token_id)
@@ -221,9 +173,7 @@ class Leaves:
         return Completed(ids, logprobs, kept, (), self._texts(request.rows, request.prompt_ids, ids))
 
     def _played(self, request: Request, play: Play) -> Completed:
-        return self._of_played(request, play(request, self.sampler))
-
-    def _of_played(self, request: Request, played: Played) -> Completed:
+        played = play(request, self.sampler)
         trajectories = [trajectory for trajectory, _ in played]
         made = batch(trajectories, self.ends)
         fill_empty(made.completion_ids, None, self.eos_token_id)
@@ -251,6 +201,52 @@ def _columns(
     return {**given, **batch_of, "trainer_state": state}
 
 
+def leaves_of(trainer: Any, sampler: Sampler) -> Leaves:
+    """Return what completes and scores rows for a trainer."""
+    args, play = trainer.args, None
+    if trainer.acting is not None:
+        positions = positions_of(trainer.accelerator.unwrap_model(trainer.model), args)
+        limits = limits_of(args, positions, frozenset(trainer.eos_token_ids))
+        waits = args.environment_waves == "turn"
+        play = Play(trainer.acting, limits, waits, trainer.chat_template_kwargs)
+    return Leaves(
+        sampler,
+        trainer._rewards.scorers,
+        trainer.processing_class,
+        limit=args.max_completion_length,
+        ends={*trainer.eos_token_ids, trainer._tokenizer.pad_token_id},
+        eos_token_id=trainer._tokenizer.eos_token_id,
+        play=play,
+        loop=getattr(trainer, "async_loop", None),
+    )
+
+
+def request_of(
+    trainer: Any, rows: Sequence[Row], attempts: Sequence[AttemptId], version: int, step: int | None = None
+) -> Request:
+    """Return the request for a trainer's rows; main thread.
+
+    Args:
+        trainer: the trainer.
+        rows: of the dataset.
+        attempts: identity of each row's attempt.
+        version: number of the weights that sample, as published to the sampler.
+        step: optimizer steps that made these weights; by default all that have been made.
+    """
+    step = trainer.state.global_step if step is None else step
+    prompts = [] if trainer.acting is not None else copy.deepcopy([row["prompt"] for row in rows])
+    ids = trainer._tokenize_prompts(prompts)[0] if prompts else []
+    known = [row for row in trainer.state.log_history if row.get("step", 0) <= step]
+    return Request(rows, ids, attempts, version, step, replace(trainer.state, global_step=step, log_history=known))
+
+
+def done(result: T) -> Future[T]:
+    """Return a future that has its result."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
 class LeavesInBackground:
     """Two threads: one completes requests, the other scores what is complete, both in the order of the requests.
 
@@ -266,9 +262,7 @@ class LeavesInBackground:
 
     def submit(self, request: Request, made: Completed | None = None) -> Submitted:
         """Queue a request, or only the scoring of what was `made` of it."""
-        completed: Future[Completed] = Future() if made is not None else self._completing.submit(request)
-        if made is not None:
-            completed.set_result(made)
+        completed = self._completing.submit(request) if made is None else done(made)
         return Submitted(completed, self._scoring.submit((request, completed)))
 
     def stop(self) -> None:

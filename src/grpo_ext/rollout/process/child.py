@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 from grpo_ext.rollout.decoding import decode
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.process.memory_file import load
-from grpo_ext.rollout.process.messages import Ended, Failure, Machine, ModelSpec, Request, Start
+from grpo_ext.rollout.process.messages import Failure, Machine, ModelSpec, Request, Start
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
 
@@ -68,7 +68,7 @@ def _serve(connection: Connection) -> None:
             file = recv_handle(connection)
             load(decoder.model, request.weights, file)
             os.close(file)
-        decoder.sample(request, lambda rows: connection.send_bytes(pickle.dumps(rows)))
+        connection.send_bytes(pickle.dumps(decoder.sample(request)))
 
 
 class Decoder:
@@ -80,30 +80,23 @@ class Decoder:
         self.model = built(start.model, self.device)
 
     @torch.no_grad()
-    def sample(self, request: Request, send: Callable[[Ended], None]) -> None:
-        """Sample a completion after each context, as the trainer would in its own process; send rows as they end."""
-        settings = self.settings
+    def sample(self, request: Request) -> list[Sampled]:
+        """Sample a completion after each context, as the trainer would in its own process."""
+        settings, count = self.settings, len(request.contexts)
         ids, mask = padded(request.contexts, settings.pad, settings.multiple)
-        log = KeptLog(len(request.contexts)) if settings.keeps else None
-
-        def ended(numbers: list[int], tokens: Tensor, logps: Tensor) -> None:
-            rows = zip(numbers, tokens.tolist(), strict=True)
-            found = [self._ended(row[: request.limits[number]]) for number, row in rows]
-            kept = [None] * len(found) if log is None else log.sets(found, numbers)
-            of_rows = zip(numbers, found, logps.tolist(), kept, strict=True)
-            send([(number, Sampled(row, its[: len(row)], sets)) for number, row, its, sets in of_rows])
-
+        drawn = Drawn(log=KeptLog(count) if settings.keeps else None)
         method = partial(
-            decode,
-            drawn=Drawn(log=log),
-            uniforms=torch.from_numpy(request.uniforms),
-            limits=torch.tensor(request.limits),
-            ended=ended,
+            decode, drawn=drawn, uniforms=torch.from_numpy(request.uniforms), limits=torch.tensor(request.limits)
         )
         config = copy.deepcopy(settings.config)
         config.max_new_tokens = max(request.limits)
         inputs = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
-        cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
+        output = cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
+        rows = zip(output[:, ids.shape[1] :].tolist(), request.limits, strict=True)
+        found = [self._ended(row[:limit]) for row, limit in rows]
+        kept: Sequence[Tensor | None] = drawn.kept(found) or [None] * count
+        of_rows = zip(found, drawn.logps[-1].tolist(), kept, strict=True)
+        return [Sampled(row, its[: len(row)], sets) for row, its, sets in of_rows]
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Return a completion up to the token that ends it."""

@@ -1,6 +1,6 @@
 """Messages between a trainer and the process that samples for it. Both sides pickle them.
 
-The trainer sends a `Request`. The process answers with an `Ended` whenever rows end, until all have, or a `Failure`.
+The trainer sends a `Request`. The process answers with a list of `Sampled`, one for each context, or a `Failure`.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-
-from grpo_ext.rollout.samplers import Sampled
 
 
 @dataclass(frozen=True)
@@ -84,12 +82,8 @@ class Request(NamedTuple):
     """Numbers in [0, 1), [rows, tokens], by which tokens are sampled."""
 
 
-Ended: TypeAlias = list[tuple[int, Sampled]]
-"""Numbers of rows that have ended, each with its completion."""
-
-
 class Failure(NamedTuple):
-    """The last answer to a request that failed."""
+    """The answer to a request that failed."""
 
     reason: str
     unsupported: bool
