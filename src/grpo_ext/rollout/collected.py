@@ -75,8 +75,6 @@ class Collected:
     """Tokens of the completions that were scored, which a subclass may have changed."""
     logged: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that reward functions logged for the table of completions."""
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-    """Metrics that reward functions logged."""
     ready: Finished | None = None
     """The background's results for the rows; None where they are generated now."""
 

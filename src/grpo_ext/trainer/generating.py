@@ -58,7 +58,6 @@ class GeneratingTrainer(CreditingTrainer):
     _older: bool
     """Whether completions are of older weights."""
     _pending_extra_logs: Any
-    _pending_metrics: Any
     _rewards: RewardCollector
     _times: StepTimes
     model_wrapped: Any
@@ -292,7 +291,6 @@ class GeneratingTrainer(CreditingTrainer):
         if collected.settled:
             assert collected.rewards is not None
             self._pending_extra_logs.update(collected.logged)
-            self._pending_metrics.update(collected.metrics)
             return collected.rewards
         self._rewards.schedule_weights(self.reward_weights, self.state)
         with self._filling(collected), self._times.during("rewards"):
@@ -306,7 +304,6 @@ class GeneratingTrainer(CreditingTrainer):
                 self._pending_extra_logs[name].extend(values)
         collected.rewards, collected.turn_rewards = rewards, self._rewards.turn_rewards(collected, len(completions))
         collected.logged = {name: list(values) for name, values in self._pending_extra_logs.items()}
-        collected.metrics = {name: list(values) for name, values in self._pending_metrics.items()}
         return rewards
 
     def close_rewards(self) -> None:
